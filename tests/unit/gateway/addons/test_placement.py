@@ -17,6 +17,7 @@ from bottega.v1.hosted_pb2 import Hosted, ResidualProfile
 from tests.fakes.gateway_rules import FakeServer, Shop
 from tests.samples.controlnet_hosts import LOADING, ON_DISK, load, net, server
 from tests.samples.jobs import sample_job
+from tests.support.waiting import eventually
 
 QUEUED, RUNNING = image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING
 
@@ -305,7 +306,7 @@ async def test_a_server_that_does_not_answer_is_asked_again_and_holds_up_nothing
     shop.worker()
     member = _server(shop, net("edges", state=ON_DISK))
     shop.submit()
-    shop.servers["127.0.0.1:101"] = fake = _failing()
+    shop.servers["127.0.0.1:101"] = fake = FakeServer(failure=Unavailable("nobody there"))
     job = shop.take(_job(shop, "edges"))
     assert job.state == QUEUED
     shop.controller.start()
@@ -333,9 +334,7 @@ async def test_a_fault_while_controlnets_are_prefetched_is_logged_and_the_server
     await asyncio.sleep(0)
     fake.failure = None
     shop.controller.start()
-    async with asyncio.timeout(5):
-        while not _prefetches(shop, "asked"):  # noqa: ASYNC110 - it has no event
-            await asyncio.sleep(0.01)
+    await eventually(lambda: bool(_prefetches(shop, "asked")))
     assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
 
 
@@ -352,7 +351,3 @@ async def test_only_the_first_of_a_long_queue_have_their_controlnets_loaded_ahea
 
 def _prefetches(shop: Shop, outcome: str) -> float | None:
     return shop.registry.get_sample_value("bottega_controlnet_prefetches_total", {"outcome": outcome})
-
-
-def _failing() -> FakeServer:
-    return FakeServer(failure=Unavailable("nobody there"))

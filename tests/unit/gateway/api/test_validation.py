@@ -25,7 +25,7 @@ MODEL = image_pb2.Model(
     default_steps=30,
     default_sampler=generation_pb2.SAMPLER_EULER,
 )
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 PNG = b"as good as an image"
 ADDONS = sample_addons()
 
@@ -56,40 +56,21 @@ def test_a_size_is_bounded_by_the_models_pixels_with_defaults_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampler", "default", "good"),
+    ("spec", "fields"),
     [
-        (generation_pb2.SAMPLER_EULER, generation_pb2.SAMPLER_DDIM, True),
-        (generation_pb2.SAMPLER_DPMPP_2M, generation_pb2.SAMPLER_DDIM, True),
-        (generation_pb2.SAMPLER_DDIM, generation_pb2.SAMPLER_EULER, False),
-        (generation_pb2.SAMPLER_EULER_ANCESTRAL, generation_pb2.SAMPLER_EULER, False),
-        (generation_pb2.SAMPLER_UNSPECIFIED, generation_pb2.SAMPLER_EULER, True),
-        (generation_pb2.SAMPLER_UNSPECIFIED, generation_pb2.SAMPLER_DDIM, False),
+        (GenerationSpec(sampler=generation_pb2.SAMPLER_EULER), []),
+        (GenerationSpec(sampler=generation_pb2.SAMPLER_EULER_ANCESTRAL), ["use_karras_sigmas"]),
+        (GenerationSpec(), ["use_karras_sigmas"]),
     ],
 )
-def test_karras_sigmas_go_with_two_samplers_only(
-    sampler: generation_pb2.Sampler.ValueType, default: generation_pb2.Sampler.ValueType, good: bool
+def test_karras_sigmas_go_with_the_sampler_that_is_said_else_with_the_models(
+    spec: GenerationSpec, fields: list[str]
 ) -> None:
+    spec.use_karras_sigmas = True
     model = image_pb2.Model()
     model.CopyFrom(MODEL)
-    model.default_sampler = default
-    spec = GenerationSpec(sampler=sampler, use_karras_sigmas=True)
-    assert _fields(spec, model) == ([] if good else ["use_karras_sigmas"])
-
-
-def test_adapters_are_checked_before_they_are_served() -> None:
-    spec = GenerationSpec(
-        loras=[Lora(name="", scale=NAN, from_step=-1)],
-        controlnets=[ControlNet(name="edges", image=PNG, control_guidance_start=0.8, control_guidance_end=0.2)],
-    )
-    assert _fields(spec) == [
-        "loras[0].name",
-        "loras[0].scale",
-        "loras[0].from_step",
-        "controlnets[0].control_guidance_start",
-    ]
-    assert _fields(GenerationSpec(loras=[Lora(name="pastel")] * 9)) == ["loras"]
-    late = [Lora(name="pastel"), Lora(name="ink", from_step=3, digest="A" * 64, max_step=201)]
-    assert _fields(GenerationSpec(loras=late)) == ["loras[1].digest", "loras[1].max_step", "loras[1].from_step"]
+    model.default_sampler = generation_pb2.SAMPLER_DDIM
+    assert _fields(spec, model) == fields
 
 
 def _ink(*, steps: int = 10, **facts: Any) -> GenerationSpec:

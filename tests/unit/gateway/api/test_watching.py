@@ -19,7 +19,7 @@ async def _next(watch: object) -> WatchEvent:
     return event
 
 
-async def test_a_watch_begins_with_the_current_state_and_ends_with_thesample_job() -> None:
+async def test_a_watch_begins_with_the_current_state_and_ends_with_the_job() -> None:
     job = sample_job()
     job.set_queue_position(QueuePosition(place=3, estimate_s=None))
     watch = JobWatch(job).events()

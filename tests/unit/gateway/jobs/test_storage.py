@@ -50,18 +50,23 @@ class SlowImages(ContentStore):
         await super().put(digest, data)
 
 
-@pytest.fixture
-async def storage(tmp_path: Path) -> AsyncIterator[Storage]:
-    storage = Storage(
-        folder=tmp_path,
-        jobs=SqliteJobStore(tmp_path / "jobs.sqlite"),
-        images=FailingImages(tmp_path / "images", budget_bytes=1 << 20, ttl_s=0.5),
+def _storage(folder: Path, images: ContentStore, *, waiting_bytes: int) -> Storage:
+    return Storage(
+        folder=folder,
+        jobs=SqliteJobStore(folder / "jobs.sqlite"),
+        images=images,
         max_jobs=3,
         jobs_bytes=1 << 20,
         jobs_ttl_s=60,
-        waiting_bytes=100,
+        waiting_bytes=waiting_bytes,
         clock=Clock(),
     )
+
+
+@pytest.fixture
+async def storage(tmp_path: Path) -> AsyncIterator[Storage]:
+    images = FailingImages(tmp_path / "images", budget_bytes=1 << 20, ttl_s=0.5)
+    storage = _storage(tmp_path, images, waiting_bytes=100)
     await storage.open()
     storage.start()
     yield storage
@@ -94,16 +99,7 @@ async def test_images_wait_for_a_full_disk_within_bounds(storage: Storage) -> No
 
 async def test_images_of_one_job_stay_together_while_others_are_kept(tmp_path: Path) -> None:
     images = SlowImages(tmp_path / "images", budget_bytes=100, ttl_s=60)
-    house = Storage(
-        folder=tmp_path,
-        jobs=SqliteJobStore(tmp_path / "jobs.sqlite"),
-        images=images,
-        max_jobs=3,
-        jobs_bytes=1 << 20,
-        jobs_ttl_s=60,
-        waiting_bytes=1000,
-        clock=Clock(),
-    )
+    house = _storage(tmp_path, images, waiting_bytes=1000)
     await house.open()
     try:
         keeping = asyncio.create_task(house.store_images([b"1" * 20, images.slow]))

@@ -26,6 +26,7 @@ from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from tests.fakes.gateway_rules import Shop
 from tests.samples.jobs import sample_job
 from tests.support.job_store_backends import queued
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -293,10 +294,7 @@ async def test_a_gateway_that_was_stopped_itself_waits_for_the_workers_of_its_jo
     time.sleep(0.8)  # noqa: ASYNC251 - as SIGSTOP does: no worker could come meanwhile
     await asyncio.sleep(0.05)
     assert held.state == image_pb2.JOB_STATE_RUNNING, "it is held"
-    async with asyncio.timeout(5):
-        while held.state == image_pb2.JOB_STATE_RUNNING:  # noqa: ASYNC110 - it has no event
-            await asyncio.sleep(0.01)
-    assert held.state == image_pb2.JOB_STATE_QUEUED
+    await eventually(lambda: held.state == image_pb2.JOB_STATE_QUEUED)
     await shop.controller.stop()
 
 
@@ -311,9 +309,7 @@ async def test_a_gateway_that_was_stopped_between_two_looks_ends_no_lease(shop: 
     shop.worker()
     shop.controller._periodic._check_queue = stopped_in_it  # type: ignore[method-assign]
     shop.controller.start()
-    async with asyncio.timeout(5):
-        while len(looks) < 2:  # noqa: ASYNC110 - it has no event
-            await asyncio.sleep(0.01)
+    await eventually(lambda: len(looks) >= 2)
     assert [member.name for member in shop.fleet.members()] == ["w1"]
 
 
@@ -429,8 +425,5 @@ async def test_a_fault_in_the_stream_of_checkpoints_is_logged_and_they_are_watch
     attempt = worker_pb2.AttemptId(job_id=job.job_id, number=job.number)
     news = worker_pb2.WatchCheckpointsResponse(attempt=attempt, steps_done=4, checkpoint=b"4")
     shop.client().news.put_nowait(news)
-    async with asyncio.timeout(5):
-        while job.checkpoint is None:  # noqa: ASYNC110 - it has no event
-            await asyncio.sleep(0.01)
-    assert job.checkpoint.steps_done == 4
+    await eventually(lambda: job.checkpoint is not None and job.checkpoint.steps_done == 4)
     assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
