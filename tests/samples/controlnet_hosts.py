@@ -33,14 +33,14 @@ def server(name: str = "s1", port: int = 101) -> fleet_pb2.Registration:
     return fleet_pb2.Registration(kind=kinds.CONTROLNET, name=name, address=address, instance=instance(name, address))
 
 
-def worker(name: str = "w1", *, model: str = "m", base: str = BASE, port: int = 1) -> fleet_pb2.Registration:
-    """A worker of a model."""
+def worker(
+    name: str = "w1", model: str = "m", port: int = 1, *, base: str = BASE, **facts: Any
+) -> fleet_pb2.Registration:
+    """A worker of a model. facts: of the model."""
+    address = f"127.0.0.1:{port}"
+    models = [image_pb2.Model(name=model, base=base, **facts)]
     return fleet_pb2.Registration(
-        kind=kinds.WORKER,
-        name=name,
-        address=f"127.0.0.1:{port}",
-        models=[image_pb2.Model(name=model, base=base)],
-        instance=instance(name, f"127.0.0.1:{port}"),
+        kind=kinds.WORKER, name=name, address=address, models=models, instance=instance(name, address)
     )
 
 

@@ -1,9 +1,9 @@
-"""A third kind of add-on, by its interface alone: where jobs go, what attempts carry, what is loaded ahead."""
+"""A third kind of add-on, by its interface alone: where jobs go, what attempts carry, how they fail."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
 import pytest
 
@@ -17,11 +17,10 @@ from tests.fakes.gateway_rules import Shop
 
 
 class Easels(AddOn):
-    """Where easels stand. costs: of every job. gone, final: how they are lacking. calls: what was called, in order."""
+    """Where easels stand. costs: of every job. final: nobody else has any. calls: what was called, in order."""
 
     def __init__(self) -> None:
         self.costs = NO_COSTS
-        self.gone: BottegaError | None = None
         self.final = False
         self.calls: list[str] = []
 
@@ -31,14 +30,8 @@ class Easels(AddOn):
     def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
         return self.costs
 
-    def unavailable(self, job: Job) -> BottegaError | None:
-        return self.gone
-
     def job_queued(self, job: Job) -> None:
         self.calls.append("queued")
-
-    def prefetch(self, jobs: Sequence[Job]) -> None:
-        self.calls.append(f"prefetch {len(jobs)}")
 
     def begin_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
         self.calls.append(f"begin at {worker.name}")
@@ -113,21 +106,6 @@ async def test_what_would_fail_at_every_worker_is_not_tried_again(shop: Shop, ea
     await shop.fail(job, Unavailable("there are no easels"))
     await asyncio.wait_for(job.ended.wait(), 2)
     assert (job.error is not None and job.error.message, job.attempts) == ("there are no easels", 1)
-
-
-async def test_the_first_of_a_queue_are_loaded_for_and_those_that_wait_in_vain_fail(shop: Shop, easels: Easels) -> None:
-    shop.controller.start()
-    shop.time.now += 60  # the grace after the start is over
-    shop.worker()
-    shop.submit()
-    waits = shop.submit()
-    assert easels.calls[-1] == "prefetch 1"
-    easels.gone = Unavailable("all easels were sold")
-    async with asyncio.timeout(5):
-        while waits.live:
-            shop.report(shop.member("w1"))
-            await asyncio.sleep(0.02)
-    assert waits.error is easels.gone
 
 
 async def test_it_starts_and_stops_with_the_gateway_and_hears_of_losses(shop: Shop, easels: Easels) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
@@ -12,8 +11,8 @@ from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFoun
 from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
-from bottega.v1 import fleet_pb2, image_pb2
-from tests.samples.controlnet_hosts import bounds, instance
+from bottega.v1 import fleet_pb2
+from tests.samples.controlnet_hosts import bounds, worker
 
 
 @dataclass
@@ -43,19 +42,9 @@ def _fleet() -> tuple[Fleet, Watcher]:
     return fleet, watcher
 
 
-def _worker(name: str = "w1", model: str = "m", port: int = 1, **facts: Any) -> fleet_pb2.Registration:
-    return fleet_pb2.Registration(
-        kind=kinds.WORKER,
-        name=name,
-        address=f"127.0.0.1:{port}",
-        models=[image_pb2.Model(name=model, **facts)],
-        instance=instance(name, f"127.0.0.1:{port}"),
-    )
-
-
 def test_a_silent_member_is_lost_after_the_lease_and_a_talking_one_is_not() -> None:
     fleet, watcher = _fleet()
-    silent, talking = fleet.join(_worker("w1")), fleet.join(_worker("w2", port=2))
+    silent, talking = fleet.join(worker("w1")), fleet.join(worker("w2", port=2))
     watcher.now += 1.0
     fleet.report(talking, fleet_pb2.Load())
     fleet.expire()
@@ -68,7 +57,7 @@ def test_a_silent_member_is_lost_after_the_lease_and_a_talking_one_is_not() -> N
 
 def test_a_gateway_that_was_late_itself_declares_nobody_dead() -> None:
     fleet, watcher = _fleet()
-    fleet.join(_worker())
+    fleet.join(worker())
     watcher.now += 60
     fleet.renew_leases()
     fleet.expire()
@@ -77,11 +66,11 @@ def test_a_gateway_that_was_late_itself_declares_nobody_dead() -> None:
 
 def test_a_member_that_left_takes_nothing_and_is_lost_only_if_it_does_not_come_back() -> None:
     fleet, watcher = _fleet()
-    member = fleet.join(_worker())
+    member = fleet.join(worker())
     fleet.leave(member, member.stream)
     assert fleet.workers("m") == []
     watcher.now += 1
-    assert fleet.join(_worker()) is member
+    assert fleet.join(worker()) is member
     assert fleet.workers("m") == [member]
     assert "lost w1" not in watcher.told
     fleet.leave(member, member.stream)
@@ -92,9 +81,9 @@ def test_a_member_that_left_takes_nothing_and_is_lost_only_if_it_does_not_come_b
 
 def test_a_newcomer_of_a_name_that_is_in_use_is_refused_and_told_by_whom() -> None:
     fleet, watcher = _fleet()
-    older = fleet.join(_worker(port=1))
+    older = fleet.join(worker(port=1))
     with pytest.raises(InvalidRequest, match=r"w1 is in use by a service at 127\.0\.0\.1:1") as caught:
-        fleet.join(_worker(port=2))
+        fleet.join(worker(port=2))
     assert [violation.field for violation in caught.value.violations] == ["registration.name"]
     assert (fleet.workers("m"), older.stream, watcher.told) == ([older], 1, ["joined w1"])
 
@@ -102,18 +91,18 @@ def test_a_newcomer_of_a_name_that_is_in_use_is_refused_and_told_by_whom() -> No
 @pytest.mark.parametrize("gone", ["left", "silent"])
 def test_another_process_of_a_name_gets_in_when_the_lease_of_the_older_one_has_passed(gone: str) -> None:
     fleet, watcher = _fleet()
-    older = fleet.join(_worker(port=1))
+    older = fleet.join(worker(port=1))
     older_stream = older.stream
     if gone == "left":
         fleet.leave(older, older_stream)
     watcher.now += fleet.lease_s - 0.1
     with pytest.raises(Unavailable if gone == "left" else InvalidRequest) as caught:
-        fleet.join(_worker(port=2))
+        fleet.join(worker(port=2))
     assert caught.value.retry_after_s is not None
     assert "lost w1" not in watcher.told, "it may come back, with its attempts"
     watcher.now += caught.value.retry_after_s
     watcher.told.clear()
-    newer = fleet.join(_worker(port=2))
+    newer = fleet.join(worker(port=2))
     assert newer is not older
     assert watcher.told == ["lost w1", "joined w1"]
     assert not older.connected
@@ -124,8 +113,8 @@ def test_another_process_of_a_name_gets_in_when_the_lease_of_the_older_one_has_p
 @pytest.mark.parametrize("change", ["another instance", "another address", "other models"])
 def test_who_comes_under_a_members_name_takes_nothing_from_it_not_even_at_its_address(change: str) -> None:
     fleet, watcher = _fleet()
-    member = fleet.join(_worker(port=1))
-    stranger = _worker(port=1)
+    member = fleet.join(worker(port=1))
+    stranger = worker(port=1)
     if change == "another instance":
         stranger.instance = "f" * 32
     elif change == "another address":
@@ -139,12 +128,12 @@ def test_who_comes_under_a_members_name_takes_nothing_from_it_not_even_at_its_ad
             with pytest.raises((InvalidRequest, Unavailable)):
                 fleet.join(stranger)
     assert "lost w1" not in watcher.told
-    assert fleet.join(_worker(port=1)) is member
+    assert fleet.join(worker(port=1)) is member
 
 
 def test_the_instance_of_a_member_is_kept_where_nobody_lists_it() -> None:
     fleet, _ = _fleet()
-    member = fleet.join(_worker())
+    member = fleet.join(worker())
     assert member.instance
     assert not member.registration.instance
     assert member.instance not in repr(member.registration)
@@ -152,16 +141,16 @@ def test_the_instance_of_a_member_is_kept_where_nobody_lists_it() -> None:
 
 def test_the_end_of_a_replaced_stream_changes_nothing() -> None:
     fleet, _ = _fleet()
-    member = fleet.join(_worker())
+    member = fleet.join(worker())
     first = member.stream
-    fleet.join(_worker())
+    fleet.join(worker())
     fleet.leave(member, first)
     assert fleet.workers("m") == [member]
 
 
 def test_a_draining_worker_gets_no_new_jobs_but_is_still_listed() -> None:
     fleet, _ = _fleet()
-    member = fleet.join(_worker())
+    member = fleet.join(worker())
     fleet.report(member, fleet_pb2.Load(draining=True))
     assert fleet.workers("m") == []
     assert fleet.members() == [member]
@@ -171,14 +160,14 @@ def test_a_draining_worker_gets_no_new_jobs_but_is_still_listed() -> None:
 def test_models_are_listed_by_name_with_their_workers() -> None:
     fleet, _ = _fleet()
     for name, model, port in (("w1", "b", 1), ("w2", "a", 2), ("w3", "a", 3)):
-        fleet.join(_worker(name, model, port))
+        fleet.join(worker(name, model, port))
     assert [(model.name, model.workers) for model in fleet.models()] == [("a", 2), ("b", 1)]
 
 
 def test_the_limits_of_a_model_are_those_of_the_workers_that_are_here() -> None:
     fleet, _ = _fleet()
-    fleet.join(_worker("large", max_pixels=4096))
-    small = fleet.join(_worker("small", port=2, max_pixels=64))
+    fleet.join(worker("large", max_pixels=4096))
+    small = fleet.join(worker("small", port=2, max_pixels=64))
     # Whoever gets the job must be able to draw it.
     assert (fleet.resolve("m").max_pixels, fleet.models()[0].max_pixels) == (64, 64)
     fleet.leave(small, small.stream)
@@ -188,16 +177,16 @@ def test_the_limits_of_a_model_are_those_of_the_workers_that_are_here() -> None:
 
 def test_only_workers_serve_models() -> None:
     fleet, _ = _fleet()
-    net = _worker("edges", "edges")
+    net = worker("edges", "edges")
     net.kind = kinds.CONTROLNET
     fleet.join(net)
     assert (fleet.models(), fleet.workers("edges"), fleet.expected("edges")) == ([], [], False)
-    worker = fleet.join(_worker("w1", "m"))
+    member = fleet.join(worker("w1", "m"))
     assert fleet.resolve(None).name == "m"
-    assert fleet.workers("m") == [worker]
+    assert fleet.workers("m") == [member]
 
 
-def test_before_any_worker_ever_joined_there_is_no_worker() -> None:
+def test_before_any_worker_ever_joined_there_is_noworker() -> None:
     fleet, _ = _fleet()
     for name in (None, "m"):
         with pytest.raises(NoWorker) as caught:
@@ -207,8 +196,8 @@ def test_before_any_worker_ever_joined_there_is_no_worker() -> None:
 
 def test_an_unknown_model_is_refused_with_those_that_are_served() -> None:
     fleet, _ = _fleet()
-    fleet.join(_worker("w1", "b", 1))
-    fleet.join(_worker("w2", "a", 2))
+    fleet.join(worker("w1", "b", 1))
+    fleet.join(worker("w2", "a", 2))
     with pytest.raises(ModelNotFound) as caught:
         fleet.resolve("c")
     assert caught.value.metadata == {"served": "a,b"}
@@ -217,9 +206,9 @@ def test_an_unknown_model_is_refused_with_those_that_are_served() -> None:
 
 def test_without_a_name_the_only_model_is_meant_and_of_several_one_must_be_said() -> None:
     fleet, _ = _fleet()
-    fleet.join(_worker("w1", "a", 1))
+    fleet.join(worker("w1", "a", 1))
     assert fleet.resolve(None).name == "a"
-    fleet.join(_worker("w2", "b", 2))
+    fleet.join(worker("w2", "b", 2))
     with pytest.raises(InvalidRequest) as caught:
         fleet.resolve(None)
     assert "a, b" in caught.value.violations[0].description
@@ -227,7 +216,7 @@ def test_without_a_name_the_only_model_is_meant_and_of_several_one_must_be_said(
 
 def test_a_model_is_expected_for_its_grace_after_the_last_worker_left() -> None:
     fleet, watcher = _fleet()
-    member = fleet.join(_worker())
+    member = fleet.join(worker())
     watcher.now += 100
     fleet.leave(member, member.stream)
     watcher.now += 29
@@ -242,7 +231,7 @@ def test_a_model_is_expected_for_its_grace_after_the_last_worker_left() -> None:
 
 def test_nonsense_step_times_are_ignored() -> None:
     fleet, _ = _fleet()
-    member = fleet.join(_worker())
+    member = fleet.join(worker())
     times = [
         fleet_pb2.StepTime(latent_height=4, latent_width=4, rows=rows, seconds=s)
         for rows, s in ((1, float("nan")), (2, float("inf")), (4, -1.0), (8, 0.5))
@@ -253,7 +242,7 @@ def test_nonsense_step_times_are_ignored() -> None:
 
 def test_a_worker_says_which_step_times_it_would_try_again() -> None:
     fleet, _ = _fleet()
-    member = fleet.join(_worker())
+    member = fleet.join(worker())
     times = [
         fleet_pb2.StepTime(latent_height=4, latent_width=4, rows=rows, seconds=rows, outdated=rows == 4)
         for rows in (1, 2, 4)
@@ -264,31 +253,31 @@ def test_a_worker_says_which_step_times_it_would_try_again() -> None:
 
 def test_a_worker_with_another_model_under_a_name_that_is_served_is_refused() -> None:
     fleet, watcher = _fleet()
-    serving = fleet.join(_worker("w1", model_hash="aa", dtype="float32"))
+    serving = fleet.join(worker("w1", model_hash="aa", dtype="float32"))
     for facts in ({"model_hash": "bb", "dtype": "float32"}, {"model_hash": "aa", "dtype": "bfloat16"}):
         with pytest.raises(ModelMismatch) as caught:
-            fleet.join(_worker("w2", port=2, **facts))
+            fleet.join(worker("w2", port=2, **facts))
         for said in ("w1", "w2", "aa in float32", f"{facts['model_hash']} in {facts['dtype']}"):
             assert said in caught.value.message
     assert fleet.workers("m") == [serving]
     fleet.leave(serving, serving.stream)
     watcher.now += 2
     fleet.expire()
-    assert fleet.join(_worker("w2", port=2, model_hash="bb", dtype="float32")).connected
+    assert fleet.join(worker("w2", port=2, model_hash="bb", dtype="float32")).connected
 
 
 def test_a_lone_worker_may_come_back_with_another_model() -> None:
     fleet, watcher = _fleet()
-    fleet.join(_worker("w1", model_hash="aa"))
+    fleet.join(worker("w1", model_hash="aa"))
     watcher.now += fleet.lease_s
-    fleet.join(_worker("w1", model_hash="bb", port=2))
+    fleet.join(worker("w1", model_hash="bb", port=2))
     assert [model.model_hash for model in fleet.models()] == ["bb"]
 
 
 def test_nobody_joins_a_fleet_that_is_closed() -> None:
     fleet, watcher = _fleet()
-    fleet.join(_worker())
+    fleet.join(worker())
     fleet.close()
     assert watcher.told[-1] == "lost w1"
     with pytest.raises(Draining):
-        fleet.join(_worker())
+        fleet.join(worker())

@@ -97,12 +97,8 @@ class Process:
         return self.alive and not self.frozen
 
     def registration(self) -> fleet_pb2.Registration:
-        model = image_pb2.Model(name="m", vae_scale_factor=4)
-        kind = kinds.WORKER
-        instance = controlnet_hosts.instance(self.name, self.address)
-        return fleet_pb2.Registration(
-            kind=kind, name=self.name, address=self.address, models=[model], instance=instance
-        )
+        port = int(self.address.rpartition(":")[2])
+        return controlnet_hosts.worker(self.name, port=port, base="", vae_scale_factor=4)
 
     def load(self) -> fleet_pb2.Load:
         times = [fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=n, seconds=1 + n / 100) for n in (1, 2)]
