@@ -88,29 +88,21 @@ def test_an_outlier_counts_as_at_most_twice_what_was_expected() -> None:
     assert paused.seconds(SMALL, 2) == slow.seconds(SMALL, 2) == pytest.approx(0.11)
 
 
-def test_an_outlier_in_the_first_turn_of_a_row_count_is_one_too() -> None:
-    times = StepTimes()
-    times.observe(SMALL, 2, 0.1)
-    times.observe(SMALL, 4, 60.0)
+@pytest.mark.parametrize(
+    ("turns", "seconds"),
+    [
+        ([0.10, 0.12, 0.14], pytest.approx(0.12)),
+        ([60.0], pytest.approx(0.4)),  # twice the 0.2 that four rows were expected to take
+        ([60.0, 0.15, 0.15, 0.15], pytest.approx(0.15, rel=0.5)),
+    ],
+    ids=["averaged", "of which one that is an outlier is one too", "and soon forgotten"],
+)
+def test_the_first_turns_of_a_row_count(turns: list[float], seconds: object) -> None:
+    times = _times((SMALL, 2, 0.1))
+    for taken_s in turns:
+        times.observe(SMALL, 4, taken_s)
 
-    assert times.seconds(SMALL, 4) == pytest.approx(0.4)  # twice the 0.2 that four rows were expected to take
-
-
-def test_a_bad_first_turn_is_soon_forgotten() -> None:
-    times = StepTimes()
-    times.observe(SMALL, 2, 0.1)
-    for seconds in (60.0, 0.15, 0.15, 0.15):
-        times.observe(SMALL, 4, seconds)
-
-    assert times.seconds(SMALL, 4) == pytest.approx(0.15, rel=0.5)
-
-
-def test_the_first_turns_of_a_row_count_are_averaged() -> None:
-    times = StepTimes()
-    for seconds in (0.10, 0.12, 0.14):
-        times.observe(SMALL, 2, seconds)
-
-    assert times.seconds(SMALL, 2) == pytest.approx(0.12)
+    assert times.seconds(SMALL, 4) == seconds
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.2])

@@ -115,17 +115,13 @@ def test_a_server_that_is_back_hosts_again_with_its_first_report(house: House) -
     assert house.hosts() == ["s1"]
 
 
-def test_what_a_server_does_not_report_any_more_it_does_not_host(house: House) -> None:
+def test_what_a_server_does_not_report_any_more_it_does_not_host_nor_anything_when_it_is_lost(house: House) -> None:
     member = house.server(net("edges"), net("depth"))
     house.fleet.report(member, load(net("depth")))
     assert (house.hosts("edges"), house.hosts("depth")) == ([], ["s1"])
-
-
-def test_a_server_that_is_lost_hosts_nothing(house: House) -> None:
-    house.server(net("edges"))
     house.time.now += 2
     house.fleet.expire()
-    assert house.hosts() == []
+    assert house.hosts("depth") == []
 
 
 def test_a_workers_own_serve_the_jobs_of_its_model_only(house: House) -> None:
