@@ -71,24 +71,8 @@ def test_what_was_said_is_kept_and_the_callers_spec_is_not_touched() -> None:
     assert said.SerializeToString(deterministic=True) == before
 
 
-def test_absent_and_empty_prompts_stay_apart() -> None:
-    full = defaults.complete(GenerationSpec(prompt_2=""), MODEL)
-    assert full.HasField("prompt_2")
-    assert not full.HasField("negative_prompt")
-
-
-@pytest.mark.parametrize(
-    ("spec", "fidelity"),
-    [
-        (GenerationSpec(seed=0), generation_pb2.FIDELITY_EXACT),
-        (GenerationSpec(), generation_pb2.FIDELITY_BALANCED),
-        (GenerationSpec(seed=1, fidelity=generation_pb2.FIDELITY_FAST), generation_pb2.FIDELITY_FAST),
-    ],
-)
-def test_only_a_given_seed_asks_for_exactness(
-    spec: GenerationSpec, fidelity: generation_pb2.Fidelity.ValueType
-) -> None:
-    assert defaults.complete(spec, MODEL).fidelity == fidelity
+def test_a_given_seed_asks_for_exactness() -> None:
+    assert defaults.complete(GenerationSpec(seed=0), MODEL).fidelity == generation_pb2.FIDELITY_EXACT
 
 
 def test_strength_is_filled_in_only_for_image_to_image() -> None:

@@ -266,14 +266,6 @@ def test_a_worker_with_another_model_under_a_name_that_is_served_is_refused() ->
     assert fleet.join(worker("w2", port=2, model_hash="bb", dtype="float32")).connected
 
 
-def test_a_lone_worker_may_come_back_with_another_model() -> None:
-    fleet, watcher = _fleet()
-    fleet.join(worker("w1", model_hash="aa"))
-    watcher.now += fleet.lease_s
-    fleet.join(worker("w1", model_hash="bb", port=2))
-    assert [model.model_hash for model in fleet.models()] == ["bb"]
-
-
 def test_nobody_joins_a_fleet_that_is_closed() -> None:
     fleet, watcher = _fleet()
     fleet.join(worker())
