@@ -1,4 +1,4 @@
-"""A gateway's configuration: what is not said keeps its default."""
+"""A gateway's configuration: what is not said keeps its default, and what does not fit refuses to start."""
 
 from __future__ import annotations
 
