@@ -10,16 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import PIL.Image
 import PIL.PngImagePlugin
 import pytest
-from click.testing import CliRunner, Result
 from google.protobuf import json_format
 
-from bottega.client.cli import main
 from bottega.errors import (
     ControlNetNotFound,
     ControlNetUnusable,
@@ -31,33 +28,10 @@ from bottega.errors import (
     Violation,
 )
 from bottega.v1 import generation_pb2
-from tests.fakes.scripted_gateway import ScriptedGateway, completed, image, progress, queued, serving
+from tests.fakes.scripted_gateway import ScriptedGateway, completed, image, progress, queued
+from tests.support.terminal import run
 
-
-@pytest.fixture
-def gateway() -> ScriptedGateway:
-    return ScriptedGateway()
-
-
-@pytest.fixture
-def address(gateway: ScriptedGateway) -> Iterator[str]:
-    with serving(gateway) as address:
-        yield address
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder and a state folder of the test's own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BOTTEGA_STATE", str(tmp_path / "state"))
-    monkeypatch.delenv("BOTTEGA_ADDRESS", raising=False)
-    return tmp_path
-
-
-def run(*arguments: str, address: str = "") -> Result:
-    # The scripted gateway serves its fleet at the same port.
-    said = [*arguments, *(["--address", address] if address else [])]
-    return CliRunner().invoke(main, said, env={"BOTTEGA_FLEET": address or None})
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def test_a_picture_is_drawn_and_said_where_it_is(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:

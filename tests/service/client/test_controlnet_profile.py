@@ -7,17 +7,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 from PIL import Image
 
 from bottega import errors
 from bottega.client import AsyncClient, ProfileCase
-from bottega.client.cli import main
 from bottega.v1 import generation_pb2
 from bottega.v1.hosted_pb2 import ResidualProfile
 from tests.fakes.scripted_controlnet import hosted
 from tests.fakes.scripted_worker import MODEL
 from tests.support.running_gateway import Running, running_gateway
+from tests.support.terminal import run_at
+
+PROFILE = ("controlnets", "profile")
 
 
 @pytest.fixture
@@ -33,26 +34,12 @@ def image(tmp_path: Path) -> Path:
     return path
 
 
-async def _profile(house: Running, *arguments: object) -> Result:
-    """As in a terminal: in a thread, since the gateway lives in this one."""
-    said = [
-        "controlnets",
-        "profile",
-        *map(str, arguments),
-        "--address",
-        house.address,
-        "--fleet-address",
-        house.fleet_address,
-    ]
-    return await asyncio.to_thread(CliRunner().invoke, main, said)
-
-
 async def test_it_draws_with_every_image_and_the_servers_remember_the_worst(house: Running, image: Path) -> None:
     worker = await house.worker()
     worker.script.similarity = 0.9931
     first = await house.controlnets("s1", hosted("depth"))
     other = await house.controlnets("s2", hosted("edges"))
-    result = await _profile(house, "depth", image, image, "--prompt", "a house", "--steps", 20)
+    result = await run_at(house, *PROFILE, "depth", image, image, "--prompt", "a house", "--steps", 20)
     assert result.exit_code == 0, result.output
     assert result.stdout == "depth: 0.9931 from step to step, of 20; s1 will remember it\n"
     assert "Requests of 20 steps and more that allow approximations" in result.stderr
@@ -79,16 +66,13 @@ async def test_requests_are_told_of_the_profile_and_the_list_shows_it(house: Run
         await house.draw(prompt="a star", num_inference_steps=steps, controlnets=[net])
         (hosts,) = worker.requests[-1].controlnets
         assert (hosts.HasField("similarity"), hosts.similarity) == (told, 0.992 if told else 0.0)
-    listed = await asyncio.to_thread(
-        CliRunner().invoke, main, ["controlnets", "--address", house.address, "--fleet-address", house.fleet_address]
-    )
-    assert "0.9920" in listed.stdout
+    assert "0.9920" in (await run_at(house, "controlnets")).stdout
 
 
 async def test_below_the_bound_it_is_said_that_steps_go_on_waiting(house: Running, image: Path) -> None:
     (await house.worker()).script.similarity = 0.9899
     await house.controlnets("s1", hosted("depth"))
-    result = await _profile(house, "depth", image)
+    result = await run_at(house, *PROFILE, "depth", image)
     assert result.exit_code == 0, result.output
     assert "Below 0.99: every step still waits for its own residuals." in result.stderr
 
@@ -96,10 +80,10 @@ async def test_below_the_bound_it_is_said_that_steps_go_on_waiting(house: Runnin
 async def test_the_miniatures_own_controlnets_need_no_images_and_others_do(house: Running) -> None:
     worker = await house.worker()
     await house.controlnets("s1", hosted("edges"), hosted("depth"))
-    result = await _profile(house, "edges")
+    result = await run_at(house, *PROFILE, "edges")
     assert result.exit_code == 0, result.output
     assert len({each.spec.prompt for each in worker.requests}) == 4
-    result = await _profile(house, "depth")
+    result = await run_at(house, *PROFILE, "depth")
     assert result.exit_code == 2
     assert "bottega controlnets profile depth IMAGE..." in result.stderr
 
@@ -108,9 +92,9 @@ async def test_what_cannot_be_measured_is_said(house: Running, image: Path) -> N
     worker = await house.worker()
     worker.script.similarity = None
     await house.controlnets("s1", hosted("edges"))
-    result = await _profile(house, "edges", image, "--steps", 2)
+    result = await run_at(house, *PROFILE, "edges", image, "--steps", 2)
     assert "two steps are needed" in result.stderr
-    assert (await _profile(house, "nobody", image)).exit_code == 1
+    assert (await run_at(house, *PROFILE, "nobody", image)).exit_code == 1
     async with AsyncClient(house.address, fleet_address=house.fleet_address) as client:
         with pytest.raises(errors.InvalidRequest, match="at least one"):
             await client.profile_controlnet("edges", [])

@@ -8,28 +8,21 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 from PIL import Image
 
 from bottega import errors
 from bottega.client import AsyncClient, ControlNet, ServedControlNet
 from bottega.client.checkup.gateway import check_gateway
-from bottega.client.cli import main
 from bottega.v1 import hosted_pb2
 from tests.fakes.scripted_controlnet import ON_DISK, hosted
 from tests.support.running_gateway import Running, running_gateway
+from tests.support.terminal import run_at
 
 
 @pytest.fixture
 async def house() -> AsyncIterator[Running]:
     async with running_gateway(codec_processes=1) as running:
         yield running
-
-
-async def _run(house: Running, *arguments: str) -> Result:
-    """As in a terminal: in a thread, since the gateway lives in this one."""
-    said, env = [*arguments, "--address", house.address], {"BOTTEGA_FLEET": house.fleet_address}
-    return await asyncio.to_thread(lambda: CliRunner().invoke(main, said, env=env))
 
 
 async def _served(house: Running) -> tuple[ServedControlNet, ...]:
@@ -46,7 +39,7 @@ async def test_controlnets_are_listed_with_size_model_and_where_they_are_loaded(
     assert (edges.name, edges.models, edges.popularity, edges.loaded_at) == ("edges", ("miniature",), 7, ("s1", "s2"))
     assert (depth.loaded_at, pose.models) == ((), ())
     for listing in (("controlnets",), ("controlnets", "list")):
-        result = await _run(house, *listing)
+        result = await run_at(house, *listing)
         assert result.exit_code == 0
         rows = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
         assert rows["edges"].split() == ["edges", "24", "MiB", "miniature", "s1,", "s2", "2", "7", "-"]
@@ -57,22 +50,22 @@ async def test_controlnets_are_listed_with_size_model_and_where_they_are_loaded(
 async def test_where_a_controlnet_is_and_how_it_stands_there(house: Running) -> None:
     server = await house.controlnets("s1", hosted("edges", sessions=2, popularity=5))
     await house.controlnets("s2", hosted("edges", state=hosted_pb2.HOSTED_STATE_LOADING, digest="f" * 64))
-    result = await _run(house, "controlnets", "where", "edges")
+    result = await run_at(house, "controlnets", "where", "edges")
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["s1", "controlnet", server.address, "loaded", "2", "5", "hash"] in [row[:7] for row in rows]
     assert any(row[:1] == ["s2"] and "loading" in row and row[-1] == "f" * 12 for row in rows)
     assert "another one" in result.stderr, "two versions under one name"
-    missing = await _run(house, "controlnets", "where", "lines")
+    missing = await run_at(house, "controlnets", "where", "lines")
     assert missing.exit_code == 1
     assert "nobody hosts lines" in missing.stderr
     assert "Hosted: edges" in missing.stderr
 
 
 async def test_without_any_server_it_is_said_what_to_look_at(house: Running) -> None:
-    result = await _run(house, "controlnets")
+    result = await run_at(house, "controlnets")
     assert (result.exit_code, result.stdout) == (0, "")
     assert "bottega fleet" in result.stderr
-    result = await _run(house, "controlnets", "add", "edges", "/srv/edges")
+    result = await run_at(house, "controlnets", "add", "edges", "/srv/edges")
     assert result.exit_code == 1
     assert "no ControlNet server has joined" in result.stderr
 
@@ -80,17 +73,17 @@ async def test_without_any_server_it_is_said_what_to_look_at(house: Running) -> 
 async def test_a_folder_is_added_at_every_server_or_at_one(house: Running, tmp_path: Path) -> None:
     first = await house.controlnets("s1", hosted("edges"))
     second = await house.controlnets("s2", hosted("edges"))
-    result = await _run(house, "controlnets", "add", "depth", "nets/depth")
+    result = await run_at(house, "controlnets", "add", "depth", "nets/depth")
     assert result.exit_code == 0, result.output
     assert [line.split(",")[0] for line in result.stdout.splitlines()] == ["s1 hosts depth", "s2 hosts depth"]
     assert first.added == second.added == [("depth", "nets/depth")]
-    result = await _run(house, "controlnets", "add", "pose", str(tmp_path), "--server", "s2")
+    result = await run_at(house, "controlnets", "add", "pose", str(tmp_path), "--server", "s2")
     assert result.exit_code == 0
     assert (first.added[1:], second.added[1:]) == ([], [("pose", str(tmp_path))])
     async with asyncio.timeout(5):
         while [net.name for net in await _served(house)] != ["depth", "edges", "pose"]:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    unknown = await _run(house, "controlnets", "add", "pose", "pose", "--server", "s9")
+    unknown = await run_at(house, "controlnets", "add", "pose", "pose", "--server", "s9")
     assert unknown.exit_code == 2
     assert "joined: s1, s2" in unknown.stderr
 
@@ -101,7 +94,7 @@ async def test_a_server_that_refuses_or_is_gone_is_named_and_the_others_have_it(
     good, refuses, gone = house.servers
     refuses.failure = errors.ControlNetUnusable("ControlNet depth cannot be used: no weights in /srv/depth")
     await gone._server.grpc.stop(0)
-    result = await _run(house, "controlnets", "add", "depth", "/srv/depth")
+    result = await run_at(house, "controlnets", "add", "depth", "/srv/depth")
     assert result.exit_code == 1
     assert result.stdout.startswith("s1 hosts depth")
     assert "s2: ControlNet depth cannot be used: no weights in /srv/depth" in result.stderr
@@ -128,7 +121,7 @@ async def test_a_picture_is_drawn_with_controlnets_through_the_sdk_and_the_comma
     (net,) = worker.requests[0].spec.controlnets
     assert (net.image, net.controlnet_conditioning_scale, net.control_guidance_end) == (control.read_bytes(), 0.5, 0.8)
     worker.script.picture = lambda index: _png()
-    drawn = await _run(
+    drawn = await run_at(
         house, "generate", "a star", "-o", str(tmp_path / "star.png"), "--control", f"edges={control}:0.8"
     )
     assert drawn.exit_code == 0, drawn.output
@@ -138,7 +131,7 @@ async def test_a_picture_is_drawn_with_controlnets_through_the_sdk_and_the_comma
 async def test_the_fleet_and_the_doctor_show_controlnet_servers(house: Running) -> None:
     await house.worker()
     await house.controlnets("s1", hosted("edges", sessions=3), hosted("depth", state=ON_DISK))
-    result = await _run(house, "fleet", "--once")
+    result = await run_at(house, "fleet", "--once")
     assert result.exit_code == 0, result.output
     (row,) = (line for line in result.stdout.splitlines() if line.split()[:1] == ["s1"])
     assert "edges, depth (not loaded)" in row
@@ -169,6 +162,6 @@ async def test_what_is_wrong_with_a_control_image_is_said_by_its_name_and_file(h
     good, bad = tmp_path / "good.png", tmp_path / "bad.png"
     good.write_bytes(_png())
     bad.write_bytes(_png()[:60])
-    result = await _run(house, "generate", "a star", "--control", f"edges={good}", "--control", f"depth={bad}:0.8")
+    result = await run_at(house, "generate", "a star", "--control", f"edges={good}", "--control", f"depth={bad}:0.8")
     assert result.exit_code == 2
     assert f"--control depth={bad}: the image is not a complete, well-formed PNG" in result.stderr

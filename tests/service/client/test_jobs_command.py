@@ -7,14 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from bottega.client.cli import main
 from bottega.errors import (
     BottegaError,
     DataLoss,
@@ -30,36 +27,10 @@ from bottega.errors import (
 )
 from bottega.rpc.status import to_job_error
 from bottega.v1 import generation_pb2, image_pb2
-from tests.fakes.scripted_gateway import SMALL, ScriptedGateway, completed, image, job, progress, queued, serving
+from tests.fakes.scripted_gateway import SMALL, ScriptedGateway, completed, image, job, progress, queued
+from tests.support.terminal import NO_UNICODE, run
 
-NO_UNICODE = "a\udcff"  # what a byte of a command line that is no UTF-8 becomes
-
-
-@pytest.fixture
-def gateway() -> ScriptedGateway:
-    return ScriptedGateway()
-
-
-@pytest.fixture
-def address(gateway: ScriptedGateway) -> Iterator[str]:
-    with serving(gateway) as address:
-        yield address
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder and a state folder of the test's own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BOTTEGA_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("TZ", "UTC")
-    monkeypatch.delenv("BOTTEGA_ADDRESS", raising=False)
-    return tmp_path
-
-
-def run(*arguments: str, address: str = "") -> Result:
-    # The scripted gateway serves its fleet at the same port.
-    said = [*arguments, *(["--address", address] if address else [])]
-    return CliRunner().invoke(main, said, env={"BOTTEGA_FLEET": address or None})
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def running(done: int = 12) -> image_pb2.Job:

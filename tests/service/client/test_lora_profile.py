@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 from bottega import errors
 from bottega.client import AsyncClient
-from bottega.client.cli import main
 from bottega.v1 import generation_pb2
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.generation_pb2 import Lora
 from tests.support.gateway_with_loras import House, lora_house
+from tests.support.terminal import run_at
 
+PROFILE = ("loras", "profile")
 PROMPTS = ("a star", "a ring", "a square", "a circle")
 
 
@@ -24,20 +23,6 @@ PROMPTS = ("a star", "a ring", "a square", "a circle")
 async def house(tmp_path: Path) -> AsyncIterator[House]:
     async with lora_house(tmp_path) as made:
         yield made
-
-
-async def _profile(house: House, *arguments: object) -> Result:
-    """As in a terminal: in a thread, since the gateway lives in this one."""
-    said = [
-        "loras",
-        "profile",
-        *map(str, arguments),
-        "--address",
-        house.gateway.address,
-        "--fleet-address",
-        house.gateway.fleet_address,
-    ]
-    return await asyncio.to_thread(CliRunner().invoke, main, said)
 
 
 async def _bounds(house: House) -> list[tuple[int, int]]:
@@ -48,7 +33,7 @@ async def _bounds(house: House) -> list[tuple[int, int]]:
 async def test_it_draws_every_prompt_with_two_seeds_and_the_store_remembers_the_worst(house: House) -> None:
     worker = await house.gateway.worker()
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    result = await _profile(house, "ink", *prompts, "--steps", 20, "--steps", 10, "--scale", 0.5)
+    result = await run_at(house.gateway, *PROFILE, "ink", *prompts, "--steps", 20, "--steps", 10, "--scale", 0.5)
     assert result.exit_code == 0, result.output
     assert result.stdout == "ink: may be late until step 2 of 20\nink: may be late until step 2 of 10\n"
     assert [(each.spec.prompt, each.spec.num_inference_steps) for each in worker.requests] == [
@@ -58,11 +43,7 @@ async def test_it_draws_every_prompt_with_two_seeds_and_the_store_remembers_the_
     assert len({each.spec.seed for each in worker.requests}) == 4
     assert all(each.spec.loras[0].measure_similarity for each in worker.requests)
     assert await _bounds(house) == [(10, 2), (20, 2)]
-    shown = await asyncio.to_thread(
-        CliRunner().invoke,
-        main,
-        ["loras", "show", "ink", "--address", house.gateway.address, "--fleet-address", house.gateway.fleet_address],
-    )
+    shown = await run_at(house.gateway, "loras", "show", "ink")
     assert "step 2 of 10, step 2 of 20" in shown.stdout
 
 
@@ -96,21 +77,21 @@ async def test_what_was_measured_for_other_numbers_of_steps_stays(house: House) 
 
 async def test_the_miniatures_own_need_no_prompts_and_others_do(house: House) -> None:
     worker = await house.gateway.worker()
-    result = await _profile(house, "ink")
+    result = await run_at(house.gateway, *PROFILE, "ink")
     assert result.exit_code == 0, result.output
     assert len({each.spec.prompt for each in worker.requests}) == 4
-    result = await _profile(house, "wash")
+    result = await run_at(house.gateway, *PROFILE, "wash")
     assert result.exit_code == 2
     assert "bottega loras profile wash --prompt" in result.stderr
 
 
 async def test_what_cannot_be_measured_is_said_and_nothing_noted(house: House) -> None:
     worker = await house.gateway.worker()
-    result = await _profile(house, "ink", "--prompt", "a star")
+    result = await run_at(house.gateway, *PROFILE, "ink", "--prompt", "a star")
     assert result.exit_code != 0
     assert "at least 4 different ones" in result.stderr
     worker.script.similarities = ()
-    result = await _profile(house, "ink")
+    result = await run_at(house.gateway, *PROFILE, "ink")
     assert "did not measure ink" in result.stderr
     async with AsyncClient(house.gateway.address, fleet_address=house.gateway.fleet_address) as client:
         with pytest.raises(errors.LoraNotFound):

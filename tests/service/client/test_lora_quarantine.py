@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from bottega import errors
 from bottega.client import AsyncClient
-from bottega.client.cli import main
 from bottega.v1 import lora_pb2 as pb
 from tests.support.gateway_with_loras import lora_store
 from tests.support.running_gateway import Running, running_gateway
 from tests.support.running_loras import PATIENCE_S, lora_file, running
+from tests.support.terminal import run_at
 
 
-async def _run(gateway: Running, *said: str) -> Result:
-    """As in a terminal: in a thread, since the gateway lives in this one."""
-    arguments = ["loras", *said, "--address", gateway.address, "--fleet-address", gateway.fleet_address]
-    return await asyncio.to_thread(CliRunner().invoke, main, arguments)
+async def _run(gateway: Running, *said: object) -> Result:
+    return await run_at(gateway, "loras", *said)
 
 
 async def _fill(folder: Path, *names: str) -> list[pb.StoredLora]:

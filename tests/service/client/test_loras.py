@@ -8,18 +8,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from bottega import errors
 from bottega.client import AsyncClient
 from bottega.client.addons.loras.upload import find_lora_files
-from bottega.client.cli import main
 from bottega.loras.config import ImportConfig
 from bottega.v1 import lora_pb2 as pb
 from tests.support import running_loras
 from tests.support.gateway_with_loras import House, lora_house, lora_store
-from tests.support.running_gateway import Running, running_gateway
+from tests.support.running_gateway import running_gateway
 from tests.support.running_loras import PATIENCE_S, lora_file, peft_folders
+from tests.support.terminal import run_at
 
 
 @pytest.fixture
@@ -47,11 +47,8 @@ async def _names(store: running_loras.Running) -> list[str]:
     return [lora.name for lora in answer.loras]
 
 
-async def _run(house: House | Running, *said: object) -> Result:
-    """As in a terminal: in a thread, since the gateway lives in this one."""
-    gateway = house.gateway if isinstance(house, House) else house
-    arguments = ["loras", *map(str, said), "--address", gateway.address, "--fleet-address", gateway.fleet_address]
-    return await asyncio.to_thread(CliRunner().invoke, main, arguments)
+async def _run(house: House, *said: object) -> Result:
+    return await run_at(house.gateway, "loras", *said)
 
 
 async def test_what_several_stores_have_is_one_list(
@@ -219,9 +216,9 @@ async def test_a_path_that_is_not_here_may_be_one_of_the_stores_machine(tmp_path
     there = lora_file(root)
     imports = ImportConfig(root=str(root))
     async with running_gateway() as gateway, lora_store(gateway, tmp_path / "store", imports=imports) as store:
-        added = await _run(gateway, "add", "ink", there.name, "--base", "miniature")
+        added = await run_at(gateway, "loras", "add", "ink", there.name, "--base", "miniature")
         assert (added.exit_code, await _names(store)) == (0, ["ink"])
-        absent = await _run(gateway, "add", "ink", "typo", "--base", "miniature")
+        absent = await run_at(gateway, "loras", "add", "ink", "typo", "--base", "miniature")
         assert (absent.exit_code, "machine: is no file or folder" in absent.stderr) == (2, True)
 
 

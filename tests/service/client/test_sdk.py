@@ -7,7 +7,7 @@ import gc
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,22 +45,12 @@ from bottega.errors import (
 from bottega.rpc.channel import MAX_MESSAGE_MIB
 from bottega.rpc.status import to_job_error
 from bottega.v1 import generation_pb2, image_pb2
-from tests.fakes.scripted_gateway import SMALL, ScriptedGateway, completed, image, progress, queued, serving
+from tests.fakes.scripted_gateway import SMALL, ScriptedGateway, completed, image, progress, queued
+from tests.support.terminal import NO_UNICODE
 from tests.support.waiting import eventually
 
 BIG = bytes(range(256)) * 12_000  # 3 MiB: travels by GetImage
 HURRIED = RetryPolicy(patience_s=2.0, first_wait_s=0.01, longest_wait_s=0.05)
-
-
-@pytest.fixture
-def gateway() -> ScriptedGateway:
-    return ScriptedGateway()
-
-
-@pytest.fixture
-def address(gateway: ScriptedGateway) -> Iterator[str]:
-    with serving(gateway) as address:
-        yield address
 
 
 def gone_address() -> str:
@@ -496,8 +486,6 @@ def test_an_unknown_job_is_not_found(gateway: ScriptedGateway, address: str) -> 
     with Client(address) as client, pytest.raises(JobNotFound):
         client.job("job-9").status()
 
-
-NO_UNICODE = "a\udcff"  # what a byte of a command line that is no UTF-8 becomes
 
 WRONG_CALLS: dict[str, Callable[[Any], object]] = {
     "page_size": lambda client: client.list_jobs(page_size=10**12),

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from bottega.client.cli import main
 from bottega.client.suite.service_log import ServiceLog
 from bottega.client.suite.state import AlreadyHeld, InstanceRecord, StateFolder, StateFolderUnusable
 from bottega.state_folder import make_private, owner_of
 from bottega.storage import folders
 from tests.support.services import Services, gateway_config
+from tests.support.terminal import run
 
 NOBODY = 65534
 two_users = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
@@ -107,7 +106,7 @@ def test_a_suite_of_ones_own_is_told_by_its_process(tmp_path: Path) -> None:
     state = StateFolder(tmp_path)
     with state.hold():
         state.write(InstanceRecord(pid=os.getpid(), address="127.0.0.1:1", ready=True, children=()))
-        result = CliRunner().invoke(main, ["up", "--state", str(tmp_path)])
+        result = run("up", "--state", tmp_path)
     assert result.exit_code == 1
     assert f"a suite already runs from {tmp_path} as process {os.getpid()}, at 127.0.0.1:1" in result.stderr
 
@@ -125,7 +124,7 @@ def test_a_lock_that_another_user_holds_is_no_suite_of_ones_own(open_place: Path
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        result = CliRunner().invoke(main, ["up", "--state", str(open_place)])
+        result = run("up", "--state", open_place)
         other.kill()
     assert result.exit_code == 1
     assert f"is held by process {other.pid}" in result.stderr

@@ -19,7 +19,7 @@ import click
 import PIL.Image
 import PIL.PngImagePlugin
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from bottega import errors
 from bottega.client.cli import main
@@ -27,6 +27,7 @@ from bottega.errors import BottegaError, QueueFull, Violation
 from tests.fakes import scripted_gateway
 from tests.fakes.hostile_services import FORGED, HIDDEN, HOSTILE, Manner, serving
 from tests.fakes.scripted_gateway import ScriptedGateway, completed, progress
+from tests.support.terminal import run
 
 # They ask no service: tests of their own show what they say.
 LOCAL = {"up", "stop", "logs"}
@@ -64,18 +65,14 @@ def arguments_of(name: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with what the commands are given, and a state folder of the test's own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BOTTEGA_STATE", str(tmp_path / "state"))
-    monkeypatch.delenv("BOTTEGA_ADDRESS", raising=False)
+def given(own_folder: Path) -> None:
+    """What the commands are given, in the folder that they are run in."""
     PIL.Image.new("RGB", (8, 8)).save("edges.png")
     Path("ink.safetensors").write_bytes(b"weights")
-    return tmp_path
 
 
-def run(name: str, address: str) -> Result:
-    return CliRunner().invoke(main, [*arguments_of(name), "--address", address], env={"BOTTEGA_FLEET": address})
+def run_with_arguments(name: str, address: str) -> Result:
+    return run(*arguments_of(name), address=address)
 
 
 def is_plain(result: Result) -> None:
@@ -102,14 +99,14 @@ def is_plain(result: Result) -> None:
 def test_every_command_shows_what_services_say_as_plain_text(manner: Manner, own_folder: Path) -> None:
     with serving(manner) as address:
         for name in COMMANDS:
-            result = run(name, address)
+            result = run_with_arguments(name, address)
             is_plain(result)
 
 
 def test_markup_is_shown_as_it_was_written() -> None:
     with serving(Manner()) as address:
         for name in ("jobs list", "models", "fleet", "loras list", "loras show", "controlnets list", "generate"):
-            result = run(name, address)
+            result = run_with_arguments(name, address)
             assert result.exit_code == 0, result.output
             assert "[/b] star" in result.output, name
 
@@ -139,7 +136,7 @@ def refused(kind: type[BottegaError], **metadata: str) -> Callable[[], BottegaEr
 def test_every_command_shows_refusals_as_plain_text(error: Callable[[], BottegaError]) -> None:
     with serving(Manner(error=error)) as address:
         for name in COMMANDS:
-            result = run(name, address)
+            result = run_with_arguments(name, address)
             is_plain(result)
             assert result.exit_code != 0
 
@@ -202,7 +199,7 @@ def test_a_wrong_command_line_is_repeated_as_plain_text() -> None:
         ["loras", "add", "ink", HOSTILE],
     ):
         # Which no command line can have.
-        result = CliRunner().invoke(main, [argument.replace("\x00", "") for argument in arguments])
+        result = run(*(argument.replace("\x00", "") for argument in arguments))
         assert result.exit_code in (1, 2), (arguments, result.output)
         assert not (HIDDEN - {"\t"}) & set(result.output), repr(result.output)
 
@@ -213,7 +210,7 @@ def test_a_fault_of_the_command_itself_is_told_as_plain_text(monkeypatch: pytest
 
     monkeypatch.setattr("bottega.client.sdk.clients.Client.models", broken)
     with serving(Manner()) as address:
-        result = CliRunner().invoke(main, ["models", "--address", address])
+        result = run("models", address=address)
     assert result.exit_code == 1
     assert "ZeroDivisionError" in result.output
     assert "a fault of this command itself" in result.output
@@ -239,7 +236,7 @@ def test_logs_are_shown_as_plain_text(own_folder: Path, options: list[str]) -> N
         "[" * 60_000,
     ]
     (logs / "gateway.log").write_bytes("".join(f"{line}\n" for line in lines).encode())
-    result = CliRunner().invoke(main, ["logs", *options])
+    result = run("logs", *options)
     is_plain(result)
     assert result.exit_code == 0
     if "--raw" in options:
@@ -264,6 +261,6 @@ def test_a_picture_of_a_stranger_is_drawn_again_or_refused_in_plain_text(own_fol
     info.add_itxt("bottega", text)
     PIL.Image.new("RGB", (8, 8)).save("odd.png", pnginfo=info)
     with serving(Manner()) as address:
-        is_plain(CliRunner().invoke(main, ["generate", "--like", "odd.png", "--address", address]))
+        is_plain(run("generate", "--like", "odd.png", address=address))
     drawn = [path.name for path in own_folder.iterdir() if path.name not in ("edges.png", "ink.safetensors", "odd.png")]
     assert all(re.fullmatch(r"[a-z0-9-]+\.png", name) for name in drawn)
