@@ -33,7 +33,6 @@ from bottega.errors import (
     InternalError,
     InvalidRequest,
     JobCancelled,
-    JobNotFound,
     ModelNotFound,
     NoWorker,
     QueueFull,
@@ -45,7 +44,7 @@ from bottega.errors import (
 from bottega.rpc.channel import MAX_MESSAGE_MIB
 from bottega.rpc.status import to_job_error
 from bottega.v1 import generation_pb2, image_pb2
-from tests.fakes.scripted_gateway import SMALL, ScriptedGateway, completed, image, progress, queued
+from tests.fakes.scripted_gateway import SMALL, ScriptedGateway, Step, completed, image, progress, queued
 from tests.support.terminal import NO_UNICODE
 from tests.support.waiting import eventually
 
@@ -127,23 +126,22 @@ def test_a_broken_stream_attaches_again_with_the_same_request_id(gateway: Script
     assert gateway.cancelled == []
 
 
-def test_a_call_that_a_gateway_cut_off_at_its_end_is_no_cancelled_job(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[queued(), grpc.StatusCode.CANCELLED], [grpc.StatusCode.CANCELLED], [completed()]]
+@pytest.mark.parametrize(
+    "scripts",
+    [
+        [[queued()], [completed()]],
+        [[queued(), grpc.StatusCode.CANCELLED], [grpc.StatusCode.CANCELLED], [completed()]],
+        [[queued(), Unavailable("cut off")], [NoWorker("none yet")], [queued(), completed()]],
+    ],
+    ids=["ended early", "cut off at the end of a gateway", "restarted, and without workers as yet"],
+)
+def test_a_stream_without_a_last_event_attaches_again(
+    gateway: ScriptedGateway, address: str, scripts: list[list[Step]]
+) -> None:
+    gateway.scripts = list(scripts)
     with Client(address, retry=HURRIED) as client:
         assert client.generate("a star").data == SMALL
-    assert len(gateway.requests) == 3
-
-
-def test_a_job_that_was_cancelled_is_not_asked_for_again(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[queued(), JobCancelled("somebody cancelled the job")], [completed()]]
-    with Client(address, retry=HURRIED) as client, pytest.raises(JobCancelled, match="somebody"):
-        client.generate("a star")
-
-
-def test_a_stream_that_ends_without_a_last_event_attaches_again(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[queued()], [completed()]]
-    with Client(address, retry=HURRIED) as client:
-        assert client.generate("a star").data == SMALL
+    assert len(gateway.requests) == len(scripts)
 
 
 def test_big_images_come_by_get_image_even_over_a_broken_stream(gateway: ScriptedGateway, address: str) -> None:
@@ -164,18 +162,24 @@ def test_bytes_that_do_not_match_their_digest_are_refused(gateway: ScriptedGatew
 
 
 @pytest.mark.parametrize(
-    "error",
+    "script",
     [
-        InvalidRequest("2 fields are wrong", violations=[Violation(field="spec.width", description="not 7")]),
-        ModelNotFound("no such model", metadata={"served": "miniature"}),
-        WorkerLost("it died twice"),
-        InternalError("a fault"),
+        [queued(), InvalidRequest("1 is wrong", violations=[Violation(field="spec.width", description="not 7")])],
+        [queued(), ModelNotFound("no such model", metadata={"served": "miniature"})],
+        [queued(), WorkerLost("it died twice")],
+        [queued(), InternalError("a fault")],
+        [queued(), JobCancelled("somebody cancelled the job")],
+        [queued(), NoWorker("none for too long", retry_after_s=0.1)],
+        [QueueFull("256 jobs wait already", retry_after_s=0.2)],
     ],
+    ids=lambda script: type(script[-1]).__name__,
 )
 def test_errors_keep_their_class_and_facts_and_are_not_retried(
-    gateway: ScriptedGateway, address: str, error: BottegaError
+    gateway: ScriptedGateway, address: str, script: list[Step]
 ) -> None:
-    gateway.scripts = [[queued(), error]]
+    error = script[-1]
+    assert isinstance(error, BottegaError)
+    gateway.scripts = [list(script), [completed()]]
     with Client(address, retry=HURRIED) as client, pytest.raises(type(error)) as caught:
         client.generate("a star")
     assert caught.value.message == error.message
@@ -195,40 +199,12 @@ def test_a_gateway_that_takes_in_as_much_as_it_can_is_asked_again(gateway: Scrip
     assert len(gateway.submitted) == 2
 
 
-def test_a_full_queue_of_jobs_is_told_at_once(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[QueueFull("256 jobs wait already", retry_after_s=0.2)]]
-    with Client(address) as client, pytest.raises(QueueFull, match="256 jobs"):
-        client.generate("a star")
-    assert len(gateway.requests) == 1
-
-
-def test_no_worker_is_waited_for_as_long_as_the_gateway_says(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[NoWorker("none", retry_after_s=0.3)], [completed()]]
-    with Client(address, retry=HURRIED) as client:
-        events = list(client.stream("a star"))
-    assert isinstance(events[0], Interrupted)
-    assert 0.3 <= events[0].wait_s <= 0.4
-
-
-def test_a_gateway_that_restarted_may_have_no_worker_yet(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[queued(), Unavailable("cut off")], [NoWorker("none yet")], [queued(), completed()]]
-    with Client(address, retry=HURRIED) as client:
-        assert client.generate("a star").data == SMALL
-
-
 def test_a_long_time_without_news_uses_up_no_patience(gateway: ScriptedGateway, address: str) -> None:
     quiet = threading.Event()
     threading.Timer(0.6, quiet.set).start()
     gateway.scripts = [[queued(), quiet, Unavailable("cut off")], [queued(), completed()]]
     with Client(address, retry=RetryPolicy(patience_s=0.3, first_wait_s=0.01)) as client:
         assert client.generate("a star").data == SMALL
-
-
-def test_a_job_that_ended_for_want_of_a_worker_stays_ended(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[queued(), NoWorker("none for too long", retry_after_s=0.1)]]
-    with Client(address, retry=HURRIED) as client, pytest.raises(NoWorker):
-        client.generate("a star")
-    assert len(gateway.requests) == 1
 
 
 def test_patience_ends_and_says_where_no_gateway_answered() -> None:
@@ -369,18 +345,6 @@ def test_leaving_a_stream_cancels_the_job_that_it_began(gateway: ScriptedGateway
     assert gateway.cancelled == ["job-1"]
 
 
-async def test_cancelling_the_task_cancels_the_job(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[queued(), threading.Event()]]
-    async with AsyncClient(address) as client:
-        drawing = asyncio.create_task(client.generate("a star"))
-        await eventually(lambda: bool(gateway.requests))
-        await asyncio.sleep(0.1)
-        drawing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await drawing
-    assert gateway.cancelled == ["job-1"]
-
-
 async def test_leaving_before_the_first_event_finds_the_job_and_cancels_it(
     gateway: ScriptedGateway, address: str
 ) -> None:
@@ -445,13 +409,6 @@ def test_a_submitted_job_gives_its_pictures_over_a_broken_stream(gateway: Script
     assert gateway.cancelled == []
 
 
-def test_waiting_for_a_result_ends_in_time_and_the_job_goes_on(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[progress(3), threading.Event()]]
-    with Client(address) as client, pytest.raises(DeadlinePassed, match=r"3 of 30 steps .* job job-1 goes on"):
-        client.submit("a star").result(timeout_s=1.5)
-    assert gateway.cancelled == []
-
-
 def test_a_job_keeps_its_client_open(gateway: ScriptedGateway, address: str) -> None:
     job = Client(address).job("job-1")
     gc.collect()
@@ -462,29 +419,11 @@ def test_a_job_keeps_its_client_open(gateway: ScriptedGateway, address: str) -> 
     assert client() is None
 
 
-async def test_the_asyncio_client_has_the_same_jobs(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[queued(), completed()], [progress(3), completed()]]
-    gateway.images = {0: SMALL}
-    async with AsyncClient(address) as client:
-        job = await client.submit("a star")
-        assert [picture.data for picture in await job.result()] == [SMALL]
-        assert [type(event) async for event in client.job(job.id).watch()] == [Progress, Completed]
-        assert (await job.status()).state is JobState.COMPLETED
-        assert (await job.image()).data == SMALL
-        assert (await job.cancel()).state is JobState.CANCELLED
-
-
 def test_a_finished_picture_is_fetched_by_its_job(gateway: ScriptedGateway, address: str) -> None:
     gateway.images = {0: SMALL}
     with Client(address) as client:
         picture = client.job("job-1").image()
     assert (picture.data, picture.provenance.worker) == (SMALL, "worker-0")
-
-
-def test_an_unknown_job_is_not_found(gateway: ScriptedGateway, address: str) -> None:
-    gateway.failures = [JobNotFound("no such job")]
-    with Client(address) as client, pytest.raises(JobNotFound):
-        client.job("job-9").status()
 
 
 WRONG_CALLS: dict[str, Callable[[Any], object]] = {
@@ -577,13 +516,6 @@ def test_states_may_be_said_by_their_values(gateway: ScriptedGateway, address: s
     with Client(address) as client:
         client.list_jobs(states=["failed", JobState.QUEUED])  # type: ignore[list-item]
     assert list(gateway.listed[0].states) == [image_pb2.JOB_STATE_FAILED, image_pb2.JOB_STATE_QUEUED]
-
-
-def test_a_wrong_argument_is_refused_before_anything_is_sent(gateway: ScriptedGateway, address: str) -> None:
-    with Client(address) as client, pytest.raises(InvalidRequest) as caught:
-        client.generate("a star", sampler="heun", width="wide")  # type: ignore[arg-type]
-    assert [violation.field for violation in caught.value.violations] == ["width", "sampler"]
-    assert gateway.requests == []
 
 
 def test_a_closed_client_leaves_no_thread() -> None:
