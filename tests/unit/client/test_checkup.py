@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -26,6 +25,7 @@ from bottega.manifest import VARIABLE
 from bottega.miniature import WEIGHTS
 
 TESTED = {"bottega-libs": "0.1.0", "bottega-services": "0.1.0", "torch": "2.13.0+cpu"}
+WEIGHTS_FILE = "unet/diffusion_pytorch_model.safetensors"
 WORKER = dict.fromkeys(("accelerate", "diffusers", "numpy", "safetensors", "transformers"), "1.0")
 
 
@@ -98,64 +98,42 @@ def test_the_embedded_model_is_well() -> None:
     assert "4 files of weights" in finding.what
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    shutil.copytree(WEIGHTS, folder)
-    return folder
-
-
-def levels(model: Path) -> list[Level]:
-    return [finding.level for finding in check_model(str(model))]
-
-
-def test_a_copied_model_is_well(model: Path) -> None:
-    assert levels(model) == [Level.OK]
-
-
 def test_a_folder_that_is_no_model_fails(tmp_path: Path) -> None:
-    assert levels(tmp_path) == [Level.FAIL]
+    assert [finding.level for finding in check_model(str(tmp_path))] == [Level.FAIL]
     (tmp_path / "model_index.json").write_text("[]")
-    assert levels(tmp_path) == [Level.FAIL]
+    assert [finding.level for finding in check_model(str(tmp_path))] == [Level.FAIL]
 
 
-def test_a_part_that_is_missing_is_named(model: Path) -> None:
-    shutil.rmtree(model / "vae")
-    (finding,) = check_model(str(model))
-    assert finding.level is Level.FAIL
-    assert "vae" in finding.what
+def cut(size_bytes: int) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(path.read_bytes()[:size_bytes])
 
 
-def framed(header: object) -> bytes:
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text
+def headed(header: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(len(header).to_bytes(8, "little") + header)
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "named"),
     [
-        pytest.param(lambda data: data[:-1], id="cut off"),
-        pytest.param(lambda data: data[:4], id="tiny"),
-        pytest.param(lambda data: b"\xff" * 8 + data[8:], id="endless header"),
-        pytest.param(lambda data: data[:8] + b"?" + data[9:], id="no JSON"),
-        pytest.param(lambda data: framed([]), id="a list"),
-        pytest.param(lambda data: framed({"a": {"shape": [1], "data_offsets": [0]}}), id="no end"),
+        pytest.param(cut(-1), WEIGHTS_FILE, id="cut off"),
+        pytest.param(cut(4), WEIGHTS_FILE, id="tiny"),
+        pytest.param(lambda path: path.write_bytes(b"\xff" * 100), WEIGHTS_FILE, id="endless header"),
+        pytest.param(headed(b"no JSON"), WEIGHTS_FILE, id="no JSON"),
+        pytest.param(headed(b"[]"), WEIGHTS_FILE, id="a list"),
+        pytest.param(headed(b'{"a": {"shape": [1], "data_offsets": [0]}}'), WEIGHTS_FILE, id="no end"),
+        pytest.param(lambda path: path.rename(path.with_suffix(".bin")), "pickled", id="pickled"),
+        pytest.param(lambda path: shutil.rmtree(path.parent), "unet", id="missing"),
     ],
 )
-def test_damaged_weights_are_named(model: Path, damage: Callable[[bytes], bytes]) -> None:
-    path = model / "unet" / "diffusion_pytorch_model.safetensors"
-    path.write_bytes(damage(path.read_bytes()))
+def test_a_model_of_which_a_part_cannot_be_used_fails(
+    tmp_path: Path, damage: Callable[[Path], object], named: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(WEIGHTS, model)
+    damage(model / WEIGHTS_FILE)
     (finding,) = check_model(str(model))
     assert finding.level is Level.FAIL
-    assert "unet/diffusion_pytorch_model.safetensors" in finding.what
-
-
-def test_pickled_weights_are_refused(model: Path) -> None:
-    path = model / "unet" / "diffusion_pytorch_model.safetensors"
-    path.rename(path.with_suffix(".bin"))
-    (finding,) = check_model(str(model))
-    assert finding.level is Level.FAIL
-    assert "pickled" in finding.what
+    assert named in finding.what
 
 
 def test_a_free_port_is_an_invitation_and_a_taken_one_a_failure() -> None:

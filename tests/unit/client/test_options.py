@@ -45,6 +45,7 @@ FULL: GenerationOptions = {
         ControlNet("edges", controlnet_conditioning_scale=0.5, control_guidance_end=0.75, guess_mode=True),
         ControlNet("depth", control_guidance_start=0.25),
     ),
+    "lora": (Lora("pastel", 0.5, from_step=2, digest="a" * 64),),
     "stale_residuals": False,
     "latent_parallelism": True,
     "format": "webp",
@@ -192,19 +193,6 @@ def test_what_is_no_lora_is_named(lora: Any, field: str) -> None:
     assert [violation.field for violation in refused.value.violations] == [field]
 
 
-def test_a_picture_with_a_lora_tells_how_to_draw_it_again(tmp_path: Path) -> None:
-    spec = spec_from("a star", {"lora": [Lora("pastel", 0.5, from_step=2, digest="a" * 64)]})
-    text = json_format.MessageToJson(spec, preserving_proto_field_name=True)
-    _, options = parameters_of(png(tmp_path / "star.png", {"bottega": text}))
-    assert options == {"lora": (Lora("pastel", 0.5, from_step=2, digest="a" * 64),)}
-
-
-@pytest.mark.parametrize("text", [{}, {"bottega": "not json"}, {"bottega": '{"no_such_field": 1}'}])
-def test_a_png_without_parameters_says_so(tmp_path: Path, text: dict[str, str]) -> None:
-    with pytest.raises(InvalidRequest, match="parameters"):
-        parameters_of(png(tmp_path / "other.png", text))
-
-
 def test_a_file_that_is_no_png_says_so(tmp_path: Path) -> None:
     (tmp_path / "note.png").write_text("hello")
     with pytest.raises(InvalidRequest, match="no PNG"):
@@ -256,33 +244,25 @@ def raw_png(*chunks: bytes, width: int = 8, height: int = 8) -> bytes:
     [
         ('{"prompt": "a star", "sampler": 99}', "sampler: 99 is none that this version knows (euler, euler_ancestral"),
         ('{"prompt": "a star", "sampler": "SAMPLER_OF_TOMORROW"}', "SAMPLER_OF_TOMORROW"),
-        ('{"fidelity": -7}', "fidelity: -7"),
         ('{"format": 2147483647}', "format: 2147483647"),
         ('{"num_inference_steps": 100000}', "num_inference_steps must be 1 to 200; got 100000"),
         ('{"num_inference_steps": "many"}', "num_inference_steps"),
-        ('{"num_inference_steps": 2.5}', "2.5"),
         ('{"seed": -1}', "seed"),
         ('{"seed": 1e400}', "seed"),
         ('{"seed": "18446744073709551615"}', "seed must be 0 to 9007199254740984; got 18446744073709551615"),
         (f'{{"seed": {"9" * 5000}}}', "integer string conversion"),
-        ('{"guidance_scale": NaN}', "NaN"),
         ('{"guidance_scale": "NaN"}', "guidance_scale must be 0 to 50; got nan"),
-        ('{"guidance_scale": "Infinity"}', "guidance_scale must be 0 to 50; got inf"),
         ('{"strength": 0}', "strength must be above 0 and at most 1; got 0.0"),
-        ('{"prompt": 7}', "prompt"),
         ('{"prompt": "\\ud800"}', "prompt"),
         (f'{{"prompt": "{"x" * 20_000}"}}', "prompt is over 16384 bytes"),
         ('{"loras": [{"name": "../up"}]}', "loras[0].name must be the name of a LoRA"),
         ('{"loras": [{"name": "ink", "scale": "NaN"}]}', "loras[0].scale must be a finite number"),
-        ('{"loras": 7}', "loras"),
         ('{"controlnets": [{"name": "a b"}]}', "controlnets[0].name"),
         ('{"controlnets": {"name": "edges"}}', "controlnets"),
         ('{"width": 0, "height": 99999}', "width must be 1 to 16384; got 0; height must be 1 to 16384; got 99999"),
         ('{"what": 1}', "what"),
         ('{"mask_image": "aGVsbG8="}', "mask_image"),
         ("[7]", "cannot read"),
-        ("null", "cannot read"),
-        ("7", "cannot read"),
         ("", "cannot read"),
         ("[" * 100_000, "recursion"),
         ('{"techniques": ' * 5_000, "recursion"),
@@ -301,7 +281,6 @@ def test_parameters_that_cannot_be_are_refused_by_file_and_value(tmp_path: Path,
 @pytest.mark.parametrize(
     "data",
     [
-        raw_png(width=20_000, height=20_000),
         raw_png(width=60_000, height=60_000),
         raw_png(width=9_000, height=9_000),
         raw_png(chunk(b"zTXt", b"bottega\0\0" + zlib.compress(bytes(64 << 20)))),
