@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import pytest
@@ -26,36 +28,36 @@ class Suite:
     gateway: Service
     worker: Service
     store: Service
+    client: Client
+
+
+@contextmanager
+def running_suite(folder: Path, engine: Mapping[str, object], **store: object) -> Iterator[Suite]:
+    """engine: configuration of the worker's. store: that of the LoRA store, beside where it is."""
+    with Services(folder) as services:
+        gateway = services.start("gateway", gateway_config())
+        worker = services.start("worker", worker_config(gateway.fleet, name="w1", engine=engine))
+        server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
+        loras = services.start("loras", {"name": "loras", "gateway": gateway.fleet, "server": server, **store})
+        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
+            wait_until(lambda: bool(client.models()), "the worker to join")
+            wait_until(lambda: kinds.LORAS in _kinds(client), "the store to join")
+            yield Suite(gateway=gateway, worker=worker, store=loras, client=client)
+
+
+def _kinds(client: Client) -> set[str]:
+    return {member.registration.kind for member in client.fleet().members}
 
 
 @pytest.fixture(scope="session")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
-    with Services(tmp_path_factory.mktemp("suite")) as services:
-        gateway = services.start("gateway", gateway_config())
-        worker = services.start("worker", worker_config(gateway.fleet, name="w1", engine=ENGINE))
-        store = services.start("loras", store_config(gateway.fleet))
-        with Client(gateway.address, fleet_address=gateway.fleet) as client:
-            wait_until(lambda: bool(client.models()), "the worker to join")
-            wait_until(lambda: has_store(client), "the store to join")
-        yield Suite(gateway=gateway, worker=worker, store=store)
-
-
-def store_config(gateway: str, **overrides: object) -> dict[str, object]:
-    """Configuration of a LoRA store of the gateway whose fleet listener is at `gateway`, on free ports."""
-    server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
-    return {"name": "loras", "gateway": gateway, "server": server, **overrides}
-
-
-def has_store(client: Client) -> bool:
-    """Whether the gateway sees a LoRA store."""
-    kind = kinds.LORAS
-    return any(member.registration.kind == kind for member in client.fleet().members)
+    with running_suite(tmp_path_factory.mktemp("suite"), ENGINE) as suite:
+        yield suite
 
 
 @pytest.fixture(scope="session")
-def client(suite: Suite) -> Iterator[Client]:
-    with Client(suite.gateway.address, fleet_address=suite.gateway.fleet, timeout_s=60.0) as client:
-        yield client
+def client(suite: Suite) -> Client:
+    return suite.client
 
 
 @pytest.fixture(scope="session")

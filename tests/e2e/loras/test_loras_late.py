@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bottega.client import Client, Lora, Picture
 from bottega.errors import NoLora
-from tests.e2e.conftest import has_store, store_config
+from tests.e2e.conftest import running_suite
 from tests.samples.lora_files import Part, base_shapes, kohya, save
-from tests.support.services import Service, Services, gateway_config, worker_config
+from tests.support.services import Service
 from tests.support.waiting import wait_until
 
 _PROMPT = "a big red star on the left on a blue background"
@@ -39,7 +39,7 @@ _ENGINE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """A gateway with a worker of the miniature and a LoRA store behind a slow link."""
+    """One whose LoRA store is behind a slow link."""
 
     client: Client
     store: Service
@@ -58,20 +58,8 @@ class Suite:
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     folder = tmp_path_factory.mktemp("late")
-    with Services(folder) as services:
-        gateway = services.start("gateway", gateway_config(), name="gateway")
-        worker = services.start("worker", worker_config(gateway.fleet, name="w", engine=_ENGINE), name="worker")
-        store = store_config(gateway.fleet, links={"bytes_per_s": _BYTES_PER_S})
-        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
-            made = Suite(
-                client=client,
-                store=services.start("loras", store, name="store"),
-                worker=worker,
-                folder=folder,
-            )
-            wait_until(lambda: bool(client.models()), "the worker to join")
-            wait_until(lambda: has_store(client), "the store to join")
-            yield made
+    with running_suite(folder, _ENGINE, links={"bytes_per_s": _BYTES_PER_S}) as made:
+        yield Suite(client=made.client, store=made.store, worker=made.worker, folder=folder)
 
 
 def _lora(path: Path, *, seed: int, rank: int = 4, endings: tuple[str, ...] = ("to_q", "to_k", "to_v")) -> Path:

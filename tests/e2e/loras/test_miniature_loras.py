@@ -16,10 +16,8 @@ from load import stock_loras
 from load.bench.lora_styles import PLAIN, layout_of, look, use
 from load.miniature import oracle
 from load.miniature.quality import Clip, load_miniature
-from tests.e2e.conftest import has_store, store_config
-from tests.support.services import Services, gateway_config, worker_config
+from tests.e2e.conftest import running_suite
 from tests.support.stock import assert_same_image, load_stock, pixels_of
-from tests.support.waiting import wait_until
 
 # Whether two requests share their turns is the scheduler's choice, by what turns took of late on a busy machine.
 _TRIES = 5
@@ -40,18 +38,12 @@ _GUIDANCE = 4.0
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """Of a suite whose store was brought all three."""
-    with Services(tmp_path_factory.mktemp("styles")) as services:
-        gateway = services.start("gateway", gateway_config(), name="gateway")
-        # Padded turns: what runs beside a picture changes none of its bits.
-        engine = {"model": "miniature", "threads": 1, "fixed_rows": 4}
-        services.start("worker", worker_config(gateway.fleet, name="w", engine=engine), name="worker")
-        services.start("loras", store_config(gateway.fleet), name="store")
-        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
-            wait_until(lambda: bool(client.models()), "the worker to join")
-            wait_until(lambda: has_store(client), "the store to join")
-            for style in STYLES:
-                client.add_lora(style, WEIGHTS / "loras" / style)
-            yield client
+    # Padded turns: what runs beside a picture changes none of its bits.
+    engine = {"model": "miniature", "threads": 1, "fixed_rows": 4}
+    with running_suite(tmp_path_factory.mktemp("styles"), engine) as suite:
+        for style in STYLES:
+            suite.client.add_lora(style, WEIGHTS / "loras" / style)
+        yield suite.client
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bottega.client import Client, JobState, Picture
+from bottega.client import Client, Picture
 from tests.e2e.conftest import ENGINE
 from tests.support.services import START_TIMEOUT_S, Service, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
@@ -147,16 +147,3 @@ def test_a_worker_that_hangs_is_noticed_within_two_seconds_and_comes_back(pair: 
         process.send_signal(signal.SIGCONT)
 
     wait_until(lambda: "a" in pair.joined(), "the worker to come back")
-
-
-def test_requests_wait_for_a_worker_that_was_there_a_moment_ago(pair: Pair, undisturbed: Picture) -> None:
-    for name in ("a", "b"):
-        pair.worker(name).stop()
-    wait_until(lambda: not pair.joined(), "both leaves to be noticed", within_s=NOTICED_S + ASKING_S)
-
-    job = pair.client.submit(PROMPT, **OPTIONS)
-    assert job.status().state is JobState.QUEUED
-
-    pair.boot("a")
-    wait_until(lambda: job.status().state is JobState.COMPLETED, "the picture")
-    assert job.image().data == undisturbed.data

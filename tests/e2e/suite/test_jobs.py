@@ -13,9 +13,6 @@ from PIL import Image
 
 from bottega.client import Client, JobState, Progress
 from bottega.errors import ImageNotFound, RequestIdReused
-from bottega.v1.generation_pb2 import GenerationSpec
-from bottega.v1.image_pb2 import GenerateRequest
-from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.support.waiting import wait_until
 
 PROMPT = "a small green circle on a white background"
@@ -72,12 +69,3 @@ def test_the_same_request_id_gives_the_same_bytes_and_draws_once(client: Client)
     assert (again.job_id, again.data, again.seed) == (first.job_id, first.data, first.seed)
     with pytest.raises(RequestIdReused):
         client.generate("something else", request_id=request_id, **QUICK)
-
-
-def test_a_request_without_an_id_ends_when_its_caller_leaves(images: ImageServiceStub, client: Client) -> None:
-    # Long enough to be left, and on a slow machine still done within its deadline, else it would be refused.
-    call = images.Generate(GenerateRequest(spec=GenerationSpec(prompt=PROMPT, num_inference_steps=200)), timeout=60)
-    job_id = next(call).event.job_id
-    call.cancel()
-
-    assert _ended(client, job_id) is JobState.CANCELLED

@@ -47,10 +47,6 @@ def test_a_picture_with_a_lora_is_another_one_and_the_same_again(client: Client)
     assert client.generate(_PROMPT, lora=["strong"], **_DRAW).pil().tobytes() != drawn.pil().tobytes()
     assert client.generate(_PROMPT, lora=[("strong", 0.8)], **_DRAW).data == drawn.data
     assert client.generate(_PROMPT, **_DRAW).data == plain.data, "nothing of a LoRA stays in the weights"
-
-
-def test_a_lora_of_scale_zero_changes_nothing(client: Client) -> None:
-    plain = client.generate(_PROMPT, **_DRAW)
     assert client.generate(_PROMPT, lora=[("strong", 0.0)], **_DRAW).pil().tobytes() == plain.pil().tobytes()
 
 
