@@ -4,38 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from click.testing import CliRunner, Result
-
 from bottega.client import Client
-from bottega.client.cli import main
 from tests.e2e.conftest import Suite
+from tests.support.terminal import run
 
 PROMPT = "a big yellow square on a blue background"
 
 
-@pytest.fixture
-def bottega(suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CliRunner:
-    """The command, in a folder of the test's own, with the suite's gateway."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BOTTEGA_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("BOTTEGA_ADDRESS", suite.gateway.address)
-    return CliRunner()
-
-
-def run(bottega: CliRunner, *arguments: str) -> Result:
-    result = bottega.invoke(main, arguments)
+def said(suite: Suite, *arguments: object) -> str:
+    """What the command prints, with the suite's gateway."""
+    result = run(*arguments, address=suite.gateway.address)
     assert result.exit_code == 0, result.output
-    return result
+    return result.stdout
 
 
-def test_a_detached_job_is_found_followed_and_fetched(bottega: CliRunner, client: Client, tmp_path: Path) -> None:
-    drawn = ("--seed", "7", "--steps", "20")
-    job_id = run(bottega, "generate", PROMPT, *drawn, "--detach").stdout.strip()
+def test_a_detached_job_is_found_followed_and_fetched(suite: Suite, client: Client, tmp_path: Path) -> None:
+    job_id = said(suite, "generate", PROMPT, "--seed", 7, "--steps", 20, "--detach").strip()
 
-    assert f"{job_id} completed" in run(bottega, "jobs", "watch", job_id).stdout
-    run(bottega, "jobs", "get", job_id, "-o", "square.png")
-    row = next(line.strip() for line in run(bottega, "jobs").stdout.splitlines() if job_id in line)
+    assert f"{job_id} completed" in said(suite, "jobs", "watch", job_id)
+    said(suite, "jobs", "get", job_id, "-o", tmp_path / "square.png")
+    row = next(line.strip() for line in said(suite, "jobs").splitlines() if job_id in line)
 
     assert "completed" in row
     assert "20/20" in row

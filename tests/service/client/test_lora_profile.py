@@ -67,14 +67,6 @@ async def test_the_worst_picture_counts_and_admission_goes_by_it(house: House) -
     assert not worker.requests[-1].spec.loras[0].measure_similarity
 
 
-async def test_what_was_measured_for_other_numbers_of_steps_stays(house: House) -> None:
-    await house.gateway.worker()
-    async with AsyncClient(house.gateway.address, fleet_address=house.gateway.fleet_address) as client:
-        for steps in (30, 10):
-            await client.profile_lora("ink", PROMPTS, num_inference_steps=steps)
-    assert await _bounds(house) == [(10, 2), (30, 2)]
-
-
 async def test_the_miniatures_own_need_no_prompts_and_others_do(house: House) -> None:
     worker = await house.gateway.worker()
     result = await run_at(house.gateway, *PROFILE, "ink")

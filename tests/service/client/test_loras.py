@@ -222,13 +222,6 @@ async def test_a_path_that_is_not_here_may_be_one_of_the_stores_machine(tmp_path
         assert (absent.exit_code, "machine: is no file or folder" in absent.stderr) == (2, True)
 
 
-async def test_one_that_was_asked_for_a_moment_ago_is_removed_later(house: House) -> None:
-    await house.store.stub.PrefetchLoras(pb.PrefetchLorasRequest(digests=[house.ink.digest]), timeout=PATIENCE_S)
-    result = await _run(house, "remove", "ink")
-    assert result.exit_code == 1
-    assert "try again in 30 s" in result.stderr
-
-
 async def test_a_refusal_in_the_middle_of_an_upload_is_heard(house: House, client: AsyncClient, tmp_path: Path) -> None:
     path = tmp_path / "large.safetensors"
     with path.open("wb") as file:
@@ -259,13 +252,11 @@ async def test_a_folder_that_lacks_a_components_weights_or_all_is_refused_with_w
     (folder / "text_encoder" / "adapter_model.safetensors").rename(folder / "text_encoder" / "adapter_model.bin")
     result = await _run(house, "add", "x", folder, "--base", "miniature")
     assert (result.exit_code, "text_encoder/adapter_model.safetensors cannot be read" in result.stderr) == (2, True)
+    link = folder / "unet" / "adapter_model.safetensors"
+    link.unlink()
+    link.symlink_to("nowhere")
+    result = await _run(house, "add", "x", folder / "unet", "--base", "miniature")
+    assert (result.exit_code, "adapter_model.safetensors cannot be read: No such file" in result.stderr) == (2, True)
     (tmp_path / "nothing").mkdir()
     result = await _run(house, "add", "x", tmp_path / "nothing", "--base", "miniature")
     assert (result.exit_code, "nor a folder of PEFT's for a component (text_encoder" in result.stderr) == (2, True)
-
-
-async def test_what_cannot_be_read_is_named(house: House, tmp_path: Path) -> None:
-    (tmp_path / "peft").mkdir()
-    (tmp_path / "peft" / "adapter_model.safetensors").symlink_to("nowhere")
-    result = await _run(house, "add", "x", tmp_path / "peft", "--base", "miniature")
-    assert (result.exit_code, "adapter_model.safetensors cannot be read: No such file" in result.stderr) == (2, True)

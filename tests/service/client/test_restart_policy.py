@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,25 +77,16 @@ async def test_a_killed_service_is_started_again_and_its_children_go_with_it(tmp
     assert '"policy": "thing"' in (tmp_path / "worker-0.log").read_text()
 
 
-async def test_stopping_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [SERVES, DEAF], ids=["it listens", "it is killed after the grace"])
+async def test_stopping_leaves_nothing(tmp_path: Path, script: str) -> None:
     reports = Reports()
-    found = keeper(SERVES, tmp_path, reports)
+    found = keeper(script, tmp_path, reports, replace(QUICK, stop_grace_s=0.2 if script == DEAF else 3.0))
     async with kept(found):
         await eventually(lambda: bool(reports.served))
         assert found.pid is not None
         family = [psutil.Process(found.pid), *psutil.Process(found.pid).children()]
     await eventually(lambda: not any(alive(member) for member in family))
     assert reports.deaths == []
-
-
-async def test_one_that_does_not_listen_is_killed_after_the_grace(tmp_path: Path) -> None:
-    reports = Reports()
-    found = keeper(DEAF, tmp_path, reports, RestartPolicy(stop_grace_s=0.2))
-    async with kept(found):
-        await eventually(lambda: bool(reports.served))
-        assert found.pid is not None
-        process = psutil.Process(found.pid)
-    assert not alive(process)
 
 
 async def test_one_that_never_serves_is_given_up_with_its_last_words(tmp_path: Path) -> None:

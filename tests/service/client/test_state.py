@@ -92,14 +92,17 @@ def test_a_folder_of_everybody_stays_so(tmp_path: Path) -> None:
         assert state.others() == "is open to other users"
 
 
-def test_who_holds_the_lock_is_known(tmp_path: Path) -> None:
+def test_only_one_instance_holds_a_state_folder_and_which_is_known(tmp_path: Path) -> None:
     state = StateFolder(tmp_path)
+    assert not state.is_held()
     assert state.holders() == ()
     with state.hold():
+        assert state.is_held()
         assert state.holders() in ((os.getpid(),), ()), "not every file system tells"
         with pytest.raises(AlreadyHeld) as held, state.hold():
             pass
         assert held.value.holders == state.holders()
+    assert not state.is_held()
 
 
 def test_a_suite_of_ones_own_is_told_by_its_process(tmp_path: Path) -> None:

@@ -133,13 +133,6 @@ def test_a_newcomer_draws_with_the_models_own_loras_at_once(up: Up, tmp_path: Pa
     assert pixels[0] == pixels[1] != pixels[2]
 
 
-def test_a_second_instance_is_refused_with_the_first_ones_id(up: Up) -> None:
-    second = bottega(up, "up", "--port", "0")
-    assert second.returncode == 1
-    assert f"process {up.process.pid}" in second.stderr
-    assert "bottega stop" in second.stderr
-
-
 def test_the_doctor_finds_a_healthy_suite(up: Up) -> None:
     checked = bottega(up, "doctor")
     assert checked.returncode == 0, checked.stdout

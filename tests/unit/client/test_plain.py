@@ -100,15 +100,6 @@ def test_facts_of_a_log_line_cannot_pass_for_others_or_for_another_line() -> Non
     assert line.endswith(r'text="x level=ERROR worker=\"w1\"" worker=w2')
 
 
-def test_a_traceback_stands_below_its_line() -> None:
-    line = json.dumps({"event": "failed", "exc_info": "Traceback\n  File\nKeyError: 'x'"})
-    assert [text_of(row) for row in pretty("gateway", line)][1:] == [
-        "    | Traceback",
-        "    |   File",
-        "    | KeyError: 'x'",
-    ]
-
-
 @pytest.mark.parametrize("line", ["[" * 60_000, '{"event": ' * 20_000, "no json \x1b[31m", "[1, 2]", '"text"'])
 def test_a_line_of_anything_is_shown(line: str) -> None:
     assert list(pretty("gateway", line))

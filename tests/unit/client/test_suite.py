@@ -20,7 +20,7 @@ from bottega.client.suite.log_reader import LogFollower, last_lines, services_wi
 from bottega.client.suite.orphans import end_orphans
 from bottega.client.suite.plan import PortTaken, SuiteOptions, plan_suite
 from bottega.client.suite.service_log import ServiceLog, fields_of, lines_of
-from bottega.client.suite.state import AlreadyHeld, InstanceProcess, InstanceRecord, StateFolder
+from bottega.client.suite.state import InstanceProcess, InstanceRecord, StateFolder
 from bottega.client.transport.address import default_fleet_address
 from bottega.miniature import WEIGHTS
 
@@ -117,16 +117,6 @@ def test_any_free_port_will_do_for_the_metrics_where_any_will_do_for_the_gateway
     ports = (config["server"]["listen"], config["fleet"]["listen"], config["server"]["metrics_listen"])
     assert ports[:2] == (plan.settings.address, plan.settings.fleet_address)
     assert len(set(ports)) == 3
-
-
-def test_only_one_instance_holds_a_state_folder(tmp_path: Path) -> None:
-    state = StateFolder(tmp_path / "state")
-    assert not state.is_held()
-    with state.hold():
-        assert state.is_held()
-        with pytest.raises(AlreadyHeld), state.hold():
-            pass
-    assert not state.is_held()
 
 
 def test_the_address_is_only_that_of_an_instance_that_runs(tmp_path: Path) -> None:
