@@ -128,6 +128,11 @@ async def test_a_picture_is_drawn_with_controlnets_through_the_sdk_and_the_comma
     assert "control edges: by s1, scale 0.8, waited 0.250 s for it" in drawn.stdout
 
 
+async def _said_by_the_doctor(house: Running) -> list[str]:
+    findings = await asyncio.to_thread(lambda: list(check_gateway(house.address, house.fleet_address)))
+    return [finding.what for finding in findings]
+
+
 async def test_the_fleet_and_the_doctor_show_controlnet_servers(house: Running) -> None:
     await house.worker()
     await house.controlnets("s1", hosted("edges", sessions=3), hosted("depth", state=ON_DISK))
@@ -136,16 +141,10 @@ async def test_the_fleet_and_the_doctor_show_controlnet_servers(house: Running) 
     (row,) = (line for line in result.stdout.splitlines() if line.split()[:1] == ["s1"])
     assert "edges, depth (not loaded)" in row
     assert row.split("cpu")[1].split()[0] == "3", "its sessions"
-    said = [
-        finding.what
-        for finding in await asyncio.to_thread(lambda: list(check_gateway(house.address, house.fleet_address)))
-    ]
+    said = await _said_by_the_doctor(house)
     assert "1 ControlNet server joined, with depth, edges" in said
     await house.controlnets("s2", hosted("edges", digest="other"), hosted("pose", base="sdxl"))
-    said = [
-        finding.what
-        for finding in await asyncio.to_thread(lambda: list(check_gateway(house.address, house.fleet_address)))
-    ]
+    said = await _said_by_the_doctor(house)
     assert "ControlNet edges is served in more than one version" in said
     assert "no model that is served can be drawn with ControlNet pose" in said
 

@@ -10,6 +10,7 @@ from bottega.client.transport.retry import Backoff, CallDeadline, RetryPolicy
 from bottega.errors import DeadlinePassed, InvalidRequest, NoWorker, Unavailable
 
 POLICY = RetryPolicy(patience_s=10.0, first_wait_s=0.1, longest_wait_s=1.0)
+REACHING = RetryPolicy(patience_s=10.0, reach_s=1.0, first_wait_s=0.1)
 GONE = Unavailable("gone")
 
 
@@ -21,8 +22,8 @@ class Clock:
         return self.now_s
 
 
-def backoff(clock: Clock, deadline_s: float = 1000.0) -> Backoff:
-    return Backoff(POLICY, CallDeadline(at_s=deadline_s, allowed_s=60.0), clock=clock, draw=lambda least, most: most)
+def backoff(clock: Clock, deadline_s: float = 1000.0, policy: RetryPolicy = POLICY) -> Backoff:
+    return Backoff(policy, CallDeadline(at_s=deadline_s, allowed_s=60.0), clock=clock, draw=lambda least, most: most)
 
 
 def test_waits_double_up_to_the_longest() -> None:
@@ -54,8 +55,7 @@ def test_patience_counts_from_the_last_answer() -> None:
 
 def test_a_gateway_that_answers_is_waited_for_longer_than_one_that_does_not() -> None:
     clock = Clock()
-    policy = RetryPolicy(patience_s=10.0, reach_s=1.0, first_wait_s=0.1)
-    waits = Backoff(policy, CallDeadline(at_s=1000.0, allowed_s=60.0), clock=clock, draw=lambda least, most: most)
+    waits = backoff(clock, policy=REACHING)
     clock.now_s += 2.0
     with pytest.raises(Unavailable):
         waits.wait_s(GONE)
@@ -68,8 +68,7 @@ def test_a_gateway_that_answers_is_waited_for_longer_than_one_that_does_not() ->
 
 def test_a_gateway_that_has_answered_and_is_gone_is_waited_for_as_long_as_one_without_workers() -> None:
     clock = Clock()
-    policy = RetryPolicy(patience_s=10.0, reach_s=1.0, first_wait_s=0.1)
-    waits = Backoff(policy, CallDeadline(at_s=1000.0, allowed_s=60.0), clock=clock, draw=lambda least, most: most)
+    waits = backoff(clock, policy=REACHING)
     waits.reset()
     clock.now_s += 9.5
     waits.wait_s(GONE)
