@@ -12,10 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import (
-    DeadlineUnmeetable,
-    WorkerLost,
-)
+from bottega.errors import DeadlineUnmeetable, WorkerLost
 from bottega.rpc.status import to_job_error
 from bottega.v1 import generation_pb2, image_pb2
 from tests.fakes.scripted_gateway import SMALL, ScriptedGateway, completed, job, progress, queued
@@ -185,7 +182,7 @@ def test_who_waits_for_nothing_is_not_told_to_wait_for_nothing(
 
 
 def test_who_may_detach_is_told_so(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[progress(12), threading.Event()]]
+    gateway.scripts = [[queued(), progress(12), threading.Event()]]
     result = run("generate", "a star", "--timeout", "0.5", address=address)
     assert result.exit_code == 1
     assert "error: not done within 0.5 s: 12 of 30 steps were done, and job job-1 is cancelled" in result.stderr

@@ -12,8 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from bottega.client.types.messages import as_list, build_message, describe, set_field, set_timestamp
 from bottega.errors import InvalidRequest
 from bottega.v1 import generation_pb2, image_pb2, lora_pb2
-
-NO_UNICODE = "a\udcff"  # what a byte of a command line that is no UTF-8 becomes
+from tests.support.terminal import NO_UNICODE
 
 
 def rule(message: Any, name: str, value: object) -> str:

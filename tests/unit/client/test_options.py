@@ -25,7 +25,7 @@ from bottega.client.types.picture import format_of
 from bottega.errors import InternalError, InvalidRequest
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, Techniques
-from tests.samples import hostile_images as hostile
+from tests.samples.hostile_images import chunk, compressed_texts
 
 FULL: GenerationOptions = {
     "model": "miniature",
@@ -219,16 +219,12 @@ def test_a_picture_opens_in_pillow_and_shows_itself_in_notebooks(tmp_path: Path)
 
 def test_parameters_are_read_of_no_file_that_would_be_long_to_decode(tmp_path: Path) -> None:
     path = tmp_path / "hostile.png"
-    path.write_bytes(hostile.compressed_texts(7900))
+    path.write_bytes(compressed_texts(7900))
     with pytest.raises(InvalidRequest, match=r"hostile\.png cannot be read: the image has 7900 PNG texts; at most 128"):
         parameters_of(path)
     path.write_bytes(png(path, {}).read_bytes().ljust(64 * 2**20 + 1, b"\0"))
     with pytest.raises(InvalidRequest, match="67108864 bytes"):
         parameters_of(path)
-
-
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 def raw_png(*chunks: bytes, width: int = 8, height: int = 8) -> bytes:
