@@ -82,7 +82,6 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
     async def Prefetch(
         self, request: controlnet_pb2.PrefetchRequest, context: object
     ) -> controlnet_pb2.PrefetchResponse:
-        """See the contract."""
         self.prefetched.append(list(request.names))
         await self.answers.wait()
         accepted = [name for name in request.names if name in self.nets]
@@ -95,14 +94,12 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
     async def ListControlNets(
         self, request: controlnet_pb2.ListControlNetsRequest, context: object
     ) -> controlnet_pb2.ListControlNetsResponse:
-        """See the contract."""
         nets = [self.nets[name] for name in sorted(self.nets)]
         return controlnet_pb2.ListControlNetsResponse(controlnets=nets, budget_bytes=1 << 30, root=self.root)
 
     async def AddControlNet(
         self, request: controlnet_pb2.AddControlNetRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controlnet_pb2.AddControlNetResponse:
-        """See the contract."""
         if self.failure is not None:
             await context.abort_with_status(to_grpc_status(self.failure))
         self.added.append((request.name, request.folder))
@@ -114,7 +111,6 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
     async def SetProfile(
         self, request: controlnet_pb2.SetProfileRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controlnet_pb2.SetProfileResponse:
-        """See the contract."""
         if self.failure is not None:
             await context.abort_with_status(to_grpc_status(self.failure))
         net = self.nets[request.name]

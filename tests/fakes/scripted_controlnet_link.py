@@ -78,7 +78,6 @@ class ScriptedServer:
     def request(
         self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
     ) -> Future[ServiceOffer]:
-        """See OfferSource."""
         offer = self._listener.offer(link_id or None)
         threading.Thread(target=self._serve, args=(offer,), daemon=True).start()
         answer = Future[ServiceOffer]()

@@ -73,10 +73,6 @@ class ControlNetServer:
         """Whether it hosts anything now: its engine may be starting anew."""
         return bool(self.hosted())
 
-    def sessions(self) -> int:
-        """Sessions that are open, by the engine's newest word."""
-        return sum(net.sessions for net in self.hosted().values())
-
     def counted(self, name: str) -> float:
         """One of its own counters, as it is once the engine has told of all that it did."""
         time.sleep(_BEAT_S)
@@ -91,11 +87,6 @@ class ControlNetServer:
         request = controlnet_pb2.AddControlNetRequest(name=name, folder=folder)
         return self._stub.AddControlNet(request, timeout=ADD_S).controlnet
 
-    def set_profile(self, name: str, digest: str, profile: hosted_pb2.ResidualProfile) -> hosted_pb2.Hosted:
-        """SetProfile."""
-        request = controlnet_pb2.SetProfileRequest(name=name, digest=digest, profile=profile)
-        return self._stub.SetProfile(request, timeout=10).controlnet
-
     def prefetch(self, *names: str) -> list[str]:
         """Prefetch."""
         return list(self._stub.Prefetch(controlnet_pb2.PrefetchRequest(names=names), timeout=5).accepted)
@@ -109,14 +100,6 @@ class ControlNetServer:
     def kill_engine(self) -> None:
         """Ends the engine, as a crash does."""
         os.kill(self.engine_pid, signal.SIGKILL)
-
-    def stop_engine(self) -> None:
-        """Has the engine do nothing, as a debugger does, until `continue_engine`."""
-        os.kill(self.engine_pid, signal.SIGSTOP)
-
-    def continue_engine(self) -> None:
-        """Lets a stopped engine go on."""
-        os.kill(self.engine_pid, signal.SIGCONT)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -217,15 +200,11 @@ def controlled(*controls: tuple[str, Tensor, float], **options: object) -> gener
     return generation_pb2.GenerationSpec(**(said | options), controlnets=nets)  # type: ignore[arg-type]
 
 
-def hosts(
-    spec: generation_pb2.GenerationSpec, *servers: ControlNetServer, digest: str = ""
-) -> list[worker_pb2.ControlNetHosts]:
+def hosts(spec: generation_pb2.GenerationSpec, *servers: ControlNetServer) -> list[worker_pb2.ControlNetHosts]:
     """What an attempt is told: all of the spec's ControlNets are on these servers, the best first."""
     said = [worker_pb2.ControlNetServer(name=each.name, address=each.service.address) for each in servers]
-    digests = _digests(servers) if not digest else {}
-    return [
-        worker_pb2.ControlNetHosts(digest=digest or digests.get(net.name, ""), servers=said) for net in spec.controlnets
-    ]
+    digests = _digests(servers)
+    return [worker_pb2.ControlNetHosts(digest=digests.get(net.name, ""), servers=said) for net in spec.controlnets]
 
 
 def png(image: Tensor) -> bytes:

@@ -37,7 +37,6 @@ class Engine(ControlNetEngineClient):
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def host(self, name: str, folder: Path, root: Path | None = None) -> Hosted:
-        """See ControlNetEngineClient."""
         self.asked.append(name)
         while not self.lives.is_set():
             if self._gone.done():
@@ -46,16 +45,13 @@ class Engine(ControlNetEngineClient):
         return Hosted(kind=kinds.CONTROLNET, name=name)
 
     async def watch(self, listener: object) -> None:
-        """See ControlNetEngineClient."""
         await asyncio.Event().wait()
 
     def forget(self, error: BottegaError) -> None:
-        """See ControlNetEngineClient."""
         if not self._gone.done():
             self._gone.set_result(None)
 
     def drain(self) -> None:
-        """See ControlNetEngineClient."""
         self.drains += 1
 
     def renew(self) -> None:
@@ -73,9 +69,7 @@ async def test_an_engine_that_dies_while_it_is_told_what_to_host_is_not_said_to_
 
     engine = Engine()
     server = _server(engine, tmp_path, set_serving)
-    engine.lives.set()
-    await server.on_engine_ready(ControlNetEngineReady())
-    await asyncio.sleep(0.05)
+    await _serve(server, engine)
     assert engine.asked == ["edges", "depth"]
     engine.lives.clear()
     await server.on_engine_lost("killed")
@@ -86,25 +80,20 @@ async def test_an_engine_that_dies_while_it_is_told_what_to_host_is_not_said_to_
         await server.on_engine_lost("killed again, while it was told")
         await asyncio.sleep(0.05)
     assert said == [False, False, False]
-    engine.lives.set()
     engine.renew()
-    await server.on_engine_ready(ControlNetEngineReady())
-    await asyncio.sleep(0.05)
+    await _serve(server, engine)
     assert said[-1]
 
 
 async def test_a_fault_while_memory_is_measured_is_logged_and_it_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def set_serving(_: bool) -> None:
-        """Nobody asks."""
-
     def unreadable(_: object) -> int:
         monkeypatch.undo()  # the next look succeeds
         raise OSError("/proc cannot be read")
 
     monkeypatch.setattr(server_module, "resident_bytes", unreadable)
-    server = _server(Engine(), tmp_path, set_serving)
+    server = _server(Engine(), tmp_path)
     starting = asyncio.create_task(server.start())
     try:
         async with asyncio.timeout(5):
@@ -117,18 +106,12 @@ async def test_a_fault_while_memory_is_measured_is_logged_and_it_is_measured_aga
 
 
 async def test_it_has_drained_when_a_beat_from_after_that_has_no_sessions(tmp_path: Path) -> None:
-    async def set_serving(_: bool) -> None:
-        """Nobody asks."""
-
     engine = Engine()
-    server = _server(engine, tmp_path, set_serving)
-    engine.lives.set()
-    await server.on_engine_ready(ControlNetEngineReady())
-    await asyncio.sleep(0.05)
+    server = _server(engine, tmp_path)
+    await _serve(server, engine)
     await server.on_engine_lost("killed before")  # which drains nothing of the next one
     engine.renew()
-    await server.on_engine_ready(ControlNetEngineReady())
-    await asyncio.sleep(0.05)
+    await _serve(server, engine)
     await server.on_engine_event(_beat(sessions=0))
     draining = asyncio.create_task(server.drain())
     await asyncio.sleep(0.01)
@@ -143,15 +126,10 @@ async def test_it_has_drained_when_a_beat_from_after_that_has_no_sessions(tmp_pa
 
 
 async def test_an_engine_that_dies_or_hosts_nothing_has_drained(tmp_path: Path) -> None:
-    async def set_serving(_: bool) -> None:
-        """Nobody asks."""
-
     engine = Engine()
-    server = _server(engine, tmp_path, set_serving)
+    server = _server(engine, tmp_path)
     await server.drain()  # nothing is hosted yet
-    engine.lives.set()
-    await server.on_engine_ready(ControlNetEngineReady())
-    await asyncio.sleep(0.05)
+    await _serve(server, engine)
     draining = asyncio.create_task(server.drain())
     await asyncio.sleep(0.01)
     assert not draining.done()
@@ -165,7 +143,20 @@ def _beat(*, sessions: int, draining: bool = False) -> ControlNetEngineEvent:
     return ControlNetEngineEvent(beat=ControlNetEngineBeat(controlnets=nets, draining=draining))
 
 
-def _server(engine: Engine, folder: Path, set_serving: Callable[[bool], Awaitable[None]]) -> ControlNetServer:
+async def _serve(server: ControlNetServer, engine: Engine) -> None:
+    """The engine is ready, and has been told what to host when this ends."""
+    engine.lives.set()
+    await server.on_engine_ready(ControlNetEngineReady())
+    await asyncio.sleep(0.05)
+
+
+async def _nobody_asks(_: bool) -> None:
+    """Whether it serves."""
+
+
+def _server(
+    engine: Engine, folder: Path, set_serving: Callable[[bool], Awaitable[None]] = _nobody_asks
+) -> ControlNetServer:
     config = ControlNetConfig(gateway="", controlnets={"edges": "a", "depth": "b"})
     database = SqliteDatabase(folder / "catalogue.db", SCHEMA)
     return ControlNetServer(
