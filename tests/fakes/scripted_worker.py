@@ -172,7 +172,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def RunAttempt(
         self, request: worker_pb2.RunAttemptRequest, context: object
     ) -> AsyncIterator[worker_pb2.RunAttemptResponse]:
-        """See the contract."""
         key = (request.attempt.job_id, request.attempt.number)
         spec, script = request.spec, self.script
         self.requests.append(request)
@@ -230,7 +229,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def CancelAttempt(
         self, request: worker_pb2.CancelAttemptRequest, context: object
     ) -> worker_pb2.CancelAttemptResponse:
-        """See the contract."""
         await self.cancelled.put(request.attempt)
         self._left_at.pop((request.attempt.job_id, request.attempt.number), None)
         return worker_pb2.CancelAttemptResponse(known=True)
@@ -238,7 +236,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def PreviewAttempt(
         self, request: worker_pb2.PreviewAttemptRequest, context: object
     ) -> worker_pb2.PreviewAttemptResponse:
-        """See the contract."""
         key = (request.attempt.job_id, request.attempt.number)
         self.previewed.add(key)
         return worker_pb2.PreviewAttemptResponse(known=key in self._running)
@@ -246,18 +243,15 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def ListAttempts(
         self, request: worker_pb2.ListAttemptsRequest, context: object
     ) -> worker_pb2.ListAttemptsResponse:
-        """See the contract."""
         names = [worker_pb2.AttemptId(job_id=job_id, number=number) for job_id, number in self._running | self._left_at]
         return worker_pb2.ListAttemptsResponse(attempts=[worker_pb2.AttemptSummary(attempt=name) for name in names])
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """See LinkOpener."""
         raise Unavailable("a scripted worker has no peer")
 
     async def WatchCheckpoints(
         self, request: worker_pb2.WatchCheckpointsRequest, context: object
     ) -> AsyncIterator[worker_pb2.WatchCheckpointsResponse]:
-        """See the contract."""
         for newest in self._told_checkpoints.values():
             yield newest
         while True:

@@ -1,11 +1,10 @@
-"""What every backend of bottega.transport promises: order, credit, prefixes, checks, deadlines, lonely deaths."""
+"""What every backend of bottega.transport promises: order, credit, prefixes, checks, deadlines, deaths."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
-import itertools
 import threading
 import time
 import warnings
@@ -82,12 +81,6 @@ def _in_thread(work: Callable[[], object]) -> Callable[[], BottegaError | None]:
         return errors[0] if errors else None
 
     return end
-
-
-def test_what_is_written_in_place_arrives(ends: tuple[Link, Link]) -> None:
-    for seed, (sender, receiver) in enumerate(itertools.islice(itertools.cycle([ends, ends[::-1]]), 8)):
-        write(sender, LAYOUT, content(LAYOUT, seed))
-        assert read(receiver, LAYOUT) == content(LAYOUT, seed)
 
 
 def test_what_is_sent_from_the_senders_own_buffers_arrives(ends: tuple[Link, Link]) -> None:
@@ -289,15 +282,6 @@ def test_more_layouts_than_are_remembered_can_be_used(ends: tuple[Link, Link]) -
         assert read(far, layout) == content(layout, size_bytes)
 
 
-def test_slots_grow_with_the_messages(ends: tuple[Link, Link]) -> None:
-    near, far = ends
-    for size_bytes in (10, 100_000, 20, 1 << 20, 30):
-        layout = _sized(size_bytes)
-        for seed in range(3):
-            write(near, layout, content(layout, seed))
-            assert read(far, layout) == content(layout, seed)
-
-
 def test_large_messages_arrive_whole(backend: Backend, tmp_path: Path) -> None:
     with linked(backend, tmp_path, limits=Limits(slots=2, slot_bytes=8 << 20)) as (near, far):
         for size_bytes in ((1 << 18) - 1, (1 << 18) + 1, (1 << 19) + 5, (5 << 20) + 17, 8 << 20):
@@ -327,20 +311,6 @@ def test_buffers_that_do_not_fit_are_refused_before_anything_moves(ends: tuple[L
             near.send(LAYOUT, wrong, patience())
     near.send(LAYOUT, parts, patience())
     assert read(far, LAYOUT) == parts
-
-
-def test_every_wait_ends_by_its_deadline(ends: tuple[Link, Link]) -> None:
-    near, far = ends
-    began = time.monotonic()
-    with pytest.raises(DeadlineExceeded):
-        far.recv(soon())
-    with near.begin(LAYOUT, patience()) as outgoing:
-        outgoing.ready(1)
-        with far.recv(patience()) as incoming, pytest.raises(DeadlineExceeded):
-            incoming.wait_all(soon())
-    assert time.monotonic() - began < 2
-    assert near.cause is None
-    assert far.cause is None
 
 
 def test_a_close_is_told_to_the_peer(ends: tuple[Link, Link]) -> None:
@@ -545,27 +515,6 @@ def test_what_a_dead_link_brought_expires(backend: Backend, tmp_path: Path) -> N
             incoming.view(0)
 
 
-def test_prepared_layouts_have_their_memory_already(ends: tuple[Link, Link]) -> None:
-    near, far = ends
-    near.prepare(LAYOUT, patience())
-    near.prepare(LAYOUT, patience())
-    write(near, LAYOUT, content(LAYOUT, 1))
-    assert read(far, LAYOUT) == content(LAYOUT, 1)
-
-
-def test_links_die_alone(backend: Backend, tmp_path: Path) -> None:
-    with (
-        listening(tmp_path) as listener,
-        opened(listener, backend) as (near, far),
-        opened(listener, backend) as (other_near, other_far),
-    ):
-        near.send(LAYOUT, content(LAYOUT, 1), patience())
-        with pytest.raises(LayoutMismatch):
-            far.recv(patience(), OTHER_LAYOUT)
-        write(other_near, LAYOUT, content(LAYOUT, 2))
-        assert read(other_far, LAYOUT) == content(LAYOUT, 2)
-
-
 def test_links_outlive_their_listener(backend: Backend, tmp_path: Path) -> None:
     with listening(tmp_path) as listener, opened(listener, backend) as (near, far):
         listener.close()
@@ -629,15 +578,6 @@ def test_counters_tell_what_moved(ends: tuple[Link, Link]) -> None:
     assert sent.size_bytes == received.size_bytes == LAYOUT.size_bytes + OTHER_LAYOUT.size_bytes
     assert 0 < sent.longest_s <= sent.seconds < 5
     assert near.counters.snapshot().deaths == {}
-
-
-def test_the_choice_and_its_reason_are_recorded(backend: Backend, tmp_path: Path) -> None:
-    order = [way for way in Backend if list(Backend).index(way) >= list(Backend).index(backend)]
-    with listening(tmp_path) as listener:
-        offer = listener.offer()
-        with connect(offer, patience(), backends=tuple(order)) as near, listener.accept(offer, patience()) as far:
-            assert near.backend_choice.backend == far.backend_choice.backend == backend
-            assert near.backend_choice.reason
 
 
 def test_a_dead_links_error_is_that_of_its_first_cause(ends: tuple[Link, Link]) -> None:

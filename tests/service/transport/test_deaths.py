@@ -219,15 +219,8 @@ def _wait_until_gone(pid: int) -> None:
         time.sleep(0.005)
 
 
-def test_fifty_kills_leave_nothing_behind(others: Peers, listener: LinkListener, way: Backend) -> None:
-    grown_mib, descriptors = _kill_many(others, listener, way, 50)
-    assert descriptors <= 0
-    assert grown_mib < 4, "a link's slots are 1 MiB"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_five_hundred_kills_leave_nothing_behind(others: Peers, listener: LinkListener, way: Backend) -> None:
-    grown_mib, descriptors = _kill_many(others, listener, way, 500)
+@pytest.mark.parametrize("kills", [50, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+def test_many_kills_leave_nothing_behind(others: Peers, listener: LinkListener, way: Backend, kills: int) -> None:
+    grown_mib, descriptors = _kill_many(others, listener, way, kills)
     assert descriptors <= 0
     assert grown_mib < 4, "a link's slots are 1 MiB"

@@ -51,13 +51,11 @@ class RunningEngine:
         return await self.front.stop()
 
     async def on_engine_ready(self, ready: EngineReady) -> None:
-        """See EngineListener."""
         async with self._news:
             self.ready = ready
             self._news.notify_all()
 
     async def on_engine_event(self, event: EngineEvent) -> None:
-        """See EngineListener."""
         async with self._news:
             self.heard.append((time.monotonic(), event))
             self._news.notify_all()
@@ -176,15 +174,6 @@ async def test_the_events_of_an_attempt_come_in_order(engine: RunningEngine) -> 
     assert [stage.stage for stage in provenance.times] == ["encode", "denoise", "batch", "decode"]
     assert [(cut.field, len(cut.text.split())) for cut in provenance.truncations] == [("prompt", 378)]
     assert provenance.mean_group_requests == 1
-
-
-async def test_an_attempt_that_is_too_large_fails_and_names_the_limit(engine: RunningEngine) -> None:
-    engine.start("large", spec(width=256, height=128))
-    await engine.until(lambda: bool(engine.kinds_of("large")))
-    [(kind, event)] = engine.said_of("large")
-    assert kind == "failed"
-    assert event.failed.error.reason == error_pb2.ERROR_REASON_TOO_LARGE
-    assert event.failed.error.metadata["max_pixels"] == str(128 * 128)
 
 
 @pytest.mark.parametrize("field", ["num_images", "num_inference_steps", "width"])

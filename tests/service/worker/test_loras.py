@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,6 @@ from bottega.diffusion.loras import LoraHandle, LoraRef, StoreAddress
 from bottega.errors import BottegaError, DataLoss, InternalError, LoraNotFound, NoLora
 from bottega.lora import canonical
 from bottega.loras.config import LinksConfig
-from bottega.rpc.server import ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.transport import LinkCounters, ServiceOffer, offer_from_wire
 from bottega.v1 import link_pb2, link_pb2_grpc
@@ -305,25 +303,6 @@ def _damage(store: Path, *, behind_bytes: int = 0) -> None:
     path.write_bytes(data)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
-async def test_a_store_that_comes_back_is_linked_to_again_while_somebody_waits(tmp_path: Path, worker: _Worker) -> None:
-    server = ServerConfig(listen=f"127.0.0.1:{_free_port()}", metrics_listen="127.0.0.1:0", drain_grace_s=1.0)
-    folder, settings = tmp_path / "store", config(server=server)
-    async with running(folder, settings) as store:
-        lora = await store.upload("a", lora_file(tmp_path))
-        later = await store.upload("b", lora_file(tmp_path, seed=1))
-        worker.know(store)
-        assert await worker.wait(worker.begin(lora))
-    handle = worker.begin(later)
-    assert not await worker.wait(handle, 1.0)
-    async with running(folder, settings):
-        assert await worker.wait(handle)
-
-
 async def test_a_store_that_comes_back_elsewhere_is_found_by_those_who_wait(tmp_path: Path, worker: _Worker) -> None:
     folder = tmp_path / "store"
     async with running(folder) as store:
@@ -339,21 +318,6 @@ async def test_a_store_that_comes_back_elsewhere_is_found_by_those_who_wait(tmp_
         assert store.server.address != first
         worker.know(store)
         assert await worker.wait(handle)
-
-
-async def test_what_is_asked_for_while_there_is_no_store_waits_for_the_next(tmp_path: Path, worker: _Worker) -> None:
-    async with running(tmp_path / "store") as store:
-        lora = await store.upload("a", lora_file(tmp_path))
-        worker.know(store)
-        worker.know()
-        given_up = worker.begin(pb.StoredLora(name="b", digest="1" * 64))
-        handle = worker.begin(lora)
-        assert not await worker.wait(handle, 0.3)
-        worker.source.close([given_up])
-        worker.know(store)
-        assert await worker.wait(handle)
-        with pytest.raises(LoraNotFound):
-            await worker.wait(worker.begin(pb.StoredLora(name="b", digest="1" * 64)))
 
 
 async def test_without_a_store_a_lora_is_refused_at_once(worker: _Worker) -> None:

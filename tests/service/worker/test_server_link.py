@@ -40,7 +40,6 @@ class Slowly:
     def request(
         self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
     ) -> Future[ServiceOffer]:
-        """See OfferSource."""
         return self.offer
 
 
@@ -97,7 +96,6 @@ class Crowded(Slowly):
     def request(
         self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
     ) -> Future[ServiceOffer]:
-        """See OfferSource."""
         self.asked += 1
         answer = Future[ServiceOffer]()
         if self.asked <= 2:

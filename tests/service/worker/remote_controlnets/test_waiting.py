@@ -192,21 +192,6 @@ def test_a_job_that_moves_to_a_server_that_still_loads_holds_up_nobody(
     assert moving.record.seconds["controlnets"] > 0
 
 
-def test_what_has_no_room_together_here_is_refused_at_once(
-    model: Model, folders: Mapping[str, Path], near: LinkedServer
-) -> None:
-    one_bytes = near.registry.report({})[0].size_bytes
-    with shelf_of(model, folders, budget_bytes=one_bytes) as shelf:
-        digests = dict.fromkeys(NAMES, "d")
-        desk = Desk(model, linked_servers.Offers(), local=LocalControlNets(shelf, digests=digests))
-        began_s = time.monotonic()
-        drawing = desk.easel.submit(controlled((0, 0.8), (1, 0.5)))
-        until(lambda: desk.easel.turn() is not None and drawing.ended)
-        assert isinstance(drawing.error, TooLarge)
-        assert time.monotonic() - began_s < 5
-        assert desk.draw(replace(controlled((1, 0.5)), key="one")).record.controlnets[0].servers == ("",)
-
-
 @pytest.mark.parametrize("what", ["dies in its first answer", "is silent", "refuses a step"])
 def test_without_another_server_the_engine_finishes_it_or_says_that_nobody_can(
     model: Model, folders: Mapping[str, Path], local: LocalControlNets, tmp_path: Path, what: str
