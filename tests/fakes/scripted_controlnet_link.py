@@ -39,7 +39,6 @@ from bottega.transport import (
     WholeMessage,
     kind_of,
     number_message,
-    read_number,
 )
 
 LIFE_S = 30.0
@@ -70,7 +69,6 @@ class ScriptedServer:
     def __init__(self, name: str, folder: Path, script: Script, shapes: tuple[tuple[int, int, int], ...]) -> None:
         self.server = ControlServer(name=name, address=name)
         self.steps = 0
-        self.closed: list[int] = []
         self._script = script
         self._shapes = shapes
         self._listener = LinkListener(Endpoints(unix_path=folder / f"{name}.sock"))
@@ -112,8 +110,6 @@ class ScriptedServer:
                     self._open(link, read_opening(layout, views).lease)
                 case ControlMessageKind.STEP:
                     self._step(link, read_step(layout, views))
-                case ControlMessageKind.CLOSE:
-                    self.closed.append(read_number(layout, views))
 
     def _open(self, link: Link, lease: int) -> None:
         if self._script.refuses_loans is not None:

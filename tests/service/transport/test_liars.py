@@ -49,6 +49,27 @@ class Liar:
     sends: socket.socket
     receives: socket.socket
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether tensors come by shared memory, and not behind their notices."""
+        return self.link.backend_choice.backend == Backend.MEMFD
+
+    def bulk(self, size_bytes: int) -> bytes:
+        """What comes behind the notice of so many bytes of tensors."""
+        return b"" if self.shares_memory else bytes(size_bytes)
+
+    def prepare(self) -> None:
+        """Registers LAYOUT and shares slots, as an honest peer does."""
+        self.register(LAYOUT)
+        self.share_slots()
+
+    def share_slots(self) -> None:
+        """As an honest peer does, where it has to."""
+        for slot in range(LIMITS.slots if self.shares_memory else 0):
+            descriptor, mapping = shared_slot(1 << 20)
+            self.share(descriptor, slot=slot, size=len(mapping))
+            os.close(descriptor)
+
     def say(self, frame: Frame) -> None:
         """Sends a notice to the link's receiver, with what belongs to it."""
         self.sends.sendall(frame.pack() + frame.payload)
@@ -136,8 +157,7 @@ def _take(link: Link) -> None:
 )
 @_both
 def test_a_header_that_lies_ends_the_link(liar: Liar, frame: Frame) -> None:
-    liar.register(LAYOUT)
-    _share_honestly(liar)
+    liar.prepare()
     liar.say(frame)
     began = time.monotonic()
     with pytest.raises(BadFrame):
@@ -165,10 +185,8 @@ def test_a_layout_beyond_the_slots_ends_the_link(liar: Liar) -> None:
 
 @_both
 def test_a_message_without_credit_ends_the_link(liar: Liar) -> None:
-    liar.register(LAYOUT)
-    _share_honestly(liar)
-    bulk = b"" if liar.link.backend_choice.backend == Backend.MEMFD else bytes(SPAN)
-    liar.say(_whole(payload=bulk))
+    liar.prepare()
+    liar.say(_whole(payload=liar.bulk(SPAN)))
     held = liar.link.recv(patience())
     held.wait_all(patience())
     liar.say(_whole(sequence=2))
@@ -178,11 +196,9 @@ def test_a_message_without_credit_ends_the_link(liar: Liar) -> None:
 
 @_both
 def test_a_message_in_the_middle_of_another_ends_the_link(liar: Liar) -> None:
-    liar.register(LAYOUT)
-    _share_honestly(liar)
+    liar.prepare()
     first = LAYOUT.span(0, 1)[1]
-    bulk = b"" if liar.link.backend_choice.backend == Backend.MEMFD else bytes(first)
-    liar.say(_whole(ready=1, size=first, payload=bulk))
+    liar.say(_whole(ready=1, size=first, payload=liar.bulk(first)))
     incoming = liar.link.recv(patience())
     incoming.wait(1, patience())
     liar.say(_whole(slot=1, sequence=2))
@@ -211,9 +227,8 @@ def test_credit_for_another_message_than_the_one_in_the_slot_ends_the_link(liar:
 
 @_both
 def test_a_sender_that_never_reads_its_credit_cannot_hold_up_a_release(liar: Liar) -> None:
-    liar.register(LAYOUT)
-    _share_honestly(liar)
-    bulk = b"" if liar.link.backend_choice.backend == Backend.MEMFD else bytes(SPAN)
+    liar.prepare()
+    bulk = liar.bulk(SPAN)
     for number in range(1, 100_000):
         liar.say(_whole(sequence=number, payload=bulk))
         began = time.monotonic()
@@ -264,8 +279,8 @@ def test_mutated_notices_end_in_a_link_error_and_never_in_a_wrong_message(liar: 
     draw = random.Random(seed)
     encoded = LAYOUT.encode()
     honest = [Frame(FrameKind.LAYOUT, size=len(encoded)).pack() + encoded]
-    bulk = b"" if liar.link.backend_choice.backend == Backend.MEMFD else b"".join(_padded())
-    _share_honestly(liar)
+    bulk = b"" if liar.shares_memory else b"".join(_padded())
+    liar.share_slots()
     honest.append(_whole().pack() + bulk)
     said = bytearray(b"".join(honest))
     for _ in range(draw.randint(1, 3)):
@@ -441,14 +456,6 @@ def test_a_file_over_a_network_ends_the_link(liar: Liar) -> None:
     liar.say(Frame(FrameKind.FILE, size=5000))
     with pytest.raises(BadFrame):
         liar.link.recv(patience())
-
-
-def _share_honestly(liar: Liar) -> None:
-    if liar.link.backend_choice.backend == Backend.MEMFD:
-        for slot in range(LIMITS.slots):
-            descriptor, mapping = shared_slot(1 << 20)
-            liar.share(descriptor, slot=slot, size=len(mapping))
-            os.close(descriptor)
 
 
 def _padded() -> Iterator[bytes]:

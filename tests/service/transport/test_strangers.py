@@ -150,7 +150,6 @@ def test_a_listener_that_does_not_know_the_token_is_found_out(tmp_path: Path) ->
         impostor.settimeout(5)
         lured = replace(offer, memfd=None, tcp=TcpEndpoint(host="127.0.0.1", port=impostor.getsockname()[1]))
         with contextlib.ExitStack() as stack:
-            import threading
 
             def answer() -> None:
                 connection = stack.enter_context(impostor.accept()[0])

@@ -16,10 +16,6 @@ from tests.support.waiting import eventually
 NOBODY = "127.0.0.1:1"
 
 
-def wanted(address: str, kind: str) -> OutgoingLinkRequest:
-    return OutgoingLinkRequest(request=1, address=address, open=OpenLinkRequest(kind=kind))
-
-
 class Engine:
     """Keeps what it is told."""
 
@@ -54,17 +50,19 @@ async def test_of_one_that_cannot_be_reached_no_address_and_no_word_of_grpc_is_t
     assert (error.code, error.message) == (14, "the call for a link failed: UNAVAILABLE")
 
 
-async def test_what_the_other_side_refuses_with_is_told_as_it_is(refused: Ask) -> None:
+@pytest.mark.parametrize(
+    ("kind", "code", "message"),
+    [
+        (kinds.WORKER, 14, "a scripted worker has no peer"),
+        (kinds.LORAS, 3, "kind: this is a service of kind worker"),
+    ],
+)
+async def test_what_the_other_side_refuses_with_is_told_as_it_is(
+    refused: Ask, kind: str, code: int, message: str
+) -> None:
     other = ScriptedWorker("other", gateway="")
     await other.listen()
-    error = await refused(wanted(other.address, kinds.WORKER))
-    assert (error.code, error.message) == (14, "a scripted worker has no peer")
-    await other.die()
-
-
-async def test_a_service_of_another_kind_says_which_it_is(refused: Ask) -> None:
-    other = ScriptedWorker("other", gateway="")
-    await other.listen()
-    error = await refused(wanted(other.address, kinds.LORAS))
-    assert (error.code, error.message) == (3, "kind: this is a service of kind worker")
+    request = OutgoingLinkRequest(request=1, address=other.address, open=OpenLinkRequest(kind=kind))
+    error = await refused(request)
+    assert (error.code, error.message) == (code, message)
     await other.die()

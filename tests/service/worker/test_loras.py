@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -91,9 +92,8 @@ class _Worker:
 
 @pytest.fixture
 def worker() -> Iterator[_Worker]:
-    made = _Worker()
-    yield made
-    made.close()
+    with contextlib.closing(_Worker()) as made:
+        yield made
 
 
 @pytest.fixture
@@ -121,14 +121,11 @@ async def test_layers_are_those_of_the_file(store: Running, worker: _Worker, tmp
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 async def test_layers_come_in_the_models_element_type(store: Running, tmp_path: Path, dtype: torch.dtype) -> None:
-    worker = _Worker(dtype=dtype)
-    try:
+    with contextlib.closing(_Worker(dtype=dtype)) as worker:
         worker.know(store)
         handle = worker.begin(await store.upload("a", lora_file(tmp_path)))
         assert await worker.wait(handle)
         assert {layer.down.dtype for layer in handle.layers("unet").values()} == {dtype}
-    finally:
-        worker.close()
 
 
 async def test_what_is_here_is_not_fetched_again(store: Running, worker: _Worker, tmp_path: Path) -> None:
@@ -205,8 +202,8 @@ async def test_a_lora_that_ends_in_the_middle_is_refused_and_others_come(tmp_pat
 
 async def test_what_nobody_waits_for_stays_within_the_budget(store: Running, tmp_path: Path) -> None:
     loras = [await store.upload(f"l{seed}", lora_file(tmp_path, seed=seed)) for seed in range(3)]
-    worker = _Worker(budget_bytes=2 * 2 * 2 * 96 * 4)  # of two: down and up of rank 2, 96 wide, float32
-    try:
+    two_bytes = 2 * 2 * 2 * 96 * 4  # down and up of rank 2, 96 wide, float32
+    with contextlib.closing(_Worker(budget_bytes=two_bytes)) as worker:
         worker.know(store)
         for lora in loras:
             handle = worker.begin(lora)
@@ -215,8 +212,6 @@ async def test_what_nobody_waits_for_stays_within_the_budget(store: Running, tmp
         assert worker.source.resident == [lora.digest for lora in loras[1:]]
         handle = worker.begin(loras[0])
         assert await worker.wait(handle)
-    finally:
-        worker.close()
 
 
 async def test_a_digest_that_no_store_has_is_said_and_can_be_asked_for_again(
@@ -324,10 +319,6 @@ async def test_without_a_store_a_lora_is_refused_at_once(worker: _Worker) -> Non
     handle = worker.begin(pb.StoredLora(name="a", digest="0" * 64))
     with pytest.raises(BottegaError, match="no LoRA store"):
         _ = handle.ready
-    assert _quick(lambda: worker.source.settle([handle], 5.0))
-
-
-def _quick(do: Callable[[], None]) -> bool:
     began_s = time.monotonic()
-    do()
-    return time.monotonic() - began_s < 1.0
+    worker.source.settle([handle], 5.0)
+    assert time.monotonic() - began_s < 1.0
