@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -24,14 +25,7 @@ OFFER = Offer(
 def test_an_offer_comes_back_as_it_was() -> None:
     for memfd in (OFFER.memfd, None):
         for tcp in (OFFER.tcp, None):
-            offer = Offer(
-                link_id=OFFER.link_id,
-                token=OFFER.token,
-                epoch=OFFER.epoch,
-                limits=OFFER.limits,
-                memfd=memfd,
-                tcp=tcp,
-            )
+            offer = replace(OFFER, memfd=memfd, tcp=tcp)
             assert offer_from_wire(LinkOffer.FromString(offer_to_wire(offer).SerializeToString())) == offer
 
 

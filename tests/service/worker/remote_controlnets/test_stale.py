@@ -1,10 +1,9 @@
-"""A worker's engine that goes on with residuals of the step before: where it may, when it pays, what comes of it."""
+"""A worker's engine that goes on with residuals of the step before: where it may, and what comes of it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ from bottega.diffusion.engine.events import JobCheckpointed
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
-from bottega.transport import ServiceOffer
 from bottega.worker.controlnets import StalenessPolicy
-from load.bench.throttle import Throttle
 from tests.fakes.scripted_controlnet_link import Script, ScriptedServer
 from tests.samples.controlnets import layout_of, shelf_of
 from tests.support import linked_servers
@@ -36,25 +33,6 @@ class AlwaysPipelined(StalenessPolicy):
 
     def allows(self, control: ControlInput, *, answer_s: float, transfer_s: float) -> bool:
         return control.may_be_stale
-
-
-class Relayed(linked_servers.Offers):
-    """Offers of a server that is reached through a relay."""
-
-    def __init__(self, server: LinkedServer, throttle: Throttle) -> None:
-        super().__init__(server)
-        self._throttle = throttle
-
-    def request(
-        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
-    ) -> Future[ServiceOffer]:
-        offer = super().request(kind, address, link_id).result().offer
-        assert offer.tcp is not None
-        self._throttle.target = offer.tcp.port
-        relayed = Future[ServiceOffer]()
-        offer = replace(offer, tcp=replace(offer.tcp, port=self._throttle.port))
-        relayed.set_result(ServiceOffer(offer=offer, service=address))
-        return relayed
 
 
 class StaleLocal(LocalControlNets):
@@ -103,12 +81,6 @@ def test_a_server_that_computes_for_long_is_waited_for(model: Model, link: str, 
     server.block_s = 0.0
     assert drawing.record.controlnets[0].waited_s > 0.3
     assert drawing.record.controlnets[0].stale_steps == 0
-
-
-def test_a_slow_link_is_not(model: Model, far: LinkedServer) -> None:
-    with Throttle(bytes_per_s=2e6) as throttle:
-        drawing = Desk(model, Relayed(far, throttle)).draw(similar(on(controlled((0, 0.8)), far)))
-    assert drawing.record.controlnets[0].stale_steps > 0
 
 
 def test_a_job_that_ends_takes_no_answers_from_those_in_its_group(model: Model, near: LinkedServer) -> None:
