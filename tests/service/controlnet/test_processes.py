@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 import torch
 from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
@@ -165,24 +164,6 @@ def snapshot_of(net: Path) -> Path:
     for file in net.iterdir():
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     return snapshot
-
-
-def test_an_inspection_process_that_dies_is_the_fault_of_nobody_else(cast: Cast) -> None:
-    engines = cast.far.engines
-    cast.far.add("again", "edges")
-    for process in inspections(cast.far):
-        process.kill()
-        process.wait(10)
-    assert cast.far.add("again", "edges").digest == cast.far.hosted()["edges"].digest
-    (process,) = inspections(cast.far)
-    limit_bytes, _ = process.rlimit(psutil.RLIMIT_AS)
-    assert limit_bytes <= process.memory_info().vms + (1 << 30)
-    assert cast.far.engines == engines
-
-
-def inspections(server: ControlNetServer) -> list[psutil.Process]:
-    children = psutil.Process(server.service.process.pid).children()
-    return [child for child in children if "bottega.controlnet.inspection_process" in child.cmdline()]
 
 
 def test_on_a_slow_link_a_similar_controlnet_is_pipelined(cast: Cast, slow: ControlNetServer) -> None:
