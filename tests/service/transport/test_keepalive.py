@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from bottega.errors import DeadlineExceeded, LinkClosed, PeerDead
+from bottega.errors import DeadlineExceeded, PeerDead
 from bottega.transport import Backend, Deadline, DType, Incoming, Layout, Link, TensorSpec
 from bottega.transport.keepalive import Keepalive
 from tests.support.transport_backends import LAYOUT, content, linked, patience
@@ -108,10 +108,3 @@ def test_who_answers_and_does_nothing_else_is_given_up_for_the_reason_of_the_use
 
     with pytest.raises(PeerDead, match="computes nothing"):
         Keepalive(far, peer="the sender", silence_s=60.0, ping=lambda: None, check=check).next()
-
-
-def test_a_link_that_has_ended_says_why(ends: tuple[Link, Link]) -> None:
-    near, far = ends
-    near.close()
-    with pytest.raises(LinkClosed):
-        Keepalive(far, peer="the sender", silence_s=SILENCE_S, ping=lambda: None).next()

@@ -12,7 +12,6 @@ import os
 import random
 import resource
 import socket
-import struct
 import tempfile
 import time
 from collections.abc import Iterator
@@ -463,7 +462,3 @@ def _padded() -> Iterator[bytes]:
     for offset, part in zip(LAYOUT.offsets, content(LAYOUT, 1), strict=True):
         yield bytes(offset - end) + part
         end = offset + len(part)
-
-
-def test_the_header_is_as_long_as_it_is_said_to_be() -> None:
-    assert struct.calcsize("<HBBHHIQQ") == HEADER_BYTES == len(Frame(FrameKind.BYE).pack())

@@ -25,6 +25,8 @@ from bottega.worker.loras import LoraCache, LoraLinkSettings
 from tests.samples.lora_files import Part, delta, kohya, save
 from tests.support.running_loras import MODULE, PATIENCE_S, TEXT_MODULE, Running, config, lora_file, running
 
+SLOW = LinksConfig(socket=None, bytes_per_s=50_000)
+
 
 class _Offers:
     """Asks stores themselves, where a worker's front would."""
@@ -143,8 +145,7 @@ async def test_what_is_here_is_not_fetched_again(store: Running, worker: _Worker
 
 async def test_what_a_prompt_waits_for_waits_for_no_other_lora(tmp_path: Path, worker: _Worker) -> None:
     """Of two LoRAs on a slow link both text parts are here before the rest of either is."""
-    links = LinksConfig(socket=None, bytes_per_s=50_000)
-    async with running(tmp_path / "store", config(links=links)) as store:
+    async with running(tmp_path / "store", config(links=SLOW)) as store:
         parts = {("unet", MODULE): Part(rank=64, alpha=1.0), ("text_encoder", TEXT_MODULE): Part(rank=1, alpha=1.0)}
         loras = []
         for seed in range(2):
@@ -162,8 +163,7 @@ async def test_what_a_prompt_waits_for_waits_for_no_other_lora(tmp_path: Path, w
 
 
 async def test_nobody_spins_while_one_of_two_loras_is_here(tmp_path: Path, worker: _Worker) -> None:
-    links = LinksConfig(socket=None, bytes_per_s=50_000)
-    async with running(tmp_path / "store", config(links=links)) as store:
+    async with running(tmp_path / "store", config(links=SLOW)) as store:
         loras = [
             await store.upload(f"l{seed}", lora_file(tmp_path, seed=seed, rank=rank))
             for seed, rank in [(0, 1), (1, 64)]
@@ -182,8 +182,7 @@ async def test_nobody_spins_while_one_of_two_loras_is_here(tmp_path: Path, worke
 
 async def test_a_lora_that_ends_in_the_middle_is_refused_and_others_come(tmp_path: Path, worker: _Worker) -> None:
     """Without room in memory a store sends straight from its disk, where somebody cuts the file short."""
-    links = LinksConfig(socket=None, bytes_per_s=50_000)
-    async with running(tmp_path / "store", config(budget_bytes=1, links=links)) as store:
+    async with running(tmp_path / "store", config(budget_bytes=1, links=SLOW)) as store:
         cut = await store.upload("cut", lora_file(tmp_path, rank=64))
         good = await store.upload("good", lora_file(tmp_path, seed=1))
         (path,) = (tmp_path / "store" / "files").glob(f"??/{cut.digest}.safetensors")
@@ -265,7 +264,7 @@ async def test_who_read_a_damaged_text_part_hears_so_though_another_store_sends_
     tmp_path: Path, worker: _Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A prompt that was encoded with it would be another picture's, whatever comes afterwards."""
-    slow = config(budget_bytes=1, links=LinksConfig(socket=None, bytes_per_s=50_000))
+    slow = config(budget_bytes=1, links=SLOW)
     parts = {("unet", MODULE): Part(rank=64, alpha=1.0), ("text_encoder", TEXT_MODULE): Part(rank=1, alpha=1.0)}
     path = save(kohya(parts)[0], tmp_path / "a.safetensors")
     async with running(tmp_path / "one", slow) as one, running(tmp_path / "two") as two:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -25,7 +24,6 @@ from bottega.transport import (
     kind_of,
     number_message,
 )
-from bottega.transport.memory.sealed_file import new_file, reserve
 from bottega.worker.loras import LoraCache, LoraLinkSettings
 from tests.support.link_peer import peers
 from tests.support.shared_loras import (
@@ -197,16 +195,4 @@ def test_a_whole_lora_without_its_file_ends_the_link(scripted: _Scripted) -> Non
     handle, link = scripted.ask("0" * 64)
     with link, pytest.raises(BadFrame):
         _say_whole_and_hear(link, None)
-    assert not handle.ready
-
-
-def test_memory_that_the_store_could_still_change_ends_the_link(scripted: _Scripted) -> None:
-    data = canonical_file(SMALL)
-    handle, link = scripted.ask(hashlib.sha256(data).hexdigest())
-    descriptor = new_file("lora")
-    reserve(descriptor, len(data))
-    os.pwrite(descriptor, data, 0)
-    with link, pytest.raises(BadFrame):
-        _say_whole_and_hear(link, SealedFile(descriptor=descriptor, size_bytes=len(data)))
-    os.close(descriptor)
     assert not handle.ready
