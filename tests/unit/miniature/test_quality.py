@@ -47,12 +47,6 @@ def _grey(level: int) -> PIL.Image.Image:
     return PIL.Image.new("RGB", (32, 32), (level, level, level))
 
 
-def test_a_picture_is_wholly_similar_to_itself() -> None:
-    (picture,) = _pictures(held_out_scenes(1, things=2))
-
-    assert ssim(picture, picture) == pytest.approx(1.0, abs=1e-9)
-
-
 def test_ssim_of_two_greys_is_the_papers_luminance_term() -> None:
     c1 = (0.01 * 255) ** 2
 
@@ -66,22 +60,9 @@ def test_ssim_of_a_checkerboard_and_its_opposite_is_negative() -> None:
     assert ssim(one, other) < -0.9
 
 
-def test_ssim_falls_as_a_picture_softens() -> None:
-    (picture,) = _pictures(held_out_scenes(1, things=2))
-    similar = [ssim(picture, picture.filter(PIL.ImageFilter.GaussianBlur(radius))) for radius in (0.5, 1, 2, 4)]
-
-    assert similar == sorted(similar, reverse=True)
-
-
 def test_ssim_refuses_pictures_of_two_sizes() -> None:
     with pytest.raises(ValueError, match="one size"):
         ssim(_grey(1), _grey(1).resize((16, 16)))
-
-
-def test_frechet_distance_of_a_set_to_itself_is_nothing() -> None:
-    features = torch.randn(300, 8, generator=torch.Generator().manual_seed(0))
-
-    assert frechet_distance(features, features) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_frechet_distance_of_a_shifted_set_is_the_squared_shift() -> None:

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
+from diffusers import ControlNetModel
 
 from bottega.miniature import WEIGHTS
-from bottega.miniature.scenes import DRAWN, PLACES, caption, draw_edges, held_out_scenes
+from bottega.miniature.scenes import DRAWN, PLACES, caption, held_out_scenes
 from load.miniature.training.controlnet import ControlNetRecipe, ControlNetStage, fresh_controlnet
-from load.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
+from load.miniature.training.corpus import Corpus, Latents, draw_corpus
 from load.miniature.training.parts import load_parts
-from load.miniature.training.train import Training, export, train
-from tests.support.torch_threads import torch_threads
-
-PICTURES = 32
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Batches here are too small for more."""
-    with torch_threads(1):
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus() -> Corpus:
-    return draw_corpus(PICTURES, seed=1)
-
-
-@pytest.fixture(scope="module")
-def latents(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Latents:
-    return encode(corpus, load_parts(WEIGHTS), tmp_path_factory.mktemp("latents"))
 
 
 def new_stage(corpus: Corpus, latents: Latents, kind: str = "edges", rows: int = 4) -> ControlNetStage:
@@ -94,32 +71,3 @@ def test_half_of_the_prompts_say_another_place_or_none(latents: Latents) -> None
     # Of the phrasings of right and wrong prompts, one in ten leaves the place out.
     assert 0.27 < said["wrong"] / said.total() < 0.36
     assert 0.40 < said["right"] / said.total() < 0.50
-
-
-def test_trained_nets_are_kept_beside_each_other_and_the_stock_pipeline_draws_with_them(tmp_path: Path) -> None:
-    training = Training(folder=tmp_path / "state", steps=1, pictures=4)
-    for kind in DRAWN:
-        assert train(kind, training).steps == 1
-
-    model = tmp_path / "state" / "model"
-    nets = [
-        ControlNetModel.from_pretrained(model / "controlnets" / kind, use_safetensors=True).float() for kind in DRAWN
-    ]
-    pipeline = StableDiffusionXLControlNetPipeline.from_pretrained(
-        model, controlnet=nets, dtype=torch.float32, use_safetensors=True, add_watermarker=False
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    control = draw_edges(draw_corpus(1, seed=0).layouts[0])
-    (picture,) = pipeline("a red star", image=[control, control], num_inference_steps=2).images
-
-    assert picture.size == (64, 64)
-    assert "_name_or_path" not in (model / "controlnets" / "edges" / "config.json").read_text()
-
-
-@pytest.mark.slow
-def test_a_running_training_can_be_exported(tmp_path: Path) -> None:
-    train("layout", Training(folder=tmp_path / "state", steps=2, rows=2, pictures=4))
-
-    assert export("layout", tmp_path / "state", tmp_path / "out") == 2
-    file = tmp_path / "out" / "controlnets" / "layout" / "diffusion_pytorch_model.safetensors"
-    assert file.stat().st_size < 3.5e6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,9 @@ from load.miniature.training.loop import Budget, run
 from load.miniature.training.lora import LORAS, LoraStage, lora_folder
 from load.miniature.training.lora_files import LoraFiles
 from load.miniature.training.parts import Parts, load_parts, save_parts
-from load.miniature.training.train import Training, train
 
 STEPS = 50
 PICTURES = 16
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Batches here are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def new_stage(style: str, tmp_path: Path, rows: int = 8) -> tuple[LoraStage, Parts]:
@@ -161,17 +151,6 @@ def test_kohyas_form_means_what_was_trained(tmp_path: Path) -> None:
             found = getattr(pipeline, name)(ids).last_hidden_state
             torch.testing.assert_close(found, nets[name](ids).last_hidden_state, atol=2e-3, rtol=2e-3)
             assert not torch.allclose(found, parts[name](ids).last_hidden_state, atol=1e-2)
-
-
-def test_loras_are_kept_beside_each_other(tmp_path: Path) -> None:
-    training = Training(folder=tmp_path / "state", steps=1, pictures=4, rows=2)
-
-    for style in LORAS:
-        assert train(style, training).steps == 1
-
-    folder = tmp_path / "state" / "model" / "loras"
-    assert sorted(path.name for path in folder.iterdir()) == sorted(LORAS)
-    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 5e6
 
 
 def told() -> dict[str, Any]:

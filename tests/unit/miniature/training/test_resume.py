@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from load.miniature.training.text import TextStage
 from load.miniature.training.train import Training, train
 from load.miniature.training.unet import UnetStage
 from load.miniature.training.vae import VaeStage
-from tests.support.torch_threads import torch_threads
 
 # A stage of each kind; the others, which learn alike, are slow.
 QUICK = {"decoder", "vision", "edges"}
@@ -45,13 +44,6 @@ class Watch:
     def monotonic(self) -> float:
         self._now += 60.0
         return self._now
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums are added in the same order each time."""
-    with torch_threads(1):
-        yield
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,18 +13,11 @@ from diffusers import StableDiffusionXLPipeline
 
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
+from load.miniature.training.lora import LORAS
 from load.miniature.training.model_folder import begin_model, replace_model
 from load.miniature.training.parts import NETWORKS, load_parts
 from load.miniature.training.stages import RECIPE
 from load.miniature.training.train import Outcome, Training, export, train, train_all
-from tests.support.torch_threads import torch_threads
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Batches here are too small for more."""
-    with torch_threads(1):
-        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +50,6 @@ def _weights(model: Path) -> dict[str, str]:
     return {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in model.rglob("*.safetensors")}
 
 
-def test_the_recipe_trains_each_part_after_those_that_it_learns_from() -> None:
-    assert list(RECIPE) == ["vae", "text", "unet", "vision", "edges", "layout", "striped", "checked", "dusk"]
-
-
 def test_the_recipe_leaves_a_model_that_the_stock_pipeline_draws_with(recipe: Recipe, tmp_path: Path) -> None:
     assert recipe.rest == [Outcome(stage=name, steps=1) for name in RECIPE]
     model = shutil.copytree(recipe.folder / "model", tmp_path / "model")
@@ -77,6 +65,9 @@ def test_the_recipe_leaves_a_model_that_the_stock_pipeline_draws_with(recipe: Re
     assert sizes.keys() == NETWORKS.keys()
     assert sum(sizes.values()) < 12e6
     assert sum(file.stat().st_size for file in model.glob("controlnets/*/*.safetensors")) < 7e6
+    assert "_name_or_path" not in (model / "controlnets" / "edges" / "config.json").read_text()
+    assert {folder.name for folder in (model / "loras").iterdir()} == set(LORAS)
+    assert sum(file.stat().st_size for file in (model / "loras").rglob("*") if file.is_file()) < 5e6
 
 
 def test_a_stage_that_minutes_cut_short_is_the_last_one_of_a_run(recipe: Recipe) -> None:

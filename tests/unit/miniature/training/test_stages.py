@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +20,8 @@ from load.miniature.training.parts import Parts, load_parts, save_parts
 from load.miniature.training.text import TextRecipe, TextStage
 from load.miniature.training.unet import UnetRecipe, UnetStage
 from load.miniature.training.vae import VaeRecipe, VaeStage
-from tests.support.torch_threads import torch_threads
 
 STEPS = 50
-PICTURES = 32
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Batches here are too small for more."""
-    with torch_threads(1):
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus() -> Corpus:
-    return draw_corpus(PICTURES, seed=1)
-
-
-@pytest.fixture(scope="module")
-def latents(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Latents:
-    return encode(corpus, load_parts(WEIGHTS), tmp_path_factory.mktemp("latents"))
 
 
 def _stage(name: str, corpus: Corpus, latents: Latents) -> tuple[Stage, Parts]:
@@ -125,7 +105,7 @@ def test_the_vae_learns_as_a_whole(corpus: Corpus, latents: Latents, tmp_path: P
     assert _round_trip_error(vae, pictures) < before
     assert all(not torch.equal(encoder[name], parameter) for name, parameter in vae.encoder.named_parameters())
     with torch.no_grad():
-        latent = vae.encode(corpus.pictures(torch.arange(PICTURES))).latent_dist.mode()
+        latent = vae.encode(corpus.pictures(torch.arange(len(corpus)))).latent_dist.mode()
     assert float(latent.std()) * vae.config.scaling_factor == pytest.approx(1.0, abs=0.05)
     save_parts(parts, tmp_path / "model")
     kept = load_parts(tmp_path / "model")["vae"]
@@ -173,7 +153,7 @@ def test_near_misses_tell_nothing_of_held_out_scenes(corpus: Corpus) -> None:
     held_out = {caption(scene) for things in (1, 2) for scene in held_out_scenes(600, things=things)}
     rng = random.Random(0)
 
-    misses = {miss for _ in range(150) for miss in corpus.near_misses(torch.arange(PICTURES), rng)}
+    misses = {miss for _ in range(150) for miss in corpus.near_misses(torch.arange(len(corpus)), rng)}
 
     assert len(misses) > 500
     assert not held_out & misses
