@@ -20,10 +20,9 @@ from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.parallel import pair
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.errors import LinksFull, ModelMismatch, NoControlNet
-from bottega.transport.handshake.pending_offers import MAX_OFFERS_OF_ONE
+from bottega.errors import ModelMismatch, NoControlNet
 from bottega.worker.peer import Leader
-from tests.samples.controlnets import control_image, control_spec, random_controlnet, save, shelf_of, stock_options
+from tests.samples.controlnets import control_image, control_spec, save, shelf_of, stock_options
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.pair_follower import FollowerThread, WatchedPeer, leader_of, led
@@ -45,11 +44,6 @@ IMAGES = (control_image(1), control_image(2))
 WAIT_S = 10.0
 # Longer than a forward takes here, also beside others.
 SLOW_S = 0.8
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +109,6 @@ def test_a_mixed_group_ends_as_stock_does_and_only_rows_that_may_be_lent_are(
     assert drawings["kept"].record.pair is None
 
 
-def test_a_request_without_guidance_never_pairs_however_many_rows_it_has(
-    easel: ManualEngine, follower: FollowerThread
-) -> None:
-    before = follower.forwards
-    drawing = easel.draw(EngineOrder(key="a", spec=replace(UNGUIDED, num_images=4)))
-    assert drawing.record.pair is None
-    assert follower.forwards == before
-
-
 def test_nothing_is_lent_while_requests_queue(model: Model, easel: ManualEngine, peer: Leader) -> None:
     easel.engine.set_backlog(1)
     assert easel.draw(EngineOrder(key="a", spec=PLAIN)).record.pair is None
@@ -184,18 +169,6 @@ def test_rows_of_a_follower_that_hangs_are_computed_here_and_its_late_answer_cha
     assert_close(again.latents[0], stock.reference(PLAIN).latent)
 
 
-def test_offers_that_no_leader_takes_up_are_bounded_and_the_leader_finds_a_place(follower: FollowerThread) -> None:
-    left = [follower.request("peer", "", "") for _ in range(MAX_OFFERS_OF_ONE + 20)]
-    refused = [asked.exception() for asked in left if asked.exception() is not None]
-    assert refused
-    assert {type(error) for error in refused} == {LinksFull}
-    peer = led(follower)
-    try:
-        wait_until(lambda: peer.free, "the pair")
-    finally:
-        peer.stop()
-
-
 def test_a_refused_pair_is_told_once_and_tried_again(
     model: Model, follower: FollowerThread, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,11 +185,6 @@ def test_a_refused_pair_is_told_once_and_tried_again(
         wait_until(lambda: peer.free, "the pair")
     finally:
         peer.stop()
-
-
-@pytest.fixture(scope="module")
-def nets() -> dict[str, ControlNetModel]:
-    return {name: random_controlnet(load_stock().unet, seed) for seed, name in enumerate(NAMES)}
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.worker.controlnets import RemoteControlNets
-from tests.samples.controlnets import control_image, control_spec, layout_of, random_controlnet, save, stock_options
+from tests.samples.controlnets import control_image, control_spec, layout_of, save, stock_options
 from tests.support.linked_servers import LinkedServer, Offers, linked_server
-from tests.support.manual_engine import MOST_TURNS, ManualEngine, load
+from tests.support.manual_engine import MOST_TURNS, ManualEngine
 from tests.support.pair_follower import FollowerThread, WatchedPeer, led
 from tests.support.stock import Stock, assert_close, latent_of, load_stock, variant
 from tests.support.torch_threads import torch_threads
@@ -42,16 +42,6 @@ def _a_thread_each() -> Iterator[None]:
     """Engines and server compute at the same time, in one process."""
     with torch_threads(1):
         yield
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
-
-
-@pytest.fixture(scope="module")
-def nets() -> dict[str, ControlNetModel]:
-    return {name: random_controlnet(load_stock().unet, seed) for seed, name in enumerate(IMAGES)}
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,10 @@
-"""What a worker may be told, and what follows from it."""
+"""What a worker may not be told."""
 
 from __future__ import annotations
 
 import pytest
 
 from bottega.worker.config import EngineConfig
-
-
-def test_a_group_has_the_fixed_rows_where_they_are_fixed() -> None:
-    assert EngineConfig(max_rows=16).group_rows == 16
-    assert EngineConfig(max_rows=16, fixed_rows=8).group_rows == 8
 
 
 def test_a_pair_with_fixed_rows_is_refused_with_the_reason() -> None:
