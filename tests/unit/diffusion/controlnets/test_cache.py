@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import shutil
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,7 @@ import torch
 from bottega.diffusion.controlnets import ControlNetCache, ControlNetLease, LoadedControlNet
 from bottega.diffusion.model.model import Model
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, Draining, TooLarge
-from tests.samples.controlnets import Gate, random_controlnet, save, shelf_of, sources
-from tests.support.manual_engine import load
+from tests.samples.controlnets import Gate, shelf_of
 
 NAMES = ("edges", "depth", "layout")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -29,37 +26,8 @@ WAIT_S = 20.0
 Shelves = Callable[..., AbstractContextManager[ControlNetCache]]
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
-
-
-@pytest.fixture(scope="module")
-def folders(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    nets = {name: random_controlnet(model.backbone.unet, seed) for seed, name in enumerate(NAMES)}
-    return save(nets, tmp_path_factory.mktemp("controlnets"))
-
-
-@pytest.fixture(scope="module")
-def size_bytes(model: Model, folders: dict[str, Path]) -> int:
-    """Of each of them."""
-    return sources(model, folders)["edges"].size_bytes
-
-
-@pytest.fixture
-def shelves(model: Model, folders: dict[str, Path]) -> Shelves:
-    return partial(shelf_of, model, folders)
-
-
 def nets(hold: ControlNetLease) -> tuple[LoadedControlNet, ...]:
     return hold.values.result(WAIT_S)
-
-
-def eventually(true: Callable[[], bool]) -> bool:
-    until_s = time.monotonic() + WAIT_S
-    while not true() and time.monotonic() < until_s:
-        time.sleep(0.01)
-    return true()
 
 
 def test_a_loan_has_its_controlnets_in_the_order_asked_for(shelves: Shelves) -> None:
@@ -95,20 +63,6 @@ def gated(gate: Gate, source: Any, device: torch.device) -> LoadedControlNet:
     return gate(source, device)
 
 
-def test_what_is_borrowed_stays_and_whoever_has_no_room_waits(shelves: Shelves, size_bytes: int) -> None:
-    with shelves(budget_bytes=2 * size_bytes) as shelf:
-        first = shelf.borrow(["edges", "depth"])
-        nets(first)
-        second = shelf.borrow(["layout", "depth"])
-        time.sleep(0.1)
-        assert not second.values.done()
-        assert sorted(shelf.loaded) == ["depth", "edges"]
-        shelf.give_back(first)
-        assert nets(second)[0].name == "layout"
-        assert shelf.used_bytes == 2 * size_bytes
-        assert shelf.counts.evictions == 1
-
-
 def test_what_is_let_go_leaves_memory(shelves: Shelves, size_bytes: int) -> None:
     with shelves(budget_bytes=size_bytes) as shelf:
         hold = shelf.borrow(["edges"])
@@ -118,14 +72,6 @@ def test_what_is_let_go_leaves_memory(shelves: Shelves, size_bytes: int) -> None
         nets(shelf.borrow(["depth"]))
         gc.collect()
         assert gone() is None
-
-
-def test_what_is_expected_is_loaded_ahead(shelves: Shelves) -> None:
-    with shelves() as shelf:
-        shelf.expect(["layout", "nobody knows"])
-        assert eventually(lambda: shelf.loaded == ["layout"])
-        assert shelf.borrow(["layout"]).values.done()
-        assert (shelf.counts.hits, shelf.counts.misses) == (1, 0)
 
 
 def test_a_name_that_is_not_there_is_said_with_those_that_are(shelves: Shelves) -> None:

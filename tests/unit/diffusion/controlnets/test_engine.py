@@ -49,11 +49,6 @@ def controlled(*controls: tuple[int, float], spec: ResolvedSpec = PLAIN, **optio
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
-
-
-@pytest.fixture(scope="module")
 def stock() -> Any:
     return load_stock()
 

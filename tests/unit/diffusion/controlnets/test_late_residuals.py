@@ -14,18 +14,12 @@ from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.forward import Denoiser
 from bottega.diffusion.engine.request import ActiveControl, Request
 from bottega.diffusion.loras import LoraWeights
-from bottega.diffusion.model.model import Model, load_model
+from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import Unavailable
-from bottega.miniature import WEIGHTS
 
 WAIT_S = 0.05
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model(WEIGHTS, name="miniature", device=torch.device("cpu"), dtype=torch.float32)
 
 
 @dataclass(kw_only=True)

@@ -35,16 +35,10 @@ from bottega.diffusion.rows import Embeds, Half
 from bottega.errors import ControlNetUnusable
 from bottega.miniature import WEIGHTS
 from tests.samples.controlnets import control_image, layout_of, random_controlnet, save, sources
-from tests.support.manual_engine import load
 from tests.support.stock import load_stock
 
 CPU = torch.device("cpu")
 SIDE = 64
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
 
 
 @pytest.fixture(scope="module")

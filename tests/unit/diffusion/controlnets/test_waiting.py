@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from bottega.diffusion.loras import LoraWeights
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import BottegaError, ControlNetNotFound, ControlNetUnusable, InvalidRequest, TooLarge, Unavailable
-from tests.samples.controlnets import Gate, control_image, control_spec, random_controlnet, save, shelf_of, sources
-from tests.support.manual_engine import ManualEngine, load
+from tests.samples.controlnets import Gate, control_image, control_spec, shelf_of
+from tests.support.manual_engine import ManualEngine
 
 PLAIN = ResolvedSpec(prompt="a small green circle", num_inference_steps=3, width=64, height=64, seed=1)
 LONG = replace(PLAIN, num_inference_steps=40)
@@ -43,28 +42,6 @@ def controlled(*names: str, key: str = "controlled", spec: ResolvedSpec = PLAIN,
     """A job with these ControlNets, all with one image."""
     specs = tuple(control_spec(name, IMAGE, **options) for name in names or ("edges",))
     return EngineOrder(key=key, spec=replace(spec, controlnets=specs), control_images=(IMAGE,) * len(specs))
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
-
-
-@pytest.fixture(scope="module")
-def folders(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    nets = {name: random_controlnet(model.backbone.unet, seed) for seed, name in enumerate(("edges", "depth"))}
-    return save(nets, tmp_path_factory.mktemp("controlnets"))
-
-
-@pytest.fixture(scope="module")
-def size_bytes(model: Model, folders: dict[str, Path]) -> int:
-    """Of each of them."""
-    return sources(model, folders)["edges"].size_bytes
-
-
-@pytest.fixture
-def shelves(model: Model, folders: dict[str, Path]) -> Shelves:
-    return partial(shelf_of, model, folders)
 
 
 def easel_of(model: Model, shelf: ControlNetCache, limits: EngineLimits = TOGETHER, **options: Any) -> ManualEngine:

@@ -54,7 +54,7 @@ def shared(rows: int) -> float:
 
 
 def outdated(seconds: Callable[[int], float]) -> StepTimes:
-    """The same, all of it long ago: wider turns are tried."""
+    """As `times`, all of it long ago: wider turns are tried."""
     here = times(seconds)
     return StepTimes.from_entries(here.entries(), outdated={(shape, rows) for shape, rows, _ in here.entries()})
 
@@ -77,24 +77,12 @@ def step(chosen: Batcher[Asked], here: list[Asked]) -> list[Asked]:
     return group
 
 
-def test_without_requests_there_is_no_group() -> None:
-    assert batcher().next_group() == []
-
-
 def test_where_a_group_pays_off_all_that_fit_share_it() -> None:
     chosen = batcher(shared)
     requests = [Asked(30) for _ in range(5)]
     for asked in requests:
         chosen.add(asked)
     assert chosen.next_group() == requests
-
-
-def test_where_doubling_the_group_doubles_the_turn_the_oldest_runs_alone() -> None:
-    chosen = batcher(proportional)
-    first, second = Asked(30), Asked(30)
-    chosen.add(first)
-    chosen.add(second)
-    assert [chosen.next_group() for _ in range(8)] == [[first]] * 8
 
 
 def test_one_that_was_passed_over_for_the_bound_has_its_turn() -> None:
@@ -192,21 +180,12 @@ def longest_wait(chosen: Batcher[Asked], plan: Plan, at_once: int) -> int:
 
 
 @settings(max_examples=150, deadline=None)
-@given(plan=arrivals, cost=costs, max_wait_turns=st.integers(1, 8))
+@given(measured=st.sampled_from([times, outdated]), plan=arrivals, cost=costs, max_wait_turns=st.integers(1, 8))
 def test_nobody_is_passed_over_longer_than_the_bound(
-    plan: Plan, cost: Callable[[int], float], max_wait_turns: int
+    measured: Callable[..., StepTimes], plan: Plan, cost: Callable[[int], float], max_wait_turns: int
 ) -> None:
-    """Even if each of them needed a group of its own."""
-    chosen = batcher(cost, max_wait_turns=max_wait_turns)
-    assert longest_wait(chosen, plan, at_once=max_wait_turns + 1) <= max_wait_turns
-
-
-@settings(max_examples=150, deadline=None)
-@given(plan=arrivals, cost=costs, max_wait_turns=st.integers(1, 8))
-def test_nobody_is_passed_over_longer_where_wider_turns_are_tried(
-    plan: Plan, cost: Callable[[int], float], max_wait_turns: int
-) -> None:
-    chosen: Batcher[Asked] = Batcher(outdated(cost), max_rows=16, max_wait_turns=max_wait_turns)
+    """Even if each of them needed a group of its own, and where wider turns are tried."""
+    chosen: Batcher[Asked] = Batcher(measured(cost), max_rows=16, max_wait_turns=max_wait_turns)
     assert longest_wait(chosen, plan, at_once=max_wait_turns + 1) <= max_wait_turns
 
 

@@ -20,7 +20,8 @@ from bottega.diffusion.engine.request import RequestState
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
-from tests.support.manual_engine import Drawing, ManualEngine, load
+from tests.support.manual_engine import Drawing, ManualEngine
+from tests.support.stock import assert_close
 
 # A checkpoint is due every second step.
 SPEC = ResolvedSpec(
@@ -30,11 +31,6 @@ SHORT = replace(SPEC, num_inference_steps=4, sampler=SamplerKind.DPMPP_2M)
 SAMPLERS = [*((kind, False) for kind in SamplerKind), *((kind, True) for kind in SamplerKind if kind in KARRAS)]
 # One request a turn, the first as long as it has steps.
 ONE_BY_ONE = EngineLimits(max_rows=2, max_wait_turns=1000)
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +104,16 @@ def test_a_resumed_job_can_be_cut_again(model: Model, easel: ManualEngine) -> No
     second = cut(model, replace(order, checkpoint=first.data), 5)
     assert (first.steps_done, second.steps_done) == (4, 8)
     assert_resumes(easel, order, second)
+
+
+def test_beside_others_a_resumed_job_ends_as_an_unbroken_one(model: Model, easel: ManualEngine) -> None:
+    order = EngineOrder(key="resumed", spec=replace(SPEC, sampler=SamplerKind.DPMPP_2M))
+    left = cut(model, order, 5)
+    others = [EngineOrder(key=seed, spec=replace(SPEC, seed=seed)) for seed in (5, 6)]
+    together = ManualEngine(Engine(model, EngineLimits(max_wait_turns=0)))
+    drawings = together.run({0: [*others, replace(order, checkpoint=left.data)]})
+    assert drawings["resumed"].record.mean_group_requests > 1
+    assert_close(drawings["resumed"].latents[0], easel.draw(order).latents[0])
 
 
 def checkpointed_steps(model: Model, order: EngineOrder, *, turn_s: float) -> list[int]:

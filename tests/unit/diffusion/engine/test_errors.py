@@ -20,7 +20,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import InternalError, NotFinite, TooLarge
-from tests.support.manual_engine import Drawing, ManualEngine, load
+from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import Pixels, Stock, assert_same_image
 
 SPEC = ResolvedSpec(
@@ -34,11 +34,6 @@ SPECS = (
 )
 # All that are there share every turn.
 TOGETHER = EngineLimits(max_wait_turns=0)
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import KARRAS, SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
-from tests.support.manual_engine import Drawing, ManualEngine, load
+from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import Pixels, Reference, Stock, assert_close, assert_same_image
 from tests.support.torch_threads import torch_threads
 
@@ -46,10 +46,7 @@ TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 # Beside others, sums differ in their last bits. Of 140 drawings so made, from ten seeds, the median deviation was
 # 1.5e-6 on one processor and 1.1e-6 on another. Some prompts and seeds amplify last bits, in stock as well: its own
 # drawings by one thread and by two end up to 1.1e-4 apart, and such drawings ended up to 1.7e-4 from stock here.
-SEEDS = (16,)
-# Where the widths of groups are a matter of time, so are the last bits: of this seed stock's own are 4.5e-6 apart at
-# most.
-STEADY = 16
+SEED = 16
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,11 +54,6 @@ def two_threads() -> Iterator[None]:
     """As a worker on several cores has: last bits depend on their number."""
     with torch_threads(2):
         yield
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +74,9 @@ def source(stock: Stock) -> PIL.Image.Image:
     return PIL.Image.fromarray(stock.reference(replace(PLAIN, prompt=PROMPTS[1], seed=77)).pixels)
 
 
-def busy_orders(seed: int) -> Iterator[tuple[int, EngineOrder]]:
+def busy_orders() -> Iterator[tuple[int, EngineOrder]]:
     """One job for each sampler and one for each set of options, and before which turn each comes."""
-    chance = random.Random(seed)
+    chance = random.Random(SEED)
     ways = [*((sampler, {}) for sampler in SAMPLERS), *((chance.choice(SAMPLERS), options) for options in OPTIONS)]
     for index, ((kind, karras), options) in enumerate(ways):
         spec = ResolvedSpec(
@@ -92,7 +84,7 @@ def busy_orders(seed: int) -> Iterator[tuple[int, EngineOrder]]:
             num_inference_steps=chance.randint(4, 9),
             width=64,
             height=64,
-            seed=seed + index,
+            seed=SEED + index,
             sampler=kind,
             use_karras_sigmas=karras,
             **options,
@@ -134,11 +126,11 @@ def test_a_request_alone_ends_as_the_stock_pipeline_does(
     assert_equal_to_stock(easel.draw(EngineOrder(key="alone", spec=spec)), stock)
 
 
-@pytest.fixture(scope="module", params=SEEDS)
-def busy(model: Model, request: pytest.FixtureRequest) -> dict[Hashable, Drawing]:
+@pytest.fixture(scope="module")
+def busy(model: Model) -> dict[Hashable, Drawing]:
     """Jobs that come and go at random while others are under way, all that are there in every turn."""
     arrivals: dict[int, list[EngineOrder]] = {}
-    for turn, order in busy_orders(request.param):
+    for turn, order in busy_orders():
         arrivals.setdefault(turn, []).append(order)
     assert len(arrivals) > 5
     return ManualEngine(Engine(model, TOGETHER)).run(arrivals)
@@ -161,13 +153,6 @@ def test_every_option_means_in_a_busy_batch_what_it_means_in_stock(
     assert_as_stock(drawing, stock)
 
 
-def test_images_are_right_whatever_groups_the_measured_times_make(easel: ManualEngine, stock: Stock) -> None:
-    orders = [order for _, order in busy_orders(STEADY)][::3]
-    drawings = easel.run({2 * turn: [order] for turn, order in enumerate(orders)})
-    for order in orders:
-        assert_as_stock(drawings[order.key], stock)
-
-
 def test_image_i_of_a_job_is_a_single_run_with_the_seed_plus_i(model: Model, easel: ManualEngine, stock: Stock) -> None:
     spec = replace(PLAIN, num_inference_steps=8, num_images=3, sampler=SamplerKind.EULER_ANCESTRAL, seed=40)
     drawing = ManualEngine(Engine(model, TOGETHER)).draw(EngineOrder(key="three", spec=spec))
@@ -187,7 +172,6 @@ def test_image_to_image_begins_where_stock_does_and_ends_as_it_does(
     spec = replace(PLAIN, num_inference_steps=7, sampler=kind, strength=strength)
     drawing = easel.draw(EngineOrder(key="from a picture", spec=spec, image=pixels_tensor(source)))
     assert drawing.record.begin_step == 7 - int(7 * strength)
-    assert_as_stock(drawing, stock, source)
     assert_equal_to_stock(drawing, stock, source)
 
 

@@ -20,7 +20,7 @@ from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
-from tests.support.manual_engine import Drawing, ManualEngine, load
+from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import Pixels, Stock, assert_same_image
 from tests.support.torch_threads import torch_threads
 
@@ -36,11 +36,6 @@ def two_threads() -> Iterator[None]:
     """Shared evenly, or not: what fixed rows promise depends on it."""
     with torch_threads(2):
         yield
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
 
 
 def unlike_orders() -> list[EngineOrder]:
@@ -200,12 +195,6 @@ def test_a_turn_encodes_at_most_one_prompt_and_decodes_at_most_one_latent(model:
     assert encoded == [[0], [1], [2], [], [], []]
     assert decoded == [[(0, 0)], [(0, 1)], [(1, 0)], [(1, 1)], [(2, 0)], [(2, 1)]]
     assert easel.engine.turns == 3
-
-
-def test_an_idle_engine_turns_for_nothing(model: Model) -> None:
-    engine = Engine(model, EngineLimits())
-    assert list(engine.turn()) == []
-    assert (engine.turns, engine.busy, list(engine.steps_left())) == (0, False, [])
 
 
 def test_steps_to_go_count_those_that_wait_as_well(model: Model) -> None:

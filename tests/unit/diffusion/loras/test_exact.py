@@ -19,7 +19,7 @@ from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from tests.samples.controlnets import control_image, control_spec, random_controlnet, save, shelf_of
 from tests.samples.engine_loras import Components, LorasByHand, lora_spec, styled_latent, styled_stock
-from tests.support.manual_engine import ManualEngine, load
+from tests.support.manual_engine import ManualEngine
 from tests.support.stock import assert_close, latent_of, load_stock
 
 SPEC = ResolvedSpec(
@@ -30,11 +30,6 @@ SETS: list[dict[str, float]] = [
     {"outline": 0.8},
     {"outline": 0.5, "pastel": 1.1, "pixel": 0.3},
 ]
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
 
 
 @pytest.fixture(scope="module")

@@ -20,15 +20,10 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
 from tests.samples.engine_loras import Components, LorasByHand, lora_spec, random_layers
-from tests.support.manual_engine import Drawing, ManualEngine, load
+from tests.support.manual_engine import Drawing, ManualEngine
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=5, width=64, height=64, seed=1, num_images=2)
 EAGER = EngineLimits(max_rows=64, max_wait_turns=0, progress_interval_s=0.0)
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +88,6 @@ def test_it_is_the_cosine_with_what_the_same_prompt_gives_without_the_unets_part
 
 def test_what_the_text_encoders_read_is_no_part_of_it(easel: ManualEngine) -> None:
     assert _measured(easel.draw(_order("words"))) == pytest.approx([1.0] * SPEC.num_inference_steps, abs=1e-6)
-
-
-def test_only_those_that_are_measured_say_so(easel: ManualEngine) -> None:
-    assert _measured(easel.draw(_order(measured=False))) == ()
 
 
 def test_nothing_is_drawn_before_the_loras_are_there_whatever_their_bound(

@@ -18,7 +18,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import DataLoss, InvalidRequest, LoraUnusable, NotFinite, Unavailable
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
-from tests.support.manual_engine import Drawing, ManualEngine, load
+from tests.support.manual_engine import Drawing, ManualEngine
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=5, width=64, height=64, seed=1)
 LONG = replace(SPEC, num_inference_steps=30)
@@ -33,11 +33,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
 
 
 @pytest.fixture(scope="module")
@@ -292,32 +287,6 @@ class Dear(SwapCosts):
 
     def pays(self, *_: object, **__: object) -> bool:
         return False
-
-
-def test_requests_that_come_and_go_change_the_weights_between_turns_and_share_groups_throughout(
-    model: Model, easel: ManualEngine, loras: LorasByHand
-) -> None:
-    easel.engine.lora_weights.costs = Cheap()
-    before = {name: tensor.clone() for name, tensor in model.backbone.unet.state_dict().items()}
-    loras.come("outline", "pastel")
-    first = easel.submit(styled("outline", spec=LONG, key="first"))
-    turn_until(easel, lambda: steps_done(first) == 4)
-    states = [easel.engine.lora_weights.patched is not None]
-    second = easel.submit(styled("outline", key="second"))
-    turn_until(easel, lambda: second.ended)
-    states.append(easel.engine.lora_weights.patched is not None)
-    third = easel.submit(styled("pastel", key="third"))
-    turn_until(easel, lambda: steps_done(third) == 2)
-    states.append(easel.engine.lora_weights.patched is not None)
-    turn_until(easel, lambda: third.ended)
-    easel.run()
-    states.append(easel.engine.lora_weights.patched is not None)
-    assert states == [True, True, False, True]
-    assert easel.engine.lora_weights.swaps == 3
-    assert second.record.mean_group_requests == third.record.mean_group_requests == 2
-    easel.engine.lora_weights.restore()
-    for name, tensor in model.backbone.unet.state_dict().items():
-        assert torch.equal(tensor, before[name])
 
 
 @pytest.mark.parametrize("costs", [SwapCosts, Cheap], ids=["beside the weights", "inside them"])

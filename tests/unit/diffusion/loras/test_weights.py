@@ -31,7 +31,6 @@ from bottega.diffusion.loras import (
 from bottega.diffusion.model.model import Model
 from bottega.errors import LoraUnusable
 from tests.samples.engine_loras import random_layers
-from tests.support.manual_engine import load
 from tests.support.torch_threads import torch_threads
 
 ALL = ("0", "2", "3", "4.conv", "4.linear")
@@ -313,11 +312,6 @@ def test_one_hiccup_does_not_decide_and_what_is_remembered_is_bounded() -> None:
     for each in range(1000):
         costs.observe_step(((str(each), 1.0),), 1.2, 1.0)
     assert len(costs._shares) <= 64
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
 
 
 class Cheap(SwapCosts):

@@ -1,0 +1,13 @@
+"""What most tests of the engine draw with: the embedded model, one for each file, because LoRAs change its weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from bottega.diffusion.model.model import Model
+from tests.support.manual_engine import load
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load()

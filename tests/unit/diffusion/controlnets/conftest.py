@@ -1,0 +1,33 @@
+"""Three random ControlNets of one size, as folders and as caches that load them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from bottega.diffusion.controlnets import ControlNetCache
+from bottega.diffusion.model.model import Model
+from tests.samples.controlnets import random_controlnet, save, shelf_of, sources
+
+
+@pytest.fixture(scope="module")
+def folders(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    nets = {
+        name: random_controlnet(model.backbone.unet, seed) for seed, name in enumerate(("edges", "depth", "layout"))
+    }
+    return save(nets, tmp_path_factory.mktemp("controlnets"))
+
+
+@pytest.fixture(scope="module")
+def size_bytes(model: Model, folders: dict[str, Path]) -> int:
+    """Of each of them."""
+    return sources(model, folders)["edges"].size_bytes
+
+
+@pytest.fixture
+def shelves(model: Model, folders: dict[str, Path]) -> Callable[..., AbstractContextManager[ControlNetCache]]:
+    return partial(shelf_of, model, folders)
