@@ -22,26 +22,19 @@ from bottega.worker.attempts import (
     StartedEvent,
 )
 from bottega.worker.checkpoints import AttemptCheckpoint, CheckpointWatch
+from tests.support.manual_clock import ManualClock
 
 KEY = AttemptKey(job_id="job", number=1)
 STARTED = StartedEvent(steps_total=10, steps_resumed=0)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def attempts(clock: Clock) -> Attempts:
+def attempts(clock: ManualClock) -> Attempts:
     return Attempts(max_attempts=2, result_grace_s=10, result_bytes=100, clock=clock)
 
 
@@ -147,7 +140,7 @@ def test_only_so_many_are_held_that_have_not_ended(attempts: Attempts) -> None:
     held(attempts, "c")
 
 
-def test_results_are_forgotten_after_their_grace(attempts: Attempts, clock: Clock) -> None:
+def test_results_are_forgotten_after_their_grace(attempts: Attempts, clock: ManualClock) -> None:
     ended, running = held(attempts, "a"), held(attempts, "b")
     ended.complete(Provenance())
     clock.now_s += 9
@@ -158,7 +151,7 @@ def test_results_are_forgotten_after_their_grace(attempts: Attempts, clock: Cloc
     assert list(attempts) == [running]
 
 
-def test_beyond_the_bytes_what_was_fetched_goes_first_then_the_oldest(attempts: Attempts, clock: Clock) -> None:
+def test_beyond_the_bytes_what_was_fetched_goes_first_then_the_oldest(attempts: Attempts, clock: ManualClock) -> None:
     ended = []
     for job_id in "abc":
         attempt = held(attempts, job_id)

@@ -9,6 +9,7 @@ import torch
 
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput
 from bottega.worker.controlnets import StalenessPolicy
+from tests.support.manual_clock import ManualClock
 
 CONTROL = ControlInput(
     name="edges",
@@ -21,53 +22,37 @@ CONTROL = ControlInput(
 )
 
 
-class Clock:
-    """Goes when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def measured(*, encoder_s: float = 0.1, step_s: float = 0.5) -> StalenessPolicy:
     """After some steps of these times."""
-    clock = Clock()
+    clock = ManualClock()
     policy = StalenessPolicy(clock)
     for _ in range(3):
         policy.on_turn()
-        clock.now += encoder_s
+        clock.now_s += encoder_s
         policy.on_residuals_needed()
         policy.on_residuals_needed()  # asked again and again until they are there
-        clock.now += step_s - encoder_s
+        clock.now_s += step_s - encoder_s
     policy.on_turn()
     return policy
 
 
 @pytest.mark.parametrize(
-    ("similarity", "answer_s", "expected"),
+    ("control", "answer_s", "transfer_s", "expected"),
     [
-        (0.995, 0.4, True),
-        (0.98, 0.4, False),
-        (None, 0.4, False),  # without a profile
-        (0.995, 0.12, False),  # the encoder hides it
-        (0.995, 0.0, False),  # not measured yet
+        (CONTROL, 0.4, 0.4, True),
+        (replace(CONTROL, hosts=replace(CONTROL.hosts, similarity=0.98)), 0.4, 0.4, False),
+        (replace(CONTROL, hosts=replace(CONTROL.hosts, similarity=None)), 0.4, 0.4, False),
+        (replace(CONTROL, may_be_stale=False), 0.4, 0.4, False),
+        (CONTROL, 0.12, 0.12, False),
+        (CONTROL, 0.0, 0.0, False),
+        (CONTROL, 0.4, 0.01, False),
     ],
+    ids=["worth it", "unlike", "no profile", "exact", "hidden by the encoder", "not measured", "a busy server"],
 )
 def test_it_takes_a_profile_and_a_wait_that_is_worth_it(
-    similarity: float | None, answer_s: float, expected: bool
+    control: ControlInput, answer_s: float, transfer_s: float, expected: bool
 ) -> None:
-    control = replace(CONTROL, hosts=replace(CONTROL.hosts, similarity=similarity))
-    assert measured().allows(control, answer_s=answer_s, transfer_s=answer_s) is expected
-
-
-def test_a_request_that_wants_exact_steps_has_them() -> None:
-    assert not measured().allows(replace(CONTROL, may_be_stale=False), answer_s=0.4, transfer_s=0.4)
-
-
-def test_waiting_for_a_server_that_is_busy_is_no_reason() -> None:
-    assert not measured().allows(CONTROL, answer_s=0.4, transfer_s=0.01)
+    assert measured().allows(control, answer_s=answer_s, transfer_s=transfer_s) is expected
 
 
 def test_before_anything_was_measured_steps_wait() -> None:
@@ -75,14 +60,14 @@ def test_before_anything_was_measured_steps_wait() -> None:
 
 
 def test_a_rest_between_requests_is_no_long_step() -> None:
-    clock = Clock()
+    clock = ManualClock()
     policy = StalenessPolicy(clock)
     for _ in range(2):
         policy.on_turn()
-        clock.now += 0.1
+        clock.now_s += 0.1
         policy.on_residuals_needed()
-        clock.now += 0.4
+        clock.now_s += 0.4
     policy.on_idle()
-    clock.now += 3600
+    clock.now_s += 3600
     policy.on_turn()
     assert policy.allows(CONTROL, answer_s=0.4, transfer_s=0.4)

@@ -20,6 +20,7 @@ from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
+from tests.support.manual_clock import ManualClock
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import Pixels, Stock, assert_same_image
 from tests.support.torch_threads import torch_threads
@@ -81,18 +82,8 @@ def test_a_fixed_number_of_rows_that_the_threads_cannot_share_evenly_is_refused(
         Engine(model, EngineLimits(fixed_rows=6))
 
 
-class Clock:
-    """Seconds, as told."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_progress_is_told_at_most_once_in_an_interval_and_at_the_end(model: Model) -> None:
-    clock = Clock()
+    clock = ManualClock()
     easel = ManualEngine(Engine(model, replace(TOGETHER, progress_interval_s=0.1), clock=clock))
     steps = {"long": 20, "short": 13}
     for key, count in steps.items():
@@ -146,9 +137,7 @@ def test_previews_asked_for_on_the_way_come_from_then_on(model: Model) -> None:
     "prompt",
     [
         "a small blue triangle on the left on a cyan background",
-        "a big white triangle on the left on a blue background",
         "a big yellow ring in the center on a blue background",
-        "a big black triangle on the right on a cyan background",
     ],
 )
 @pytest.mark.parametrize("kind", [SamplerKind.EULER_ANCESTRAL, SamplerKind.DPMPP_2M], ids=["EULER_ANCESTRAL", "DPMPP"])

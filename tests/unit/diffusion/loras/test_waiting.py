@@ -18,21 +18,12 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import DataLoss, InvalidRequest, LoraUnusable, NotFinite, Unavailable
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
+from tests.support.manual_clock import ManualClock
 from tests.support.manual_engine import Drawing, ManualEngine
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=5, width=64, height=64, seed=1)
 LONG = replace(SPEC, num_inference_steps=30)
 EAGER = EngineLimits(max_rows=64, max_wait_turns=0, progress_interval_s=0.0, lora_timeout_s=10.0)
-
-
-class Clock:
-    """Seconds, as told."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +42,12 @@ def loras(components: dict[str, Components]) -> LorasByHand:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def easel(model: Model, loras: LorasByHand, clock: Clock) -> Iterator[ManualEngine]:
+def easel(model: Model, loras: LorasByHand, clock: ManualClock) -> Iterator[ManualEngine]:
     engine = Engine(model, EAGER, loras=loras, clock=clock)
     yield ManualEngine(engine)
     engine.lora_weights.restore()  # the next test's engine has the same model
@@ -79,7 +70,7 @@ def steps_done(drawing: Drawing) -> int:
 
 
 def test_an_exact_job_waits_before_its_first_step_and_nobody_else_does(
-    easel: ManualEngine, loras: LorasByHand, clock: Clock
+    easel: ManualEngine, loras: LorasByHand, clock: ManualClock
 ) -> None:
     loras.text.add("outline")
     waiting = easel.submit(styled("outline"))
@@ -128,7 +119,7 @@ def test_a_prompt_is_encoded_with_the_text_part_in_place_and_other_prompts_witho
 
 
 def test_a_bounded_job_starts_at_once_and_waits_at_its_bound_while_others_go_on(
-    easel: ManualEngine, loras: LorasByHand, clock: Clock
+    easel: ManualEngine, loras: LorasByHand, clock: ManualClock
 ) -> None:
     loras.text |= {"outline", "pastel"}
     bounded = easel.submit(replace_bounds(styled("outline", "pastel"), 4, 2))
@@ -203,7 +194,7 @@ def test_all_images_of_a_job_get_their_loras_at_one_step(model: Model, loras: Lo
 
 @pytest.mark.parametrize("text_here", [False, True], ids=["its text never comes", "all but its text never comes"])
 def test_a_lora_that_never_comes_fails_its_job_after_the_bound_on_waiting(
-    model: Model, easel: ManualEngine, loras: LorasByHand, clock: Clock, text_here: bool
+    model: Model, easel: ManualEngine, loras: LorasByHand, clock: ManualClock, text_here: bool
 ) -> None:
     before = {name: tensor.clone() for name, tensor in model.backbone.unet.state_dict().items()}
     loras.text |= {"outline"} if text_here else set()
