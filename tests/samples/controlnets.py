@@ -1,4 +1,4 @@
-"""ControlNets for tests: small random ones that matter, as folders, and control images. Knows no engine."""
+"""ControlNets for tests: small random ones that matter, as folders, control images, and what stock Diffusers draws."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import PIL.Image
 import torch
-from diffusers import ControlNetModel, UNet2DConditionModel
+from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline, UNet2DConditionModel
 from torch import Tensor
 
 from bottega.diffusion.controlnets import (
@@ -24,8 +24,9 @@ from bottega.diffusion.controlnets import (
     load_controlnet,
 )
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.spec import ControlSpec
+from bottega.diffusion.spec import ControlSpec, ResolvedSpec
 from bottega.errors import Unavailable
+from tests.support.stock import latent_of, variant
 
 # Room for any number of the miniature's.
 ROOM_BYTES = 1 << 30
@@ -123,3 +124,18 @@ def stock_options(specs: Sequence[ControlSpec], images: Sequence[Tensor]) -> dic
     }
     said = many if len(specs) > 1 else {name: values[0] for name, values in many.items()}
     return {**said, "guess_mode": specs[0].guess_mode}
+
+
+def controlled_latent(
+    stock: Any, nets: Mapping[str, ControlNetModel], spec: ResolvedSpec, images: Sequence[Tensor] = ()
+) -> Tensor:
+    """What Diffusers makes of a spec and its control images, with these ControlNets: [1, channels, height, width]."""
+    parts: dict[str, Any] = {"scheduler": spec.sampler.value.from_config(stock.scheduler.config)}
+    used = [nets[control.name] for control in spec.controlnets]
+    if not used:
+        return latent_of(variant(stock, **parts), spec, width=spec.width, height=spec.height)
+    pipeline = variant(
+        stock, StableDiffusionXLControlNetPipeline, controlnet=used if len(used) > 1 else used[0], **parts
+    )
+    options = stock_options(spec.controlnets, images)
+    return latent_of(pipeline, spec, width=spec.width, height=spec.height, **options)

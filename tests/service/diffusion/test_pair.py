@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
+from diffusers import ControlNetModel
 
 from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
 from bottega.diffusion.engine.engine import Engine, EngineLimits
@@ -22,11 +22,11 @@ from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import ModelMismatch, NoControlNet
 from bottega.worker.peer import Leader
-from tests.samples.controlnets import control_image, control_spec, save, shelf_of, stock_options
+from tests.samples.controlnets import control_image, control_spec, controlled_latent, save, shelf_of
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.pair_follower import FollowerThread, WatchedPeer, leader_of, led
-from tests.support.stock import Stock, assert_close, latent_of, load_stock, variant
+from tests.support.stock import Stock, assert_close, load_stock
 from tests.support.waiting import wait_until
 
 TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
@@ -213,9 +213,7 @@ def test_rows_with_controlnets_are_lent_too_and_end_as_stock_does(
         easel = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
         drawing = easel.draw(order)
         peer.stop()
-    pipeline = variant(load_stock(), StableDiffusionXLControlNetPipeline, controlnet=[nets[name] for name in NAMES])
-    said = stock_options(order.spec.controlnets, IMAGES)
-    assert_close(drawing.latents[0], latent_of(pipeline, order.spec, width=64, height=64, **said))
+    assert_close(drawing.latents[0], controlled_latent(load_stock(), nets, order.spec, IMAGES))
     assert pair_of(drawing).steps > 0
 
 

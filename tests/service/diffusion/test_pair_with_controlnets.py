@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
-from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
-from torch import Tensor
+from diffusers import ControlNetModel
 
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.engine.job import EngineOrder
@@ -15,11 +14,11 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.worker.controlnets import RemoteControlNets
-from tests.samples.controlnets import control_image, control_spec, layout_of, save, stock_options
+from tests.samples.controlnets import control_image, control_spec, controlled_latent, layout_of, save
 from tests.support.linked_servers import LinkedServer, Offers, linked_server
 from tests.support.manual_engine import MOST_TURNS, ManualEngine
 from tests.support.pair_follower import FollowerThread, WatchedPeer, led
-from tests.support.stock import Stock, assert_close, latent_of, load_stock, variant
+from tests.support.stock import assert_close, load_stock
 from tests.support.torch_threads import torch_threads
 from tests.support.waiting import wait_until
 
@@ -77,17 +76,6 @@ def mixed(server: LinkedServer) -> dict[int, list[EngineOrder]]:
     return {0: [both], 1: [EngineOrder(key="plain", spec=plain), guess], 3: [lone, middle]}
 
 
-def reference(order: EngineOrder, index: int, nets: Mapping[str, ControlNetModel]) -> Tensor:
-    """What stock makes of one image of it."""
-    spec = order.spec
-    if not spec.controlnets:
-        return Stock().reference(spec, index=index).latent
-    used = [nets[control.name] for control in spec.controlnets]
-    pipeline = variant(load_stock(), StableDiffusionXLControlNetPipeline, controlnet=used if len(used) > 1 else used[0])
-    options = stock_options(spec.controlnets, order.control_images)
-    return latent_of(pipeline, spec, width=spec.width, height=spec.height, **options)
-
-
 @pytest.mark.slow
 @pytest.mark.alone  # a peer is used only where the cores are free for both
 def test_a_mixed_batch_with_controlnets_ends_as_stock_does_with_a_peer_that_dies_and_comes_back(
@@ -113,9 +101,11 @@ def test_a_mixed_batch_with_controlnets_ends_as_stock_does_with_a_peer_that_dies
         peer.stop()
         ours.stop()
         theirs.stop()
+    stock = load_stock()
     for order in orders:
-        for index in range(order.spec.num_images):
-            assert_close(easel.drawings[order.key].latents[index], reference(order, index, nets))
+        for index, latent in enumerate(easel.drawings[order.key].latents):
+            single = replace(order.spec, seed=order.spec.seed + index)
+            assert_close(latent, controlled_latent(stock, nets, single, order.control_images))
     pairs = {key: drawing.record.pair for key, drawing in easel.drawings.items()}
     assert pairs["lone"] is None, "without guidance there is nothing to halve"
     assert all(pairs[key] for key in ("both", "plain"))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
 from bottega.diffusion.controlnets.addon import OPENING_TIMEOUT_S, JobControlNets
@@ -44,9 +43,8 @@ def controlled(*names: str, key: str = "controlled", spec: ResolvedSpec = PLAIN,
     return EngineOrder(key=key, spec=replace(spec, controlnets=specs), control_images=(IMAGE,) * len(specs))
 
 
-def easel_of(model: Model, shelf: ControlNetCache, limits: EngineLimits = TOGETHER, **options: Any) -> ManualEngine:
-    controlnets = LocalControlNets(shelf, fixed_rows=limits.fixed_rows)
-    return ManualEngine(Engine(model, limits, controlnets=controlnets, **options))
+def easel_of(model: Model, shelf: ControlNetCache, **options: Any) -> ManualEngine:
+    return ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), **options))
 
 
 def assert_all_given_back(shelf: ControlNetCache) -> None:
@@ -171,17 +169,6 @@ def test_a_job_does_not_wait_for_ever(model: Model, shelves: Shelves) -> None:
         assert isinstance(drawing.error, Unavailable)
         assert "within 120 s" in drawing.error.message
         gate.open()
-
-
-def test_with_fixed_rows_company_changes_no_byte(model: Model, shelves: Shelves) -> None:
-    with shelves() as shelf:
-        limits = replace(TOGETHER, fixed_rows=8)
-        order = controlled("edges", "depth", spec=replace(PLAIN, num_inference_steps=4))
-        alone = easel_of(model, shelf, limits).draw(order)
-        others = [controlled(key="controlled too"), EngineOrder(key="plain", spec=PLAIN)]
-        together = easel_of(model, shelf, limits).run({0: [order], 1: others})[order.key]
-        assert together.record.mean_group_requests > 1
-        assert torch.equal(alone.latents[0], together.latents[0])
 
 
 def opened(model: Model, controlnets: LocalControlNets, order: EngineOrder) -> Request:

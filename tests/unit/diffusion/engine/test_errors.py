@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -210,51 +211,29 @@ def assert_nothing_left(easel: ManualEngine, key: str, requests: list[weakref.re
     assert [request() for request in requests] == [None] * len(requests)
 
 
-def test_a_job_cancelled_in_the_queue_never_starts(easel: ManualEngine, right: dict[ResolvedSpec, Pixels]) -> None:
-    first = easel.submit(EngineOrder(key="first", spec=SPECS[0]))
-    unlucky = easel.submit(EngineOrder(key="unlucky", spec=SPECS[1]))
-    easel.turn()
-    easel.engine.cancel("unlucky")
-    assert_nothing_left(easel, "unlucky", [])
-    easel.run()
-    assert not unlucky.events
-    assert_right(first, right)
-
-
-def test_a_job_cancelled_between_its_steps_leaves_the_others_alone(
-    easel: ManualEngine, right: dict[ResolvedSpec, Pixels]
+@pytest.mark.parametrize("when", ["in the queue", "between its steps", "between its images"])
+def test_a_cancelled_job_leaves_nothing_behind_and_the_others_alone(
+    easel: ManualEngine, right: dict[ResolvedSpec, Pixels], when: str
 ) -> None:
     others = submit_all(easel)
-    easel.submit(EngineOrder(key="unlucky", spec=replace(SPEC, num_images=2, seed=50)))
-    for _ in range(6):
+    unlucky = easel.submit(EngineOrder(key="unlucky", spec=replace(SPEC, num_images=3, seed=50)))
+    reached: dict[str, Callable[[], object]] = {
+        "in the queue": lambda: not unlucky.events,
+        "between its steps": lambda: unlucky.job is not None and unlucky.job.steps_done > 3,
+        "between its images": lambda: unlucky.all(ImageDrawn),
+    }
+    while not reached[when]():
         easel.turn()
-    requests = requests_of(easel.drawings["unlucky"])
-    assert dict(easel.engine.steps_left())["unlucky"] == 2 * 3
-    easel.engine.cancel("unlucky")
-    easel.engine.cancel("unlucky")
+    requests = requests_of(unlucky) if unlucky.job is not None else []
+    unlucky.job = None
+    for _ in range(2):
+        easel.engine.cancel("unlucky")
     easel.turn()
     assert_nothing_left(easel, "unlucky", requests)
     easel.run()
+    assert len(unlucky.all(ImageDrawn)) == (1 if when == "between its images" else 0)
     for drawing in others:
         assert_right(drawing, right)
-
-
-def test_a_job_cancelled_before_its_last_image_is_decoded_draws_no_more(
-    easel: ManualEngine, right: dict[ResolvedSpec, Pixels]
-) -> None:
-    unlucky = easel.submit(EngineOrder(key="unlucky", spec=replace(SPEC, num_images=3)))
-    other = easel.submit(EngineOrder(key="other", spec=SPECS[1]))
-    while not unlucky.all(ImageDrawn):
-        easel.turn()
-    requests = requests_of(unlucky)
-    assert unlucky.job is not None
-    assert unlucky.job.steps_done == unlucky.job.steps_total  # one is decoded, two are not
-    unlucky.job = None
-    easel.engine.cancel("unlucky")
-    assert_nothing_left(easel, "unlucky", requests)
-    easel.run()
-    assert len(unlucky.all(ImageDrawn)) == 1
-    assert_right(other, right)
 
 
 def test_the_last_job_to_be_cancelled_leaves_an_idle_engine(
@@ -278,19 +257,21 @@ def test_a_finished_job_leaves_nothing_behind(easel: ManualEngine) -> None:
     assert_nothing_left(easel, "done", requests)
 
 
-def test_prompts_of_300_words_are_cut_as_in_diffusers_and_the_record_says_so(easel: ManualEngine, stock: Stock) -> None:
-    words = 25 * [*SPEC.prompt.split(), "."]
-    spec = replace(SPEC, prompt=" ".join(words), negative_prompt=" ".join(reversed(words)), num_inference_steps=3)
-    assert_cut(easel, stock, spec, {"prompt": words[22:], "negative_prompt": words[::-1][22:]})
+WORDS = 25 * [*SPEC.prompt.split(), "."]
 
 
-def test_a_second_prompt_of_300_words_is_cut_for_itself(easel: ManualEngine, stock: Stock) -> None:
-    spec = replace(SPEC, prompt_2=" ".join(300 * ["star"]), num_inference_steps=1)
-    assert_cut(easel, stock, spec, {"prompt_2": 278 * ["star"]})
-
-
-def assert_cut(easel: ManualEngine, stock: Stock, spec: ResolvedSpec, cut: dict[str, list[str]]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [{"prompt": WORDS, "negative_prompt": WORDS[::-1]}, {"prompt_2": 300 * ["star"]}],
+    ids=["both prompts", "the second encoder's own"],
+)
+def test_prompts_of_300_words_are_cut_as_in_diffusers_and_the_record_says_so(
+    easel: ManualEngine, stock: Stock, words: dict[str, list[str]]
+) -> None:
     """The tokenizers take 24 tokens, two of which mark beginning and end; each of these words is one."""
+    texts: dict[str, Any] = {field: " ".join(each) for field, each in words.items()}
+    spec = replace(SPEC, num_inference_steps=3, **texts)
     drawing = easel.draw(EngineOrder(key=0, spec=spec))
     assert_same_image(drawing.pixels[0], stock.reference(spec).pixels)
-    assert {field: text.split() for field, text in drawing.record.truncations.items()} == cut
+    cut = {field: text.split() for field, text in drawing.record.truncations.items()}
+    assert cut == {field: each[22:] for field, each in words.items()}

@@ -100,14 +100,9 @@ def test_all_turns_are_shared_with_a_follower_that_is_as_quick() -> None:
     assert follower.turns == 50
 
 
-@pytest.mark.parametrize("first_s", [3 * OWN_S, 100 * OWN_S])
-def test_a_slow_first_answer_does_not_end_the_pair(first_s: float) -> None:
-    pair, _ = pair_with(first_s, OWN_S)
-    assert all(shared(pair, 20))
-
-
-def test_a_hiccup_among_quick_answers_does_not_end_it_either() -> None:
-    pair, _ = pair_with(*[OWN_S] * 5, 50 * OWN_S, OWN_S)
+@pytest.mark.parametrize("seconds", [[100 * OWN_S, OWN_S], [*[OWN_S] * 5, 50 * OWN_S, OWN_S]], ids=["first", "later"])
+def test_a_slow_answer_among_quick_ones_does_not_end_the_pair(seconds: list[float]) -> None:
+    pair, _ = pair_with(*seconds)
     assert all(shared(pair, 20))
 
 
