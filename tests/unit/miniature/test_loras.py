@@ -8,13 +8,13 @@ from typing import Any
 import PIL.Image
 import pytest
 import torch
-from diffusers import StableDiffusionXLPipeline
 
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES, Scene, Thing, caption
 from load import stock_loras
 from load.miniature import oracle
 from load.miniature.quality import ssim
+from tests.support.stock import load_stock
 from tests.support.torch_threads import torch_threads
 
 LORAS = WEIGHTS / "loras"
@@ -30,11 +30,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pipeline() -> Any:
-    loaded = StableDiffusionXLPipeline.from_pretrained(
-        WEIGHTS, dtype=torch.float32, use_safetensors=True, add_watermarker=False
-    )
-    loaded.set_progress_bar_config(disable=True)
-    return loaded
+    return load_stock()
 
 
 @pytest.fixture(scope="module")

@@ -118,12 +118,10 @@ def test_noise_is_nothing() -> None:
     assert read(PIL.Image.fromarray(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8))) == NOTHING
 
 
-def test_an_empty_ground_is_nothing() -> None:
-    assert read(PIL.Image.new("RGB", (64, 64), COLOURS["pink"])).nothing
-
-
-def test_a_colour_that_has_no_name_is_nothing() -> None:
+def test_an_empty_ground_and_a_colour_that_has_no_name_are_nothing() -> None:
     picture = PIL.Image.new("RGB", (64, 64), COLOURS["white"])
+    assert read(picture).nothing
+
     PIL.ImageDraw.Draw(picture).ellipse((20, 20, 44, 44), fill=(120, 120, 120))
 
     assert read(picture).nothing

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from bottega.miniature import WEIGHTS
 from load.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
@@ -27,3 +29,18 @@ def corpus() -> Corpus:
 @pytest.fixture(scope="module")
 def latents(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Latents:
     return encode(corpus, load_parts(WEIGHTS), tmp_path_factory.mktemp("latents"))
+
+
+@pytest.fixture
+def told() -> dict[str, Any]:
+    """What a UNet is called with, for two rows."""
+    generator = torch.Generator().manual_seed(0)
+    noisy, context, pooled = (
+        torch.randn(shape, generator=generator) for shape in ((2, 4, 16, 16), (2, 24, 128), (2, 64))
+    )
+    return {
+        "sample": noisy,
+        "timestep": torch.tensor([5, 700]),
+        "encoder_hidden_states": context,
+        "added_cond_kwargs": {"text_embeds": pooled, "time_ids": torch.full((2, 6), 64.0)},
+    }

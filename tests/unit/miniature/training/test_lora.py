@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import UNet2DConditionModel
 from peft import PeftModel
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from bottega.miniature import WEIGHTS
 from load import stock_loras
@@ -22,6 +21,7 @@ from load.miniature.training.loop import Budget, run
 from load.miniature.training.lora import LORAS, LoraStage, lora_folder
 from load.miniature.training.lora_files import LoraFiles
 from load.miniature.training.parts import Parts, load_parts, save_parts
+from tests.support.stock import load_stock
 
 STEPS = 50
 PICTURES = 16
@@ -56,14 +56,6 @@ def trained(parts: Parts, style: str) -> Mapping[str, Any]:
     return files.networks
 
 
-def stock() -> Any:
-    pipeline = StableDiffusionXLPipeline.from_pretrained(
-        WEIGHTS, use_safetensors=True, dtype=torch.float32, add_watermarker=False
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
 @pytest.mark.slow
 def test_a_lora_learns_within_fifty_steps_and_the_model_stays(tmp_path: Path) -> None:
     stage, parts = new_stage("dusk", tmp_path)
@@ -87,7 +79,7 @@ def test_a_lora_touches_what_it_says_and_nothing_else(style: str, tmp_path: Path
 
     save_parts(replace(parts, networks={}), tmp_path / "model")
 
-    pipeline = stock()
+    pipeline = load_stock()
     folder = tmp_path / "model" / lora_folder(style)
     touched = {name.rsplit(".lora_", 1)[0] for name in stock_loras.load_layers(folder, pipeline)}
     said = {
@@ -99,21 +91,7 @@ def test_a_lora_touches_what_it_says_and_nothing_else(style: str, tmp_path: Path
     assert touched == said
 
 
-def test_diffusers_form_is_what_diffusers_saves(tmp_path: Path) -> None:
-    stage, parts = new_stage("striped", tmp_path)
-    shaken(stage)
-    save_parts(replace(parts, networks={}), tmp_path / "model")
-
-    file = tmp_path / "model" / "loras" / "striped" / "pytorch_lora_weights.safetensors"
-    tensors = load_file(file)
-
-    assert all(name.startswith("unet.") and tensor.dtype is torch.float16 for name, tensor in tensors.items())
-    pipeline = stock()
-    pipeline.load_lora_weights(file.parent)
-    assert pipeline.get_active_adapters()
-
-
-def test_pefts_form_is_a_folder_that_peft_loads(tmp_path: Path) -> None:
+def test_pefts_form_is_a_folder_that_peft_loads(tmp_path: Path, told: dict[str, Any]) -> None:
     """And the dict for stock Diffusers says the same of it: PEFT applies alpha itself."""
     stage, parts = new_stage("checked", tmp_path)
     shaken(stage)
@@ -122,22 +100,22 @@ def test_pefts_form_is_a_folder_that_peft_loads(tmp_path: Path) -> None:
 
     unet: Any = UNet2DConditionModel.from_pretrained(WEIGHTS / "unet", use_safetensors=True).float()
     wrapped = PeftModel.from_pretrained(unet, folder).eval()
-    pipeline = stock()
+    pipeline = load_stock()
     stock_loras.load(pipeline, folder, "checked")
 
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] is None
     assert not (folder / "README.md").exists()
     with torch.no_grad():
-        torch.testing.assert_close(pipeline.unet(**told()).sample, wrapped(**told()).sample, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(pipeline.unet(**told).sample, wrapped(**told).sample, atol=1e-4, rtol=1e-4)
 
 
-def test_kohyas_form_means_what_was_trained(tmp_path: Path) -> None:
+def test_kohyas_form_means_what_was_trained(tmp_path: Path, told: dict[str, Any]) -> None:
     """Mixed alphas, text encoders and convolutions: against the trained networks themselves."""
     stage, parts = new_stage("dusk", tmp_path)
     shaken(stage)
     save_parts(replace(parts, networks={}), tmp_path / "model")
     folder = tmp_path / "model" / "loras" / "dusk"
-    pipeline = stock()
+    pipeline = load_stock()
     stock_loras.load(pipeline, folder, "dusk")
 
     with safe_open(folder / "dusk.safetensors", "pt") as file:
@@ -146,22 +124,8 @@ def test_kohyas_form_means_what_was_trained(tmp_path: Path) -> None:
     nets = trained(parts, "dusk")
     ids = parts.tokens(["a big red star"])
     with torch.no_grad():
-        torch.testing.assert_close(pipeline.unet(**told()).sample, nets["unet"](**told()).sample, atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(pipeline.unet(**told).sample, nets["unet"](**told).sample, atol=2e-3, rtol=2e-3)
         for name in ("text_encoder", "text_encoder_2"):
             found = getattr(pipeline, name)(ids).last_hidden_state
             torch.testing.assert_close(found, nets[name](ids).last_hidden_state, atol=2e-3, rtol=2e-3)
             assert not torch.allclose(found, parts[name](ids).last_hidden_state, atol=1e-2)
-
-
-def told() -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(3)
-    noisy, context, pooled = (
-        torch.randn(shape, generator=generator) for shape in ((2, 4, 16, 16), (2, 24, 128), (2, 64))
-    )
-    added = {"text_embeds": pooled, "time_ids": torch.full((2, 6), 64.0)}
-    return {
-        "sample": noisy,
-        "timestep": torch.tensor([5, 700]),
-        "encoder_hidden_states": context,
-        "added_cond_kwargs": added,
-    }
