@@ -7,12 +7,9 @@ import random
 import numpy as np
 import numpy.typing as npt
 import PIL.Image
-import pytest
 
 from bottega.miniature.scenes import (
     COLOURS,
-    DRAWN,
-    SIDE,
     Scene,
     SceneLayout,
     Thing,
@@ -49,18 +46,6 @@ def near(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     moved = [padded[y : y + rows, x : x + columns] for y in range(3) for x in range(3)]
     grown: npt.NDArray[np.bool_] = np.logical_or.reduce(moved)
     return grown
-
-
-@pytest.mark.parametrize("kind", list(DRAWN))
-def test_control_images_are_white_on_black_and_as_large_as_pictures(kind: str) -> None:
-    for layout in layouts(20):
-        control = DRAWN[kind](layout)
-        pixels = np.asarray(control)
-        assert (control.mode, control.size) == ("RGB", (SIDE, SIDE))
-        assert (pixels[..., 0] == pixels[..., 1]).all()
-        assert (pixels[..., 0] == pixels[..., 2]).all()
-        assert 180 < pixels.max() <= 255
-        assert np.median(pixels) == 0
 
 
 def test_silhouettes_are_where_the_picture_differs_from_its_ground() -> None:
