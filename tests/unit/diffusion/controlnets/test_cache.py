@@ -103,17 +103,6 @@ def test_a_load_that_fails_is_told_to_those_who_wait_for_it_and_can_be_asked_for
         shelf.give_back(failing)  # harmless
 
 
-def test_a_loan_may_end_before_its_load_and_twice(shelves: Shelves, size_bytes: int) -> None:
-    gate = Gate()
-    with shelves(budget_bytes=size_bytes, load=gate) as shelf:
-        hold = shelf.borrow(["edges"])
-        assert gate.waiting.wait(WAIT_S)
-        shelf.give_back(hold)
-        shelf.give_back(hold)
-        gate.open()
-        assert nets(shelf.borrow(["depth"]))[0].name == "depth"
-
-
 @pytest.fixture
 def closed_in_the_middle(shelves: Shelves) -> Iterator[tuple[ControlNetCache, ControlNetLease]]:
     gate = Gate()

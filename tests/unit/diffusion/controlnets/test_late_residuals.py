@@ -112,12 +112,6 @@ def test_with_fixed_rows_a_late_neighbour_changes_no_bit(model: Model) -> None:
     assert {row.owner for row in beside} == {plain, other}
 
 
-def test_residuals_that_are_here_are_added(model: Model) -> None:
-    controlled, plain = request(model, 1, controlled=True), request(model, 1, controlled=False)
-    noise = list(build(model, Residuals()).predict(rows_of(controlled, plain)).noise.values())
-    assert (noise[0] - noise[2]).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("fixed_rows", [0, 8])
 def test_a_controlnet_that_dies_in_the_middle_holds_the_others_up_for_a_moment_only(
     model: Model, fixed_rows: int, monkeypatch: pytest.MonkeyPatch

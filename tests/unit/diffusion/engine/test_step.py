@@ -107,14 +107,6 @@ def progress_of(model: Model, order: EngineOrder) -> tuple[Drawing, list[JobAdva
     return drawing, drawing.all(JobAdvanced)
 
 
-def test_previews_come_only_where_they_were_asked_for(model: Model) -> None:
-    _, plain = progress_of(model, EngineOrder(key=0, spec=SPEC))
-    _, shown = progress_of(model, EngineOrder(key=0, spec=SPEC, preview=True))
-    assert [event.steps_done for event in plain] == [event.steps_done for event in shown] == [1, 2, 3, 4, 5, 6]
-    assert all(event.preview is None for event in plain)
-    assert all(event.preview is not None and event.preview.shape == (16, 16, 3) for event in shown)
-
-
 def test_previews_asked_for_on_the_way_come_from_then_on(model: Model) -> None:
     easel = ManualEngine(Engine(model, replace(TOGETHER, progress_interval_s=1e-9)))
     for key in (0, 1):
