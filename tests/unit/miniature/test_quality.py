@@ -10,14 +10,7 @@ import PIL.Image
 import PIL.ImageFilter
 import pytest
 import torch
-from transformers import (
-    AutoTokenizer,
-    CLIPConfig,
-    CLIPImageProcessor,
-    CLIPModel,
-    CLIPTextConfig,
-    CLIPVisionConfig,
-)
+from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import Scene, caption, held_out_scenes, random_layout, render

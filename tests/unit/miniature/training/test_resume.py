@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,12 @@ import pytest
 import torch
 
 from load.miniature.training import loop
-from load.miniature.training.checkpoints import load_checkpoint
-from load.miniature.training.controlnet import ControlNetStage
-from load.miniature.training.lora import LORAS, LoraStage
+from load.miniature.training.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from load.miniature.training.stages import STEPS
-from load.miniature.training.text import TextStage
 from load.miniature.training.train import Training, train
-from load.miniature.training.unet import UnetStage
-from load.miniature.training.vae import VaeStage
 
 # A stage of each kind; the others, which learn alike, are slow.
 QUICK = {"decoder", "vision", "edges"}
-
-CLASSES: dict[str, Any] = {
-    "vae": VaeStage,
-    "decoder": VaeStage,
-    "text": TextStage,
-    "vision": TextStage,
-    "unet": UnetStage,
-    "edges": ControlNetStage,
-    "layout": ControlNetStage,
-    **dict.fromkeys(LORAS, LoraStage),
-}
 
 
 class Watch:
@@ -59,7 +42,7 @@ def test_a_stage_that_was_stopped_and_killed_goes_on_to_the_same_bits(
         assert train(name, _training(parted, minutes=2.5)).steps == 1
     with monkeypatch.context() as killed:
         killed.setattr(loop, "CHECKPOINT_S", -1.0)
-        killed.setattr(CLASSES[name], "step", _dies_at(2, CLASSES[name].step))
+        killed.setattr(loop, "save_checkpoint", _save_and_die)
         with pytest.raises(KeyboardInterrupt):
             train(name, _training(parted))
     checkpoint = load_checkpoint(name, parted)
@@ -75,13 +58,9 @@ def test_a_stage_that_was_stopped_and_killed_goes_on_to_the_same_bits(
     assert (left.step, _tensors(left.state)) == (kept.step, _tensors(kept.state))
 
 
-def _dies_at(last: int, step: Callable[..., float]) -> Callable[..., float]:
-    def die(self: object, number: int, rate: float) -> float:
-        if number == last:
-            raise KeyboardInterrupt
-        return step(self, number, rate)
-
-    return die
+def _save_and_die(checkpoint: Checkpoint, name: str, folder: Path) -> None:
+    save_checkpoint(checkpoint, name, folder)
+    raise KeyboardInterrupt
 
 
 def _training(folder: Path, minutes: float = 60.0) -> Training:
