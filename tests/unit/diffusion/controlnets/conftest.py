@@ -11,15 +11,13 @@ import pytest
 
 from bottega.diffusion.controlnets import ControlNetCache
 from bottega.diffusion.model.model import Model
-from tests.samples.controlnets import random_controlnet, save, shelf_of, sources
+from tests.samples.controlnets import shelf_of, sources
+from tests.support.controlled_engine import random_folders
 
 
 @pytest.fixture(scope="module")
 def folders(model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    nets = {
-        name: random_controlnet(model.backbone.unet, seed) for seed, name in enumerate(("edges", "depth", "layout"))
-    }
-    return save(nets, tmp_path_factory.mktemp("controlnets"))
+    return random_folders(model, tmp_path_factory.mktemp("controlnets"))
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,7 @@ from typing import Any
 import PIL.Image
 import pytest
 import torch
-from diffusers import (
-    ControlNetModel,
-    StableDiffusionXLControlNetImg2ImgPipeline,
-)
+from diffusers import ControlNetModel, StableDiffusionXLControlNetImg2ImgPipeline
 from torch import Tensor
 
 from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
@@ -25,34 +22,13 @@ from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
-from bottega.diffusion.spec import ResolvedSpec
-from tests.samples.controlnets import (
-    control_image,
-    control_spec,
-    controlled_latent,
-    random_controlnet,
-    save,
-    shelf_of,
-    stock_options,
-)
+from tests.samples.controlnets import control_spec, controlled_latent, random_controlnet, save, shelf_of, stock_options
+from tests.support.controlled_engine import IMAGES, NAMES, PLAIN, controlled
 from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.stock import assert_close, latent_of, load_stock, variant
 
-NAMES = ("edges", "depth", "layout")
-# The last one has another size than the picture, so that it is resized.
-IMAGES = (control_image(1), control_image(2), control_image(3, 80, 112))
-PLAIN = ResolvedSpec(
-    prompt="a big red star on the left on a blue background", num_inference_steps=4, width=64, height=64, seed=1
-)
 # Nobody may be passed over, so all that fit into a group share every turn, whatever turns cost here and now.
 TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
-
-
-def controlled(*controls: tuple[int, float], spec: ResolvedSpec = PLAIN, **options: Any) -> EngineOrder:
-    """A job with these ControlNets, by place in NAMES and scale."""
-    specs = tuple(control_spec(NAMES[place], IMAGES[place], scale, **options) for place, scale in controls)
-    images = tuple(IMAGES[place] for place, _ in controls)
-    return EngineOrder(key="controlled", spec=replace(spec, controlnets=specs), control_images=images)
 
 
 @pytest.fixture(scope="module")
