@@ -6,7 +6,7 @@ import gc
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -103,23 +103,15 @@ def test_a_load_that_fails_is_told_to_those_who_wait_for_it_and_can_be_asked_for
         shelf.give_back(failing)  # harmless
 
 
-@pytest.fixture
-def closed_in_the_middle(shelves: Shelves) -> Iterator[tuple[ControlNetCache, ControlNetLease]]:
+def test_closing_fails_those_who_wait_and_ends_the_thread(shelves: Shelves) -> None:
     gate = Gate()
     with shelves(load=gate) as shelf:
         hold = shelf.borrow(["edges"])
         assert gate.waiting.wait(WAIT_S)
         threading.Timer(0.1, gate.open).start()
         shelf.close()
-        yield shelf, hold
-
-
-def test_closing_fails_those_who_wait_and_ends_the_thread(
-    closed_in_the_middle: tuple[ControlNetCache, ControlNetLease],
-) -> None:
-    shelf, hold = closed_in_the_middle
-    with pytest.raises(Draining):
-        nets(hold)
-    with pytest.raises(Draining):
-        shelf.borrow(["edges"])
-    assert "ControlNet loads" not in {thread.name for thread in threading.enumerate()}
+        with pytest.raises(Draining):
+            nets(hold)
+        with pytest.raises(Draining):
+            shelf.borrow(["edges"])
+        assert "ControlNet loads" not in {thread.name for thread in threading.enumerate()}
