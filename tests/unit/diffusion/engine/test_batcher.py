@@ -179,7 +179,7 @@ def longest_wait(chosen: Batcher[Asked], plan: Plan, at_once: int) -> int:
     return longest
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(measured=st.sampled_from([times, outdated]), plan=arrivals, cost=costs, max_wait_turns=st.integers(1, 8))
 def test_nobody_is_passed_over_longer_than_the_bound(
     measured: Callable[..., StepTimes], plan: Plan, cost: Callable[[int], float], max_wait_turns: int

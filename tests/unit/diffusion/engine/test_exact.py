@@ -168,6 +168,7 @@ def test_image_to_image_begins_where_stock_does_and_ends_as_it_does(
     spec = replace(PLAIN, num_inference_steps=7, sampler=kind, strength=strength)
     drawing = easel.draw(EngineOrder(key="from a picture", spec=spec, image=pixels_tensor(source)))
     assert drawing.record.begin_step == 7 - int(7 * strength)
+    assert_as_stock(drawing, stock, source)
     assert_equal_to_stock(drawing, stock, source)
 
 
