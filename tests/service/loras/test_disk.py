@@ -97,19 +97,6 @@ async def test_uploads_that_failed_for_the_disk_leave_room_for_those_that_come_l
         assert (await store.upload("a", lora_file(tmp_path))).modules == 1
 
 
-async def test_callers_that_go_while_they_upload_leave_room_and_no_files(tmp_path: Path) -> None:
-    data = lora_file(tmp_path).read_bytes()
-    async with running(tmp_path / "store") as store:
-        for _ in range(_MANY):
-            call = store.stub.UploadLora(upload_requests("a", data, size_bytes=len(data) + 1))
-            await asyncio.sleep(0)
-            call.cancel()
-        assert (await store.upload("a", lora_file(tmp_path))).modules == 1
-        async with asyncio.timeout(PATIENCE_S):
-            while list((tmp_path / "store" / "files" / "incoming").iterdir()):  # noqa: ASYNC110 - it has no event
-                await asyncio.sleep(0.02)
-
-
 async def test_a_caller_that_goes_at_the_last_moment_leaves_no_file_without_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

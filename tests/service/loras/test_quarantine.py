@@ -31,6 +31,22 @@ async def _fill(store: Running, folder: Path, *names: str) -> dict[str, pb.Store
     return await _listed(store)
 
 
+async def _lost(folder: Path, *names: str, version: int = 2) -> dict[str, pb.StoredLora]:
+    """A store with these LoRAs whose catalogue is gone; what it had. version: that wrote it; 1 described no files."""
+    async with running(folder) as store:
+        before = await _fill(store, folder.parent, *names)
+    if version == 1:
+        _as_written_by_version_1(folder)
+    (folder / "catalogue.db").unlink()
+    return before
+
+
+def _change_rows(folder: Path, change: str, *values: object) -> None:
+    """As a disk may, behind the store's back."""
+    with closing(sqlite3.connect(folder / "catalogue.db")) as connection, connection:
+        connection.execute(f"UPDATE loras SET {change}", values)
+
+
 async def _listed(store: Running) -> dict[str, pb.StoredLora]:
     """By name, as far as it is the same whether it is in memory or not."""
     answer = await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)
@@ -169,8 +185,7 @@ async def test_a_damaged_row_is_not_served_and_comes_back_from_its_file(
     values = {"trigger_words": '["in Ink"]', "digest": "0" * 64, "base": "miniaturf", "pinned": 0}
     async with running(folder) as store:
         before = await _fill(store, tmp_path, "ink", "wash", "dots")
-    with closing(sqlite3.connect(folder / "catalogue.db")) as connection, connection:
-        connection.execute(f"UPDATE loras SET {column} = ? WHERE name = 'ink'", (values[column],))
+    _change_rows(folder, f"{column} = ? WHERE name = 'ink'", values[column])
     async with running(folder) as store:
         assert sorted(await _listed(store)) == ["dots", "wash"]
         page = await store.stub.ListLoras(pb.ListLorasRequest(page_size=2), timeout=PATIENCE_S)
@@ -193,8 +208,7 @@ async def test_a_row_that_is_damaged_while_the_store_runs_is_found_and_comes_bac
 ) -> None:
     async with running(tmp_path / "store") as store:
         before = await _fill(store, tmp_path, "ink", "wash")
-        with closing(sqlite3.connect(tmp_path / "store" / "catalogue.db")) as connection, connection:
-            connection.execute("UPDATE loras SET rank = rank + 1 WHERE name = 'ink'")
+        _change_rows(tmp_path / "store", "rank = rank + 1 WHERE name = 'ink'")
         assert sorted(await _listed(store)) == ["wash"]
         await _restore_all(store)
         assert await _listed(store) == before
@@ -203,8 +217,7 @@ async def test_a_row_that_is_damaged_while_the_store_runs_is_found_and_comes_bac
 async def test_bringing_a_lora_again_mends_its_damaged_row(tmp_path: Path) -> None:
     async with running(tmp_path / "store") as store:
         before = await _fill(store, tmp_path, "ink")
-        with closing(sqlite3.connect(tmp_path / "store" / "catalogue.db")) as connection, connection:
-            connection.execute("UPDATE loras SET rank = rank + 1")
+        _change_rows(tmp_path / "store", "rank = rank + 1")
         again = await store.upload("ink", lora_file(tmp_path))
         assert (again.digest, again.rank) == (before["ink"].digest, before["ink"].rank)
         assert sorted(await _listed(store)) == ["ink"]
@@ -252,8 +265,7 @@ async def test_a_row_of_the_first_version_that_cannot_be_read_is_told_of_and_the
     async with running(folder) as store:
         await _fill(store, tmp_path, "ink", "wash")
     _as_written_by_version_1(folder)
-    with closing(sqlite3.connect(folder / "catalogue.db")) as connection, connection:
-        connection.execute("UPDATE loras SET bounds = '[[30,' WHERE name = 'ink'")
+    _change_rows(folder, "bounds = '[[30,' WHERE name = 'ink'")
     async with running(folder) as store:
         assert sorted(await _listed(store)) == ["wash"]
         error = await refused(store.stub.GetLora(pb.GetLoraRequest(name="ink"), timeout=PATIENCE_S))
@@ -265,15 +277,16 @@ async def test_weights_that_nothing_describes_come_back_for_the_base_that_they_f
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "store"
-    async with running(folder) as store:
-        lora = (await _fill(store, tmp_path, "ink"))["ink"]
-    _as_written_by_version_1(folder)
-    (folder / "catalogue.db").unlink()
+    before = await _lost(folder, "ink", "wash", version=1)
+    lora, other = before["ink"], before["wash"]
     two = config(bases={"miniature": "miniature", "copy": "miniature"})
     async with running(folder, two) as store:
         error = await refused(store.stub.RestoreLora(pb.RestoreLoraRequest(id=lora.digest), timeout=PATIENCE_S))
         assert isinstance(error, InvalidRequest)
         assert "it fits copy, miniature: say which" in error.message
+        said = await _restore(store, other.digest, name="style/wash", base="miniature")
+        assert (said.lora.name, said.lora.base) == ("style/wash", "miniature")
+        assert "its name" not in said.unknown
     async with running(folder) as store:
         (found,) = (await _quarantine(store)).values()
         assert (found.id, found.name, found.base) == (lora.digest, "", "")
@@ -290,24 +303,9 @@ async def test_weights_that_nothing_describes_come_back_for_the_base_that_they_f
         assert await _fetched(store, lora.digest) == lora.digest
 
 
-async def test_an_operator_says_the_name_and_the_base_that_are_not_known(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    async with running(folder) as store:
-        lora = (await _fill(store, tmp_path, "ink"))["ink"]
-    _as_written_by_version_1(folder)
-    (folder / "catalogue.db").unlink()
-    async with running(folder) as store:
-        back = await _restore(store, lora.digest, name="style/ink", base="miniature")
-        assert (back.lora.name, back.lora.base) == ("style/ink", "miniature")
-        assert "its name" not in back.unknown
-
-
 async def test_weights_that_do_not_fit_the_base_that_is_said_are_refused(tmp_path: Path) -> None:
     folder, other = tmp_path / "store", tmp_path / "other"
-    async with running(folder) as store:
-        lora = (await _fill(store, tmp_path, "ink"))["ink"]
-    _as_written_by_version_1(folder)
-    (folder / "catalogue.db").unlink()
+    lora = (await _lost(folder, "ink", version=1))["ink"]
     (other / "unet").mkdir(parents=True)
     (other / "unet" / "config.json").write_text('{"block_out_channels": [8], "layers_per_block": 1}')
     settings = config(bases={"other": str(other)})
@@ -322,13 +320,10 @@ async def test_weights_that_do_not_fit_the_base_that_is_said_are_refused(tmp_pat
 
 async def test_damaged_weights_stay_in_quarantine_and_are_not_brought_back(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    async with running(folder) as store:
-        await _fill(store, tmp_path, "ink")
-    (folder / "catalogue.db").unlink()
+    await _lost(folder, "ink")
     (path,) = _weights(folder)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     async with running(folder) as store:
         (found,) = (await _quarantine(store)).values()
         error = await refused(store.stub.RestoreLora(pb.RestoreLoraRequest(id=found.id), timeout=PATIENCE_S))
@@ -340,9 +335,7 @@ async def test_damaged_weights_stay_in_quarantine_and_are_not_brought_back(tmp_p
 async def test_of_weights_that_come_into_quarantine_twice_the_intact_ones_stay(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     for damaged in (False, True, True):
-        async with running(folder) as store:
-            before = await _fill(store, tmp_path, "ink")
-        (folder / "catalogue.db").unlink()
+        before = await _lost(folder, "ink")
         if damaged:
             (path,) = _weights(folder)
             path.write_bytes(bytes(path.stat().st_size))
@@ -385,9 +378,7 @@ async def test_a_lora_that_was_brought_again_meanwhile_gets_what_it_lacks_and_an
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "store"
-    async with running(folder) as store:
-        before = await _fill(store, tmp_path, "ink", "wash")
-    (folder / "catalogue.db").unlink()
+    before = await _lost(folder, "ink", "wash")
     async with running(folder) as store:
         found = await _quarantine(store)
         again = await store.upload("ink", lora_file(tmp_path, seed=0))
@@ -405,9 +396,7 @@ async def test_a_lora_that_was_brought_again_meanwhile_gets_what_it_lacks_and_an
 
 async def test_quarantine_counts_into_the_budget_until_its_operator_discards_it(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    async with running(folder) as store:
-        before = await _fill(store, tmp_path, "ink", "wash")
-    (folder / "catalogue.db").unlink()
+    before = await _lost(folder, "ink", "wash")
     tight = config(disk_bytes=sum(lora.size_bytes for lora in before.values()) + 1)
     async with running(folder, tight) as store:
         listed = await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)
@@ -428,9 +417,7 @@ async def test_quarantine_counts_into_the_budget_until_its_operator_discards_it(
 
 async def test_quarantine_comes_in_pages(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    async with running(folder) as store:
-        await _fill(store, tmp_path, "ink", "wash", "dots")
-    (folder / "catalogue.db").unlink()
+    await _lost(folder, "ink", "wash", "dots")
     async with running(folder) as store:
         names, token = [], ""
         while True:

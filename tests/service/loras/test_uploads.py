@@ -109,31 +109,6 @@ async def test_one_host_has_half_of_the_places_for_uploads(tmp_path: Path) -> No
         await store.upload("a", lora_file(tmp_path))
 
 
-async def test_one_host_has_half_of_the_bytes_for_uploads(tmp_path: Path) -> None:
-    settings = config(imports=ImportConfig(max_bytes=10_000, upload_bytes=40_000))
-    async with (
-        running(tmp_path / "store", settings) as store,
-        _unfinished(store, 10_000),
-        _unfinished(store, 9_000),
-    ):
-        error = await _refused(store, _small(tmp_path))
-        assert isinstance(error, QueueFull)
-        assert "your host" in error.message
-
-
-async def test_a_reserve_of_the_disk_stays_free_whatever_is_announced(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", size_bytes=8 << 20) as disk:
-        async with running(disk / "store", config(min_free_bytes=1 << 30)) as store:
-            async with _unfinished(store, 3 << 20):
-                error = await _refused(store, _small(tmp_path, size_bytes=1 << 20))
-                assert isinstance(error, StorageUnavailable)
-                assert (error.metadata["cause"], bool(error.retry_after_s)) == ("ENOSPC", True)
-                assert "stay free (min_free_bytes)" in error.message
-            await _nothing_is_left(store)
-            await store.upload("a", lora_file(tmp_path))
-            assert shutil.disk_usage(disk).free > (8 << 20) // 20
-
-
 async def test_an_upload_ends_when_others_have_filled_the_disk_to_the_reserve(tmp_path: Path) -> None:
     data = bytes(2 << 20)
     with small_disk(tmp_path / "disk", size_bytes=8 << 20) as disk:

@@ -30,11 +30,6 @@ def _keys(draw: st.DrawFn) -> str:
     return draw(_WRITTEN).format(escaped)
 
 
-@given(_keys(), _PATHS)
-def test_a_key_that_is_taken_matches_what_peft_matches(key: str, path: str) -> None:
-    assert module_pattern(key).matches(path) == (re.match(rf"(.*\.)?({key})$", path) is not None)
-
-
 @given(st.lists(_keys(), min_size=1, max_size=4, unique=True), st.lists(_PATHS, min_size=1))
 def test_of_several_keys_the_one_that_peft_finds_counts(keys: list[str], paths: list[str]) -> None:
     alphas = {key: float(number) for number, key in enumerate(keys, start=1)}

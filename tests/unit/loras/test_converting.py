@@ -69,15 +69,6 @@ def test_kohya_of_every_module_with_mixed_alphas_is_what_the_definition_says(
     _assert_same(imported(save(tensors, tmp_path / "kohya.safetensors")), expected)
 
 
-def test_a_module_whose_scale_is_wrong_would_be_noticed(
-    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
-) -> None:
-    tensors, expected = kohya({("unet", _Q): Part(rank=4, alpha=2.0)})
-    tensors[f"lora_unet_{_Q.replace('.', '_')}.alpha"] = torch.tensor(3.0)
-    with pytest.raises(AssertionError, match="to_q"):
-        _assert_same(imported(save(tensors, tmp_path / "a.safetensors")), expected)
-
-
 def test_kohyas_own_names_of_the_unet_mean_the_same_modules(
     imported: Callable[..., dict[str, Tensor]], tmp_path: Path
 ) -> None:
