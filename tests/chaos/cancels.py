@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import random
-import secrets
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 
 import grpc
 
-from bottega.errors import BottegaError, JobNotFound
 from bottega.rpc.channel import channel_options
 from bottega.rpc.status import from_rpc_error
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import CancelJobRequest, SubmitJobRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
-from tests.chaos.scene import DRAW_TIMEOUT_S, PROMPT, Scene
+from tests.chaos.gateways import LONG_STEPS, SEEDS, Order, check_order, look_first, new_id, submit
+from tests.chaos.scene import DRAW_TIMEOUT_S, Scene
 
-STEPS = 4
-LONG_STEPS = 60
-SEEDS = (31, 32, 33, 34)
 # Four of the longest texts: 64 KiB of each job, so that 2,100 jobs are more than is remembered by default.
 _TEXT = "a" * (16 << 10)
 _CALLERS = 8
@@ -29,20 +25,9 @@ _CALLERS = 8
 _SWEPT_S = 2.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """A job of somebody else's that was drawn before."""
-
-    request_id: str
-    seed: int
-    job_id: str
-
-
 def flood_cancels(scene: Scene, *, jobs: int, rng: random.Random) -> None:
     """So many jobs; what was finished before is still there afterwards, and what is drawn meanwhile comes."""
-    for seed in SEEDS:
-        scene.undisturbed(seed, STEPS)
-    scene.undisturbed(SEEDS[0], LONG_STEPS)
+    look_first(scene)
     finished = [_finish(scene, seed) for seed in SEEDS]
     drawing = scene.draw(seed=SEEDS[0], steps=LONG_STEPS)
     drawing.wait_for_step(rng.randint(1, LONG_STEPS // 4))
@@ -54,16 +39,18 @@ def flood_cancels(scene: Scene, *, jobs: int, rng: random.Random) -> None:
     scene.tally.figures["cancelled_per_s"] = cancelled / (time.monotonic() - began)
     time.sleep(_SWEPT_S)
     scene.check(drawing)
-    for job in finished:
-        _check(scene, job)
+    for order in finished:
+        check_order(scene, order)
+        if submit(scene, replace(order, job_id="")).job_id != order.job_id:
+            scene.tally.faults.append(f"{order.request_id} means another job now")
     scene.tally.reached("cancelled", jobs)
 
 
-def _finish(scene: Scene, seed: int) -> Finished:
-    request_id = f"chaos-{secrets.token_hex(8)}"
-    job = scene.client.submit(PROMPT, request_id=request_id, seed=seed, num_inference_steps=STEPS, **scene.options)
-    job.result(timeout_s=DRAW_TIMEOUT_S)
-    return Finished(request_id=request_id, seed=seed, job_id=job.id)
+def _finish(scene: Scene, seed: int) -> Order:
+    """Somebody else's, drawn before."""
+    order = submit(scene, Order(request_id=new_id(), seed=seed))
+    scene.client.job(order.job_id).result(timeout_s=DRAW_TIMEOUT_S)
+    return order
 
 
 def _flood(scene: Scene, calls: Iterator[int]) -> int:
@@ -81,22 +68,3 @@ def _flood(scene: Scene, calls: Iterator[int]) -> int:
             else:
                 cancelled += 1
     return cancelled
-
-
-def _check(scene: Scene, finished: Finished) -> None:
-    """The job and its picture are there, and its request_id still means it."""
-    tally = scene.tally
-    try:
-        picture = scene.client.job(finished.job_id).result(timeout_s=DRAW_TIMEOUT_S)[0]
-        again = scene.client.submit(
-            PROMPT, request_id=finished.request_id, seed=finished.seed, num_inference_steps=STEPS, **scene.options
-        )
-    except JobNotFound:
-        tally.lost += 1
-    except BottegaError as error:
-        tally.client_errors += 1
-        tally.faults.append(f"the client saw {error.reason_name}: {error.message}")
-    else:
-        tally.different_images += picture.data != scene.undisturbed(finished.seed, STEPS)
-        if again.id != finished.job_id:
-            tally.faults.append(f"{finished.request_id} means another job now")

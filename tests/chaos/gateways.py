@@ -51,7 +51,7 @@ def kill_gateways(scene: Scene, *, times: int, rng: random.Random, ready_s: floa
     The worker goes on with what it draws, and is found with it: no step of that runs again.
     ready_s: within which the gateway must serve again.
     """
-    _look_first(scene)
+    look_first(scene)
     for number in range(times):
         scene.wait_for_workers(1)
         drawing = scene.draw(seed=SEEDS[0], steps=LONG_STEPS)
@@ -66,7 +66,7 @@ def kill_gateways(scene: Scene, *, times: int, rng: random.Random, ready_s: floa
         scene.tally.most("gateway_ready_s", took_s)
         scene.tally.check("seconds until the gateway was ready again", took_s, ready_s)
         for order in orders:
-            _check(scene, order)
+            check_order(scene, order)
         _expect_adopted(scene, scene.check(drawing))
         scene.tally.count("kills")
     for side in ("acknowledged", "unacknowledged"):
@@ -75,7 +75,7 @@ def kill_gateways(scene: Scene, *, times: int, rng: random.Random, ready_s: floa
 
 def fill_disks(scene: Scene, *, times: int, rng: random.Random) -> None:
     """No file of the gateway can grow: nothing is taken, what was read can be read, and nothing is lost."""
-    _look_first(scene)
+    look_first(scene)
     for _ in range(times):
         drawing = scene.draw(seed=SEEDS[0], steps=LONG_STEPS)
         status = drawing.wait_for_step(rng.randint(1, LONG_STEPS // 2))
@@ -90,21 +90,22 @@ def fill_disks(scene: Scene, *, times: int, rng: random.Random) -> None:
                 time.sleep(1.0)  # it has come to its end, which cannot be written
                 _expect_untold(scene, status.job_id)
         began = time.monotonic()
-        healed = Order(request_id=_new_id(), seed=SEEDS[1])
+        healed = Order(request_id=new_id(), seed=SEEDS[1])
         while not healed.job_id and time.monotonic() - began < DRAW_TIMEOUT_S:
-            healed = _submit(scene, healed)
+            healed = submit(scene, healed)
             time.sleep(0.05)
         scene.tally.most("disk_healed_s", time.monotonic() - began)
         scene.tally.check("seconds until jobs were taken again", time.monotonic() - began, HEALED_S)
         for order in (*orders, healed):
-            _check(scene, order)
+            check_order(scene, order)
         scene.check(drawing)
         scene.tally.count("times")
     scene.tally.reached("refused_while_full", len(SEEDS) * times)
     scene.tally.reached("ended_while_full", times / 2)
 
 
-def _look_first(scene: Scene) -> None:
+def look_first(scene: Scene) -> None:
+    """Draws what is compared with."""
     for seed in SEEDS:
         scene.undisturbed(seed, STEPS)
     scene.undisturbed(SEEDS[0], LONG_STEPS)
@@ -114,7 +115,7 @@ def _look_first(scene: Scene) -> None:
 def _submitting(scene: Scene) -> Iterator[list[Future[Order]]]:
     """Callers that submit one job each, at the same time."""
     with ThreadPoolExecutor(len(SEEDS)) as callers:
-        yield [callers.submit(_submit, scene, Order(request_id=_new_id(), seed=seed)) for seed in SEEDS]
+        yield [callers.submit(submit, scene, Order(request_id=new_id(), seed=seed)) for seed in SEEDS]
 
 
 def _wait_for_the_moment(number: int, submitting: list[Future[Order]], rng: random.Random) -> None:
@@ -125,7 +126,7 @@ def _wait_for_the_moment(number: int, submitting: list[Future[Order]], rng: rand
         time.sleep(rng.uniform(0, AROUND_S))
 
 
-def _submit(scene: Scene, order: Order) -> Order:
+def submit(scene: Scene, order: Order) -> Order:
     """The order with what came of it, as the raw contract tells: nothing is retried."""
     spec = GenerationSpec(
         prompt=PROMPT,
@@ -143,7 +144,7 @@ def _submit(scene: Scene, order: Order) -> Order:
     return Order(request_id=order.request_id, seed=order.seed, job_id=job.job_id)
 
 
-def _check(scene: Scene, order: Order) -> None:
+def check_order(scene: Scene, order: Order) -> None:
     """An acknowledged job ends as that job; one that was not may be had by asking again. The picture is the same."""
     tally = scene.tally
     tally.count("acknowledged" if order.job_id else "unacknowledged")
@@ -209,5 +210,6 @@ def _full(scene: Scene) -> Iterator[None]:
         wait_until(gateway.is_running, "the gateway to have survived")
 
 
-def _new_id() -> str:
+def new_id() -> str:
+    """A request_id that nobody has had."""
     return f"chaos-{secrets.token_hex(8)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,100 +23,63 @@ from tests.chaos.workers import freeze_engines, freeze_fronts, freeze_workers, k
 pytestmark = pytest.mark.alone
 
 RNG = random.Random(7)
+# What may be done to the same two workers one after the other.
+TO_TWO_WORKERS: list[Callable[..., None]] = [
+    kill_workers,
+    freeze_workers,
+    freeze_engines,
+    freeze_fronts,
+    kill_lora_stores,
+    join_strangers,
+    fill_disks,
+    flood_connections,
+    flood_streams,
+]
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     with Scene(tmp_path_factory.mktemp("chaos"), ("a", "b")) as scene:
         yield scene
 
 
-@pytest.fixture
-def scene(shared: Scene) -> Scene:
-    shared.tally = Tally()
-    return shared
-
-
-def _well(scene: Scene) -> None:
+def _expect_well(scene: Scene) -> None:
     scene.count_ends()
     assert scene.tally.well, (scene.tally.zeros, scene.tally.faults)
 
 
 @pytest.mark.slow
-def test_a_worker_killed_at_a_random_step_leaves_the_same_picture(scene: Scene) -> None:
-    kill_workers(scene, times=1, rng=RNG)
-    _well(scene)
+@pytest.mark.parametrize("play", TO_TWO_WORKERS)
+def test_whatever_is_done_nothing_is_lost_and_every_picture_is_the_same(
+    two_workers: Scene, play: Callable[..., None]
+) -> None:
+    two_workers.tally = Tally()
+    play(two_workers, times=1, rng=RNG)
+    _expect_well(two_workers)
 
 
 @pytest.mark.slow
-def test_a_frozen_worker_is_out_in_time_and_leaves_the_same_picture(scene: Scene) -> None:
-    freeze_workers(scene, times=1, rng=RNG)
-    _well(scene)
-
-
-@pytest.mark.slow
-def test_a_frozen_engine_is_replaced_in_time_and_leaves_the_same_picture(scene: Scene) -> None:
-    freeze_engines(scene, times=1, rng=RNG)
-    _well(scene)
-
-
-@pytest.mark.slow
-def test_a_frozen_front_kills_no_engine_and_leaves_the_same_picture(scene: Scene) -> None:
-    freeze_fronts(scene, times=1, rng=RNG)
-    _well(scene)
-
-
-@pytest.mark.slow
-def test_a_flood_of_cancelled_jobs_takes_nobodys_picture(scene: Scene) -> None:
-    flood_cancels(scene, jobs=2500, rng=RNG)
-    _well(scene)
+def test_a_flood_of_cancelled_jobs_takes_nobodys_picture(two_workers: Scene) -> None:
+    two_workers.tally = Tally()
+    flood_cancels(two_workers, jobs=2500, rng=RNG)
+    _expect_well(two_workers)
 
 
 @pytest.mark.slow
 def test_a_controlnet_server_killed_in_a_session_leaves_the_same_picture(tmp_path: Path) -> None:
     with Scene(tmp_path, ("a",)) as scene:
         kill_controlnets(scene, times=2, servers=("x", "y"), rng=RNG)
-        _well(scene)
-
-
-@pytest.mark.slow
-def test_a_lora_store_killed_while_a_lora_is_loaded_leaves_the_same_picture(scene: Scene) -> None:
-    kill_lora_stores(scene, times=1, rng=RNG)
-    _well(scene)
+        _expect_well(scene)
 
 
 def test_a_gateway_killed_around_acknowledgement_loses_nothing(tmp_path: Path) -> None:
     with Scene(tmp_path, ("a",)) as scene:
         kill_gateways(scene, times=2, rng=RNG, ready_s=10.0)
-        _well(scene)
-
-
-@pytest.mark.slow
-def test_strangers_that_join_cost_no_picture_and_keep_no_worker_out(scene: Scene) -> None:
-    join_strangers(scene, times=1, rng=RNG)
-    _well(scene)
-
-
-@pytest.mark.slow
-def test_a_full_disk_loses_nothing_and_heals(scene: Scene) -> None:
-    fill_disks(scene, times=1, rng=RNG)
-    _well(scene)
-
-
-@pytest.mark.slow
-def test_idle_connections_by_the_thousand_cost_others_nothing(scene: Scene) -> None:
-    flood_connections(scene, times=1, rng=RNG)
-    _well(scene)
-
-
-@pytest.mark.slow
-def test_streams_by_the_thousand_cost_others_nothing(scene: Scene) -> None:
-    flood_streams(scene, times=1, rng=RNG)
-    _well(scene)
+        _expect_well(scene)
 
 
 @pytest.mark.slow
 def test_clients_notice_no_rolling_restart(tmp_path: Path) -> None:
     with Scene(tmp_path, ("a", "b")) as scene:
         roll(scene, cycles=1, workers=("a", "b"), servers=("x", "y"), clients=2)
-        _well(scene)
+        _expect_well(scene)
