@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -98,15 +97,6 @@ def test_an_error_at_any_turn_is_a_line_and_a_status_and_what_was_made_is_taken_
 ) -> None:
     seen = ended(started(tmp_path, {"fails_at": turn, "error": error}))
     assert seen == (status, turns, f"bottega.scripted: {turn} it cannot be\n")
-
-
-def test_a_port_that_is_taken_is_no_fault_of_the_configuration(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        status, turns, said = ended(started(tmp_path, {"server": {"listen": address}}))
-    assert (status, turns) == (1, ["made", "entered", "shut down", "left"])
-    assert said.splitlines()[-1].startswith(f"bottega.scripted: listen {address} cannot be used")
-    assert "Traceback" not in said
 
 
 def test_a_fault_of_ours_is_not_made_a_line(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from bottega.errors import QueueFull
 from bottega.rpc.interceptor.call_limits import CallLimit, CallSlot
 from bottega.rpc.interceptor.fair_queue import FairQueue
-from bottega.rpc.peers import Peer, peer_of
+from bottega.rpc.peers import Peer
 
 
 def peer(host: str, port: int = 1) -> Peer:
@@ -85,20 +85,6 @@ def test_as_many_as_are_served_may_have_ended_and_be_unread() -> None:
     for place in unread:
         place.release()
     assert len(taken(places, peer("a"))) == 8
-
-
-@pytest.mark.parametrize(
-    ("written", "connection", "host"),
-    [
-        ("ipv4:10.0.0.7:53124", "10.0.0.7 53124", "10.0.0.7"),
-        ("ipv6:%5B::1%5D:53124", "::1 53124", "::"),
-        ("ipv6:[2001:db8:1:2:3:4:5:6]:1", "2001:db8:1:2:3:4:5:6 1", "2001:db8:1:2::"),
-        ("ipv6:%5B::ffff:10.0.0.7%5D:53124", "10.0.0.7 53124", "10.0.0.7"),
-        ("unix:/run/x.sock", "unix:/run/x.sock", "unix"),
-    ],
-)
-def test_a_host_is_an_address_without_the_port(written: str, connection: str, host: str) -> None:
-    assert peer_of(written) == Peer(connection=connection, host=host)
 
 
 async def test_those_who_wait_have_their_turns_one_host_after_the_other() -> None:

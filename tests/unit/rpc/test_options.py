@@ -51,10 +51,3 @@ def test_every_option_is_one_that_grpc_knows(binary: bytes) -> None:
     named = _named()
     assert {"grpc.keepalive_time_ms", "grpc.max_receive_message_length"} <= set(named)
     assert {name: path for name, path in named.items() if not _known(name, binary)} == {}
-
-
-def test_a_misspelt_option_is_found(binary: bytes) -> None:
-    misspelt = "GRPC.http2.min_recv_ping_interval_without_data_ms".lower()
-    assert [misspelt] == list(_names(ast.parse(f'OPTIONS = [("{misspelt}", 1)]')))
-    assert not _known(misspelt, binary)
-    assert not _known(misspelt[:-1], binary)
