@@ -6,7 +6,6 @@ Knows files, not requests.
 from __future__ import annotations
 
 import functools
-import io
 import random
 import struct
 import zlib
@@ -17,6 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from bottega.codec import limits
 from tests.samples import hostile_images as hostile
+from tests.samples.hostile_images import saved
 
 _SIDE = 64
 # What the gateway takes by default.
@@ -89,17 +89,11 @@ def too_large_image() -> bytes:
     return largest_image() + b"\0"
 
 
-def saved(image: Image.Image, name: str = "PNG", **options: object) -> bytes:
-    """The image as a file of that format."""
-    out = io.BytesIO()
-    image.save(out, name, **options)
-    return out.getvalue()
-
-
 def png_of_size(width: int, height: int) -> bytes:
     """A PNG that claims to be of that size, with next to no pixels in it."""
-    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", zlib.compress(bytes(99))) + _chunk(b"IEND", b"")
+    header = hostile.chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    pixels = hostile.chunk(b"IDAT", zlib.compress(bytes(99)))
+    return b"\x89PNG\r\n\x1a\n" + header + pixels + hostile.chunk(b"IEND", b"")
 
 
 def _picture() -> Image.Image:
@@ -126,7 +120,3 @@ def _text_bomb() -> bytes:
     text = PngInfo()
     text.add_text("comment", "x" * _TEXT_BYTES, zip=True)
     return saved(_picture(), pnginfo=text)
-
-
-def _chunk(kind: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))

@@ -216,28 +216,6 @@ def test_those_who_wait_come_before_what_is_expected() -> None:
     assert serve(shelf) == "x"
 
 
-def test_what_is_on_loan_is_not_let_go_and_the_next_one_waits() -> None:
-    shelf = LoadPlan(1, Popularity())
-    first, second = shelf.borrow(items("x")), shelf.borrow(items("y"))
-    assert settle(shelf) == ["x"]
-    assert [first.granted, second.granted] == [True, False]
-    shelf.give_back(first)
-    assert [second.granted] == [True]
-    assert settle(shelf) == ["y"]
-
-
-def test_two_requests_never_hold_what_the_other_one_needs() -> None:
-    shelf = LoadPlan(3, Popularity())
-    first, second = shelf.borrow(items("x", "y")), shelf.borrow(items("y", "z", "x"))
-    third = shelf.borrow(items("w", "v"))
-    assert (first.granted, second.granted, third.granted) == (True, True, False)
-    assert settle(shelf) == ["x", "y", "z"]
-    shelf.give_back(first)
-    assert not third.granted
-    shelf.give_back(second)
-    assert {"v", "w"} < set(settle(shelf))
-
-
 def test_a_load_that_failed_is_tried_again_only_for_who_asks_anew() -> None:
     shelf = LoadPlan(2, Popularity())
     for _ in range(3):

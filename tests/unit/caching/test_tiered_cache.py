@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bottega.caching import CacheLease, Tier, TieredCache
-from bottega.errors import DataLoss, LoraNotFound, StorageUnavailable, TooManyOpenFiles
+from bottega.errors import BottegaError, DataLoss, LoraNotFound, StorageUnavailable, TooManyOpenFiles
 from bottega.transport.memory.sealed_file import received_file
 from tests.support.waiting import wait_until
 
@@ -125,18 +125,6 @@ def test_what_is_pinned_without_room_is_loaded_when_what_was_on_its_way_may_go(t
     shelf.tiers.close()
 
 
-def test_a_large_one_that_waits_for_room_keeps_no_other_one_from_its_own(shelf: _Shelf) -> None:
-    a, b, c = (shelf.put(number) for number in range(3))
-    (shelf.folder / c).write_bytes(bytes(3 * _SIZE))
-    loans = [shelf.lend(a), shelf.lend(a)]
-    other = shelf.lend(shelf.put(3))
-    shelf.tiers.pin([c, b])
-    for loan in (other, *loans):
-        shelf.tiers.give_back(loan)
-    wait_until(lambda: shelf.tiers.state(b) is True, "the load")
-    assert shelf.tiers.state(c) is None
-
-
 @pytest.mark.parametrize("size", [None, 3 * _SIZE], ids=["gone", "too large"])
 def test_one_that_cannot_be_loaded_does_not_use_up_the_only_occasion_of_the_next(
     shelf: _Shelf, size: int | None
@@ -213,10 +201,12 @@ def test_nobody_can_change_what_is_in_memory(shelf: _Shelf) -> None:
 def test_one_load_serves_all_who_ask_meanwhile(shelf: _Shelf) -> None:
     a = shelf.put(0)
     shelf.gate.clear()
+    assert shelf.tiers.prefetch(a)
     asked = [shelf.tiers.borrow(a) for _ in range(5)]
     shelf.gate.set()
     loans = [each.result(_WAIT_S) for each in asked]
     assert shelf.opened == [a]
+    assert {loan.tier for loan in loans} == {Tier.LOADED}, "none of them has found it in memory"
     assert len({loan.descriptor for loan in loans}) == 1
     assert shelf.tiers.leases(a) == 5
     for loan in loans:
@@ -235,20 +225,6 @@ def test_what_was_loaded_ahead_counts_as_loaded_for_the_first_who_asks_and_as_in
     assert [shelf.use(a) for _ in range(3)] == [Tier.LOADED, Tier.MEMORY, Tier.MEMORY]
     assert shelf.tiers.counts.by_tier == {Tier.LOADED: 1, Tier.MEMORY: 2}
     assert shelf.tiers.counts.loads == 1
-
-
-def test_all_who_wait_for_a_load_have_not_found_it_in_memory(shelf: _Shelf) -> None:
-    a = shelf.put(0)
-    shelf.gate.clear()
-    assert shelf.tiers.prefetch(a)
-    asked = [shelf.tiers.borrow(a) for _ in range(2)]
-    shelf.gate.set()
-    for each in asked:
-        loan = each.result(_WAIT_S)
-        assert loan.tier is Tier.LOADED
-        shelf.tiers.give_back(loan)
-    assert shelf.use(a) is Tier.MEMORY
-    assert shelf.tiers.counts.by_tier == {Tier.LOADED: 2, Tier.MEMORY: 1}
 
 
 def test_room_is_taken_before_the_bytes_come(shelf: _Shelf) -> None:
@@ -290,31 +266,27 @@ def test_what_was_lent_is_readable_though_its_file_is_removed(shelf: _Shelf) -> 
         shelf.tiers.give_back(loan)
 
 
-def test_without_a_descriptor_left_it_is_said_and_nothing_stays_lent(shelf: _Shelf) -> None:
+@pytest.mark.parametrize(
+    ("limit", "most", "kind", "says"),
+    [
+        (resource.RLIMIT_NOFILE, 3, TooManyOpenFiles, "open files"),
+        # Of files without a name, too.
+        (resource.RLIMIT_FSIZE, _SIZE - 1, StorageUnavailable, "no memory is left"),
+    ],
+    ids=["descriptors", "memory"],
+)
+def test_what_there_is_none_left_of_is_said_and_nothing_stays_lent(
+    shelf: _Shelf, limit: int, most: int, kind: type[BottegaError], says: str
+) -> None:
     a = shelf.put(0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        asked = shelf.tiers.borrow(a)
-        error = asked.exception(_WAIT_S)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert isinstance(error, TooManyOpenFiles)
-    assert "open files" in error.message
-    assert shelf.tiers.leases(a) == 0
-    assert shelf.use(a) is Tier.LOADED
-
-
-def test_without_memory_left_it_is_said_that_it_is_memory_and_nothing_stays_lent(shelf: _Shelf) -> None:
-    a = shelf.put(0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_SIZE - 1, hard))  # of files without a name, too
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (most, hard))
     try:
         error = shelf.tiers.borrow(a).exception(_WAIT_S)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert isinstance(error, StorageUnavailable)
-    assert "no memory is left" in error.message
+        resource.setrlimit(limit, (soft, hard))
+    assert isinstance(error, kind)
+    assert says in error.message
     assert (shelf.tiers.leases(a), shelf.tiers.used_bytes) == (0, 0)
     assert shelf.use(a) is Tier.LOADED
 

@@ -18,6 +18,7 @@ from bottega.codec import Pixels, images
 from bottega.codec.limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from bottega.errors import BadImage
 from bottega.v1 import generation_pb2
+from tests.samples.hostile_images import chunk, saved
 
 PNG, JPEG, WEBP = (
     generation_pb2.IMAGE_FORMAT_PNG,
@@ -29,12 +30,6 @@ PNG, JPEG, WEBP = (
 def picture(width: int = 37, height: int = 23, mode: str = "RGB") -> Image.Image:
     noise = np.random.default_rng(7).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(noise).convert(mode)
-
-
-def saved(image: Image.Image, name: str = "PNG", **options: object) -> bytes:
-    out = io.BytesIO()
-    image.save(out, name, **options)
-    return out.getvalue()
 
 
 def as_diffusers(data: bytes, width: int, height: int) -> NDArray[np.uint8]:
@@ -92,14 +87,8 @@ def test_16_bit_grey_keeps_its_levels() -> None:
 
 def png_of_size(width: int, height: int) -> bytes:
     """A valid PNG header of that size, with next to no pixels behind it."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(999))) + chunk(b"IEND", b"")
-    )
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(999))) + chunk(b"IEND", b"")
 
 
 def animated(name: str) -> bytes:

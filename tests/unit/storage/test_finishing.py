@@ -42,36 +42,25 @@ async def test_what_work_returns_and_raises_is_its_callers() -> None:
         await run_to_end(asyncio.to_thread(int, "x"))
 
 
-async def test_what_is_made_is_unmade_though_its_caller_goes_while_it_is_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slow", ["to make", "to unmake"])
+async def test_what_is_made_is_unmade_though_its_caller_goes_meanwhile(tmp_path: Path, slow: str) -> None:
     gate = threading.Event()
 
     def make() -> Path:
-        gate.wait(_PATIENCE_S)
+        if slow == "to make":
+            gate.wait(_PATIENCE_S)
         (tmp_path / "made").touch()
         return tmp_path / "made"
-
-    async def use() -> None:
-        async with acquired(make, Path.unlink):
-            raise AssertionError("the caller has gone")
-
-    await _cancelled_twice(asyncio.ensure_future(use()), gate)
-    assert not (tmp_path / "made").exists()
-
-
-async def test_what_is_made_is_unmade_though_its_caller_goes_while_it_is_unmade(tmp_path: Path) -> None:
-    gate = threading.Event()
 
     def unmake(path: Path) -> None:
-        gate.wait(_PATIENCE_S)
+        if slow == "to unmake":
+            gate.wait(_PATIENCE_S)
         path.unlink()
-
-    def make() -> Path:
-        (tmp_path / "made").touch()
-        return tmp_path / "made"
 
     async def use() -> None:
         async with acquired(make, unmake) as path:
             assert path.exists()
+            assert slow == "to unmake", "the caller has gone"
 
     await _cancelled_twice(asyncio.ensure_future(use()), gate)
     assert not (tmp_path / "made").exists()

@@ -13,6 +13,20 @@ from bottega.errors import StorageUnavailable
 from bottega.storage import StorageThread
 
 
+async def _hanging(thread: StorageThread) -> tuple[asyncio.Task[bool], threading.Event]:
+    """Work that the thread has begun with, and the gate that it waits for."""
+    hangs, gate = threading.Event(), threading.Event()
+
+    def hang() -> bool:
+        hangs.set()
+        return gate.wait()
+
+    work = asyncio.create_task(thread.run(hang))
+    while not hangs.is_set():  # noqa: ASYNC110 - another thread sets it
+        await asyncio.sleep(0)
+    return work, gate
+
+
 async def test_work_is_done_in_order_and_its_errors_come_back() -> None:
     thread = StorageThread("test")
     done: list[int] = []
@@ -25,16 +39,8 @@ async def test_work_is_done_in_order_and_its_errors_come_back() -> None:
 
 async def test_a_disk_that_hangs_holds_up_nobody_for_ever_and_no_more_than_the_bound() -> None:
     thread = StorageThread("hangs", max_waiting=2, wait_s=0.05)
-    hangs, gate = threading.Event(), threading.Event()
+    hanging, gate = await _hanging(thread)
     dropped: list[str] = []
-
-    def hang() -> bool:
-        hangs.set()
-        return gate.wait()
-
-    hanging = asyncio.create_task(thread.run(hang))
-    while not hangs.is_set():  # noqa: ASYNC110 - another thread sets it
-        await asyncio.sleep(0)
     (ours,) = (other for other in threading.enumerate() if other.name == "hangs")
     waiting = [asyncio.create_task(thread.run(lambda: dropped.append("ran"))) for _ in range(3)]
     results = await asyncio.gather(hanging, *waiting, return_exceptions=True)
@@ -49,15 +55,8 @@ async def test_a_disk_that_hangs_holds_up_nobody_for_ever_and_no_more_than_the_b
 
 
 async def test_a_process_that_was_stopped_does_not_blame_the_disk() -> None:
-    thread, hangs, gate = StorageThread("stopped", wait_s=0.1), threading.Event(), threading.Event()
-
-    def hang() -> bool:
-        hangs.set()
-        return gate.wait()
-
-    working = asyncio.create_task(thread.run(hang))
-    while not hangs.is_set():  # noqa: ASYNC110 - another thread sets it
-        await asyncio.sleep(0)
+    thread = StorageThread("stopped", wait_s=0.1)
+    working, gate = await _hanging(thread)
     time.sleep(1.5)  # noqa: ASYNC251 - as SIGSTOP does: nothing of this process goes on
     asyncio.get_running_loop().call_later(0.1, gate.set)  # the thread goes on a little later than the loop
     assert await working
