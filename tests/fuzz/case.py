@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
@@ -15,6 +17,10 @@ UNSERVED = grpc.StatusCode.UNIMPLEMENTED
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 NAN, INF = float("nan"), float("inf")
+
+# That name nothing, whatever it is of.
+BAD_NAMES = ("", "x" * 201, "a b", "../up", "\0", "ü", "/etc")
+BAD_DIGESTS = ("", "A" * 64, "a" * 63, "a" * 65, "\0" * 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +41,19 @@ class Case:
 def case_of(method: str, name: str, request: Message, code: grpc.StatusCode = OK, *fields: str) -> Case:
     """A case with one message."""
     return Case(method=method, name=name, raw=(request.SerializeToString(),), code=code, fields=frozenset(fields))
+
+
+def refused_load(case: Case, field: str) -> Case:
+    """The case of a service that joins, with a report that is refused for this field."""
+    return replace(case, code=INVALID, fields=frozenset({f"load.{field}"}))
+
+
+def page_sizes(method: str, request: Any) -> Iterator[Case]:
+    """Of a list. request: makes one."""
+    for size in (0, 1, 1000):
+        yield case_of(method, f"pages of {size}", request(page_size=size))
+    for size in (-1, 1001, 2**31 - 1, -(2**31)):
+        yield case_of(method, f"pages of {size}", request(page_size=size), INVALID, "page_size")
 
 
 def shown(value: object) -> str:

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from bottega.v1 import controlnet_pb2
 from bottega.v1.hosted_pb2 import ResidualProfile
-from tests.fuzz.case import ALREADY_EXISTS, INF, INVALID, NAN, NOT_FOUND, Case, case_of, shown
+from tests.fuzz.case import ALREADY_EXISTS, BAD_NAMES, INF, INVALID, NAN, NOT_FOUND, Case, case_of, shown
 from tests.samples.hostile_controlnets import FOLDERS
 
 NET = "edges"
@@ -24,7 +24,6 @@ _PROFILES: tuple[tuple[str, tuple[Any, ...], tuple[Any, ...]], ...] = (
     ("num_inference_steps", (1, 200), (0, -1, 201, 2**31 - 1)),
     ("similarity", (-1.0, 0.0, 1.0), (1.001, -1.001, NAN, INF, -INF)),
 )
-_BAD_NAMES = ("", "x" * 201, "a b", "../up", "\0", "ü", "/etc")
 
 
 def valid(method: str, digest: str) -> list[Message]:
@@ -51,7 +50,7 @@ def controlnet_corpus(digest: str) -> Iterator[Case]:
 def _names() -> Iterator[Case]:
     for names in ([], [NET], ["nobody"] * 256, ["x" * 200]):
         yield case_of("Prefetch", f"{len(names)} names", controlnet_pb2.PrefetchRequest(names=names))
-    for name in _BAD_NAMES:
+    for name in BAD_NAMES:
         request = controlnet_pb2.PrefetchRequest(names=[NET, name])
         yield case_of("Prefetch", f"name {shown(name)}", request, INVALID, "names[1]")
     many = controlnet_pb2.PrefetchRequest(names=["x"] * 257)
@@ -63,7 +62,7 @@ def _folders() -> Iterator[Case]:
         return controlnet_pb2.AddControlNetRequest(**{"name": "mine", "folder": NET, **facts})
 
     yield case_of("AddControlNet", "below the root", added(name="x" * 200))
-    for name in _BAD_NAMES:
+    for name in BAD_NAMES:
         yield case_of("AddControlNet", f"name {shown(name)}", added(name=name), INVALID, "name")
     for folder in ("", "/", "..", f"{NET}/../..", "/etc", "nobody", "\0", "x" * 4096, "x" * 4097, "~", "$HOME"):
         yield case_of("AddControlNet", f"folder {shown(folder)}", added(folder=folder), INVALID, "folder")
@@ -87,7 +86,7 @@ def _profiles(digest: str) -> Iterator[Case]:
             yield case_of("SetProfile", f"{field} {shown(value)}", measured(**facts), INVALID, f"profile.{field}")
     yield case_of("SetProfile", "another version", measured(of="ab"), NOT_FOUND)
     yield case_of("SetProfile", "a stranger", measured("nobody"), NOT_FOUND)
-    for name in _BAD_NAMES:
+    for name in BAD_NAMES:
         yield case_of("SetProfile", f"name {shown(name)}", measured(name), INVALID, "name")
     nothing = ("name", "profile.model_hash", "profile.num_inference_steps")
     yield case_of("SetProfile", "nothing at all", controlnet_pb2.SetProfileRequest(), INVALID, *nothing)

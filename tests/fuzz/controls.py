@@ -5,7 +5,6 @@ Knows the contract's bounds; sends nothing.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +13,10 @@ from bottega.v1 import fleet_pb2
 from bottega.v1.generation_pb2 import ControlNet, Lora
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted, ResidualProfile
 from bottega.v1.worker_pb2 import ControlNetHosts, ControlNetServer
-from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, Case, shown
+from tests.fuzz.case import BAD_NAMES, INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, Case, refused_load, shown
 from tests.fuzz.hosting import LONGEST_NAME
 from tests.fuzz.images import bad_images, good_images, largest_image, png_of_size, too_large_image
 
-_NAMES = ("", "x" * 201, "../../etc/passwd", "a b", "\0", "ü")
 _SCALES = (0.0, -1.0, 1e308, 5e-324)
 _BAD_SCALES = (NAN, INF, -INF)
 # Where it starts and ends.
@@ -32,7 +30,7 @@ def control_drawings(case: Any) -> Iterator[Case]:
     """Of callers, to a gateway that knows a server which hosts some. case: makes one."""
     png = good_images()["png"]
     yield case("nine ControlNets", INVALID, "spec.controlnets", controlnets=[ControlNet(name="edges", image=png)] * 9)
-    for name in _NAMES:
+    for name in BAD_NAMES:
         nets = [ControlNet(name=name, image=png)]
         yield case(f"ControlNet {shown(name)}", INVALID, "spec.controlnets[0].name", controlnets=nets)
     for scale in _BAD_SCALES:
@@ -102,7 +100,7 @@ def control_loads(case: Any) -> Iterator[Case]:
         "twice the same": [net(), net()],
         "too long a hash": [net(digest="x" * 129)],
         "too long a base": [net(base="x" * 129)],
-        **{f"called {shown(name)}": [net(name)] for name in ("", "x" * 201, "a b", "../up", "\0", "ü")},
+        **{f"called {shown(name)}": [net(name)] for name in BAD_NAMES},
         **{f"of negative {field}": [net(**{field: -1})] for field in ("size_bytes", "popularity", "sessions")},
         **{f"in state {state}": [net(state=state)] for state in (5, 99, -1)},
         "with a profile of nothing": [net(profiles=[ResidualProfile()])],
@@ -112,7 +110,7 @@ def control_loads(case: Any) -> Iterator[Case]:
     for name, nets in bad.items():
         for kind in (kinds.CONTROLNET, kinds.LORAS):
             whole = case(f"ControlNets {name}, from {kind}", kind=kind, load=fleet_pb2.Load(hosted=nets))
-            yield dataclasses.replace(whole, code=INVALID, fields=frozenset({"load.hosted"}))
+            yield refused_load(whole, "hosted")
 
 
 def control_attempts(case: Any) -> Iterator[Case]:
@@ -136,7 +134,7 @@ def control_attempts(case: Any) -> Iterator[Case]:
     yield from _ordered_hosts(ordered)
     yield ordered("measured, in guess mode", guess_mode=True, measure_similarity=True)
     yield ordered("with the largest image", image=largest_image())
-    for name in _NAMES:
+    for name in BAD_NAMES:
         yield ordered(f"called {shown(name)}", "spec.controlnets[0].name", name=name)
     yield ordered("with an image too large", "spec.controlnets[0].image", image=too_large_image())
     for scales, fields in ((_SCALES, ()), (_BAD_SCALES, ("spec.controlnets[0].controlnet_conditioning_scale",))):

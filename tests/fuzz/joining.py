@@ -14,7 +14,7 @@ import grpc
 
 from bottega import kinds
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
-from tests.fuzz.case import INF, INVALID, NAN, OK, Case, shown
+from tests.fuzz.case import INF, INVALID, NAN, OK, Case, refused_load, shown
 from tests.fuzz.controls import control_loads
 from tests.fuzz.loras import lora_loads
 
@@ -131,7 +131,7 @@ def _loads(case: Any) -> Iterator[Case]:
         facts: dict[str, Any] = {field: good}
         yield case(f"{len(good)} of {field} at the limit", load=fleet_pb2.Load(**facts))
         facts = {field: bad}
-        yield _refused(case(f"{len(bad)} of {field} past it", load=fleet_pb2.Load(**facts)), field)
+        yield refused_load(case(f"{len(bad)} of {field} past it", load=fleet_pb2.Load(**facts)), field)
     for field, values in {
         "fixed_s": (-0.001, NAN, INF, -INF),
         "max_rows": (-1, -(2**31)),
@@ -139,7 +139,7 @@ def _loads(case: Any) -> Iterator[Case]:
     }.items():
         for value in values:
             facts = {field: value}
-            yield _refused(case(f"{field} {value}", load=fleet_pb2.Load(**facts)), field)
+            yield refused_load(case(f"{field} {value}", load=fleet_pb2.Load(**facts)), field)
 
 
 def _planned(case: Any) -> Iterator[Case]:
@@ -164,7 +164,3 @@ def _planned(case: Any) -> Iterator[Case]:
 def _running(job_id: str) -> fleet_pb2.RunningAttempt:
     attempt = worker_pb2.AttemptId(job_id=job_id, number=2**31 - 1)
     return fleet_pb2.RunningAttempt(attempt=attempt, steps_left=2**31 - 1)
-
-
-def _refused(case: Case, field: str) -> Case:
-    return dataclasses.replace(case, code=INVALID, fields=frozenset({f"load.{field}"}))

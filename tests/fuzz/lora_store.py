@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from bottega.miniature import WEIGHTS
 from bottega.v1 import lora_pb2 as pb
-from tests.fuzz.case import INVALID, NOT_FOUND, OK, Case, case_of, shown
+from tests.fuzz.case import BAD_DIGESTS, BAD_NAMES, INVALID, NOT_FOUND, OK, Case, case_of, page_sizes, shown
 
 ROOT = WEIGHTS / "loras"
 FILE = ROOT / "dusk" / "dusk.safetensors"
@@ -28,9 +28,7 @@ LOST = "lost"
 OF_QUARANTINE = frozenset({"RestoreLora", "DiscardLora"})
 """Methods whose requests have the id of one in quarantine for a digest."""
 
-_BAD_NAMES = ("", "x" * 201, "a b", "../up", "\0", "ü", "/etc")
 _BAD_WORDS = (["x"] * 17, [""], ["x" * 201], ["\0"])
-_BAD_DIGESTS = ("", "A" * 64, "a" * 63, "a" * 65, "\0" * 64)
 
 
 def registered(**facts: Any) -> pb.RegisterLoraRequest:
@@ -81,7 +79,7 @@ def lora_store_corpus(digest: str) -> Iterator[Case]:
 def _brought() -> Iterator[Case]:
     """What is said of a LoRA, whichever way it comes."""
     wrong: list[tuple[str, dict[str, Any]]] = [
-        *(("name", {"name": name}) for name in _BAD_NAMES),
+        *(("name", {"name": name}) for name in BAD_NAMES),
         *(("base", {"base": base}) for base in ("", "nobody", "x" * (1 << 20))),
         *(("trigger_words", {"trigger_words": words}) for words in _BAD_WORDS),
     ]
@@ -108,7 +106,7 @@ def _uploads() -> Iterator[Case]:
     junk = b"\xff" * len(data)
     yield _upload("no LoRA", [pb.UploadLoraRequest(head=_head(junk)), pb.UploadLoraRequest(chunk=junk)])
     wrong: list[tuple[str, dict[str, Any]]] = [
-        *(("sha256", {"sha256": text}) for text in _BAD_DIGESTS),
+        *(("sha256", {"sha256": text}) for text in BAD_DIGESTS),
         *(("size_bytes", {"size_bytes": size}) for size in (0, -1, (4 << 30) + 1, 2**63 - 1)),
         ("adapter_config", {"adapter_config": b" " * ((1 << 20) + 1)}),
     ]
@@ -163,10 +161,7 @@ def _paths() -> Iterator[Case]:
 
 
 def _lists() -> Iterator[Case]:
-    for size in (0, 1, 1000):
-        yield case_of("ListLoras", f"pages of {size}", pb.ListLorasRequest(page_size=size))
-    for size in (-1, 1001, 2**31 - 1, -(2**31)):
-        yield case_of("ListLoras", f"pages of {size}", pb.ListLorasRequest(page_size=size), INVALID, "page_size")
+    yield from page_sizes("ListLoras", pb.ListLorasRequest)
     for field in ("page_token", "base"):
         longest: dict[str, Any] = {field: "x" * 200}
         longer: dict[str, Any] = {field: "x" * 201}
@@ -178,7 +173,7 @@ def _named() -> Iterator[Case]:
     for method in ("GetLora", "PinLora", "DeleteLora"):
         request = getattr(pb, f"{method}Request")
         yield case_of(method, "a stranger", request(name="nobody"), NOT_FOUND)
-        for name in _BAD_NAMES:
+        for name in BAD_NAMES:
             yield case_of(method, f"name {shown(name)}", request(name=name), INVALID, "name")
     yield case_of("GetLora", "one of a long name", pb.GetLoraRequest(name="x" * 200))
     yield case_of("PinLora", "one that is there", pb.PinLoraRequest(name="ink", pinned=True))
@@ -214,16 +209,12 @@ def _profiles(digest: str) -> Iterator[Case]:
         yield case_of("SetLoraProfile", f"bounds: {name}", measured(*bounds), INVALID, "bounds")
     yield case_of("SetLoraProfile", "another version", measured((9, 1), of="ab"), NOT_FOUND)
     yield case_of("SetLoraProfile", "a stranger", measured((9, 1), name="nobody"), NOT_FOUND)
-    for name in _BAD_NAMES:
+    for name in BAD_NAMES:
         yield case_of("SetLoraProfile", f"name {shown(name)}", measured((9, 1), name=name), INVALID, "name")
 
 
 def _quarantine() -> Iterator[Case]:
-    for size in (0, 1, 1000):
-        yield case_of("ListQuarantine", f"pages of {size}", pb.ListQuarantineRequest(page_size=size))
-    for size in (-1, 1001, 2**31 - 1, -(2**31)):
-        request = pb.ListQuarantineRequest(page_size=size)
-        yield case_of("ListQuarantine", f"pages of {size}", request, INVALID, "page_size")
+    yield from page_sizes("ListQuarantine", pb.ListQuarantineRequest)
     for length, fields in ((200, []), (201, ["page_token"])):
         request = pb.ListQuarantineRequest(page_token="x" * length)
         yield case_of("ListQuarantine", f"page_token of {length}", request, INVALID if fields else OK, *fields)
@@ -231,10 +222,10 @@ def _quarantine() -> Iterator[Case]:
     whole = pb.RestoreLoraRequest(id=nobody, name="x" * 200, base="miniature")
     yield case_of("RestoreLora", "nobody, and all that may be said of it", whole, NOT_FOUND)
     yield case_of("DiscardLora", "nobody", pb.DiscardLoraRequest(id=f"{nobody}.{'0' * 16}"), NOT_FOUND)
-    for id in (*_BAD_DIGESTS, "../../etc/passwd", f"{nobody}.", f"{nobody}.{'0' * 15}", f"{nobody}.{'G' * 16}"):
+    for id in (*BAD_DIGESTS, "../../etc/passwd", f"{nobody}.", f"{nobody}.{'0' * 15}", f"{nobody}.{'G' * 16}"):
         yield case_of("RestoreLora", f"id {shown(id)}", pb.RestoreLoraRequest(id=id), INVALID, "id")
         yield case_of("DiscardLora", f"id {shown(id)}", pb.DiscardLoraRequest(id=id), INVALID, "id")
-    for name in _BAD_NAMES[1:]:
+    for name in BAD_NAMES[1:]:
         renamed = pb.RestoreLoraRequest(id=nobody, name=name)
         yield case_of("RestoreLora", f"name {shown(name)}", renamed, INVALID, "name")
     for base in ("nobody", "x" * (1 << 20)):

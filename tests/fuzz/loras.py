@@ -6,18 +6,27 @@ Knows the contract's bounds; sends nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from bottega.v1 import fleet_pb2, worker_pb2
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from bottega.v1.worker_pb2 import AttemptDecisions, LoraStore
-from tests.fuzz.case import INF, INVALID, NAN, OK, UNAVAILABLE, Case, case_of, shown
+from tests.fuzz.case import (
+    BAD_DIGESTS,
+    BAD_NAMES,
+    INF,
+    INVALID,
+    NAN,
+    OK,
+    UNAVAILABLE,
+    Case,
+    case_of,
+    refused_load,
+    shown,
+)
 from tests.fuzz.images import good_images
 from tests.samples.hosted_loras import applied, at_hand
 
-_NAMES = ("", "x" * 201, "../../etc/passwd", "a b", "\0", "ü")
-_DIGESTS = ("", "A" * 64, "a" * 63, "a" * 65, "\0" * 64)
 _STEPS = (-(2**31), -1, 201, 2**31 - 1)
 # Nobody listens there: what such an attempt lacks, it waits for until it is cancelled.
 _NOWHERE = LoraStore(name="nowhere", address="127.0.0.1:1")
@@ -47,9 +56,9 @@ def lora_drawings(case: Any) -> Iterator[Case]:
     for step in _STEPS:
         yield bad(f"at {step} at the latest", "[0].max_step", Lora(name="ink", max_step=step))
         yield bad(f"from {step}", "[0].from_step", Lora(name="ink", from_step=step))
-    for text in _DIGESTS:
+    for text in BAD_DIGESTS:
         yield bad(f"of digest {shown(text)}", "[0].digest", Lora(name="ink", digest=text))
-    for name in _NAMES:
+    for name in BAD_NAMES:
         yield bad(f"called {shown(name)}", "[0].name", Lora(name=name))
     for scale in (NAN, INF, -INF):
         yield bad(f"scaled {scale}", "[0].scale", Lora(name="ink", scale=scale))
@@ -64,9 +73,9 @@ def lora_loads(case: Any) -> Iterator[Case]:
     """Of workers that say what LoRAs they have. case: makes one of them that joins."""
     many = at_hand(*(f"{number:064x}" for number in range(1025)))
     yield case("1024 LoRAs at hand", load=fleet_pb2.Load(hosted=many[:-1]))
-    bad = {"1025": many, "one twice": many[:1] * 2, **{shown(text): at_hand(text) for text in _DIGESTS}}
+    bad = {"1025": many, "one twice": many[:1] * 2, **{shown(text): at_hand(text) for text in BAD_DIGESTS}}
     for name, loras in bad.items():
-        yield _refused(case(f"LoRAs at hand: {name}", load=fleet_pb2.Load(hosted=loras)), "hosted")
+        yield refused_load(case(f"LoRAs at hand: {name}", load=fleet_pb2.Load(hosted=loras)), "hosted")
     yield from _applied_loads(case)
 
 
@@ -81,23 +90,19 @@ def _applied_loads(case: Any) -> Iterator[Case]:
         yield case(name, load=load)
     bad = {
         "nine": [patched] * 9,
-        **{f"of digest {shown(text)}": [applied(text)] for text in _DIGESTS},
+        **{f"of digest {shown(text)}": [applied(text)] for text in BAD_DIGESTS},
         **{f"scaled {scale}": [applied("a" * 64, scale)] for scale in (NAN, INF, -INF)},
     }
     for name, loras in bad.items():
         whole = case(f"LoRAs in the weights: {name}", load=fleet_pb2.Load(hosted=loras))
-        yield _refused(whole, "hosted")
+        yield refused_load(whole, "hosted")
     for kind, seconds in (("loras", -0.001), ("loras", NAN), ("loras", INF), ("loras", -INF), ("no kind", 1.0)):
         whole = case(f"{kind} that swap in {seconds} s", load=fleet_pb2.Load(switch_times=[_switch(kind, seconds)]))
-        yield _refused(whole, "switch_times")
+        yield refused_load(whole, "switch_times")
 
 
 def _switch(kind: str, seconds: float) -> fleet_pb2.SwitchTime:
     return fleet_pb2.SwitchTime(kind=kind, seconds=seconds)
-
-
-def _refused(case: Case, field: str) -> Case:
-    return replace(case, code=INVALID, fields=frozenset({f"load.{field}"}))
 
 
 def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:

@@ -19,7 +19,7 @@ from bottega.rpc.operation import logs
 from bottega.rpc.status import from_rpc_error
 from bottega.sampled_log import TOLD_PER_SECOND
 from bottega.v1 import image_pb2
-from tests.fakes.scripted_images import NAME, Served, failure, scripted_images, stub
+from tests.fakes.scripted_images import NAME, Served, scripted_images, stub
 from tests.support.waiting import eventually
 
 
@@ -126,19 +126,6 @@ def _counted(lines: Sequence[logging.LogRecord]) -> int:
 def _refusals(caplog: pytest.LogCaptureFixture) -> int:
     """Of which the log knows."""
     return len(_told(caplog, "call refused")) + _counted(_told(caplog, "more calls refused"))
-
-
-async def test_one_call_too_many_hears_when_to_come_back_and_the_others_end() -> None:
-    async with scripted_images(max_calls=2, peer_share=1.0) as (_, servicer, channel):
-        calls = [stub(channel).GetJob(image_pb2.GetJobRequest(job_id="wait")) for _ in range(2)]
-        await asyncio.sleep(0.1)
-        refused = from_rpc_error(await failure(channel, "one more"))
-        assert type(refused) is errors.QueueFull
-        assert refused.metadata == {"limit": "max_calls"}
-        assert refused.retry_after_s
-        servicer.release.set()
-        await asyncio.gather(*calls)
-        await stub(channel).GetJob(image_pb2.GetJobRequest())
 
 
 @pytest.mark.parametrize("crowd", [1_500, 4_000])
