@@ -12,7 +12,7 @@ from diffusers import UNet2DConditionModel
 from bottega.client import ControlNet
 from bottega.miniature import WEIGHTS
 from tests.chaos.scene import JOIN_TIMEOUT_S, Drawing, Scene
-from tests.chaos.workers import SEEDS, TRIES
+from tests.chaos.workers import SEEDS
 from tests.samples.controlnets import control_image, random_controlnet, save
 from tests.support.running_controlnets import png
 from tests.support.waiting import wait_until
@@ -24,10 +24,7 @@ def kill_controlnets(scene: Scene, *, times: int, servers: Sequence[str], rng: r
     """kill -9 at a random step, until so many kills have landed inside a session. Needs two servers, better three."""
     nets = host(scene, servers)
     scene.options["controlnets"] = [control()]
-    landed = 0
-    for _ in range(TRIES * times):
-        if landed == times:
-            break
+    for _ in scene.tally.tries("kills", times):
         wait_until(lambda: len(scene.hosting()) >= 2, "two ControlNet servers")
         drawing, name = _caught(scene, rng)
         whole = rng.random() < 0.5
@@ -38,15 +35,14 @@ def kill_controlnets(scene: Scene, *, times: int, servers: Sequence[str], rng: r
             _kill_engine(scene, name)
         picture = scene.check(drawing)
         if picture is None:
-            return  # as counted: more of the same says no more
+            return
         ran = list(picture.provenance.controlnets[0].servers)
         if picture.provenance.attempts < 2 and len(ran) < 2:
             continue
-        landed = scene.tally.count("kills")
+        scene.tally.count("kills")
         scene.tally.count("servers_killed" if whole else "engines_killed")
         if picture.provenance.attempts > 1:
             scene.tally.count("kills_with_another_attempt")
-    scene.tally.reached("kills", times)
 
 
 def host(scene: Scene, servers: Sequence[str]) -> Mapping[str, Path]:

@@ -7,7 +7,6 @@ import time
 
 from bottega.client import Picture
 from tests.chaos.scene import Drawing, Scene
-from tests.chaos.workers import TRIES
 from tests.samples.lora_files import Part, base_shapes, kohya, save
 
 STEPS = 20
@@ -27,20 +26,16 @@ def kill_lora_stores(scene: Scene, *, times: int, rng: random.Random) -> None:
     styled, plain = (drawing.picture(scene.tally) for drawing in (_styled(scene), _plain(scene)))
     assert styled is not None, scene.tally.faults
     assert plain is not None, scene.tally.faults
-    landed = 0
-    for _ in range(TRIES * times):
-        if landed == times:
-            break
+    for _ in scene.tally.tries("kills", times):
         pictures = _disturbed(scene, after_s=rng.uniform(0.1, 0.9) * _load_s(styled))
         for picture, undisturbed in zip(pictures, (styled, plain), strict=True):
             if picture is None:
-                return  # as counted: more of the same says no more
+                return
             scene.tally.different_images += picture.data != undisturbed.data
         assert pictures[0] is not None
         if _load_s(pictures[0]) > _load_s(styled) + _LATER_S:
-            landed = scene.tally.count("kills")
+            scene.tally.count("kills")
             scene.tally.most("longest_load_s", round(_load_s(pictures[0]), 2))
-    scene.tally.reached("kills", times)
 
 
 def keep(scene: Scene) -> None:

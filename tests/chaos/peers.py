@@ -13,8 +13,6 @@ from tests.support.worker_pair import TIMEOUT_S, Drawn, WorkerPair
 ENGINE = {"model": "miniature", "threads": 1}
 STEPS = 60
 SEEDS = (1, 2, 3)
-# Some kills come before the peer was lent anything, or when the picture is finished.
-TRIES = 3
 
 
 def kill_peers(pair: WorkerPair, tally: Tally, *, times: int, rng: random.Random) -> None:
@@ -23,10 +21,8 @@ def kill_peers(pair: WorkerPair, tally: Tally, *, times: int, rng: random.Random
     Figures: peer_kills, and of those, mid_step, with rows under way that the leader then computed itself.
     """
     alone: dict[int, Drawn] = {}
-    landed = 0
-    for _ in range(TRIES * times):
-        if landed == times:
-            break
+    # Some kills come before the peer was lent anything, or when the picture is finished.
+    for _ in tally.tries("peer_kills", times, each=3):
         seed = rng.choice(SEEDS)
         if seed not in alone:
             alone[seed] = pair.alone("a", seed=seed, num_inference_steps=STEPS)
@@ -38,11 +34,10 @@ def kill_peers(pair: WorkerPair, tally: Tally, *, times: int, rng: random.Random
         drawn = drawing.result(TIMEOUT_S)
         _compare(drawn, alone[seed], tally)
         if drawn.taken_back_steps or 0 < drawn.lent_steps < STEPS:
-            landed = tally.count("peer_kills")
+            tally.count("peer_kills")
         if drawn.taken_back_steps:
             tally.count("mid_step")
         pair.wait_for_link("a", before)
-    tally.reached("peer_kills", times)
 
 
 def _kill(pair: WorkerPair, rng: random.Random) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 
@@ -55,6 +55,17 @@ class Tally:
         """What a part is about must have happened so often, or its zeros say nothing."""
         if self.figures.get(figure, 0) < at_least:
             self.faults.append(f"{figure}: {self.figures.get(figure, 0):g}, at least {at_least:g} were to be")
+
+    def tries(self, figure: str, times: int, *, each: int = 2) -> Iterator[None]:
+        """Turns of a loop, until it has counted so many of a figure: not every disturbance comes in time.
+
+        each: of which one at least should; fewer mean that something else is wrong. Who has counted a loss leaves the
+        loop by itself: more of the same says no more.
+        """
+        for _ in range(each * times):
+            if self.figures.get(figure, 0) < times:
+                yield
+        self.reached(figure, times)
 
     def add(self, part: str, tally: Tally) -> None:
         """What a part has counted; its figures get its name, for another part may have counted the same."""

@@ -13,38 +13,29 @@ STEPS = 120
 SEEDS = (1, 2, 3)
 # A checkpoint is made every tenth of the steps.
 MOST_REPEATED = STEPS // 10 + 1
-# Some pictures end before they are disturbed; more than half of the tries mean that something else is wrong.
-TRIES = 2
 FROZEN_FRONT_S = 2 * HANG_S
 
 
 def kill_workers(scene: Scene, *, times: int, rng: random.Random) -> None:
     """kill -9 at a random step, until so many kills have landed inside a request. Needs two workers, better three."""
-    landed = 0
-    for _ in range(TRIES * times):
-        if landed == times:
-            break
+    for _ in scene.tally.tries("kills", times):
         scene.wait_for_workers(2)
         drawing, name = _caught(scene, rng)
         scene.worker(name).kill()
         picture = scene.check(drawing)
         scene.boot(name)
         if picture is None:
-            return  # as counted: more of the same says no more
+            return
         if picture.provenance.attempts < 2:
             continue
-        landed = scene.tally.count("kills")
+        scene.tally.count("kills")
         scene.tally.most("most_repeated_steps", picture.provenance.repeated_steps)
         scene.tally.check("steps that ran again", picture.provenance.repeated_steps, MOST_REPEATED)
-    scene.tally.reached("kills", times)
 
 
 def freeze_workers(scene: Scene, *, times: int, rng: random.Random) -> None:
     """SIGSTOP: noticed within the lease, and drawn elsewhere."""
-    landed = 0
-    for _ in range(TRIES * times):
-        if landed == times:
-            break
+    for _ in scene.tally.tries("frozen_workers", times):
         scene.wait_for_workers(2)
         drawing, name = _caught(scene, rng)
         process = scene.worker(name).process
@@ -60,18 +51,14 @@ def freeze_workers(scene: Scene, *, times: int, rng: random.Random) -> None:
         if picture is None:
             return
         if picture.provenance.attempts >= 2:
-            landed = scene.tally.count("frozen_workers")
+            scene.tally.count("frozen_workers")
             scene.tally.most("frozen_worker_noticed_s", noticed_s)
             scene.tally.check("seconds until a frozen worker was out", noticed_s, NOTICED_S + ASKING_S)
-    scene.tally.reached("frozen_workers", times)
 
 
 def freeze_engines(scene: Scene, *, times: int, rng: random.Random) -> None:
     """SIGSTOP of the engine process: noticed by its front, which has another one then."""
-    landed = 0
-    for _ in range(TRIES * times):
-        if landed == times:
-            break
+    for _ in scene.tally.tries("frozen_engines", times):
         scene.wait_for_workers(2)
         drawing, name = _caught(scene, rng)
         engine = scene.engine_of(name)
@@ -84,19 +71,15 @@ def freeze_engines(scene: Scene, *, times: int, rng: random.Random) -> None:
         if picture is None:
             return
         if picture.provenance.attempts >= 2:
-            landed = scene.tally.count("frozen_engines")
+            scene.tally.count("frozen_engines")
             scene.tally.most("frozen_engine_noticed_s", noticed_s)
             scene.tally.check("seconds until a frozen engine was replaced", noticed_s, HANG_S + NOTICED_S)
-    scene.tally.reached("frozen_engines", times)
 
 
 def freeze_fronts(scene: Scene, *, times: int, rng: random.Random) -> None:
     """SIGSTOP of the front alone, for longer than an engine may be silent: the picture is drawn elsewhere, and when the
     front goes on, its engine lives and the worker draws again."""
-    landed = 0
-    for _ in range(TRIES * times):
-        if landed == times:
-            break
+    for _ in scene.tally.tries("frozen_fronts", times):
         scene.wait_for_workers(2)
         drawing, name = _caught(scene, rng)
         process, engine = scene.worker(name).process, scene.engine_of(name)
@@ -114,8 +97,7 @@ def freeze_fronts(scene: Scene, *, times: int, rng: random.Random) -> None:
         if picture is None:
             return
         if picture.provenance.attempts >= 2:
-            landed = scene.tally.count("frozen_fronts")
-    scene.tally.reached("frozen_fronts", times)
+            scene.tally.count("frozen_fronts")
 
 
 def _caught(scene: Scene, rng: random.Random) -> tuple[Drawing, str]:
