@@ -21,6 +21,7 @@ from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.hosted_pb2 import Hosted
 from tests.fakes.scripted_controlnet import ScriptedControlNetServer
 from tests.fakes.scripted_worker import ScriptedWorker
+from tests.support.waiting import eventually
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,9 +55,7 @@ class Running:
         """Adds a scripted ControlNet server, whose first report is heard; it goes when the gateway goes."""
         server = await ScriptedControlNetServer(name, self.fleet_address, nets).start()
         self.servers.append(server)
-        async with asyncio.timeout(5):
-            while not await self._hosts(name, len(nets)):  # noqa: ASYNC110 - a report has no event
-                await asyncio.sleep(0.01)
+        await eventually(lambda: self._hosts(name, len(nets)))
         return server
 
     async def _hosts(self, name: str, count: int) -> bool:

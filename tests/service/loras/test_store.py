@@ -43,6 +43,7 @@ from tests.support.running_loras import (
     running,
     upload_requests,
 )
+from tests.support.waiting import eventually
 
 
 async def test_a_fault_while_memory_is_measured_is_logged_and_it_is_measured_again(
@@ -53,9 +54,8 @@ async def test_a_fault_while_memory_is_measured_is_logged_and_it_is_measured_aga
         raise OSError("/proc cannot be read")
 
     monkeypatch.setattr(store_module, "resident_bytes", unreadable)
-    async with running(tmp_path / "store") as store, asyncio.timeout(5):
-        while store.store.load().memory_bytes < 2**20:  # noqa: ASYNC110 - it has no event
-            await asyncio.sleep(0.01)
+    async with running(tmp_path / "store") as store:
+        await eventually(lambda: store.store.load().memory_bytes >= 2**20)
     assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
 
 

@@ -24,7 +24,7 @@ from bottega.v1 import lora_pb2_grpc
 from tests.support.full_disk import small_disk
 from tests.support.running_loras import PATIENCE_S, Running, config, lora_file, running, upload_requests
 from tests.support.services import Services
-from tests.support.waiting import wait_until
+from tests.support.waiting import eventually, wait_until
 
 _IDLE_S = 0.5
 
@@ -45,9 +45,7 @@ async def _unfinished(store: Running, size_bytes: int) -> AsyncIterator[Any]:
 
     before = _incoming(store)
     call = store.stub.UploadLora(said(), timeout=PATIENCE_S)
-    async with asyncio.timeout(PATIENCE_S):
-        while _incoming(store) == before:  # noqa: ASYNC110 - it has no event
-            await asyncio.sleep(0.01)
+    await eventually(lambda: _incoming(store) != before)
     try:
         yield call
     finally:
@@ -57,12 +55,6 @@ async def _unfinished(store: Running, size_bytes: int) -> AsyncIterator[Any]:
 
 def _incoming(store: Running) -> list[Path]:
     return sorted((store.store.recovery.quarantine.folder.parent / "files" / "incoming").iterdir())
-
-
-async def _nothing_is_left(store: Running) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while _incoming(store):  # noqa: ASYNC110 - it has no event
-            await asyncio.sleep(0.02)
 
 
 async def _refused(store: Running, said: Iterator[pb.UploadLoraRequest]) -> BottegaError:
@@ -93,7 +85,7 @@ async def test_what_an_upload_has_announced_counts_into_the_budget_until_it_ends
             assert "uploads under way may take" in error.message
             assert error.retry_after_s
             assert (await store.upload("small", lora_file(tmp_path))).modules == 1
-        await _nothing_is_left(store)
+        await eventually(lambda: not _incoming(store))
         assert (await store.upload("a", lora_file(tmp_path, rank=64))).modules == 1
 
 
@@ -105,7 +97,7 @@ async def test_one_host_has_half_of_the_places_for_uploads(tmp_path: Path) -> No
             assert isinstance(error, QueueFull)
             assert error.message.startswith("your host has 2 unfinished uploads of 200 bytes")
             assert error.retry_after_s
-        await _nothing_is_left(store)
+        await eventually(lambda: not _incoming(store))
         await store.upload("a", lora_file(tmp_path))
 
 
@@ -128,7 +120,7 @@ async def test_an_upload_ends_when_others_have_filled_the_disk_to_the_reserve(tm
             error = await _refused(store, said())
             assert isinstance(error, StorageUnavailable)
             assert "min_free_bytes" in error.message
-            await _nothing_is_left(store)
+            await eventually(lambda: not _incoming(store))
 
 
 @pytest.mark.parametrize("chunk", [None, b"", b"x"], ids=["nothing", "empty chunks", "single bytes"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,6 +16,7 @@ from bottega.rpc.channel import open_channel
 from bottega.rpc.server import Server, ServerConfig
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2
 from tests.fakes.scripted_images import NAME, failure, scripted_images, stub
+from tests.support.waiting import eventually
 
 _REFUSED = fleet_pb2.JoinRequest(registration=fleet_pb2.Registration(name="refuse")).SerializeToString()
 
@@ -66,7 +66,7 @@ async def test_of_a_call_that_has_ended_nothing_waits_for_the_collector(end: str
     async with scripted_images(default_deadline_s=0.3) as (_, _, channel):
         with _collector_off():
             await ENDS[end](channel)
-            await _until_nothing_is_kept()
+            await eventually(lambda: not _kept(), within_s=2)
 
 
 @pytest.mark.parametrize("last", [b"\xff\xff\xff", _REFUSED], ids=["no message", "refused before all was read"])
@@ -76,7 +76,7 @@ async def test_of_a_stream_of_requests_that_was_refused_nothing_waits_for_the_co
         with _collector_off():
             with pytest.raises(grpc.aio.AioRpcError):
                 _ = [answer async for answer in join(iter([b"", last, b"", b""]))]
-            await _until_nothing_is_kept()
+            await eventually(lambda: not _kept(), within_s=2)
 
 
 @asynccontextmanager
@@ -102,14 +102,8 @@ def _collector_off() -> Iterator[None]:
         gc.enable()
 
 
-async def _until_nothing_is_kept() -> None:
-    """Of any call that was served: no context, and no frame that has its request."""
-    async with asyncio.timeout(2):
-        while _kept():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.01)
-
-
 def _kept() -> list[object]:
+    """Of any call that was served: no context should be, and no frame that has its request."""
     # By type: isinstance asks objects of other libraries for their class, which some answer with a warning.
     kept = gc.get_objects()
     contexts = [one for one in kept if type(one).__name__ == "_ServicerContext"]

@@ -15,8 +15,9 @@ from bottega.rpc.channel import open_channel
 from bottega.v1 import image_pb2
 from tests.fakes.scripted_images import scripted_images, stub
 from tests.fakes.scripted_worker import ScriptedWorker
-from tests.support.cut_cable import Cable, laid
+from tests.support.cut_cable import laid
 from tests.support.running_gateway import running_gateway
+from tests.support.waiting import eventually
 
 QUIET_S = 600.0
 # A ping every 30 s and 10 s for its answer (rpc.channel), and as much again for a machine that has other things to do.
@@ -48,7 +49,7 @@ async def test_the_gateways_connection_to_an_idle_worker_lives_for_ten_minutes()
         async with laid(worker.address) as cable:
             await worker.join(cable.address)
             house.workers.append(worker)
-            await _connected(cable)
+            await eventually(lambda: cable.carried > 0)
             await asyncio.sleep(QUIET_S)
             assert cable.carried == 1
             assert (await house.draw("after", prompt="a star")).images
@@ -63,9 +64,3 @@ async def _ended_early(call: grpc.aio.UnaryStreamCall[image_pb2.WatchJobRequest,
     except TimeoutError:
         return False
     return True
-
-
-async def _connected(cable: Cable) -> None:
-    async with asyncio.timeout(10):
-        while cable.carried == 0:  # noqa: ASYNC110 - a connection has no event
-            await asyncio.sleep(0.01)
