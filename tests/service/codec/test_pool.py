@@ -72,10 +72,8 @@ async def stopped_at_work(pool: CodecPool) -> AsyncIterator[None]:
 
 @pytest.fixture
 async def pool() -> AsyncIterator[CodecPool]:
-    pool = CodecPool(processes=1, deadline_s=10, max_waiting=4)
-    await pool.start()
-    yield pool
-    await pool.stop()
+    async with running(processes=1, deadline_s=10, max_waiting=4) as pool:
+        yield pool
 
 
 async def test_the_pool_inspects_decodes_and_encodes(pool: CodecPool) -> None:
@@ -277,9 +275,7 @@ async def test_a_full_queue_of_which_nothing_was_served_yet_says_the_deadline_of
 
 
 async def test_a_call_waits_for_its_turn_within_a_bound(caplog: pytest.LogCaptureFixture) -> None:
-    pool = CodecPool(processes=1, deadline_s=10, max_wait_s=0.3)
-    await pool.start()
-    try:
+    async with running(processes=1, deadline_s=10, max_wait_s=0.3) as pool:
         served, *waiting = await _busy(pool, 3)
         for error in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 2):
             assert isinstance(error, QueueFull)
@@ -288,8 +284,6 @@ async def test_a_call_waits_for_its_turn_within_a_bound(caplog: pytest.LogCaptur
         os.kill(pool.pids[0], signal.SIGCONT)
         assert await served == await pool.inspect(png(3, 3)) == ImageSize(width=3, height=3)
         assert not caplog.records
-    finally:
-        await pool.stop()
 
 
 async def test_stopping_ends_the_processes_and_fails_what_waits() -> None:

@@ -26,29 +26,18 @@ def _weights(dtype: str, *shape: int, fill: int = 1) -> TensorData:
     return TensorData(dtype=dtype, shape=shape, data=bytes([fill]) * (count * (4 if dtype == "F32" else 2)))
 
 
+def _module(component: str, path: str, scale: float, down: TensorData, up: TensorData) -> ModuleWeights:
+    return ModuleWeights(component=component, path=path, scale=scale, down=down, up=up)
+
+
 def _modules() -> list[ModuleWeights]:
+    linear = _weights("F16", 4, 8, fill=2), _weights("F16", 6, 4, fill=3)
+    convolution = _weights("F32", 2, 3, 3, 3, fill=4), _weights("F32", 5, 2, 1, 1, fill=5)
+    text = _weights("BF16", 3, 7, fill=6), _weights("BF16", 7, 3, fill=7)
     return [
-        ModuleWeights(
-            component="unet",
-            path=_LINEAR,
-            scale=0.5,
-            down=_weights("F16", 4, 8, fill=2),
-            up=_weights("F16", 6, 4, fill=3),
-        ),
-        ModuleWeights(
-            component="unet",
-            path=_CONV,
-            scale=2.0,
-            down=_weights("F32", 2, 3, 3, 3, fill=4),
-            up=_weights("F32", 5, 2, 1, 1, fill=5),
-        ),
-        ModuleWeights(
-            component="text_encoder",
-            path=_TEXT,
-            scale=1.0,
-            down=_weights("BF16", 3, 7, fill=6),
-            up=_weights("BF16", 7, 3, fill=7),
-        ),
+        _module("unet", _LINEAR, 0.5, *linear),
+        _module("unet", _CONV, 2.0, *convolution),
+        _module("text_encoder", _TEXT, 1.0, *text),
     ]
 
 
@@ -172,25 +161,15 @@ def test_tensors_out_of_their_order_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "says"),
+    ("modules", "says"),
     [
-        ({"down": _weights("F16", 600, 8), "up": _weights("F16", 6, 600)}, "rank 600"),
-        ({"path": "a b"}, "no part"),
-        ({"up": _weights("F16", 6, 3)}, "up of unet"),
+        ([_module("unet", _LINEAR, 1.0, _weights("F16", 600, 8), _weights("F16", 6, 600))], "rank 600"),
+        ([_module("unet", "a b", 1.0, _weights("F16", 4, 8), _weights("F16", 6, 4))], "no part"),
+        ([_module("unet", _LINEAR, 1.0, _weights("F16", 4, 8), _weights("F16", 6, 3))], "up of unet"),
+        ([_modules()[0], _modules()[0]], "gap"),
     ],
+    ids=["rank", "path", "shapes", "one module twice"],
 )
-def test_what_would_not_be_read_is_not_written(weights: dict[str, object], says: str) -> None:
-    given: dict[str, object] = {
-        "component": "unet",
-        "path": _LINEAR,
-        "scale": 1.0,
-        "down": _weights("F16", 4, 8),
-        "up": _weights("F16", 6, 4),
-    }
+def test_what_would_not_be_read_is_not_written(modules: list[ModuleWeights], says: str) -> None:
     with pytest.raises(BadLora, match=says):
-        _written([ModuleWeights(**{**given, **weights})])  # type: ignore[arg-type]  # the test's own table
-
-
-def test_two_of_one_module_are_refused() -> None:
-    with pytest.raises(BadLora):
-        _written([_modules()[0], _modules()[0]])
+        _written(modules)

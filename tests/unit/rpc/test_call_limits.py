@@ -56,10 +56,6 @@ def test_a_host_has_more_again_when_others_have_gone() -> None:
     assert set(places.connections()) == {"a 1"}, "who has gone is forgotten"
 
 
-def test_with_a_share_of_one_a_connection_may_have_all() -> None:
-    assert len(taken(streams(7, share=1.0), peer("a"))) == 7
-
-
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_even_of_few_places_there_is_one(most: int) -> None:
     assert taken(streams(most), peer("a"))
