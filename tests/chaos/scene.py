@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import secrets
 import signal
-import socket
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +21,7 @@ from bottega.client import Client, JobState, JobStatus, Picture
 from bottega.errors import BottegaError
 from bottega.v1 import fleet_pb2
 from tests.chaos.tally import Tally
-from tests.support.services import Service, Services, gateway_config, worker_config
+from tests.support.services import Service, Services, free_ports, gateway_config, worker_config
 from tests.support.waiting import wait_until
 
 PROMPT = "a big yellow square on a black background"
@@ -119,7 +118,7 @@ class Scene:
         self.additions: dict[int, Mapping[str, Any]] = {}
         self.tally = Tally()
         self._services = Services(folder)
-        self._port, self._fleet_port = _free_port(), _free_port()
+        self._port, self._fleet_port = free_ports(2)
         self._started = 0
         self._gateways: list[Service] = []
         self._workers: dict[str, Service] = {}
@@ -291,9 +290,3 @@ class Scene:
             self._services.stop()
         finally:
             self.client.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

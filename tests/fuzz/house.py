@@ -30,7 +30,7 @@ from tests.fuzz.controlnets import NET, ROOT_PREFIX
 from tests.fuzz.hosting import HOSTED, hosting
 from tests.fuzz.lora_store import LOST, ROOT, registered
 from tests.samples.hostile_controlnets import hostile_folders
-from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, worker_config
+from tests.support.services import FREE_PORTS, SMALL_ENGINE, Service, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
 
 # Small bounds are full after the first requests: what grows later is a leak.
@@ -46,14 +46,14 @@ _ENGINE = {**SMALL_ENGINE, "max_pixels": 128 * 128}
 _NETS: Mapping[str, object] = {
     "name": "alone",
     "gateway": "",
-    "server": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"},
+    "server": FREE_PORTS,
     "engine": {"threads": 1, "budget_bytes": 8 << 20},  # of 3.2 MiB each
     "controlnets": {NET: str(WEIGHTS / "controlnets" / NET)},
 }
 _STORE: dict[str, object] = {
     "name": "store",
     "gateway": "",
-    "server": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"},
+    "server": FREE_PORTS,
     "imports": {"root": str(ROOT)},
 }
 _JOIN_S = 10.0

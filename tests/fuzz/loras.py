@@ -107,7 +107,7 @@ def _switch(kind: str, seconds: float) -> fleet_pb2.SwitchTime:
 
 def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
     """Of a gateway, to a worker. filled: fields of a spec that are filled in."""
-    whole = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0)
+    whole = _ordered()
     steps = filled["num_inference_steps"]
 
     def case(name: str, loras: list[Lora], *fields: str, **order: Any) -> Case:
@@ -121,22 +121,18 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
     yield case("LoRAs that a store has which is not there", [whole] * 8)
     yield case("LoRAs that went in at the last step", [whole], decisions=AttemptDecisions(loras_step=steps - 1))
     yield case("64 LoRA stores", [whole], lora_stores=[_NOWHERE] * 64)
-    last = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, from_step=steps - 1)
-    yield case("a LoRA from the last step", [last])
-    measured = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, measure_similarity=True)
-    yield case("a measured LoRA", [measured])
+    yield case("a LoRA from the last step", [_ordered(from_step=steps - 1)])
+    yield case("a measured LoRA", [_ordered(measure_similarity=True)])
     lacking = [f"spec.loras[0].{name}" for name in ("scale", "digest", "max_step")]
     yield case("a bare LoRA", [Lora(name="ink")], *lacking)
     yield case("nine LoRAs", [whole] * 9, "spec.loras")
     for step in (-1, steps, 2**31 - 1):
         decisions = AttemptDecisions(loras_step=step)
         yield case(f"LoRAs that went in at {step}", [whole], "decisions.loras_step", decisions=decisions)
-    late = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, from_step=steps)
-    yield case("a LoRA from after the end", [late], "spec.loras[0].from_step")
+    yield case("a LoRA from after the end", [_ordered(from_step=steps)], "spec.loras[0].from_step")
     for step, fields in ((steps, ()), (steps + 1, ("spec.loras[0].max_step",))):
-        by = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=step)
-        yield case(f"a LoRA at {step} at the latest", [by], *fields)
-    measured = Lora(name="ink", scale=1.0, digest="a" * 64, max_step=0, from_step=1, measure_similarity=True)
+        yield case(f"a LoRA at {step} at the latest", [_ordered(max_step=step)], *fields)
+    measured = _ordered(from_step=1, measure_similarity=True)
     yield case("a LoRA that is measured from a later step", [measured], "spec.loras[0].from_step")
     for name, stores in {
         "65 LoRA stores": [_NOWHERE] * 65,
@@ -146,3 +142,7 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
         "a LoRA store of a long address": [LoraStore(name="nowhere", address="x" * 301)],
     }.items():
         yield case(name, [whole], "lora_stores", lora_stores=stores)
+
+
+def _ordered(**facts: Any) -> Lora:
+    return Lora(**{"name": "ink", "scale": 1.0, "digest": "a" * 64, "max_step": 0, **facts})

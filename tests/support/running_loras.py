@@ -21,7 +21,7 @@ from bottega.loras.config import ImportConfig, LinksConfig, LoraConfig
 from bottega.loras.store import LoraStore
 from bottega.rpc.channel import open_channel
 from bottega.rpc.server import Server, ServerConfig
-from bottega.rpc.status import from_job_error
+from bottega.rpc.status import from_job_error, from_rpc_error
 from bottega.transport import Deadline, Limits, Link, connect, kind_of, offer_from_wire, read_number
 from bottega.v1 import link_pb2_grpc, lora_pb2_grpc
 from bottega.v1 import lora_pb2 as pb
@@ -148,8 +148,6 @@ def _head(link: Link, number: int) -> bytes | tuple[bytes, bytes, int]:
 
 async def refused(call: object) -> BottegaError:
     """The error of a call that fails."""
-    from bottega.rpc.status import from_rpc_error
-
     try:
         await call  # type: ignore[misc]  # a call of grpc.aio
     except grpc.aio.AioRpcError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,9 @@ from bottega.manifest import read_services
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.02
+
+# Where a service listens of which only its log says where.
+FREE_PORTS: Mapping[str, object] = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
 
 # A worker's engine beside tests. One thread: the tests' own torch has the other core. An engine measures turns of
 # every width that it may have before it serves: those of more than 4 rows take a second, and no test here needs them.
@@ -129,14 +133,21 @@ class Services:
 
 def gateway_config(**overrides: object) -> dict[str, object]:
     """Configuration of a gateway on free ports."""
-    server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
-    return {"server": server, "fleet": {"listen": "127.0.0.1:0"}, **overrides}
+    return {"server": FREE_PORTS, "fleet": {"listen": "127.0.0.1:0"}, **overrides}
 
 
 def worker_config(gateway: str, *, name: str, engine: Mapping[str, object], **overrides: object) -> dict[str, object]:
     """Configuration of a worker of the gateway whose fleet listener is at `gateway`, on free ports."""
-    server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
-    return {"name": name, "gateway": gateway, "server": server, "engine": dict(engine), **overrides}
+    return {"name": name, "gateway": gateway, "server": FREE_PORTS, "engine": dict(engine), **overrides}
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens at, for services whose place others know before they start."""
+    found = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in found]
+    for each in found:
+        each.close()
+    return ports
 
 
 def tail(log: Path, lines: int = 30) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import itertools
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import psutil
 
 from bottega.rpc.channel import channel_options
 from bottega.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.services import Service, Services, worker_config
+from tests.support.services import Service, Services, free_ports, worker_config
 from tests.support.stock import Pixels
 from tests.support.waiting import wait_until
 
@@ -69,7 +68,7 @@ class WorkerPair:
     def __init__(self, folder: Path, engine: Mapping[str, object], *, cores: Sequence[int] = ()) -> None:
         self._services = Services(folder)
         self._engine = dict(engine)
-        self._ports = dict(zip("ab", _free_ports(2), strict=True))
+        self._ports = dict(zip("ab", free_ports(2), strict=True))
         self._cores = dict(zip("ab", cores, strict=False))
         self._running: dict[str, Service] = {}
         self._jobs = itertools.count(1)
@@ -147,11 +146,3 @@ class WorkerPair:
     def alone(self, name: str, **options: Any) -> Drawn:
         """The same, by one of them without the other."""
         return self.draw(name, techniques=generation_pb2.Techniques(latent_parallelism=False), **options)
-
-
-def _free_ports(count: int) -> list[int]:
-    found = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in found]
-    for each in found:
-        each.close()
-    return ports

@@ -22,14 +22,13 @@ from bottega.transport import Deadline, Limits, Link, connect, offer_from_wire
 from bottega.v1 import link_pb2, link_pb2_grpc, lora_pb2_grpc
 from bottega.v1 import lora_pb2 as pb
 from tests.support.running_loras import PATIENCE_S, fetch
-from tests.support.services import Service, Services
+from tests.support.services import FREE_PORTS, Service, Services
 from tests.support.shared_loras import canonical_file
 from tests.support.waiting import wait_until
 
 _SOFT, _HARD = 100, 160
 _MOST = _HARD // 2
 _COUNT = 300
-_SERVER = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
 
 
 async def _fill(folder: Path) -> list[str]:
@@ -73,7 +72,7 @@ def digests(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def store(digests: list[str], tmp_path: Path) -> Iterator[Service]:
     assert len(digests) == _COUNT
-    settings = {"gateway": "", "server": _SERVER, "folder": str(tmp_path / "loras"), "links": {"socket": None}}
+    settings = {"gateway": "", "server": FREE_PORTS, "folder": str(tmp_path / "loras"), "links": {"socket": None}}
     limited = ["prlimit", f"--nofile={_SOFT}:{_HARD}"]
     with Services(tmp_path) as services:
         yield services.start("loras", settings, run_by=limited)

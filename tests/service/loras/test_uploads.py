@@ -23,7 +23,7 @@ from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 from tests.support.full_disk import small_disk
 from tests.support.running_loras import PATIENCE_S, Running, config, lora_file, running, upload_requests
-from tests.support.services import Services
+from tests.support.services import FREE_PORTS, Services
 from tests.support.waiting import eventually, wait_until
 
 _IDLE_S = 0.5
@@ -161,11 +161,7 @@ async def test_an_upload_that_comes_slowly_and_does_not_lie_idle_is_taken(tmp_pa
 
 def test_what_a_killed_store_had_of_uploads_goes_at_its_next_start(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    settings: dict[str, Any] = {
-        "gateway": "",
-        "server": {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"},
-        "folder": str(folder),
-    }
+    settings = {"gateway": "", "server": FREE_PORTS, "folder": str(folder)}
     said: queue.SimpleQueue[pb.UploadLoraRequest | None] = queue.SimpleQueue()
     for request in (_announced("slow", 1 << 20), pb.UploadLoraRequest(chunk=bytes(1 << 19))):
         said.put(request)

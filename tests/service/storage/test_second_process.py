@@ -17,10 +17,9 @@ import pytest
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 from tests.support.running_loras import PATIENCE_S, lora_file, upload_requests
-from tests.support.services import Service, Services
+from tests.support.services import FREE_PORTS, Service, Services
 from tests.support.waiting import wait_until
 
-_SERVER = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
 _START_S = 60.0
 
 
@@ -71,7 +70,7 @@ def test_a_second_lora_store_refuses_to_start_and_leaves_uploads_under_way_alone
     services: Services, tmp_path: Path
 ) -> None:
     folder = tmp_path / "store"
-    config = {"gateway": "", "server": _SERVER, "folder": str(folder)}
+    config = {"gateway": "", "server": FREE_PORTS, "folder": str(folder)}
     store = services.start("loras", config, name="store")
     with _uploading(store, lora_file(tmp_path, rank=32).read_bytes(), folder):
         ended = _second(tmp_path, "bottega.loras", config)
@@ -87,7 +86,7 @@ def test_a_second_controlnet_server_refuses_to_start_on_the_file_of_another_one(
     services: Services, tmp_path: Path, other: str
 ) -> None:
     """Servers in one folder, with a file each, are what `bottega up` starts."""
-    config = {"gateway": "", "server": _SERVER, "engine": {"threads": 1}, "catalogue": str(tmp_path / "nets.db")}
+    config = {"gateway": "", "server": FREE_PORTS, "engine": {"threads": 1}, "catalogue": str(tmp_path / "nets.db")}
     first = services.start("controlnet", config, name="first")
     if other == "another":
         services.start("controlnet", {**config, "catalogue": str(tmp_path / "others.db")}, name="second")

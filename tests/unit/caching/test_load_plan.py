@@ -150,14 +150,16 @@ def settle(shelf: LoadPlan) -> list[str]:
     return sorted(shelf.loaded)
 
 
-def test_the_least_popular_goes_first() -> None:
-    shelf = shelf_with(2, "x", "y", "x", "x", "y", "z")  # x was used longest ago but one, and y less often
-    assert sorted(shelf.loaded) == ["x", "z"]
-
-
-def test_of_equally_popular_ones_the_least_recently_used_goes() -> None:
-    assert sorted(shelf_with(2, "x", "y", "y", "x", "z").loaded) == ["x", "z"]
-    assert sorted(shelf_with(2, "x", "y", "x", "y", "z").loaded) == ["y", "z"]
+@pytest.mark.parametrize(
+    ("uses", "left"),
+    [
+        ("xyxxyz", "xz"),  # x was used longest ago but one, and y less often
+        ("xyyxz", "xz"),  # they are equally popular
+        ("xyxyz", "yz"),
+    ],
+)
+def test_the_least_popular_goes_first_and_of_equals_the_least_recently_used(uses: str, left: str) -> None:
+    assert sorted(shelf_with(2, *uses).loaded) == list(left)
 
 
 def test_popularity_is_of_the_last_uses_only() -> None:
