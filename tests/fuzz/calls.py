@@ -5,6 +5,7 @@ Knows the contract's methods, and how to tell that one has accepted its request;
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +17,12 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from bottega import kinds
-from bottega.rpc.channel import MAX_MESSAGE_MIB
+from bottega.rpc.channel import MAX_MESSAGE_MIB, channel_options
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2, link_pb2, lora_pb2, worker_pb2
 from bottega.v1.error_pb2 import ERROR_REASON_NO_CONTROLNET
 from bottega.v1.generation_pb2 import GenerationSpec
+from tests.support.services import Service
 
 # Of the channels: a service refuses by itself what is little more than it takes.
 MESSAGE_MIB = MAX_MESSAGE_MIB + 1
@@ -66,21 +68,13 @@ _FINE = Outcome(code=grpc.StatusCode.OK)
 class Caller:
     """Calls the methods of a gateway, a worker, a ControlNet server and a LoRA store, with bytes as they are.
 
-    fleet: of the gateway's listener for services.
+    channels: by the service of the contract. See `calling`.
     """
 
-    def __init__(
-        self,
-        *,
-        gateway: grpc.Channel,
-        fleet: grpc.Channel,
-        worker: grpc.Channel,
-        nets: grpc.Channel,
-        store: grpc.Channel,
-    ) -> None:
+    def __init__(self, channels: Mapping[str, grpc.Channel]) -> None:
+        self.channels = channels
         self._reader = ThreadPoolExecutor(1)
-        self._channels = {"ImageService": gateway, "FleetService": fleet, "WorkerService": worker}
-        self._channels |= {"ControlNetService": nets, "LoraService": store}
+        nets, store, worker = (channels[name] for name in ("ControlNetService", "LoraService", "WorkerService"))
         self._linked = {kinds.CONTROLNET: nets, kinds.LORAS: store, kinds.WORKER: worker}
         self._special: Mapping[str, Callable[[tuple[bytes, ...]], Outcome]] = {
             "Generate": self._generate,
@@ -151,7 +145,7 @@ class Caller:
             if raw and answered.wait(ANSWER_S) and ordered:
                 ordered[0] = self.call("SubmitJob", (_ORDER,))
 
-        method: Any = self._channels["FleetService"].stream_stream(_path("Join"))
+        method: Any = self.channels["FleetService"].stream_stream(_path("Join"))
         try:
             for _ in method(said(), timeout=ANSWER_S):
                 ordered[:] = ordered or [_FINE]
@@ -214,7 +208,29 @@ class Caller:
         return ask(raw, timeout=timeout_s)
 
     def _channel(self, method: str) -> grpc.Channel:
-        return self._channels[SERVICES[method].rpartition(".")[2]]
+        return self.channels[SERVICES[method].rpartition(".")[2]]
+
+
+@contextlib.contextmanager
+def calling(gateway: Service, worker: Service, nets: Service, store: Service) -> Iterator[Caller]:
+    """Calls them over channels of its own."""
+    addresses = {
+        "ImageService": gateway.address,
+        "FleetService": gateway.fleet,
+        "WorkerService": worker.address,
+        "ControlNetService": nets.address,
+        "LoraService": store.address,
+    }
+    options = channel_options(MESSAGE_MIB)
+    with contextlib.ExitStack() as stack:
+        caller = Caller(
+            {
+                name: stack.enter_context(grpc.insecure_channel(address, options=options))
+                for name, address in addresses.items()
+            }
+        )
+        stack.callback(caller.close)
+        yield caller
 
 
 def _path(method: str) -> str:

@@ -10,13 +10,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from itertools import chain
 
-import grpc
-
-from bottega.rpc.channel import channel_options
-from tests.fuzz.calls import MESSAGE_MIB, Caller
+from tests.fuzz.calls import calling
 from tests.fuzz.case import Case
 from tests.fuzz.cases import corpus
 from tests.fuzz.house import House
@@ -35,15 +31,7 @@ def crowd(house: House, *, callers: int, seed: int) -> list[str]:
 
 
 def _wrong(house: House, cases: Sequence[Case]) -> Iterator[str]:
-    options = channel_options(MESSAGE_MIB)
-    with (
-        grpc.insecure_channel(house.gateway.address, options=options) as gateway,
-        grpc.insecure_channel(house.gateway.fleet, options=options) as fleet,
-        grpc.insecure_channel(house.worker.address, options=options) as worker,
-        grpc.insecure_channel(house.nets.address, options=options) as nets,
-        grpc.insecure_channel(house.store.address, options=options) as store,
-        closing(Caller(gateway=gateway, fleet=fleet, worker=worker, nets=nets, store=store)) as caller,
-    ):
+    with calling(*house.services) as caller:
         for case in cases:
             problem = fault(case.method, case.raw, caller.call(case.method, case.raw))
             if problem:

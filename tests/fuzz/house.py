@@ -18,14 +18,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import psutil
 
 from bottega.client import Client
 from bottega.miniature import WEIGHTS
-from bottega.rpc.channel import channel_options
 from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, lora_pb2, lora_pb2_grpc
-from tests.fuzz.calls import MESSAGE_MIB, Caller
+from tests.fuzz.calls import Caller, calling
 from tests.fuzz.controlnets import NET, ROOT_PREFIX
 from tests.fuzz.hosting import HOSTED, hosting
 from tests.fuzz.lora_store import LOST, ROOT, registered
@@ -141,33 +139,27 @@ def _house(services: Services, root: Path) -> Iterator[House]:
     worker = services.start("worker", worker_config(gateway.fleet, name="fuzzed", engine=_ENGINE), name="worker")
     nets = services.start("controlnet", {**_NETS, "root": str(root)}, name="nets")
     store = services.start("loras", _STORE, name="store")
-    options = channel_options(MESSAGE_MIB)
     with (
         Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client,
-        grpc.insecure_channel(gateway.address, options=options) as to_gateway,
-        grpc.insecure_channel(gateway.fleet, options=options) as to_fleet,
-        grpc.insecure_channel(worker.address, options=options) as to_worker,
-        grpc.insecure_channel(nets.address, options=options) as to_nets,
-        grpc.insecure_channel(store.address, options=options) as to_store,
-        hosting(to_fleet),
+        calling(gateway, worker, nets, store) as caller,
+        hosting(caller.channels["FleetService"]),
     ):
         wait_until(lambda: bool(client.models()), "the worker to join")
         wait_until(lambda: len(client.controlnets()) == len(HOSTED), "the ControlNets to be reported")
-        stub: controlnet_pb2_grpc.ControlNetServiceStub = controlnet_pb2_grpc.ControlNetServiceStub(to_nets)
-        (net,) = stub.ListControlNets(controlnet_pb2.ListControlNetsRequest(), timeout=_JOIN_S).controlnets
-        loras: lora_pb2_grpc.LoraServiceStub = lora_pb2_grpc.LoraServiceStub(to_store)
-        made = Caller(gateway=to_gateway, fleet=to_fleet, worker=to_worker, nets=to_nets, store=to_store)
-        with closing(made) as caller:
-            yield House(
-                gateway=gateway,
-                worker=worker,
-                nets=nets,
-                store=store,
-                digest=net.digest,
-                caller=caller,
-                client=client,
-                loras=loras,
-            )
+        to_nets: controlnet_pb2_grpc.ControlNetServiceStub = controlnet_pb2_grpc.ControlNetServiceStub(
+            caller.channels["ControlNetService"]
+        )
+        (net,) = to_nets.ListControlNets(controlnet_pb2.ListControlNetsRequest(), timeout=_JOIN_S).controlnets
+        yield House(
+            gateway=gateway,
+            worker=worker,
+            nets=nets,
+            store=store,
+            digest=net.digest,
+            caller=caller,
+            client=client,
+            loras=lora_pb2_grpc.LoraServiceStub(caller.channels["LoraService"]),
+        )
 
 
 def _module(process: psutil.Process) -> str:
