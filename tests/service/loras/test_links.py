@@ -1,4 +1,4 @@
-"""Links of a LoRA store over real gRPC: offers that nobody takes up, and other users of its machine."""
+"""Links of a LoRA store over real gRPC, and other users of its machine."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 
-from bottega.errors import LinksFull
 from bottega.loras.config import LinksConfig
-from bottega.rpc.status import from_rpc_error
-from bottega.transport.handshake.pending_offers import MAX_OFFERS_OF_ONE, SAFE_S
 from tests.support.other_user import needs_root, run_as_another
-from tests.support.running_loras import PATIENCE_S, Running, config, lora_file, running
+from tests.support.running_loras import config, lora_file, running
 
 # A worker of another user's, which asks for a link and for a LoRA as any worker does.
 _IMPORTS = """
@@ -51,32 +47,6 @@ def folder() -> Iterator[Path]:
     made.chmod(0o755)
     yield made
     shutil.rmtree(made)
-
-
-async def _asked(store: Running) -> grpc.aio.AioRpcError | None:
-    """Why a stranger is not offered a link; None where it is."""
-    try:
-        await store.open_link("stranger")
-    except grpc.aio.AioRpcError as refused:
-        return refused
-    return None
-
-
-async def test_a_store_that_is_full_of_offers_says_when_to_ask_again_and_has_places_then(tmp_path: Path) -> None:
-    async with running(tmp_path / "store") as store:
-        answers = [await _asked(store) for _ in range(2 * MAX_OFFERS_OF_ONE)]
-        assert answers.count(None) >= MAX_OFFERS_OF_ONE
-        refused = [answer for answer in answers if answer is not None]
-        assert refused, "the machine was too slow for this to be a crowd"
-        for answer in refused:
-            error = from_rpc_error(answer)
-            assert isinstance(error, LinksFull)
-            assert (answer.code(), error.metadata) == (grpc.StatusCode.UNAVAILABLE, {"limit": "offers"})
-            assert error.retry_after_s
-        await asyncio.sleep(SAFE_S)
-        async with asyncio.timeout(PATIENCE_S):
-            with await store.link():
-                pass
 
 
 @needs_root

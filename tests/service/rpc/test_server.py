@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from bottega import errors
 from bottega.rpc.interceptor.calls import REQUEST_ID_KEY
@@ -133,13 +132,6 @@ async def test_health_is_down_until_serving(served: Served) -> None:
     await server.set_serving(True)
     for request in requests:
         assert (await check(request)).status == health_pb2.HealthCheckResponse.SERVING
-
-
-async def test_reflection_lists_the_service(served: Served) -> None:
-    stub: Any = reflection_pb2_grpc.ServerReflectionStub(served[2])  # type: ignore[arg-type]
-    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
-    names = [s.name async for answer in call for s in answer.list_services_response.service]
-    assert NAME in names
 
 
 async def test_metrics_count_calls_by_outcome(served: Served) -> None:
