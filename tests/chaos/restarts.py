@@ -16,11 +16,12 @@ from tests.support.waiting import wait_until
 
 # With a checkpoint every sixth: a picture that is cut off has some to run again.
 STEPS = 60
+_CLIENTS = 3
 # By what they are drawn with.
 PLAIN, CONTROLLED, STYLED, BOTH = SEEDS = (11, 12, 13, 14)
 
 
-def roll(scene: Scene, *, cycles: int, workers: Sequence[str], servers: Sequence[str], clients: int = 3) -> None:
+def roll(scene: Scene, *, cycles: int, workers: Sequence[str], servers: Sequence[str]) -> None:
     """SIGTERM, wait, start again, so many times: each worker, each ControlNet server, the LoRA store and the gateway.
 
     Who is told to stop finishes what it has begun: no step runs again, and no ControlNet goes on elsewhere. Of the
@@ -33,7 +34,7 @@ def roll(scene: Scene, *, cycles: int, workers: Sequence[str], servers: Sequence
     for seed in SEEDS:
         scene.undisturbed(seed, STEPS)
     done = threading.Event()
-    drawing = [threading.Thread(target=_draw_on, args=(scene, done, place), daemon=True) for place in range(clients)]
+    drawing = [threading.Thread(target=_draw_on, args=(scene, done, place), daemon=True) for place in range(_CLIENTS)]
     for thread in drawing:
         thread.start()
     try:
