@@ -33,6 +33,7 @@ from bottega.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from tests.samples.hostile_images import saved
 from tests.support.services import SMALL_ENGINE, Service, Services, worker_config
 from tests.support.stock import Pixels
 
@@ -209,9 +210,7 @@ def hosts(spec: generation_pb2.GenerationSpec, *servers: ControlNetServer) -> li
 
 def png(image: Tensor) -> bytes:
     """uint8 [height, width, 3], encoded."""
-    out = io.BytesIO()
-    Image.fromarray(image.numpy()).save(out, "PNG")
-    return out.getvalue()
+    return saved(Image.fromarray(image.numpy()))
 
 
 def _digests(servers: Sequence[ControlNetServer]) -> dict[str, str]:

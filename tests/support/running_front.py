@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from bottega.worker.__main__ import build
 from bottega.worker.config import WorkerConfig
 from bottega.worker.engine_client import WorkerEngineClient
 from bottega.worker.worker import Worker
+from tests.samples.hostile_images import saved
 
 CONFIG = WorkerConfig(name="w", gateway="", hang_s=1.0, stall_s=1.5, start_s=20.0)
 
@@ -131,6 +131,4 @@ def images(events: list[worker_pb2.RunAttemptResponse]) -> dict[int, bytes]:
 
 
 def png(width: int, height: int, colour: str = "teal") -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (width, height), colour).save(out, "PNG")
-    return out.getvalue()
+    return saved(Image.new("RGB", (width, height), colour))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import io
 import os
 import signal
 import subprocess
@@ -29,9 +28,7 @@ AT_WORK_S = 0.5
 
 
 def png(width: int, height: int) -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (width, height), "teal").save(out, "PNG")
-    return out.getvalue()
+    return hostile.saved(Image.new("RGB", (width, height), "teal"))
 
 
 @contextlib.asynccontextmanager
