@@ -289,7 +289,7 @@ def test_loras_that_are_too_strong_are_named_with_their_scales(
     strong = (lora_spec("pastel", scale=0.5), lora_spec("outline", scale=1e38))
     drawing = easel.draw(EngineOrder(key="strong", spec=replace(SPEC, loras=strong)))
     assert isinstance(drawing.error, NotFinite)
-    assert "its LoRAs, pastel at scale 0.5, outline at scale 1e+38; scales nearer to 0" in drawing.error.message
+    assert "its LoRAs (pastel at scale 0.5, outline at scale 1e+38); try scales nearer to 0" in drawing.error.message
     assert drawing.error.metadata == {"loras": "pastel,outline"}
     assert easel.draw(EngineOrder(key="plain", spec=SPEC)).all(ImageDrawn), "nothing of it stays in the weights"
 
