@@ -1,12 +1,23 @@
-"""Clocks to judge others by: one that nobody can set, and one that stands still while this process does."""
+"""The two clocks of a service as one value that tests can turn, and clocks to judge others by: one that nobody can set,
+and one that stands still while this process does.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 # A look that comes so many times later than it was to says that this process was stopped, and not just busy.
 _LATE = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """monotonic: for spans and deadlines, in seconds. wall: Unix time in seconds, for people."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
 
 
 class SteadyClock:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bottega.clocks import Clock
 from bottega.errors import StorageUnavailable
-from bottega.gateway.clock import Clock
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import ALL_JOBS, Change, EndTime, JobFilter, JobRecord
 from bottega.storage import ContentStore, os_errors

@@ -6,10 +6,10 @@ from typing import NoReturn
 
 from prometheus_client import CollectorRegistry
 
+from bottega.clocks import Clock
 from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
 from bottega.gateway.addons.loras.addon import LoraAddOn
-from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.metrics import GatewayMetrics
 from tests.samples.controlnet_hosts import bounds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bottega.gateway.clock import Clock
+from bottega.clocks import Clock
 from bottega.gateway.jobs.job import Job
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
 

@@ -25,13 +25,13 @@ import time
 from pathlib import Path
 
 from bottega import kinds
+from bottega.clocks import Clock
 from bottega.codec import CodecPool
 from bottega.errors import StorageUnavailable
 from bottega.gateway.addons.addon import AddOn, AddOnContext
 from bottega.gateway.api.admission import Admission
 from bottega.gateway.api.fleet_service import FleetNotServedHere, FleetService
 from bottega.gateway.api.image_service import ImageService
-from bottega.gateway.clock import Clock
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.dispatch.worker_client import GrpcWorkerClient
 from bottega.gateway.fleet.join_limits import JoinBounds

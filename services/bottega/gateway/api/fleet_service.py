@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import psutil
 
+from bottega.clocks import Clock
 from bottega.errors import DeadlinePassed, Draining, InvalidRequest, MethodNotServed, Violation
-from bottega.gateway.clock import Clock
 from bottega.gateway.config import DEFAULT_FLEET_ADDRESS
 from bottega.gateway.fleet.join_limits import PendingJoins
 from bottega.gateway.fleet.members import Member

@@ -13,8 +13,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from bottega.clocks import Clock
 from bottega.errors import FleetFull, QueueFull
-from bottega.gateway.clock import Clock
 
 MAX_NAMELESS = 48
 """Joins that have not said yet who joins; the requests of so many are taken in at once."""

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bottega import kinds, rules
+from bottega.clocks import Clock
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable, Violation
-from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey
 from bottega.gateway.fleet.members import FleetObserver, Member, hosted_by_kind
 from bottega.gateway.fleet.validation import MAX_MODELS, check_load, check_registration

@@ -5,8 +5,8 @@ A record's spec has no input images; those are stored beside it, as the complete
 
 from __future__ import annotations
 
+from bottega.clocks import Clock
 from bottega.errors import BottegaError
-from bottega.gateway.clock import Clock
 from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.store import Change, EndTime, JobProgress, JobRecord

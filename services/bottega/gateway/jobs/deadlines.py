@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from bottega.gateway.clock import Clock
+from bottega.clocks import Clock
 from bottega.gateway.jobs.job import Job
 
 # A caller's clock and ours agree on a deadline up to the time on the wire, and gRPC rounds.

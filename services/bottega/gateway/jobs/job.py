@@ -34,8 +34,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from bottega.clocks import Clock
 from bottega.errors import BottegaError, JobCancelled, WorkerLost
-from bottega.gateway.clock import Clock
 from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.store import LIVE
 from bottega.gateway.jobs.values import JobCheckpoint, JobOutcome, JobPreview, QueuePosition, StoredImage

@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 
+from bottega.clocks import Clock
 from bottega.errors import (
     BottegaError,
     DataLoss,
@@ -23,7 +24,6 @@ from bottega.errors import (
     StorageUnavailable,
     Violation,
 )
-from bottega.gateway.clock import Clock
 from bottega.gateway.jobs.conversion import change_of, inputs_of, job_of, outcome_of, progress_of, record_of
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.storage import Storage

@@ -16,9 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from bottega.clocks import SteadyClock
+from bottega.clocks import Clock, SteadyClock
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable, TooManyOpenFiles
-from bottega.gateway.clock import Clock
 from bottega.gateway.jobs.store import JobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.process import copied

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from bottega.background_tasks import BackgroundTasks
+from bottega.clocks import Clock
 from bottega.errors import BottegaError, DeadlinePassed, Draining
 from bottega.gateway.addons.addon import PREFETCHED_JOBS, AddOn
-from bottega.gateway.clock import Clock
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.dispatch.attempts import WorkerClient, died_alone, is_death
 from bottega.gateway.dispatch.dispatcher import Dispatcher

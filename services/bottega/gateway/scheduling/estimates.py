@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from bottega.clocks import Clock
 from bottega.errors import DeadlineUnmeetable
-from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import QueuePosition

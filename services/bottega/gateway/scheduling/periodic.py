@@ -11,9 +11,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from bottega.clocks import Clock
 from bottega.errors import BottegaError, NoWorker
 from bottega.gateway.addons.addon import PREFETCHED_JOBS, AddOn
-from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.estimates import QueueEstimates

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import deque
 
+from bottega.clocks import Clock
 from bottega.errors import QueueFull
-from bottega.gateway.clock import Clock
 from bottega.gateway.jobs.job import Job
 
 # Completed jobs, over which the rate is measured, and how old they may be; the newest few count whatever their age, as

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from bottega import kinds
+from bottega.clocks import Clock
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable
-from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.v1 import fleet_pb2

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bottega.clocks import Clock
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
-from bottega.gateway.clock import Clock
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import SqliteJobStore
 from bottega.storage import ContentStore, os_errors

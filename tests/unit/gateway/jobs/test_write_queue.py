@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from bottega.gateway.clock import Clock
+from bottega.clocks import Clock
 from bottega.gateway.jobs.write_queue import WriteQueue
 from tests.fakes.memory_storage import Shelf, memory_storage
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from bottega import kinds
+from bottega.clocks import Clock
 from bottega.errors import BottegaError, NoControlNet, Violation
 from bottega.gateway.addons.addon import NO_COSTS, PREFETCHED_JOBS, AddOn, AddOnContext, Resolution, WorkerCosts
 from bottega.gateway.addons.controlnets.client import GrpcControlNetClient
 from bottega.gateway.addons.controlnets.hosts import ControlNetHosts, nobody_hosts
 from bottega.gateway.addons.controlnets.prefetch import ControlNetClient, ControlNetPrefetcher
 from bottega.gateway.addons.controlnets.ranking import ServerCandidate, best_first
-from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job

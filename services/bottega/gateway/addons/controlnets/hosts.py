@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from bottega import kinds
+from bottega.clocks import Clock
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, NoControlNet
-from bottega.gateway.clock import Clock
 from bottega.gateway.fleet.members import Member
 from bottega.v1 import image_pb2
 from bottega.v1.hosted_pb2 import Hosted, HostedState
