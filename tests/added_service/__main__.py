@@ -24,6 +24,7 @@ from bottega.transport import (
     Limits,
     LinkHandler,
     LinkServer,
+    LinkServerSettings,
     kind_of,
     number_message,
     offer_to_wire,
@@ -79,7 +80,9 @@ class ColourStore:
         self._server = server
         self._loaded: set[str] = set()
         self._links = ColourLinks(
-            link_endpoints("127.0.0.1:0", None), service="the store of colours", limits=Limits(slots=4, slot_bytes=4096)
+            link_endpoints("127.0.0.1:0", None),
+            service="the store of colours",
+            settings=LinkServerSettings(limits=Limits(slots=4, slot_bytes=4096)),
         )
         self._membership: FleetMembership | None = None
 

@@ -12,6 +12,7 @@ from bottega.transport import (
     Limits,
     LinkHandler,
     LinkServer,
+    LinkServerSettings,
     number_message,
     read_number,
 )
@@ -37,9 +38,9 @@ class Echo(LinkHandler):
 
 
 class EchoServer(LinkServer[Echo]):
-    def __init__(self, folder: Path) -> None:
-        endpoints = Endpoints(unix_path=folder / "links.sock")
-        super().__init__(endpoints, service="the server", limits=Limits(), max_links=6, max_links_per_host=4)
+    def __init__(self, folder: Path, *, receive_s: float = 20.0) -> None:
+        settings = LinkServerSettings(limits=Limits(), receive_s=receive_s, max_links=6, max_links_per_host=4)
+        super().__init__(Endpoints(unix_path=folder / "links.sock"), service="the server", settings=settings)
 
     def new_handler(self, connection: Connection) -> Echo:
         return Echo()

@@ -1,7 +1,4 @@
-"""The other worker of a pair in this process: an engine in a thread of its own, at the end of a real link.
-
-It knows engines and links; nothing of processes, and no reference.
-"""
+"""The other worker of a pair in this process: an engine in a thread of its own, at the end of a real link."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from concurrent.futures import Future
 from types import TracebackType
 
 from bottega.diffusion.engine.engine import Engine
-from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
+from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult
 from bottega.errors import BottegaError, Unavailable
 from bottega.transport import Endpoints, LinkCounters, ServiceOffer
 from bottega.worker.peer import Follower, Leader, PeerLinkSettings
@@ -49,6 +46,11 @@ class FollowerThread:
         self.go()
         self._posts.put(None)
         self._thread.join(LINK_TIMEOUT_S)
+
+    @property
+    def linked(self) -> bool:
+        """Whether somebody leads."""
+        return self._following is not None and self._following.linked
 
     def come(self) -> None:
         """Takes links."""
@@ -98,62 +100,32 @@ class FollowerThread:
                 self._following.report_jobs()
 
 
-class WatchedPeer:
-    """A Follower: a peer with what came back over it kept. on_lent: told of each turn that was lent, from 1."""
+class WatchedLeader(Leader):
+    """A leader that keeps what came back over its link. on_lent: called after each turn that was lent, from 1."""
 
-    def __init__(self, peer: Leader, on_lent: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, follower: FollowerThread, on_lent: Callable[[int], None]) -> None:
+        settings = PeerLinkSettings(silence_s=SILENCE_S)
+        super().__init__("follower:1", terms={}, offers=follower, counters=LinkCounters(), settings=settings)
         self.turns = 0
         self.kept: list[OffloadResult] = []
-        self._peer = peer
         self._on_lent = on_lent
 
-    @property
-    def name(self) -> str:
-        """See Follower."""
-        return self._peer.name
-
-    @property
-    def free(self) -> bool:
-        """See Follower."""
-        return self._peer.free
-
-    @property
-    def awaits_result(self) -> bool:
-        """See Follower."""
-        return self._peer.awaits_result
-
-    def accepts(self, remote_job: RemoteJob) -> bool:
-        """See Follower."""
-        return self._peer.accepts(remote_job)
-
-    def forget(self, remote_job: RemoteJob) -> None:
-        """See Follower."""
-        self._peer.forget(remote_job)
-
     def offload(self, rows: Sequence[OffloadedRow]) -> bool:
-        """See Follower."""
-        lent = self._peer.offload(rows)
+        lent = super().offload(rows)
         self.turns += 1
         self._on_lent(self.turns)
         return lent
 
     def result(self, timeout_s: float) -> OffloadResult | None:
-        """See Follower."""
-        returned = self._peer.result(timeout_s)
+        returned = super().result(timeout_s)
         if returned is not None:
             self.kept.append(returned)
         return returned
 
 
-def leader_of(follower: FollowerThread, *, silence_s: float = 5.0) -> Leader:
-    """The follower as its leader sees it. Start and stop it."""
-    settings = PeerLinkSettings(silence_s=silence_s)
-    return Leader("follower:1", terms={}, offers=follower, counters=LinkCounters(), settings=settings)
-
-
-def led(follower: FollowerThread) -> Leader:
+def led(follower: FollowerThread, on_lent: Callable[[int], None] = lambda _: None) -> WatchedLeader:
     """The follower as its leader sees it, linked. Stop it."""
-    peer = leader_of(follower, silence_s=SILENCE_S)
-    peer.start()
-    wait_until(lambda: peer.free, "the pair to be linked")
-    return peer
+    leader = WatchedLeader(follower, on_lent)
+    leader.start()
+    wait_until(lambda: leader.free, "the pair to be linked")
+    return leader

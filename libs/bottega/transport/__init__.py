@@ -61,7 +61,7 @@ from bottega.transport.messages import (
     pack_number,
     read_number,
 )
-from bottega.transport.server import MESSAGE_S, LinkServer
+from bottega.transport.server import MESSAGE_S, LinkServer, LinkServerSettings
 
 __all__ = [
     "Backend",
@@ -104,4 +104,5 @@ __all__ = [
     "read_number",
     "MESSAGE_S",
     "LinkServer",
+    "LinkServerSettings",
 ]

@@ -52,7 +52,8 @@ class OfferSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkClientSettings:
-    """silence_s: after which a service is taken for dead. limits: of what comes in.
+    """silence_s: after which a service is taken for dead. limits: of what comes in. send_s: for which the service may
+    let a message wait; None: silence_s.
 
     connect_s: for offer and connection; a service that lives takes milliseconds. retry_s: between two attempts at a
     service that cannot be reached.
@@ -60,6 +61,7 @@ class LinkClientSettings:
 
     silence_s: float = 5.0
     limits: Limits = field(default_factory=Limits)
+    send_s: float | None = None
     connect_s: float = 5.0
     retry_s: float = 0.5
 
@@ -123,10 +125,15 @@ class LinkClient:
             self._thread.join(_END_S)
 
     def _new_connection(self) -> Connection:
-        silence_s = self._settings.silence_s
+        silence_s, send_s = self._settings.silence_s, self._settings.send_s
         return Connection(
             ConnectionSettings(
-                here="the worker", peer=self._peer, silence_s=silence_s, send_s=silence_s, receive_s=None, pings=True
+                here="the worker",
+                peer=self._peer,
+                silence_s=silence_s,
+                send_s=silence_s if send_s is None else send_s,
+                receive_s=None,
+                pings=True,
             )
         )
 

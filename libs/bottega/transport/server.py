@@ -45,6 +45,19 @@ _ENDED = SampledLog(_log, "a worker's link has ended", more="more links have end
 H = TypeVar("H", bound=LinkHandler)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkServerSettings:
+    """limits: of what comes in. send_s: for which a worker may let a message wait. receive_s: for which its own may
+    take to come, once begun. max_links, max_links_per_host: how many links there may be at once.
+    """
+
+    limits: Limits
+    send_s: float = MESSAGE_S
+    receive_s: float = MESSAGE_S
+    max_links: int = _MAX_LINKS
+    max_links_per_host: int = _MAX_LINKS_PER_HOST
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _OpenLink(Generic[H]):
     """caller: host of the worker."""
@@ -58,8 +71,8 @@ class _OpenLink(Generic[H]):
 class LinkServer(ABC, Generic[H]):
     """Any thread may call it.
 
-    service, peer: what the two ends are, as texts name them. limits: what this one takes in. counters: of all links.
-    advertised: what workers are told instead of the listener's own address.
+    service, peer: what the two ends are, as texts name them. counters: of all links. advertised: the address that
+    offers name instead of the listener's own.
     Raises ConfigError when an address cannot be bound.
     """
 
@@ -69,20 +82,17 @@ class LinkServer(ABC, Generic[H]):
         *,
         service: str,
         peer: str = "the worker",
-        limits: Limits,
+        settings: LinkServerSettings,
         counters: LinkCounters | None = None,
         advertised: TcpEndpoint | None = None,
-        max_links: int = _MAX_LINKS,
-        max_links_per_host: int = _MAX_LINKS_PER_HOST,
     ) -> None:
         self.counters = counters or LinkCounters()
         self.draining = False
-        self._listener = LinkListener(endpoints, limits=limits, counters=self.counters, token_s=_TOKEN_S)
+        self._listener = LinkListener(endpoints, limits=settings.limits, counters=self.counters, token_s=_TOKEN_S)
         self._service = service
         self._peer = peer
+        self._settings = settings
         self._advertised = advertised
-        self._max_links = max_links
-        self._max_links_per_host = max_links_per_host
         self._open: list[_OpenLink[H]] = []
         self._closed = False
         self._lock = threading.Lock()
@@ -123,7 +133,7 @@ class LinkServer(ABC, Generic[H]):
         for link in links:
             link.connection.close(self._stopping())
         for link in links:
-            link.thread.join(MESSAGE_S)
+            link.thread.join(self._settings.send_s)
         sum_up_logs()
 
     def _check_room(self, caller: str) -> None:
@@ -131,8 +141,8 @@ class LinkServer(ABC, Generic[H]):
         with self._lock:
             callers = [link.caller for link in self._open]
         for count, most, whose in (
-            (len(callers), self._max_links, "workers"),
-            (callers.count(caller), self._max_links_per_host, "workers of your host"),
+            (len(callers), self._settings.max_links, "workers"),
+            (callers.count(caller), self._settings.max_links_per_host, "workers of your host"),
         ):
             if count >= most:
                 raise LinksFull(
@@ -154,8 +164,8 @@ class LinkServer(ABC, Generic[H]):
                 here=self._service,
                 peer=self._peer,
                 silence_s=_SILENCE_S,
-                send_s=MESSAGE_S,
-                receive_s=MESSAGE_S,
+                send_s=self._settings.send_s,
+                receive_s=self._settings.receive_s,
                 pings=False,
             )
         )

@@ -9,7 +9,7 @@ from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetWorkerLink
 from bottega.rpc.link_service import link_endpoints, tcp_endpoint
-from bottega.transport import Connection, Limits, LinkServer
+from bottega.transport import Connection, Limits, LinkServer, LinkServerSettings
 
 # Taken only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=8, slot_bytes=128 << 20)
@@ -24,7 +24,7 @@ class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
         super().__init__(
             link_endpoints(config.links_listen, config.links_socket),
             service="the ControlNet server",
-            limits=_LIMITS,
+            settings=LinkServerSettings(limits=_LIMITS),
             advertised=tcp_endpoint(config.links_advertised),
         )
 

@@ -8,7 +8,7 @@ from bottega.caching import TieredCache
 from bottega.loras.config import LinksConfig
 from bottega.loras.worker_link import LoraWorkerLink
 from bottega.rpc.link_service import link_endpoints, tcp_endpoint
-from bottega.transport import Connection, Limits, LinkServer, default_socket_path
+from bottega.transport import Connection, Limits, LinkServer, LinkServerSettings, default_socket_path
 
 # What workers say is short; what they are sent, their own limits bound.
 _LIMITS = Limits(slots=8, slot_bytes=1 << 20)
@@ -23,7 +23,7 @@ class LoraLinks(LinkServer[LoraWorkerLink]):
         super().__init__(
             link_endpoints(config.listen, _socket(config.socket)),
             service="the LoRA store",
-            limits=_LIMITS,
+            settings=LinkServerSettings(limits=_LIMITS),
             advertised=tcp_endpoint(config.advertised),
         )
 

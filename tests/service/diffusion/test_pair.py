@@ -21,11 +21,12 @@ from bottega.diffusion.parallel import pair
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import ModelMismatch, NoControlNet
+from bottega.transport import LinkCounters
 from bottega.worker.peer import Leader
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, save, shelf_of
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.support.manual_engine import Drawing, ManualEngine, load
-from tests.support.pair_follower import FollowerThread, WatchedPeer, leader_of, led
+from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import Stock, assert_close, load_stock
 from tests.support.waiting import wait_until
 
@@ -173,7 +174,7 @@ def test_a_refused_pair_is_told_once_and_tried_again(
     model: Model, follower: FollowerThread, caplog: pytest.LogCaptureFixture
 ) -> None:
     follower.refusal = ModelMismatch("workers a and b cannot be a pair")
-    peer = leader_of(follower)
+    peer = Leader("follower:1", terms={}, offers=follower, counters=LinkCounters())
     peer.start()
     try:
         wait_until(lambda: "workers a and b" in str([vars(record) for record in caplog.records]), "a warning")
@@ -286,13 +287,12 @@ def test_waiting_for_residuals_does_not_make_a_follower_slow_nor_let_it_be_given
 ) -> None:
     with FollowerThread(Engine(model, TOGETHER, controlnets=SlowControlNets(shelf))) as follower:
         peer = led(follower)
-        watched = WatchedPeer(peer)
-        easel = ManualEngine(Engine(model, TOGETHER, controlnets=SlowControlNets(shelf), peer=watched))
+        easel = ManualEngine(Engine(model, TOGETHER, controlnets=SlowControlNets(shelf), peer=peer))
         drawing = easel.draw(controlled())
         peer.stop()
     assert pair_of(drawing).taken_back_steps == 0
     assert pair_of(drawing).steps > 0
-    assert all(returned.seconds < SLOW_S for returned in watched.kept)
+    assert all(returned.seconds < SLOW_S for returned in peer.kept)
 
 
 @pytest.fixture(scope="module")

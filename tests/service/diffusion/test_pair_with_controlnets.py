@@ -17,7 +17,7 @@ from bottega.worker.controlnets import RemoteControlNets
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, layout_of, save
 from tests.support.linked_servers import LinkedServer, Offers, linked_server
 from tests.support.manual_engine import MOST_TURNS, ManualEngine
-from tests.support.pair_follower import FollowerThread, WatchedPeer, led
+from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import assert_close, load_stock
 from tests.support.torch_threads import torch_threads
 from tests.support.waiting import wait_until
@@ -85,8 +85,7 @@ def test_a_mixed_batch_with_controlnets_ends_as_stock_does_with_a_peer_that_dies
     arrivals = mixed(server)
     orders = [order for several in arrivals.values() for order in several]
     with FollowerThread(Engine(model, TOGETHER, controlnets=theirs)) as follower:
-        peer = led(follower)
-        mortal = WatchedPeer(peer, lambda turn: follower.go() if turn == FATAL else None)
+        mortal = led(follower, lambda turn: follower.go() if turn == FATAL else None)
         easel = ManualEngine(Engine(model, TOGETHER, controlnets=ours, peer=mortal))
         for turn in range(MOST_TURNS):
             for order in arrivals.pop(turn, ()):
@@ -94,11 +93,11 @@ def test_a_mixed_batch_with_controlnets_ends_as_stock_does_with_a_peer_that_dies
             if not arrivals and not easel.engine.busy:
                 break
             easel.turn()
-            if mortal.turns == FATAL and not peer.free:
+            if mortal.turns == FATAL and not mortal.free:
                 follower.come()
-                wait_until(lambda: peer.free, "the peer to be back")
+                wait_until(lambda: mortal.free, "the peer to be back")
         from_server = theirs.counters.snapshot().received.size_bytes
-        peer.stop()
+        mortal.stop()
         ours.stop()
         theirs.stop()
     stock = load_stock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,6 @@ from bottega.transport import (
     number_spec,
     read_number,
 )
-from bottega.transport import server as transport_server
 from tests.support.echo_links import EchoServer
 from tests.support.transport_backends import patience
 from tests.support.waiting import wait_until
@@ -86,11 +85,9 @@ def test_a_server_that_drains_keeps_its_links_and_one_that_closes_ends_them(serv
             link.recv(patience())
 
 
-def test_a_worker_that_begins_a_message_and_stops_is_given_up(
-    server: EchoServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transport_server, "MESSAGE_S", 0.2)
-    with link_to(server) as link:
+def test_a_worker_that_begins_a_message_and_stops_is_given_up(tmp_path: Path) -> None:
+    server = EchoServer(tmp_path, receive_s=0.2)
+    with closing(server), link_to(server) as link:
         layout = Layout.of(number_spec("echo"), TensorSpec(name="rest", dtype=DType.UINT8, shape=(8,)))
         outgoing = link.begin(layout, patience())
         outgoing.ready(1)

@@ -30,6 +30,7 @@ from bottega.transport import (
     LinkCounters,
     LinkHandler,
     LinkServer,
+    LinkServerSettings,
     Offer,
     WholeMessage,
     kind_of,
@@ -41,8 +42,9 @@ _log = logging.getLogger(__name__)
 
 # Jobs of the leader that are kept; it runs some tens.
 _MAX_REMOTE_JOBS = 256
-# Taken only as messages need it: eight control images of four megapixels are 96 MiB.
-_LIMITS = Limits(slots=4, slot_bytes=128 << 20)
+# Memory is taken only as messages need it: eight control images of four megapixels are 96 MiB. A leader that lives
+# takes and sends messages at once: nothing else waits in its threads.
+_SETTINGS = LinkServerSettings(limits=Limits(slots=4, slot_bytes=128 << 20), send_s=1.0, receive_s=5.0)
 _REFUSED = SampledLog(
     _log,
     "rows of a job of the peer cannot be computed here",
@@ -136,7 +138,7 @@ class Follower(LinkServer[LeaderLink]):
         self._leader = ""  # name of the worker that is linked, or about to be
         self._link: LeaderLink | None = None
         self._changing = threading.Lock()
-        super().__init__(endpoints, service="the worker", peer="its peer", limits=_LIMITS, counters=counters)
+        super().__init__(endpoints, service="the worker", peer="its peer", settings=_SETTINGS, counters=counters)
 
     def new_handler(self, connection: Connection) -> LeaderLink:
         """What serves one link."""

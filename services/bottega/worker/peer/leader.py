@@ -38,9 +38,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLinkSettings(LinkClientSettings):
-    """The peer may be away for long."""
+    """A peer that lives takes a message at once, because its threads do nothing else; it may be away for long."""
 
     limits: Limits = field(default_factory=lambda: Limits(slots=4, slot_bytes=1 << 30))
+    send_s: float | None = 1.0
     retry_s: float = 1.0
 
 
