@@ -34,23 +34,23 @@ What holds for every backend, and is tested for all by one suite (tests/service/
 What backends of devices must do, which will stand beside memfd and TCP, says channel/backend.py.
 """
 
-from bottega.transport.channel.backend import Backend
+from bottega.transport.channel.backend import Backend, BackendChoice
+from bottega.transport.channel.counters import LinkCounters, LinkStatistics, TransferStatistics
+from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.limits import Limits
 from bottega.transport.channel.receiver import Incoming
 from bottega.transport.channel.sender import Outgoing
 from bottega.transport.client import LinkClient, LinkClientHandler, LinkClientSettings, OfferSource, ServiceOffer
 from bottega.transport.connection import Connection, LinkHandler
-from bottega.transport.connector import connect
-from bottega.transport.counters import LinkCounters, LinkStatistics, TransferStatistics
-from bottega.transport.deadline import Deadline
 from bottega.transport.handshake.binding import Endpoints
+from bottega.transport.handshake.connector import connect
 from bottega.transport.handshake.credentials import links_group
-from bottega.transport.handshake.offer import BackendChoice, MemfdEndpoint, Offer, TcpEndpoint
+from bottega.transport.handshake.listener import LinkListener
+from bottega.transport.handshake.offer import MemfdEndpoint, Offer, TcpEndpoint
 from bottega.transport.handshake.offer_wire import offer_from_wire, offer_to_wire
 from bottega.transport.handshake.socket_folder import default_socket_path
 from bottega.transport.layout import DType, Layout, TensorSpec
 from bottega.transport.link import Link
-from bottega.transport.listener import LinkListener
 from bottega.transport.memory.sealed_file import SealedFile
 from bottega.transport.messages import (
     BytesMessage,

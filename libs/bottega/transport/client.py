@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bottega.errors import AuthFailed, BottegaError, LinkClosed, LinkError, LinksFull, PeerDead, Unavailable
+from bottega.transport.channel.counters import LinkCounters
+from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.limits import Limits
 from bottega.transport.connection import Connection, ConnectionSettings, LinkHandler
-from bottega.transport.connector import connect
-from bottega.transport.counters import LinkCounters
-from bottega.transport.deadline import Deadline
+from bottega.transport.handshake.connector import connect
 from bottega.transport.handshake.offer import Offer
 from bottega.transport.link import Link
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bottega.errors import BadFrame, BottegaError, LinkError, NoSharedMemory, PeerDead, TooLarge
+from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.receiver import Incoming
-from bottega.transport.deadline import Deadline
 from bottega.transport.keepalive import Keepalive
 from bottega.transport.link import Link
 from bottega.transport.memory.sealed_file import SealedFile

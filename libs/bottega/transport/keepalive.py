@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from bottega.clocks import AwakeClock
 from bottega.errors import DeadlineExceeded
+from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.receiver import Incoming
-from bottega.transport.deadline import Deadline
 from bottega.transport.link import Link
 
 # How often a quiet link is looked at by who pings, and by who only listens.

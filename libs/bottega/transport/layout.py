@@ -1,4 +1,4 @@
-"""What one message consists of: named tensors, and where each of them lies in a slot.
+"""What one message consists of: named tensors, where each of them lies in a slot, and the description of it as bytes.
 
 A layout is registered once for a link and reused for every message. Offsets are computed, never transmitted, so that
 they cannot lie. An element type is a name and a number of bytes.
@@ -7,12 +7,12 @@ they cannot lie. An element type is a name and a number of bytes.
 from __future__ import annotations
 
 import hashlib
+import io
 import math
+import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
-
-from bottega.transport.layout_codec import MAX_ENCODED_BYTES, decode_fields, encode_fields
 
 # Tensors begin at multiples of this: the widest vector registers and a cache line.
 ALIGNMENT_BYTES = 64
@@ -22,6 +22,14 @@ MAX_RANK = 8
 MAX_NAME_BYTES = 200
 # Far above any device's memory, far below where 64-bit sums could overflow.
 MAX_LAYOUT_BYTES = 1 << 40
+# Of a description: a layout with as many tensors as there may be, and names of common lengths, has a quarter of this.
+MAX_ENCODED_BYTES = 1 << 20
+
+# A description is little-endian: the number of tensors, and of each the bytes of its name, its element type and its
+# dimensions; its name; its extents.
+_COUNT = struct.Struct("<I")
+_TENSOR = struct.Struct("<BBB")
+_EXTENT_BYTES = 8
 
 
 class DType(IntEnum):
@@ -120,7 +128,11 @@ class Layout:
 
     def encode(self) -> bytes:
         """The description that is registered with a peer."""
-        return encode_fields([(spec.name, int(spec.dtype), spec.shape) for spec in self.specs])
+        parts = [_COUNT.pack(len(self.specs))]
+        for spec in self.specs:
+            name, rank = spec.name.encode(), len(spec.shape)
+            parts += (_TENSOR.pack(len(name), spec.dtype, rank), name, struct.pack(f"<{rank}Q", *spec.shape))
+        return b"".join(parts)
 
     @classmethod
     def decode(cls, encoded: bytes) -> Layout:
@@ -128,12 +140,34 @@ class Layout:
 
         encoded: bytes of our own, not memory that the peer may still change.
         """
-        specs = []
-        for name, dtype, shape in decode_fields(encoded, max_tensors=MAX_TENSORS, max_rank=MAX_RANK):
-            if dtype not in _KNOWN:
-                raise ValueError(f"tensor {name[:80]!r} has the unknown element type {dtype}")
-            specs.append(TensorSpec(name=name, dtype=DType(dtype), shape=shape))
-        return cls(specs=tuple(specs))
+        if len(encoded) > MAX_ENCODED_BYTES:
+            raise ValueError(f"a layout's description has {len(encoded)} bytes; at most {MAX_ENCODED_BYTES} are read")
+        stream = io.BytesIO(encoded)
+        (count,) = _COUNT.unpack(_read(stream, _COUNT.size))
+        if count > MAX_TENSORS:
+            raise ValueError(f"a layout's description speaks of {count} tensors; at most {MAX_TENSORS} can be sent")
+        specs = tuple(_read_spec(stream) for _ in range(count))
+        if stream.read(1):
+            raise ValueError("a layout's description has bytes behind its end")
+        return cls(specs=specs)
 
 
 _KNOWN = frozenset(int(dtype) for dtype in DType)
+
+
+def _read_spec(stream: io.BytesIO) -> TensorSpec:
+    name_bytes, dtype, rank = _TENSOR.unpack(_read(stream, _TENSOR.size))
+    if rank > MAX_RANK:
+        raise ValueError(f"a layout's description speaks of {rank} dimensions; at most {MAX_RANK} can be sent")
+    name = _read(stream, name_bytes).decode()  # what is no UTF-8 is a ValueError too
+    if dtype not in _KNOWN:
+        raise ValueError(f"tensor {name[:80]!r} has the unknown element type {dtype}")
+    shape = struct.unpack(f"<{rank}Q", _read(stream, rank * _EXTENT_BYTES))
+    return TensorSpec(name=name, dtype=DType(dtype), shape=shape)
+
+
+def _read(stream: io.BytesIO, count: int) -> bytes:
+    data = stream.read(count)
+    if len(data) < count:
+        raise ValueError("a layout's description ends too early")
+    return data

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from bottega.errors import LinkClosed, LinkError
-from bottega.transport.channel.backend import ReceiverBackend, SenderBackend
+from bottega.transport.channel.backend import BackendChoice, ReceiverBackend, SenderBackend
 from bottega.transport.channel.buffers import Buffer
+from bottega.transport.channel.counters import LinkCounters
+from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.lifecycle import Lifecycle
 from bottega.transport.channel.limits import Limits
 from bottega.transport.channel.receiver import Incoming, Receiver
 from bottega.transport.channel.sender import Outgoing, Sender
-from bottega.transport.counters import LinkCounters
-from bottega.transport.deadline import Deadline
-from bottega.transport.handshake.offer import BackendChoice
 from bottega.transport.layout import Layout
 from bottega.transport.memory.sealed_file import SealedFile
 

@@ -11,13 +11,13 @@ from typing import Generic, TypeVar
 
 from bottega.errors import Draining, LinkClosed, LinkError, LinksFull
 from bottega.sampled_log import SampledLog
+from bottega.transport.channel.counters import LinkCounters
+from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.limits import Limits
 from bottega.transport.connection import Connection, ConnectionSettings, LinkHandler
-from bottega.transport.counters import LinkCounters
-from bottega.transport.deadline import Deadline
 from bottega.transport.handshake.binding import Endpoints
+from bottega.transport.handshake.listener import LinkListener
 from bottega.transport.handshake.offer import Offer, TcpEndpoint
-from bottega.transport.listener import LinkListener
 
 # A message whose beginning is here must come to its end, and an answer must be taken.
 MESSAGE_S = 20.0

@@ -25,7 +25,7 @@ from bottega.transport import Backend, BackendChoice, Deadline, Layout, Limits, 
 from bottega.transport.backends.memfd import MemfdReceiver, MemfdSender
 from bottega.transport.backends.tcp import TcpReceiver, TcpSender
 from bottega.transport.channel.frames import HEADER_BYTES, Frame, FrameKind
-from bottega.transport.layout_codec import MAX_ENCODED_BYTES
+from bottega.transport.layout import MAX_ENCODED_BYTES
 from bottega.transport.link import LinkTerms
 from bottega.transport.memory.mappings import shared_slot
 from tests.support.transport_backends import LAYOUT, content, mapped_files, open_descriptors, patience, sealed_file

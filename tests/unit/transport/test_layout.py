@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.transport import DType, Layout, Limits, TensorSpec
-from bottega.transport.layout import ALIGNMENT_BYTES, MAX_LAYOUT_BYTES, MAX_NAME_BYTES, MAX_RANK, MAX_TENSORS
-from bottega.transport.layout_codec import MAX_ENCODED_BYTES
+from bottega.transport.layout import (
+    ALIGNMENT_BYTES,
+    MAX_ENCODED_BYTES,
+    MAX_LAYOUT_BYTES,
+    MAX_NAME_BYTES,
+    MAX_RANK,
+    MAX_TENSORS,
+)
 from bottega.v1.tensor_pb2 import DataType
 
 NAMES = st.text(st.characters(categories=("L", "N", "P", "Zs")), min_size=1, max_size=40).filter(str.isprintable)

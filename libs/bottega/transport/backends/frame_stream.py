@@ -14,8 +14,8 @@ import threading
 from collections.abc import Sequence
 
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, PeerDead
+from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import HEADER_BYTES, Frame, FrameKind, bye, unpack
-from bottega.transport.deadline import Deadline
 
 # The system takes 1024 pieces a call (IOV_MAX).
 _PIECES = 512

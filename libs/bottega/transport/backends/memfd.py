@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from bottega.errors import BadFrame, LinkError, NoSharedMemory
 from bottega.transport.backends.frame_stream import FrameStream, gone
+from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import Frame, FrameKind
 from bottega.transport.channel.limits import Limits
-from bottega.transport.deadline import Deadline
 from bottega.transport.layout import Layout
 from bottega.transport.memory.copying import copy
 from bottega.transport.memory.mappings import received_slot, shared_slot

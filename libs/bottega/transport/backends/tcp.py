@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from bottega.errors import LinkError
 from bottega.transport.backends.frame_stream import FrameStream
+from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import Frame
-from bottega.transport.deadline import Deadline
 from bottega.transport.layout import Layout
 from bottega.transport.memory.sealed_file import SealedFile
 from bottega.transport.memory.slots import PrivateSlots, Slot

@@ -31,12 +31,13 @@ What a backend of devices, which will stand beside memfd.py and tcp.py, can rely
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from bottega.errors import LinkError
+from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import Frame
-from bottega.transport.deadline import Deadline
 from bottega.transport.layout import Layout
 from bottega.transport.memory.sealed_file import SealedFile
 from bottega.transport.memory.slots import Slot
@@ -52,6 +53,14 @@ class Backend(StrEnum):
     def within_host(self) -> bool:
         """Whether it links nobody but processes of one host."""
         return self is not Backend.TCP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendChoice:
+    """What carries the link, and why that."""
+
+    backend: Backend
+    reason: str
 
 
 class BackendEnd(Protocol):

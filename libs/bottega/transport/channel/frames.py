@@ -19,7 +19,7 @@ from bottega.errors import (
     LinkError,
     StaleEpoch,
 )
-from bottega.transport.layout_codec import MAX_ENCODED_BYTES
+from bottega.transport.layout import MAX_ENCODED_BYTES
 
 _MAGIC = 0xB077
 _HEADER = struct.Struct("<HBBHHIQQ")

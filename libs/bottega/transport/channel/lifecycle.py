@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from bottega.errors import LinkError
 from bottega.transport.channel.backend import BackendEnd
-from bottega.transport.counters import LinkCounters
+from bottega.transport.channel.counters import LinkCounters
 
 
 class Lifecycle:

@@ -19,11 +19,11 @@ from bottega.errors import (
     MessageAborted,
 )
 from bottega.transport.channel.backend import ReceiverBackend
+from bottega.transport.channel.counters import LinkCounters
+from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye
 from bottega.transport.channel.lifecycle import Lifecycle
 from bottega.transport.channel.limits import Limits
-from bottega.transport.counters import LinkCounters
-from bottega.transport.deadline import Deadline
 from bottega.transport.layout import Layout, TensorSpec
 
 

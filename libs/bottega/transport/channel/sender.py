@@ -14,11 +14,11 @@ from types import TracebackType
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoCredit, NoSharedMemory, TooLarge
 from bottega.transport.channel.backend import SenderBackend
 from bottega.transport.channel.buffers import Buffer, check_file, checked
+from bottega.transport.channel.counters import LinkCounters
+from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye
 from bottega.transport.channel.lifecycle import Lifecycle
 from bottega.transport.channel.limits import Limits
-from bottega.transport.counters import LinkCounters
-from bottega.transport.deadline import Deadline
 from bottega.transport.layout import Layout
 from bottega.transport.memory.sealed_file import SealedFile
 from bottega.transport.memory.slots import Slot

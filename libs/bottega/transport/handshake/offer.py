@@ -9,7 +9,6 @@ import secrets
 import string
 from dataclasses import dataclass, field
 
-from bottega.transport.channel.backend import Backend
 from bottega.transport.channel.limits import Limits
 
 TOKEN_BYTES = 32
@@ -62,14 +61,6 @@ class Offer:
             raise ValueError(f"an endpoint is longer than {_MAX_TEXT} characters")
         if self.tcp is not None and not 1 <= self.tcp.port <= 65535:
             raise ValueError("tcp.port is 1 to 65535")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendChoice:
-    """What carries the link, and why that."""
-
-    backend: Backend
-    reason: str
 
 
 def new_link_id() -> str:

@@ -25,10 +25,10 @@ from bottega.errors import (
 )
 from bottega.transport.backends.memfd import MemfdReceiver, MemfdSender
 from bottega.transport.backends.tcp import TcpReceiver, TcpSender, tune
-from bottega.transport.channel.backend import Backend
+from bottega.transport.channel.backend import Backend, BackendChoice
+from bottega.transport.channel.counters import LinkCounters
+from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.limits import Limits
-from bottega.transport.counters import LinkCounters
-from bottega.transport.deadline import Deadline
 from bottega.transport.handshake.acceptor import Acceptor
 from bottega.transport.handshake.binding import Endpoints, bind_tcp, bind_unix
 from bottega.transport.handshake.credentials import links_group
@@ -36,7 +36,6 @@ from bottega.transport.handshake.identity import host_identity
 from bottega.transport.handshake.messages import ClientHello, Direction, Verdict
 from bottega.transport.handshake.offer import (
     TOKEN_BYTES,
-    BackendChoice,
     MemfdEndpoint,
     Offer,
     TcpEndpoint,

@@ -13,10 +13,10 @@ from bottega.errors import AuthFailed, ConfigError, DeadlineExceeded, LinkError,
 from bottega.process import open_files
 from bottega.transport.backends.memfd import MemfdReceiver, MemfdSender
 from bottega.transport.backends.tcp import TcpReceiver, TcpSender, tune
-from bottega.transport.channel.backend import Backend
+from bottega.transport.channel.backend import Backend, BackendChoice
+from bottega.transport.channel.counters import LinkCounters
+from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.limits import Limits
-from bottega.transport.counters import LinkCounters
-from bottega.transport.deadline import Deadline
 from bottega.transport.handshake.credentials import distrust_reason, links_group
 from bottega.transport.handshake.identity import host_identity
 from bottega.transport.handshake.messages import (
@@ -27,7 +27,7 @@ from bottega.transport.handshake.messages import (
     check_verdict,
     client_hello,
 )
-from bottega.transport.handshake.offer import BackendChoice, Offer
+from bottega.transport.handshake.offer import Offer
 from bottega.transport.link import LEASE_S, Link, LinkTerms
 from bottega.transport.memory.mappings import sharing_failure
 
