@@ -19,13 +19,16 @@ _log = logging.getLogger(__name__)
 class BackgroundTasks:
     """name: of what they do, for the log. max_tasks: that run at once; None is without a bound.
 
-    Its owner ends it with `join`, which waits for all of them, or with `cancel`.
+    Its owner ends it with `join`, which waits for all of them, or with `cancel`. A task is cancelled only after it has
+    begun, so that it gives back what it was handed and says in its own words why it ends; so is one that is started
+    while they are being cancelled, or later.
     """
 
     def __init__(self, name: str, *, max_tasks: int | None = None) -> None:
         self._name = name
         self._max_tasks = max_tasks
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._cancelled = False
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -60,8 +63,9 @@ class BackgroundTasks:
 
     def cancel_soon(self) -> None:
         """Cancels all, and does not wait until they have ended."""
+        self._cancelled = True
         for task in self._others():
-            task.cancel()
+            _cancel_when_begun(task)
 
     async def cancel(self) -> None:
         """Cancels all, and returns when they have ended."""
@@ -79,6 +83,8 @@ class BackgroundTasks:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if self._cancelled:
+            _cancel_when_begun(task)
         return task
 
     def _log_failure(self, task: asyncio.Task[Any]) -> None:
@@ -96,6 +102,11 @@ async def running(work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _cancel_when_begun(task: asyncio.Task[Any]) -> None:
+    """One that is cancelled before its first step runs no line of its work, nor any `finally`."""
+    task.get_loop().call_soon(task.cancel)  # its first step was scheduled before this
 
 
 def _hand_over(receiver: Callable[[ResultT], None], task: asyncio.Task[ResultT]) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from bottega.background_tasks import BackgroundTasks
-from bottega.errors import QueueFull
+from bottega.errors import Draining, QueueFull
 
 
 async def _forever(ended: list[str]) -> None:
@@ -28,8 +28,7 @@ async def test_they_are_bounded_and_cancelled_with_their_owner() -> None:
         tasks.start(_forever(ended))
     with pytest.raises(QueueFull, match="2 run already"):
         tasks.start(_forever(ended))
-    await asyncio.sleep(0)
-    await tasks.cancel()
+    await tasks.cancel()  # they have not made their first step
     assert (ended, len(tasks)) == (["ended"] * 2, 0)
 
 
@@ -71,3 +70,44 @@ async def test_one_of_them_can_end_the_others_but_does_not_wait_for_itself() -> 
     await asyncio.sleep(0)
     await asyncio.wait_for(tasks.start(tasks.cancel()), 5)
     assert ended == ["ended"]
+
+
+async def test_what_starts_while_they_are_cancelled_or_later_ends_as_well() -> None:
+    ended: list[str] = []
+    tasks = BackgroundTasks("tests")
+
+    async def start_another() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            tasks.start(_forever(ended))
+
+    tasks.start(start_another())
+    await asyncio.wait_for(tasks.cancel(), 5)
+    assert ended == ["ended"]
+    tasks.start(_forever(ended))
+    await asyncio.wait_for(tasks.join(), 5)
+    assert ended == ["ended"] * 2
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_caller_whose_shielded_work_is_cancelled_gets_the_reason_that_the_work_gives(begun: bool) -> None:
+    tasks = BackgroundTasks("tests")
+    given_back: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise Draining("the service is stopping") from None
+        finally:
+            given_back.append("a process")
+
+    calling = asyncio.create_task(tasks.run_shielded(work()))
+    await asyncio.sleep(0)
+    if begun:
+        await asyncio.sleep(0)
+    await tasks.cancel()
+    with pytest.raises(Draining):
+        await calling
+    assert given_back == ["a process"]
