@@ -144,14 +144,12 @@ class Shop:
         self._open_storage()
 
     def _open_storage(self) -> None:
-        at_once(self.storage.open(restore=self._restore, on_change=self._pause))
-
-    def _pause(self) -> None:
-        self.controller.pause(self.storage.trouble is not None)
+        at_once(self.storage.open(restore=self._restore))
+        self.controller.schedule_all()
 
     async def _restore(self) -> None:
         if not self.log.restored:
-            self.controller.restore(await self.log.restore(self.controller.submit))
+            self.controller.restore(await self.log.restore())
 
     def worker(self, name: str = "w1", *, seconds: float = 0.1) -> Member:
         """A worker joins and reports turns whose time doubles with their rows. seconds: of one row."""

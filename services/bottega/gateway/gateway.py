@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 from bottega import kinds
+from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
 from bottega.codec import CodecPool
 from bottega.errors import StorageUnavailable
@@ -61,8 +62,7 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         clock = Clock()
-        self._changed = asyncio.Event()
-        self._health: asyncio.Task[None] | None = None
+        self._health = BackgroundTasks("health of the gateway")
         self.server = Server("gateway", config.server)
         self.fleet_listener = self.server.beside(config.fleet, name="fleet")
         self._this = fleet_pb2.Registration(kind=kinds.GATEWAY, name=config.name, version=version())
@@ -117,35 +117,29 @@ class Gateway:
         self._this.address = self.server.address
         starting = asyncio.create_task(self._codec.start())
         try:
-            await self._storage.open(
-                restore=self._restore, on_failure=self._jobs.allow_reads, on_change=self._storage_changed
-            )
+            await self._storage.open(restore=self._restore, on_failure=self._jobs.allow_reads)
         finally:
             await starting
         self._storage.start()
         self._controller.start()
-        self._health = asyncio.create_task(self._keep_health())
+        self._health.start(self._keep_health())
 
     async def finish(self) -> None:
         """Takes no new jobs, waits for those that run, sends the fleet away."""
-        await self._stop_health()
+        await self._health.cancel()
         await self._controller.drain()
 
     async def shut_down(self) -> None:
         """Ends whatever is left."""
-        await self._stop_health()
+        await self._health.cancel()
         await self._controller.stop()
         await self._storage.close()
         await self._codec.stop()
 
     async def _restore(self) -> None:
         began = time.perf_counter()
-        jobs = await self._jobs.restore(self._controller.submit)
+        jobs = await self._jobs.restore()
         self._controller.restore(jobs, seconds=time.perf_counter() - began)
-
-    def _storage_changed(self) -> None:
-        self._controller.pause(self._storage.trouble is not None)
-        self._changed.set()
 
     async def _keep_health(self) -> None:
         """The gateway serves while it can take jobs, and fleet and queue are checked.
@@ -153,13 +147,15 @@ class Gateway:
         Jobs that may or may not have been stored are looked for when it can again.
         """
         while True:
-            self._changed.clear()
             writable = self._storage.trouble is None
+            if writable and self._storage.changed.is_set():
+                self._controller.schedule_all()
+            self._storage.changed.clear()
             await self.server.set_serving(writable and self._controller.healthy)
             if writable:
                 await self._resolve_doubtful()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _HEALTH_S)
+                await asyncio.wait_for(self._storage.changed.wait(), _HEALTH_S)
 
     async def _resolve_doubtful(self) -> None:
         try:
@@ -168,12 +164,6 @@ class Gateway:
             self._storage.report_failure(error)
         except Exception:  # noqa: BLE001 - the boundary of the task: without it health stays as it is, whatever happens
             _log.exception("jobs that may have been stored could not be looked for")
-
-    async def _stop_health(self) -> None:
-        if self._health is not None:
-            self._health.cancel()
-            await asyncio.gather(self._health, return_exceptions=True)
-            self._health = None
 
 
 def _addons(context: AddOnContext) -> tuple[AddOn, ...]:

@@ -11,7 +11,7 @@ import base64
 import binascii
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from bottega.clocks import Clock
 from bottega.errors import (
@@ -44,7 +44,10 @@ _log = logging.getLogger(__name__)
 
 
 class JobRepository:
-    """`restore` it when the storage is open. Every method that reads may raise StorageUnavailable and DataLoss."""
+    """`restore` it when the storage is open. Every method that reads may raise StorageUnavailable and DataLoss.
+
+    restored: whether the jobs of earlier lives are known, so that an unknown one is one that has ended.
+    """
 
     def __init__(self, *, storage: Storage, clock: Clock) -> None:
         self._storage = storage
@@ -56,31 +59,30 @@ class JobRepository:
         self._by_request_id: dict[str, Job] = {}
         self._doubtful: set[str] = set()
         self._readable = asyncio.Event()
-        self._on_found: Callable[[Job], None] | None = None
-
-    @property
-    def restored(self) -> bool:
-        """Whether the jobs of earlier lives are known, so that an unknown one is one that has ended."""
-        return self._on_found is not None
+        self._found: asyncio.Queue[Job] = asyncio.Queue()
+        self.restored = False
 
     @property
     def life(self) -> int:
         """Lives of the gateway before this one."""
         return max(0, self._store.generation - 1)
 
-    async def restore(self, on_found: Callable[[Job], None]) -> list[Job]:
+    async def restore(self) -> list[Job]:
         """The jobs that an earlier life left, in their order. Queue them before anything else happens.
 
         A job that cannot be drawn any more, such as with damaged input images, has an outcome already; the caller
         has to `finish` it.
-        on_found: called from now on with a live job that was not known here.
         """
         jobs = [await self._restored_job(record) for record in await self._store.live()]
         for job in jobs:
             self._remember(job)
-        self._on_found = on_found
+        self.restored = True
         self._readable.set()
         return jobs
+
+    async def next_found(self) -> Job:
+        """Waits for a live job that was not known here and came across in the store: it has to be queued."""
+        return await self._found.get()
 
     def allow_reads(self) -> None:
         """The store cannot be opened now: what can be read of it may be."""
@@ -256,14 +258,10 @@ class JobRepository:
             fresh = await self._store.get(record.job_id)  # it may have ended since it was read
             job = self._live.get(record.job_id)
             if job is None:
-                job = self._found(fresh or record, inputs)
-        return job
-
-    def _found(self, record: JobRecord, inputs: bytes) -> Job:
-        job = job_of(record, inputs=inputs, life=self.life, clock=self._clock)
-        if job.live and self._on_found is not None:
-            self._remember(job)
-            self._on_found(job)
+                job = job_of(fresh or record, inputs=inputs, life=self.life, clock=self._clock)
+                if job.live:
+                    self._remember(job)
+                    self._found.put_nowait(job)
         return job
 
     def _read_only(self, record: JobRecord) -> Job:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock, SteadyClock
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable, TooManyOpenFiles
 from bottega.gateway.jobs.store import JobStore
@@ -45,7 +46,7 @@ class Storage:
     """Call `open` first, then `start`; close it last.
 
     folder: of both, for the log. trouble: why nothing can be written now, as callers may read it; None while all is
-    well.
+    well. changed: set whenever trouble begins or ends; its only reader clears it.
     max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered. steady: the time by which they are
     forgotten, whatever the machine's clock is set to; it continues that of an earlier life.
     waiting_bytes: of images that may wait in memory for a disk that cannot take them.
@@ -67,7 +68,7 @@ class Storage:
         self.jobs = jobs
         self.images = images
         self.trouble: BottegaError | None = None
-        self._on_change: Callable[[], None] | None = None
+        self.changed = asyncio.Event()
         self._max_jobs = max_jobs
         self._jobs_bytes = jobs_bytes
         self._jobs_ttl_s = jobs_ttl_s
@@ -76,21 +77,16 @@ class Storage:
         self.steady = SteadyClock(wall=clock.wall, monotonic=clock.monotonic)
         self._steady_continued = False
         self._unwritten = 0
-        self._upkeep: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks("upkeep of the disk")
 
     async def open(
-        self,
-        *,
-        restore: Callable[[], Awaitable[None]] | None = None,
-        on_failure: Callable[[], None] | None = None,
-        on_change: Callable[[], None] | None = None,
+        self, *, restore: Callable[[], Awaitable[None]] | None = None, on_failure: Callable[[], None] | None = None
     ) -> None:
         """Returns when both are open and `restore`, what is read before anything else, has succeeded.
 
-        on_failure: called when that is not so at once; reads may work even then. on_change: called whenever `trouble`
-        begins or ends, from now on. Raises ConfigError for files that are not ours.
+        on_failure: called when that is not so at once; reads may work even then. Raises ConfigError for files that are
+        not ours.
         """
-        self._on_change = on_change
         while True:
             try:
                 await self._open()
@@ -107,13 +103,11 @@ class Storage:
 
     def start(self) -> None:
         """Starts to forget what is too old or too much, and to probe a disk that fails."""
-        self._upkeep = asyncio.create_task(self._keep_up())
+        self._tasks.start(self._keep_up())
 
     async def close(self) -> None:
         """Ends after what was begun."""
-        if self._upkeep is not None:
-            self._upkeep.cancel()
-            await asyncio.gather(self._upkeep, return_exceptions=True)
+        await self._tasks.cancel()
         for store in (self.jobs, self.images):
             try:
                 await store.close()
@@ -140,9 +134,9 @@ class Storage:
             if isinstance(error, DataLoss)
             else error
         )
-        changed, self.trouble = self.trouble is None, public
-        if changed:
-            self._changed()
+        before, self.trouble = self.trouble, public
+        if before is None:
+            self.changed.set()
 
     async def retry_until_written(self, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """What `write` returns, tried until the disk takes it. Raises what else it raises."""
@@ -229,8 +223,4 @@ class Storage:
         if before is not None:
             full = isinstance(before, TooManyOpenFiles)
             _log.info("files can be opened again" if full else "the disk can be used again")
-            self._changed()
-
-    def _changed(self) -> None:
-        if self._on_change is not None:
-            self._on_change()
+            self.changed.set()

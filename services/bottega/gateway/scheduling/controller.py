@@ -7,6 +7,7 @@ the job accordingly, has that written, and has the scheduler hand out what may r
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 from bottega.background_tasks import BackgroundTasks
@@ -34,6 +35,8 @@ from bottega.gateway.scheduling.scheduler import Scheduler
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED, JOB_STATE_RUNNING, JobState
+
+_log = logging.getLogger(__name__)
 
 
 class JobController:
@@ -64,6 +67,7 @@ class JobController:
         self._max_attempts = config.max_attempts
         self._deadlines = Deadlines(clock)
         self._finishing = BackgroundTasks("writing of how jobs ended")
+        self._finding = BackgroundTasks("jobs that were found in the store")
         self._dispatcher = Dispatcher(
             connect=connect,
             addons=addons,
@@ -78,6 +82,7 @@ class JobController:
             queue=queue,
             jobs=jobs,
             snapshot=snapshot,
+            storage=storage,
             on_late=self._drop_late,
             clock=clock,
         )
@@ -146,6 +151,7 @@ class JobController:
     def start(self) -> None:
         """Begins to watch leases and the queue."""
         self._periodic.start()
+        self._finding.start(self._submit_found())
         for addon in self._addons:
             addon.start(self._jobs.live)
 
@@ -154,11 +160,9 @@ class JobController:
         """Whether fleet and queue are checked."""
         return self._periodic.healthy
 
-    def pause(self, paused: bool) -> None:
-        """Hands nothing out, or goes on: what cannot be stored afterwards shall not be drawn."""
-        self._scheduler.paused = paused or self.draining
-        if not self._scheduler.paused:
-            self._scheduler.schedule_all()
+    def schedule_all(self) -> None:
+        """Hands out what may run now, such as when the disk can be written again."""
+        self._scheduler.schedule_all()
 
     async def drain(self) -> None:
         """Takes no new jobs and returns when those that run have ended; the others are for a later life.
@@ -166,7 +170,7 @@ class JobController:
         Whoever follows one of those is sent away, and may follow it there. So is, when this is cancelled, whoever
         follows one that still runs; its worker goes on with it.
         """
-        self.draining = self._scheduler.paused = True
+        self.draining = self._scheduler.draining = True
         try:
             await asyncio.gather(*(self._detach_when_idle(job) for job in self._jobs.live()))
         finally:
@@ -178,6 +182,7 @@ class JobController:
     async def stop(self) -> None:
         """Ends every attempt."""
         await self._periodic.stop()
+        await self._finding.cancel()
         self._deadlines.close()
         self._scheduler.close()
         await self._recovery.close()
@@ -330,6 +335,15 @@ class JobController:
         await self._jobs.finish(job)
         log_lines.ended(job)
         self._metrics.job_ended(JobState.Name(job.state).removeprefix("JOB_STATE_").lower())
+
+    async def _submit_found(self) -> None:
+        while True:
+            job = await self._jobs.next_found()
+            try:
+                if job.open:
+                    self.submit(job)
+            except Exception:  # noqa: BLE001 - the boundary of the task: without it no other job is found
+                _log.exception("a job that was found could not be queued", extra=log_lines.job_fields(job))
 
     async def _detach_when_idle(self, job: Job) -> None:
         """Sends away who follows the job, as soon as it cannot end here: at once where no worker has it."""

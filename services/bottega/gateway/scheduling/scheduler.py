@@ -15,6 +15,7 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
+from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.values import QueuePosition
 from bottega.gateway.scheduling.policy import assign
 from bottega.gateway.scheduling.queue import JobQueue
@@ -32,7 +33,8 @@ class Scheduler:
     """Hands out the jobs of a queue.
 
     on_late: called with a job whose turn it is and that would end, so many seconds from now, after its deadline; it is
-    still in the queue, and has to leave it. paused: nothing is handed out.
+    still in the queue, and has to leave it. Nothing is handed out while the disk cannot be written, because it could
+    not be stored afterwards, nor while `draining`.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Scheduler:
         queue: JobQueue,
         jobs: JobRepository,
         snapshot: FleetSnapshot,
+        storage: Storage,
         on_late: Callable[[Job, float], None],
         clock: Clock,
     ) -> None:
@@ -51,6 +54,7 @@ class Scheduler:
         self._queue = queue
         self._jobs = jobs
         self._snapshot = snapshot
+        self._storage = storage
         self._on_late = on_late
         self._clock = clock
         self._held_back: set[Member] = set()
@@ -58,7 +62,7 @@ class Scheduler:
         self._due: dict[str, asyncio.TimerHandle] = {}
         self._changed_at: dict[str, float] = {}
         self._reported: dict[str, int] = {}
-        self.paused = False
+        self.draining = False
 
     def schedule(self, model: str, *, free_at: float | None = None) -> None:
         """Hands out what should run now. free_at: since when that is so, on the monotonic clock; None is now."""
@@ -67,7 +71,7 @@ class Scheduler:
             due.cancel()
         now = self._clock.monotonic()
         free_at = min(now if free_at is None else free_at, self._changed_at.pop(model, now))
-        if self._queue.line(model) and not self.paused:
+        if self._queue.line(model) and self._storage.trouble is None and not self.draining:
             self._looked_at[model] = now
             self._hand_out(model, free_at)
         else:

@@ -70,7 +70,6 @@ class Life:
     storage: Storage
     log: JobRepository
     restored: list[Job]
-    found: list[Job]
 
     @classmethod
     async def begin(cls, folder: Path, time: FakeTime) -> Life:
@@ -85,13 +84,10 @@ class Life:
             waiting_bytes=1 << 20,
             clock=time.clock(),
         )
-        found: list[Job] = []
         log = JobRepository(storage=storage, clock=time.clock())
         await storage.open()
         storage.start()
-        return cls(
-            time=time, store=store, storage=storage, log=log, restored=await log.restore(found.append), found=found
-        )
+        return cls(time=time, store=store, storage=storage, log=log, restored=await log.restore())
 
     async def end(self) -> None:
         await self.log.close()
@@ -241,8 +237,9 @@ async def test_a_job_that_was_written_though_that_failed_goes_on_when_somebody_m
     named, nameless = await _in_doubt(life, "r", "")
     assert life.log.find_live(named.job_id) is None
     await life.log.resolve_doubtful()
-    assert _ids(life.found) == [named.job_id]
-    assert await life.log.of_request("r") is life.found[0]
+    found = await asyncio.wait_for(life.log.next_found(), 5)
+    assert found.job_id == named.job_id
+    assert await life.log.of_request("r") is found
     assert (await life.log.get(nameless.job_id)).state == image_pb2.JOB_STATE_CANCELLED
 
 

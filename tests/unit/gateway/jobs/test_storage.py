@@ -80,11 +80,10 @@ def _images(storage: Storage) -> FailingImages:
 
 async def test_images_wait_for_a_full_disk_within_bounds(storage: Storage) -> None:
     images: FailingImages = _images(storage)
-    changes: list[bool] = []
-    await storage.open(on_change=lambda: changes.append(storage.trouble is None))
     images.full = True
     waiting = asyncio.create_task(storage.store_images([b"x" * 60]))
-    await eventually(lambda: storage.trouble is not None)
+    await asyncio.wait_for(storage.changed.wait(), 5)
+    storage.changed.clear()
     with pytest.raises(StorageUnavailable):
         storage.check_writable()
     with pytest.raises(StorageUnavailable):
@@ -92,8 +91,8 @@ async def test_images_wait_for_a_full_disk_within_bounds(storage: Storage) -> No
     images.full = False
     (picture,) = await asyncio.wait_for(waiting, 2)
     assert await images.get(picture.digest) == b"x" * 60
-    await eventually(lambda: storage.trouble is None)
-    assert changes == [False, True]
+    await asyncio.wait_for(storage.changed.wait(), 5)
+    storage.check_writable()
     await storage.store_images([b"y" * 60])  # the room is free again
 
 
