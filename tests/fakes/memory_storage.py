@@ -235,4 +235,5 @@ def _dispensable(ended: list[JobRecord], *, by_bytes: bool) -> JobRecord:
 
 def _size_bytes(record: JobRecord) -> int:
     images = sum(len(image.digest) for image in record.images)
-    return _RECORD_BYTES + len(record.spec) + images + len(record.provenance) + len(record.error)
+    kept = (record.spec, record.decisions, record.provenance, record.error)
+    return _RECORD_BYTES + images + sum(map(len, kept))

@@ -17,9 +17,7 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": what PRAGMA application_id says of a file of ours.
 APPLICATION_ID = 0x42747467
-VERSION = 5
-# What an earlier version wrote is brought up to date; older ones than these are not known.
-_UPGRADABLE = 4
+VERSION = 6
 
 # Pages of 4 KiB after which a commit copies the log into the file: 4 MiB, which takes about 10 ms.
 _CHECKPOINT_PAGES = 1000
@@ -58,7 +56,7 @@ _JOBS = (
         error BLOB NOT NULL,
         checksum INTEGER NOT NULL,
         kept_bytes INTEGER NOT NULL GENERATED ALWAYS AS
-            (512 + length(spec) + length(images) + length(provenance) + length(error)) VIRTUAL,
+            (512 + length(spec) + length(decisions) + length(images) + length(provenance) + length(error)) VIRTUAL,
         finished INTEGER GENERATED ALWAYS AS {_FINISHED} VIRTUAL
     ) STRICT
     """,
@@ -162,7 +160,7 @@ def check_owner(connection: sqlite3.Connection, path: Path) -> int:
     """The version of our tables that the file has; 0 for an empty one. Raises ConfigError for somebody else's, and for
     a version that can neither be used nor upgraded.
     """
-    known = (VERSION, _UPGRADABLE)
+    known = (VERSION, *sqlite_upgrade.VERSIONS)
     return sqlite_files.version_of(
         connection, path, application_id=APPLICATION_ID, known=known, what="a job store of Bottega"
     )
@@ -186,12 +184,12 @@ def adopt(connection: sqlite3.Connection, path: Path) -> int:
     version = check_owner(connection, path)
     if not version:
         _create(connection, _OTHER_TABLES)
-    if version == _UPGRADABLE:
+    if version in sqlite_upgrade.VERSIONS:
         sqlite_upgrade.set_old_jobs_aside(connection)
     if version != VERSION:
         _create(connection, _JOBS)
-    if version == _UPGRADABLE:
-        sqlite_upgrade.take_old_jobs_over(connection)
+    if version in sqlite_upgrade.VERSIONS:
+        sqlite_upgrade.copy_old_jobs(connection, version)
     ((generation,),) = connection.execute("UPDATE generation SET number = number + 1 RETURNING number").fetchall()
     return int(generation)
 

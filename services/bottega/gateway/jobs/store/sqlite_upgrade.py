@@ -1,16 +1,20 @@
-"""Upgrade of the job store's file from version 4, in which the step of a job's LoRAs had a column of its own."""
+"""Upgrade of the job store's file from version 4, in which the step of a job's LoRAs had a column of its own, and from
+version 5, in which what a job's attempts decided did not count as bytes that are kept.
+"""
 
 from __future__ import annotations
 
 import sqlite3
 
 from bottega.gateway.jobs.store.sqlite_rows import COLUMNS
-from bottega.storage.checksums import checksum
+from bottega.storage.checksums import Value, checksum
 from bottega.v1.worker_pb2 import AttemptDecisions
 
+VERSIONS = (4, 5)
 # Rows that are in memory at once, each with a spec of up to 300 KiB.
 _ROWS = 100
-_OLD_COLUMNS = tuple({"decisions": "loras_step", "images": "pictures"}.get(name, name) for name in COLUMNS)
+_NAMES_IN_4 = {"decisions": "loras_step", "images": "pictures"}
+_DECISIONS = COLUMNS.index("decisions")
 
 
 def set_old_jobs_aside(connection: sqlite3.Connection) -> None:
@@ -22,19 +26,31 @@ def set_old_jobs_aside(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE totals SET jobs = 0, bytes = 0")  # the new table counts them again
 
 
-def take_old_jobs_over(connection: sqlite3.Connection) -> None:
+def copy_old_jobs(connection: sqlite3.Connection, version: int) -> None:
     """Moves the rows into the new table. A damaged one stays recognizable as such."""
-    query = f"SELECT sequence, {', '.join(_OLD_COLUMNS)} FROM old_jobs WHERE sequence > ? ORDER BY sequence LIMIT ?"
+    columns = [_NAMES_IN_4.get(name, name) if version == 4 else name for name in COLUMNS]
+    query = f"SELECT sequence, {', '.join(columns)} FROM old_jobs WHERE sequence > ? ORDER BY sequence LIMIT ?"
     insert = f"INSERT INTO jobs (sequence, {', '.join(COLUMNS)}) VALUES (?, {', '.join('?' * len(COLUMNS))})"
-    step_at, after = COLUMNS.index("decisions"), -1
+    after = -1
     while rows := connection.execute(query, (after, _ROWS)).fetchall():
         after = rows[-1][0]
-        for sequence, *values, seal in rows:
-            sound = checksum(values) == seal
-            step = values[step_at] if sound else None
-            values[step_at] = AttemptDecisions(loras_step=step).SerializeToString()
-            connection.execute(insert, (sequence, *values, checksum(values) if sound else seal))
+        for sequence, *values in rows:
+            connection.execute(insert, (sequence, *(_from_4(values) if version == 4 else values)))
+    connection.execute("DELETE FROM holders")
+    connection.execute(
+        "INSERT INTO holders SELECT finished, peer, count(*), sum(kept_bytes) FROM jobs "
+        "WHERE ended_steady IS NOT NULL GROUP BY finished, peer"
+    )
     # No sequence is given twice, those of forgotten jobs included.
     connection.execute("DELETE FROM sqlite_sequence WHERE name = 'jobs'")
     connection.execute("INSERT INTO sqlite_sequence SELECT 'jobs', seq FROM sqlite_sequence WHERE name = 'old_jobs'")
     connection.execute("DROP TABLE old_jobs")
+
+
+def _from_4(row: list[Value]) -> list[Value]:
+    *values, seal = row
+    sound = checksum(values) == seal
+    step = values[_DECISIONS] if sound else None
+    assert step is None or isinstance(step, int)
+    values[_DECISIONS] = AttemptDecisions(loras_step=step).SerializeToString()
+    return [*values, checksum(values) if sound else seal]

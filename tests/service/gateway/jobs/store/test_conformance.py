@@ -160,8 +160,8 @@ async def test_what_is_remembered_is_bounded_in_number_and_bytes(store: JobStore
     assert await left(max_jobs=7, max_bytes=1 << 20) == ["j9", "j8", "j7", "j6", "j5", "j4", "j0"]
     assert await left(max_jobs=7, max_bytes=45_000) == ["j9", "j8", "j7", "j0"]
     assert await left(max_jobs=0, max_bytes=0) == ["j0"]
-    await store.update("j0", running(1, started_wall=1.0))
-    await store.update("j0", completed(1, images=IMAGES, provenance=bytes(30_000), ended_wall=20.0))
+    await store.update("j0", running(1, started_wall=1.0, decisions=bytes(10_000)))
+    await store.update("j0", completed(1, images=IMAGES, provenance=bytes(20_000), ended_wall=20.0))
     assert await left(max_jobs=9, max_bytes=45_000) == ["j0"]
     assert await left(max_jobs=9, max_bytes=35_000) == [], "what came of a job counts too"
 

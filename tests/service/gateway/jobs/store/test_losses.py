@@ -366,6 +366,27 @@ async def test_a_file_of_the_version_before_is_brought_up_to_date(tmp_path: Path
         assert await store.get("damaged") is None
 
 
+async def test_a_file_of_version_5_counts_what_attempts_decided_from_then_on(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    async with _open(path) as store:
+        for name, decisions in (("small", b""), ("large", bytes(30_000))):
+            await store.add(record(name))
+            await store.update(name, running(1, decisions=decisions))
+            await store.update(name, failed(ended_wall=1.0))
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute("UPDATE sqlite_schema SET sql = replace(sql, 'length(decisions) + ', '')")
+        connection.execute("UPDATE totals SET bytes = bytes - 30000")
+        connection.execute("UPDATE holders SET bytes = bytes - 30000")
+        connection.execute("PRAGMA user_version = 5")
+        connection.commit()
+    async with _open(path) as store:
+        assert len((await store.page(size=9))[0].decisions) == 30_000
+        assert await store.forget(ended_before=0.0, max_jobs=9, max_bytes=31_000, limit=9) == 1
+        assert [found.job_id for found in await store.page(size=9)] == ["large"]
+        assert await store.forget(ended_before=0.0, max_jobs=9, max_bytes=30_000, limit=9) == 1
+
+
 async def test_the_file_of_an_older_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "jobs.sqlite"
     path.write_bytes(gzip.decompress(EARLIER.read_bytes()))
