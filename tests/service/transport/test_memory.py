@@ -15,6 +15,7 @@ from bottega.errors import NoSharedMemory
 from bottega.transport import Backend, DType, Layout, Limits, TensorSpec
 from bottega.transport.memory.copying import copy
 from bottega.transport.memory.mappings import address
+from bottega.transport.memory.slots import GrowingSlots
 from tests.support.full_disk import files_at_most
 from tests.support.transport_backends import LAYOUT, content, linked, listening, opened, patience, read, write
 
@@ -59,6 +60,16 @@ def test_every_page_is_reserved_before_one_is_touched(tmp_path: Path, monkeypatc
             assert raised.value.metadata == {"cause": "ENOSPC"}
         write(near, LAYOUT, content(LAYOUT, 1))
         assert read(far, LAYOUT) == content(LAYOUT, 1)
+
+
+def test_a_slot_for_which_there_was_no_memory_is_made_for_the_next_message() -> None:
+    def no_memory(size_bytes: int) -> mmap.mmap:
+        raise NoSharedMemory("no memory")
+
+    slots = GrowingSlots()
+    with pytest.raises(NoSharedMemory):
+        slots.get(0, 8 << 20, no_memory)
+    assert len(slots.get(0, 5)) == mmap.PAGESIZE, "no larger than was needed"
 
 
 def test_slots_begin_at_pages(tmp_path: Path) -> None:

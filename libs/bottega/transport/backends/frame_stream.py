@@ -33,7 +33,7 @@ _Rights = tuple[int, int, "array.array[int]"]
 
 
 class FrameStream:
-    """One end of one direction's connection."""
+    """One end of one direction's connection: the part of a BackendEnd that is the same for all."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(True)
@@ -90,8 +90,8 @@ class FrameStream:
             self._write([memoryview(b"\0")], deadline, rights)
             self._torn = False
 
-    def send_frame_at_once(self, frame: Frame) -> None:
-        """Sends a frame without waiting. Raises PeerDead, BadFrame when the peer reads nothing.
+    def send_credit(self, frame: Frame) -> None:
+        """Sends a CREDIT without waiting. Raises PeerDead, BadFrame when the peer reads nothing.
 
         What a peer may have unread here is bounded by its credit; only one that breaks the rules fills the pipe.
         """

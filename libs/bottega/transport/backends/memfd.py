@@ -8,11 +8,12 @@ mapped as it comes, and its descriptor closed: none is kept here.
 from __future__ import annotations
 
 import array
+import mmap
 import os
 import socket
 from collections.abc import Sequence
 
-from bottega.errors import BadFrame, LinkError, NoSharedMemory
+from bottega.errors import BadFrame, NoSharedMemory
 from bottega.transport.backends.frame_stream import FrameStream, gone
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import Frame, FrameKind
@@ -21,32 +22,23 @@ from bottega.transport.layout import Layout
 from bottega.transport.memory.copying import copy
 from bottega.transport.memory.mappings import received_slot, shared_slot
 from bottega.transport.memory.sealed_file import SealedFile, received_file
-from bottega.transport.memory.slots import Slot
+from bottega.transport.memory.slots import GrowingSlots, Slot
 
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _WITH_DESCRIPTOR = frozenset({FrameKind.SEGMENT, FrameKind.FILE})
 
 
-class MemfdSender:
+class MemfdSender(FrameStream):
     """The sender's end."""
 
     passes_files = True
 
     def __init__(self, connection: socket.socket) -> None:
-        self._stream = FrameStream(connection)
-        self._slots: dict[int, Slot] = {}
-        self._largest_bytes = 0
-
-    def receive_frame(self, deadline: Deadline) -> Frame | None:
-        return self._stream.receive_frame(deadline)
+        super().__init__(connection)
+        self._slots = GrowingSlots()
 
     def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
-        found = self._slots.get(index)
-        if found is None or len(found) < size_bytes:
-            # To the largest message at once: which slot the next large one gets is chance.
-            self._largest_bytes = max(self._largest_bytes, size_bytes)
-            found = self._share(index, deadline)
-        return found
+        return self._slots.get(index, size_bytes, lambda wanted_bytes: self._share(index, wanted_bytes, deadline))
 
     def stage(self, index: int, layout: Layout, buffers: Sequence[memoryview], deadline: Deadline) -> list[memoryview]:
         slot = self.slot(index, layout.size_bytes, deadline)
@@ -56,43 +48,31 @@ class MemfdSender:
 
     def attach_file(self, index: int, file: SealedFile, deadline: Deadline) -> None:
         frame = Frame(FrameKind.FILE, slot=index, size=file.size_bytes)
-        self._stream.send_frame_with_descriptor(frame, file.descriptor, deadline)
-
-    def send_frame(self, frame: Frame, deadline: Deadline) -> None:
-        self._stream.send_frame(frame, deadline)
+        self.send_frame_with_descriptor(frame, file.descriptor, deadline)
 
     def send_data(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
         # The bytes are where they shall be. The system call orders them before the frame for other processors.
-        self._stream.send_frame(frame, deadline)
-
-    def shut_down(self, cause: LinkError) -> None:
-        self._stream.shut_down(cause)
+        self.send_frame(frame, deadline)
 
     def close(self) -> None:
-        self._stream.close()
+        super().close()
         self._slots.clear()
 
-    def _share(self, index: int, deadline: Deadline) -> Slot:
+    def _share(self, index: int, size_bytes: int, deadline: Deadline) -> mmap.mmap:
+        descriptor, mapping = shared_slot(size_bytes)
         try:
-            descriptor, mapping = shared_slot(self._largest_bytes)
-        except LinkError:
-            self._largest_bytes = max((len(slot) for slot in self._slots.values()), default=0)
-            raise
-        try:
-            self._stream.send_frame_with_descriptor(
-                Frame(FrameKind.SEGMENT, slot=index, size=len(mapping)), descriptor, deadline
-            )
+            frame = Frame(FrameKind.SEGMENT, slot=index, size=len(mapping))
+            self.send_frame_with_descriptor(frame, descriptor, deadline)
         finally:
             os.close(descriptor)
-        slot = self._slots[index] = Slot(mapping)
-        return slot
+        return mapping
 
 
-class MemfdReceiver:
+class MemfdReceiver(FrameStream):
     """The receiver's end."""
 
     def __init__(self, connection: socket.socket, limits: Limits) -> None:
-        self._stream = FrameStream(connection)
+        super().__init__(connection)
         self._limits = limits
         self._slots: dict[int, Slot] = {}
         # By slot, of its next message.
@@ -102,14 +82,14 @@ class MemfdReceiver:
     def receive_frame(self, deadline: Deadline) -> Frame | None:
         while True:
             if self._expected is None:
-                frame = self._stream.receive_frame(deadline)
+                frame = super().receive_frame(deadline)
                 if frame is None or frame.kind not in _WITH_DESCRIPTOR:
                     return frame
                 self._expected = frame
-            if not self._stream.wait_readable(deadline):
+            if not self.wait_readable(deadline):
                 return None
             announced, self._expected = self._expected, None
-            self._take_in(announced)
+            self._map_memory(announced)
 
     def open_slot(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
         slot = self._slots.get(index)
@@ -123,20 +103,14 @@ class MemfdReceiver:
     def receive_data(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
         return stop - start  # they are there
 
-    def send_credit(self, frame: Frame) -> None:
-        self._stream.send_frame_at_once(frame)
-
-    def shut_down(self, cause: LinkError) -> None:
-        self._stream.shut_down(cause)
-
     def close(self) -> None:
-        self._stream.close()
+        super().close()
         self._slots.clear()
         self._files.clear()
 
-    def _take_in(self, announced: Frame) -> None:
+    def _map_memory(self, announced: Frame) -> None:
         """Maps the memory that comes with the next byte."""
-        descriptor = self._receive()
+        descriptor = self._receive_descriptor()
         try:
             if announced.slot >= self._limits.slots or not 0 < announced.size <= self._limits.segment_bytes:
                 raise BadFrame(f"the peer shares slot {announced.slot} of {announced.size} bytes, beyond the limits")
@@ -148,13 +122,12 @@ class MemfdReceiver:
         finally:
             os.close(descriptor)
 
-    def _receive(self) -> int:
+    def _receive_descriptor(self) -> int:
         room = socket.CMSG_LEN(_DESCRIPTOR_BYTES)  # for one; the system drops what is more
-        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
-            data, extra, told, _ = self._stream.socket.recvmsg(1, room, flags)
+            data, extra, flags, _ = self.socket.recvmsg(1, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
-            data, extra, told = b"\0", [], 0
+            data, extra, flags = b"\0", [], 0
         except OSError as error:
             raise gone(error) from error
         if not data:
@@ -162,6 +135,6 @@ class MemfdReceiver:
         for level, kind, value in extra:
             if (level, kind, len(value)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR_BYTES):
                 return array.array("i", value)[0]
-        if told & socket.MSG_CTRUNC:
+        if flags & socket.MSG_CTRUNC:
             raise NoSharedMemory("this process has no file descriptor left for what the peer shares: raise its limit")
         raise BadFrame("the peer announced shared memory and sent none")

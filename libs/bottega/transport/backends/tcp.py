@@ -9,13 +9,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from bottega.errors import LinkError
 from bottega.transport.backends.frame_stream import FrameStream
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import Frame
 from bottega.transport.layout import Layout
 from bottega.transport.memory.sealed_file import SealedFile
-from bottega.transport.memory.slots import PrivateSlots, Slot
+from bottega.transport.memory.slots import GrowingSlots, Slot
 
 # A host that vanished without a word is noticed after about 10 + 3 x 3 seconds.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3))
@@ -33,17 +32,14 @@ def tune(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class TcpSender:
+class TcpSender(FrameStream):
     """The sender's end."""
 
     passes_files = False
 
     def __init__(self, connection: socket.socket) -> None:
-        self._stream = FrameStream(connection)
-        self._slots = PrivateSlots()
-
-    def receive_frame(self, deadline: Deadline) -> Frame | None:
-        return self._stream.receive_frame(deadline)
+        super().__init__(connection)
+        self._slots = GrowingSlots()
 
     def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
         return self._slots.get(index, size_bytes)
@@ -60,30 +56,21 @@ class TcpSender:
     def attach_file(self, index: int, file: SealedFile, deadline: Deadline) -> None:
         raise ValueError("a network passes no files")
 
-    def send_frame(self, frame: Frame, deadline: Deadline) -> None:
-        self._stream.send_frame(frame, deadline)
-
     def send_data(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
-        self._stream.write([memoryview(frame.pack()), *pieces], deadline)
-
-    def shut_down(self, cause: LinkError) -> None:
-        self._stream.shut_down(cause)
+        self.write([memoryview(frame.pack()), *pieces], deadline)
 
     def close(self) -> None:
-        self._stream.close()
+        super().close()
         self._slots.clear()
 
 
-class TcpReceiver:
+class TcpReceiver(FrameStream):
     """The receiver's end."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._stream = FrameStream(connection)
-        self._slots = PrivateSlots()
+        super().__init__(connection)
+        self._slots = GrowingSlots()
         self._open: dict[int, Slot] = {}
-
-    def receive_frame(self, deadline: Deadline) -> Frame | None:
-        return self._stream.receive_frame(deadline)
 
     def open_slot(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
         slot = self._open[index] = self._slots.get(index, layout.size_bytes)
@@ -93,15 +80,9 @@ class TcpReceiver:
         return None
 
     def receive_data(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
-        return self._stream.read_bulk(self._open[index].memory[start:stop], deadline)
-
-    def send_credit(self, frame: Frame) -> None:
-        self._stream.send_frame_at_once(frame)
-
-    def shut_down(self, cause: LinkError) -> None:
-        self._stream.shut_down(cause)
+        return self.read_bulk(self._open[index].memory[start:stop], deadline)
 
     def close(self) -> None:
-        self._stream.close()
+        super().close()
         self._slots.clear()
         self._open.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 
 from bottega.transport.layout import Layout
 from bottega.transport.memory.mappings import private_slot
@@ -28,20 +29,20 @@ class Slot:
         return self._views
 
 
-class PrivateSlots:
-    """Slots of this process by index; they grow to the largest message that was asked for."""
+class GrowingSlots:
+    """Slots by index, made when they are first used. One that is too small becomes as large as the largest of them:
+    which of them the next large message gets is chance."""
 
     def __init__(self) -> None:
         self._slots: dict[int, Slot] = {}
-        self._largest_bytes = 0
 
-    def get(self, index: int, size_bytes: int) -> Slot:
-        """The slot, with at least that many bytes. Raises NoSharedMemory."""
+    def get(self, index: int, size_bytes: int, allocate: Callable[[int], mmap.mmap] = private_slot) -> Slot:
+        """The slot, with at least that many bytes. allocate: makes its memory; what it raises leaves no slot there."""
         found = self._slots.get(index)
         if found is None or len(found) < size_bytes:
-            self._largest_bytes = max(self._largest_bytes, size_bytes)
+            wanted_bytes = max(size_bytes, *(len(slot) for slot in self._slots.values()), 0)
             self._slots.pop(index, None)
-            found = self._slots[index] = Slot(private_slot(self._largest_bytes))
+            found = self._slots[index] = Slot(allocate(wanted_bytes))
         return found
 
     def clear(self) -> None:
