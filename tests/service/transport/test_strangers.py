@@ -28,9 +28,9 @@ from bottega.transport import (
     TcpEndpoint,
     connect,
 )
-from bottega.transport.handshake import messages as greeting
+from bottega.transport.handshake import messages as handshake
 from bottega.transport.handshake.acceptor import HANDSHAKE_S, MAX_PENDING_CONNECTIONS
-from bottega.transport.handshake.messages import CHALLENGE_BYTES, CLIENT_HELLO_BYTES, Direction, Verdict
+from bottega.transport.handshake.messages import CHALLENGE_BYTES, REQUEST_BYTES, Direction, Verdict
 from bottega.transport.handshake.pending_offers import MAX_OFFERS, MAX_OFFERS_OF_ONE, SAFE_S
 from tests.support.transport_backends import LAYOUT, content, listening, open_descriptors, opened, patience, read, write
 
@@ -70,13 +70,13 @@ def _hears_nothing_more(connection: socket.socket) -> bool:
 @pytest.mark.parametrize(
     "said",
     [
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"x" * CLIENT_HELLO_BYTES,
-        b"\0" * CLIENT_HELLO_BYTES,
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"x" * REQUEST_BYTES,
+        b"\0" * REQUEST_BYTES,
         b"\xff" * 10_000,
-        b"btg1" + b"\xff" * CLIENT_HELLO_BYTES,
+        b"btg1" + b"\xff" * REQUEST_BYTES,
     ],
 )
-def test_what_is_no_greeting_is_turned_away_and_a_link_goes_on(
+def test_what_is_no_handshake_is_turned_away_and_a_link_goes_on(
     listener: LinkListener, way: Backend, said: bytes
 ) -> None:
     with opened(listener, way) as (near, far):
@@ -93,8 +93,8 @@ def test_a_wrong_token_is_refused_and_does_not_use_up_the_right_one(listener: Li
     with pytest.raises(AuthFailed):
         connect(replace(offer, token=bytes(32)), patience(), backends=(way,))
     with _dial(offer, way) as stranger:
-        hello = greeting.client_hello(offer, way, Direction.CONNECTOR_SENDS, Limits())
-        stranger.sendall(hello)
+        request = handshake.handshake_request(offer, way, Direction.CONNECTOR_SENDS, Limits())
+        stranger.sendall(request)
         assert stranger.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)[4] == Verdict.WELCOME
         stranger.sendall(bytes(32))
         assert stranger.recv(10) == bytes([Verdict.REFUSED])
@@ -105,21 +105,21 @@ def test_a_wrong_token_is_refused_and_does_not_use_up_the_right_one(listener: Li
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_recorded_greeting_opens_nothing(listener: LinkListener, way: Backend) -> None:
+def test_a_recorded_handshake_opens_nothing(listener: LinkListener, way: Backend) -> None:
     offer = listener.offer()
-    hello = greeting.client_hello(offer, way, Direction.CONNECTOR_SENDS, Limits())
+    request = handshake.handshake_request(offer, way, Direction.CONNECTOR_SENDS, Limits())
     with _dial(offer, way) as first:
-        first.sendall(hello)
-        proof = greeting.answer_challenge(offer.token, hello, first.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
+        first.sendall(request)
+        proof = handshake.answer_challenge(offer.token, request, first.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
         with _dial(offer, way) as second:  # knows all that the first one said, and not the token
-            second.sendall(hello)
+            second.sendall(request)
             second.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
             second.sendall(proof)
             assert second.recv(10) == bytes([Verdict.REFUSED])
         first.sendall(proof)
         assert first.recv(1) == bytes([Verdict.WELCOME])
         with _dial(offer, way) as third:
-            third.sendall(hello)
+            third.sendall(request)
             assert third.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)[4] == Verdict.REFUSED
 
 
@@ -133,7 +133,7 @@ def test_a_crowd_of_strangers_is_a_few_lines_in_the_log_and_its_number(
         began = time.monotonic()
         for _ in range(_STRANGERS):
             with _dial(offer, way) as stranger:
-                stranger.sendall(b"\0" * CLIENT_HELLO_BYTES)
+                stranger.sendall(b"\0" * REQUEST_BYTES)
                 assert _hears_nothing_more(stranger)
         seconds = time.monotonic() - began
     told = [line for line in caplog.records if line.message == "a connection for a link was refused"]
@@ -153,8 +153,8 @@ def test_a_listener_that_does_not_know_the_token_is_found_out(tmp_path: Path) ->
 
             def answer() -> None:
                 connection = stack.enter_context(impostor.accept()[0])
-                heard = connection.recv(CLIENT_HELLO_BYTES, socket.MSG_WAITALL)
-                connection.sendall(greeting.challenge(bytes(32), heard)[0])
+                heard = connection.recv(REQUEST_BYTES, socket.MSG_WAITALL)
+                connection.sendall(handshake.challenge(bytes(32), heard)[0])
 
             thread = threading.Thread(target=answer)
             thread.start()
@@ -327,11 +327,11 @@ def test_all_callers_together_are_bounded_at_the_cost_of_whoever_has_most(tmp_pa
 def test_half_a_visit_is_cleaned_up_when_its_offer_expires(tmp_path: Path) -> None:
     with listening(tmp_path, token_s=0.2) as listener:
         offer = listener.offer()
-        hello = greeting.client_hello(offer, Backend.TCP, Direction.CONNECTOR_SENDS, Limits())
+        request = handshake.handshake_request(offer, Backend.TCP, Direction.CONNECTOR_SENDS, Limits())
         with _dial(offer, Backend.TCP) as visitor:
-            visitor.sendall(hello)
+            visitor.sendall(request)
             visitor.sendall(
-                greeting.answer_challenge(offer.token, hello, visitor.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
+                handshake.answer_challenge(offer.token, request, visitor.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
             )
             assert visitor.recv(1) == bytes([Verdict.WELCOME])
             with pytest.raises(AuthFailed):

@@ -1,7 +1,7 @@
 """Where connections come in: pending until their peers have proved that they know an offer's token.
 
-One thread serves them all. What they may cost before that is capped: bytes by the fixed lengths of the hello, time, and
-number, the oldest pending one making room for the newest. It hands proven connections over.
+One thread serves them all and hands proven connections over. What a pending one may cost is bounded: in bytes by the
+fixed lengths of the handshake, in time, and in number: the oldest one makes room for the newest.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bottega.sampled_log import SampledLog
 from bottega.transport.channel.backend import Backend
 from bottega.transport.handshake.credentials import distrust_reason
 from bottega.transport.handshake.messages import (
-    CLIENT_HELLO_BYTES,
     PROOF_BYTES,
-    ClientHello,
+    REQUEST_BYTES,
+    HandshakeRequest,
     Verdict,
     challenge,
-    parse_client_hello,
+    parse_request,
     refusal,
 )
 
@@ -42,11 +42,11 @@ _log = logging.getLogger(__name__)
 class Authenticator(Protocol):
     """Decides about pending connections. All calls come from the acceptor's thread."""
 
-    def token_for(self, hello: ClientHello) -> bytes | Verdict:
+    def token_for(self, request: HandshakeRequest) -> bytes | Verdict:
         """The token that this claim has to prove, or why it is not taken."""
         ...
 
-    def admit(self, hello: ClientHello, connection: socket.socket) -> bool:
+    def admit(self, request: HandshakeRequest, connection: socket.socket) -> bool:
         """Takes a connection whose proof was right; False when the offer is used up meanwhile."""
         ...
 
@@ -168,7 +168,7 @@ class Acceptor:
 
 
 class _PendingConnection:
-    """One connection before its proof: first its HELLO is read, then its proof, and never a byte more."""
+    """One connection before its proof: first its request is read, then its proof, and never a byte more."""
 
     def __init__(self, authenticator: Authenticator, backend: Backend, connection: socket.socket) -> None:
         self.connection = connection
@@ -176,36 +176,36 @@ class _PendingConnection:
         self._authenticator = authenticator
         self.backend = backend
         self._bytes = b""
-        self._hello: ClientHello | None = None
+        self._request: HandshakeRequest | None = None
         self._wanted = b""
-        self._next: Callable[[bytes], ClientHello | None] = self._on_hello
-        self._length = CLIENT_HELLO_BYTES
+        self._next: Callable[[bytes], HandshakeRequest | None] = self._on_request
+        self._length = REQUEST_BYTES
 
-    def read(self) -> ClientHello | None:
+    def read(self) -> HandshakeRequest | None:
         """Reads what has come; returns the claim when it is proven. Raises BadFrame or OSError to be rid of it."""
         got = self.connection.recv(self._length - len(self._bytes))
         if not got:
-            raise BadFrame("it left in the middle of its greeting")
+            raise BadFrame("it closed the connection in the middle of the handshake")
         self._bytes += got
         if len(self._bytes) < self._length:
             return None
         whole, self._bytes = self._bytes, b""
         return self._next(whole)
 
-    def _on_hello(self, encoded: bytes) -> None:
-        hello = parse_client_hello(encoded)
-        if hello.backend != self.backend:
-            raise BadFrame("its greeting is for another kind of connection")
-        token = self._authenticator.token_for(hello)
+    def _on_request(self, encoded: bytes) -> None:
+        request = parse_request(encoded)
+        if request.backend != self.backend:
+            raise BadFrame("its request is for another backend")
+        token = self._authenticator.token_for(request)
         if isinstance(token, Verdict):
             self.connection.send(refusal(token))
             raise BadFrame(f"its offer is not taken ({token.name.lower()})")
         answer, self._wanted = challenge(token, encoded)
         self.connection.send(answer)
-        self._hello, self._next, self._length = hello, self._on_proof, PROOF_BYTES
+        self._request, self._next, self._length = request, self._on_proof, PROOF_BYTES
 
-    def _on_proof(self, proof: bytes) -> ClientHello | None:
+    def _on_proof(self, proof: bytes) -> HandshakeRequest | None:
         if not hmac.compare_digest(proof, self._wanted):
             self.connection.send(bytes([Verdict.REFUSED]))
             raise BadFrame("its proof is wrong")
-        return self._hello
+        return self._request

@@ -1,18 +1,19 @@
-"""The connecting side of links: tries an offer's ways, quickest first, and says which it took, and why.
+"""The connecting side of links: tries the backends of an offer, quickest first, and says which it chose, and why.
 
-A way counts only when it was really gone: the connection stands and both ends have proved themselves.
+A backend is chosen only when its connections stand and both ends have proved themselves.
 """
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 
 from bottega.errors import AuthFailed, ConfigError, DeadlineExceeded, LinkError, PeerDead, StaleEpoch
 from bottega.process import open_files
-from bottega.transport.backends.memfd import MemfdReceiver, MemfdSender
-from bottega.transport.backends.tcp import TcpReceiver, TcpSender, tune
+from bottega.transport.backends import backend_ends
+from bottega.transport.backends.tcp import tune
 from bottega.transport.channel.backend import Backend, BackendChoice
 from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.deadline import Deadline
@@ -25,15 +26,16 @@ from bottega.transport.handshake.messages import (
     Direction,
     answer_challenge,
     check_verdict,
-    client_hello,
+    handshake_request,
 )
 from bottega.transport.handshake.offer import Offer
 from bottega.transport.link import LEASE_S, Link, LinkTerms
 from bottega.transport.memory.mappings import sharing_failure
 
-_BACKENDS = (Backend.MEMFD, Backend.TCP)
 # A listener's host answers in microseconds, another one in a round trip: more is trouble, and another backend may do.
 _ATTEMPT_S = 5.0
+
+_Dial = Callable[[Deadline], socket.socket]
 
 
 def connect(
@@ -43,108 +45,96 @@ def connect(
     limits: Limits | None = None,
     counters: LinkCounters | None = None,
     lease_s: float = LEASE_S,
-    backends: tuple[Backend, ...] = _BACKENDS,
+    backends: tuple[Backend, ...] = tuple(Backend),
 ) -> Link:
-    """Takes up an offer: on one host by shared memory, else by TCP; Link.backend_choice says it.
+    """Opens the link of an offer: on one host by shared memory, else by TCP; Link.backend_choice has which, and why.
 
     limits: what this end takes in. backends: those that may be tried, in order.
     Raises StaleEpoch, AuthFailed, or PeerDead naming what became of each backend; DeadlineExceeded.
     """
-    attempt = _ConnectionAttempt(offer, limits or Limits(), counters or LinkCounters(), lease_s)
-    failed: list[str] = []
+    limits = limits or Limits()
+    reasons: list[str] = []
     refused = False
     for backend in backends:
         try:
-            return attempt.open(backend, deadline.sooner(_ATTEMPT_S), failed)
+            sending, receiving = _connections(offer, backend, limits, deadline.sooner(_ATTEMPT_S))
         except StaleEpoch:
             raise
         except LinkError as error:
-            failed.append(f"{backend}: {error.message}")
+            reasons.append(f"{backend}: {error.message}")
             refused = refused or isinstance(error, AuthFailed)
+        else:
+            reasons.append(f"{backend}: {_CHOSEN[backend]}")
+            terms = LinkTerms(
+                link_id=offer.link_id,
+                epoch=offer.epoch,
+                backend_choice=BackendChoice(backend=backend, reason="; ".join(reasons)),
+                ours=limits,
+                theirs=offer.limits,
+                counters=counters or LinkCounters(),
+                lease_s=lease_s,
+            )
+            return Link(terms, *backend_ends(backend, sending, receiving, limits))
         if deadline.left_s() == 0:
-            raise DeadlineExceeded(f"no link in time: {'; '.join(failed)}")
+            raise DeadlineExceeded(f"no link in time: {'; '.join(reasons)}")
     kind = AuthFailed if refused else PeerDead
-    raise kind(f"no backend reaches the listener: {'; '.join(failed)}")
+    raise kind(f"no backend reaches the listener: {'; '.join(reasons)}")
 
 
-class _ConnectionAttempt:
-    """One offer that is being taken up."""
-
-    def __init__(self, offer: Offer, limits: Limits, counters: LinkCounters, lease_s: float) -> None:
-        self._offer = offer
-        self._limits = limits
-        self._counters = counters
-        self._lease_s = lease_s
-
-    def open(self, backend: Backend, deadline: Deadline, failed: list[str]) -> Link:
-        """The link by this backend. Raises LinkError."""
-        opened_by: dict[Backend, Callable[[Deadline, list[str]], Link]] = {
-            Backend.MEMFD: self._by_memfd,
-            Backend.TCP: self._by_tcp,
-        }
-        return opened_by[backend](deadline, failed)
-
-    def _by_memfd(self, deadline: Deadline, failed: list[str]) -> Link:
-        endpoint = self._offer.memfd
-        if endpoint is None:
-            raise PeerDead("the listener offers none")
-        if not endpoint.host or endpoint.host != host_identity():
-            raise PeerDead("the listener is on another host")
-        if why := sharing_failure():
-            raise PeerDead(why)
-        sending, receiving = self._connections(Backend.MEMFD, lambda: _unix(endpoint.path, deadline), deadline)
-        terms = self._terms(Backend.MEMFD, "both ends are on one host", failed)
-        return Link(terms, MemfdSender(sending), MemfdReceiver(receiving, self._limits))
-
-    def _by_tcp(self, deadline: Deadline, failed: list[str]) -> Link:
-        endpoint = self._offer.tcp
-        if endpoint is None:
-            raise PeerDead("the listener offers none")
-        address = (endpoint.host, endpoint.port)
-        sending, receiving = self._connections(Backend.TCP, lambda: _tcp(address, deadline), deadline)
-        return Link(self._terms(Backend.TCP, "the address answers", failed), TcpSender(sending), TcpReceiver(receiving))
-
-    def _connections(
-        self, backend: Backend, dial: Callable[[], socket.socket], deadline: Deadline
-    ) -> tuple[socket.socket, socket.socket]:
-        """Two proven connections: one to send on, one to receive on."""
-        made: list[socket.socket] = []
-        try:
-            for direction in Direction:
-                made.append(dial())
-                self._introduce(made[-1], backend, direction, deadline)
-        except OSError as error:
-            _close(made)
-            raise _unreachable(error) from error
-        except LinkError:
-            _close(made)
+def _connections(
+    offer: Offer, backend: Backend, limits: Limits, deadline: Deadline
+) -> tuple[socket.socket, socket.socket]:
+    """Two proven connections: one to send on, one to receive on. Raises LinkError."""
+    dial = _DIALS[backend](offer)
+    made: list[socket.socket] = []
+    try:
+        for direction in Direction:
+            made.append(dial(deadline))
+            request = handshake_request(offer, backend, direction, limits)
+            _prove(made[-1], request, offer.token, deadline)
+    except (OSError, LinkError) as error:
+        for connection in made:
+            connection.close()
+        if isinstance(error, LinkError):
             raise
-        return made[0], made[1]
+        raise _unreachable(error) from error
+    return made[0], made[1]
 
-    def _introduce(self, connection: socket.socket, backend: Backend, direction: Direction, deadline: Deadline) -> None:
-        greeting = client_hello(self._offer, backend, direction, self._limits)
-        _limit(connection, deadline)
-        connection.sendall(greeting)
-        proof = answer_challenge(self._offer.token, greeting, _read(connection, CHALLENGE_BYTES, deadline))
-        connection.sendall(proof)
-        check_verdict(_read(connection, WELCOME_BYTES, deadline)[0])
 
-    def _terms(self, backend: Backend, reason: str, failed: list[str]) -> LinkTerms:
-        return LinkTerms(
-            link_id=self._offer.link_id,
-            epoch=self._offer.epoch,
-            backend_choice=BackendChoice(backend=backend, reason="; ".join([*failed, f"{backend}: {reason}"])),
-            ours=self._limits,
-            theirs=self._offer.limits,
-            counters=self._counters,
-            lease_s=self._lease_s,
-        )
+def _prove(connection: socket.socket, request: bytes, token: bytes, deadline: Deadline) -> None:
+    connection.settimeout(_seconds(deadline))
+    connection.sendall(request)
+    connection.sendall(answer_challenge(token, request, _read(connection, CHALLENGE_BYTES, deadline)))
+    check_verdict(_read(connection, WELCOME_BYTES, deadline)[0])
+
+
+def _memfd_dial(offer: Offer) -> _Dial:
+    endpoint = offer.memfd
+    if endpoint is None:
+        raise PeerDead("the listener offers none")
+    if not endpoint.host or endpoint.host != host_identity():
+        raise PeerDead("the listener is on another host")
+    if why := sharing_failure():
+        raise PeerDead(why)
+    return functools.partial(_unix, endpoint.path)
+
+
+def _tcp_dial(offer: Offer) -> _Dial:
+    endpoint = offer.tcp
+    if endpoint is None:
+        raise PeerDead("the listener offers none")
+    return functools.partial(_tcp, (endpoint.host, endpoint.port))
+
+
+# How each backend's listener is reached; raises PeerDead where it cannot be.
+_DIALS: dict[Backend, Callable[[Offer], _Dial]] = {Backend.MEMFD: _memfd_dial, Backend.TCP: _tcp_dial}
+_CHOSEN = {Backend.MEMFD: "both ends are on one host", Backend.TCP: "the address answers"}
 
 
 def _unix(path: str, deadline: Deadline) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _limit(connection, deadline)
+        connection.settimeout(_seconds(deadline))
         connection.connect(path)
         # Whoever may write in its folder could have put another socket there.
         if why := distrust_reason(connection, _group()):
@@ -172,16 +162,12 @@ def _tcp(address: tuple[str, int], deadline: Deadline) -> socket.socket:
 def _read(connection: socket.socket, count: int, deadline: Deadline) -> bytes:
     data = b""
     while len(data) < count:
-        _limit(connection, deadline)
+        connection.settimeout(_seconds(deadline))
         got = connection.recv(count - len(data))
         if not got:
-            raise AuthFailed("the listener hung up in the middle of the greeting")
+            raise AuthFailed("the listener closed the connection in the middle of the handshake")
         data += got
     return data
-
-
-def _limit(connection: socket.socket, deadline: Deadline) -> None:
-    connection.settimeout(_seconds(deadline))
 
 
 def _seconds(deadline: Deadline) -> float:
@@ -194,8 +180,3 @@ def _unreachable(error: OSError) -> LinkError:
         return DeadlineExceeded("nobody answered in time")
     why = open_files.too_many(error).message if open_files.is_cause(error) else error.strerror or error
     return PeerDead(f"cannot be reached: {why}")
-
-
-def _close(connections: list[socket.socket]) -> None:
-    for connection in connections:
-        connection.close()

@@ -23,8 +23,8 @@ from bottega.errors import (
     StaleEpoch,
     Violation,
 )
-from bottega.transport.backends.memfd import MemfdReceiver, MemfdSender
-from bottega.transport.backends.tcp import TcpReceiver, TcpSender, tune
+from bottega.transport.backends import backend_ends
+from bottega.transport.backends.tcp import tune
 from bottega.transport.channel.backend import Backend, BackendChoice
 from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.deadline import Deadline
@@ -33,7 +33,7 @@ from bottega.transport.handshake.acceptor import Acceptor
 from bottega.transport.handshake.binding import Endpoints, bind_tcp, bind_unix
 from bottega.transport.handshake.credentials import links_group
 from bottega.transport.handshake.identity import host_identity
-from bottega.transport.handshake.messages import ClientHello, Direction, Verdict
+from bottega.transport.handshake.messages import Direction, HandshakeRequest, Verdict
 from bottega.transport.handshake.offer import (
     TOKEN_BYTES,
     MemfdEndpoint,
@@ -71,7 +71,7 @@ class LinkListener:
         self._counters = counters
         self._lease_s = lease_s
         self._lock = threading.RLock()
-        self._waiting = PendingOffers(self._lock, token_s=token_s)
+        self._pending = PendingOffers(self._lock, token_s=token_s)
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._links: weakref.WeakValueDictionary[str, Link] = weakref.WeakValueDictionary()
         self._closed = False
@@ -100,14 +100,14 @@ class LinkListener:
         with self._lock:
             if self._closed:
                 raise LinkClosed("this process takes no links any more")
-            self._waiting.drop(link_id)
-            self._waiting.make_room(caller)
+            self._pending.drop(link_id)
+            self._pending.make_room(caller)
             epoch = self._epochs.pop(link_id, 0) + 1
             self._epochs[link_id] = epoch
             while len(self._epochs) > _MAX_REMEMBERED:
                 self._epochs.popitem(last=False)
             offer = self._new_offer(link_id, epoch)
-            self._waiting.add(offer, caller)
+            self._pending.add(offer, caller)
             older = self._links.pop(link_id, None)
         if older is not None:
             older.end(StaleEpoch("the link was opened anew here; this one is of an older epoch"))
@@ -121,13 +121,13 @@ class LinkListener:
         """
         with self._lock:
             while True:
-                waiting = self._still_waiting(offer)
-                link = self._taken_up(waiting)
+                pending = self._pending_offer(offer)
+                link = self._completed(pending)
                 if link is not None:
                     self._links[offer.link_id] = link
                     return link
-                left_s = min(deadline.left_s(), max(waiting.until - time.monotonic(), 0.0))
-                if not waiting.changed.wait(left_s) and deadline.left_s() == 0:
+                left_s = min(deadline.left_s(), max(pending.until - time.monotonic(), 0.0))
+                if not pending.changed.wait(left_s) and deadline.left_s() == 0:
                     raise DeadlineExceeded("nobody took up the offer of a link in time")
 
     def close(self) -> None:
@@ -136,75 +136,69 @@ class LinkListener:
             if self._closed:
                 return
             self._closed = True
-            self._waiting.clear()
+            self._pending.clear()
         self._acceptor.stop()
         if self._memfd is not None:
             Path(self._memfd.path).unlink(missing_ok=True)
 
-    def token_for(self, hello: ClientHello) -> bytes | Verdict:
+    def token_for(self, request: HandshakeRequest) -> bytes | Verdict:
         """The token that this claim has to prove, or why it is not taken."""
         with self._lock:
-            if hello.epoch < self._epochs.get(hello.link_id, 0):
+            if request.epoch < self._epochs.get(request.link_id, 0):
                 return Verdict.STALE
-            waiting = self._waiting.get(hello.link_id)
-            if waiting is None or waiting.offer.epoch != hello.epoch or hello.direction in waiting.connections:
+            pending = self._pending.get(request.link_id)
+            if pending is None or pending.offer.epoch != request.epoch or request.direction in pending.connections:
                 return Verdict.REFUSED
-            return waiting.offer.token
+            return pending.offer.token
 
-    def admit(self, hello: ClientHello, connection: socket.socket) -> bool:
+    def admit(self, request: HandshakeRequest, connection: socket.socket) -> bool:
         """Takes a connection whose proof was right; False when the offer is used up meanwhile."""
         with self._lock:
-            waiting = self._waiting.get(hello.link_id)
-            if waiting is None or isinstance(self.token_for(hello), Verdict) or self._closed:
+            pending = self._pending.get(request.link_id)
+            if pending is None or isinstance(self.token_for(request), Verdict) or self._closed:
                 return False
             try:
-                if hello.backend == Backend.TCP:
+                if request.backend == Backend.TCP:
                     tune(connection)
                 connection.send(bytes([Verdict.WELCOME]))
             except OSError:
                 return False
-            waiting.connections[hello.direction] = connection
-            waiting.hello = hello
-            waiting.changed.notify_all()
+            pending.connections[request.direction] = connection
+            pending.request = request
+            pending.changed.notify_all()
             return True
 
-    def _still_waiting(self, offer: Offer) -> PendingOffer:
+    def _pending_offer(self, offer: Offer) -> PendingOffer:
         if self._closed:
             raise LinkClosed("this process takes no links any more")
         if offer.epoch < self._epochs.get(offer.link_id, 0):
             raise StaleEpoch("there is a newer offer for this link")
-        waiting = self._waiting.get(offer.link_id)
-        if waiting is None:
+        pending = self._pending.get(offer.link_id)
+        if pending is None:
             raise AuthFailed(
-                f"nobody took up the offer of a link within {self._waiting.token_s:g} s, or before others came"
+                f"nobody took up the offer of a link within {self._pending.token_s:g} s, or before others came"
             )
-        return waiting
+        return pending
 
-    def _taken_up(self, waiting: PendingOffer) -> Link | None:
+    def _completed(self, pending: PendingOffer) -> Link | None:
         """The link if both directions are there; under the lock."""
-        if len(waiting.connections) < len(Direction) or waiting.hello is None:
+        if len(pending.connections) < len(Direction) or pending.request is None:
             return None
-        return self._link(self._waiting.take(waiting.offer.link_id), waiting.hello)
+        return self._link(self._pending.pop(pending.offer.link_id), pending.request)
 
-    def _link(self, waiting: PendingOffer, hello: ClientHello) -> Link:
-        sending = waiting.connections[Direction.LISTENER_SENDS]
-        receiving = waiting.connections[Direction.CONNECTOR_SENDS]
-        choice = BackendChoice(backend=hello.backend, reason=f"the other end came by {hello.backend}")
-        terms = self._terms(waiting.offer, choice, hello.limits)
-        if hello.backend == Backend.MEMFD:
-            return Link(terms, MemfdSender(sending), MemfdReceiver(receiving, self._limits))
-        return Link(terms, TcpSender(sending), TcpReceiver(receiving))
-
-    def _terms(self, offer: Offer, choice: BackendChoice, theirs: Limits) -> LinkTerms:
-        return LinkTerms(
-            link_id=offer.link_id,
-            epoch=offer.epoch,
-            backend_choice=choice,
+    def _link(self, pending: PendingOffer, request: HandshakeRequest) -> Link:
+        terms = LinkTerms(
+            link_id=pending.offer.link_id,
+            epoch=pending.offer.epoch,
+            backend_choice=BackendChoice(backend=request.backend, reason=f"the other end came by {request.backend}"),
             ours=self._limits,
-            theirs=theirs,
+            theirs=request.limits,
             counters=self._counters or LinkCounters(),
             lease_s=self._lease_s,
         )
+        sending = pending.connections[Direction.LISTENER_SENDS]
+        receiving = pending.connections[Direction.CONNECTOR_SENDS]
+        return Link(terms, *backend_ends(request.backend, sending, receiving, self._limits))
 
     def _new_offer(self, link_id: str, epoch: int) -> Offer:
         return Offer(

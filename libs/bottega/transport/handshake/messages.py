@@ -1,8 +1,9 @@
 """How the two ends of a connection prove to each other that they have the same offer's token. Plain bytes in and out.
 
-The connecting end says HELLO, the listener answers with a challenge and its own proof, the connecting end proves
-itself, the listener says welcome. A proof is an HMAC-SHA-256 of who proves, the HELLO and the listener's nonce, so
-that none fits another connection, direction, epoch, end or set of limits. What follows is neither encrypted nor signed.
+The connecting end sends a request, the listener answers with a challenge and its own proof, the connecting end sends
+its proof, the listener answers with a verdict. A proof is an HMAC-SHA-256 of the end's role, the request and the
+listener's nonce, so that none fits another connection, direction, epoch, end or set of limits. What follows is neither
+encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-from bottega.errors import AuthFailed, BadFrame, LinkError, StaleEpoch
+from bottega.errors import AuthFailed, BadFrame, StaleEpoch
 from bottega.transport.channel.backend import Backend
 from bottega.transport.channel.limits import Limits
 from bottega.transport.handshake.offer import MAX_EPOCH, Offer
 
 _MAGIC = b"btg1"
 _NONCE_BYTES = 32
-_HELLO = struct.Struct("<4sBB16sQIQI32s")
+_REQUEST = struct.Struct("<4sBB16sQIQI32s")
 _CHALLENGE = struct.Struct("<4sB32s32s")
 
-CLIENT_HELLO_BYTES = _HELLO.size
+REQUEST_BYTES = _REQUEST.size
 CHALLENGE_BYTES = _CHALLENGE.size
 PROOF_BYTES = 32
 WELCOME_BYTES = 1
@@ -39,7 +40,7 @@ class Direction(IntEnum):
 
 
 class Verdict(IntEnum):
-    """What the listener says of a HELLO, and of a proof."""
+    """The listener's answer to a request, and to a proof."""
 
     WELCOME = 0
     REFUSED = 1
@@ -47,7 +48,7 @@ class Verdict(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientHello:
+class HandshakeRequest:
     """What the connecting end claims; worth nothing until its proof. encoded: as it was sent."""
 
     backend: Backend
@@ -58,9 +59,9 @@ class ClientHello:
     encoded: bytes
 
 
-def client_hello(offer: Offer, backend: Backend, direction: Direction, limits: Limits) -> bytes:
+def handshake_request(offer: Offer, backend: Backend, direction: Direction, limits: Limits) -> bytes:
     """The first bytes of a connection. limits: what the connecting end takes in."""
-    return _HELLO.pack(
+    return _REQUEST.pack(
         _MAGIC,
         _BACKENDS.index(backend),
         direction,
@@ -73,16 +74,16 @@ def client_hello(offer: Offer, backend: Backend, direction: Direction, limits: L
     )
 
 
-def parse_client_hello(encoded: bytes) -> ClientHello:
-    """What an unproven peer sent. Raises BadFrame when it is no HELLO."""
-    magic, backend, direction, link_id, epoch, slots, slot_bytes, layouts, _ = _HELLO.unpack(encoded)
+def parse_request(encoded: bytes) -> HandshakeRequest:
+    """What an unproven peer sent. Raises BadFrame when it is no request."""
+    magic, backend, direction, link_id, epoch, slots, slot_bytes, layouts, _ = _REQUEST.unpack(encoded)
     if magic != _MAGIC or backend >= len(_BACKENDS) or direction not in set(Direction) or epoch > MAX_EPOCH:
-        raise BadFrame("somebody connected and sent what is no greeting of a link")
+        raise BadFrame("somebody connected and sent what is no handshake of a link")
     try:
         limits = Limits(slots=slots, slot_bytes=slot_bytes, layouts=layouts)
     except ValueError as error:
         raise BadFrame(f"somebody connected with limits that no link has: {error}") from error
-    return ClientHello(
+    return HandshakeRequest(
         backend=_BACKENDS[backend],
         direction=Direction(direction),
         link_id=link_id.hex(),
@@ -93,14 +94,14 @@ def parse_client_hello(encoded: bytes) -> ClientHello:
 
 
 def challenge(token: bytes, encoded: bytes) -> tuple[bytes, bytes]:
-    """The listener's answer to a HELLO, and the proof that must come back."""
+    """The listener's answer to a request, and the proof that must come back."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     answer = _CHALLENGE.pack(_MAGIC, Verdict.WELCOME, nonce, _proof(token, b"listener", encoded, nonce))
     return answer, _proof(token, b"connector", encoded, nonce)
 
 
 def refusal(verdict: Verdict) -> bytes:
-    """The listener's answer to a HELLO that it does not take."""
+    """The listener's answer to a request that it refuses."""
     return _CHALLENGE.pack(_MAGIC, verdict, bytes(_NONCE_BYTES), bytes(PROOF_BYTES))
 
 
@@ -116,16 +117,11 @@ def answer_challenge(token: bytes, encoded: bytes, answer: bytes) -> bytes:
 
 
 def check_verdict(verdict: int) -> None:
-    """Raises what the listener's verdict means."""
-    if verdict != Verdict.WELCOME:
-        raise verdict_error(verdict)
-
-
-def verdict_error(verdict: int) -> LinkError:
-    """Why a listener took no HELLO."""
+    """Raises why the listener refused: StaleEpoch, AuthFailed."""
     if verdict == Verdict.STALE:
-        return StaleEpoch("the link has been opened anew since this offer was made; ask for a new one")
-    return AuthFailed("the listener does not take the offer: it was used, has expired or is another's; get a new one")
+        raise StaleEpoch("the link has been opened anew since this offer was made; ask for a new one")
+    if verdict != Verdict.WELCOME:
+        raise AuthFailed("the listener refuses the offer: it was used, has expired or is another's; get a new one")
 
 
 def _proof(token: bytes, role: bytes, encoded: bytes, nonce: bytes) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bottega.errors import LinksFull
-from bottega.transport.handshake.messages import ClientHello, Direction
+from bottega.transport.handshake.messages import Direction, HandshakeRequest
 from bottega.transport.handshake.offer import Offer
 
 MAX_OFFERS = 256
@@ -38,7 +38,7 @@ class PendingOffer:
     changed: threading.Condition
     # Proven connections by direction, with what the connecting end takes in.
     connections: dict[Direction, socket.socket] = field(default_factory=dict)
-    hello: ClientHello | None = None
+    request: HandshakeRequest | None = None
 
 
 class PendingOffers:
@@ -47,17 +47,17 @@ class PendingOffers:
     def __init__(self, lock: threading.RLock, *, token_s: float) -> None:
         self.token_s = token_s
         self._lock = lock
-        self._waiting: dict[str, PendingOffer] = {}
+        self._pending: dict[str, PendingOffer] = {}
 
     def get(self, link_id: str) -> PendingOffer | None:
         """One that can still be taken up."""
         self._expire()
-        return self._waiting.get(link_id)
+        return self._pending.get(link_id)
 
     def add(self, offer: Offer, caller: str) -> None:
         """Has one wait. Call `make_room` first."""
         now = time.monotonic()
-        self._waiting[offer.link_id] = PendingOffer(
+        self._pending[offer.link_id] = PendingOffer(
             offer=offer,
             caller=caller,
             made=now,
@@ -69,37 +69,37 @@ class PendingOffers:
         """For one more of this caller: where it has as many as it may, its oldest one is given up; where all together
         have, the oldest one of whoever has most. Raises LinksFull where that one is too young."""
         self._expire()
-        counts = Counter(each.caller for each in self._waiting.values())
+        counts = Counter(each.caller for each in self._pending.values())
         if counts[caller] >= MAX_OFFERS_OF_ONE:
             self._give_up_oldest(caller)
-        elif len(self._waiting) >= MAX_OFFERS:
+        elif len(self._pending) >= MAX_OFFERS:
             self._give_up_oldest(_most_of(counts))
 
-    def take(self, link_id: str) -> PendingOffer:
-        """It is taken up. Raises KeyError."""
-        return self._waiting.pop(link_id)
+    def pop(self, link_id: str) -> PendingOffer:
+        """Hands one over that is taken up. Raises KeyError."""
+        return self._pending.pop(link_id)
 
     def drop(self, link_id: str) -> None:
         """Gives up what came of an offer, and wakes whoever waits for it. Harmless where there is none."""
-        waiting = self._waiting.pop(link_id, None)
-        if waiting is None:
+        pending = self._pending.pop(link_id, None)
+        if pending is None:
             return
-        for connection in waiting.connections.values():
+        for connection in pending.connections.values():
             connection.close()
-        waiting.changed.notify_all()
+        pending.changed.notify_all()
 
     def clear(self) -> None:
         """Gives all of them up."""
-        for link_id in list(self._waiting):
+        for link_id in list(self._pending):
             self.drop(link_id)
 
     def _expire(self) -> None:
         now = time.monotonic()
-        while (oldest := next(iter(self._waiting.values()), None)) is not None and oldest.until <= now:
+        while (oldest := next(iter(self._pending.values()), None)) is not None and oldest.until <= now:
             self.drop(oldest.offer.link_id)
 
     def _give_up_oldest(self, caller: str) -> None:
-        oldest = next(each for each in self._waiting.values() if each.caller == caller)
+        oldest = next(each for each in self._pending.values() if each.caller == caller)
         if time.monotonic() - oldest.made < SAFE_S:
             raise LinksFull(
                 "as many offers of links wait to be taken up as may; ask again, or another service",
