@@ -39,6 +39,10 @@ class BackgroundTasks:
         task.add_done_callback(self._log_failure)
         return task
 
+    async def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """What `work` returns or raises. It is cancelled with its caller. Raises QueueFull where as many run as may."""
+        return await self._run(work)
+
     async def run_shielded(
         self, work: Coroutine[Any, Any, ResultT], *, on_abandoned: Callable[[ResultT], None] | None = None
     ) -> ResultT:

@@ -10,12 +10,15 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import QueueFull, Unavailable
 from bottega.process.limited_process import LimitedProcess, ProcessLost, ProcessSpec
+
+ResultT = TypeVar("ResultT")
 
 # Calls over which the time of one is measured.
 _PACE_CALLS = 16
@@ -73,8 +76,8 @@ class ProcessPool:
         return [process.pid for process in self._processes if process.pid is not None]
 
     async def start(self) -> None:
-        """Returns when all processes are ready. Raises InternalError when one does not start."""
-        await asyncio.gather(*(process.start() for process in self._processes))
+        """Returns when all processes are ready. Raises InternalError when one does not start, Unavailable."""
+        await self._until_stopped(self._start_all())
 
     async def stop(self) -> None:
         """Ends the processes; calls that wait or run fail with Unavailable."""
@@ -95,28 +98,39 @@ class ProcessPool:
             raise _stopping()
         try:
             async with asyncio.timeout(self._limits.max_wait_s):
-                process = await self._queue.take(large=large)
+                process = await self._queue.acquire(large=large)
         except (TimeoutError, asyncio.QueueFull):
             raise self._full() from None
-        serving = self._serve(process, prepare)
-        return await (serving if self._limits.new_process else self._calls.run_shielded(serving))
+        return await self._until_stopped(self._serve(process, prepare), shielded=not self._limits.new_process)
+
+    async def _until_stopped(self, work: Coroutine[Any, Any, ResultT], *, shielded: bool = False) -> ResultT:
+        """What `work` returns. shielded: it goes on without its caller. Raises Unavailable where the pool stops first."""
+        if self._stopped:  # since the caller was last awake
+            work.close()
+            raise _stopping()
+        try:
+            return await (self._calls.run_shielded(work) if shielded else self._calls.run(work))
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
+                raise
+            raise _stopping() from None
+
+    async def _start_all(self) -> None:
+        await asyncio.gather(*(process.start() for process in self._processes))
 
     async def _serve(self, process: LimitedProcess, prepare: Callable[[], Awaitable[PreparedCall]]) -> bytes:
         self._stay_awake()
         began_s = time.monotonic()
         try:
             return await self._exchange(process, await prepare())
-        except asyncio.CancelledError:
-            if self._stopped:
-                raise _stopping() from None
-            raise
         finally:
             try:
                 if self._limits.new_process:
                     await process.stop()
             finally:
                 self._took_s.append(time.monotonic() - began_s)
-                self._queue.give_back(process)
+                self._queue.release(process)
                 self._rest()
 
     async def _exchange(self, process: LimitedProcess, call: PreparedCall) -> bytes:
@@ -125,8 +139,6 @@ class ProcessPool:
             try:
                 return await process.exchange(call.frame, call.limits)
             except ProcessLost as lost:
-                if self._stopped:
-                    raise _stopping() from None
                 if attempt == self._limits.attempts or not lost.loss.may_be_chance:
                     raise
                 attempt += 1
@@ -158,12 +170,12 @@ class ProcessPool:
             self._idle = loop.call_later(self._limits.idle_s, lambda: self._calls.start(self._end_free()))
 
     async def _end_free(self) -> None:
-        free = self._queue.take_free()
+        free = self._queue.acquire_free()
         try:
             await asyncio.gather(*(process.stop() for process in free))
         finally:
             for process in free:
-                self._queue.give_back(process)
+                self._queue.release(process)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -184,8 +196,8 @@ class _ProcessQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def take(self, *, large: bool) -> LimitedProcess:
-        """Give it back. Raises asyncio.QueueFull, and what `fail_all` says."""
+    async def acquire(self, *, large: bool) -> LimitedProcess:
+        """Release it. Raises asyncio.QueueFull, and what `fail_all` says."""
         for process in self._free:
             if self._may_serve(process, large):
                 self._free.remove(process)
@@ -200,10 +212,10 @@ class _ProcessQueue:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
             elif not waiter.process.cancelled() and waiter.process.exception() is None:
-                self.give_back(waiter.process.result())  # it came when its caller had gone
+                self.release(waiter.process.result())  # it came when its caller had gone
             raise
 
-    def give_back(self, process: LimitedProcess) -> None:
+    def release(self, process: LimitedProcess) -> None:
         """It goes to the first that waits for it."""
         for waiter in self._waiting:
             if self._may_serve(process, waiter.large) and not waiter.process.done():
@@ -213,8 +225,8 @@ class _ProcessQueue:
         # Small calls take the process that no large one may have before they take another.
         self._free.insert(0 if process is self._for_small else len(self._free), process)
 
-    def take_free(self) -> list[LimitedProcess]:
-        """Those that nobody has. Give them back."""
+    def acquire_free(self) -> list[LimitedProcess]:
+        """Those that nobody has. Release them."""
         free, self._free = self._free, []
         return free
 
