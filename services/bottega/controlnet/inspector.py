@@ -43,6 +43,7 @@ class ControlNetInspector:
                 max_waiting=_MAX_WAITING,
                 limit="inspections",
                 waiting="ControlNets wait to be looked at",
+                attempts=1,
                 idle_s=idle_s,
             ),
         )

@@ -67,6 +67,19 @@ async def test_one_that_reaches_its_limit_of_processor_time_says_that_the_folder
         await inspector.stop()
 
 
+async def test_one_that_stands_still_is_given_up_after_one_deadline(root: Path) -> None:
+    inspector = ControlNetInspector(deadline_s=3)
+    try:
+        await inspector.inspect("good", root / "good", root)
+        (pid,) = inspector.pids
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(Unavailable, match="not looked at in time"):
+            await asyncio.wait_for(inspector.inspect("good", root / "good", root), 20)
+        assert not inspector.pids, "another process would have a deadline of its own"
+    finally:
+        await inspector.stop()
+
+
 async def test_a_caller_that_goes_leaves_no_answer_to_the_next_one(root: Path) -> None:
     inspector = ControlNetInspector()
     try:
