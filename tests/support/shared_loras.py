@@ -102,7 +102,7 @@ def shelf(folder: Path, *, unix: bool = True, bytes_per_s: int = 0, budget_bytes
         max_loads=2,
     )
     config = LinksConfig(socket=str(folder / "links.sock") if unix else None, bytes_per_s=bytes_per_s)
-    links = LoraLinks(config, tiers=tiers)
+    links = LoraLinks(config, cache=tiers)
     try:
         yield Shelf(folder=folder, tiers=tiers, links=links)
     finally:

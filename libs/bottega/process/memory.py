@@ -13,15 +13,20 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import psutil
 
 from bottega.background_tasks import running
 
+_log = logging.getLogger(__name__)
+
+# Between two looks of a MemoryMeter.
+_LOOK_S = 1.0
 # <malloc.h>
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -89,6 +94,23 @@ def resident_bytes(pids: Iterable[int]) -> int:
         except psutil.NoSuchProcess:
             continue
     return total
+
+
+class MemoryMeter:
+    """Resident memory of a service's processes, as it was at the last look. pids: called for each look."""
+
+    def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
+        self._pids = pids
+        self.resident_bytes = 0
+
+    async def run(self) -> None:
+        """Looks every second, until cancelled."""
+        while True:
+            try:
+                self.resident_bytes = resident_bytes(self._pids())
+            except Exception:  # noqa: BLE001 - the boundary of the task: without it the figure would stay for ever
+                _log.exception("memory could not be measured")
+            await asyncio.sleep(_LOOK_S)
 
 
 class _RestDetector:

@@ -104,7 +104,7 @@ class ProcessPool:
         return await self._until_stopped(self._serve(process, prepare), shielded=not self._limits.new_process)
 
     async def _until_stopped(self, work: Coroutine[Any, Any, ResultT], *, shielded: bool = False) -> ResultT:
-        """What `work` returns. shielded: it goes on without its caller. Raises Unavailable where the pool stops first."""
+        """What `work` returns. shielded: it outlives its caller. Raises Unavailable where the pool stops first."""
         if self._stopped:  # since the caller was last awake
             work.close()
             raise _stopping()

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
+from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, JobCancelled, MethodNotServed, Unavailable
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error
@@ -70,7 +71,7 @@ class FleetMembership:
         self._on_backlog = on_backlog
         self._on_services = on_services
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks("fleet membership", max_tasks=1)
         self._refusal: str | None = None
         self._logged: dict[str, float] = {}  # refusals that were logged, and when
         self._retry_after_s: float | None = None
@@ -79,8 +80,8 @@ class FleetMembership:
 
     def start(self) -> None:
         """Joins in the background; `joined` is set while the gateway knows this service."""
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="fleet-membership")
+        if not self._tasks:
+            self._tasks.start(self._run())
 
     def report_soon(self) -> None:
         """Reports the load, which has changed, without waiting for the next regular report."""
@@ -88,11 +89,7 @@ class FleetMembership:
 
     async def stop(self) -> None:
         """Leaves the fleet. Harmless when not started."""
-        if self._task is None:
-            return
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._task = None
+        await self._tasks.cancel()
 
     async def _run(self) -> None:
         back_off_s = _FIRST_BACK_OFF_S

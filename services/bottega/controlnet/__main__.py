@@ -15,7 +15,7 @@ from bottega.controlnet.engine_client import ControlNetEngineClient
 from bottega.controlnet.inspector import ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.profiles import ProfileStore
-from bottega.controlnet.server import ControlNetServer, hold_catalogue, open_catalogue
+from bottega.controlnet.server import ControlNetServer, lock_catalogue, open_catalogue
 from bottega.controlnet.service import SERVICE_NAME, ControlNetService
 from bottega.process import EngineTimeouts
 from bottega.rpc.boot import ServiceHooks, boot
@@ -29,16 +29,16 @@ from bottega.v1 import controlnet_pb2_grpc
 
 def main() -> int:
     """Returns the exit status, see `boot`."""
-    return boot("controlnet", ControlNetConfig, _life_of, description="Bottega's ControlNet server")
+    return boot("controlnet", ControlNetConfig, _lifespan_of, description="Bottega's ControlNet server")
 
 
-def _life_of(settings: ControlNetConfig) -> AbstractAsyncContextManager[ServiceHooks]:
-    lock = hold_catalogue(settings, state_folder())
-    return _life(settings, lock, *open_catalogue(settings, state_folder()))
+def _lifespan_of(settings: ControlNetConfig) -> AbstractAsyncContextManager[ServiceHooks]:
+    lock = lock_catalogue(settings, state_folder())
+    return _lifespan(settings, lock, *open_catalogue(settings, state_folder()))
 
 
 @contextlib.asynccontextmanager
-async def _life(
+async def _lifespan(
     settings: ControlNetConfig, lock: ProcessLock, catalogue: ControlNetCatalogue, profiles: ProfileStore
 ) -> AsyncIterator[ServiceHooks]:
     timeouts = EngineTimeouts(start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s)

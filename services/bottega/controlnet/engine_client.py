@@ -28,14 +28,14 @@ _HOST_S = 300.0
 class ControlNetEngineClient(
     process.EngineSupervisor[pb.ControlNetEngineCommand, pb.ControlNetEngineEvent, pb.ControlNetEngineReady]
 ):
-    """Keeps the engine process of a ControlNet server. Give it every event: `hear` knows which are answers."""
+    """Keeps the engine process of a ControlNet server. Give every event to `on_event`: some are answers."""
 
     def __init__(
         self, config: ControlNetEngineConfig, *, timeouts: EngineTimeouts, module: str = ENGINE_MODULE
     ) -> None:
         super().__init__(module, "--config-json", json.dumps(dataclasses.asdict(config)), timeouts=timeouts)
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[pb.ControlNetEngineHosted | LinkResult]] = {}
+        self._pending: dict[int, asyncio.Future[pb.ControlNetEngineHosted | LinkResult]] = {}
 
     def read(self, frame: bytes) -> pb.ControlNetEngineEvent:
         """The event in a frame. Raises DecodeError."""
@@ -64,7 +64,7 @@ class ControlNetEngineClient(
         """
         number = next(self._numbers)
         host = pb.ControlNetEngineHost(request=number, name=name, folder=str(folder), root=str(root or ""))
-        answer = await self._ask(number, pb.ControlNetEngineCommand(host=host), _HOST_S)
+        answer = await self._call(number, pb.ControlNetEngineCommand(host=host), _HOST_S)
         assert isinstance(answer, pb.ControlNetEngineHosted)
         return answer.controlnet
 
@@ -74,42 +74,42 @@ class ControlNetEngineClient(
         Raises what the engine refuses it with, Unavailable when there is no engine.
         """
         number = next(self._numbers)
-        asked = IncomingLinkRequest(request=number, open=request, caller=caller)
-        answer = await self._ask(number, pb.ControlNetEngineCommand(open_link=asked), _OFFER_S)
+        incoming = IncomingLinkRequest(request=number, open=request, caller=caller)
+        answer = await self._call(number, pb.ControlNetEngineCommand(open_link=incoming), _OFFER_S)
         assert isinstance(answer, LinkResult)
         return answer.opened.offer
 
-    def hear(self, event: pb.ControlNetEngineEvent) -> None:
-        """An event that may be an answer."""
+    def on_event(self, event: pb.ControlNetEngineEvent) -> None:
+        """The engine says something, which may be an answer."""
         kind = event.WhichOneof("event")
         if kind not in ("hosted", "link_result"):
             return
         answer = event.hosted if kind == "hosted" else event.link_result
-        asked = self._asked.pop(answer.request, None)
-        if asked is None or asked.done():
+        call = self._pending.pop(answer.request, None)
+        if call is None or call.done():
             return
         if answer.HasField("error"):
-            asked.set_exception(from_job_error(answer.error))
+            call.set_exception(from_job_error(answer.error))
         else:
-            asked.set_result(answer)
+            call.set_result(answer)
 
-    def forget(self, error: BottegaError) -> None:
+    def fail_calls(self, error: BottegaError) -> None:
         """The engine is gone, and answers nothing any more."""
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(error)
-        self._asked.clear()
+        for call in self._pending.values():
+            if not call.done():
+                call.set_exception(error)
+        self._pending.clear()
 
-    async def _ask(
-        self, number: int, command: pb.ControlNetEngineCommand, patience_s: float
+    async def _call(
+        self, number: int, command: pb.ControlNetEngineCommand, timeout_s: float
     ) -> pb.ControlNetEngineHosted | LinkResult:
         self.send(command)
         answer: asyncio.Future[pb.ControlNetEngineHosted | LinkResult]
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        answer = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            raise Unavailable(f"the engine did not answer within {patience_s:g} s") from None
+            raise Unavailable(f"the engine did not answer within {timeout_s:g} s") from None
         finally:
-            self._asked.pop(number, None)
+            self._pending.pop(number, None)

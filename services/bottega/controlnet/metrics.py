@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bottega.rpc.operation.link_metrics import LinkMetrics
+from bottega.rpc.operation.link_metrics import link_metrics
 from bottega.v1 import hosted_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat
 
@@ -19,19 +19,17 @@ class ControlNetMetrics(Collector):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._beat = ControlNetEngineBeat()
-        self._links = LinkMetrics(registry)
         self._restarts = Counter("bottega_controlnet_engine_restarts", "Engines that were lost.", registry=registry)
         registry.register(self)
 
-    def heard(self, beat: ControlNetEngineBeat) -> None:
-        """The engine's newest word."""
+    def on_beat(self, beat: ControlNetEngineBeat) -> None:
+        """The engine's newest heartbeat."""
         self._beat = beat
-        self._links.counts = beat.links
 
     def on_engine_lost(self) -> None:
         """The engine died, hung or did not start."""
         self._restarts.inc()
-        self.heard(ControlNetEngineBeat())
+        self.on_beat(ControlNetEngineBeat())
 
     def collect(self) -> Iterator[Metric]:
         """The counters and states that the engine has last reported."""
@@ -50,6 +48,7 @@ class ControlNetMetrics(Collector):
         yield GaugeMetricFamily(
             "bottega_controlnet_weights_bytes", "Bytes of weights in memory.", value=beat.used_bytes
         )
+        yield from link_metrics(beat.links)
         yield from self._by_name()
 
     def _by_name(self) -> Iterator[Metric]:

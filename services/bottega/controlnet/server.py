@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from bottega import kinds
+from bottega.background_tasks import BackgroundTasks
 from bottega.controlnet.catalogue import ControlNetCatalogue
 from bottega.controlnet.catalogue_schema import SCHEMA
 from bottega.controlnet.config import ControlNetConfig
@@ -22,7 +23,7 @@ from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.profiles import ProfileStore
 from bottega.errors import BottegaError, ControlNetNotFound, Draining, InternalError, Unavailable
 from bottega.miniature import WEIGHTS
-from bottega.process.memory import resident_bytes
+from bottega.process.memory import MemoryMeter
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.storage import SqliteDatabase, folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
@@ -33,7 +34,6 @@ from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
 _log = logging.getLogger(__name__)
 
-_MEMORY_INTERVAL_S = 1.0
 # What a configuration may call the embedded model's own, wherever that is installed.
 _EMBEDDED = {f"miniature/{name}": str(WEIGHTS / "controlnets" / name) for name in ("edges", "layout")}
 
@@ -73,10 +73,10 @@ class ControlNetServer:
         self._device = ""
         self._membership: FleetMembership | None = None
         self._first_hosting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._hosting: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks("watching of the engine")
+        self._hosting = BackgroundTasks("hosting of ControlNets")
         self._adding = asyncio.Lock()
-        self._memory_bytes = 0
+        self._memory = MemoryMeter(self._pids)
         self._draining = False
         self._drained = asyncio.Event()
 
@@ -93,7 +93,8 @@ class ControlNetServer:
         """
         await self._catalogue.open()
         await self._profiles.read()
-        self._tasks = [asyncio.create_task(self._engine.watch(self)), asyncio.create_task(self._measure())]
+        self._tasks.start(self._engine.watch(self))
+        self._tasks.start(self._memory.run())
         await self._first_hosting
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
@@ -143,7 +144,7 @@ class ControlNetServer:
 
     def load(self) -> fleet_pb2.Load:
         """What it hosts, and how busy it is."""
-        return fleet_pb2.Load(hosted=self._hosted, draining=self._draining, memory_bytes=self._memory_bytes)
+        return fleet_pb2.Load(hosted=self._hosted, draining=self._draining, memory_bytes=self._memory.resident_bytes)
 
     async def drain(self) -> None:
         """Opens no sessions any more, and returns when those that are open have ended."""
@@ -161,9 +162,8 @@ class ControlNetServer:
     async def stop(self) -> None:
         """Leaves the fleet and ends the engine; workers go on elsewhere."""
         await self._leave()
-        for task in [*self._tasks, *([self._hosting] if self._hosting else [])]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
+        await self._hosting.cancel()
         await self._inspector.stop()
         await self._engine.stop()
         await self._catalogue.close()
@@ -172,16 +172,16 @@ class ControlNetServer:
         """Has a new engine host what the catalogue says."""
         _log.info("engine ready", extra={"device": ready.device, "pid": self._engine.pid})
         self._device = ready.device
-        self._hosting = asyncio.create_task(self._host_all())
+        self._hosting.start(self._host_all())
 
     async def on_engine_event(self, event: ControlNetEngineEvent) -> None:
-        """Takes an answer of the engine, or its heartbeat."""
+        """The engine has answered, or its heart has beaten."""
         if not event.HasField("beat"):
-            self._engine.hear(event)
+            self._engine.on_event(event)
             return
         before, self._beat = self._beat, event.beat
         self._hosted = self._with_profiles(event.beat)
-        self._metrics.heard(event.beat)
+        self._metrics.on_beat(event.beat)
         # A beat from before the drain may have missed a session that was opened since.
         if event.beat.draining and not any(net.sessions for net in event.beat.controlnets):
             self._drained.set()
@@ -192,9 +192,8 @@ class ControlNetServer:
         """Serves nothing, and is not in the fleet, until there is another engine."""
         self._metrics.on_engine_lost()
         self._drained.set()
-        if self._hosting is not None:
-            self._hosting.cancel()  # else it would say that an engine serves which is gone
-        self._engine.forget(Unavailable(f"the ControlNet server's engine was lost: {why}"))
+        self._hosting.cancel_soon()  # else it would say that an engine serves which is gone
+        self._engine.fail_calls(Unavailable(f"the ControlNet server's engine was lost: {why}"))
         if not self._first_hosting.done():
             self._first_hosting.set_exception(InternalError(f"the engine could not be started: {why}"))
             return
@@ -262,17 +261,12 @@ class ControlNetServer:
         if self._membership:
             self._membership.report_soon()
 
-    async def _measure(self) -> None:
-        while True:
-            try:
-                engine = [self._engine.pid] if self._engine.pid else []
-                self._memory_bytes = resident_bytes([os.getpid(), *engine, *self._inspector.pids])
-            except Exception:  # noqa: BLE001 - the boundary of the task: without it the figure stays as it is for ever
-                _log.exception("memory could not be measured")
-            await asyncio.sleep(_MEMORY_INTERVAL_S)
+    def _pids(self) -> list[int]:
+        engine = [self._engine.pid] if self._engine.pid else []
+        return [os.getpid(), *engine, *self._inspector.pids]
 
 
-def hold_catalogue(config: ControlNetConfig, state_folder: Path) -> ProcessLock:
+def lock_catalogue(config: ControlNetConfig, state_folder: Path) -> ProcessLock:
     """Makes the file that remembers what was added, and the profiles, this process's own: of two servers that
     write the same one, each would forget what the other was told.
 

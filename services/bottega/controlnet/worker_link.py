@@ -43,12 +43,12 @@ _MOST_ROWS = 512
 _MOST_PIXELS = 16 << 20
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _ControlLease:
-    """What one request has borrowed."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _SessionLease:
+    """The sessions of one request, and the ControlNets in memory that they need."""
 
     opening: Opening
-    hold: ControlNetLease
+    controlnets: ControlNetLease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,7 +69,7 @@ class ControlNetWorkerLink(LinkHandler):
         self._registry = registry
         self._executor = executor
         self._draining = draining
-        self._leases: dict[int, _ControlLease] = {}
+        self._leases: dict[int, _SessionLease] = {}
         self._sessions: dict[int, _OpenSession] = {}
         self._changing = threading.Lock()  # of leases and sessions, by the two threads
 
@@ -114,13 +114,13 @@ class ControlNetWorkerLink(LinkHandler):
         try:
             if self._draining():
                 raise Draining("the ControlNet server is stopping")
-            hold = self._registry.borrow(wanted, base=opening.base, dtype=opening.dtype)
+            nets = self._registry.borrow(wanted, base=opening.base, dtype=opening.dtype)
         except BottegaError as error:
             self._connection.send(refusal(error, lease=opening.lease))
             return
-        self._leases[opening.lease] = _ControlLease(opening=opening, hold=hold)
+        self._leases[opening.lease] = _SessionLease(opening=opening, controlnets=nets)
         # Called by whoever loads, under its lock: what is to be done is done by the thread that sends.
-        hold.values.add_done_callback(lambda _: self._connection.post(lambda link: self._opened(link, opening.lease)))
+        nets.values.add_done_callback(lambda _: self._connection.post(lambda link: self._opened(link, opening.lease)))
 
     def _check(self, opening: Opening) -> None:
         numbers = {session.number for session in opening.sessions}
@@ -138,7 +138,7 @@ class ControlNetWorkerLink(LinkHandler):
         if lease is None:
             return  # closed meanwhile
         try:
-            nets = lease.hold.values.result(timeout=0)
+            nets = lease.controlnets.values.result(timeout=0)
             sessions = [ControlSession(net, control) for net, control in zip(nets, lease.opening.controls, strict=True)]
         except Exception as error:  # noqa: BLE001 - the boundary of a lease: its failure is not the others'
             self._give_back(number)
@@ -158,7 +158,7 @@ class ControlNetWorkerLink(LinkHandler):
             for session in lease.opening.sessions if lease is not None else ():
                 self._sessions.pop(session.number, None)
         if lease is not None:
-            self._registry.cache.give_back(lease.hold)
+            self._registry.cache.give_back(lease.controlnets)
 
     def _step(self, step: ControlStep, incoming: Incoming) -> None:
         """Has a step computed."""

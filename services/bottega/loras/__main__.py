@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bottega import kinds
 from bottega.loras.config import LoraConfig
-from bottega.loras.metrics import LoraMetrics
+from bottega.loras.metrics import LoraMetrics, import_counter
 from bottega.loras.service import SERVICE_NAME, LoraService
 from bottega.loras.store import LoraStore
 from bottega.rpc.boot import ServiceHooks, boot
@@ -21,14 +21,15 @@ from bottega.v1 import lora_pb2_grpc
 
 def main() -> int:
     """Returns the exit status, see `boot`."""
-    return boot("loras", LoraConfig, _life, description="Bottega's LoRA store")
+    return boot("loras", LoraConfig, _lifespan, description="Bottega's LoRA store")
 
 
 def build(settings: LoraConfig, folder: Path) -> tuple[Server, LoraStore]:
     """A store and its server, neither of them started. In a running event loop."""
     server = Server("loras", settings.server)
-    metrics = LoraMetrics(server.registry)
-    store = LoraStore(settings, folder=folder, metrics=metrics, address=lambda: server.address)
+    imports = import_counter(server.registry)
+    store = LoraStore(settings, folder=folder, imports=imports, address=lambda: server.address)
+    server.registry.register(LoraMetrics(store.statistics))
     lora_pb2_grpc.add_LoraServiceServicer_to_server(LoraService(store), server.grpc)
     server.add_services([SERVICE_NAME])
     add_link_service(server, kinds.LORAS, store)
@@ -36,7 +37,7 @@ def build(settings: LoraConfig, folder: Path) -> tuple[Server, LoraStore]:
 
 
 @contextlib.asynccontextmanager
-async def _life(settings: LoraConfig) -> AsyncIterator[ServiceHooks]:
+async def _lifespan(settings: LoraConfig) -> AsyncIterator[ServiceHooks]:
     folder = Path(settings.folder) if settings.folder else state_folder() / "loras"
     server, store = build(settings, folder)
     yield ServiceHooks(server=server, warm_up=store.start, finish=store.drain, shut_down=store.stop)

@@ -15,6 +15,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from prometheus_client import Counter
+
 from bottega import rules
 from bottega.errors import BottegaError, InvalidRequest, TooLarge, Violation
 from bottega.lora.canonical import COMPONENTS
@@ -23,7 +25,6 @@ from bottega.loras.config import ImportConfig
 from bottega.loras.disk_quota import Reservation
 from bottega.loras.files import LoraFolder
 from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
-from bottega.loras.metrics import LoraMetrics
 from bottega.loras.records import CatalogueRecord
 from bottega.loras.upload import Upload, check_upload, receive
 from bottega.loras.upload_limits import UploadLimits
@@ -55,7 +56,7 @@ class ImportRequest:
 
 
 class LoraImporter:
-    """bases: by name, the folders of base models."""
+    """bases: by name, the folders of base models. imports: see import_counter."""
 
     def __init__(
         self,
@@ -64,8 +65,8 @@ class LoraImporter:
         config: ImportConfig,
         files: LoraFolder,
         catalogue: LoraCatalogue,
-        importer: ImportProcesses,
-        metrics: LoraMetrics,
+        processes: ImportProcesses,
+        imports: Counter,
     ) -> None:
         self._bases = bases
         self._root = Path(config.root).resolve() if config.root else None
@@ -74,8 +75,8 @@ class LoraImporter:
         self._idle_s = config.idle_s
         self._files = files
         self._catalogue = catalogue
-        self._importer = importer
-        self._metrics = metrics
+        self._processes = processes
+        self._imports = imports
         self._uploads = UploadLimits(most=config.uploads, most_bytes=config.upload_bytes, max_bytes=config.max_bytes)
         # Of a digest's file and its row: between them nobody else may think that the file is nobody's.
         self.write_lock = asyncio.Lock()
@@ -142,7 +143,7 @@ class LoraImporter:
             job = ImportJob(
                 sources=tuple(sources), size_bytes=size_bytes, base=self._bases[request.base], output=output
             )
-            answer = await self._importer.run(job, take_room=take_room)
+            answer = await self._processes.run(job, take_room=take_room)
             async with self.write_lock:
                 # A caller that goes meanwhile leaves no file without its row: that would be put into quarantine.
                 return await run_to_end(self._keep(request, output, answer.format, answer.trigger_phrase))
@@ -153,7 +154,7 @@ class LoraImporter:
         try:
             yield
         except BottegaError as error:
-            self._metrics.imported(error.reason_name.lower())
+            self._imports.labels(error.reason_name.lower()).inc()
             raise
 
     def _spool(self) -> AbstractAsyncContextManager[Path]:
@@ -185,7 +186,7 @@ class LoraImporter:
                 await asyncio.to_thread(self._files.remove, digest)
             raise
         await asyncio.to_thread(self._files.describe, kept)
-        self._metrics.imported("added")
+        self._imports.labels("added").inc()
         facts = {"lora": kept.name, "digest": digest, "base": kept.base, "rank": kept.rank, "modules": kept.modules}
         _log.info("a LoRA is kept", extra=facts)
         return kept

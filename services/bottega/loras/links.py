@@ -17,8 +17,8 @@ _LIMITS = Limits(slots=8, slot_bytes=1 << 20)
 class LoraLinks(LinkServer[LoraWorkerLink]):
     """Raises ConfigError when an address cannot be bound."""
 
-    def __init__(self, config: LinksConfig, *, tiers: TieredCache) -> None:
-        self._tiers = tiers
+    def __init__(self, config: LinksConfig, *, cache: TieredCache) -> None:
+        self._cache = cache
         self._bytes_per_s = config.bytes_per_s
         super().__init__(
             link_endpoints(config.listen, _socket(config.socket)),
@@ -29,7 +29,7 @@ class LoraLinks(LinkServer[LoraWorkerLink]):
 
     def new_handler(self, connection: Connection) -> LoraWorkerLink:
         """What serves one worker."""
-        return LoraWorkerLink(connection, tiers=self._tiers, bytes_per_s=self._bytes_per_s)
+        return LoraWorkerLink(connection, cache=self._cache, bytes_per_s=self._bytes_per_s)
 
 
 def _socket(configured: str | None) -> str | Path | None:

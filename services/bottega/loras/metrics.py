@@ -1,4 +1,4 @@
-"""What a LoRA store shows of itself: loans by tier, loads, bytes, imports, links. Knows only numbers."""
+"""What a LoRA store shows of itself: fetches by tier, loads, bytes, imports, links. Knows only numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from bottega.caching import Tier, TierStatistics
-from bottega.rpc.operation.link_metrics import LinkMetrics
+from bottega.rpc.operation.link_metrics import link_metrics
 from bottega.v1.link_pb2 import LinkCounts
 
 
@@ -27,31 +27,21 @@ class StoreStatistics:
     links: LinkCounts
 
 
+def import_counter(registry: CollectorRegistry) -> Counter:
+    """Counts imports by outcome: "added", or the reason of its error."""
+    return Counter("bottega_lora_imports", "Imports of LoRAs, by outcome.", ("outcome",), registry=registry)
+
+
 class LoraMetrics(Collector):
-    """Registered once, on the server's registry; `watch` says where its figures come from."""
+    """statistics: called for every scrape, in a thread of its own."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._figures: Callable[[], StoreStatistics] | None = None
-        self._links = LinkMetrics(registry)
-        self._imports = Counter(
-            "bottega_lora_imports", "Imports of LoRAs, by outcome.", ("outcome",), registry=registry
-        )
-        registry.register(self)
-
-    def watch(self, figures: Callable[[], StoreStatistics]) -> None:
-        """figures: called for every scrape, in a thread of its own."""
-        self._figures = figures
-
-    def imported(self, outcome: str) -> None:
-        """Counts an import. outcome: "added", or the reason of its error."""
-        self._imports.labels(outcome).inc()
+    def __init__(self, statistics: Callable[[], StoreStatistics]) -> None:
+        self._statistics = statistics
 
     def collect(self) -> Iterator[Metric]:
         """The store's figures of this moment."""
-        if self._figures is None:
-            return
-        figures = self._figures()
-        self._links.counts = figures.links
+        figures = self._statistics()
+        yield from link_metrics(figures.links)
         counts = figures.counts
         fetches = CounterMetricFamily(
             "bottega_lora_fetches",

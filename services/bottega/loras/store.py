@@ -1,4 +1,4 @@
-"""The LoRA store itself: catalogue, files, tiers and links in one, and its place in the fleet.
+"""The LoRA store itself: catalogue, files, cache and links in one, and its place in the fleet.
 
 `service.py` translates between it and gRPC.
 """
@@ -10,34 +10,30 @@ import importlib.metadata
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bottega import kinds, rules
+from prometheus_client import Counter
+
+from bottega import kinds
+from bottega.background_tasks import BackgroundTasks
 from bottega.caching import TieredCache
-from bottega.errors import (
-    BottegaError,
-    ConfigError,
-    DataLoss,
-    Draining,
-    LoraInUse,
-    LoraNotFound,
-    TooLarge,
-    Unavailable,
-)
+from bottega.errors import ConfigError, Draining, LoraInUse, LoraNotFound, Unavailable
 from bottega.loras.catalogue import LoraCatalogue
-from bottega.loras.config import LoraConfig, OwnLora
+from bottega.loras.config import LoraConfig
 from bottega.loras.files import LoraFolder
-from bottega.loras.importer import ImportRequest, LoraImporter
+from bottega.loras.importer import LoraImporter
 from bottega.loras.importing.import_processes import ImportProcesses
 from bottega.loras.links import LoraLinks
-from bottega.loras.metrics import LoraMetrics, StoreStatistics
+from bottega.loras.metrics import StoreStatistics
+from bottega.loras.own_loras import MINIATURE, check_own_loras, import_own_loras
+from bottega.loras.pinning import PinnedLoras
 from bottega.loras.records import CatalogueRecord
 from bottega.loras.recovery import LoraRecovery, RestoredLora
 from bottega.miniature import WEIGHTS
 from bottega.process import open_files
-from bottega.process.memory import resident_bytes
+from bottega.process.memory import MemoryMeter
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.storage import folders, os_errors
@@ -48,27 +44,25 @@ from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
 _log = logging.getLogger(__name__)
 
-_MINIATURE = "miniature"
-# What a configuration may call the embedded model's own, wherever that is installed.
-_EMBEDDED = {f"{_MINIATURE}/{name}": WEIGHTS / "loras" / name for name in ("striped", "checked", "dusk")}
-_MEMORY_INTERVAL_S = 1.0
 # That LoRAs in memory may have. The others are for up to 256 workers' links, of two sockets each, callers, uploads, the
 # catalogue, import processes, and LoRAs that memory has no room for: without one left the store could not even refuse.
 _SHARE_OF_OPEN_FILES = 0.5
-# Leases of LoRAs that jobs need; those of a full queue have some thousand different ones at most.
-_MOST_LEASES = 65_536
+# LoRAs that jobs need; those of a full queue have some thousand different ones at most.
+_MOST_NEEDED = 65_536
 
 
 class LoraStore:
-    """Start it with `start`, end it with `drain` and `stop`. address: where the server itself listens, once it does.
+    """Start it with `start`, end it with `drain` and `stop`.
+
+    imports: counts imports by outcome. address: where the server itself listens, once it does.
 
     Raises ConfigError where a base model cannot be found, or a LoRA of its own is for none of them.
     """
 
-    def __init__(self, config: LoraConfig, *, folder: Path, metrics: LoraMetrics, address: Callable[[], str]) -> None:
+    def __init__(self, config: LoraConfig, *, folder: Path, imports: Counter, address: Callable[[], str]) -> None:
         self.name = config.name or f"loras-{os.getpid()}"
         self.bases = {name: _base(name, folder) for name, folder in config.bases.items()}
-        _check_own(config)
+        check_own_loras(config)
         self._config = config
         self._address = address
         self._version = importlib.metadata.version("bottega-services")
@@ -81,37 +75,43 @@ class LoraStore:
             budget_bytes=config.disk_bytes,
             min_free_bytes=config.min_free_bytes,
         )
-        self._most_in_memory = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
+        most_in_memory = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
         self._cache = TieredCache(
             self._files.path,
             what="LoRA",
             missing=missing_lora,
             budget_bytes=config.budget_bytes,
-            max_entries=self._most_in_memory,
+            max_entries=most_in_memory,
             max_loads=config.loads_at_once,
         )
-        self._links = LoraLinks(config.links, tiers=self._cache)
-        imports = config.imports
+        self._links = LoraLinks(config.links, cache=self._cache)
+        self._pins = PinnedLoras(
+            catalogue=self._catalogue,
+            files=self._files,
+            cache=self._cache,
+            budget_bytes=config.budget_bytes,
+            most=most_in_memory,
+        )
+        limits = config.imports
         self._import_processes = ImportProcesses(
-            at_once=imports.at_once, deadline_s=imports.deadline_s, cpu_s=imports.cpu_s
+            at_once=limits.at_once, deadline_s=limits.deadline_s, cpu_s=limits.cpu_s
         )
         self.importer = LoraImporter(
             bases=self.bases,
-            config=imports,
+            config=limits,
             files=self._files,
             catalogue=self._catalogue,
-            importer=self._import_processes,
-            metrics=metrics,
+            processes=self._import_processes,
+            imports=imports,
         )
         self.recovery = LoraRecovery(
             bases=self.bases, catalogue=self._catalogue, files=self._files, write_lock=self.importer.write_lock
         )
-        self._leases: dict[str, float] = {}
+        self._needed_until: dict[str, float] = {}
         self._membership: FleetMembership | None = None
-        self._measuring: asyncio.Task[None] | None = None
-        self._memory_bytes = 0
+        self._memory = MemoryMeter(lambda: [os.getpid()])
+        self._tasks = BackgroundTasks("measuring of memory")
         self._draining = False
-        metrics.watch(self._figures)
 
     async def start(self) -> None:
         """Opens catalogue and files, brings its own LoRAs, loads what is pinned, and joins the fleet.
@@ -122,9 +122,15 @@ class LoraStore:
         await self._catalogue.open()
         await asyncio.to_thread(self._files.open)
         lost = (await self.recovery.sort_out()).lost
-        await self._import_all_own(lost)
-        await self._apply_pins()
-        self._measuring = asyncio.create_task(self._measure())
+        await import_own_loras(
+            self._config.loras,
+            importer=self.importer,
+            catalogue=self._catalogue,
+            at_once=self._config.imports.at_once,
+            lost=lost,
+        )
+        await self._pins.apply()
+        self._tasks.start(self._memory.run())
         if self._config.gateway:
             self._membership = self._join()
             self._membership.start()
@@ -145,7 +151,7 @@ class LoraStore:
         """Forgets a LoRA. Raises LoraNotFound, LoraInUse while it is being sent, or may be at any moment."""
         async with self.importer.write_lock:
             record = await self._catalogue.get(name)
-            left_s = max(0.0, self._leases.get(record.digest, 0.0) - time.monotonic())
+            left_s = max(0.0, self._needed_until.get(record.digest, 0.0) - time.monotonic())
             if self._cache.leases(record.digest) or left_s:
                 wait_s = max(1.0, left_s)
                 raise LoraInUse(
@@ -163,7 +169,7 @@ class LoraStore:
                 await asyncio.to_thread(self._files.remove, record.digest)
             await self._catalogue.remove(name)
             if not only_name and record.pinned:
-                await self._apply_pins()  # for the names that are left it need not stay in memory
+                await self._pins.apply()  # for the names that are left it need not stay in memory
         _log.info("a LoRA is removed", extra={"lora": name, "digest": record.digest})
 
     async def prefetch(self, digests: Sequence[str], *, only_keep: bool = False) -> list[str]:
@@ -172,9 +178,9 @@ class LoraStore:
         known = await self._catalogue.known(digests)
         wanted = [digest for digest in dict.fromkeys(digests) if digest in known]
         now = time.monotonic()
-        if len(self._leases) > _MOST_LEASES:
-            self._leases = {digest: until for digest, until in self._leases.items() if until > now}
-        self._leases.update(dict.fromkeys(wanted, now + self._config.lease_s))
+        if len(self._needed_until) > _MOST_NEEDED:
+            self._needed_until = {digest: until for digest, until in self._needed_until.items() if until > now}
+        self._needed_until.update(dict.fromkeys(wanted, now + self._config.lease_s))
         if only_keep:
             return [digest for digest in wanted if self._cache.state(digest) is not None]
         return [digest for digest in wanted if self._cache.prefetch(digest)]
@@ -186,10 +192,10 @@ class LoraStore:
         """
         async with self.importer.write_lock:  # of two at once, the second one sees the first
             if pinned:
-                await self._check_pinnable(await self._catalogue.get(name))
+                await self._pins.check(await self._catalogue.get(name))
             record = await self._catalogue.change(name, lambda there: replace(there, pinned=pinned))
             await asyncio.to_thread(self._files.describe, record)
-            await self._apply_pins()  # last, so that the answer says that it is being loaded
+            await self._pins.apply()  # last, so that the answer says that it is being loaded
         return record
 
     async def set_bounds(self, name: str, digest: str, bounds: tuple[tuple[int, int], ...]) -> CatalogueRecord:
@@ -210,7 +216,7 @@ class LoraStore:
         """Brings a LoRA back from quarantine, see LoraRecovery.restore; what was pinned is loaded again."""
         restored = await self.recovery.restore(id, name=name, base=base)
         if restored.record.pinned:
-            await self._apply_pins()
+            await self._pins.apply()
         return restored
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
@@ -221,7 +227,10 @@ class LoraStore:
 
     def load(self) -> fleet_pb2.Load:
         """How busy it is."""
-        return fleet_pb2.Load(draining=self._draining, memory_bytes=self._memory_bytes)
+        # What lies in memory without a name is no resident memory of this process; a worker that shares some of it has
+        # that in its own figure, too.
+        memory_bytes = self._memory.resident_bytes + self._cache.used_bytes
+        return fleet_pb2.Load(draining=self._draining, memory_bytes=memory_bytes)
 
     async def drain(self) -> None:
         """Offers no links any more, and returns when nothing is being sent."""
@@ -235,9 +244,7 @@ class LoraStore:
         """Leaves the fleet and ends every link."""
         if self._membership:
             await self._membership.stop()
-        if self._measuring:
-            self._measuring.cancel()
-            await asyncio.gather(self._measuring, return_exceptions=True)
+        await self._tasks.cancel()
         await self._import_processes.stop()
         await asyncio.to_thread(self._links.close)
         await asyncio.to_thread(self._cache.close)
@@ -252,62 +259,6 @@ class LoraStore:
             except HeldElsewhere as held:
                 raise Unavailable(f"{held} (key folder)") from None
 
-    async def _import_all_own(self, lost: Collection[str]) -> None:
-        """Takes in the LoRAs of its own that it does not have. lost: digests without a file."""
-        # More than are imported at once would wait, and of those only so many may.
-        room = asyncio.Semaphore(self._config.imports.at_once)
-
-        async def import_missing(name: str, own: OwnLora) -> None:
-            async with room:
-                if not await self._has(name, lost):
-                    await self._import_one_own(name, own)
-
-        await asyncio.gather(*(import_missing(name, own) for name, own in self._config.loras.items()))
-
-    async def _import_one_own(self, name: str, own: OwnLora) -> None:
-        """Takes in one of its own. One that is refused keeps nobody from the others."""
-        request = ImportRequest(name=name, base=own.base, trigger_words=())
-        try:
-            await self.importer.import_own(request, _EMBEDDED.get(own.path, Path(own.path)))
-        except BottegaError as error:
-            facts = {"lora": name, "path": own.path, "error": error.message}
-            _log.error("a LoRA of the configuration is not taken in", extra=facts)
-
-    async def _has(self, name: str, lost: Collection[str]) -> bool:
-        try:
-            return (await self._catalogue.get(name)).digest not in lost
-        except LoraNotFound:
-            return False
-
-    async def _apply_pins(self) -> None:
-        pinned = await self._catalogue.pinned()
-        self._cache.pin(pinned)
-        # There was more room when they were pinned.
-        if sum(pinned.values()) > self._config.budget_bytes or len(pinned) > self._most_in_memory:
-            facts = {"pinned_bytes": sum(pinned.values()), "budget_bytes": self._config.budget_bytes}
-            facts |= {"pinned": len(pinned), "most": self._most_in_memory}
-            what = "unpin some, or raise budget_bytes or the limit of open files"
-            _log.warning(f"pinned LoRAs do not fit into memory: {what}", extra=facts)
-
-    async def _check_pinnable(self, record: CatalogueRecord) -> None:
-        if not await asyncio.to_thread(self._files.has, record.digest):
-            raise DataLoss(f"the file of {record.name} is gone; bring it again", metadata={"loras": record.name})
-        others = await self._catalogue.pinned()
-        others.pop(record.digest, None)
-        beside_bytes = sum(others.values())
-        if beside_bytes + record.size_bytes > self._config.budget_bytes:
-            raise TooLarge(
-                f"{record.name} has {record.size_bytes} bytes, and {beside_bytes} of others are pinned; memory holds "
-                f"budget_bytes, {self._config.budget_bytes}: unpin others, or raise it",
-                metadata={"limit": "budget_bytes"},
-            )
-        if len(others) >= self._most_in_memory:
-            raise TooLarge(
-                f"{len(others)} others are pinned, as many as memory holds at the store's limit of open files: unpin "
-                "others, or raise it",
-                metadata={"limit": "open_files"},
-            )
-
     def _join(self) -> FleetMembership:
         registration = fleet_pb2.Registration(
             kind=kinds.LORAS,
@@ -317,7 +268,8 @@ class LoraStore:
         )
         return FleetMembership(self._config.gateway, registration, load=self.load)
 
-    def _figures(self) -> StoreStatistics:
+    def statistics(self) -> StoreStatistics:
+        """Its figures of this moment. Any thread may ask."""
         return StoreStatistics(
             counts=self._cache.counts,
             memory_bytes=self._cache.used_bytes,
@@ -327,16 +279,6 @@ class LoraStore:
             links=link_counts(self._links.counters, open_links=len(self._links.open)),
         )
 
-    async def _measure(self) -> None:
-        while True:
-            try:
-                # What lies in memory without a name is no resident memory of this process; a worker that shares some of
-                # it has that in its own figure, too.
-                self._memory_bytes = resident_bytes([os.getpid()]) + self._cache.used_bytes
-            except Exception:  # noqa: BLE001 - the boundary of the task: without it the figure stays as it is for ever
-                _log.exception("memory could not be measured")
-            await asyncio.sleep(_MEMORY_INTERVAL_S)
-
 
 def missing_lora(digest: str) -> LoraNotFound:
     """The error for weights that the store does not have."""
@@ -344,15 +286,7 @@ def missing_lora(digest: str) -> LoraNotFound:
 
 
 def _base(name: str, folder: str) -> Path:
-    path = WEIGHTS if folder == _MINIATURE else Path(folder).absolute()
+    path = WEIGHTS if folder == MINIATURE else Path(folder).absolute()
     if not (path / "unet" / "config.json").is_file():
         raise ConfigError(f"bases.{name}: {path} is no model in Diffusers' layout")
     return path
-
-
-def _check_own(config: LoraConfig) -> None:
-    for name, own in config.loras.items():
-        if not rules.is_adapter_name(name):
-            raise ConfigError(f"loras.{name}: cannot be the name of a LoRA")
-        if own.base not in config.bases:
-            raise ConfigError(f"loras.{name}.base: {own.base} is none of the bases: {', '.join(sorted(config.bases))}")

@@ -28,9 +28,9 @@ _LEAST_SHARED_BYTES = 64 << 10
 class LoraWorkerLink(LinkHandler):
     """bytes_per_s: of the link, within a host, too; 0 is without a limit."""
 
-    def __init__(self, connection: Connection, *, tiers: TieredCache, bytes_per_s: int) -> None:
+    def __init__(self, connection: Connection, *, cache: TieredCache, bytes_per_s: int) -> None:
         self._connection = connection
-        self._tiers = tiers
+        self._cache = cache
         self._pace = RateLimiter(bytes_per_s)
         self._shares = bytes_per_s == 0
         # Of the thread that sends: the first one is sent, the others have sent their heads.
@@ -74,7 +74,7 @@ class LoraWorkerLink(LinkHandler):
                 raise ValueError(f"a worker waits for at most {_MOST_WAITING} LoRAs")
             self._waiting.add(number)
         # Called by whoever loads: what is to be sent is sent by the thread that sends.
-        self._tiers.borrow(digest).add_done_callback(lambda asked: self._loaded(number, asked))
+        self._cache.borrow(digest).add_done_callback(lambda asked: self._loaded(number, asked))
 
     def _cancel(self, number: int) -> None:
         """Nobody waits for it any more: it is not sent, or no further. Harmless where it has been."""
@@ -89,7 +89,7 @@ class LoraWorkerLink(LinkHandler):
     def _loaded(self, number: int, asked: Future[CacheLease]) -> None:
         """A load has ended; where the link has ended before it, there is nobody to answer to."""
         if not self._connection.post(lambda link: self._hand_out(link, number, asked)) and asked.exception() is None:
-            self._tiers.give_back(asked.result())
+            self._cache.give_back(asked.result())
 
     def _hand_out(self, link: Link, number: int, asked: Future[CacheLease]) -> None:
         with self._counting:
@@ -102,7 +102,7 @@ class LoraWorkerLink(LinkHandler):
                 self._refuse(link, number, error)
             return
         if not wanted:
-            self._tiers.give_back(lease)
+            self._cache.give_back(lease)
             return
         if self._shares and link.passes_files and lease.resident and lease.size_bytes >= _LEAST_SHARED_BYTES:
             self._share(link, number, lease)
@@ -117,13 +117,13 @@ class LoraWorkerLink(LinkHandler):
         except (NoSharedMemory, TooLarge) as error:  # the link lives
             self._refuse(link, number, error)
         finally:
-            self._tiers.give_back(lease)
+            self._cache.give_back(lease)
 
     def _send(self, link: Link, number: int, lease: CacheLease) -> None:
         try:
             sending = LoraTransfer(number, lease)
         except BottegaError as error:
-            self._tiers.give_back(lease)
+            self._cache.give_back(lease)
             self._refuse(link, number, error)
             return
         self._sendings.append(sending)
@@ -142,7 +142,7 @@ class LoraWorkerLink(LinkHandler):
 
     def _drop(self, sending: LoraTransfer) -> None:
         self._sendings.remove(sending)
-        self._tiers.give_back(sending.lease)
+        self._cache.give_back(sending.lease)
 
     def _refuse(self, link: Link, number: int, error: BottegaError) -> None:
         self._connection.send_now(link, messages.refused_message(number, job_error_to_json(error)))

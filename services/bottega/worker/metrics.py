@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bottega.rpc.operation.link_metrics import LinkMetrics
+from bottega.rpc.operation.link_metrics import link_metrics
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.generation_pb2 import LoraUse
 
@@ -27,6 +27,7 @@ class _Engine(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
+        yield from link_metrics(self.beat.links)
         yield CounterMetricFamily(
             "bottega_worker_lora_swaps",
             "Times that LoRAs went into the UNet's weights, or out of them.",
@@ -79,7 +80,6 @@ class WorkerMetrics:
             )
         )
         self._engine = _Engine(registry)
-        self._links = LinkMetrics(registry)
         self._restarts = Counter("bottega_worker_engine_restarts", "Engines that were lost.", registry=registry)
 
     def attempt_began(self) -> None:
@@ -113,7 +113,6 @@ class WorkerMetrics:
 
     def set_beat(self, beat: EngineBeat) -> None:
         """The engine's newest word."""
-        self._links.counts = beat.links
         self._engine.beat = beat
 
     def on_engine_lost(self) -> None:

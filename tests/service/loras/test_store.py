@@ -25,9 +25,8 @@ from bottega.errors import (
     TooLarge,
     Unavailable,
 )
-from bottega.loras import store as store_module
 from bottega.loras.config import ImportConfig, LinksConfig, OwnLora
-from bottega.loras.metrics import LoraMetrics
+from bottega.loras.metrics import import_counter
 from bottega.loras.store import LoraStore
 from bottega.v1 import lora_pb2 as pb
 from tests.samples.lora_files import Part, canonical_deltas, peft
@@ -43,20 +42,6 @@ from tests.support.running_loras import (
     running,
     upload_requests,
 )
-from tests.support.waiting import eventually
-
-
-async def test_a_fault_while_memory_is_measured_is_logged_and_it_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def unreadable(_: object) -> int:
-        monkeypatch.undo()  # the next look succeeds
-        raise OSError("/proc cannot be read")
-
-    monkeypatch.setattr(store_module, "resident_bytes", unreadable)
-    async with running(tmp_path / "store") as store:
-        await eventually(lambda: store.store.load().memory_bytes >= 2**20)
-    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
 
 
 async def test_an_uploaded_lora_is_listed_and_sent_by_its_digest(tmp_path: Path) -> None:
@@ -245,7 +230,7 @@ async def test_a_store_brings_more_loras_of_its_own_than_may_wait_to_be_imported
 def test_own_loras_that_cannot_be_anybodys_keep_a_store_from_starting(tmp_path: Path) -> None:
     for own in ({"a b": OwnLora(path="x")}, {"ink": OwnLora(path="x", base="other")}):
         with pytest.raises(ConfigError, match=next(iter(own))):
-            LoraStore(config(loras=own), folder=tmp_path, metrics=LoraMetrics(CollectorRegistry()), address=str)
+            LoraStore(config(loras=own), folder=tmp_path, imports=import_counter(CollectorRegistry()), address=str)
 
 
 async def test_lists_come_in_pages_and_by_base(tmp_path: Path) -> None:

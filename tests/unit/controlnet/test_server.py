@@ -10,7 +10,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
-from bottega.controlnet import server as server_module
 from bottega.controlnet.catalogue import ControlNetCatalogue
 from bottega.controlnet.catalogue_schema import SCHEMA
 from bottega.controlnet.config import ControlNetConfig, ControlNetEngineConfig
@@ -47,7 +46,7 @@ class Engine(ControlNetEngineClient):
     async def watch(self, listener: object) -> None:
         await asyncio.Event().wait()
 
-    def forget(self, error: BottegaError) -> None:
+    def fail_calls(self, error: BottegaError) -> None:
         if not self._gone.done():
             self._gone.set_result(None)
 
@@ -83,26 +82,6 @@ async def test_an_engine_that_dies_while_it_is_told_what_to_host_is_not_said_to_
     engine.renew()
     await _serve(server, engine)
     assert said[-1]
-
-
-async def test_a_fault_while_memory_is_measured_is_logged_and_it_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def unreadable(_: object) -> int:
-        monkeypatch.undo()  # the next look succeeds
-        raise OSError("/proc cannot be read")
-
-    monkeypatch.setattr(server_module, "resident_bytes", unreadable)
-    server = _server(Engine(), tmp_path)
-    starting = asyncio.create_task(server.start())
-    try:
-        async with asyncio.timeout(5):
-            while server.load().memory_bytes < 2**20:  # noqa: ASYNC110 - it has no event
-                await asyncio.sleep(0.01)
-    finally:
-        starting.cancel()
-        await server.stop()
-    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
 
 
 async def test_it_has_drained_when_a_beat_from_after_that_has_no_sessions(tmp_path: Path) -> None:

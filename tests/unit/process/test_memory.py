@@ -1,11 +1,16 @@
-"""Memory that was freed is kept while there is work, and given back at rest, in a process of its own."""
+"""What processes hold is measured; memory that was freed is kept while there is work, and given back at rest."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from bottega.background_tasks import running
+from bottega.process import memory
+from tests.support.waiting import eventually
 
 FREED_MIB = 96
 # With an event loop, as a service, or without one, as an engine.
@@ -51,3 +56,18 @@ def test_freed_memory_is_kept_while_there_is_work_and_given_back_at_rest(given_b
     sizes = [float(line) for line in done.stdout.split()]
     assert min(sizes[0], sizes[2]) > FREED_MIB * 0.9, "fresh pages for every image cost more than the image"
     assert max(sizes[1], sizes[3]) < FREED_MIB / 4
+
+
+async def test_a_fault_while_memory_is_measured_is_logged_and_it_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pids() -> list[int]:
+        if not caplog.records:
+            raise OSError("/proc cannot be read")
+        return [os.getpid()]
+
+    monkeypatch.setattr(memory, "_LOOK_S", 0.01)
+    meter = memory.MemoryMeter(pids)
+    async with running(meter.run()):
+        await eventually(lambda: meter.resident_bytes >= 2**20)
+    assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]

@@ -55,13 +55,12 @@ class CallTracker:
 
     def __init__(self, metrics: CallMetrics, answers: ResponseFlowControl, kinds: CallLimits) -> None:
         self.kinds = kinds
-        self.refusals = CallErrorLog()
+        self.errors = CallErrorLog()
         self._metrics = metrics
         self._answers = answers
         self._active = 0  # without gRPC's own
         self._idle = asyncio.Event()
         self._idle.set()
-        metrics.watch_in_flight(lambda: self._active)
 
     async def wait_idle(self) -> None:
         """Returns when no call is being served, gRPC's own aside."""
@@ -82,6 +81,7 @@ class CallTracker:
         if not self._is_of_grpc(limit):
             self._active += 1
             self._idle.clear()
+            self._metrics.on_start()
         return answers
 
     def leave(self, limit: CallLimit, method: str, code: Code | None, seconds: float) -> None:
@@ -91,7 +91,7 @@ class CallTracker:
         self._active -= 1
         if not self._active:
             self._idle.set()
-        self._metrics.observe(method, code.name if code else "OK", seconds)
+        self._metrics.on_end(method, code.name if code else "OK", seconds)
 
     def _is_of_grpc(self, limit: CallLimit) -> bool:
         return limit in (self.kinds.of_grpc, self.kinds.of_grpc_streams)
@@ -134,7 +134,7 @@ class CallGuard:
             self._slot.end_serving()
         ours = None
         try:
-            ours = _told(self._method, refused, self._calls.refusals) if refused else None
+            ours = _told(self._method, refused, self._calls.errors) if refused else None
         finally:
             code = Code.CANCELLED if error is not None else None
             self._calls.leave(self._limit, self._method, ours.code if ours else code, seconds)
@@ -162,17 +162,17 @@ def _request_id(context: Context) -> dict[str, str]:
     return {}
 
 
-def _told(method: str, error: Exception, refusals: CallErrorLog) -> BottegaError:
-    """What the caller is told. It is logged here, once, and forgets where it was raised."""
+def _told(method: str, error: Exception, log: CallErrorLog) -> BottegaError:
+    """The error that the caller gets. It is logged here, once, and forgets where it was raised."""
     told = error if isinstance(error, BottegaError) else _of_library(error)
     if isinstance(told, TooManyOpenFiles):
-        refusals.tell(method, told.reason_name, told.message)
+        log.refused(method, told.reason_name, told.message)
     elif told is not error:
-        refusals.fault(method, error, expected=False)
+        log.failed(method, error, expected=False)
     elif isinstance(error, InternalError):
-        refusals.fault(method, error, expected=True)
+        log.failed(method, error, expected=True)
     else:
-        refusals.tell(method, told.reason_name, told.message)
+        log.refused(method, told.reason_name, told.message)
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None

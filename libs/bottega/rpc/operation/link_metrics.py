@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from bottega.transport import LinkCounters
 from bottega.v1.link_pb2 import LinkCounts
@@ -33,38 +31,30 @@ def link_counts(counters: LinkCounters, *, open_links: int) -> LinkCounts:
     )
 
 
-class LinkMetrics(Collector):
-    """What a service's engine has last said of its links; an engine that is new begins at 0 again."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.counts = LinkCounts()
-        registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        """The counters that the engine has last reported."""
-        counts = self.counts
-        yield GaugeMetricFamily("bottega_links", "Tensor links that are open.", value=counts.open)
-        for name, text, sent, received in (
-            ("messages", "Whole messages over tensor links.", counts.sent_messages, counts.received_messages),
-            ("bytes", "Bytes of whole messages over tensor links.", counts.sent_bytes, counts.received_bytes),
-            (
-                "file_bytes",
-                "Bytes of files that messages carried: shared by both ends, not moved.",
-                counts.sent_file_bytes,
-                counts.received_file_bytes,
-            ),
-            ("seconds", "Seconds that whole messages took over tensor links.", counts.sent_s, counts.received_s),
-        ):
-            family = CounterMetricFamily(f"bottega_link_{name}", text, labels=("direction",))
-            family.add_metric(("sent",), sent)
-            family.add_metric(("received",), received)
-            yield family
-        yield CounterMetricFamily(
-            "bottega_link_credit_wait_seconds", "Seconds of waiting for a link's credit.", value=counts.credit_wait_s
-        )
-        yield CounterMetricFamily("bottega_link_no_credit", "Waits for credit in vain.", value=counts.no_credit)
-        yield CounterMetricFamily("bottega_link_aborted", "Messages taken back.", value=counts.aborted)
-        deaths = CounterMetricFamily("bottega_link_deaths", "Links that ended, by cause.", labels=("cause",))
-        for cause, count in counts.deaths.items():
-            deaths.add_metric((cause,), count)
-        yield deaths
+def link_metrics(counts: LinkCounts) -> Iterator[Metric]:
+    """The counters that a service's engine has last reported; those of a new engine begin at 0 again."""
+    yield GaugeMetricFamily("bottega_links", "Tensor links that are open.", value=counts.open)
+    for name, text, sent, received in (
+        ("messages", "Whole messages over tensor links.", counts.sent_messages, counts.received_messages),
+        ("bytes", "Bytes of whole messages over tensor links.", counts.sent_bytes, counts.received_bytes),
+        (
+            "file_bytes",
+            "Bytes of files that messages carried: shared by both ends, not moved.",
+            counts.sent_file_bytes,
+            counts.received_file_bytes,
+        ),
+        ("seconds", "Seconds that whole messages took over tensor links.", counts.sent_s, counts.received_s),
+    ):
+        family = CounterMetricFamily(f"bottega_link_{name}", text, labels=("direction",))
+        family.add_metric(("sent",), sent)
+        family.add_metric(("received",), received)
+        yield family
+    yield CounterMetricFamily(
+        "bottega_link_credit_wait_seconds", "Seconds of waiting for a link's credit.", value=counts.credit_wait_s
+    )
+    yield CounterMetricFamily("bottega_link_no_credit", "Waits for credit in vain.", value=counts.no_credit)
+    yield CounterMetricFamily("bottega_link_aborted", "Messages taken back.", value=counts.aborted)
+    deaths = CounterMetricFamily("bottega_link_deaths", "Links that ended, by cause.", labels=("cause",))
+    for cause, count in counts.deaths.items():
+        deaths.add_metric((cause,), count)
+    yield deaths

@@ -5,7 +5,7 @@ A registry of its own for every server, so that several may live in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from prometheus_client import (
     CollectorRegistry,
@@ -32,20 +32,19 @@ class CallMetrics:
     """Calls by method and code, and how long they took."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._counts: list[Callable[[], float]] = []
-        in_flight = Gauge("bottega_rpc_in_flight", "Calls being served.", registry=registry)
-        in_flight.set_function(lambda: sum(count() for count in self._counts))
+        self._in_flight = Gauge("bottega_rpc_in_flight", "Calls being served.", registry=registry)
         self._calls = Counter("bottega_rpc_calls", "Calls by method and code.", ("method", "code"), registry=registry)
         self._seconds = Histogram(
             "bottega_rpc_seconds", "Seconds that a call took.", ("method",), buckets=_SECONDS_BUCKETS, registry=registry
         )
 
-    def watch_in_flight(self, count: Callable[[], float]) -> None:
-        """Where to read how many calls are being served, at one port more."""
-        self._counts.append(count)
+    def on_start(self) -> None:
+        """A call is being served."""
+        self._in_flight.inc()
 
-    def observe(self, method: str, code: str, seconds: float) -> None:
-        """Counts one call that has ended."""
+    def on_end(self, method: str, code: str, seconds: float) -> None:
+        """It has ended."""
+        self._in_flight.dec()
         self._calls.labels(method, code).inc()
         self._seconds.labels(method).observe(seconds)
 

@@ -1,0 +1,65 @@
+"""The LoRAs that a store's configuration names: checked before it starts, and imported where it does not have them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from bottega import rules
+from bottega.errors import BottegaError, ConfigError, LoraNotFound
+from bottega.loras.catalogue import LoraCatalogue
+from bottega.loras.config import LoraConfig, OwnLora
+from bottega.loras.importer import ImportRequest, LoraImporter
+from bottega.miniature import WEIGHTS
+
+_log = logging.getLogger(__name__)
+
+MINIATURE = "miniature"
+# What a configuration may call the embedded model's own, wherever that is installed.
+_EMBEDDED = {f"{MINIATURE}/{name}": WEIGHTS / "loras" / name for name in ("striped", "checked", "dusk")}
+
+
+def check_own_loras(config: LoraConfig) -> None:
+    """Raises ConfigError for a name that is none, or a LoRA for none of the base models."""
+    for name, own in config.loras.items():
+        if not rules.is_adapter_name(name):
+            raise ConfigError(f"loras.{name}: cannot be the name of a LoRA")
+        if own.base not in config.bases:
+            raise ConfigError(f"loras.{name}.base: {own.base} is none of the bases: {', '.join(sorted(config.bases))}")
+
+
+async def import_own_loras(
+    loras: Mapping[str, OwnLora],
+    *,
+    importer: LoraImporter,
+    catalogue: LoraCatalogue,
+    at_once: int,
+    lost: Collection[str],
+) -> None:
+    """Imports those that the store does not have. One that is refused is logged, and the others are imported.
+
+    lost: digests without a file. at_once: more would wait for import processes, and of those only so many may.
+    """
+    room = asyncio.Semaphore(at_once)
+
+    async def import_missing(name: str, own: OwnLora) -> None:
+        async with room:
+            if await _is_there(catalogue, name, lost):
+                return
+            request = ImportRequest(name=name, base=own.base, trigger_words=())
+            try:
+                await importer.import_own(request, _EMBEDDED.get(own.path, Path(own.path)))
+            except BottegaError as error:
+                facts = {"lora": name, "path": own.path, "error": error.message}
+                _log.error("a LoRA of the configuration is not taken in", extra=facts)
+
+    await asyncio.gather(*(import_missing(name, own) for name, own in loras.items()))
+
+
+async def _is_there(catalogue: LoraCatalogue, name: str, lost: Collection[str]) -> bool:
+    try:
+        return (await catalogue.get(name)).digest not in lost
+    except LoraNotFound:
+        return False
