@@ -75,14 +75,14 @@ def _resident_mib() -> int:
     return memory.resident_bytes([os.getpid()]) >> 20
 
 
-def life_of(config: ScriptedConfig) -> AbstractAsyncContextManager[ServiceHooks]:
+def lifespan_of(config: ScriptedConfig) -> AbstractAsyncContextManager[ServiceHooks]:
     script = Script(config)
     script.turn("made")
-    return life(config, script)
+    return lifespan(config, script)
 
 
 @contextlib.asynccontextmanager
-async def life(config: ScriptedConfig, script: Script) -> AsyncIterator[ServiceHooks]:
+async def lifespan(config: ScriptedConfig, script: Script) -> AsyncIterator[ServiceHooks]:
     script.turn("entered")
     try:
         server = Server("scripted", config.server)
@@ -94,4 +94,6 @@ async def life(config: ScriptedConfig, script: Script) -> AsyncIterator[ServiceH
 if __name__ == "__main__":
     memory._REST_S = _LOOK_S
     kept_bytes = int(os.environ.get(KEPT_VARIABLE, "0")) << 20
-    sys.exit(boot("scripted", ScriptedConfig, life_of, description="A service that is scripted", kept_bytes=kept_bytes))
+    sys.exit(
+        boot("scripted", ScriptedConfig, lifespan_of, description="A service that is scripted", kept_bytes=kept_bytes)
+    )

@@ -1,4 +1,4 @@
-"""A service as a process: its command line, its memory, its life from the start to the end, its exit status."""
+"""A service as a process: its command line, its memory, its lifespan, its exit status."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceHooks:
-    """A service's own part of its life: its server starts, it warms up, serves until it is told to stop, drains, ends.
+    """A service's own part of its lifespan: it starts, warms up, serves until it is told to stop, drains, ends.
 
     warm_up: what must have happened before health says SERVING; a signal abandons it.
     finish: see `Server.drain`. shut_down: always called last, whatever happened.
@@ -52,7 +52,7 @@ class ServiceHooks:
 def boot(
     name: str,
     kind: type[ConfigT],
-    life_of: Callable[[ConfigT], AbstractAsyncContextManager[ServiceHooks]],
+    lifespan: Callable[[ConfigT], AbstractAsyncContextManager[ServiceHooks]],
     *,
     description: str,
     kept_bytes: int = 0,
@@ -60,7 +60,7 @@ def boot(
     """Runs the service `bottega.NAME` as its command line says, until SIGTERM or SIGINT. Returns the exit status.
 
     That is 0, or with a line on stderr 2 for a configuration that cannot be used and 1 for every other error of ours.
-    kind: of its configuration. life_of: called before there is an event loop, entered and left in it.
+    kind: of its configuration. lifespan: called before there is an event loop, entered and left in it.
     kept_bytes: of freed memory that it has from the start and keeps at rest as well, for whom the first image is too
         late. 0: what was freed is given back whenever the service is at rest.
     """
@@ -68,8 +68,8 @@ def boot(
     open_files.raise_limit()  # before anything reads it; engine and codec processes inherit it
     keep_files_private()
     try:
-        life = life_of(load(kind, arguments.config))
-        asyncio.run(_live(life, kept_bytes=kept_bytes, stop_with_stdin=arguments.stop_with_stdin))
+        hooks = lifespan(load(kind, arguments.config))
+        asyncio.run(_live(hooks, kept_bytes=kept_bytes, stop_with_stdin=arguments.stop_with_stdin))
     except BottegaError as error:
         logs.last_words(f"bottega.{name}: {error.message}")
         return _CONFIG_UNUSABLE if isinstance(error, ConfigError) else _FAILED
@@ -84,36 +84,36 @@ def _arguments(name: str, kind: type[object], description: str) -> argparse.Name
     return parser.parse_args()
 
 
-async def _live(entered: AbstractAsyncContextManager[ServiceHooks], *, kept_bytes: int, stop_with_stdin: bool) -> None:
+async def _live(entering: AbstractAsyncContextManager[ServiceHooks], *, kept_bytes: int, stop_with_stdin: bool) -> None:
     keep_freed_memory(at_once_bytes=kept_bytes)
     tune_garbage_collector()
-    async with contextlib.nullcontext() if kept_bytes else trimmed_at_rest(), entered as life:
-        await _run(life, stop_with_stdin=stop_with_stdin)
+    async with contextlib.nullcontext() if kept_bytes else trimmed_at_rest(), entering as hooks:
+        await _run(hooks, stop_with_stdin=stop_with_stdin)
 
 
-async def _run(life: ServiceHooks, *, stop_with_stdin: bool) -> None:
+async def _run(hooks: ServiceHooks, *, stop_with_stdin: bool) -> None:
     """systemd, where it started the service, is told when it is warm, when it stops, and that it lives."""
-    server = life.server
+    server = hooks.server
     logs.configure(server.name, server.config.log_level)
     open_files.warn_if_low()
     stopping = _stop_signal(stop_with_stdin)
-    manager = SystemdNotifier(os.environ)
-    async with manager.watchdog():
+    systemd = SystemdNotifier(os.environ)
+    async with systemd.watchdog():
         try:
             await server.start()
-            with manager.ready_if_late(life.answers_after_s):
-                is_warm = await _unless(stopping, life.warm_up())
+            with systemd.ready_if_late(hooks.answers_after_s):
+                is_warm = await _unless(stopping, hooks.warm_up())
             if is_warm:
                 await server.set_serving(True)
-                manager.ready()
+                systemd.ready()
                 _log.info("serving", extra=server.addresses)
                 await stopping.wait()
             _log.info("draining")
-            manager.stopping()
-            await server.drain(life.finish)
+            systemd.stopping()
+            await server.drain(hooks.finish)
         finally:
             await server.stop()
-            await life.shut_down()
+            await hooks.shut_down()
     _log.info("stopped")
 
 

@@ -43,7 +43,7 @@ _MOST_PENDING = 16_384
 _HANDSHAKE_MS = 10_000
 _IDLE_MS = 300_000
 # By which a message may be too large and is refused in our words; one that is larger is refused in gRPC's.
-_TOLD_BYTES = 1 << 20
+_REFUSABLE_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class GrpcListener:
         self._listen = config.listen
         answers = ResponseFlowControl(max_bytes=config.max_answers_mib << 20, wait_s=config.answer_wait_s)
         kinds = _kinds(config)
-        self._boundary = CallInterceptor(
+        self._interceptor = CallInterceptor(
             metrics,
             config.default_deadline_s,
             requests=_budget(config),
@@ -131,12 +131,12 @@ class GrpcListener:
         )
         most = most_connections(config.max_connections)
         self._connections = ConnectionGuard(most=most, share=config.peer_share, busy=kinds.connections)
-        self._looking = contextlib.AsyncExitStack()
+        self._guarding = contextlib.AsyncExitStack()
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
-        # gRPC's own refusals say nothing of when to ask again: they are for what the boundary does not count.
+        # gRPC's own refusals say nothing of when to ask again: they are for what the interceptor does not count.
         self.grpc = grpc.aio.server(
-            interceptors=[self._boundary],
+            interceptors=[self._interceptor],
             options=_options(config, max_connections=most),
             maximum_concurrent_rpcs=_most_calls(config),
         )
@@ -154,7 +154,7 @@ class GrpcListener:
         await self.set_serving(False)
         port = self._bind()
         await self.grpc.start()
-        await self._looking.enter_async_context(self._connections.looking(port))
+        await self._guarding.enter_async_context(self._connections.looking(port))
         self.address = f"{host}:{port}"
 
     async def set_serving(self, serving: bool) -> None:
@@ -165,13 +165,13 @@ class GrpcListener:
 
     async def wait_idle(self) -> None:
         """Returns when no call is being served, gRPC's own aside."""
-        await self._boundary.calls.wait_idle()
+        await self._interceptor.calls.wait_idle()
 
     async def stop(self) -> None:
         """Ends now; calls in flight are cancelled. Harmless when it has ended."""
-        await self._looking.aclose()
+        await self._guarding.aclose()
         await self.grpc.stop(_STOP_GRACE_S)
-        self._boundary.calls.refusals.sum_up()
+        self._interceptor.calls.errors.sum_up()
 
     def _bind(self) -> int:
         """The port. The only place where one is bound, and so where credentials will be said."""
@@ -283,7 +283,7 @@ def _options(config: ListenerConfig, *, max_connections: int) -> list[tuple[str,
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         # One with a call counts as used, however long there is no news.
         ("grpc.max_connection_idle_ms", _IDLE_MS),
-        ("grpc.max_receive_message_length", (config.max_message_mib << 20) + _TOLD_BYTES),
+        ("grpc.max_receive_message_length", (config.max_message_mib << 20) + _REFUSABLE_BYTES),
         # What is listed may be longer than what is asked.
         ("grpc.max_send_message_length", max(config.max_message_mib, MAX_MESSAGE_MIB) << 20),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),

@@ -16,11 +16,11 @@ _ANSWERS_AFTER_S = 5.0
 
 def main() -> int:
     """Returns the exit status, see `boot`."""
-    return boot("gateway", GatewayConfig, _life, description="Bottega's gateway")
+    return boot("gateway", GatewayConfig, _lifespan, description="Bottega's gateway")
 
 
 @contextlib.asynccontextmanager
-async def _life(config: GatewayConfig) -> AsyncIterator[ServiceHooks]:
+async def _lifespan(config: GatewayConfig) -> AsyncIterator[ServiceHooks]:
     gateway = Gateway(config)
     yield ServiceHooks(
         server=gateway.server,

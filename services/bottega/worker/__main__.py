@@ -28,7 +28,7 @@ _IMAGES_PER_ATTEMPT = 8
 def main() -> int:
     """Returns the exit status, see `boot`."""
     title = "Bottega's base-model worker"
-    return boot("worker", WorkerConfig, _life, description=title, kept_bytes=IMAGE_AT_WORK_BYTES)
+    return boot("worker", WorkerConfig, _lifespan, description=title, kept_bytes=IMAGE_AT_WORK_BYTES)
 
 
 def build(settings: WorkerConfig, engine: WorkerEngineClient, pool: CodecPool) -> tuple[Server, Worker]:
@@ -48,7 +48,7 @@ def build(settings: WorkerConfig, engine: WorkerEngineClient, pool: CodecPool) -
 
 
 @contextlib.asynccontextmanager
-async def _life(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
+async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
     # Processes first: the engine loads its model while the rest starts.
     engine = WorkerEngineClient(
         _with_socket(settings.engine), start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s

@@ -10,27 +10,27 @@ _log = logging.getLogger(__name__)
 
 
 class CallErrorLog:
-    """`tell` it every refusal; `sum_up` at the end, else it does so itself."""
+    """`sum_up` at the end, else it does so itself."""
 
     def __init__(self) -> None:
-        self._refused = SampledLog(_log, "call refused", more="more calls refused", counted="calls")
+        self._refusals = SampledLog(_log, "call refused", more="more calls refused", counted="calls")
         self._unexpected = _faults("call failed unexpectedly")
-        self._failed = _faults("call failed")
+        self._expected = _faults("call failed")
 
-    def tell(self, method: str, reason: str, text: str) -> None:
+    def refused(self, method: str, reason: str, text: str) -> None:
         """A call was refused. The line has what is bound for that call."""
-        self._refused.tell({"method": method, "reason": reason}, {"text": text})
+        self._refusals.tell({"method": method, "reason": reason}, {"text": text})
 
-    def fault(self, method: str, error: Exception, *, expected: bool) -> None:
+    def failed(self, method: str, error: Exception, *, expected: bool) -> None:
         """A call failed by a fault of ours, which whoever found it can repeat as often as they like.
 
         expected: whether it is an error that was raised on purpose.
         """
-        (self._failed if expected else self._unexpected).tell({"method": method}, error=error)
+        (self._expected if expected else self._unexpected).tell({"method": method}, error=error)
 
     def sum_up(self) -> None:
         """Says how many more there were since the last time, a line for each kind. Harmless when there were none."""
-        for lines in (self._refused, self._unexpected, self._failed):
+        for lines in (self._refusals, self._unexpected, self._expected):
             lines.sum_up()
 
 

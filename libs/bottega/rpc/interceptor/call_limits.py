@@ -82,24 +82,24 @@ class CallLimit:
 
 
 class CallSlot:
-    """The place of one call. tallies: those that count it. when_closed: called when its last resources are freed."""
+    """The place of one call. counters: those that count it. when_closed: called when its last resources are freed."""
 
-    def __init__(self, tallies: Sequence[CallCounter], when_closed: Callable[[], None]) -> None:
-        self._tallies = tallies
+    def __init__(self, counters: Sequence[CallCounter], when_closed: Callable[[], None]) -> None:
+        self._counters = counters
         self._when_closed = when_closed
-        for tally in tallies:
-            tally.active += 1
-            tally.opened += 1
+        for counter in counters:
+            counter.active += 1
+            counter.opened += 1
 
     def end_serving(self) -> None:
         """The call has ended, but for what its caller has not read."""
-        for tally in self._tallies:
-            tally.active -= 1
+        for counter in self._counters:
+            counter.active -= 1
 
     def release(self) -> None:
         """Nothing is left of the call, which has ended."""
-        for tally in self._tallies:
-            tally.opened -= 1
+        for counter in self._counters:
+            counter.opened -= 1
         self._when_closed()
 
 
