@@ -177,7 +177,7 @@ class Shop:
         running = [
             fleet_pb2.RunningAttempt(
                 attempt=worker_pb2.AttemptId(job_id=job.job_id, number=job.number),
-                steps_left=job.steps_total - job.steps_done,
+                steps_left=job.steps.total - job.steps.done,
             )
             for job in self.running(member)
         ]
@@ -196,8 +196,8 @@ class Shop:
     async def step(self, member: Member) -> None:
         """Everything with a worker makes a step; what has made its last one is completed."""
         for job in self.running(member):
-            if job.steps_done < job.steps_total:
-                await self.advance(job, job.steps_done + 1)
+            if job.steps.done < job.steps.total:
+                await self.advance(job, job.steps.done + 1)
             else:
                 await self.complete(job)
 

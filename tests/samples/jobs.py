@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from bottega.clocks import Clock
 from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.values import JobRequest
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
 
 
@@ -42,8 +43,5 @@ def sample_job(
         clock=clock,
         spec=spec,
         bare=bare,
-        shape=(16, 16),
-        fingerprint="f",
-        request_id=request_id,
-        size_bytes=size_bytes,
+        request=JobRequest(fingerprint="f", shape=(16, 16), request_id=request_id, size_bytes=size_bytes),
     )

@@ -30,6 +30,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.specs import has_images, latent_shape, without_images
 from bottega.gateway.jobs.storage import Storage, digest
+from bottega.gateway.jobs.values import JobRequest, JobTimes
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -143,7 +144,7 @@ class Admission:
     def _attach(self, received: _Received, job: Job) -> bool:
         """Whether a request is served by the job that has its request_id. Raises RequestIdReused."""
         command = received.command
-        if job.fingerprint != received.fingerprint:
+        if job.request.fingerprint != received.fingerprint:
             raise RequestIdReused("this request_id was used for another request")
         if job.state == JOB_STATE_FAILED and isinstance(job.error, _WORTH_A_RETRY):
             return False
@@ -166,29 +167,32 @@ class Admission:
             full = defaults.complete(spec, checked.model, checked.resolutions)
         image_digest = await digest(spec.image) if spec.HasField("image") else ""
         self._refuse_if_draining()  # which may have begun meanwhile
-        return Job(
-            clock=self._controller.clock,
-            spec=full,
-            bare=without_images(full) if has_images(full) else full,
-            shape=latent_shape(full, checked.model),
+        request = JobRequest(
             fingerprint=received.fingerprint,
-            image_digest=image_digest,
-            size_bytes=received.size_bytes,
+            shape=latent_shape(full, checked.model),
             request_id=command.request_id,
             log_id=command.log_id,
-            ends_with_caller=command.caller_s is not None,
+            image_digest=image_digest,
+            size_bytes=received.size_bytes,
             peer=command.peer,
+            ends_with_caller=command.caller_s is not None,
+        )
+        return Job(
+            clock=self._controller.clock,
+            request=request,
+            spec=full,
+            bare=without_images(full) if has_images(full) else full,
             life=self._jobs.life,
             deadline=command.deadline(received.at),
             preview=command.preview,
-            validate_s=self._controller.clock.monotonic() - received.at,
+            times=JobTimes(validate_s=self._controller.clock.monotonic() - received.at),
         )
 
     async def _store_though_cancelled(self, job: Job, *, replaces: str) -> bool:
         """Stores the job even if the caller leaves; then abandons it if it has no request_id."""
 
         def abandon(stored: bool) -> None:
-            if stored and not job.request_id:
+            if stored and not job.request.request_id:
                 self._controller.abandon(job)
 
         return await self._storing.run_shielded(self._store(job, replaces), on_abandoned=abandon)

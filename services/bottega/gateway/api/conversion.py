@@ -22,14 +22,14 @@ def job_to_wire(job: Job) -> image_pb2.Job:
     """The job as it stands, without the bytes of its images."""
     return image_pb2.Job(
         job_id=job.job_id,
-        request_id=job.request_id,
+        request_id=job.request.request_id,
         state=job.state,
         spec=job.bare,
         create_time=_timestamp(job.created_wall),
         start_time=_timestamp(job.started_wall),
         end_time=_timestamp(job.ended_wall),
-        steps_done=job.steps_done,
-        steps_total=job.steps_total,
+        steps_done=job.steps.done,
+        steps_total=job.steps.total,
         images=[image_to_wire(job, index) for index in range(len(job.images))],
         provenance=job.provenance,
         error=to_job_error(job.error) if job.error else None,

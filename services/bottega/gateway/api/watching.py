@@ -76,7 +76,7 @@ class JobWatch:
                 return None
             self._last = position
             return position
-        steps = (self._job.steps_done, self._job.steps_total)
+        steps = (self._job.steps.done, self._job.steps.total)
         previews = self._new_previews()
         if steps == self._last and not previews:
             return None

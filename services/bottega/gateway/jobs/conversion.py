@@ -5,12 +5,14 @@ A record's spec has no input images; those are stored beside it, as the complete
 
 from __future__ import annotations
 
+import dataclasses
+
 from bottega.clocks import Clock
 from bottega.errors import BottegaError
 from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.store import Change, EndTime, JobProgress, JobRecord
-from bottega.gateway.jobs.values import JobOutcome
+from bottega.gateway.jobs.values import JobLosses, JobOutcome, JobRequest
 from bottega.process import copied
 from bottega.rpc.status import from_job_error, to_job_error
 from bottega.v1.error_pb2 import JobError
@@ -18,20 +20,16 @@ from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.image_pb2 import JOB_STATE_CANCELLED, JOB_STATE_COMPLETED, JOB_STATE_QUEUED
 from bottega.v1.worker_pb2 import AttemptDecisions
 
+# A record has them under the same names.
+_OF_REQUEST = tuple(field.name for field in dataclasses.fields(JobRequest))
+
 
 def record_of(job: Job) -> JobRecord:
     """The record of a job that was just accepted."""
     return JobRecord(
+        **{name: getattr(job.request, name) for name in _OF_REQUEST},
         job_id=job.job_id,
-        request_id=job.request_id,
-        log_id=job.log_id,
-        ends_with_caller=job.ends_with_caller,
-        peer=job.peer,
-        fingerprint=job.fingerprint,
         spec=job.bare.SerializeToString(),
-        shape=job.shape,
-        image_digest=job.image_digest,
-        size_bytes=job.size_bytes,
         created_wall=job.created_wall,
         deadline_wall=_deadline_wall(job),
     )
@@ -39,7 +37,7 @@ def record_of(job: Job) -> JobRecord:
 
 async def inputs_of(job: Job) -> bytes:
     """What a live job needs beside its record; nothing where it has no input images."""
-    return await copied(job.size_bytes, job.spec.SerializeToString) if specs.has_images(job.spec) else b""
+    return await copied(job.request.size_bytes, job.spec.SerializeToString) if specs.has_images(job.spec) else b""
 
 
 def progress_of(job: Job) -> JobProgress:
@@ -49,7 +47,7 @@ def progress_of(job: Job) -> JobProgress:
         deadline_wall=_deadline_wall(job),
         started_wall=job.started_wall,
         attempt=job.number,
-        deaths=job.deaths,
+        deaths=job.losses.deaths,
         decisions=job.decisions.SerializeToString(),
     )
 
@@ -74,21 +72,14 @@ def job_of(record: JobRecord, *, inputs: bytes = b"", life: int, clock: Clock) -
         clock=clock,
         spec=GenerationSpec.FromString(inputs) if inputs else bare,
         bare=bare,
-        shape=record.shape,
-        fingerprint=record.fingerprint,
-        image_digest=record.image_digest,
-        size_bytes=record.size_bytes,
-        request_id=record.request_id,
-        log_id=record.log_id,
-        ends_with_caller=record.ends_with_caller,
-        peer=record.peer,
+        request=JobRequest(**{name: getattr(record, name) for name in _OF_REQUEST}),
         deadline=None if left_s is None else clock.monotonic() + left_s,
         job_id=record.job_id,
         sequence=record.sequence,
         life=life,
         state=record.state if record.live else JOB_STATE_QUEUED,
         number=record.attempt,
-        deaths=record.deaths,
+        losses=JobLosses(deaths=record.deaths),
         decisions=AttemptDecisions.FromString(record.decisions),
         created_wall=record.created_wall,
         started_wall=record.started_wall,

@@ -38,9 +38,18 @@ from bottega.clocks import Clock
 from bottega.errors import BottegaError, JobCancelled, WorkerLost
 from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.store import LIVE
-from bottega.gateway.jobs.values import JobCheckpoint, JobOutcome, JobPreview, QueuePosition, StoredImage
+from bottega.gateway.jobs.values import (
+    JobCheckpoint,
+    JobLosses,
+    JobOutcome,
+    JobPreview,
+    JobRequest,
+    JobSteps,
+    JobTimes,
+    QueuePosition,
+    StoredImage,
+)
 from bottega.lora.set_key import LoraSetKey, lora_set_key
-from bottega.planning import Shape
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.image_pb2 import (
     JOB_STATE_CANCELLED,
@@ -63,77 +72,62 @@ _SAME_DEADLINE_S = 0.5
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
     """A job of the API; the SDK's handle on one has the same name. Only its methods change it; each returns whether it
-    changed anything.
+    changed anything. It has many fields because it is all that the gateway knows of a job; they stand by how long they
+    live.
 
+    Stored when it is accepted, and the same from then on but for what goes when it ends:
     spec: complete; its input images go when the job ends. bare: the same without input images. Once the job is
-    cancelled, both have short texts. peer: host that it came from.
-    fingerprint: of the spec as the caller sent it. shape: of the latent. deadline: on the monotonic clock.
-    size_bytes: of the request. rows: that it puts into each turn.
-    deaths: workers that died while they ran it exclusively. losses: those that died beside others, or were cut off.
-    returns: attempts that workers refused or returned. exclusive: nothing else has been at the worker since the current
-    attempt started. quarantined_until: number of steps within which it may have killed a worker.
-    log_id: the request_id of its log lines, here and at the workers; never empty. ends_with_caller: nobody else can ask
-    for it.
-    controlnets: their names, one for each in the spec. versions: hashes, by name, that the newest attempt uses;
-    servers: those that it was given for them. loras: digests, one for each in the spec; lora_set: with their scales.
-    decisions: what its attempts have decided so far, which later attempts keep to.
-    life: lives of the gateway before this one. number: of the newest attempt. created_wall: 0 is now.
-    outcome: decided; published when it is durable. detached: why nobody here follows the job any further.
+    cancelled, both have short texts. sequence: its place among all jobs; 0 until it is stored.
+
+    Stored again whenever they change, and when it ends; `losses.deaths` too:
+    number: of the newest attempt. deadline: on the monotonic clock. decisions: what its attempts have decided so far,
+    which later attempts keep to. The last four say how it ended, as it was published.
+
+    Known only to this process:
+    life: lives of the gateway before this one. preview: somebody wants previews. exclusive: nothing else has been at
+    the worker since the current attempt started. versions: hashes of ControlNets, by name, that the newest attempt
+    uses; servers: those that it was given for them. outcome: decided; published when it is durable. detached: why
+    nobody here follows the job any further.
+
+    Read from the spec once, because the scheduler needs them for every job at every pass:
+    rows: that it puts into each turn. controlnets: their names, one for each in the spec. loras: digests, one for each
+    in the spec; lora_set: with their scales.
     """
 
-    clock: Clock
+    request: JobRequest
     spec: GenerationSpec
     bare: GenerationSpec
-    shape: Shape
-    fingerprint: str
-    image_digest: str = ""
-    size_bytes: int = 0
-    request_id: str = ""
-    log_id: str = ""
-    ends_with_caller: bool = False
-    peer: str = ""
-    deadline: float | None = None
-    preview: bool = False
-    validate_s: float = 0.0
     job_id: str = ""
     sequence: int = 0
-    life: int = 0
+    created_wall: float = 0.0
 
     state: JobState.ValueType = JOB_STATE_QUEUED
     number: int = 0
+    deadline: float | None = None
+    decisions: AttemptDecisions = field(default_factory=AttemptDecisions)
+    started_wall: float | None = None
+    ended_wall: float | None = None
+    images: tuple[StoredImage, ...] = ()
+    provenance: Provenance | None = None
+    error: BottegaError | None = None
+
+    clock: Clock
+    life: int = 0
+    preview: bool = False
     worker: str = ""
     exclusive: bool = False
-    deaths: int = 0
-    quarantined_until: int | None = None
-    losses: int = 0
-    lost_worker: str = ""
-    lost_at: float = 0.0
-    returns: int = 0
     queue_position: QueuePosition | None = None
-    steps_done: int = 0
-    steps_total: int = 0
-    repeated_steps: int = 0
+    steps: JobSteps = field(default_factory=JobSteps)
+    losses: JobLosses = field(default_factory=JobLosses)
+    times: JobTimes = field(default_factory=JobTimes)
     previews: dict[int, JobPreview] = field(default_factory=dict)
     checkpoint: JobCheckpoint | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     servers: tuple[str, ...] = ()
-    decisions: AttemptDecisions = field(default_factory=AttemptDecisions)
-    images: tuple[StoredImage, ...] = ()
-    provenance: Provenance | None = None
-    error: BottegaError | None = None
     outcome: JobOutcome | None = None
     detached: BottegaError | None = None
-
-    created_at: float = 0.0
-    created_wall: float = 0.0
-    started_wall: float | None = None
-    ended_wall: float | None = None
-    ended_at: float | None = None
-    acknowledge_s: float = 0.0
-    queued_at: float = 0.0
-    queue_s: float = 0.0
-    routed_at: float = 0.0
-    route_s: float = 0.0
+    listeners: set[Callable[[], None]] = field(default_factory=set)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     num_images: int = field(init=False)
     rows: int = field(init=False)
@@ -141,23 +135,23 @@ class Job:
     loras: tuple[str, ...] = field(init=False)
     lora_set: LoraSetKey = field(init=False)
 
-    listeners: set[Callable[[], None]] = field(default_factory=set)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
     def __post_init__(self) -> None:
-        self.queued_at, now_wall = self.clock.monotonic(), self.clock.wall()
+        now, now_wall = self.clock.monotonic(), self.clock.wall()
         self.created_wall = self.created_wall or now_wall
         self.job_id = self.job_id or _new_job_id(self.created_wall)
-        self.log_id = self.request_id or self.log_id or self.job_id
-        self.created_at = self.queued_at - max(0.0, now_wall - self.created_wall)
-        # The scheduler reads these for every job at every pass, where reading a message would be too slow.
+        self.times.queued_at, self.times.created_at = now, now - max(0.0, now_wall - self.created_wall)
         self.num_images, self.rows = self.spec.num_images, specs.rows(self.spec)
         self.controlnets = tuple(net.name for net in self.bare.controlnets)
         self.loras = tuple(lora.digest for lora in self.bare.loras)
         self.lora_set = lora_set_key(self.bare.loras)
-        self.steps_total = specs.steps_to_run(self.spec) * self.num_images
-        if self.deaths and self.quarantined_until is None:
-            self.quarantined_until = self.steps_total  # how far it was is not stored
+        self.steps.total = specs.steps_to_run(self.spec) * self.num_images
+        if self.losses.deaths:
+            self.losses.quarantined_until = self.steps.total  # how far it was is not stored
+
+    @property
+    def log_id(self) -> str:
+        """The request_id of its log lines, here and at the workers; never empty."""
+        return self.request.request_id or self.request.log_id or self.job_id
 
     @property
     def live(self) -> bool:
@@ -172,7 +166,7 @@ class Job:
     @property
     def age_s(self) -> float:
         """Seconds from acceptance to its end, or until now."""
-        return (self.clock.monotonic() if self.ended_at is None else self.ended_at) - self.created_at
+        return (self.clock.monotonic() if self.times.ended_at is None else self.times.ended_at) - self.times.created_at
 
     @property
     def attempts(self) -> int:
@@ -182,7 +176,7 @@ class Job:
     @property
     def quarantined(self) -> bool:
         """Whether it runs exclusively or not at all: a worker died with it, and it has not got further since."""
-        return self.quarantined_until is not None and self.steps_done <= self.quarantined_until
+        return self.losses.quarantined_until is not None and self.steps.done <= self.losses.quarantined_until
 
     def is_current(self, number: int) -> bool:
         """Whether attempt `number` is the one that counts."""
@@ -191,7 +185,7 @@ class Job:
     def mark_durable(self) -> None:
         """It is stored: from now on it waits for a worker."""
         now = self.clock.monotonic()
-        self.acknowledge_s, self.queued_at = now - self.queued_at, now
+        self.times.acknowledge_s, self.times.queued_at = now - self.times.queued_at, now
 
     def start_attempt(self, worker: str, *, free_at: float | None = None, exclusive: bool = False) -> int:
         """Gives the job to a worker; returns the attempt's number.
@@ -202,8 +196,8 @@ class Job:
         assert self.open
         assert self.state == JOB_STATE_QUEUED
         self._run(worker, self.life << _COUNT_BITS | (self.attempts + 1), exclusive=exclusive)
-        self.routed_at = max(self.queued_at, self.clock.monotonic() if free_at is None else free_at)
-        self.queue_s += self.routed_at - self.queued_at
+        self.times.routed_at = max(self.times.queued_at, self.clock.monotonic() if free_at is None else free_at)
+        self.times.queue_s += self.times.routed_at - self.times.queued_at
         self._notify()
         return self.number
 
@@ -211,25 +205,25 @@ class Job:
         """A worker still has an attempt of an earlier life. Refused where a later one is known."""
         if not self.open or number < self.number:
             return False
-        self.routed_at = self.clock.monotonic()
+        self.times.routed_at = self.clock.monotonic()
         if self.state == JOB_STATE_QUEUED:
-            self.queue_s += self.routed_at - self.queued_at
+            self.times.queue_s += self.times.routed_at - self.times.queued_at
         self._run(worker, number, exclusive=self.exclusive)
         self._notify()
         return True
 
     def mark_dispatched(self) -> float:
         """The worker has been called; returns the seconds that routing this attempt took."""
-        route_s = self.clock.monotonic() - self.routed_at
-        self.route_s += route_s
+        route_s = self.clock.monotonic() - self.times.routed_at
+        self.times.route_s += route_s
         return route_s
 
     def start_denoising(self, number: int, *, steps_total: int, steps_resumed: int) -> bool:
         """The attempt denoises, after the `steps_resumed` steps that a checkpoint brought."""
         if not self.is_current(number):
             return False
-        self.repeated_steps += max(0, self.steps_done - steps_resumed)
-        self.steps_done, self.steps_total = steps_resumed, steps_total
+        self.steps.repeated += max(0, self.steps.done - steps_resumed)
+        self.steps.done, self.steps.total = steps_resumed, steps_total
         self._notify()
         return True
 
@@ -237,7 +231,7 @@ class Job:
         """Denoising steps of the attempt so far, over all images."""
         if not self.is_current(number):
             return False
-        self.steps_done = steps_done
+        self.steps.done = steps_done
         self._notify()
         return True
 
@@ -283,13 +277,13 @@ class Job:
             return False
         if died:
             # After a second death it stays quarantined: what kills may come late, and others must not be near it then.
-            again = self.quarantined_until is not None
-            self.quarantined_until = self.steps_total if again else self.steps_done
+            again = self.losses.quarantined_until is not None
+            self.losses.quarantined_until = self.steps.total if again else self.steps.done
         if died and exclusive and self.exclusive:
-            self.deaths += 1
+            self.losses.deaths += 1
         else:
-            self.losses += 1
-        self.lost_worker, self.lost_at = self.worker, self.clock.monotonic()
+            self.losses.beside_others += 1
+        self.losses.last_worker, self.losses.last_at = self.worker, self.clock.monotonic()
         self._requeue()
         return True
 
@@ -297,7 +291,7 @@ class Job:
         """The worker refused the attempt or returned it: the job waits again, and no loss is counted."""
         if not self.is_current(number):
             return False
-        self.returns += 1
+        self.losses.returns += 1
         self._requeue()
         return True
 
@@ -342,7 +336,7 @@ class Job:
         if self.state == JOB_STATE_CANCELLED:
             self.spec = self.bare = specs.with_short_texts(self.bare)
         # Steps that led to no image are not stored, so they are not shown either.
-        self.steps_done = self.steps_total if self.state == JOB_STATE_COMPLETED else 0
+        self.steps.done = self.steps.total if self.state == JOB_STATE_COMPLETED else 0
         self.ended.set()
         self._notify()
 
@@ -357,7 +351,7 @@ class Job:
 
     def _requeue(self) -> None:
         self.state, self.worker, self.exclusive = JOB_STATE_QUEUED, "", False
-        self.queued_at = self.clock.monotonic()
+        self.times.queued_at = self.clock.monotonic()
         self._notify()
 
     def _decide(
@@ -370,9 +364,9 @@ class Job:
     ) -> bool:
         if not self.open:
             return False
-        self.ended_at = self.clock.monotonic()
+        self.times.ended_at = self.clock.monotonic()
         if self.state == JOB_STATE_QUEUED:
-            self.queue_s += self.ended_at - self.queued_at
+            self.times.queue_s += self.times.ended_at - self.times.queued_at
         self.outcome = JobOutcome(
             state=state, ended_wall=self.clock.wall(), images=images, provenance=provenance, error=error
         )

@@ -20,18 +20,18 @@ def completed_provenance(job: Job, reported: Provenance) -> Provenance:
     full = Provenance()
     full.CopyFrom(reported)
     full.parameters.CopyFrom(job.bare)
-    full.image_digest = job.image_digest
+    full.image_digest = job.request.image_digest
     full.worker = reported.worker or job.worker
     full.bottega_version = reported.bottega_version or version()
     full.attempts = job.attempts
-    full.repeated_steps = job.repeated_steps
+    full.repeated_steps = job.steps.repeated
     full.times.extend(
         StageTime(stage=stage, seconds=seconds)
         for stage, seconds in (
-            ("validate", job.validate_s),
-            ("acknowledge", job.acknowledge_s),
-            ("queue", job.queue_s),
-            ("route", job.route_s),
+            ("validate", job.times.validate_s),
+            ("acknowledge", job.times.acknowledge_s),
+            ("queue", job.times.queue_s),
+            ("route", job.times.route_s),
         )
     )
     return full

@@ -133,8 +133,8 @@ class JobRepository:
             outcome = JobOutcome(state=JOB_STATE_FAILED, ended_wall=decided.ended_wall, error=why)
         if self._live.get(job.job_id) is job:
             del self._live[job.job_id]
-        if self._by_request_id.get(job.request_id) is job:
-            del self._by_request_id[job.request_id]
+        if self._by_request_id.get(job.request.request_id) is job:
+            del self._by_request_id[job.request.request_id]
         job.finish(outcome)
 
     def check_changeable(self, job: Job) -> None:
@@ -286,8 +286,8 @@ class JobRepository:
 
     def _remember(self, job: Job) -> None:
         self._live[job.job_id] = job
-        if job.request_id:
-            self._by_request_id[job.request_id] = job
+        if job.request.request_id:
+            self._by_request_id[job.request.request_id] = job
 
 
 def _token_of(sequence: int) -> str:

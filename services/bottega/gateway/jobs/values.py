@@ -1,12 +1,75 @@
-"""Values about a job at one moment: its place in the queue, what an attempt has brought so far, how it ended."""
+"""Parts of a job: the request that it was made of, its place in the queue, what its attempts have brought and lost, its
+times, and how it ended.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from bottega.errors import BottegaError
+from bottega.planning import Shape
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.image_pb2 import JobState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest:
+    """What the gateway keeps of the request that a job was made of, beside its spec.
+
+    request_id: empty where the caller gave none. log_id: given for its log lines. fingerprint: of the spec as the
+    caller sent it. image_digest: of the input image. size_bytes: of the request. shape: of the latent, height and
+    width. peer: host that it came from; empty is not known. ends_with_caller: nobody else can ask for the job, and a
+    restarted gateway does not resume it.
+    """
+
+    fingerprint: str
+    shape: Shape = (0, 0)
+    request_id: str = ""
+    log_id: str = ""
+    image_digest: str = ""
+    size_bytes: int = 0
+    peer: str = ""
+    ends_with_caller: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class JobSteps:
+    """Denoising steps over all images. repeated: those that a later attempt made again."""
+
+    done: int = 0
+    total: int = 0
+    repeated: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class JobLosses:
+    """What its attempts ended with that brought no image.
+
+    deaths: workers that died while they ran it exclusively. beside_others: those that died beside others, or were cut
+    off. returns: attempts that workers refused or returned. quarantined_until: number of steps within which it may have
+    killed a worker. last_worker: that was lost, at last_at on the monotonic clock.
+    """
+
+    deaths: int = 0
+    beside_others: int = 0
+    returns: int = 0
+    quarantined_until: int | None = None
+    last_worker: str = ""
+    last_at: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class JobTimes:
+    """Moments on the monotonic clock, and seconds that it spent in each stage so far, over all its attempts."""
+
+    created_at: float = 0.0
+    queued_at: float = 0.0
+    routed_at: float = 0.0
+    ended_at: float | None = None
+    validate_s: float = 0.0
+    acknowledge_s: float = 0.0
+    queue_s: float = 0.0
+    route_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,8 +125,8 @@ class JobController:
 
         Those that end with their callers end: these went with that life. seconds: that it took to read them.
         """
-        orphans = [job for job in jobs if job.open and job.ends_with_caller]
-        kept = [job for job in jobs if job.open and not job.ends_with_caller]
+        orphans = [job for job in jobs if job.open and job.request.ends_with_caller]
+        kept = [job for job in jobs if job.open and not job.request.ends_with_caller]
         running = [job for job in kept if job.state == JOB_STATE_RUNNING]
         for job in jobs:
             if not job.open:
@@ -208,7 +208,7 @@ class JobController:
             addon.job_queued(job)
         self.queue.add(job)
         self._deadlines.watch(job, self._pass_deadline)
-        self._scheduler.schedule(job.spec.model, free_at=job.queued_at)
+        self._scheduler.schedule(job.spec.model, free_at=job.times.queued_at)
         if job.state == JOB_STATE_QUEUED:
             self._estimates.publish(job)
             if len(self.queue.line(job.bare.model)) <= PREFETCHED_JOBS:
@@ -252,7 +252,7 @@ class JobController:
 
     def attempt_sent(self, job: Job) -> None:
         """The worker is called now."""
-        self._metrics.routed(queue_s=job.routed_at - job.queued_at, route_s=job.mark_dispatched())
+        self._metrics.routed(queue_s=job.times.routed_at - job.times.queued_at, route_s=job.mark_dispatched())
         self._jobs.save(job)
 
     def attempt_advanced(self, job: Job) -> None:

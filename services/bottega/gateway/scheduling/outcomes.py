@@ -14,10 +14,10 @@ _POISON_DEATHS = 2
 
 def failure_after_loss(job: Job, *, max_attempts: int) -> BottegaError | None:
     """Why a job fails whose worker was lost; None where it is retried."""
-    if job.deaths >= _POISON_DEATHS:
-        return Poisoned(f"{job.deaths} workers died of this job: each ran it alone")
-    if job.losses >= max_attempts:
-        return WorkerLost(f"{job.losses} workers were lost with this job", retry_after_s=1.0)
+    if job.losses.deaths >= _POISON_DEATHS:
+        return Poisoned(f"{job.losses.deaths} workers died of this job: each ran it alone")
+    if job.losses.beside_others >= max_attempts:
+        return WorkerLost(f"{job.losses.beside_others} workers were lost with this job", retry_after_s=1.0)
     return None
 
 
@@ -26,6 +26,6 @@ def failure_after_return(job: Job, error: BottegaError, *, workers: int, by_addo
 
     workers: of its model. by_addon: whether an add-on was the cause.
     """
-    if job.returns < _MOST_RETURNS * max(1, workers):
+    if job.losses.returns < _MOST_RETURNS * max(1, workers):
         return None
     return error if by_addon else NoWorker(f"no worker took the job: {error.message}", retry_after_s=1.0)

@@ -44,9 +44,9 @@ class JobQueue:
 
     def reserve(self, job: Job) -> None:
         """Keeps room for a job until it lines up or is removed. Raises QueueFull."""
-        self.check_room(job.size_bytes)
-        self._reserved[job.job_id] = job.size_bytes
-        self._size_bytes += job.size_bytes
+        self.check_room(job.request.size_bytes)
+        self._reserved[job.job_id] = job.request.size_bytes
+        self._size_bytes += job.request.size_bytes
 
     def add(self, job: Job, *, first: bool = False) -> None:
         """Lines a job up. first: before the others, for one that had its turn and was lost."""
@@ -58,8 +58,8 @@ class JobQueue:
             line.appendleft(job)
         else:
             line.append(job)
-        self._bytes[job.job_id] = job.size_bytes
-        self._size_bytes += job.size_bytes
+        self._bytes[job.job_id] = job.request.size_bytes
+        self._size_bytes += job.request.size_bytes
 
     def remove(self, job: Job) -> None:
         """Takes a job out, if it is in, and gives up the room that was reserved for it."""

@@ -69,7 +69,7 @@ class FleetSnapshot:
                 yield PendingJob(
                     job_id=job.job_id,
                     request=resource_request(job),
-                    avoid=job.lost_worker if _must_avoid(job, members) else "",
+                    avoid=job.losses.last_worker if _must_avoid(job, members) else "",
                     exclusive=job.quarantined,
                     eligible=costs.eligible,
                     load_s=costs.load_s,
@@ -105,7 +105,7 @@ class FleetSnapshot:
         reported = dict(member.steps_left)
         requests = []
         for job in self._dispatcher.jobs_on(member):
-            left = min(job.steps_total - job.steps_done, reported.pop(job.job_id, job.steps_total))
+            left = min(job.steps.total - job.steps.done, reported.pop(job.job_id, job.steps.total))
             if left > 0:
                 requests.append(_request_for(job, left))
         for job_id, left in reported.items():
@@ -116,7 +116,7 @@ class FleetSnapshot:
 
 def resource_request(job: Job) -> ResourceRequest:
     """What a pending job asks for; a checkpoint saves it steps."""
-    return _request_for(job, job.steps_total - (job.checkpoint.steps_done if job.checkpoint else 0))
+    return _request_for(job, job.steps.total - (job.checkpoint.steps_done if job.checkpoint else 0))
 
 
 def _sum(one: WorkerCosts, other: WorkerCosts) -> WorkerCosts:
@@ -129,16 +129,16 @@ def _sum(one: WorkerCosts, other: WorkerCosts) -> WorkerCosts:
 
 
 def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:
-    lost = members.get(job.lost_worker) if job.lost_worker else None
+    lost = members.get(job.losses.last_worker) if job.losses.last_worker else None
     if lost is None:
         return False
-    return len(members) > 1 or lost.heard_at < job.lost_at + _TRUST_AFTER_S
+    return len(members) > 1 or lost.heard_at < job.losses.last_at + _TRUST_AFTER_S
 
 
 def _request_for(job: Job, steps_left: int) -> ResourceRequest:
     """steps_left: over all images; they run side by side."""
     steps = math.ceil(max(0, steps_left) / job.num_images)
-    return _cached_request(job.rows, steps, job.shape)
+    return _cached_request(job.rows, steps, job.request.shape)
 
 
 @functools.lru_cache(_REQUESTS)

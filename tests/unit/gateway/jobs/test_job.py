@@ -14,17 +14,17 @@ from tests.samples.jobs import FakeTime, sample_job, tell
 def test_a_job_runs_from_the_queue_to_its_pictures() -> None:
     time = FakeTime()
     job = sample_job(time)
-    assert (job.state, job.steps_total) == (image_pb2.JOB_STATE_QUEUED, 10)
+    assert (job.state, job.steps.total) == (image_pb2.JOB_STATE_QUEUED, 10)
     time.now += 2
     assert job.start_attempt("w1") == 1
-    assert (job.state, job.queue_s, job.worker) == (image_pb2.JOB_STATE_RUNNING, 2.0, "w1")
+    assert (job.state, job.times.queue_s, job.worker) == (image_pb2.JOB_STATE_RUNNING, 2.0, "w1")
     assert job.start_denoising(1, steps_total=10, steps_resumed=0)
     assert job.set_steps_done(1, 4)
     time.now += 3
     assert job.complete(1, (StoredImage(digest="d", size_bytes=1),), Provenance())
     assert job.state == image_pb2.JOB_STATE_RUNNING
     tell(job)
-    assert (job.state, job.steps_done, job.ended_wall) == (image_pb2.JOB_STATE_COMPLETED, 10, time.now + 1e9)
+    assert (job.state, job.steps.done, job.ended_wall) == (image_pb2.JOB_STATE_COMPLETED, 10, time.now + 1e9)
     assert job.ended.is_set()
 
 
@@ -54,7 +54,7 @@ def test_late_answers_of_an_abandoned_attempt_change_nothing() -> None:
         job.fail(InternalError("late"), first),
     ]
     assert late == [False] * len(late)
-    assert (job.state, job.steps_done, job.checkpoint, job.images) == (image_pb2.JOB_STATE_RUNNING, 6, None, ())
+    assert (job.state, job.steps.done, job.checkpoint, job.images) == (image_pb2.JOB_STATE_RUNNING, 6, None, ())
 
 
 def test_steps_that_run_again_are_counted() -> None:
@@ -64,7 +64,7 @@ def test_steps_that_run_again_are_counted() -> None:
     job.requeue_lost(1)
     job.start_attempt("w2")
     job.start_denoising(2, steps_total=10, steps_resumed=4)
-    assert (job.repeated_steps, job.steps_done) == (3, 4)
+    assert (job.steps.repeated, job.steps.done) == (3, 4)
 
 
 @pytest.mark.parametrize("end", ["complete", "fail", "cancel"])
@@ -93,16 +93,16 @@ def test_a_death_counts_against_a_job_only_where_it_was_alone() -> None:
     job = sample_job()
     job.start_attempt("w1")
     job.requeue_lost(1, died=True)
-    assert (job.deaths, job.losses) == (0, 1)
+    assert (job.losses.deaths, job.losses.beside_others) == (0, 1)
     job.start_attempt("w1", exclusive=True)
     job.mark_shared()
     job.requeue_lost(2, died=True)
     job.start_attempt("w1", exclusive=True)
     job.requeue_lost(3, died=True, exclusive=False)
-    assert (job.deaths, job.losses) == (0, 3)
+    assert (job.losses.deaths, job.losses.beside_others) == (0, 3)
     job.start_attempt("w1", exclusive=True)
     job.requeue_lost(4, died=True)
-    assert (job.deaths, job.losses) == (1, 3)
+    assert (job.losses.deaths, job.losses.beside_others) == (1, 3)
 
 
 def test_a_job_is_a_suspect_until_it_is_further_than_it_was_and_the_second_time_to_its_end() -> None:

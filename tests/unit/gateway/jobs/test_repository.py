@@ -154,7 +154,7 @@ async def test_an_ended_job_is_read_as_it_was_and_is_in_memory_no_more(life: Lif
     for read in (await life.log.get(job.job_id), await life.log.of_request("r")):
         assert read is not None
         assert (read.state, read.images, read.provenance) == (job.state, IMAGES, job.provenance)
-        assert (read.steps_done, read.ended_wall, read.fingerprint) == (10, job.ended_wall, "f")
+        assert (read.steps.done, read.ended_wall, read.request.fingerprint) == (10, job.ended_wall, "f")
         assert read.ended.is_set()
 
 
@@ -298,7 +298,7 @@ async def test_a_clock_that_is_set_back_or_forward_for_a_while_forgets_no_job(
     await _swept(life)
     for job in (before, meanwhile):
         assert (await life.log.get(job.job_id)).state == JOB_STATE_CANCELLED
-        assert await life.log.of_request(job.request_id) is not None
+        assert await life.log.of_request(job.request.request_id) is not None
     time.now += 3601
     await _swept(life)
     with pytest.raises(JobNotFound):
@@ -339,7 +339,7 @@ async def test_of_a_cancelled_job_only_the_beginnings_of_its_texts_are_kept(life
     assert cancelled.bare.prompt == ("star " * 3000)[:200] + "…"
     assert cancelled.bare == jobs[0].bare, "whoever follows it is told the same"
     assert (cancelled.bare.negative_prompt_2, cancelled.bare.num_inference_steps) == ("short", 10)
-    assert cancelled.fingerprint == jobs[0].fingerprint
+    assert cancelled.request.fingerprint == jobs[0].request.fingerprint
     assert failed.bare.prompt == "star " * 3000, "it may be drawn again"
     record = await life.store.get(cancelled.job_id)
     assert record is not None

@@ -48,7 +48,7 @@ async def test_routing_is_timed_from_accepted_to_the_call_of_a_worker_that_is_fr
     shop.worker()
     _calling_takes(shop, 0.25)
     job = shop.submit()
-    assert (job.queue_s, job.route_s) == (0, 0.25)
+    assert (job.times.queue_s, job.times.route_s) == (0, 0.25)
     assert shop.registry.get_sample_value("bottega_route_seconds_sum") == 0.25
 
 
@@ -61,7 +61,7 @@ async def test_routing_of_a_job_that_waited_is_timed_from_the_worker_being_free(
     shop.time.now += 10
     await shop.complete(first)
     assert waits.state == image_pb2.JOB_STATE_RUNNING
-    assert (waits.queue_s, waits.route_s) == (10, 0.25)
+    assert (waits.times.queue_s, waits.times.route_s) == (10, 0.25)
     assert shop.registry.get_sample_value("bottega_queue_seconds_sum") == 10
 
 
@@ -345,7 +345,7 @@ async def test_a_poisonous_job_fails_alone_and_none_of_its_neighbours(shop: Shop
         shop.time.now += 0.3
         shop.report(worker, seconds=0.1, fixed_s=10.0)
         await shop.step(worker)
-        if poison.state == image_pb2.JOB_STATE_RUNNING and poison.steps_done >= 4:
+        if poison.state == image_pb2.JOB_STATE_RUNNING and poison.steps.done >= 4:
             company.append(len(shop.running(worker)))
             await shop.kill(worker)
     assert isinstance(poison.error, Poisoned)

@@ -493,7 +493,7 @@ class Lifecycle(RuleBasedStateMachine):
         """A checkpoint comes, perhaps of an earlier attempt; poison is not resumed beyond where it kills."""
         if self.jobs:
             job = self.jobs[place % len(self.jobs)]
-            steps = min(steps, job.steps_done, self.poison.get(job.job_id, STEPS) - 1)
+            steps = min(steps, job.steps.done, self.poison.get(job.job_id, STEPS) - 1)
             job.set_checkpoint(job.number - back, JobCheckpoint(steps_done=steps, data=b"%d" % steps))
 
     @rule(place=places, back=st.integers(1, 5))
@@ -560,8 +560,8 @@ class Lifecycle(RuleBasedStateMachine):
     @invariant()
     def only_deaths_alone_count_and_two_are_poison(self) -> None:
         for job in self.jobs:
-            assert job.deaths <= self.blame[job.job_id]
-            assert isinstance(job.error, Poisoned) == (job.deaths >= 2)
+            assert job.losses.deaths <= self.blame[job.job_id]
+            assert isinstance(job.error, Poisoned) == (job.losses.deaths >= 2)
 
     def teardown(self) -> None:
         """Messages flow again: everything ends, the innocent well."""
@@ -680,7 +680,16 @@ class Lifecycle(RuleBasedStateMachine):
 
 
 def _all_of(job: Job) -> tuple[object, ...]:
-    return (job.state, job.attempts, job.worker, job.steps_done, job.checkpoint, job.deaths, job.losses, job.error)
+    return (
+        job.state,
+        job.attempts,
+        job.worker,
+        job.steps.done,
+        job.checkpoint,
+        job.losses.deaths,
+        job.losses.beside_others,
+        job.error,
+    )
 
 
 Lifecycle.TestCase.settings = settings(
