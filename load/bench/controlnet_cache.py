@@ -50,7 +50,7 @@ class LeastRecentlyUsed:
         """See EvictionOrder."""
         return self._last.get(name, 0), 0
 
-    def worth_replacing(self, absent: str, residents: Sequence[str]) -> bool:
+    def worth_replacing(self, absent: str, others: Sequence[str]) -> bool:
         """See EvictionOrder."""
         return False
 
@@ -69,7 +69,7 @@ class LeastFrequentlyUsed:
         """See EvictionOrder."""
         return self._uses[name], 0
 
-    def worth_replacing(self, absent: str, residents: Sequence[str]) -> bool:
+    def worth_replacing(self, absent: str, others: Sequence[str]) -> bool:
         """See EvictionOrder."""
         return False
 
@@ -83,18 +83,18 @@ ORDERS: dict[str, Callable[[], EvictionOrder]] = {
 
 @dataclass(slots=True, kw_only=True)
 class Replay:
-    """A shelf with places for so many ControlNets of one size, on a clock of its own."""
+    """A plan with places for so many ControlNets of one size, on a clock of its own."""
 
-    shelf: LoadPlan
+    plan: LoadPlan
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _order: itertools.count[int] = field(default_factory=itertools.count)
     _now_s: float = 0.0
-    _loans: list[LoadClaim] = field(default_factory=list)
+    _claims: list[LoadClaim] = field(default_factory=list)
 
     def request(self, at_s: float, names: Sequence[str]) -> None:
         """A request arrives; requests come in their order."""
         self._run(at_s)
-        self._loans.append(self.shelf.borrow([CacheItem(name=name, size_bytes=1) for name in names]))
+        self._claims.append(self.plan.claim([CacheItem(name=name, size_bytes=1) for name in names]))
         self._proceed()
 
     def _run(self, until_s: float) -> None:
@@ -106,13 +106,15 @@ class Replay:
 
     def _proceed(self) -> None:
         """Starts the load that is due, and the pictures whose ControlNets are here."""
-        load = self.shelf.next_load()
+        load = self.plan.next_load()
         if load is not None:
-            self._after(LOAD_S, partial(self.shelf.finished, load.name))
-        here = set(self.shelf.loaded)
-        for loan in [loan for loan in self._loans if loan.granted and all(item.name in here for item in loan.items)]:
-            self._loans.remove(loan)
-            self._after(USE_S, partial(self.shelf.give_back, loan))
+            self._after(LOAD_S, partial(self.plan.finished, load.name))
+        here = set(self.plan.loaded)
+        for claim in [
+            claim for claim in self._claims if claim.granted and all(item.name in here for item in claim.items)
+        ]:
+            self._claims.remove(claim)
+            self._after(USE_S, partial(self.plan.release, claim))
 
     def _after(self, delay_s: float, happen: Callable[[], None]) -> None:
         heappush(self._events, (self._now_s + delay_s, next(self._order), happen))
@@ -128,21 +130,21 @@ class Outcome:
 
 def replay(service: Service, order: EvictionOrder, *, places: int, requests: int, rate_per_s: float) -> Outcome:
     """Draws requests of a service, the same for every order."""
-    run = Replay(shelf=LoadPlan(places, order))
+    run = Replay(plan=LoadPlan(places, order))
     drawn = itertools.islice(service.draw(random.Random(service.name)), requests)
     arrivals = poisson(rate_per_s, [0] * requests, random.Random(1))
     learnt = int(LEARNING * requests)
     before = (0, 0, 0)
     for index, (arrival, names) in enumerate(zip(arrivals, drawn, strict=True)):
         if index == learnt:
-            before = _counts(run.shelf)
+            before = _counts(run.plan)
         run.request(arrival.at_s, names)
-    hits, misses, loads = (after - then for after, then in zip(_counts(run.shelf), before, strict=True))
+    hits, misses, loads = (after - then for after, then in zip(_counts(run.plan), before, strict=True))
     return Outcome(misses=misses / (hits + misses), loads=loads / (hits + misses))
 
 
-def _counts(shelf: LoadPlan) -> tuple[int, int, int]:
-    return shelf.counts.hits, shelf.counts.misses, shelf.counts.loads
+def _counts(plan: LoadPlan) -> tuple[int, int, int]:
+    return plan.counts.hits, plan.counts.misses, plan.counts.loads
 
 
 def measure(service: Service, requests: int) -> tuple[list[tuple[str, str, str]], dict[str, float]]:

@@ -8,7 +8,8 @@ from bottega.caching.load_cache import Lease, LoadCache, Loader
 from bottega.caching.load_plan import CacheItem, LoadClaim, LoadCommand, LoadCounts, LoadPlan
 from bottega.caching.lru_cache import LruCache, LruEntry
 from bottega.caching.popularity import EvictionOrder, Popularity
-from bottega.caching.tiered_cache import CacheLease, Tier, TieredCache, TierStatistics
+from bottega.caching.tiered_cache import TieredCache
+from bottega.caching.tiers import CacheLease, Tier, TierStatistics
 
 __all__ = [
     "CacheItem",

@@ -103,7 +103,7 @@ class LoadCache(Generic[ValueT]):
         with self._changed:
             if self._closed:
                 raise self._closing()
-            lease: Lease[ValueT] = Lease(claim=self._plan.borrow(items))
+            lease: Lease[ValueT] = Lease(claim=self._plan.claim(items))
             self._leases.append(lease)
             self._answer()
             self._changed.notify()
@@ -114,7 +114,7 @@ class LoadCache(Generic[ValueT]):
         with self._changed:
             if lease in self._leases:
                 self._leases.remove(lease)
-                self._plan.give_back(lease.claim)
+                self._plan.release(lease.claim)
                 self._answer()
                 self._changed.notify()
         lease.values.cancel()
@@ -198,5 +198,5 @@ class LoadCache(Generic[ValueT]):
 
     def _fail(self, lease: Lease[ValueT], error: BottegaError) -> None:
         self._leases.remove(lease)
-        self._plan.give_back(lease.claim)
+        self._plan.release(lease.claim)
         lease.values.set_exception(error)

@@ -1,7 +1,7 @@
-"""Within a byte budget: which adapters to load and evict for the leases that requests hold.
+"""Within a byte budget: which adapters to load and evict for the claims of requests.
 
-A state machine that loads nothing itself: whoever owns the memory asks `next_load`, obeys, and says what came of
-it.
+A state machine that loads nothing itself: the owner of the memory does what `next_load` says, and reports with
+`finished` or `failed`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from bottega.caching.popularity import EvictionOrder
 from bottega.errors import TooLarge
 
-# Loans after which something that was expected and never borrowed counts like everything else.
+# Claims after which something that was expected and never claimed counts like everything else.
 _PATIENCE = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheItem:
-    """Something that can be on the shelf."""
+    """Something that can be loaded."""
 
     name: str
     size_bytes: int
@@ -46,23 +46,15 @@ class LoadCounts:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoadClaim:
-    """Items that one request borrows together. granted: they stay, and are loaded as far as they are not yet."""
+    """Items that one request needs together. granted: they stay, and are loaded as far as they are not yet."""
 
     items: tuple[CacheItem, ...]
     granted: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
-class _Residence:
-    """An item that is loaded or being loaded."""
-
-    size_bytes: int
-    loaded: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
 class _KnownItem:
-    """An item that somebody has asked for. expected_until: by number of loans. broken: its last load failed."""
+    """An item that was claimed or expected. expected_until: by number of claims. broken: its last load failed."""
 
     size_bytes: int
     expected_until: int = 0
@@ -72,9 +64,9 @@ class _KnownItem:
 class LoadPlan:
     """Items within `budget_bytes`, one load at a time.
 
-    Items on loan are never let go. Loans are granted in their order, each with all its items at once, so that two
-    requests never wait for each other's. Of what is not on loan, `order` says what goes first. When nobody waits,
-    what is expected is loaded ahead, and what is far more popular than what is here comes back: an unpopular item
+    Items of a granted claim are never evicted. Claims are granted in their order, each with all its items at once, so
+    that two requests never wait for each other's. Of the other items, `order` says what goes first. When nobody waits,
+    what is expected is loaded ahead, and what is far more popular than what is loaded comes back: an unpopular item
     takes the place of a popular one only while it is used.
     """
 
@@ -82,32 +74,34 @@ class LoadPlan:
         self.counts = LoadCounts()
         self._budget_bytes = budget_bytes
         self._order = order
-        self._places: dict[str, _Residence] = {}
+        self._present: dict[str, None] = {}  # loaded, or being loaded, in the order of their loads
         self._known: dict[str, _KnownItem] = {}
         self._waiting: list[LoadClaim] = []
         self._users: Counter[str] = Counter()
         self._loading: str | None = None
-        self._lent = 0
+        self._claims = 0
 
     @property
     def loaded(self) -> list[str]:
         """Names of what is loaded."""
-        return [name for name, place in self._places.items() if place.loaded]
+        return [name for name in self._present if name != self._loading]
 
     @property
     def coming(self) -> list[str]:
         """Names of what is not loaded and will be as soon as it can: what is being loaded, or was asked for."""
-        wanted = dict.fromkeys(item.name for loan in self._waiting for item in loan.items) | dict.fromkeys(self._users)
+        wanted = dict.fromkeys(item.name for claim in self._waiting for item in claim.items) | dict.fromkeys(
+            self._users
+        )
         loading = [self._loading] if self._loading is not None else []
-        return [*loading, *(name for name in wanted if name not in self._places)]
+        return [*loading, *(name for name in wanted if name not in self._present)]
 
     @property
     def used_bytes(self) -> int:
         """Of what is loaded or being loaded."""
-        return sum(place.size_bytes for place in self._places.values())
+        return sum(self._known[name].size_bytes for name in self._present)
 
-    def borrow(self, items: Sequence[CacheItem]) -> LoadClaim:
-        """Counts a use of each and begins a loan of all of them.
+    def claim(self, items: Sequence[CacheItem]) -> LoadClaim:
+        """Counts a use of each, and claims all of them.
 
         Raises TooLarge when they can never be here together.
         """
@@ -118,64 +112,64 @@ class LoadPlan:
                 f"{names} take {together} bytes together; there is room for {self._budget_bytes} (budget_bytes)",
                 metadata={"limit": "budget_bytes", "budget_bytes": str(self._budget_bytes)},
             )
-        self._lent += 1
+        self._claims += 1
         for item in items:
             self._order.used(item.name)
             self._know(item).expected_until = 0
-        loan = LoadClaim(items=tuple(items))
-        self._waiting.append(loan)
+        claim = LoadClaim(items=tuple(items))
+        self._waiting.append(claim)
         self._grant()
-        return loan
+        return claim
 
-    def give_back(self, loan: LoadClaim) -> None:
-        """Ends a loan, granted or not."""
-        if loan.granted:
-            self._users.subtract(item.name for item in loan.items)
+    def release(self, claim: LoadClaim) -> None:
+        """Ends a claim, granted or not."""
+        if claim.granted:
+            self._users.subtract(item.name for item in claim.items)
             self._users += Counter()  # drops those without users
         else:
-            self._waiting.remove(loan)
+            self._waiting.remove(claim)
         self._grant()
 
     def expect(self, items: Iterable[CacheItem]) -> None:
-        """Requests that wait elsewhere will borrow these: they are loaded ahead while nobody here waits."""
+        """Requests that wait elsewhere will claim these: they are loaded ahead while nobody here waits."""
         for item in items:
             if item.size_bytes <= self._budget_bytes:
-                self._know(item).expected_until = self._lent + _PATIENCE
+                self._know(item).expected_until = self._claims + _PATIENCE
 
     def next_load(self) -> LoadCommand | None:
         """What to load now; None while something is being loaded, or nothing is to be."""
         if self._loading is not None:
             return None
         for name in self._users:
-            if name not in self._places:
-                # Granted only where all that is on loan has room: what is in the way is not on loan.
+            if name not in self._present:
+                # Granted only where all that is claimed has room: what is in the way has no claim.
                 victims = self._victims(name, self._idle())
-                assert victims is not None, "no more is lent than there is room for"
+                assert victims is not None, "no more is granted than there is room for"
                 return self._begin(name, victims)
         return self._ahead()
 
     def finished(self, name: str) -> None:
         """The load has succeeded."""
-        self._places[name].loaded = True
         self._known[name].broken = False
         self._loading = None
         self.counts.loads += 1
 
     def failed(self, name: str) -> None:
-        """The load has failed: it is tried again only for those who ask anew, so the caller ends the loans of it."""
-        del self._places[name]
+        """The load has failed: it is tried again only for those who ask anew, so the caller releases its claims."""
+        del self._present[name]
         self._known[name].broken = True
         self._loading = None
         self.counts.failures += 1
 
     def _know(self, item: CacheItem) -> _KnownItem:
         known = self._known.setdefault(item.name, _KnownItem(size_bytes=item.size_bytes))
-        if item.name not in self._places:  # what is here has the size that it had when it was loaded
+        if item.name not in self._present:  # what is here has the size that it had when it was loaded
             known.size_bytes = item.size_bytes
         return known
 
     def _grant(self) -> None:
-        """Grants loans, first come first served, while all that is on loan has room together."""
+        """Grants claims, first come first served, while all that is granted has room together."""
+        loaded = set(self.loaded)
         while self._waiting:
             first = self._waiting[0]
             names = {item.name for item in first.items} | set(self._users)
@@ -184,8 +178,7 @@ class LoadPlan:
             self._waiting.pop(0)
             first.granted = True
             for item in first.items:
-                place = self._places.get(item.name)
-                if place is not None and place.loaded:
+                if item.name in loaded:
                     self.counts.hits += 1
                 else:
                     self.counts.misses += 1
@@ -193,11 +186,11 @@ class LoadPlan:
 
     def _idle(self) -> list[str]:
         """What may be let go, the first to go first: what is expected goes last."""
-        idle = [name for name, place in self._places.items() if place.loaded and name not in self._users]
+        idle = [name for name in self.loaded if name not in self._users]
         return sorted(idle, key=lambda name: (self._expected(name), self._order.value(name)))
 
     def _expected(self, name: str) -> bool:
-        return self._known[name].expected_until > self._lent
+        return self._known[name].expected_until > self._claims
 
     def _victims(self, name: str, candidates: Sequence[str]) -> list[str] | None:
         """Whom of `candidates`, in their order, the item takes the place of; None where it has no room even so."""
@@ -207,13 +200,13 @@ class LoadPlan:
             if lack <= 0:
                 break
             victims.append(candidate)
-            lack -= self._places[candidate].size_bytes
+            lack -= self._known[candidate].size_bytes
         return victims if lack <= 0 else None
 
     def _begin(self, name: str, victims: Sequence[str]) -> LoadCommand:
         for victim in victims:
-            del self._places[victim]
-        self._places[name] = _Residence(size_bytes=self._known[name].size_bytes)
+            del self._present[victim]
+        self._present[name] = None
         self._loading = name
         self.counts.evictions += len(victims)
         return LoadCommand(name=name, evicted=tuple(victims))
@@ -225,7 +218,7 @@ class LoadPlan:
         absent = [
             name
             for name, known in self._known.items()
-            if name not in self._places
+            if name not in self._present
             and not known.broken
             and (self._expected(name) or self._order.worth_replacing(name, ()))
         ]

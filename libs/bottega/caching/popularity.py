@@ -30,8 +30,8 @@ class EvictionOrder(Protocol):
         """The least goes first."""
         ...
 
-    def worth_replacing(self, absent: str, residents: Sequence[str]) -> bool:
-        """Whether to bring `absent` back unasked in place of all of `residents`, none of which is in use."""
+    def worth_replacing(self, absent: str, others: Sequence[str]) -> bool:
+        """Whether to bring `absent` back unasked in place of all of `others`, none of which is in use."""
         ...
 
 
@@ -62,12 +62,12 @@ class Popularity:
         """Uses in the window, then the time of the last one."""
         return self._counts[name], self._last_use.get(name, 0)
 
-    def worth_replacing(self, absent: str, residents: Sequence[str]) -> bool:
-        """Whether it is used twice as often as all residents together."""
-        return self._counts[absent] >= _WORTH_REPLACING * max(1, sum(self._counts[name] for name in residents))
+    def worth_replacing(self, absent: str, others: Sequence[str]) -> bool:
+        """Whether it is used twice as often as all others together."""
+        return self._counts[absent] >= _WORTH_REPLACING * max(1, sum(self._counts[name] for name in others))
 
     def _forget(self, name: str) -> None:
         self._counts[name] -= 1
         if not self._counts[name]:
-            # Who is in nobody's window has no rank to break a tie with, so that names never grow beyond the window.
+            # What is not in the window has no last use either, so that names never grow beyond the window.
             del self._counts[name], self._last_use[name]

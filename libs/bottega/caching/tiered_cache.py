@@ -17,75 +17,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from bottega.caching.lru_cache import LruCache
 from bottega.caching.sealed_files import load
+from bottega.caching.tiers import CacheEntry, CacheLease, Tier, TierStatistics
 from bottega.errors import BottegaError, StorageUnavailable
 from bottega.process import open_files
 from bottega.storage import os_errors
 from bottega.transport.memory.sealed_file import new_file
 
 _log = logging.getLogger(__name__)
-
-
-class Tier(StrEnum):
-    """Where a file was when somebody asked for it.
-
-    MEMORY: it was there already, and not only because of this. LOADED: it was read from the disk into memory for this:
-    it was on its way, or it had come ahead and this is the first to have it. DISK: memory had no room for it.
-    """
-
-    MEMORY = "memory"
-    LOADED = "loaded"
-    DISK = "disk"
-
-
-@dataclass(slots=True, kw_only=True)
-class TierStatistics:
-    """What has happened since the start. by_tier: leases, by where the file was. load_s: seconds of loading."""
-
-    by_tier: Counter[Tier]
-    loads: int = 0
-    loaded_bytes: int = 0
-    load_s: float = 0.0
-    failures: int = 0
-    evictions: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CacheLease:
-    """Bytes that stay readable until it is given back, whatever else is loaded or deleted. Read them with os.preadv.
-
-    resident: in memory, sealed.
-    """
-
-    digest: str
-    descriptor: int
-    size_bytes: int
-    tier: Tier
-    resident: bool
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class CacheEntry:
-    """A file in memory, or on its way there until `loaded` ends.
-
-    leases: that have not ended. awaits_fetch: it was loaded for a fetch that is still to come.
-    """
-
-    descriptor: int
-    size_bytes: int
-    loaded: Future[None] = field(default_factory=Future)
-    awaits_fetch: bool
-    leases: int = 0
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it is loaded, and has no lease."""
-        return self.loaded.done() and not self.leases
 
 
 class TieredCache:
@@ -271,30 +213,21 @@ class TieredCache:
     def _lease(
         self, digest: str, entry: CacheEntry, tier: Tier, loaded: Future[None], outcome: Future[CacheLease]
     ) -> None:
-        error = loaded.exception()
-        if error is None:
-            outcome.set_result(
-                CacheLease(
-                    digest=digest,
-                    descriptor=entry.descriptor,
-                    size_bytes=entry.size_bytes,
-                    tier=tier,
-                    resident=True,
-                )
-            )
+        if (error := loaded.exception()) is not None:
+            self._refuse(digest, error, outcome)
             return
-        with self._lock:
-            self._uncount(digest)
-        outcome.set_exception(error)
+        outcome.set_result(
+            CacheLease(
+                digest=digest, descriptor=entry.descriptor, size_bytes=entry.size_bytes, tier=tier, resident=True
+            )
+        )
 
     def _lease_from_disk(self, digest: str, outcome: Future[CacheLease]) -> None:
         """In a thread of the pool."""
         try:
             descriptor = self._open(digest)
         except BottegaError as error:
-            with self._lock:
-                self._uncount(digest)
-            outcome.set_exception(error)
+            self._refuse(digest, error, outcome)
             return
         with self._lock:
             self.counts.by_tier[Tier.DISK] += 1
@@ -302,6 +235,11 @@ class TieredCache:
         outcome.set_result(
             CacheLease(digest=digest, descriptor=descriptor, size_bytes=size_bytes, tier=Tier.DISK, resident=False)
         )
+
+    def _refuse(self, digest: str, error: BaseException, outcome: Future[CacheLease]) -> None:
+        with self._lock:
+            self._uncount(digest)
+        outcome.set_exception(error)
 
     def _open(self, digest: str) -> int:
         try:

@@ -26,36 +26,36 @@ def items(*names: str) -> list[CacheItem]:
 
 
 class Operations(RuleBasedStateMachine):
-    """Random borrowing, loading and giving back. memory: what an owner that obeys has, loading what is being loaded."""
+    """Random claims, loads and releases. memory: what an owner that obeys has, loading what is being loaded."""
 
     def __init__(self, order: EvictionOrder) -> None:
         super().__init__()
-        self.shelf = LoadPlan(BUDGET, order)
-        self.loans: list[LoadClaim] = []
+        self.plan = LoadPlan(BUDGET, order)
+        self.claims: list[LoadClaim] = []
         self.memory: set[str] = set()
         self.loading: str | None = None
         self.granted_uses = 0
 
     @rule(names=st.lists(_names, min_size=1, max_size=3))
-    def borrow(self, names: list[str]) -> None:
+    def claim(self, names: list[str]) -> None:
         if sum(SIZES[name] for name in set(names)) > BUDGET:
             with pytest.raises(TooLarge, match="room for 10"):
-                self.shelf.borrow(items(*names))
+                self.plan.claim(items(*names))
         else:
-            self.loans.append(self.shelf.borrow(items(*names)))
+            self.claims.append(self.plan.claim(items(*names)))
 
-    @precondition(lambda self: self.loans)
+    @precondition(lambda self: self.claims)
     @rule(place=st.integers(0, 99))
-    def give_back(self, place: int) -> None:
-        self.shelf.give_back(self.loans.pop(place % len(self.loans)))
+    def release(self, place: int) -> None:
+        self.plan.release(self.claims.pop(place % len(self.claims)))
 
     @rule(names=st.lists(_names, max_size=3))
     def expect(self, names: list[str]) -> None:
-        self.shelf.expect(items(*names))
+        self.plan.expect(items(*names))
 
     @rule()
     def begin(self) -> None:
-        load = self.shelf.next_load()
+        load = self.plan.next_load()
         if self.loading is not None:
             assert load is None
         elif load is not None:
@@ -70,47 +70,47 @@ class Operations(RuleBasedStateMachine):
         assert self.loading is not None
         name, self.loading = self.loading, None
         if succeeds:
-            self.shelf.finished(name)
+            self.plan.finished(name)
             self.memory.add(name)
         else:
-            self.shelf.failed(name)
-            for loan in [loan for loan in self.loans if loan.granted and name in names_of(loan)]:
-                self.loans.remove(loan)
-                self.shelf.give_back(loan)
+            self.plan.failed(name)
+            for claim in [claim for claim in self.claims if claim.granted and name in names_of(claim)]:
+                self.claims.remove(claim)
+                self.plan.release(claim)
 
     def lent(self) -> set[str]:
-        return {name for loan in self.loans if loan.granted for name in names_of(loan)}
+        return {name for claim in self.claims if claim.granted for name in names_of(claim)}
 
     @invariant()
     def nothing_is_over_budget(self) -> None:
         here = self.memory | ({self.loading} if self.loading else set())
-        assert self.shelf.used_bytes == sum(SIZES[name] for name in here) <= BUDGET
-        assert set(self.shelf.loaded) == self.memory
+        assert self.plan.used_bytes == sum(SIZES[name] for name in here) <= BUDGET
+        assert set(self.plan.loaded) == self.memory
 
     @invariant()
     def what_is_asked_for_is_there_or_comes(self) -> None:
-        asked_for = {name for loan in self.loans for name in names_of(loan)}
-        assert set(self.shelf.coming) == (asked_for | ({self.loading} if self.loading else set())) - self.memory
+        asked_for = {name for claim in self.claims for name in names_of(claim)}
+        assert set(self.plan.coming) == (asked_for | ({self.loading} if self.loading else set())) - self.memory
 
     @invariant()
-    def loans_are_granted_in_their_order(self) -> None:
-        granted = [loan.granted for loan in self.loans]
+    def claims_are_granted_in_their_order(self) -> None:
+        granted = [claim.granted for claim in self.claims]
         assert granted == sorted(granted, reverse=True)
-        assert not self.loans or self.loans[0].granted
+        assert not self.claims or self.claims[0].granted
 
     def teardown(self) -> None:
         """Whoever waits is served, once those before it are done."""
-        while self.loans:
+        while self.claims:
             for _ in range(2 * len(SIZES)):
                 self.begin()
                 if self.loading:
                     self.end(True)
-            assert set(names_of(self.loans[0])) <= self.memory
-            self.give_back(0)
+            assert set(names_of(self.claims[0])) <= self.memory
+            self.release(0)
 
 
-def names_of(loan: LoadClaim) -> Sequence[str]:
-    return [item.name for item in loan.items]
+def names_of(claim: LoadClaim) -> Sequence[str]:
+    return [item.name for item in claim.items]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=["popularity", "lru", "lfu"])
@@ -119,35 +119,35 @@ def test_whatever_happens_the_promises_hold(order: Callable[[], EvictionOrder]) 
     run_state_machine_as_test(lambda: Operations(order()), settings=quick)  # type: ignore[arg-type]  # any factory
 
 
-def shelf_with(budget: int, *uses: str, order: EvictionOrder | None = None) -> LoadPlan:
-    """A shelf after these uses, one after the other, each over before the next, nothing loaded unasked."""
-    shelf = LoadPlan(budget, order or Popularity())
+def plan_after(budget: int, *uses: str, order: EvictionOrder | None = None) -> LoadPlan:
+    """A plan after these uses, one after the other, each over before the next, nothing loaded unasked."""
+    plan = LoadPlan(budget, order or Popularity())
     for name in uses:
-        use(shelf, name)
-    return shelf
+        use(plan, name)
+    return plan
 
 
-def use(shelf: LoadPlan, *names: str) -> None:
-    loan = shelf.borrow(items(*names))
-    while not set(names) <= set(shelf.loaded):
-        serve(shelf)
-    shelf.give_back(loan)
+def use(plan: LoadPlan, *names: str) -> None:
+    claim = plan.claim(items(*names))
+    while not set(names) <= set(plan.loaded):
+        serve(plan)
+    plan.release(claim)
 
 
-def serve(shelf: LoadPlan) -> str | None:
+def serve(plan: LoadPlan) -> str | None:
     """One load, if one is due."""
-    load = shelf.next_load()
+    load = plan.next_load()
     if load is None:
         return None
-    shelf.finished(load.name)
+    plan.finished(load.name)
     return load.name
 
 
-def settle(shelf: LoadPlan) -> list[str]:
+def settle(plan: LoadPlan) -> list[str]:
     """All loads that are due; what is loaded then."""
-    while serve(shelf):
+    while serve(plan):
         pass
-    return sorted(shelf.loaded)
+    return sorted(plan.loaded)
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def settle(shelf: LoadPlan) -> list[str]:
     ],
 )
 def test_the_least_popular_goes_first_and_of_equals_the_least_recently_used(uses: str, left: str) -> None:
-    assert sorted(shelf_with(2, *uses).loaded) == list(left)
+    assert sorted(plan_after(2, *uses).loaded) == list(left)
 
 
 def test_popularity_is_of_the_last_uses_only() -> None:
-    shelf = shelf_with(2, *"xxxxxx", *"yy", *"zzz", order=Popularity(5))
-    assert sorted(shelf.loaded) == ["y", "z"]
+    plan = plan_after(2, *"xxxxxx", *"yy", *"zzz", order=Popularity(5))
+    assert sorted(plan.loaded) == ["y", "z"]
 
 
 def test_popularity_forgets_names_with_their_last_use() -> None:
@@ -176,65 +176,65 @@ def test_popularity_forgets_names_with_their_last_use() -> None:
 
 
 def test_a_popular_one_comes_back_when_the_unpopular_one_is_idle() -> None:
-    shelf = shelf_with(2, *"xxxyyy")
-    loan = shelf.borrow(items("z"))
-    assert settle(shelf) == ["y", "z"]
-    shelf.give_back(loan)
-    assert settle(shelf) == ["x", "y"]
-    assert (shelf.counts.hits, shelf.counts.misses, shelf.counts.loads, shelf.counts.evictions) == (4, 3, 4, 2)
+    plan = plan_after(2, *"xxxyyy")
+    claim = plan.claim(items("z"))
+    assert settle(plan) == ["y", "z"]
+    plan.release(claim)
+    assert settle(plan) == ["x", "y"]
+    assert (plan.counts.hits, plan.counts.misses, plan.counts.loads, plan.counts.evictions) == (4, 3, 4, 2)
 
 
 def test_two_of_about_the_same_popularity_do_not_take_turns() -> None:
-    shelf = shelf_with(1, *"xxxyyz")
-    assert settle(shelf) == ["x"]  # three times to one
-    use(shelf, "y")
-    assert settle(shelf) == ["y"]  # three times each
+    plan = plan_after(1, *"xxxyyz")
+    assert settle(plan) == ["x"]  # three times to one
+    use(plan, "y")
+    assert settle(plan) == ["y"]  # three times each
 
 
-def test_what_is_expected_is_loaded_ahead_and_stays_until_it_is_borrowed() -> None:
-    shelf = shelf_with(2, *"xxxyyyy")
-    shelf.expect(items("z"))
-    assert settle(shelf) == ["y", "z"]
-    hits = shelf.counts.hits
-    use(shelf, "z")
-    assert shelf.counts.hits == hits + 1
-    assert settle(shelf) == ["x", "y"]
+def test_what_is_expected_is_loaded_ahead_and_stays_until_it_is_claimed() -> None:
+    plan = plan_after(2, *"xxxyyyy")
+    plan.expect(items("z"))
+    assert settle(plan) == ["y", "z"]
+    hits = plan.counts.hits
+    use(plan, "z")
+    assert plan.counts.hits == hits + 1
+    assert settle(plan) == ["x", "y"]
 
 
 def test_what_is_expected_and_never_comes_does_not_stay_for_ever() -> None:
-    shelf = shelf_with(2, *"xxxyyyy")
-    shelf.expect(items("z"))
-    settle(shelf)
+    plan = plan_after(2, *"xxxyyyy")
+    plan.expect(items("z"))
+    settle(plan)
     for _ in range(120):
-        use(shelf, "y")
-    assert settle(shelf) == ["x", "y"]
+        use(plan, "y")
+    assert settle(plan) == ["x", "y"]
 
 
 def test_those_who_wait_come_before_what_is_expected() -> None:
-    shelf = LoadPlan(2, Popularity())
-    shelf.expect(items("x"))
-    shelf.borrow(items("y"))
-    assert serve(shelf) == "y"
-    assert serve(shelf) == "x"
+    plan = LoadPlan(2, Popularity())
+    plan.expect(items("x"))
+    plan.claim(items("y"))
+    assert serve(plan) == "y"
+    assert serve(plan) == "x"
 
 
 def test_a_load_that_failed_is_tried_again_only_for_who_asks_anew() -> None:
-    shelf = LoadPlan(2, Popularity())
+    plan = LoadPlan(2, Popularity())
     for _ in range(3):
-        loan = shelf.borrow(items("x"))
-        assert shelf.next_load() is not None
-        shelf.failed("x")
-        shelf.give_back(loan)
-        assert shelf.next_load() is None
-    assert (shelf.counts.failures, shelf.counts.misses, shelf.counts.hits) == (3, 3, 0)
+        claim = plan.claim(items("x"))
+        assert plan.next_load() is not None
+        plan.failed("x")
+        plan.release(claim)
+        assert plan.next_load() is None
+    assert (plan.counts.failures, plan.counts.misses, plan.counts.hits) == (3, 3, 0)
 
 
-def test_a_loan_given_back_before_it_was_granted_is_forgotten() -> None:
-    shelf = LoadPlan(1, Popularity())
-    shelf.borrow(items("x"))
-    shelf.give_back(shelf.borrow(items("y")))
-    assert settle(shelf) == ["x"]
-    assert shelf.counts.misses == 1
+def test_a_claim_released_before_it_was_granted_is_forgotten() -> None:
+    plan = LoadPlan(1, Popularity())
+    plan.claim(items("x"))
+    plan.release(plan.claim(items("y")))
+    assert settle(plan) == ["x"]
+    assert plan.counts.misses == 1
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 200))

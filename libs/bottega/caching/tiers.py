@@ -1,0 +1,65 @@
+"""The tiers of a TieredCache, its entries in memory, and what it leases."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """Where a file was when somebody asked for it.
+
+    MEMORY: it was there already, and not only because of this. LOADED: it was read from the disk into memory for this:
+    it was on its way, or it had come ahead and this is the first to have it. DISK: memory had no room for it.
+    """
+
+    MEMORY = "memory"
+    LOADED = "loaded"
+    DISK = "disk"
+
+
+@dataclass(slots=True, kw_only=True)
+class TierStatistics:
+    """What has happened since the start. by_tier: leases, by where the file was. load_s: seconds of loading."""
+
+    by_tier: Counter[Tier]
+    loads: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    failures: int = 0
+    evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CacheLease:
+    """Bytes that stay readable until it is given back, whatever else is loaded or deleted. Read them with os.preadv.
+
+    resident: in memory, sealed.
+    """
+
+    digest: str
+    descriptor: int
+    size_bytes: int
+    tier: Tier
+    resident: bool
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class CacheEntry:
+    """A file in memory, or on its way there until `loaded` ends.
+
+    leases: that have not ended. awaits_fetch: it was loaded for a fetch that is still to come.
+    """
+
+    descriptor: int
+    size_bytes: int
+    loaded: Future[None] = field(default_factory=Future)
+    awaits_fetch: bool
+    leases: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is loaded, and has no lease."""
+        return self.loaded.done() and not self.leases
