@@ -102,7 +102,7 @@ class ByLink:
     def move(self, message: Message) -> None:
         deadline = Deadline.after(_PATIENCE_S)
         if self._in_place:
-            self._link.begin(message.layout, deadline).finish()
+            self._link.start_message(message.layout, deadline).finish()
         else:
             self._link.send(message.layout, message.buffers, deadline)
         self._link.drain(deadline)

@@ -130,7 +130,7 @@ class ScriptedServer:
             return
         layout = residuals_layout(len(step.entries), self._shapes, torch.float32)
         dies = 0 < script.dies_at_step <= self.steps
-        with link.begin(layout, Deadline.after(LIFE_S)) as outgoing:
+        with link.start_message(layout, Deadline.after(LIFE_S)) as outgoing:
             tensor_at(layout, outgoing.views, 0)[0] = step.number
             for index in range(1, len(layout.specs)):
                 tensor_at(layout, outgoing.views, index).zero_()

@@ -60,7 +60,7 @@ def end(pid: int) -> None:
 
 def send_half(link: Link) -> None:
     """Sends two of four tensors, and nothing more."""
-    outgoing = link.begin(LAYOUT, _life())
+    outgoing = link.start_message(LAYOUT, _life())
     for view, part in zip(outgoing.views[:2], content(LAYOUT, 1)[:2], strict=True):
         view[:] = part
     outgoing.ready(2)

@@ -119,7 +119,7 @@ def mapped_files() -> int:
 
 def write(link: Link, layout: Layout, parts: list[bytes]) -> None:
     """Sends a message, written in place."""
-    with link.begin(layout, patience()) as outgoing:
+    with link.start_message(layout, patience()) as outgoing:
         for view, part in zip(outgoing.views, parts, strict=True):
             view[:] = part
         outgoing.finish()

@@ -7,7 +7,7 @@ LinkHandler. Below them a listener makes an offer, gRPC carries it, the other pr
         offer = listener.offer()                        # offer_to_wire(offer) goes by gRPC
         link = listener.accept(offer, deadline)         # there: link = connect(offer_from_wire(message), deadline)
 
-    with link.begin(layout, deadline) as outgoing:      # waits for a credit
+    with link.start_message(layout, deadline) as outgoing:      # waits for a credit
         fill(outgoing.views[0]); outgoing.ready(1)      # the receiver may have the first tensor now
         fill(outgoing.views[1]); outgoing.finish()
 

@@ -1,4 +1,4 @@
-"""Receiving from a peer that must not fall silent: a quiet one is asked for a sign of life, and given up in the end."""
+"""Receiving from a peer that must not fall silent: it is pinged when nothing comes, and given up in the end."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.receiver import Incoming
 from bottega.transport.link import Link
 
-# How often a quiet link is looked at by who pings, and by who only listens.
-_LOOK_S = 0.25
-_LISTENING_LOOK_S = 2.0
-# Quiet for this share of silence_s, a peer is pinged.
+# How often a quiet link is checked by the end that pings, and by one that only listens.
+_CHECK_S = 0.25
+_LISTENING_CHECK_S = 2.0
+# After this share of silence_s without a message, a peer is pinged.
 _PING_SHARE = 0.2
-# And after so many seconds in any case: those at the other end give up whoever is silent for half a minute.
+# And after so many seconds in any case: the other end gives up a peer that is silent for half a minute.
 _PING_S = 5.0
 
 
 class Keepalive:
-    """One thread receives by it. Time in which this process was stopped itself is no silence of the peer's.
+    """One thread receives by it. Time in which this process itself was stopped does not count as silence of the peer.
 
-    peer: what errors call it. silence_s: after which it is taken for dead. ping: asks it for a sign of life; None
-    where it says something every few seconds by itself. check: called while nothing comes; raises why a peer that
-    answers is given up all the same.
+    peer: its name in errors. silence_s: after which it is given up. ping: sends it a ping; None where the peer sends
+    something every few seconds by itself. check: called while nothing comes; raises why a peer that answers pings is
+    given up all the same.
     """
 
     def __init__(
@@ -41,20 +41,20 @@ class Keepalive:
         self._silence_s = silence_s
         self._ping = ping
         self._check = check
-        self._look_s = _LISTENING_LOOK_S if ping is None else _LOOK_S
-        self._awake = AwakeClock(self._look_s)
-        self._heard_s = self._pinged_s = self._awake()
+        self._check_s = _LISTENING_CHECK_S if ping is None else _CHECK_S
+        self._awake = AwakeClock(self._check_s)
+        self._last_s = self._pinged_s = self._awake()
 
     def next(self) -> Incoming:
         """The next message. Raises DeadlineExceeded when the peer has been silent for too long, or as `check` and
         Link.recv do."""
         while True:
             try:
-                incoming = self._link.recv(Deadline.after(self._look_s))
+                incoming = self._link.recv(Deadline.after(self._check_s))
             except DeadlineExceeded as error:
-                self._look(error)
+                self._check_silence(error)
             else:
-                self._heard_s = self._awake()
+                self._last_s = self._awake()
                 return incoming
 
     def wait(self, incoming: Incoming, count: int) -> None:
@@ -62,25 +62,25 @@ class Keepalive:
         while True:
             filled = incoming.filled
             try:
-                incoming.wait(count, Deadline.after(self._look_s))
+                incoming.wait(count, Deadline.after(self._check_s))
                 break
             except DeadlineExceeded as error:
                 if incoming.filled == filled:
-                    self._look(error)
+                    self._check_silence(error)
                 else:
-                    self._heard_s = self._awake()
-        self._heard_s = self._awake()
+                    self._last_s = self._awake()
+        self._last_s = self._awake()
 
-    def _look(self, error: DeadlineExceeded) -> None:
+    def _check_silence(self, error: DeadlineExceeded) -> None:
         """Nothing has come for a moment."""
         if self._link.cause is not None:
             raise self._link.cause
         now_s = self._awake()
-        quiet_s = now_s - self._heard_s
+        quiet_s = now_s - self._last_s
         if quiet_s > self._silence_s:
             raise DeadlineExceeded(f"{self._peer} was silent for {quiet_s:.1f} s; it is stopped, or cut off") from error
         self._check()
-        quiet_since_s = max(self._heard_s, self._pinged_s)
+        quiet_since_s = max(self._last_s, self._pinged_s)
         if self._ping is not None and now_s - quiet_since_s > min(_PING_SHARE * self._silence_s, _PING_S):
             self._pinged_s = now_s
             self._ping()

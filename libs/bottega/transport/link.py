@@ -71,17 +71,17 @@ class Link:
     def prepare(self, layout: Layout, deadline: Deadline) -> None:
         """Registers a layout and makes memory for it, so that its first message is as quick as the others.
 
-        Raises as `begin` does, except NoCredit.
+        Raises as `start_message` does, except NoCredit.
         """
         self._sender.prepare(layout, deadline)
 
-    def begin(self, layout: Layout, deadline: Deadline) -> Outgoing:
+    def start_message(self, layout: Layout, deadline: Deadline) -> Outgoing:
         """Takes a credit; the message's views are then to be written in place, and to be said ready.
 
         deadline: for the credit, and for all of the message.
         Raises NoCredit, NoSharedMemory and TooLarge, after which the link lives; else what it died of.
         """
-        return self._sender.begin(layout, deadline)
+        return self._sender.start_message(layout, deadline)
 
     @property
     def passes_files(self) -> bool:
@@ -96,7 +96,7 @@ class Link:
         They are handed over: a device's backend may still read them, so they must not be written before `drain`.
         file: goes with the message, none of its bytes being copied: the receiver looks at the same memory, and keeps
         it for as long as it likes, whatever becomes of message and link. Only where passes_files; ValueError if not.
-        Raises as `begin` and Outgoing.finish do.
+        Raises as `start_message` and Outgoing.finish do.
         """
         self._sender.send(layout, buffers, deadline, file)
 

@@ -20,7 +20,7 @@ def send_residuals(link: Link, number: int, rows: Sequence[ControlRow], residual
     """Writes the rows' residuals into a slot, scaled, deepest first, and says after each point that it is there."""
     by_point = residuals[0].by_point
     layout = residuals_layout(len(rows), tuple(_shape(tensor[0]) for tensor in by_point), by_point[0].dtype)
-    with link.begin(layout, Deadline.after(MESSAGE_S)) as outgoing:
+    with link.start_message(layout, Deadline.after(MESSAGE_S)) as outgoing:
         tensor_at(layout, outgoing.views, 0)[0] = number
         # Behind the number the points come deepest first.
         slots = [tensor_at(layout, outgoing.views, len(by_point) - point) for point in range(len(by_point))]

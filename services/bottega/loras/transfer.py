@@ -70,7 +70,7 @@ class LoraTransfer:
         """The header and the text encoders' section."""
         lora = self._lora
         layout = messages.lora_layout(lora)
-        with link.begin(layout, Deadline.after(_SEND_S)) as outgoing:
+        with link.start_message(layout, Deadline.after(_SEND_S)) as outgoing:
             outgoing.views[0][:] = pack_number(self.number)
             outgoing.views[messages.UNET_BYTES][:] = pack_number(lora.unet_bytes)
             self._fill(outgoing.views[messages.HEADER], 0, lora.header_bytes)
@@ -83,7 +83,7 @@ class LoraTransfer:
         lora = self._lora
         self._adapt()
         size_bytes = min(self._piece_bytes, pace.most_bytes, lora.unet_bytes - self._sent_bytes)
-        with link.begin(messages.piece_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:
+        with link.start_message(messages.piece_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:
             outgoing.views[0][:] = pack_number(self.number)
             place = lora.header_bytes + lora.text_bytes + self._sent_bytes
             self._fill(outgoing.views[messages.PIECE], place, size_bytes)

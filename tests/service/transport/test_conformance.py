@@ -112,7 +112,7 @@ def test_messages_of_both_directions_keep_their_order(ends: tuple[Link, Link]) -
 def test_the_first_tensors_can_be_used_before_the_last_are_written(ends: tuple[Link, Link]) -> None:
     near, far = ends
     parts = content(LAYOUT, 5)
-    with near.begin(LAYOUT, patience()) as outgoing:
+    with near.start_message(LAYOUT, patience()) as outgoing:
         outgoing.views[0][:] = parts[0]
         outgoing.ready(1)
         incoming = far.recv(patience(), LAYOUT)
@@ -137,7 +137,7 @@ def test_the_first_tensors_can_be_used_before_the_last_are_written(ends: tuple[L
 def test_a_message_that_is_taken_back_is_never_whole_and_the_link_lives(ends: tuple[Link, Link]) -> None:
     near, far = ends
     for seed in range(5):  # more than there are slots
-        with near.begin(LAYOUT, patience()) as outgoing:
+        with near.start_message(LAYOUT, patience()) as outgoing:
             outgoing.ready(2)
         with far.recv(patience(), LAYOUT) as incoming:
             incoming.wait(2, patience())
@@ -151,7 +151,7 @@ def test_a_message_that_is_taken_back_is_never_whole_and_the_link_lives(ends: tu
 def test_a_message_of_which_nothing_was_said_can_be_taken_back_in_silence(ends: tuple[Link, Link]) -> None:
     near, far = ends
     for _ in range(5):
-        near.begin(LAYOUT, patience()).abort()
+        near.start_message(LAYOUT, patience()).abort()
     with pytest.raises(DeadlineExceeded):
         far.recv(soon())
     write(near, LAYOUT, content(LAYOUT, 1))
@@ -159,8 +159,8 @@ def test_a_message_of_which_nothing_was_said_can_be_taken_back_in_silence(ends: 
 
 
 def test_one_message_at_a_time_in_one_direction(ends: tuple[Link, Link]) -> None:
-    with ends[0].begin(LAYOUT, patience()), pytest.raises(RuntimeError, match="one message at a time"):
-        ends[0].begin(LAYOUT, patience())
+    with ends[0].start_message(LAYOUT, patience()), pytest.raises(RuntimeError, match="one message at a time"):
+        ends[0].start_message(LAYOUT, patience())
 
 
 def test_without_credit_nothing_moves_and_the_link_lives(ends: tuple[Link, Link]) -> None:
@@ -169,7 +169,7 @@ def test_without_credit_nothing_moves_and_the_link_lives(ends: tuple[Link, Link]
     write(near, LAYOUT, content(LAYOUT, 2))
     began = time.monotonic()
     with pytest.raises(NoCredit):
-        near.begin(LAYOUT, soon())
+        near.start_message(LAYOUT, soon())
     assert time.monotonic() - began < 2
     held = [far.recv(patience()), far.recv(patience())]
     for incoming in held:
@@ -224,7 +224,7 @@ def test_a_full_direction_does_not_hold_up_the_other(ends: tuple[Link, Link]) ->
 def test_a_message_may_be_given_back_before_it_is_there(ends: tuple[Link, Link]) -> None:
     near, far = ends
     for seed in range(4):
-        with near.begin(LAYOUT, patience()) as outgoing:
+        with near.start_message(LAYOUT, patience()) as outgoing:
             outgoing.ready(1)
             far.recv(patience(), LAYOUT).release()
             outgoing.finish()
@@ -269,7 +269,7 @@ def test_a_wrong_layout_ends_the_link_at_both_ends_before_a_byte_is_taken(ends: 
     with pytest.raises(LayoutMismatch):
         near.recv(patience())
     with pytest.raises(LayoutMismatch):
-        near.begin(LAYOUT, patience())
+        near.start_message(LAYOUT, patience())
     assert far.counters.snapshot().received.messages == 0
     assert near.counters.snapshot().deaths == far.counters.snapshot().deaths == {"LayoutMismatch": 1}
 
@@ -297,7 +297,7 @@ def test_large_messages_arrive_whole(backend: Backend, tmp_path: Path) -> None:
 def test_a_message_beyond_the_limit_is_refused_and_the_link_lives(ends: tuple[Link, Link]) -> None:
     near, far = ends
     with pytest.raises(TooLarge) as raised:
-        near.begin(_sized((1 << 20) + 1), patience())
+        near.start_message(_sized((1 << 20) + 1), patience())
     assert raised.value.metadata == {"limit": "slot_bytes"}
     write(near, LAYOUT, content(LAYOUT, 1))
     assert read(far, LAYOUT) == content(LAYOUT, 1)
@@ -316,7 +316,11 @@ def test_buffers_that_do_not_fit_are_refused_before_anything_moves(ends: tuple[L
 def test_a_close_is_told_to_the_peer(ends: tuple[Link, Link]) -> None:
     near, far = ends
     near.close()
-    for call in (lambda: far.recv(patience()), lambda: far.begin(LAYOUT, patience()), lambda: near.recv(patience())):
+    for call in (
+        lambda: far.recv(patience()),
+        lambda: far.start_message(LAYOUT, patience()),
+        lambda: near.recv(patience()),
+    ):
         with pytest.raises(LinkClosed):
             call()
     near.close()
@@ -349,7 +353,7 @@ def test_what_a_close_overtakes_arrives_right_or_not_at_all(
 
 def test_a_close_in_mid_message_leaves_it_unfinished(ends: tuple[Link, Link]) -> None:
     near, far = ends
-    outgoing = near.begin(LAYOUT, patience())
+    outgoing = near.start_message(LAYOUT, patience())
     outgoing.views[0][:] = content(LAYOUT, 3)[0]
     outgoing.ready(1)
     incoming = far.recv(patience())
@@ -367,7 +371,7 @@ def test_a_close_in_mid_message_leaves_it_unfinished(ends: tuple[Link, Link]) ->
 
 def test_a_sender_in_mid_message_is_told_why_the_peer_left(ends: tuple[Link, Link]) -> None:
     near, far = ends
-    outgoing = near.begin(LAYOUT, patience())
+    outgoing = near.start_message(LAYOUT, patience())
     far.close()
 
     def go_on() -> None:
@@ -386,9 +390,9 @@ def test_a_monitor_can_end_a_link_whose_threads_wait(ends: tuple[Link, Link], en
     for seed in range(2):
         write(near, LAYOUT, content(LAYOUT, seed))
     waiting = [
-        _in_thread(lambda: near.begin(LAYOUT, patience())),
+        _in_thread(lambda: near.start_message(LAYOUT, patience())),
         _in_thread(lambda: near.recv(patience())),
-        _in_thread(lambda: far.begin(LAYOUT, patience()).abort()),
+        _in_thread(lambda: far.start_message(LAYOUT, patience()).abort()),
     ]
     time.sleep(0.02)
     began = time.monotonic()

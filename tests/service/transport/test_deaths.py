@@ -71,7 +71,7 @@ def test_a_sender_killed_in_mid_message_never_gives_a_whole_one(
         for index in (2, 3):
             with pytest.raises(IndexError):
                 incoming.view(index)
-        for call in (lambda: link.recv(patience()), lambda: link.begin(LAYOUT, patience())):
+        for call in (lambda: link.recv(patience()), lambda: link.start_message(LAYOUT, patience())):
             with pytest.raises(PeerDead):
                 call()
         assert link.counters.snapshot().received.messages == 0
@@ -87,7 +87,7 @@ def test_a_killed_receiver_wakes_the_sender_that_waits_for_its_credit(
             write(link, LAYOUT, content(LAYOUT, seed))
         read(link, LAYOUT)
         end(pid)
-        assert _until_dead(lambda: link.begin(LAYOUT, patience())) < AT_ONCE_S
+        assert _until_dead(lambda: link.start_message(LAYOUT, patience())) < AT_ONCE_S
 
 
 def test_a_sender_hears_of_a_death_at_its_next_call(others: Peers, listener: LinkListener, way: Backend) -> None:
@@ -95,7 +95,7 @@ def test_a_sender_hears_of_a_death_at_its_next_call(others: Peers, listener: Lin
     with link:
         end(pid)
         _wait_until_gone(pid)
-        assert _until_dead(lambda: link.begin(LAYOUT, patience())) < AT_ONCE_S
+        assert _until_dead(lambda: link.start_message(LAYOUT, patience())) < AT_ONCE_S
 
 
 def test_a_stopped_sender_costs_its_deadline_and_can_go_on(others: Peers, listener: LinkListener, way: Backend) -> None:

@@ -85,7 +85,7 @@ def test_a_message_may_take_as_long_as_bytes_come(ends: tuple[Link, Link]) -> No
     parts = content(LAYOUT, 1)
 
     def send_slowly() -> None:
-        with near.begin(LAYOUT, patience()) as outgoing:
+        with near.start_message(LAYOUT, patience()) as outgoing:
             for count, (view, part) in enumerate(zip(outgoing.views, parts, strict=True), start=1):
                 time.sleep(0.7 * SILENCE_S)
                 view[:] = part

@@ -212,16 +212,16 @@ def test_a_message_in_the_middle_of_another_ends_the_link(liar: Liar) -> None:
 def test_credit_for_nothing_ends_the_link(liar: Liar, frame: Frame) -> None:
     liar.receives.sendall(frame.pack())
     with pytest.raises(BadFrame):
-        liar.link.begin(LAYOUT, patience())
+        liar.link.start_message(LAYOUT, patience())
 
 
 @_both
 def test_credit_for_another_message_than_the_one_in_the_slot_ends_the_link(liar: Liar) -> None:
-    with liar.link.begin(LAYOUT, patience()) as outgoing:
+    with liar.link.start_message(LAYOUT, patience()) as outgoing:
         liar.receives.sendall(Frame(FrameKind.CREDIT, slot=outgoing.index, sequence=7).pack())
         outgoing.finish()
     with pytest.raises(BadFrame, match="not under way"):
-        liar.link.begin(LAYOUT, patience())
+        liar.link.start_message(LAYOUT, patience())
 
 
 @_both

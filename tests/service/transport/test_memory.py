@@ -32,7 +32,7 @@ def test_a_full_tmpfs_is_an_error_of_the_message_and_the_link_lives(tmp_path: Pa
         write(near, LAYOUT, content(LAYOUT, 1))
         with files_at_most(1 << 20):
             for call in (
-                lambda: near.begin(LARGE, patience()),
+                lambda: near.start_message(LARGE, patience()),
                 lambda: near.send(LARGE, [bytes(4 << 20)], patience()),
                 lambda: near.prepare(LARGE, patience()),
             ):
@@ -56,7 +56,7 @@ def test_every_page_is_reserved_before_one_is_touched(tmp_path: Path, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", no_room)
             with pytest.raises(NoSharedMemory) as raised:
-                near.begin(LAYOUT, patience())
+                near.start_message(LAYOUT, patience())
             assert raised.value.metadata == {"cause": "ENOSPC"}
         write(near, LAYOUT, content(LAYOUT, 1))
         assert read(far, LAYOUT) == content(LAYOUT, 1)
@@ -75,7 +75,7 @@ def test_a_slot_for_which_there_was_no_memory_is_made_for_the_next_message() -> 
 def test_slots_begin_at_pages(tmp_path: Path) -> None:
     for backend in (Backend.MEMFD, Backend.TCP):
         with linked(backend, tmp_path) as (near, far):
-            with near.begin(LAYOUT, patience()) as outgoing:
+            with near.start_message(LAYOUT, patience()) as outgoing:
                 assert address(outgoing.views[0]) % mmap.PAGESIZE == 0
                 outgoing.finish()
             with far.recv(patience()) as incoming:

@@ -89,7 +89,7 @@ def test_a_worker_that_begins_a_message_and_stops_is_given_up(tmp_path: Path) ->
     server = EchoServer(tmp_path, receive_s=0.2)
     with closing(server), link_to(server) as link:
         layout = Layout.of(number_spec("echo"), TensorSpec(name="rest", dtype=DType.UINT8, shape=(8,)))
-        outgoing = link.begin(layout, patience())
+        outgoing = link.start_message(layout, patience())
         outgoing.ready(1)
         with pytest.raises(DeadlineExceeded):
             link.recv(patience())

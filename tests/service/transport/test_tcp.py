@@ -77,7 +77,7 @@ def test_a_message_that_nobody_takes_costs_its_deadline_and_the_link(tmp_path: P
             near.send(HUGE, [bytes(HUGE.size_bytes)], Deadline.after(0.1))
         assert time.monotonic() - began < 2
         with pytest.raises(DeadlineExceeded):
-            near.begin(LAYOUT, patience())
+            near.start_message(LAYOUT, patience())
         with pytest.raises(LinkError), far.recv(patience()) as incoming:
             incoming.wait_all(patience())
         assert far.counters.snapshot().received.messages == 0

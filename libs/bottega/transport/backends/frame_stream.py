@@ -64,12 +64,12 @@ class FrameStream:
 
     def send_frame(self, frame: Frame, deadline: Deadline) -> None:
         """Sends a frame with its payload. Raises DeadlineExceeded, PeerDead."""
-        said = frame.pack() + frame.payload
+        encoded = frame.pack() + frame.payload
         with self._writing:
-            sent = self._send_at_once(said)
-            if sent < len(said):
+            sent = self._send_at_once(encoded)
+            if sent < len(encoded):
                 self._torn = True
-                self._write([memoryview(said)[sent:]], deadline)
+                self._write([memoryview(encoded)[sent:]], deadline)
                 self._torn = False
 
     def write(self, pieces: Sequence[memoryview], deadline: Deadline) -> None:
@@ -98,7 +98,7 @@ class FrameStream:
         with self._writing:
             if self._send_at_once(frame.pack()) < HEADER_BYTES:
                 self._torn = True
-                raise BadFrame("the peer takes messages and never reads its credit")
+                raise BadFrame("the peer sends messages and never reads its credit")
 
     def read_bulk(self, target: memoryview, deadline: Deadline) -> int:
         """Reads into `target` as far as bytes come before the deadline; returns how many. Raises PeerDead.
@@ -120,15 +120,15 @@ class FrameStream:
         return done
 
     def shut_down(self, cause: LinkError) -> None:
-        """Says BYE if nothing is in the way, and ends the connection both ways; waiting threads wake up."""
-        # Whoever is writing a frame has written it in a moment, on a busy machine even after the peer has answered it;
-        # behind half of a message there is no room for a BYE.
+        """Sends BYE unless half a message is in the way, and ends the connection both ways; waiting threads wake up."""
+        # A thread that is writing a frame is done in a moment, on a busy machine even after the peer has answered it.
+        # Behind half of a message a BYE would be read as a part of that message.
         if self._writing.acquire(timeout=0.0 if self._torn else _NOTICE_S):
             try:
                 if not self._torn:
                     self.socket.send(bye(cause).pack(), socket.MSG_DONTWAIT)
             except OSError:
-                pass  # the peer is gone or hears nothing: then it needs no BYE
+                pass  # the peer is gone or reads nothing: then it needs no BYE
             finally:
                 self._writing.release()
         try:
@@ -184,10 +184,10 @@ class FrameStream:
             raise gone()
         return got
 
-    def _send_at_once(self, said: bytes) -> int:
+    def _send_at_once(self, encoded: bytes) -> int:
         """Sends what the system takes without waiting; returns how many bytes that is."""
         try:
-            return self.socket.send(said, socket.MSG_DONTWAIT)
+            return self.socket.send(encoded, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
         except OSError as error:

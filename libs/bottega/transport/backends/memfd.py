@@ -97,7 +97,7 @@ class MemfdReceiver(FrameStream):
             raise BadFrame("the peer sent a message that is larger than the memory that it shared for it")
         return slot.views(layout)
 
-    def take_file(self, index: int) -> memoryview | None:
+    def pop_file(self, index: int) -> memoryview | None:
         return self._files.pop(index, None)
 
     def receive_data(self, index: int, start: int, stop: int, deadline: Deadline) -> int:

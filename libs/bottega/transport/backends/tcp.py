@@ -76,7 +76,7 @@ class TcpReceiver(FrameStream):
         slot = self._open[index] = self._slots.get(index, layout.size_bytes)
         return slot.views(layout)
 
-    def take_file(self, index: int) -> memoryview | None:
+    def pop_file(self, index: int) -> memoryview | None:
         return None
 
     def receive_data(self, index: int, start: int, stop: int, deadline: Deadline) -> int:

@@ -130,7 +130,7 @@ class ReceiverBackend(BackendEnd, Protocol):
         """Where each tensor of the message in this slot will be. Called once a message, before any byte moves."""
         ...
 
-    def take_file(self, index: int) -> memoryview | None:
+    def pop_file(self, index: int) -> memoryview | None:
         """The bytes of the file that is part of the message in this slot; None where there is none. Called once a
         message, after `open_slot`."""
         ...

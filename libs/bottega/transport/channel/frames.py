@@ -1,8 +1,8 @@
 """The frames of a link: 28 bytes each, little-endian, some followed by bytes.
 
-Each direction has a stream of its own. The sender says LAYOUT (a description follows), SEGMENT (a slot's memory comes
+Each direction has a stream of its own. The sender sends LAYOUT (a description follows), SEGMENT (a slot's memory comes
 with it), FILE (a file comes with it, and is part of the slot's next message) and DATA (tensors are there; TCP sends
-them right behind); the receiver answers CREDIT. Both may say BYE.
+them right behind); the receiver answers CREDIT. Both may send BYE.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class FrameKind(IntEnum):
-    """What a frame says."""
+    """What a frame is."""
 
     LAYOUT = 1
     SEGMENT = 2
@@ -40,7 +40,7 @@ class FrameKind(IntEnum):
 class Frame(NamedTuple):
     """One frame. A plain tuple, because one is made for every message and frozen dataclasses take four times as long.
 
-    flag: of DATA 1 where the sender takes the message back; of BYE the reason.
+    flag: of DATA 1 where the sender aborts the message; of BYE the reason.
     slot: which one, counted from 0. ready: of DATA how many tensors are there now, counted from the first.
     layout: its number on this link. sequence: of DATA and CREDIT the message's number, counted from 1.
     size: bytes that belong to the frame.
@@ -64,7 +64,7 @@ class Frame(NamedTuple):
 def unpack(header: bytes | bytearray) -> Frame:
     """The frame in a copy of 28 received bytes. Raises BadFrame when it is none.
 
-    Numbers of slots, layouts and messages are for those to check who know what there is.
+    Numbers of slots, layouts and messages are checked by sender and receiver, which know what there is.
     """
     fields = _HEADER.unpack(header)
     frame = Frame(*fields[1:])
@@ -77,9 +77,9 @@ def unpack(header: bytes | bytearray) -> Frame:
 
 _KINDS = frozenset(int(kind) for kind in FrameKind)
 
-# Why an end says BYE. A reason that is not here is a plain close to the peer.
+# Why an end sends BYE. To the peer a reason that is not here is a plain close.
 _REASONS: tuple[type[LinkError], ...] = (LinkClosed, LayoutMismatch, BadFrame, StaleEpoch, DeadlineExceeded)
-_TOLD: dict[type[LinkError], str] = {
+_BYE_MESSAGES: dict[type[LinkError], str] = {
     LinkClosed: "the peer closed the link",
     LayoutMismatch: "the peer expects messages of another layout than ours, and closed the link",
     BadFrame: "the peer found a fault in what we sent, and closed the link",
@@ -97,4 +97,4 @@ def bye(cause: LinkError) -> Frame:
 def cause_of_bye(frame: Frame) -> LinkError:
     """Why the peer ended the link, by its BYE."""
     kind = _REASONS[frame.flag] if frame.flag < len(_REASONS) else LinkClosed
-    return kind(_TOLD[kind])
+    return kind(_BYE_MESSAGES[kind])

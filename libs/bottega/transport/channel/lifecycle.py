@@ -13,7 +13,7 @@ from bottega.transport.channel.counters import LinkCounters
 
 
 class Lifecycle:
-    """Whether a link lives, and what it died of."""
+    """Whether a link is open, and what ended it."""
 
     def __init__(self, ends: Sequence[BackendEnd], counters: LinkCounters) -> None:
         self._ends = ends
@@ -25,7 +25,7 @@ class Lifecycle:
     def check(self) -> None:
         """Raises what the link died of, if it did."""
         if self.cause is not None:
-            raise _again(self.cause)
+            raise _copy(self.cause)
 
     def end(self, cause: LinkError) -> None:
         """Ends the link; every call that waits on it wakes up. The first cause counts."""
@@ -42,13 +42,13 @@ class Lifecycle:
         """Ends the link with this error, and raises what it died of: that may have been something else before."""
         self.end(error)
         assert self.cause is not None
-        raise _again(self.cause) from error
+        raise _copy(self.cause) from error
 
     def dead_for_s(self) -> float:
         """Seconds since it died; 0 while it lives."""
         return time.monotonic() - self._died_at if self.cause is not None else 0.0
 
 
-def _again(cause: LinkError) -> LinkError:
-    """The same error anew, so that tracebacks of several threads do not grow into one."""
+def _copy(cause: LinkError) -> LinkError:
+    """Tracebacks of several threads would grow into one if they raised the same object."""
     return type(cause)(cause.message, metadata=cause.metadata)

@@ -1,6 +1,6 @@
-"""The receiver's half of a link: takes messages in, tensor by tensor, checks all that the peer says, and gives credit.
+"""The receiver's half of a link: receives messages, tensor by tensor, checks all frames of the peer, and gives credit.
 
-What decides is read once, from a copy: shared memory stays writable by the peer. How bytes move, its backend knows.
+Every number that a check depends on is read once, from a copy, because the peer can still write shared memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bottega.transport.layout import Layout, TensorSpec
 
 
 class Receiver:
-    """One direction's receiver. One thread at a time; `release` and `close` may come from any."""
+    """One direction's receiver, as Link describes it. One thread at a time; any may call `release` and `close`."""
 
     def __init__(
         self, backend: ReceiverBackend, limits: Limits, lifecycle: Lifecycle, counters: LinkCounters, lease_s: float
@@ -40,7 +40,7 @@ class Receiver:
         self._counters = counters
         self._lease_s = lease_s
         self._layouts: dict[int, Layout] = {}
-        self._begun: deque[Incoming] = deque()
+        self._started: deque[Incoming] = deque()
         self._current: Incoming | None = None
         # Slots whose message has not been given back, under a lock of their own: release never waits for a receive.
         self._held: set[int] = set()
@@ -48,13 +48,12 @@ class Receiver:
         self._sequence = 0
 
     def recv(self, deadline: Deadline, expected: Layout | None) -> Incoming:
-        """The next message that has begun."""
         with self.lock:
-            while not self._begun:
+            while not self._started:
                 self.lifecycle.check()
                 if not self.pump(deadline):
                     raise DeadlineExceeded("no message came in time; the peer may be slow, stopped or idle")
-            incoming = self._begun.popleft()
+            incoming = self._started.popleft()
             if expected is not None and incoming.layout.digest != expected.digest:
                 self.lifecycle.fail(LayoutMismatch(_difference(expected, incoming.layout)))
             return incoming
@@ -64,7 +63,7 @@ class Receiver:
         with self.lock:
             while incoming.arrived < count:
                 if incoming.aborted:
-                    raise MessageAborted("the sender took the message back; what was received of it is void")
+                    raise MessageAborted("the sender aborted the message; what was received of it is void")
                 self.lifecycle.check()
                 if not self.pump(deadline):
                     raise DeadlineExceeded(
@@ -72,20 +71,20 @@ class Receiver:
                     )
 
     def pump(self, deadline: Deadline) -> bool:
-        """Takes in one frame, or some of the bytes that belong to the last; False when nothing came in time."""
+        """Processes one frame, or some of the bytes that belong to the last; False when nothing came in time."""
         try:
             if self._current is not None and self._current.awaited:
                 return self._fill(self._current, deadline)
             frame = self._backend.receive_frame(deadline)
             if frame is None:
                 return False
-            self._take_in(frame)
+            self._process(frame)
         except LinkError as error:
             self.lifecycle.fail(error)
         return True
 
     def release(self, incoming: Incoming) -> None:
-        """Gives the slot back, now or when the sender is done with it."""
+        """Gives the slot back, now or when the sender has sent the rest of the message."""
         with self._giving:
             if incoming.index not in self._held or incoming.released:
                 return
@@ -101,11 +100,11 @@ class Receiver:
     def close(self) -> None:
         """Gives memory and descriptors back, after the link's end."""
         with self.lock, self._giving:
-            self._begun.clear()
+            self._started.clear()
             self._current = None
             self._backend.close()
 
-    def _take_in(self, frame: Frame) -> None:
+    def _process(self, frame: Frame) -> None:
         match frame.kind:
             case FrameKind.DATA:
                 self._data(frame)
@@ -114,7 +113,7 @@ class Receiver:
             case FrameKind.BYE:
                 raise cause_of_bye(frame)
             case _:
-                raise BadFrame("the sender said what only receivers say")
+                raise BadFrame("the sender sent a frame that only receivers send")
 
     def _register(self, frame: Frame) -> None:
         if frame.layout >= self._limits.layouts:
@@ -130,13 +129,13 @@ class Receiver:
     def _data(self, frame: Frame) -> None:
         current = self._current
         if current is None:
-            current = self._begin(frame)
+            current = self._start(frame)
         elif (frame.sequence, frame.slot) != (current.sequence, current.index):
             raise BadFrame("the sender began a message in the middle of another")
         if frame.flag:
             current.aborted = True
             self._counters.aborted()
-            self._over(current)
+            self._end(current)
             return
         if not current.arrived < frame.ready <= len(current.layout.specs):
             raise BadFrame(f"the sender speaks of {frame.ready} tensors of {len(current.layout.specs)}")
@@ -147,7 +146,7 @@ class Receiver:
         current.awaited = frame.ready
         current.filled, current.stop = start, stop
 
-    def _begin(self, frame: Frame) -> Incoming:
+    def _start(self, frame: Frame) -> Incoming:
         layout = self._layouts.get(frame.layout)
         if layout is None:
             raise BadFrame(f"the sender sent a message of layout {frame.layout}, which it never registered")
@@ -158,9 +157,9 @@ class Receiver:
             self._held.add(frame.slot)
         views = self._backend.open_slot(frame.slot, layout)
         current = self._current = Incoming(self, layout, views, frame.slot, frame.sequence)
-        current.file = self._backend.take_file(frame.slot)
+        current.file = self._backend.pop_file(frame.slot)
         current.file_bytes = 0 if current.file is None else len(current.file)
-        self._begun.append(current)
+        self._started.append(current)
         return current
 
     def _fill(self, current: Incoming, deadline: Deadline) -> bool:
@@ -171,11 +170,11 @@ class Receiver:
             if current.arrived == len(current.layout.specs):
                 took_s = time.monotonic() - current.began
                 self._counters.received(current.layout.size_bytes, took_s, file_bytes=current.file_bytes)
-                self._over(current)
+                self._end(current)
         return got > 0
 
-    def _over(self, current: Incoming) -> None:
-        """The sender is done with the message."""
+    def _end(self, current: Incoming) -> None:
+        """The message is whole, or aborted."""
         self._current = None
         with self._giving:
             current.ended = True
@@ -189,7 +188,9 @@ class Receiver:
         try:
             self._backend.send_credit(Frame(FrameKind.CREDIT, slot=incoming.index, sequence=incoming.sequence))
         except LinkError as error:
-            self.lifecycle.end(error)  # whoever gives back wants nothing more of the link; the next call says it
+            self.lifecycle.end(
+                error
+            )  # not raised here: the caller is done with the link's message; its next call raises it
 
 
 class Incoming:
@@ -267,7 +268,9 @@ class Incoming:
         Raises IndexError when the tensor has not arrived, LeaseExpired when the message was given back, or its link
         died longer ago than its lease_s.
         """
-        views = self._views  # first: whoever gives the message back meanwhile says so before it drops them
+        views = (
+            self._views
+        )  # read first: a thread that releases the message meanwhile sets `released` before it drops them
         if self._lifecycle.cause is not None:
             self._receiver.check_lease()
         if self.released:

@@ -1,7 +1,4 @@
-"""The sender's half of a link: credit, layouts, and one message at a time, in pieces or whole.
-
-It decides what is said and when; how bytes move, its backend knows.
-"""
+"""The sender's half of a link: credit, layouts, and one message at a time, in pieces or whole."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ from bottega.transport.memory.sealed_file import SealedFile
 from bottega.transport.memory.slots import Slot
 
 _NOW = Deadline(at=0.0)
-_TAKEN_BACK = 1
+_ABORTED = 1
 
 
 class Sender:
-    """One direction's sender. One thread at a time; `close` may come from any."""
+    """One direction's sender, as Link describes it. One thread at a time; any thread may call `close`."""
 
     def __init__(self, backend: SenderBackend, limits: Limits, lifecycle: Lifecycle, counters: LinkCounters) -> None:
         self.lock = threading.RLock()
@@ -44,33 +41,29 @@ class Sender:
         self._open: Outgoing | None = None
 
     def prepare(self, layout: Layout, deadline: Deadline) -> None:
-        """Registers a layout and has memory ready for it in every free slot, so that no message waits for that."""
         with self.lock:
             self._register(layout, deadline)
             for index in self._free:
                 self._slot(index, layout, deadline)
 
-    def begin(self, layout: Layout, deadline: Deadline) -> Outgoing:
-        """Takes a credit for a message to be written in place."""
+    def start_message(self, layout: Layout, deadline: Deadline) -> Outgoing:
         with self.lock:
             index, number = self._admit(layout, deadline)
             try:
                 slot = self._slot(index, layout, deadline)
             except NoSharedMemory:
-                self._forget(index)
+                self._undo_admit(index)
                 raise
             outgoing = self._open = Outgoing(self, layout, slot, number=number, index=index, deadline=deadline)
             return outgoing
 
     @property
     def passes_files(self) -> bool:
-        """Whether a message may carry one."""
         return self._backend.passes_files
 
     def send(
         self, layout: Layout, buffers: Sequence[Buffer], deadline: Deadline, file: SealedFile | None = None
     ) -> None:
-        """Sends a whole message from the caller's buffers, and a file with it."""
         pieces = checked(layout, buffers)
         if file is not None:
             check_file(file, passes=self.passes_files, most_bytes=self._limits.slot_bytes)
@@ -80,7 +73,7 @@ class Sender:
             try:
                 staged = self._backend.stage(index, layout, pieces, deadline)
             except NoSharedMemory:
-                self._forget(index)
+                self._undo_admit(index)
                 raise
             except LinkError as error:
                 self._lifecycle.fail(error)
@@ -92,7 +85,6 @@ class Sender:
             self._counters.sent(layout.size_bytes, time.monotonic() - began, file_bytes=file_bytes)
 
     def drain(self, deadline: Deadline) -> None:
-        """Waits until every message has been given back."""
         with self.lock:
             while self._under_way:
                 self._lifecycle.check()
@@ -112,7 +104,7 @@ class Sender:
                 self._counters.sent(layout.size_bytes, time.monotonic() - outgoing.began)
 
     def abort(self, outgoing: Outgoing) -> None:
-        """Takes an open message back; the slot is free again, at once or when the receiver has heard of it."""
+        """Aborts an open message; its slot is free again at once, or when the receiver has given it back."""
         with self.lock:
             if self._open is not outgoing:
                 return
@@ -121,10 +113,10 @@ class Sender:
             if self._lifecycle.cause is not None:
                 return
             if outgoing.published == 0:
-                self._forget(outgoing.index)
+                self._undo_admit(outgoing.index)
                 return
             frame = Frame(
-                FrameKind.DATA, flag=_TAKEN_BACK, slot=outgoing.index, layout=outgoing.number, sequence=self._sequence
+                FrameKind.DATA, flag=_ABORTED, slot=outgoing.index, layout=outgoing.number, sequence=self._sequence
             )
             self._send_data(frame, [], outgoing.deadline)
 
@@ -137,7 +129,7 @@ class Sender:
         try:
             self._backend.attach_file(index, file, deadline)
         except LinkError as error:
-            self._lost(error)
+            self._fail(error)
 
     def _admit(self, layout: Layout, deadline: Deadline) -> tuple[int, int]:
         """A free slot for the next message, and the layout's number."""
@@ -150,8 +142,8 @@ class Sender:
         self._under_way[index] = self._sequence
         return index, number
 
-    def _forget(self, index: int) -> None:
-        """Gives a slot back whose message the receiver has not heard of."""
+    def _undo_admit(self, index: int) -> None:
+        """Frees the slot of a message of which nothing was sent."""
         self._sequence -= 1
         del self._under_way[index]
         self._free.append(index)
@@ -177,7 +169,7 @@ class Sender:
         return number
 
     def _credit(self, deadline: Deadline) -> int:
-        """Takes a free slot, and hears of the peer's death if it is dead."""
+        """Takes a free slot. Raises what the link died of if the peer is dead."""
         while self._receive_frame(_NOW):
             pass
         if not self._free:
@@ -197,17 +189,17 @@ class Sender:
         self._counters.waited(time.monotonic() - began, in_vain=False)
 
     def _receive_frame(self, deadline: Deadline) -> bool:
-        """Takes in one frame of the receiver's, if one comes before the deadline."""
+        """Processes one frame of the receiver, if one comes before the deadline."""
         try:
             frame = self._backend.receive_frame(deadline)
             if frame is None:
                 return False
-            self._take_in(frame)
+            self._process(frame)
         except LinkError as error:
             self._lifecycle.fail(error)
         return True
 
-    def _take_in(self, frame: Frame) -> None:
+    def _process(self, frame: Frame) -> None:
         if frame.kind == FrameKind.BYE:
             raise cause_of_bye(frame)
         if frame.kind != FrameKind.CREDIT or self._under_way.get(frame.slot) != frame.sequence:
@@ -231,16 +223,16 @@ class Sender:
         try:
             self._backend.send_data(frame, pieces, deadline)
         except LinkError as error:
-            self._lost(error)
+            self._fail(error)
 
     def _send_frame(self, frame: Frame, deadline: Deadline) -> None:
         try:
             self._backend.send_frame(frame, deadline)
         except LinkError as error:
-            self._lost(error)
+            self._fail(error)
 
-    def _lost(self, error: LinkError) -> None:
-        """Ends the link; if the peer said why it left before it did, that is the cause."""
+    def _fail(self, error: LinkError) -> None:
+        """Ends the link; if the peer sent a BYE before it left, that is the cause."""
         if not isinstance(error, DeadlineExceeded):
             while self._receive_frame(_NOW):
                 pass
@@ -248,10 +240,10 @@ class Sender:
 
 
 class Outgoing:
-    """A message that is being written in place. Use it as a context: leaving it unfinished takes it back.
+    """A message that is being written in place. Use it as a context: leaving it unfinished aborts it.
 
-    views: where each tensor's bytes are to be written; not to be touched any more once they are ready.
-    deadline: the one of `begin`, for all of the message.
+    views: where each tensor's bytes are to be written; not to be written any more once they are ready.
+    deadline: the one of `start_message`, for all of the message.
     """
 
     __slots__ = ("_sender", "began", "deadline", "index", "layout", "number", "published", "slot", "views")
@@ -278,7 +270,7 @@ class Outgoing:
     def ready(self, count: int) -> None:
         """Says that the first `count` tensors are complete.
 
-        Raises DeadlineExceeded when they could not be sent in time; the half cannot be taken back, so the link ends.
+        Raises DeadlineExceeded when they could not be sent in time; a half cannot be aborted, so the link ends.
         Raises what the link died of.
         """
         if not self.published <= count <= len(self.layout.specs):
@@ -292,5 +284,5 @@ class Outgoing:
         self.ready(len(self.layout.specs))
 
     def abort(self) -> None:
-        """Takes the message back, if it is not finished: the receiver's waits raise MessageAborted."""
+        """Aborts the message, if it is not finished: the receiver's waits raise MessageAborted."""
         self._sender.abort(self)

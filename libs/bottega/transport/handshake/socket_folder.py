@@ -32,12 +32,12 @@ def default_socket_path(service: str) -> Path:
     Raises ConfigError where that folder is another's, or open to others.
     """
     if given := os.environ.get(_UNIT_VARIABLE, "").partition(":")[0]:
-        _look_at(Path(given), private=False)
+        _check_folder(Path(given), private=False)
         return Path(given) / "links.sock"
     folder = _of_this_user()
     with suppress(OSError):  # what is wrong is said below
         folder.mkdir(mode=0o700)
-    _look_at(folder, private=True)
+    _check_folder(folder, private=True)
     return folder / f"{service}-{os.getpid()}.sock"
 
 
@@ -57,7 +57,7 @@ def open_folder(folder: Path, *, private: bool = False) -> int:
     return descriptor
 
 
-def _look_at(folder: Path, *, private: bool) -> None:
+def _check_folder(folder: Path, *, private: bool) -> None:
     try:
         os.close(open_folder(folder, private=private))
     except OSError as error:

@@ -37,11 +37,11 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 
 def _by_two(target: int, source: int, size: int) -> None:
-    """Both threads take pieces until none is left. Where the other is busy or late, the caller copies all itself."""
+    """Both threads copy pieces until none is left. Where the other is busy or late, the caller copies all itself."""
     piece = -(-size // _PIECES)
     starts = deque(range(0, size, piece))
 
-    def take() -> None:
+    def copy_pieces() -> None:
         while True:
             try:
                 start = starts.popleft()
@@ -49,8 +49,8 @@ def _by_two(target: int, source: int, size: int) -> None:
                 return
             ctypes.memmove(target + start, source + start, min(piece, size - start))
 
-    helping = _second().submit(take)
-    take()
+    helping = _second().submit(copy_pieces)
+    copy_pieces()
     if not helping.cancel():
         helping.result()
 
