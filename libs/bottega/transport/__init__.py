@@ -1,7 +1,8 @@
 """Links: pairwise, ordered connections that move tensors between processes, beside the gRPC that opens them.
 
-Services use LinkServer and workers LinkClient: they open links, open them again, and hand each pair's messages to its
-LinkHandler. Below them a listener makes an offer, gRPC carries it, the other process connects; both have a Link then:
+Services use LinkServer and workers LinkClient: they open links, open them again when they are lost, and hand each
+message to the LinkHandler of its pair. Below them a listener makes an offer, gRPC carries it, and the other process
+connects; then both have a Link:
 
     with LinkListener(Endpoints(unix_path=path, tcp=("127.0.0.1", 0))) as listener:
         offer = listener.offer()                        # offer_to_wire(offer) goes by gRPC
@@ -15,23 +16,23 @@ LinkHandler. Below them a listener makes an offer, gRPC carries it, the other pr
         incoming.wait(1, deadline); use(incoming.view(0))       # torch.frombuffer(incoming.view(0), dtype=...)
         incoming.wait(2, deadline); use(incoming.view(1))
 
-What holds for every backend, and is tested for all by one suite (tests/service/transport/test_conformance.py):
+Every backend promises this, and one suite tests all of them (tests/service/transport/test_conformance.py):
 
-- Each direction is ordered and has its own credit; nothing moves without one. Slots are the receiver's to give back.
+- Each direction is ordered and has its own credit: a message needs a free slot, and only the receiver frees slots.
 - A layout is registered before its first message, and a message's header is checked before its first byte moves.
-- Every call ends by its deadline. A message is never handed out as whole unless it is; what was taken of one that
-  does not become whole is void.
-- Within a host a message may carry a file (sealed memory, memory/sealed_file.py): both ends then look at the same
-  pages, and no byte is copied. Link.passes_files says whether; a file counts as its message does, and is no larger than
-  a slot may be.
-- A link dies alone and for one cause, nothing is sent twice, and what it brought stays valid memory while it is
-  referred to.
+- Every call ends by its deadline. A message counts as whole only when all of it has arrived; if it never does, the
+  tensors that have arrived are void.
+- Within a host a message may carry a file (sealed memory, memory/sealed_file.py): both ends then read the same pages,
+  and no byte is copied. Link.passes_files says whether a link can. A file counts as its message does, and is no larger
+  than a slot may be.
+- A link ends once, for one cause, without ending any other. Nothing is sent twice. What it brought stays valid memory
+  while it is referred to.
 - After the handshake bytes are neither encrypted nor signed: TCP is for networks that are trusted.
 - Within a host links are for processes of one user and root, or of a group that shares them
-  (handshake/credentials.py), and both ends look: no socket of another user is listened on, connected to or answered,
-  whatever it knows.
+  (handshake/credentials.py). Both ends check it: a socket of another user is never used, even if that user has the
+  token.
 
-What backends of devices must do, which will stand beside memfd and TCP, says channel/backend.py.
+channel/backend.py says what a backend for devices must do.
 """
 
 from bottega.transport.channel.backend import Backend, BackendChoice

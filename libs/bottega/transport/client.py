@@ -1,4 +1,4 @@
-"""The asking end of links: opens a link to a service, and opens it again with the next epoch when it is lost."""
+"""The client of links: opens a link to a service, and opens it again with the next epoch when it is lost."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from bottega.transport.link import Link
 
 _log = logging.getLogger(__name__)
 
-# Until a new offer is asked for in the place of one that was not taken, where the service does not say when.
-_AGAIN_S = 0.5
-# For the thread to end; whoever does not hear the end frames that the link is gone.
+# Until a new offer is requested after one that could not be used, where the service does not say when.
+_OFFER_RETRY_S = 0.5
+# For the thread to send the end of the link; without it the service notices that the connection is gone.
 _END_S = 0.5
 
 
@@ -37,15 +37,15 @@ class ServiceOffer:
 
 
 class OfferSource(Protocol):
-    """Who brings offers of links from other services."""
+    """Gets offers of links from other services."""
 
     def request(
         self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
     ) -> Future[ServiceOffer]:
         """An offer of the service of that kind at host:port.
 
-        link_id: of the lost link that it replaces, or empty. terms: what the service must agree to, by name. Its
-        exception is a BottegaError.
+        link_id: of the lost link that it replaces, or empty. terms: what the service must agree to, by name. The
+        future fails with a BottegaError.
         """
         ...
 
@@ -67,19 +67,19 @@ class LinkClientSettings:
 
 
 class LinkClientHandler(LinkHandler):
-    """The asking end's messages and rules."""
+    """The messages and rules of a pair, at its client."""
 
     @property
     @abstractmethod
     def wants_link(self) -> bool:
-        """Whether there shall be a link; after a change to True, call LinkClient.wake. With no lock held for long."""
+        """Whether there should be a link; after a change to True, call LinkClient.wake. It must not wait."""
 
 
 class LinkClient:
     """`start` it; it opens a link whenever its handler wants one and there is none.
 
-    peer: the service as texts name it. request: asks for an offer by the id of the link that it replaces. link_id: of
-    a link that another client had before.
+    peer: name of the service in texts. request: requests an offer, given the id of the link that it replaces. link_id:
+    of a link that another client had before.
     """
 
     def __init__(
@@ -109,18 +109,18 @@ class LinkClient:
         self._thread.start()
 
     def wake(self) -> None:
-        """Looks again whether a link is wanted."""
+        """Checks again whether a link is wanted."""
         with self._changed:
             self._changed.notify_all()
 
     def close(self, cause: LinkError | None = None) -> None:
-        """Ends the link, which the service is told, and opens none any more."""
+        """Ends the link, of which the service is told, and opens no other one."""
         self._stopped.set()
         self.wake()
         self.connection.close(cause or LinkClosed("the worker is stopping"))
 
     def join(self) -> None:
-        """Waits a moment for the end of the link, after `close`."""
+        """Waits for the end of the link after `close`, for a moment at most."""
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_END_S)
 
@@ -151,7 +151,7 @@ class LinkClient:
         return not self._stopped.is_set()
 
     def _serve_once(self) -> BottegaError:
-        """Opens a link and serves it to its end; returns what it died of, or why it could not be opened."""
+        """Opens a link and serves it to its end; returns why it ended, or why it could not be opened."""
         try:
             link = self._open(Deadline.after(self._settings.connect_s))
         except TimeoutError:
@@ -164,13 +164,13 @@ class LinkClient:
         return self.connection.serve(link, self._handler)
 
     def _open(self, deadline: Deadline) -> Link:
-        """A service that is full of links, or of offers, is asked again while there is time: places come free."""
+        """A service that has no room for links or offers is asked again while there is time: room becomes free."""
         while True:
             try:
                 offered = self._request(self.link_id).result(deadline.left_s())
                 link = connect(offered.offer, deadline, limits=self._settings.limits, counters=self._counters)
             except (LinksFull, AuthFailed) as error:  # the offer may have been given up for others' before it was used
-                wait_s = error.retry_after_s or _AGAIN_S
+                wait_s = error.retry_after_s or _OFFER_RETRY_S
                 if self.connection.cause is not None or deadline.left_s() <= wait_s:
                     raise
                 time.sleep(wait_s)

@@ -1,6 +1,6 @@
 """A link as a process uses it: one thread receives, another sends what any thread has put into the outbox.
 
-What the messages mean, and what is answered, a LinkHandler says; pings are answered here.
+A LinkHandler gives the messages their meaning; pings are answered here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bottega.transport.messages import WholeMessage, kind_of, number_message, re
 
 _log = logging.getLogger(__name__)
 
-# What waits to be sent at most; a worker has some tens of requests, with at most eight add-ons each.
+# The most that waits to be sent: a worker has some tens of requests, with at most eight add-ons each.
 MAX_OUTBOX = 4096
 _PING, _PONG = "ping", "pong"
 
@@ -32,9 +32,9 @@ SendTask = Callable[[Link], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
-    """here, peer: what the two ends are, as texts name them: "the worker". silence_s: after which the peer is taken for
-    dead. send_s: for which it may let a message wait. receive_s: for which its own may take to come; None: as long as
-    bytes come. pings: whether it is asked for a sign of life, and so looked at several times a second.
+    """here, peer: names of the two ends in texts, such as "the worker". silence_s: after which the peer is given up.
+    send_s: for which it may let a message wait. receive_s: for which its own message may take to arrive; None: as long
+    as bytes come. pings: whether this end sends pings, and so checks the link several times a second.
     """
 
     here: str
@@ -59,18 +59,18 @@ class LinkHandler(ABC):
         """
 
     def on_disconnect(self) -> None:  # noqa: B027 - a hook
-        """The link has just died; `on_end` follows when nothing is being sent any more. By the thread that receives."""
+        """The link has just ended; `on_end` follows when nothing is being sent. By the thread that receives."""
 
     @abstractmethod
     def on_end(self, cause: BottegaError) -> None:
         """The link has ended, or could not be opened; nothing is sent any more."""
 
     def check(self) -> None:  # noqa: B027 - a hook
-        """Called while nothing comes. Raises LinkError to give a peer up that answers pings and does nothing else."""
+        """Called while nothing comes. Raises LinkError to give up a peer that answers pings and does nothing else."""
 
     @property
     def progress(self) -> int:
-        """Counts this end's signs of life, which answers to pings tell."""
+        """A count that grows while this end works; answers to pings carry it."""
         return 0
 
     def on_pong(self, progress: int) -> None:  # noqa: B027 - a hook
@@ -78,15 +78,15 @@ class LinkHandler(ABC):
 
     @property
     def idle_s(self) -> float | None:
-        """How long the outbox must be empty for `send_idle` to be called; None: for ever. By the thread that sends."""
+        """How long the outbox must be empty for `send_idle` to be called; None: never. By the thread that sends."""
         return None
 
     def send_idle(self, link: Link) -> None:  # noqa: B027 - a hook
-        """Sends what has time. By the thread that sends."""
+        """Sends what can wait. By the thread that sends."""
 
 
 class Connection:
-    """Any thread may call it; what waits to be sent before the link is there is sent then."""
+    """Any thread may call it. Messages may be sent before the link is open; they wait in the outbox."""
 
     def __init__(self, settings: ConnectionSettings) -> None:
         self._settings = settings
@@ -109,9 +109,9 @@ class Connection:
         return self._cause or (self.link.cause if self.link is not None else None)
 
     def send(self, message: WholeMessage, *, on_failure: Callable[[BottegaError], None] | None = None) -> bool:
-        """Has a whole message sent; whether it will be, as long as the peer lives.
+        """Puts a whole message into the outbox; returns False where the link has ended.
 
-        on_failure: called when there is no memory for it, or it is larger than the peer takes; without it that ends the
+        on_failure: called when there is no memory for it, or it is too large for the peer; without it that ends the
         link.
         """
 
@@ -126,15 +126,15 @@ class Connection:
         return self.post(send)
 
     def post(self, task: SendTask) -> bool:
-        """Has the thread that sends do something, also when the link is dead by then, so that what the task holds is
-        given back; whether it will."""
+        """Puts a task for the thread that sends into the outbox; returns False where the link has ended. It runs even
+        if the link ends before its turn, so that it frees what it holds."""
         with self._lock:
             if self._ended or self._cause is not None:
                 return False
             if self._outbox.qsize() < MAX_OUTBOX:
                 self._outbox.put(task)
                 return True
-        self.close(PeerDead(f"{self._settings.peer} takes nothing of what is sent to it"))
+        self.close(PeerDead(f"{self._settings.peer} reads nothing of what is sent to it"))
         return False
 
     def send_now(self, link: Link, message: WholeMessage, *, file: SealedFile | None = None) -> None:
@@ -164,7 +164,7 @@ class Connection:
             link.end(cause)
 
     def serve(self, link: Link, handler: LinkHandler) -> LinkError:
-        """Receives from the link until it ends; returns what it died of. The link is closed then."""
+        """Receives from the link until it ends; returns why it did. The link is closed then."""
         with link:
             with self._lock:
                 self.link, cause = link, self._cause

@@ -1,7 +1,4 @@
-"""A link: a pairwise, ordered connection for tensors, with two directions that do not wait for each other.
-
-What carries it, its backend knows; how it came to be, listener and connector do.
-"""
+"""A link: a pairwise, ordered connection for tensors, with two directions that do not wait for each other."""
 
 from __future__ import annotations
 
@@ -21,13 +18,13 @@ from bottega.transport.channel.sender import Outgoing, Sender
 from bottega.transport.layout import Layout
 from bottega.transport.memory.sealed_file import SealedFile
 
-# After a link's death, for how long what it brought may still be looked at.
+# How long messages may still be read after the end of their link.
 LEASE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTerms:
-    """What both ends agreed on. ours, theirs: what each takes in. lease_s: how long messages outlive the link here."""
+    """What both ends agreed on. ours, theirs: limits of what each receives. lease_s: of messages after its end."""
 
     link_id: str
     epoch: int
@@ -41,11 +38,11 @@ class LinkTerms:
 class Link:
     """One thread may send while another receives; `close`, `end`, `cause` and an Incoming's `release` are for any.
 
-    A link dies alone, once, and of one cause; from then on every call raises that. Nothing is sent again by itself:
-    open a new epoch and decide. Use it as a context, or close it: that gives descriptors and memory back.
+    A link ends once, for one cause; every later call raises that. Nothing is sent again by itself: the caller opens a
+    link of the next epoch and decides what to send. Use it as a context, or close it: that frees its memory.
 
-    A peer that dies is noticed at once, by whoever waits or by the next call. One that only stops (a debugger, SIGSTOP,
-    an endless loop) cannot be told from a slow one: calls end at their deadlines, and the caller may end the link.
+    A peer that dies is noticed at once by a call that waits, else by the next one. One that only stops (a debugger,
+    SIGSTOP, an endless loop) looks like a slow one: calls end at their deadlines, and the caller may end the link.
     """
 
     def __init__(self, terms: LinkTerms, sender_backend: SenderBackend, receiver_backend: ReceiverBackend) -> None:
@@ -65,7 +62,7 @@ class Link:
 
     @property
     def cause(self) -> LinkError | None:
-        """What it died of, as far as anybody has noticed; None while it lives."""
+        """Why it has ended, once a call has noticed it; None while it is open."""
         return self._lifecycle.cause
 
     def prepare(self, layout: Layout, deadline: Deadline) -> None:
@@ -76,7 +73,7 @@ class Link:
         self._sender.prepare(layout, deadline)
 
     def start_message(self, layout: Layout, deadline: Deadline) -> Outgoing:
-        """Takes a credit; the message's views are then to be written in place, and to be said ready.
+        """Takes a credit for a message whose tensors the caller writes in place (Outgoing).
 
         deadline: for the credit, and for all of the message.
         Raises NoCredit, NoSharedMemory and TooLarge, after which the link lives; else what it died of.
@@ -94,36 +91,36 @@ class Link:
         """Sends a whole message from buffers of the caller's, one for each tensor.
 
         They are handed over: a device's backend may still read them, so they must not be written before `drain`.
-        file: goes with the message, none of its bytes being copied: the receiver looks at the same memory, and keeps
-        it for as long as it likes, whatever becomes of message and link. Only where passes_files; ValueError if not.
+        file: goes with the message, and none of its bytes are copied: the receiver reads the same memory, and may keep
+        it for longer than message and link. Raises ValueError unless passes_files.
         Raises as `start_message` and Outgoing.finish do.
         """
         self._sender.send(layout, buffers, deadline, file)
 
     def drain(self, deadline: Deadline) -> None:
-        """Returns when the receiver has given back every message: it is done with them, and with buffers handed over.
+        """Returns when the receiver has released every message, and buffers that were handed over may be written again.
 
         Raises DeadlineExceeded, after which the link lives; else what it died of.
         """
         self._sender.drain(deadline)
 
     def recv(self, deadline: Deadline, expected: Layout | None = None) -> Incoming:
-        """The next message, as soon as it has begun; wait on it for its tensors.
+        """The next message, as soon as its header is here; wait on it for its tensors.
 
-        expected: the only layout that is taken. It is checked before the first byte moves; another one ends the link
-        with LayoutMismatch, at both ends.
+        expected: the only layout that is accepted. It is checked before the first byte moves; another one ends the
+        link with LayoutMismatch, at both ends.
         Raises DeadlineExceeded, after which the link lives; else what it died of.
         """
         return self._receiver.recv(deadline, expected)
 
     def end(self, cause: LinkError) -> None:
-        """Ends the link, from any thread, without waiting; whoever waits in a call wakes up. Close it too."""
+        """Ends the link, from any thread, without waiting; calls that wait raise the cause. Close it too."""
         self._lifecycle.end(cause)
 
     def close(self) -> None:
-        """Ends the link if it lives, and gives everything back; the peer is told LinkClosed.
+        """Ends the link if it is open, and frees what it has; the peer's calls raise LinkClosed.
 
-        What is under way then may arrive or not: `drain` first where it matters.
+        Messages under way may arrive or not: `drain` first where it matters.
         """
         self._lifecycle.end(LinkClosed("the link was closed here"))
         self._sender.close()

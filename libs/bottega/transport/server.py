@@ -1,4 +1,4 @@
-"""The serving end of links: offers them to workers, serves those that are taken up, and ends them together."""
+"""The server of links: offers them to workers, serves those that workers open, and ends them together."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from bottega.transport.handshake.binding import Endpoints
 from bottega.transport.handshake.listener import LinkListener
 from bottega.transport.handshake.offer import Offer, TcpEndpoint
 
-# A message whose beginning is here must come to its end, and an answer must be taken.
+# For the rest of a message whose beginning has come, and for a worker to read an answer.
 MESSAGE_S = 20.0
-# A worker takes up an offer at once, or not at all.
+# A worker uses an offer at once, or not at all.
 _TOKEN_S = 5.0
 # The listener ends the wait.
 _ACCEPT_S = 2 * _TOKEN_S
-# A worker says something every few seconds (keepalive.py), or is gone.
+# A worker sends a ping every few seconds (keepalive.py), or is gone.
 _SILENCE_S = 30.0
-# Of workers: each has one link. Offers that nobody has taken up yet are no links; the listener bounds those.
+# Of workers: each has one link. The listener bounds offers that nobody has used yet.
 _MAX_LINKS = 256
 # Most suites have all their workers on a few hosts; some links are left for another one.
 _MAX_LINKS_PER_HOST = 192
-# One worker's link may end at any moment; those who were refused together shall not come back together.
+# A link may end at any moment; workers that were refused together should not come back together.
 _RETRY_S = (0.5, 1.5)
 
 _log = logging.getLogger(__name__)
-# Anybody who may ask for offers could have as many of these lines as they like.
+# Any process that may request offers could cause as many of these lines as it likes.
 _NOT_TAKEN_UP = SampledLog(
     _log, "an offer of a link was not taken up", more="more offers of links were not taken up", counted="offers"
 )
@@ -103,12 +103,12 @@ class LinkServer(ABC, Generic[H]):
 
     @property
     def open(self) -> list[H]:
-        """Handlers of the links that were taken up and have not ended."""
+        """Handlers of the links that are open."""
         with self._lock:
             return [link.handler for link in self._open]
 
     def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
-        """An offer for a worker. link_id: of the link that it replaces, or empty. caller: host of whoever asks.
+        """An offer for a worker. link_id: of the link that it replaces, or empty. caller: host of the worker.
 
         Raises Draining, LinksFull, InvalidRequest for what is no name of a link.
         """
@@ -125,7 +125,7 @@ class LinkServer(ABC, Generic[H]):
         self.draining = True
 
     def close(self) -> None:
-        """Takes no links any more, and ends those that there are. It may wait for what is being sent to end."""
+        """Opens no more links, and ends those that there are. It may wait for messages that are being sent."""
         self._listener.close()
         with self._lock:
             self._closed = True
@@ -137,7 +137,7 @@ class LinkServer(ABC, Generic[H]):
         sum_up_logs()
 
     def _check_room(self, caller: str) -> None:
-        """Raises LinksFull. One host gets a part of all, so that some are left for another one."""
+        """Raises LinksFull. One host gets a part of the links only, so that some are left for another one."""
         with self._lock:
             callers = [link.caller for link in self._open]
         for count, most, whose in (
@@ -146,13 +146,13 @@ class LinkServer(ABC, Generic[H]):
         ):
             if count >= most:
                 raise LinksFull(
-                    f"{most} {whose} are linked with {self._service}, as many as may be",
+                    f"{most} {whose} are linked with {self._service}, the most that it serves",
                     metadata={"limit": "links"},
                     retry_after_s=random.uniform(*_RETRY_S),
                 )
 
     def _serve(self, offer: Offer, worker: str, caller: str) -> None:
-        """One offer, from its being taken up to the link's end. In a thread of its own."""
+        """Waits for the worker to use the offer, and serves the link to its end. In a thread of its own."""
         facts = {"service": self._service, "worker": worker}
         try:
             link = self._listener.accept(offer, Deadline.after(_ACCEPT_S))
@@ -188,6 +188,6 @@ class LinkServer(ABC, Generic[H]):
 
 
 def sum_up_logs() -> None:
-    """Says how many lines about links were left out."""
+    """Logs how many lines about links were left out."""
     for lines in (_NOT_TAKEN_UP, _LINKED, _ENDED):
         lines.sum_up()

@@ -13,7 +13,7 @@ from bottega.transport.channel.limits import Limits
 def backend_ends(
     backend: Backend, sending: socket.socket, receiving: socket.socket, limits: Limits
 ) -> tuple[SenderBackend, ReceiverBackend]:
-    """This process's ends of both directions. limits: what it takes in."""
+    """This process's ends of both directions. limits: of what it receives."""
     if backend == Backend.MEMFD:
         return MemfdSender(sending), MemfdReceiver(receiving, limits)
     return TcpSender(sending), TcpReceiver(receiving)

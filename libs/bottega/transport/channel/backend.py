@@ -1,31 +1,31 @@
 """The interface between a link and what carries it: in each direction a sender backend and a receiver backend.
 
-A link decides what is said and when; a backend moves frames and bytes, and owns the slots.
+A link decides which frames are sent and when; a backend moves frames and bytes, and owns the slots.
 
 What a backend of devices, which will stand beside memfd.py and tcp.py, can rely on:
 
-- All that is said goes in frames over a connection of the backend's own: a device backend keeps one (unix or TCP,
-  frame_stream.py) for frames, and moves bytes beside it. One connection for each direction, so a group
-  (ProcessGroupNCCL) or slot pool (CUDA IPC) for each direction fits, and none is shared by two links.
-- The core never looks at a slot's bytes: it passes what `slot`, `open_slot` and `stage` return through, by spec. A
-  device backend's slot is a device tensor in the place of the memoryview, sliced by the same offsets (64-byte aligned,
-  slots by page), and `views` and `view` hand out slices of it.
-- Slots are few, long-lived, and known by index: memory is exported once for each (one cudaMalloc each, no expandable
-  segments) and told with a SEGMENT; it is unmapped in `close`, which comes when the peer is known to be dead, not at
+- Frames go over a connection of the backend's own, one for each direction: a device backend keeps one (unix or TCP,
+  frame_stream.py) for frames, and moves bytes beside it. So a process group (ProcessGroupNCCL) or slot pool (CUDA IPC)
+  for each direction fits, and no two links share one.
+- Sender and Receiver never read a slot's bytes: they hand on what `slot`, `open_slot` and `stage` return. A device
+  backend's slot is a device tensor in the place of the memoryview, sliced by the same offsets (64-byte aligned, slots
+  by page), and `views` and `view` return slices of it.
+- Slots are few, long-lived, and known by index. Memory is exported once for each (one cudaMalloc each, no expandable
+  segments) and announced by a SEGMENT. It is unmapped in `close`, which comes when the peer is known to be dead, not at
   the next handshake. `slot` is called before anything is written, with the size of the message.
 - `send_data` may be called when the work that fills the tensors is only enqueued: the backend owns a stream for each
-  direction, makes it wait for the caller's current one, and says DATA when its copy is enqueued or done, whichever
+  direction, makes it wait for the caller's current one, and sends DATA when its copy is enqueued or done, whichever
   its receiver needs.
-- Readiness before a receive: `open_slot` is called when the header has been checked and before any byte is asked for,
-  `receive_data` after that. A backend that must not post a receive before the sender has come (NCCL) posts it in
-  `receive_data`, because the DATA frame says that the sender is there; one whose sender must not start before the
-  receive is posted answers from `open_slot`.
-- Nothing is asked of a backend without a deadline, but a stuck kernel returns by none: `shut_down` may come at any time
-  from any thread, a liveness monitor's by Link.end, and must free whoever is stuck (ProcessGroupNCCL.abort()).
+- `open_slot` is called when the header has been checked and before any byte is needed, `receive_data` after that. A
+  backend that must not post a receive before the sender has come (NCCL) posts it in `receive_data`, because the DATA
+  frame shows that the sender is there; one whose sender must not start before the receive is posted answers from
+  `open_slot`.
+- Every call has a deadline, but a stuck kernel returns by none: `shut_down` may come at any time from any thread, by
+  Link.end, and must free a thread that is stuck (ProcessGroupNCCL.abort()).
 - `send_credit` is called when the consumer is done with a slot; a backend whose consumers enqueue work records an event
   there and lets the frame wait for it.
 - Two ends on one device, two ranks of one group, device numbers and peer access are for the backend's probe, which
-  joins those of `connect` before memfd, and says why when it does not pass.
+  comes before memfd in `connect`, and says why when it does not pass.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Backend(StrEnum):
 
     @property
     def within_host(self) -> bool:
-        """Whether it links nobody but processes of one host."""
+        """Whether it links processes of one host only."""
         return self is not Backend.TCP
 
 
@@ -75,7 +75,7 @@ class BackendEnd(Protocol):
         ...
 
     def shut_down(self, cause: LinkError) -> None:
-        """Tells the peer, if that takes no waiting to speak of, and wakes whoever waits here; then `receive_frame`
+        """Sends the peer a BYE if that takes hardly any waiting, and wakes threads that wait here; then `receive_frame`
         raises PeerDead.
 
         Any thread may call it, at any time: a monitor ends links whose own thread is stuck in a call.

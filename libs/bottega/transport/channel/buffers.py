@@ -35,6 +35,6 @@ def check_file(file: SealedFile, *, passes: bool, most_bytes: int) -> None:
         raise ValueError("an empty file needs no passing")
     if file.size_bytes > most_bytes:
         raise TooLarge(
-            f"a file of {file.size_bytes} bytes is more than the {most_bytes} that the peer takes in",
+            f"a file of {file.size_bytes} bytes is more than the {most_bytes} that the peer receives",
             metadata={"limit": "slot_bytes"},
         )

@@ -1,4 +1,4 @@
-"""What an end of a link takes in at most."""
+"""The most that an end of a link receives."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class Incoming:
     has to be thrown away.
 
     file: the bytes of the one that came with it, there from the beginning; None without one, and after `release`. To
-    read, like `view`; whoever takes it may keep it for longer, and nobody ever writes to it.
+    read, like `view`; it may be kept for longer, and nobody ever writes to it.
     """
 
     __slots__ = (

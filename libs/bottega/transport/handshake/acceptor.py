@@ -43,11 +43,11 @@ class Authenticator(Protocol):
     """Decides about pending connections. All calls come from the acceptor's thread."""
 
     def token_for(self, request: HandshakeRequest) -> bytes | Verdict:
-        """The token that this claim has to prove, or why it is not taken."""
+        """The token that this request has to prove, or why it is refused."""
         ...
 
     def admit(self, request: HandshakeRequest, connection: socket.socket) -> bool:
-        """Takes a connection whose proof was right; False when the offer is used up meanwhile."""
+        """Keeps a connection whose proof was right; False when the offer has been used meanwhile."""
         ...
 
 
@@ -84,7 +84,7 @@ class Acceptor:
         self._thread = threading.Thread(target=self._serve, name="links", daemon=True)
 
     def start(self) -> None:
-        """Begins to serve."""
+        """Accepts connections from now on."""
         for backend, listening in self._sockets:
             listening.setblocking(False)
             self._selector.register(listening, selectors.EVENT_READ, backend)
@@ -121,12 +121,12 @@ class Acceptor:
         try:
             connection, _ = listening.accept()
         except BlockingIOError:
-            return  # who came has left again
+            return  # the process that connected has left again
         except OSError as error:
             self._not_taken.tell({"why": error.strerror or "unknown"})
             time.sleep(_FULL_PAUSE_S)
             return
-        # Whom the folder and the socket's mode let through; what a link shares is for nobody else.
+        # The folder and the socket's mode should keep other users out; this check holds if they do not.
         if backend == Backend.MEMFD and (why := distrust_reason(connection, self._group)):
             self._refused.tell({"backend": backend}, {"why": why})
             connection.close()
@@ -199,7 +199,7 @@ class _PendingConnection:
         token = self._authenticator.token_for(request)
         if isinstance(token, Verdict):
             self.connection.send(refusal(token))
-            raise BadFrame(f"its offer is not taken ({token.name.lower()})")
+            raise BadFrame(f"its offer is refused ({token.name.lower()})")
         answer, self._wanted = challenge(token, encoded)
         self.connection.send(answer)
         self._request, self._next, self._length = request, self._on_proof, PROOF_BYTES

@@ -49,7 +49,7 @@ def connect(
 ) -> Link:
     """Opens the link of an offer: on one host by shared memory, else by TCP; Link.backend_choice has which, and why.
 
-    limits: what this end takes in. backends: those that may be tried, in order.
+    limits: of what this end receives. backends: those that may be tried, in order.
     Raises StaleEpoch, AuthFailed, or PeerDead naming what became of each backend; DeadlineExceeded.
     """
     limits = limits or Limits()

@@ -1,6 +1,6 @@
-"""The listening side of links: makes offers, and turns those who come with one into links.
+"""The listening side of links: makes offers, and opens a link for each process that connects with one.
 
-It binds only the address and the path that it is given. Somebody else carries the offers.
+It binds only the address and the path that it is given. Its user sends the offers, by gRPC.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MAX_REMEMBERED = 4096
 
 
 class LinkListener:
-    """Offers links and accepts them. Any thread may call it. Close it: its links live on."""
+    """Offers links and accepts them. Any thread may call it. Close it: its links stay open."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class LinkListener:
         token_s: float = 30.0,
         lease_s: float = LEASE_S,
     ) -> None:
-        """token_s: for how long an offer may be taken up, at the longest (handshake/pending_offers.py).
+        """token_s: for how long an offer can be used, at the longest (handshake/pending_offers.py).
 
         Raises ConfigError when an address cannot be bound, or the unix socket's folder is in others' hands.
         """
@@ -90,7 +90,7 @@ class LinkListener:
         """An offer for one other process, to be used once. With the link_id of an earlier one it is of the next epoch:
         the link that there was ends with StaleEpoch.
 
-        caller: host of whoever asks for it; each may have only so many that it has not taken up.
+        caller: host of the process that requests it; the number of its unused offers is bounded.
         Raises LinksFull when too many offers wait, InvalidRequest for what is no link_id.
         """
         link_id = link_id or new_link_id()
@@ -99,7 +99,7 @@ class LinkListener:
             raise InvalidRequest(f"link_id: {violation.description}", violations=[violation])
         with self._lock:
             if self._closed:
-                raise LinkClosed("this process takes no links any more")
+                raise LinkClosed("this process opens no more links")
             self._pending.drop(link_id)
             self._pending.make_room(caller)
             epoch = self._epochs.pop(link_id, 0) + 1
@@ -131,7 +131,7 @@ class LinkListener:
                     raise DeadlineExceeded("nobody took up the offer of a link in time")
 
     def close(self) -> None:
-        """Takes no links any more; those that there are live on."""
+        """Opens no more links; those that are open stay open."""
         with self._lock:
             if self._closed:
                 return
@@ -142,7 +142,7 @@ class LinkListener:
             Path(self._memfd.path).unlink(missing_ok=True)
 
     def token_for(self, request: HandshakeRequest) -> bytes | Verdict:
-        """The token that this claim has to prove, or why it is not taken."""
+        """The token that this request has to prove, or why it is refused."""
         with self._lock:
             if request.epoch < self._epochs.get(request.link_id, 0):
                 return Verdict.STALE
@@ -152,7 +152,7 @@ class LinkListener:
             return pending.offer.token
 
     def admit(self, request: HandshakeRequest, connection: socket.socket) -> bool:
-        """Takes a connection whose proof was right; False when the offer is used up meanwhile."""
+        """Keeps a connection whose proof was right; False when the offer has been used meanwhile."""
         with self._lock:
             pending = self._pending.get(request.link_id)
             if pending is None or isinstance(self.token_for(request), Verdict) or self._closed:
@@ -170,7 +170,7 @@ class LinkListener:
 
     def _pending_offer(self, offer: Offer) -> PendingOffer:
         if self._closed:
-            raise LinkClosed("this process takes no links any more")
+            raise LinkClosed("this process opens no more links")
         if offer.epoch < self._epochs.get(offer.link_id, 0):
             raise StaleEpoch("there is a newer offer for this link")
         pending = self._pending.get(offer.link_id)

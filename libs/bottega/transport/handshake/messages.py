@@ -60,7 +60,7 @@ class HandshakeRequest:
 
 
 def handshake_request(offer: Offer, backend: Backend, direction: Direction, limits: Limits) -> bytes:
-    """The first bytes of a connection. limits: what the connecting end takes in."""
+    """The first bytes of a connection. limits: of what the connecting end receives."""
     return _REQUEST.pack(
         _MAGIC,
         _BACKENDS.index(backend),

@@ -38,7 +38,7 @@ class Offer:
     """What the connecting process needs.
 
     link_id: 32 hexadecimal digits. epoch: counts from 1 how often the link has been opened.
-    limits: what the listener takes in.
+    limits: of what the listener receives.
     Raises ValueError naming the field that no listener would have written.
     """
 

@@ -1,7 +1,7 @@
-"""Offers that were made and that nobody has taken up yet: how many there may be, whose, and for how long.
+"""Offers that were made and not used yet: how many there may be of a caller and in all, and for how long.
 
-Whoever asks for many and takes up none is in nobody's way: its own oldest ones make room for the next. All calls come
-under the listener's lock. It opens no link.
+A caller with many unused offers does not get in the way of others: its own oldest one makes room for its next. All
+calls come under the listener's lock.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from bottega.transport.handshake.offer import Offer
 MAX_OFFERS = 256
 # Of one caller: all workers of one host may come back to a server at once, and another host's find room beside them.
 MAX_OFFERS_OF_ONE = 128
-# For which an offer stays whoever else asks: a worker takes it up in milliseconds, on a busy machine within this.
+# An offer is not given up for others before this: a worker uses it within milliseconds, on a busy machine within this.
 SAFE_S = 1.0
-# Offers become old enough to make room within SAFE_S; those who were refused together shall not come back together.
+# Offers become old enough to make room within SAFE_S; callers that were refused together should not come back together.
 _RETRY_S = (0.3, 1.0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PendingOffer:
-    """changed: told of whatever becomes of it, and of nothing else, so that a crowd of offers wakes nobody in vain."""
+    """changed: notified when this offer changes; one for each offer, so that a crowd of offers wakes nobody in vain."""
 
     offer: Offer
     caller: str
     made: float
     until: float
     changed: threading.Condition
-    # Proven connections by direction, with what the connecting end takes in.
+    # Proven connections by direction.
     connections: dict[Direction, socket.socket] = field(default_factory=dict)
     request: HandshakeRequest | None = None
 
 
 class PendingOffers:
-    """By link_id, the oldest first. lock: the listener's. token_s: for how long one may be taken up."""
+    """By link_id, the oldest first. lock: the listener's. token_s: for how long one can be used."""
 
     def __init__(self, lock: threading.RLock, *, token_s: float) -> None:
         self.token_s = token_s
@@ -50,12 +50,12 @@ class PendingOffers:
         self._pending: dict[str, PendingOffer] = {}
 
     def get(self, link_id: str) -> PendingOffer | None:
-        """One that can still be taken up."""
+        """One that can still be used."""
         self._expire()
         return self._pending.get(link_id)
 
     def add(self, offer: Offer, caller: str) -> None:
-        """Has one wait. Call `make_room` first."""
+        """Adds one. Call `make_room` first."""
         now = time.monotonic()
         self._pending[offer.link_id] = PendingOffer(
             offer=offer,
@@ -66,8 +66,8 @@ class PendingOffers:
         )
 
     def make_room(self, caller: str) -> None:
-        """For one more of this caller: where it has as many as it may, its oldest one is given up; where all together
-        have, the oldest one of whoever has most. Raises LinksFull where that one is too young."""
+        """Makes room for one more of this caller. At the bound of a caller its oldest one is given up; at the bound of
+        all, the oldest one of the caller that has most. Raises LinksFull where that one is too young."""
         self._expire()
         counts = Counter(each.caller for each in self._pending.values())
         if counts[caller] >= MAX_OFFERS_OF_ONE:
@@ -76,11 +76,11 @@ class PendingOffers:
             self._give_up_oldest(_most_of(counts))
 
     def pop(self, link_id: str) -> PendingOffer:
-        """Hands one over that is taken up. Raises KeyError."""
+        """Removes one that is being used. Raises KeyError."""
         return self._pending.pop(link_id)
 
     def drop(self, link_id: str) -> None:
-        """Gives up what came of an offer, and wakes whoever waits for it. Harmless where there is none."""
+        """Gives up an offer, closes its connections, and wakes threads that wait for it. Harmless if there is none."""
         pending = self._pending.pop(link_id, None)
         if pending is None:
             return
@@ -102,7 +102,7 @@ class PendingOffers:
         oldest = next(each for each in self._pending.values() if each.caller == caller)
         if time.monotonic() - oldest.made < SAFE_S:
             raise LinksFull(
-                "as many offers of links wait to be taken up as may; ask again, or another service",
+                "too many offers of links wait to be used; request one again later, or from another service",
                 metadata={"limit": "offers"},
                 retry_after_s=random.uniform(*_RETRY_S),
             )
