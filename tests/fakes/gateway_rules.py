@@ -24,6 +24,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
+from bottega.gateway.scheduling.periodic import PeriodicChecks
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.hosted_pb2 import Hosted
@@ -122,14 +123,22 @@ class Shop:
         config = GatewayConfig(
             max_queued=1000, max_attempts=self._max_attempts, max_result_bytes=1 << 20, hold_s=self._hold_s
         )
+        addons = (LoraAddOn(fleet=self.fleet, connect=_no_store), self.controlnets, *self._addons)
         self.controller = JobController(
             config=config,
             fleet=self.fleet,
             jobs=self.log,
             storage=self.storage,
-            addons=(LoraAddOn(fleet=self.fleet, connect=_no_store), self.controlnets, *self._addons),
+            addons=addons,
             connect=self._connect,
             metrics=metrics,
+            clock=clock,
+        )
+        self.periodic = PeriodicChecks(
+            fleet=self.fleet,
+            controller=self.controller,
+            addons=addons,
+            worker_grace_s=config.model_grace_s,
             clock=clock,
         )
         self.queue, self.dispatcher = self.controller.queue, self.controller._dispatcher
@@ -138,6 +147,16 @@ class Shop:
         else:
             self.log.allow_reads()
 
+    def start(self) -> None:
+        """What is checked by the clock is checked from now on."""
+        self.controller.start()
+        self.periodic.start()
+
+    async def stop(self) -> None:
+        """This life of the gateway ends."""
+        await self.periodic.stop()
+        await self.controller.stop()
+
     def heal(self) -> None:
         """There is room on the disk again, and the gateway finds out."""
         self.shelf.full = False
@@ -145,11 +164,12 @@ class Shop:
 
     def _open_storage(self) -> None:
         at_once(self.storage.open(restore=self._restore))
-        self.controller.schedule_all()
+        self.controller.scheduler.schedule_all()
 
     async def _restore(self) -> None:
         if not self.log.restored:
             self.controller.restore(await self.log.restore())
+            self.periodic.begin_grace()
 
     def worker(self, name: str = "w1", *, seconds: float = 0.1) -> Member:
         """A worker joins and reports turns whose time doubles with their rows. seconds: of one row."""

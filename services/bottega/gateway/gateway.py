@@ -43,6 +43,7 @@ from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import SqliteJobStore
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
+from bottega.gateway.scheduling.periodic import PeriodicChecks
 from bottega.manifest import load_object, read_services
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
@@ -79,6 +80,13 @@ class Gateway:
             addons=addons,
             connect=GrpcWorkerClient,
             metrics=metrics,
+            clock=clock,
+        )
+        self._periodic = PeriodicChecks(
+            fleet=fleet,
+            controller=self._controller,
+            addons=addons,
+            worker_grace_s=config.model_grace_s,
             clock=clock,
         )
         self._codec = CodecPool(processes=config.codec_processes, max_wait_s=_INSPECTION_WAIT_S)
@@ -122,6 +130,7 @@ class Gateway:
             await starting
         self._storage.start()
         self._controller.start()
+        self._periodic.start()
         self._health.start(self._keep_health())
 
     async def finish(self) -> None:
@@ -132,6 +141,7 @@ class Gateway:
     async def shut_down(self) -> None:
         """Ends whatever is left."""
         await self._health.cancel()
+        await self._periodic.stop()
         await self._controller.stop()
         await self._storage.close()
         await self._codec.stop()
@@ -140,6 +150,7 @@ class Gateway:
         began = time.perf_counter()
         jobs = await self._jobs.restore()
         self._controller.restore(jobs, seconds=time.perf_counter() - began)
+        self._periodic.begin_grace()
 
     async def _keep_health(self) -> None:
         """The gateway serves while it can take jobs, and fleet and queue are checked.
@@ -149,9 +160,9 @@ class Gateway:
         while True:
             writable = self._storage.trouble is None
             if writable and self._storage.changed.is_set():
-                self._controller.schedule_all()
+                self._controller.scheduler.schedule_all()
             self._storage.changed.clear()
-            await self.server.set_serving(writable and self._controller.healthy)
+            await self.server.set_serving(writable and self._periodic.healthy)
             if writable:
                 await self._resolve_doubtful()
             with contextlib.suppress(TimeoutError):

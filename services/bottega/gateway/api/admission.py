@@ -201,7 +201,7 @@ class Admission:
         """Makes a job durable and submits it. False where another one with its request_id was stored before it."""
         self._controller.queue.reserve(job)
         try:
-            self._controller.check_deadline(job)
+            self._controller.estimates.check_deadline(job)
             self._storage.check_writable()
             if await self._jobs.add(job, replaces=replaces) is not job:
                 return False

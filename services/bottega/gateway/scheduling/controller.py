@@ -17,6 +17,7 @@ from bottega.gateway.addons.addon import PREFETCHED_JOBS, AddOn
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.dispatch.attempts import WorkerClient, died_alone, is_death
 from bottega.gateway.dispatch.dispatcher import Dispatcher
+from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs import log_lines
 from bottega.gateway.jobs.deadlines import Deadlines
@@ -25,16 +26,14 @@ from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.values import QueuePosition, StoredImage
 from bottega.gateway.metrics import GatewayMetrics
-from bottega.gateway.scheduling.estimates import QueueEstimates, unmeetable
-from bottega.gateway.scheduling.member_events import MemberEvents
-from bottega.gateway.scheduling.outcomes import failure_after_loss, failure_after_return
-from bottega.gateway.scheduling.periodic import PeriodicChecks
+from bottega.gateway.scheduling.estimates import QueueEstimates
+from bottega.gateway.scheduling.outcomes import JobFinisher, failure_after_loss, failure_after_return
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.recovery import AttemptRecovery
 from bottega.gateway.scheduling.scheduler import Scheduler
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
 from bottega.v1.generation_pb2 import Provenance
-from bottega.v1.image_pb2 import JOB_STATE_QUEUED, JOB_STATE_RUNNING, JobState
+from bottega.v1.image_pb2 import JOB_STATE_QUEUED, JOB_STATE_RUNNING
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +41,8 @@ _log = logging.getLogger(__name__)
 class JobController:
     """`start` before the first job, `stop` after the last. connect: makes the client of a worker, from its address.
 
-    queue: the jobs that wait. draining: whether no new ones are accepted.
+    queue: the jobs that wait; scheduler: hands them out; estimates: of when they complete.
+    draining: whether no new ones are accepted.
     """
 
     def __init__(
@@ -57,66 +57,35 @@ class JobController:
         metrics: GatewayMetrics,
         clock: Clock,
     ) -> None:
-        self.queue = queue = JobQueue(max_jobs=config.max_queued, budget_bytes=config.max_queued_bytes, clock=clock)
+        self.clock = clock
         self.draining = False
+        self._max_attempts = config.max_attempts
         self._fleet = fleet
         self._jobs = jobs
         self._addons = addons
         self._metrics = metrics
-        self.clock = clock
-        self._max_attempts = config.max_attempts
         self._deadlines = Deadlines(clock)
-        self._finishing = BackgroundTasks("writing of how jobs ended")
         self._finding = BackgroundTasks("jobs that were found in the store")
+        self.queue = JobQueue(max_jobs=config.max_queued, budget_bytes=config.max_queued_bytes, clock=clock)
+        self._finisher = JobFinisher(self.queue, self._deadlines, jobs, metrics)
         self._dispatcher = Dispatcher(
-            connect=connect,
-            addons=addons,
-            storage=storage,
-            max_result_bytes=config.max_result_bytes,
-            observer=self,
+            connect=connect, storage=storage, addons=addons, observer=self, max_result_bytes=config.max_result_bytes
         )
-        snapshot = FleetSnapshot(dispatcher=self._dispatcher, addons=addons, jobs=jobs)
-        self._scheduler = Scheduler(
+        self._snapshot = FleetSnapshot(fleet, self._dispatcher, jobs, addons)
+        self.estimates = QueueEstimates(self.queue, self._snapshot, clock)
+        self.scheduler = Scheduler(
             fleet=fleet,
-            dispatcher=self._dispatcher,
-            queue=queue,
+            queue=self.queue,
+            snapshot=self._snapshot,
             jobs=jobs,
-            snapshot=snapshot,
             storage=storage,
-            on_late=self._drop_late,
+            dispatcher=self._dispatcher,
+            finisher=self._finisher,
             clock=clock,
         )
-        self._estimates = QueueEstimates(fleet=fleet, queue=queue, snapshot=snapshot, clock=clock)
-        self._recovery = AttemptRecovery(
-            dispatcher=self._dispatcher,
-            scheduler=self._scheduler,
-            queue=queue,
-            jobs=jobs,
-            hold_s=config.hold_s,
-            requeue=self._retry,
-        )
-        self._periodic = PeriodicChecks(
-            fleet=fleet,
-            queue=queue,
-            scheduler=self._scheduler,
-            estimates=self._estimates,
-            addons=addons,
-            fail=self._fail,
-            worker_grace_s=config.model_grace_s,
-            clock=clock,
-        )
-        fleet.subscribe(
-            MemberEvents(
-                dispatcher=self._dispatcher,
-                recovery=self._recovery,
-                scheduler=self._scheduler,
-                snapshot=snapshot,
-                addons=addons,
-                queue=queue,
-                jobs=jobs,
-            )
-        )
-        metrics.watch_queue(lambda: len(queue))
+        self._recovery = AttemptRecovery(self._dispatcher, self.scheduler, self.queue, jobs, hold_s=config.hold_s)
+        metrics.watch_queue(self.queue.__len__)
+        fleet.subscribe(self)
 
     # The gateway starts and stops.
 
@@ -139,7 +108,6 @@ class JobController:
                 place = len(self.queue.line(job.bare.model)) - 1
                 job.set_queue_position(QueuePosition(place=place, estimate_s=None))
         self._recovery.hold(running)
-        self._periodic.begin_grace()
         if jobs:
             log_lines.restored(len(jobs), len(running), seconds)
         for member in self._fleet.members():
@@ -149,20 +117,10 @@ class JobController:
             self.abandon(job, "its only caller went with the gateway that had the call")
 
     def start(self) -> None:
-        """Begins to watch leases and the queue."""
-        self._periodic.start()
+        """The gateway serves."""
         self._finding.start(self._submit_found())
         for addon in self._addons:
             addon.start(self._jobs.live)
-
-    @property
-    def healthy(self) -> bool:
-        """Whether fleet and queue are checked."""
-        return self._periodic.healthy
-
-    def schedule_all(self) -> None:
-        """Hands out what may run now, such as when the disk can be written again."""
-        self._scheduler.schedule_all()
 
     async def drain(self) -> None:
         """Takes no new jobs and returns when those that run have ended; the others are for a later life.
@@ -170,7 +128,7 @@ class JobController:
         Whoever follows one of those is sent away, and may follow it there. So is, when this is cancelled, whoever
         follows one that still runs; its worker goes on with it.
         """
-        self.draining = self._scheduler.draining = True
+        self.draining = self.scheduler.draining = True
         try:
             await asyncio.gather(*(self._detach_when_idle(job) for job in self._jobs.live()))
         finally:
@@ -181,22 +139,17 @@ class JobController:
 
     async def stop(self) -> None:
         """Ends every attempt."""
-        await self._periodic.stop()
         await self._finding.cancel()
         self._deadlines.close()
-        self._scheduler.close()
+        self.scheduler.close()
         await self._recovery.close()
         for addon in self._addons:
             await addon.close()
         await self._dispatcher.close()
         await self._jobs.close()
-        await self._finishing.join()
+        await self._finisher.join()
 
     # What callers want.
-
-    def check_deadline(self, job: Job) -> None:
-        """Raises DeadlineUnmeetable for a job whose deadline is before its end, by what was measured."""
-        self._estimates.check_deadline(job)
 
     def submit(self, job: Job) -> None:
         """Takes a job, which is durable: it waits or runs. The queue's bounds were checked."""
@@ -208,9 +161,9 @@ class JobController:
             addon.job_queued(job)
         self.queue.add(job)
         self._deadlines.watch(job, self._pass_deadline)
-        self._scheduler.schedule(job.spec.model, free_at=job.times.queued_at)
+        self.scheduler.schedule(job.spec.model, free_at=job.times.queued_at)
         if job.state == JOB_STATE_QUEUED:
-            self._estimates.publish(job)
+            self.estimates.publish(job)
             if len(self.queue.line(job.bare.model)) <= PREFETCHED_JOBS:
                 for addon in self._addons:
                     addon.prefetch([job])
@@ -257,7 +210,7 @@ class JobController:
 
     def attempt_advanced(self, job: Job) -> None:
         """Its worker may have slack now."""
-        self._scheduler.schedule_soon(job.spec.model)
+        self.scheduler.schedule_soon(job.spec.model)
 
     def attempt_decided(self, job: Job) -> None:
         """Later attempts keep to it."""
@@ -298,43 +251,52 @@ class JobController:
             self.queue.count_completed()
             self._finish(job)
 
+    # What the fleet reports (FleetObserver).
+
+    def member_joined(self, member: Member) -> None:
+        """A worker that has joined says which attempts it still runs; then it gets jobs."""
+        if member.is_worker:
+            self._dispatcher.add_worker(member)
+            self._recovery.add_worker(member)
+
+    def member_changed(self, member: Member) -> None:
+        """A worker may have room now, and a server may host what jobs wait for."""
+        for addon in self._addons:
+            addon.member_changed(member)
+        self._recovery.stop_stale_attempts(member)
+        for model in [model.name for model in member.models] if member.is_worker else self.queue.models():
+            self.scheduler.schedule_soon(model)
+
+    def member_lost(self, member: Member) -> None:
+        """What it ran is lost."""
+        self._dispatcher.remove_worker(member)
+        for addon in self._addons:
+            addon.member_lost(member)
+        self._snapshot.forget(member)
+
     # How jobs go on, or end.
 
-    def _retry(self, job: Job, failure: BottegaError | None = None) -> None:
-        """Queues a job again, before the others, unless it has failed for good or had all its attempts."""
-        if failure is not None:
-            self._fail(job, failure)
-        elif job.fail_if_exhausted():
-            self._finish(job)
-        else:
-            self._jobs.save(job)
-            self._scheduler.requeue(job)
-
-    def _fail(self, job: Job, error: BottegaError) -> None:
+    def fail(self, job: Job, error: BottegaError) -> None:
+        """Fails a job, wherever it is; one that has ended stays as it is."""
         if job.fail(error):
             self._dispatcher.cancel_attempt(job)
             self._finish(job)
 
-    def _drop_late(self, job: Job, estimate_s: float) -> None:
-        assert job.deadline is not None
-        self._fail(job, unmeetable(estimate_s, job.deadline - self.clock.monotonic()))
+    def _retry(self, job: Job, failure: BottegaError | None) -> None:
+        """Queues a job again, before the others, unless it has failed for good."""
+        if failure is not None:
+            self.fail(job, failure)
+        else:
+            self.scheduler.requeue(job)
 
     def _pass_deadline(self, job: Job) -> None:
         where = "in the queue" if job.state == JOB_STATE_QUEUED else "while it was drawn"
-        self._fail(job, DeadlinePassed(f"the deadline passed {where}"))
+        self.fail(job, DeadlinePassed(f"the deadline passed {where}"))
 
     def _finish(self, job: Job) -> None:
-        """How the job ends is decided, and no attempt at it runs: that is written, and published then."""
-        self.queue.remove(job)
-        self._recovery.release(job)
-        self._deadlines.unwatch(job)
-        self._finishing.start(self._write_end(job))
-        self._scheduler.schedule(job.bare.model)
-
-    async def _write_end(self, job: Job) -> None:
-        await self._jobs.finish(job)
-        log_lines.ended(job)
-        self._metrics.job_ended(JobState.Name(job.state).removeprefix("JOB_STATE_").lower())
+        """How the job ends is decided, and no attempt at it runs: whoever waited for its place has its turn."""
+        self._finisher.finish(job)
+        self.scheduler.schedule(job.bare.model)
 
     async def _submit_found(self) -> None:
         while True:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from bottega.clocks import Clock
 from bottega.errors import DeadlineUnmeetable
-from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import QueuePosition
-from bottega.gateway.scheduling.policy import QueueForecast, ResourceRequest, WorkerState, forecast
+from bottega.gateway.scheduling.forecast import QueueForecast, forecast
+from bottega.gateway.scheduling.outcomes import unmeetable
+from bottega.gateway.scheduling.policy import ResourceRequest
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.snapshot import FleetSnapshot, resource_request
 
@@ -36,8 +37,7 @@ class _TimedForecast:
 class QueueEstimates:
     """Call `publish_all` about once a second, and `publish` whenever a job has lined up."""
 
-    def __init__(self, *, fleet: Fleet, queue: JobQueue, snapshot: FleetSnapshot, clock: Clock) -> None:
-        self._fleet = fleet
+    def __init__(self, queue: JobQueue, snapshot: FleetSnapshot, clock: Clock) -> None:
         self._queue = queue
         self._snapshot = snapshot
         self._clock = clock
@@ -58,7 +58,9 @@ class QueueEstimates:
         self._forecasts.clear()
         for model in self._queue.models():
             jobs = list(self._queue.line(model))
-            ends = await asyncio.to_thread(forecast, [resource_request(job) for job in jobs], self._workers(model))
+            ends = await asyncio.to_thread(
+                forecast, [resource_request(job) for job in jobs], self._snapshot.workers_of(model)
+            )
             by_job = {job.job_id: end for job, end in zip(jobs, ends, strict=True)}
             for place, job in enumerate(self._queue.line(model)):
                 if job.job_id in by_job:  # one that came meanwhile has its position
@@ -90,7 +92,7 @@ class QueueEstimates:
         jobs = [job for job in self._queue.line(model) if job.deadline is not None]
         if not jobs:
             return
-        idle = QueueForecast(self._workers(model))
+        idle = QueueForecast(self._snapshot.workers_of(model))
         for job in jobs:
             assert job.deadline is not None
             least_s = idle.least_s(resource_request(job))
@@ -100,15 +102,12 @@ class QueueEstimates:
 
     def _forecast(self, model: str, *, without: Job | None = None) -> _TimedForecast:
         """With every job that waits now, but one."""
-        forecast = QueueForecast(self._workers(model))
+        forecast = QueueForecast(self._snapshot.workers_of(model))
         for other in self._queue.line(model):
             if other is not without:
                 forecast.add(resource_request(other))
         timed = self._forecasts[model] = _TimedForecast(forecast=forecast, made_at=self._clock.monotonic())
         return timed
-
-    def _workers(self, model: str) -> list[WorkerState]:
-        return self._snapshot.workers(self._fleet.workers(model))
 
 
 def _fits(forecast: QueueForecast, request: ResourceRequest, left_s: float) -> bool:
@@ -120,12 +119,3 @@ def _fits(forecast: QueueForecast, request: ResourceRequest, left_s: float) -> b
 
 def _too_long(seconds: float | None, left_s: float) -> bool:
     return seconds is not None and seconds > left_s * (1 + _TOLERANCE)
-
-
-def unmeetable(estimate_s: float, left_s: float, *, retry_after_s: float | None = None) -> DeadlineUnmeetable:
-    """The error of a job that would end so many seconds from now, and has so many."""
-    return DeadlineUnmeetable(
-        f"it would be done in about {estimate_s:.1f} s, and the deadline is in {left_s:.1f} s",
-        metadata={"estimate_s": f"{estimate_s:.3f}"},
-        retry_after_s=retry_after_s,
-    )

@@ -1,15 +1,48 @@
-"""The retry policy: whether a job whose attempt came to nothing waits for another one, or fails."""
+"""How jobs end, and the retry policy: whether a job whose attempt came to nothing waits for another one, or fails."""
 
 from __future__ import annotations
 
-from bottega.errors import BottegaError, NoWorker, Poisoned, WorkerLost
+from bottega.background_tasks import BackgroundTasks
+from bottega.errors import BottegaError, DeadlineUnmeetable, NoWorker, Poisoned, WorkerLost
+from bottega.gateway.jobs import log_lines
+from bottega.gateway.jobs.deadlines import Deadlines
 from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.repository import JobRepository
+from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.scheduling.queue import JobQueue
+from bottega.v1.image_pb2 import JobState
 
 # How often each worker of a model may refuse a job, or return it: as it is backed off each time, that is half a minute.
 _MOST_RETURNS = 60
 # README, what is promised when what dies: two workers that died of a job, each running it exclusively, make it a poison
 # pill.
 _POISON_DEATHS = 2
+
+
+class JobFinisher:
+    """Finishes jobs: writes how they end, and publishes that then."""
+
+    def __init__(self, queue: JobQueue, deadlines: Deadlines, jobs: JobRepository, metrics: GatewayMetrics) -> None:
+        self._queue = queue
+        self._deadlines = deadlines
+        self._jobs = jobs
+        self._metrics = metrics
+        self._writing = BackgroundTasks("writing of how jobs ended")
+
+    def finish(self, job: Job) -> None:
+        """How the job ends is decided, and no attempt at it runs."""
+        self._queue.remove(job)
+        self._deadlines.unwatch(job)
+        self._writing.start(self._write(job))
+
+    async def join(self) -> None:
+        """Returns when all of them are written, or the repository takes no more."""
+        await self._writing.join()
+
+    async def _write(self, job: Job) -> None:
+        await self._jobs.finish(job)
+        log_lines.ended(job)
+        self._metrics.job_ended(JobState.Name(job.state).removeprefix("JOB_STATE_").lower())
 
 
 def failure_after_loss(job: Job, *, max_attempts: int) -> BottegaError | None:
@@ -29,3 +62,12 @@ def failure_after_return(job: Job, error: BottegaError, *, workers: int, by_addo
     if job.losses.returns < _MOST_RETURNS * max(1, workers):
         return None
     return error if by_addon else NoWorker(f"no worker took the job: {error.message}", retry_after_s=1.0)
+
+
+def unmeetable(estimate_s: float, left_s: float, *, retry_after_s: float | None = None) -> DeadlineUnmeetable:
+    """The error of a job that would end so many seconds from now, and has so many."""
+    return DeadlineUnmeetable(
+        f"it would be done in about {estimate_s:.1f} s, and the deadline is in {left_s:.1f} s",
+        metadata={"estimate_s": f"{estimate_s:.3f}"},
+        retry_after_s=retry_after_s,
+    )

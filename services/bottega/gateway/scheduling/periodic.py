@@ -9,16 +9,15 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
+from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
 from bottega.errors import BottegaError, NoWorker
 from bottega.gateway.addons.addon import PREFETCHED_JOBS, AddOn
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.scheduling.estimates import QueueEstimates
-from bottega.gateway.scheduling.queue import JobQueue
-from bottega.gateway.scheduling.scheduler import Scheduler
+from bottega.gateway.scheduling.controller import JobController
 
 # A tick later than this means that this process, not its members, was silent.
 _LATE_S = 0.5
@@ -33,34 +32,29 @@ _log = logging.getLogger(__name__)
 
 
 class PeriodicChecks:
-    """`start` them with the gateway, and `stop` them first.
+    """`start` them after the controller, and `stop` them before it.
 
-    fail: ends a job. worker_grace_s: how long the jobs of an earlier life wait for a worker of their model to join.
+    worker_grace_s: how long the jobs of an earlier life wait for a worker of their model to join.
     """
 
     def __init__(
         self,
         *,
         fleet: Fleet,
-        queue: JobQueue,
-        scheduler: Scheduler,
-        estimates: QueueEstimates,
+        controller: JobController,
         addons: Sequence[AddOn],
-        fail: Callable[[Job, BottegaError], None],
         worker_grace_s: float,
         clock: Clock,
     ) -> None:
         self._fleet = fleet
-        self._queue = queue
-        self._scheduler = scheduler
-        self._estimates = estimates
+        self._controller = controller
+        self._queue = controller.queue
         self._addons = addons
-        self._fail = fail
         self._worker_grace_s = worker_grace_s
         self._grace_until = 0.0
         self._clock = clock
-        self._ticking: asyncio.Task[None] | None = None
-        self._publishing: asyncio.Task[None] | None = None
+        self._ticking = BackgroundTasks("checks of the fleet and the queue")
+        self._publishing = BackgroundTasks("publishing of estimates")
         self._faults: deque[float] = deque(maxlen=_MOST_FAULTS)
 
     @property
@@ -74,14 +68,13 @@ class PeriodicChecks:
         self._grace_until = self._clock.monotonic() + self._worker_grace_s
 
     def start(self) -> None:
-        """Begins to check."""
-        self._ticking = asyncio.create_task(self._tick())
+        """Checks from now on."""
+        self._ticking.start(self._tick())
 
     async def stop(self) -> None:
         """Checks no more. Harmless where it was not started."""
-        for task in filter(None, (self._ticking, self._publishing)):
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self._ticking.cancel()
+        await self._publishing.cancel()
 
     async def _tick(self) -> None:
         checked_at = self._clock.monotonic()
@@ -111,30 +104,31 @@ class PeriodicChecks:
         in_grace = self._clock.monotonic() < self._grace_until
         for model in self._queue.models():
             if in_grace or self._fleet.expected(model):
-                self._scheduler.schedule(model)
-                for job, error in list(self._estimates.unmeetable(model)):
-                    self._fail(job, error)
+                self._controller.scheduler.schedule(model)
+                self._fail_all(self._controller.estimates.unmeetable(model))
                 self._check_addons(model, in_grace=in_grace)
-                continue
-            for job in list(self._queue.line(model)):
+            else:
                 retry_after_s = self._queue.retry_after_s()
-                self._fail(job, NoWorker("no worker came back for the model", retry_after_s=retry_after_s))
-        if self._publishing is None or self._publishing.done():
-            self._publishing = asyncio.create_task(self._publish_estimates())
+                error = NoWorker("no worker came back for the model", retry_after_s=retry_after_s)
+                self._fail_all((job, error) for job in self._queue.line(model))
+        if not self._publishing:
+            self._publishing.start(self._publish_estimates())
 
     def _check_addons(self, model: str, *, in_grace: bool) -> None:
         line = self._queue.line(model)
         for addon in self._addons:
             addon.prefetch(list(itertools.islice(line, PREFETCHED_JOBS)))
-            for job in () if in_grace else list(line):
-                error = addon.unavailable(job)
-                if error is not None:
-                    self._fail(job, error)
+            if not in_grace:
+                self._fail_all((job, error) for job in line if (error := addon.unavailable(job)) is not None)
+
+    def _fail_all(self, failures: Iterable[tuple[Job, BottegaError]]) -> None:
+        for job, error in list(failures):  # which are read from the queue, and leave it
+            self._controller.fail(job, error)
 
     async def _publish_estimates(self) -> None:
         """Beside the ticks: a long queue takes a while, in which this process is not late to listen."""
         try:
-            await self._estimates.publish_all()
+            await self._controller.estimates.publish_all()
         except Exception:  # noqa: BLE001 - the boundary of the task
             _log.exception("the estimates of the queue could not be published")
             self._faults.append(self._clock.monotonic())

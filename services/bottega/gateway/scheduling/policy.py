@@ -87,6 +87,11 @@ class WorkerState:
     exclusive: bool = False
     estimates: dict[_EstimateKey, _Estimate] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def unmeasured(self) -> bool:
+        """Whether it has measured no step yet."""
+        return next(iter(self.times.entries()), None) is None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
@@ -109,7 +114,7 @@ def assign(pending: Iterable[PendingJob], workers: Sequence[WorkerState]) -> lis
     """
     if not workers:
         return []
-    plans = [_WorkerPlan(worker) for worker in workers]
+    plans = [WorkerPlan(worker) for worker in workers]
     assignments: list[Assignment] = []
     rest = iter(pending)
     line = deque(islice(rest, 1 + _LOOK_AHEAD))
@@ -139,7 +144,7 @@ def _least_estimated_completion(job: PendingJob, options: Iterable[_Option]) -> 
     return min(options, key=lambda option: option.completes_s + job.load_s.get(option.plan.state.worker, 0.0))
 
 
-def _idle_or_drained(candidates: list[_WorkerPlan], plans: Sequence[_WorkerPlan]) -> list[_WorkerPlan]:
+def _idle_or_drained(candidates: list[WorkerPlan], plans: Sequence[WorkerPlan]) -> list[WorkerPlan]:
     """Where an exclusive job may go now. Where that is nowhere, closes the worker that will be idle first."""
     idle = [plan for plan in candidates if plan.empty]
     if not idle and candidates and not any(plan.closed for plan in plans):
@@ -147,78 +152,16 @@ def _idle_or_drained(candidates: list[_WorkerPlan], plans: Sequence[_WorkerPlan]
     return idle
 
 
-class QueueForecast:
-    """When each pending job would complete if nobody came any more: the least loaded worker takes the next one.
-
-    For what callers are told, and for deadlines; it assigns nothing.
-    """
-
-    def __init__(self, workers: Sequence[WorkerState]) -> None:
-        measured = not all(_unmeasured(worker) for worker in workers)
-        self._plans = [_WorkerPlan(worker) for worker in workers] if measured else []
-        self._loads_s = [plan.load_s for plan in self._plans]
-        self._lines: list[list[int]] = [[] for _ in self._plans]
-        self._size = 0
-
-    @property
-    def size(self) -> int:
-        """How many jobs were added."""
-        return self._size
-
-    def add(self, request: ResourceRequest) -> None:
-        """Adds one job, last."""
-        if self._plans:
-            least = self._least_loaded()
-            self._loads_s[least] += self._plans[least].alone_s(request)
-            self._plans[least].add(request, bound=False)
-            self._lines[least].append(self._size)
-        self._size += 1
-
-    def next_completion_s(self, request: ResourceRequest) -> float | None:
-        """Expected seconds until a job that came now would complete. None while nothing was measured."""
-        if not self._plans:
-            return None
-        plan = self._plans[self._least_loaded()]
-        return plan.completions_s(request)[-1] + plan.state.fixed_s
-
-    def least_s(self, request: ResourceRequest) -> float | None:
-        """Seconds of a job on the fastest worker and alone. None while that is not measured."""
-        if not self._plans or any(plan.unmeasured(request) for plan in self._plans):
-            return None
-        return min(plan.alone_s(request) + plan.state.fixed_s for plan in self._plans)
-
-    def completions_s(self) -> list[float | None]:
-        """Expected seconds until each of the added jobs completes."""
-        ends: list[float | None] = [None] * self._size
-        for plan, line in zip(self._plans, self._lines, strict=True):
-            if not line:
-                continue
-            for index, end_s in zip(line, plan.completions_s()[len(plan.state.running) :], strict=True):
-                ends[index] = end_s + plan.state.fixed_s
-        return ends
-
-    def _least_loaded(self) -> int:
-        return self._loads_s.index(min(self._loads_s))
-
-
-def forecast(requests: Iterable[ResourceRequest], workers: Sequence[WorkerState]) -> list[float | None]:
-    """Expected seconds until each of the pending jobs completes; None while nothing was measured."""
-    queue = QueueForecast(workers)
-    for request in requests:
-        queue.add(request)
-    return queue.completions_s()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Option:
     """A job at a worker: when it would complete, and whether the worker has slack for it now."""
 
-    plan: _WorkerPlan
+    plan: WorkerPlan
     completes_s: float
     has_slack: bool
 
 
-class _WorkerPlan:
+class WorkerPlan:
     """A worker with what it runs, what it was given in this round, and what was planned for it."""
 
     def __init__(self, state: WorkerState) -> None:
@@ -356,10 +299,6 @@ def _assignment(job: PendingJob, option: _Option) -> Assignment:
     return Assignment(
         job_id=job.job_id,
         worker=state.worker,
-        estimate_s=None if _unmeasured(state) else option.completes_s,
+        estimate_s=None if state.unmeasured else option.completes_s,
         exclusive=option.plan.empty,
     )
-
-
-def _unmeasured(state: WorkerState) -> bool:
-    return next(iter(state.times.entries()), None) is None

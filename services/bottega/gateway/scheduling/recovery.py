@@ -1,6 +1,6 @@
 """After a restart of the gateway: jobs that were running go on at the workers that still have their attempts.
 
-Such a job is held for a moment, so that its worker can come back. Every worker that joins is asked for its attempts:
+Such a job is held for a moment, so that its worker can come back. The attempts of every worker that joins are listed:
 those that count go on, the others are stopped. A job that nobody claimed in time is queued again, before the others; a
 worker that comes later still brings its attempt along, unless another one was started.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError
@@ -29,28 +29,20 @@ _log = logging.getLogger(__name__)
 
 
 class AttemptRecovery:
-    """hold_s: how long a job waits for its worker. requeue: called with those that nobody claimed, the oldest last."""
+    """hold_s: how long a job waits for its worker."""
 
     def __init__(
-        self,
-        *,
-        dispatcher: Dispatcher,
-        scheduler: Scheduler,
-        queue: JobQueue,
-        jobs: JobRepository,
-        hold_s: float,
-        requeue: Callable[[Job], None],
+        self, dispatcher: Dispatcher, scheduler: Scheduler, queue: JobQueue, jobs: JobRepository, *, hold_s: float
     ) -> None:
         self._dispatcher = dispatcher
         self._scheduler = scheduler
         self._queue = queue
         self._jobs = jobs
         self._hold_s = hold_s
-        self._requeue = requeue
         self._held: dict[str, Job] = {}
         self._unclaimed: dict[Job, int] = {}  # queued again, by the attempt that nobody had claimed
         self._expiry: asyncio.TimerHandle | None = None
-        self._asking = BackgroundTasks("asking workers for their attempts")
+        self._listing = BackgroundTasks("lists of the attempts of workers")
 
     def hold(self, jobs: Sequence[Job]) -> None:
         """Jobs that were running when the gateway ended, the oldest first."""
@@ -60,36 +52,43 @@ class AttemptRecovery:
 
     def is_held(self, job: Job) -> bool:
         """Whether the job waits for its worker."""
-        return job.job_id in self._held
-
-    def release(self, job: Job) -> None:
-        """The job has ended some other way."""
-        self._held.pop(job.job_id, None)
+        return job.open and job.job_id in self._held
 
     def add_worker(self, member: Member) -> None:
-        """A worker has joined: asks it for its attempts.
+        """A worker has joined: lists its attempts.
 
         It gets jobs at once, or after its answer while held jobs may still be there.
         """
         self._unclaimed = {job: number for job, number in self._unclaimed.items() if self._is_unclaimed(job)}
-        hold_back = bool(self._held or self._unclaimed)
+        hold_back = bool(self._unclaimed) or any(map(self.is_held, self._held.values()))
         if hold_back:
             self._scheduler.hold_back(member)
         else:
             self._scheduler.add_worker(member)
-        self._asking.start(self._ask(member, held_back=hold_back))
+        self._listing.start(self._list_attempts(member, held_back=hold_back))
+
+    def stop_stale_attempts(self, member: Member) -> None:
+        """Frees a worker of attempts that count no more, such as after it was frozen for a while."""
+        for running in member.load.running:
+            job = self._jobs.find_live(running.attempt.job_id)
+            if job is not None:
+                stale = running.attempt.number < job.number  # one that is later than ours may have to be claimed
+            else:
+                stale = self._jobs.restored and not self._dispatcher.has_completed(running.attempt)
+            if stale:
+                self._dispatcher.stop_stale_attempt(member, running.attempt)
 
     async def close(self) -> None:
-        """Holds and asks no more."""
+        """Holds no job, and lists no attempts any more."""
         self._held.clear()
         self._unclaimed.clear()
         if self._expiry is not None:
             self._expiry.cancel()
-        await self._asking.cancel()
+        await self._listing.cancel()
 
-    async def _ask(self, member: Member, *, held_back: bool) -> None:
+    async def _list_attempts(self, member: Member, *, held_back: bool) -> None:
         if not self._jobs.restored:
-            return  # every worker is asked when they are
+            return  # all workers are listed when they are
         try:
             await self._claim_all(member)
         finally:
@@ -108,7 +107,7 @@ class AttemptRecovery:
     def _claim(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
         job = self._jobs.find_live(attempt.job_id)
         if job is not None and self._counts(job, attempt.number) and job.adopt_attempt(member.name, attempt.number):
-            self.release(job)
+            self._held.pop(job.job_id, None)
             self._queue.remove(job)
             _log.info("attempt adopted", extra={"job_id": job.job_id, "request_id": job.log_id, "worker": job.worker})
             self._dispatcher.adopt_attempt(job, member)
@@ -138,4 +137,4 @@ class AttemptRecovery:
         for job in reversed(held):
             if job.requeue_returned(job.number):
                 self._unclaimed[job] = job.number
-                self._requeue(job)
+                self._scheduler.requeue(job)

@@ -7,7 +7,7 @@ Which job goes where is decided by the policy.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
 
 from bottega.clocks import Clock
 from bottega.gateway.dispatch.dispatcher import Dispatcher
@@ -17,6 +17,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.values import QueuePosition
+from bottega.gateway.scheduling.outcomes import JobFinisher, unmeetable
 from bottega.gateway.scheduling.policy import assign
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
@@ -32,30 +33,29 @@ _HELD_UP = 1.2
 class Scheduler:
     """Hands out the jobs of a queue.
 
-    on_late: called with a job whose turn it is and that would end, so many seconds from now, after its deadline; it is
-    still in the queue, and has to leave it. Nothing is handed out while the disk cannot be written, because it could
-    not be stored afterwards, nor while `draining`.
+    Nothing is handed out while the disk cannot be written, because it could not be stored afterwards, nor while
+    `draining`.
     """
 
     def __init__(
         self,
         *,
         fleet: Fleet,
-        dispatcher: Dispatcher,
         queue: JobQueue,
-        jobs: JobRepository,
         snapshot: FleetSnapshot,
+        jobs: JobRepository,
         storage: Storage,
-        on_late: Callable[[Job, float], None],
+        dispatcher: Dispatcher,
+        finisher: JobFinisher,
         clock: Clock,
     ) -> None:
         self._fleet = fleet
-        self._dispatcher = dispatcher
         self._queue = queue
-        self._jobs = jobs
         self._snapshot = snapshot
+        self._jobs = jobs
         self._storage = storage
-        self._on_late = on_late
+        self._dispatcher = dispatcher
+        self._finisher = finisher
         self._clock = clock
         self._held_back: set[Member] = set()
         self._looked_at: dict[str, float] = {}
@@ -73,7 +73,8 @@ class Scheduler:
         free_at = min(now if free_at is None else free_at, self._changed_at.pop(model, now))
         if self._queue.line(model) and self._storage.trouble is None and not self.draining:
             self._looked_at[model] = now
-            self._hand_out(model, free_at)
+            while self._hand_out(model, free_at):
+                free_at = now  # of the places of those who were dropped
         else:
             self._looked_at.pop(model, None)
         self._report_backlog(model)
@@ -96,7 +97,12 @@ class Scheduler:
         self._due[model] = asyncio.get_running_loop().call_later(pause_s, self.schedule, model)
 
     def requeue(self, job: Job) -> None:
-        """A job that had its turn waits again, before the others."""
+        """A job whose attempt came to nothing waits again, before the others; after too many it fails."""
+        if job.fail_if_exhausted():
+            self._finisher.finish(job)
+            self.schedule(job.bare.model)
+            return
+        self._jobs.save(job)
         self._queue.add(job, first=True)
         self.schedule(job.spec.model)
         if job.state == JOB_STATE_QUEUED:
@@ -123,28 +129,30 @@ class Scheduler:
             due.cancel()
         self._due.clear()
 
-    def _hand_out(self, model: str, free_at: float) -> None:
+    def _hand_out(self, model: str, free_at: float) -> bool:
+        """One round of the policy. Returns whether a job was dropped whose turn came too late: others may have it."""
         members = {m.name: m for m in self._fleet.workers(model) if m not in self._held_back}
         pending = self._snapshot.pending(self._queue.line(model), members)
-        late: list[tuple[Job, float]] = []
+        late: list[Job] = []
         for assignment in assign(pending, self._snapshot.workers(members.values())):
             job = self._jobs.find_live(assignment.job_id)
             assert job is not None
-            if assignment.estimate_s is not None and self._is_late(job, assignment.estimate_s):
-                late.append((job, assignment.estimate_s))
+            left_s = math.inf if job.deadline is None else job.deadline - self._clock.monotonic()
+            if assignment.estimate_s is not None and self._is_late(job, assignment.estimate_s, left_s):
+                late.append(job)
+                job.fail(unmeetable(assignment.estimate_s, left_s))
                 continue
             self._queue.remove(job)
             job.set_queue_position(QueuePosition(place=0, estimate_s=assignment.estimate_s))
             worker = members[assignment.worker]
             self._dispatcher.start_attempt(job, worker, free_at=free_at, exclusive=assignment.exclusive)
-        for job, estimate_s in late:
-            self._on_late(job, estimate_s)
+        for job in late:
+            self._finisher.finish(job)
+        return bool(late)
 
-    def _is_late(self, job: Job, estimate_s: float) -> bool:
+    def _is_late(self, job: Job, estimate_s: float, left_s: float) -> bool:
         """Whether to begin it would be in vain, while others wait to whom the time may be worth something."""
-        if job.deadline is None or len(self._queue.line(job.bare.model)) < 2:
-            return False
-        return estimate_s * _HELD_UP > job.deadline - self._clock.monotonic()
+        return len(self._queue.line(job.bare.model)) > 1 and estimate_s * _HELD_UP > left_s
 
     def _report_backlog(self, model: str) -> None:
         backlog = len(self._queue.line(model))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from bottega.gateway.addons.addon import NO_COSTS, AddOn, WorkerCosts
 from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.fleet.members import Member
+from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.scheduling.policy import PendingJob, ResourceRequest, WorkerState
@@ -40,14 +41,19 @@ class _CachedState:
 class FleetSnapshot:
     """Makes the policy's view of workers and jobs."""
 
-    def __init__(self, *, dispatcher: Dispatcher, addons: Sequence[AddOn], jobs: JobRepository) -> None:
+    def __init__(self, fleet: Fleet, dispatcher: Dispatcher, jobs: JobRepository, addons: Sequence[AddOn]) -> None:
+        self._fleet = fleet
         self._dispatcher = dispatcher
         self._addons = addons
         self._jobs = jobs
         self._cache: dict[Member, _CachedState] = {}
 
+    def workers_of(self, model: str) -> list[WorkerState]:
+        """All workers that take new jobs of a model."""
+        return self.workers(self._fleet.workers(model))
+
     def workers(self, members: Iterable[Member]) -> list[WorkerState]:
-        """The workers, by what they run."""
+        """These workers, by what they run."""
         return [self._worker(member) for member in members]
 
     def forget(self, member: Member) -> None:

@@ -69,7 +69,7 @@ def easels() -> Easels:
 async def shop(easels: Easels) -> AsyncIterator[Shop]:
     shop = Shop(addons=[easels])
     yield shop
-    await shop.controller.stop()
+    await shop.stop()
 
 
 async def test_a_job_goes_where_what_it_needs_costs_least(shop: Shop, easels: Easels) -> None:
@@ -110,7 +110,7 @@ async def test_what_would_fail_at_every_worker_is_not_tried_again(shop: Shop, ea
 
 async def test_it_starts_and_stops_with_the_gateway_and_hears_of_losses(shop: Shop, easels: Easels) -> None:
     shop.worker()
-    shop.controller.start()
+    shop.start()
     shop.fleet.close()
-    await shop.controller.stop()
+    await shop.stop()
     assert easels.calls == ["start", "lost w1", "close"]

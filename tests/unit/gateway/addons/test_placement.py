@@ -26,7 +26,7 @@ QUEUED, RUNNING = image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING
 async def shop() -> AsyncIterator[Shop]:
     shop = Shop()
     yield shop
-    await shop.controller.stop()
+    await shop.stop()
 
 
 def _server(shop: Shop, *nets: Hosted, name: str = "s1") -> Member:
@@ -159,7 +159,7 @@ async def test_a_job_that_waits_in_vain_for_its_controlnet_fails_after_the_grace
     late = _server(shop, net("edges"), name="s2")
     shop.fleet.leave(late, late.stream)
     job = shop.take(_job(shop, "edges"))
-    shop.controller.start()
+    shop.start()
     await asyncio.sleep(1.2)
     assert job.state == QUEUED
     shop.time.now += 31
@@ -235,7 +235,7 @@ async def test_an_attempt_that_is_adopted_before_its_server_is_back_keeps_its_ch
     shop.worker()
     _server(shop, net("edges"))
     assert shop.take(_job(shop, "edges")).state == RUNNING
-    await shop.controller.stop()
+    await shop.stop()
     shop.open()
     worker = shop.worker()
     job = next(shop.log.live())
@@ -261,7 +261,7 @@ async def test_a_queue_of_jobs_whose_controlnet_is_away_costs_little(shop: Shop)
     shop.fleet.leave(member, member.stream)
     began = time.thread_time()
     for _ in range(20):
-        shop.controller._scheduler.schedule("m")
+        shop.controller.scheduler.schedule("m")
     assert (time.thread_time() - began) / 20 < 0.002
 
 
@@ -309,7 +309,7 @@ async def test_a_server_that_does_not_answer_is_asked_again_and_holds_up_nothing
     shop.servers["127.0.0.1:101"] = fake = FakeServer(failure=Unavailable("nobody there"))
     job = shop.take(_job(shop, "edges"))
     assert job.state == QUEUED
-    shop.controller.start()
+    shop.start()
     await asyncio.sleep(1.3)
     assert len(fake.prefetched) >= 2
     assert _prefetches(shop, "failed")
@@ -333,7 +333,7 @@ async def test_a_fault_while_controlnets_are_prefetched_is_logged_and_the_server
     shop.take(_job(shop, "edges"))
     await asyncio.sleep(0)
     fake.failure = None
-    shop.controller.start()
+    shop.start()
     await eventually(lambda: bool(_prefetches(shop, "asked")))
     assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
 

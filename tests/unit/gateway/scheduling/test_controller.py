@@ -33,7 +33,7 @@ from tests.support.waiting import eventually
 async def shop() -> AsyncIterator[Shop]:
     shop = Shop()
     yield shop
-    await shop.controller.stop()
+    await shop.stop()
 
 
 def _calling_takes(shop: Shop, seconds: float) -> None:
@@ -119,7 +119,7 @@ async def test_old_step_times_are_not_kept_alive(shop: Shop) -> None:
         shop.submit()
     old = weakref.ref(member.times)
     shop.report(member)
-    shop.controller.start()
+    shop.start()
     await asyncio.sleep(1.2)  # those who wait have been told how it looks now
     gc.collect()
     assert old() is None
@@ -168,21 +168,21 @@ def _due(shop: Shop, in_s: float) -> Job:
 
 async def test_a_job_that_cannot_end_before_its_deadline_is_refused_with_the_estimate(shop: Shop) -> None:
     shop.worker()  # .1 s a turn, ten of them
-    shop.controller.check_deadline(_due(shop, 1.1))
+    shop.controller.estimates.check_deadline(_due(shop, 1.1))
     with pytest.raises(DeadlineUnmeetable) as refused:
-        shop.controller.check_deadline(_due(shop, 0.8))
+        shop.controller.estimates.check_deadline(_due(shop, 0.8))
     assert float(refused.value.metadata["estimate_s"]) == pytest.approx(1.0)
     assert refused.value.retry_after_s is None  # alone it would be too late as well
     for _ in range(3):
         shop.submit()
     shop.time.now += 0.1
     with pytest.raises(DeadlineUnmeetable) as refused:
-        shop.controller.check_deadline(_due(shop, 3.0))
+        shop.controller.estimates.check_deadline(_due(shop, 3.0))
     assert float(refused.value.metadata["estimate_s"]) == pytest.approx(4.0)
     assert refused.value.retry_after_s
     with pytest.raises(DeadlineUnmeetable):
-        shop.controller.check_deadline(_due(shop, 4.6))  # nothing to spare, behind others
-    shop.controller.check_deadline(_due(shop, 6.0))
+        shop.controller.estimates.check_deadline(_due(shop, 4.6))  # nothing to spare, behind others
+    shop.controller.estimates.check_deadline(_due(shop, 6.0))
 
 
 async def test_nobody_is_refused_for_those_who_have_gone(shop: Shop) -> None:
@@ -191,14 +191,14 @@ async def test_nobody_is_refused_for_those_who_have_gone(shop: Shop) -> None:
     for job in jobs:
         shop.controller.cancel(job)
     shop.time.now += 0.1
-    shop.controller.check_deadline(_due(shop, 1.2))
+    shop.controller.estimates.check_deadline(_due(shop, 1.2))
 
 
 async def test_nobody_is_refused_while_nothing_was_measured(shop: Shop) -> None:
-    shop.controller.check_deadline(_due(shop, 0.1))
+    shop.controller.estimates.check_deadline(_due(shop, 0.1))
     shop.fleet.report(shop.worker(), fleet_pb2.Load())
     shop.time.now += 1
-    shop.controller.check_deadline(_due(shop, 0.1))
+    shop.controller.estimates.check_deadline(_due(shop, 0.1))
 
 
 async def test_a_job_that_waits_too_long_to_be_done_in_time_is_dropped_before_its_deadline(shop: Shop) -> None:
@@ -206,7 +206,7 @@ async def test_a_job_that_waits_too_long_to_be_done_in_time_is_dropped_before_it
     runs = shop.submit()
     late, other = _due(shop, 5.0), shop.submit()
     shop.take(late)
-    shop.controller.start()
+    shop.start()
     shop.time.now += 4.3
     shop.report(shop.member("w1"))
     await asyncio.wait_for(late.ended.wait(), 3)
@@ -244,7 +244,7 @@ async def test_workers_that_stop_or_are_full_are_not_counted_as_lost_with_a_job(
     await shop.fail(job, WorkerLost("cut off"))
     assert (job.state, job.attempts) == (image_pb2.JOB_STATE_FAILED, 7)
     assert isinstance(job.error, WorkerLost)
-    await shop.controller.stop()
+    await shop.stop()
 
 
 def _near_its_last_attempt(shop: Shop) -> Job:
@@ -265,7 +265,7 @@ async def test_the_count_of_attempts_never_runs_into_that_of_lives(error: Botteg
     await asyncio.wait_for(job.ended.wait(), 2)
     assert isinstance(job.error, WorkerLost)
     assert job.error.message == "4095 attempts at this job came to nothing"
-    await shop.controller.stop()
+    await shop.stop()
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["unclaimed", "in the queue"])
@@ -273,14 +273,14 @@ async def test_a_restart_gives_no_job_more_attempts_than_there_are_numbers(lost:
     shop = Shop(max_attempts=MOST_ATTEMPTS, hold_s=0.01)
     job = _near_its_last_attempt(shop)
     shop.worker()
-    await shop.controller.stop()
+    await shop.stop()
     if lost:  # and the gateway died before it could write what follows from that
         assert await shop.storage.jobs.update(job.job_id, queued(job.number, deaths=0))
     shop.open()
     (again,) = shop.log.live()
     await asyncio.wait_for(again.ended.wait(), 2)
     assert (again.state, again.number) == (image_pb2.JOB_STATE_FAILED, (2 << 12) - 1)
-    await shop.controller.stop()
+    await shop.stop()
 
 
 async def test_a_gateway_that_was_stopped_itself_waits_for_the_workers_of_its_jobs_once_more() -> None:
@@ -288,14 +288,14 @@ async def test_a_gateway_that_was_stopped_itself_waits_for_the_workers_of_its_jo
     shop.worker()
     job = shop.submit()
     assert job.state == image_pb2.JOB_STATE_RUNNING
-    await shop.controller.stop()
+    await shop.stop()
     shop.open()
     (held,) = shop.log.live()
     time.sleep(0.8)  # noqa: ASYNC251 - as SIGSTOP does: no worker could come meanwhile
     await asyncio.sleep(0.05)
     assert held.state == image_pb2.JOB_STATE_RUNNING, "it is held"
     await eventually(lambda: held.state == image_pb2.JOB_STATE_QUEUED)
-    await shop.controller.stop()
+    await shop.stop()
 
 
 async def test_a_gateway_that_was_stopped_between_two_looks_ends_no_lease(shop: Shop) -> None:
@@ -307,8 +307,8 @@ async def test_a_gateway_that_was_stopped_between_two_looks_ends_no_lease(shop: 
             shop.time.now += 60  # wherever in the look that happens
 
     shop.worker()
-    shop.controller._periodic._check_queue = stopped_in_it  # type: ignore[method-assign]
-    shop.controller.start()
+    shop.periodic._check_queue = stopped_in_it  # type: ignore[method-assign]
+    shop.start()
     await eventually(lambda: len(looks) >= 2)
     assert [member.name for member in shop.fleet.members()] == ["w1"]
 
@@ -321,14 +321,14 @@ async def test_telling_a_long_queue_where_it_stands_keeps_no_silent_worker_in_th
         await asyncio.Event().wait()
 
     shop.worker()
-    shop.controller._estimates.publish_all = without_end  # type: ignore[method-assign]
-    shop.controller.start()
+    shop.controller.estimates.publish_all = without_end  # type: ignore[method-assign]
+    shop.start()
     await asyncio.wait_for(entered.wait(), 5)
     async with asyncio.timeout(30):
         while shop.fleet.members():
             shop.time.now += 0.05
             await asyncio.sleep(0.05)
-    await shop.controller.stop()
+    await shop.stop()
 
 
 async def test_a_poisonous_job_fails_alone_and_none_of_its_neighbours(shop: Shop) -> None:
@@ -404,14 +404,14 @@ async def test_a_fault_while_the_queue_is_looked_after_is_logged_told_and_ends_n
     shop.worker()
     stranger = sample_job(shop.time)
     shop.queue.add(stranger)  # nobody knows of it, which is a fault of ours
-    shop.controller.start()
+    shop.start()
     async with asyncio.timeout(5):
-        while shop.controller.healthy:  # noqa: ASYNC110 - it has no event
+        while shop.periodic.healthy:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.01)
     assert [line.exc_info is not None for line in caplog.records if line.levelname == "ERROR"] == [True] * 3
     shop.queue.remove(stranger)
     async with asyncio.timeout(5):
-        while shop.fleet.members() or not shop.controller.healthy:
+        while shop.fleet.members() or not shop.periodic.healthy:
             shop.time.now += 0.2  # its lease ends, and the faults are long ago
             await asyncio.sleep(0.01)
 

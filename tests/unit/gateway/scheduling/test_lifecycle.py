@@ -446,7 +446,7 @@ class Lifecycle(RuleBasedStateMachine):
     def restart_gateway(self, noticed: bool) -> None:
         """It dies and comes back; workers go on, and join again now or later."""
         self._count_told()
-        self.do(self.wire.controller.stop())
+        self.do(self.wire.stop())
         self.wire.calls.clear()
         self.wire.cancels.clear()
         self.do(self._call(self.wire.open))
@@ -576,7 +576,7 @@ class Lifecycle(RuleBasedStateMachine):
                 self._check_end(job)
             self.an_end_is_an_end()
         finally:
-            self.do(self.wire.controller.stop())
+            self.do(self.wire.stop())
             self.do(self._drop_followers())
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.close()

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from bottega.gateway.scheduling.policy import PendingJob, ResourceRequest, WorkerState, assign, forecast
+from bottega.gateway.scheduling.forecast import forecast
+from bottega.gateway.scheduling.policy import PendingJob, ResourceRequest, WorkerState, assign
 from bottega.planning import StepTimes
 
 SHAPE = (16, 16)
