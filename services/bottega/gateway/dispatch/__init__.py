@@ -1,1 +1,1 @@
-"""Runs attempts on workers: the dispatcher, the client of a worker, and the small calls beside the attempts."""
+"""Runs attempts on workers: the dispatcher, the connection to a worker, and the client of its calls."""

@@ -5,26 +5,16 @@ Which worker gets a job is decided by the scheduler, and what follows from a los
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
-from bottega.errors import (
-    BottegaError,
-    InternalError,
-    ModelNotFound,
-    QueueFull,
-    TooLarge,
-    Unavailable,
-    WorkerLost,
-)
+from bottega.background_tasks import BackgroundTasks
+from bottega.errors import BottegaError, InternalError, ModelNotFound, QueueFull, Unavailable, WorkerLost
 from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.dispatch.attempts import AttemptEvents, AttemptObserver, WorkerClient
-from bottega.gateway.dispatch.background_calls import BackgroundCalls, watch_checkpoints
+from bottega.gateway.dispatch.connection import DispatchedAttempt, WorkerConnection
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs import log_lines
 from bottega.gateway.jobs.job import Job
@@ -33,7 +23,6 @@ from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.rpc.status import from_job_error
 from bottega.v1 import worker_pb2
-from bottega.v1.generation_pb2 import Provenance
 
 _LIST_DEADLINE_S = 2.0
 # Attempts that have just completed, which reports on their way may still name.
@@ -44,29 +33,6 @@ _MAX_CHECKPOINT_BYTES = 16 << 20
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Attempt:
-    job: Job
-    number: int
-    member: Member
-    task: asyncio.Task[None] | None = None
-    images: dict[int, bytearray] = field(default_factory=dict)
-    size_bytes: int = 0
-    provenance: Provenance | None = None
-    started: bool = False
-    previewed: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class _WorkerConnection:
-    """The client of a worker, and its attempts by job. revision: counts the changes of these and their steps."""
-
-    client: WorkerClient
-    checkpoints: asyncio.Task[None]
-    attempts: dict[str, _Attempt] = field(default_factory=dict)
-    revision: int = 0
-
-
 class Dispatcher:
     """All attempts that run.
 
@@ -75,41 +41,39 @@ class Dispatcher:
 
     def __init__(
         self,
-        *,
         connect: Callable[[str], WorkerClient],
-        addons: Sequence[AddOn],
         storage: Storage,
-        max_result_bytes: int,
+        addons: Sequence[AddOn],
         observer: AttemptObserver,
+        *,
+        max_result_bytes: int,
     ) -> None:
         self._connect = connect
         self._addons = addons
         self._storage = storage
         self._max_result_bytes = max_result_bytes
         self._observer = observer
-        self._connections: dict[Member, _WorkerConnection] = {}
-        self._attempts: dict[str, _Attempt] = {}
-        self._background = BackgroundCalls()
-        self._storing: set[asyncio.Task[None]] = set()
+        self._connections: dict[Member, WorkerConnection] = {}
+        self._attempts: dict[str, DispatchedAttempt] = {}
+        self._running = BackgroundTasks("attempts")
+        self._calls = BackgroundTasks("calls of workers")
         self._completed: deque[tuple[str, int]] = deque(maxlen=_JUST_COMPLETED)
 
     def add_worker(self, member: Member) -> None:
         """Prepares to call a worker. Harmless when that is done already."""
         if member not in self._connections:
             client = self._connect(member.registration.address)
-            watching = self._watch_checkpoints(member, client)
-            self._connections[member] = _WorkerConnection(client=client, checkpoints=watching)
+            self._connections[member] = WorkerConnection(member, client, self._calls, self._keep_checkpoint)
 
     def remove_worker(self, member: Member) -> None:
         """A worker is lost, and all its attempts with it."""
         connection = self._connections.pop(member, None)
         if connection is None:
             return
-        connection.checkpoints.cancel()
         for attempt in list(connection.attempts.values()):
             self._abandon(attempt.job.job_id)
             self._report_loss(attempt, WorkerLost("the worker was cut off"))
-        self._background.close_client(connection.client)
+        connection.close()
 
     def is_connected(self, member: Member) -> bool:
         """Whether the worker can be called: from its joining until it is lost."""
@@ -138,16 +102,15 @@ class Dispatcher:
         for other in connection.attempts.values():
             other.job.mark_shared()
         job.start_attempt(member.name, free_at=free_at, exclusive=exclusive)
-        self._call(job, member, connection)
+        self._call(job, connection)
         self._observer.attempt_sent(job)
 
     def adopt_attempt(self, job: Job, member: Member) -> None:
         """Follows the attempt that a worker still has from before, which the job counts as its current one."""
         connection = self._connections[member]
-        self._call(job, member, connection)
+        self._call(job, connection)
         # Its newest checkpoint came when nobody knew of the attempt; whoever watches anew gets it again.
-        connection.checkpoints.cancel()
-        connection.checkpoints = self._watch_checkpoints(member, connection.client)
+        connection.watch_checkpoints()
 
     async def list_attempts(self, member: Member) -> Sequence[worker_pb2.AttemptSummary]:
         """The attempts that a worker has, of earlier lives of the gateway too. Raises BottegaError."""
@@ -165,62 +128,59 @@ class Dispatcher:
         """Stops the attempt at a job that has ended some other way, at its worker too."""
         attempt = self._abandon(job.job_id)
         if attempt is not None:
-            self.stop_attempt(attempt.member, _attempt_id(attempt))
+            attempt.connection.stop_attempt(attempt.id)
 
     def stop_attempt(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
         """Has a worker, as far as it can be reached, stop an attempt that nobody waits for."""
-        connection = self._connections.get(member)
-        if connection is not None:
-            self._background.stop_attempt(connection.client, attempt)
+        if member in self._connections:
+            self._connections[member].stop_attempt(attempt)
 
     def stop_stale_attempt(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
         """The same for one that the worker reports, now or when it reports it again."""
-        connection = self._connections.get(member)
-        if connection is not None:
-            self._background.stop_stale_attempt(connection.client, attempt)
+        if member in self._connections:
+            self._connections[member].stop_stale_attempt(attempt)
 
     def detach(self) -> None:
         """Follows no attempt any more, and stops none: a later life of the gateway takes them up."""
         for attempt in list(self._attempts.values()):
             self._abandon(attempt.job.job_id)
-        for task in self._storing:
-            task.cancel()
+        self._running.cancel_soon()
 
     async def close(self) -> None:
         """Follows nothing and ends every call."""
         self.detach()
         for member in list(self._connections):
             self.remove_worker(member)
-        await asyncio.gather(*self._storing, return_exceptions=True)
-        await self._background.close()
+        await self._running.join()
+        await self._calls.join()
 
-    def _call(self, job: Job, member: Member, connection: _WorkerConnection) -> None:
-        attempt = _Attempt(job=job, number=job.number, member=member)
-        self._attempts[job.job_id] = connection.attempts[job.job_id] = attempt
-        connection.revision += 1
+    def _call(self, job: Job, connection: WorkerConnection) -> None:
+        attempt = DispatchedAttempt(job=job, number=job.number, connection=connection)
+        self._attempts[job.job_id] = attempt
+        connection.add(attempt)
         request = self._request(attempt)
         attempt.previewed = request.preview
         events = connection.client.run_attempt(request)
-        attempt.task = asyncio.create_task(self._run(attempt, events))
+        attempt.task = self._running.start(self._run(attempt, events))
 
-    def _request(self, attempt: _Attempt) -> worker_pb2.RunAttemptRequest:
+    def _request(self, attempt: DispatchedAttempt) -> worker_pb2.RunAttemptRequest:
         job = attempt.job
         request = worker_pb2.RunAttemptRequest(
-            attempt=_attempt_id(attempt),
+            attempt=attempt.id,
             spec=job.spec,
             preview=job.preview,
             request_id=job.log_id,
             decisions=job.decisions,
         )
         for addon in self._addons:
-            addon.begin_attempt(job, attempt.member, request)
+            addon.begin_attempt(job, attempt.connection.member, request)
         if job.checkpoint is not None:  # which an add-on may have dropped: it may be of no use with what is there now
             request.checkpoint = job.checkpoint.data
         if job.deadline is not None:
             request.deadline_s = max(0.0, job.deadline - job.clock.monotonic())
         return request
 
-    async def _run(self, attempt: _Attempt, events: AttemptEvents) -> None:
+    async def _run(self, attempt: DispatchedAttempt, events: AttemptEvents) -> None:
         try:
             await self._follow(attempt, events)
             await self._complete(attempt)
@@ -237,7 +197,7 @@ class Dispatcher:
             self._remove_if_current(attempt)
             self._observer.attempt_failed(attempt.job, attempt.number, InternalError("an internal fault"))
 
-    async def _follow(self, attempt: _Attempt, events: AttemptEvents) -> None:
+    async def _follow(self, attempt: DispatchedAttempt, events: AttemptEvents) -> None:
         async with contextlib.aclosing(events):
             async for event in events:
                 self._apply(attempt, event)
@@ -245,14 +205,14 @@ class Dispatcher:
                     return
         raise WorkerLost("the worker ended the attempt without a result")
 
-    def _apply(self, attempt: _Attempt, event: worker_pb2.RunAttemptResponse) -> None:
+    def _apply(self, attempt: DispatchedAttempt, event: worker_pb2.RunAttemptResponse) -> None:
         job, number = attempt.job, attempt.number
         match event.WhichOneof("event"):
             case "started":
                 started = event.started
                 job.start_denoising(number, steps_total=started.steps_total, steps_resumed=started.steps_resumed)
                 attempt.started = True
-                self._revise(attempt)
+                attempt.connection.revision += 1
                 self._request_previews(attempt)
             case "progress":
                 self._apply_progress(attempt, event.progress)
@@ -261,82 +221,60 @@ class Dispatcher:
                 if job.set_decisions(number, event.decided):
                     self._observer.attempt_decided(job)
             case "image":
-                self._append_chunk(attempt, event.image)
+                attempt.append_chunk(event.image, max_bytes=self._max_result_bytes)
             case "completed":
                 attempt.provenance = event.completed.provenance
             case "failed":
                 raise from_job_error(event.failed)
 
-    def _apply_progress(self, attempt: _Attempt, progress: worker_pb2.AttemptProgress) -> None:
+    def _apply_progress(self, attempt: DispatchedAttempt, progress: worker_pb2.AttemptProgress) -> None:
         attempt.job.set_steps_done(attempt.number, progress.steps_done)
-        self._revise(attempt)
+        attempt.connection.revision += 1
         if progress.preview_jpeg:
             attempt.job.set_preview(attempt.number, progress.preview_index, progress.preview_jpeg)
         self._observer.attempt_advanced(attempt.job)
 
-    def _append_chunk(self, attempt: _Attempt, chunk: worker_pb2.AttemptImageChunk) -> None:
-        attempt.size_bytes += len(chunk.chunk)
-        if attempt.size_bytes > self._max_result_bytes:
-            limit = str(self._max_result_bytes)
-            raise TooLarge(f"the images are over {limit} bytes together", metadata={"max_result_bytes": limit})
-        attempt.images.setdefault(chunk.index, bytearray()).extend(chunk.chunk)
-
-    async def _complete(self, attempt: _Attempt) -> None:
+    async def _complete(self, attempt: DispatchedAttempt) -> None:
         job, number, provenance = attempt.job, attempt.number, attempt.provenance
         assert provenance is not None
-        if sorted(attempt.images) != list(range(job.spec.num_images)):
-            raise WorkerLost("the worker did not send every image")
-        encoded = [bytes(attempt.images[index]) for index in range(job.num_images)]
+        encoded = attempt.encoded_images()
         # The worker has done its part: what becomes of it does not matter from here on.
         self._remove_if_current(attempt)
-        with self._storing_images():
-            images = await self._storage.store_images(encoded)
+        images = await self._storage.store_images(encoded)
         self._completed.append((job.job_id, number))
         full = completed_provenance(job, provenance)
         for addon in self._addons:
             addon.pin_parameters(full)
         self._observer.attempt_completed(job, number, images, full)
 
-    @contextlib.contextmanager
-    def _storing_images(self) -> Iterator[None]:
-        """Tracks the current task while it stores images, so that `close` can end it."""
-        task: asyncio.Task[None] | None = asyncio.current_task()
-        assert task is not None
-        self._storing.add(task)
-        try:
-            yield
-        finally:
-            self._storing.discard(task)
-
-    def _watch_checkpoints(self, member: Member, client: WorkerClient) -> asyncio.Task[None]:
-        on_checkpoint = functools.partial(self._keep_checkpoint, member)
-        return asyncio.create_task(watch_checkpoints(client, member.name, on_checkpoint))
-
     def _keep_checkpoint(self, member: Member, news: worker_pb2.WatchCheckpointsResponse) -> None:
         attempt = self._attempts.get(news.attempt.job_id)
-        if attempt is not None and attempt.member is member and len(news.checkpoint) <= _MAX_CHECKPOINT_BYTES:
+        if (
+            attempt is not None
+            and attempt.connection.member is member
+            and len(news.checkpoint) <= _MAX_CHECKPOINT_BYTES
+        ):
             checkpoint = JobCheckpoint(steps_done=news.steps_done, data=news.checkpoint)
             attempt.job.set_checkpoint(news.attempt.number, checkpoint)
 
-    def _request_previews(self, attempt: _Attempt) -> None:
-        """Asks the worker for previews once, if they are wanted and the attempt has started."""
+    def _request_previews(self, attempt: DispatchedAttempt) -> None:
+        """Requests previews from the worker once, if they are wanted and the attempt has started."""
         if attempt.job.preview and attempt.started and not attempt.previewed:
             attempt.previewed = True
-            client = self._connections[attempt.member].client
-            self._background.preview_attempt(client, _attempt_id(attempt), attempt.job)
+            attempt.connection.enable_previews(attempt)
 
-    def _report_loss(self, attempt: _Attempt, error: BottegaError) -> None:
-        if isinstance(error, WorkerLost) and not attempt.member.load.draining:
+    def _report_loss(self, attempt: DispatchedAttempt, error: BottegaError) -> None:
+        if isinstance(error, WorkerLost) and not attempt.connection.member.load.draining:
             self._observer.attempt_lost(attempt.job, attempt.number, error)
         else:
             self._observer.attempt_returned(attempt.job, attempt.number, error)
 
-    def _remove_if_current(self, attempt: _Attempt) -> None:
+    def _remove_if_current(self, attempt: DispatchedAttempt) -> None:
         """Removes an attempt whose own task has found it over."""
         if self._attempts.get(attempt.job.job_id) is attempt:
             self._remove(attempt)
 
-    def _abandon(self, job_id: str) -> _Attempt | None:
+    def _abandon(self, job_id: str) -> DispatchedAttempt | None:
         """Removes an attempt and ends its task."""
         attempt = self._attempts.get(job_id)
         if attempt is None:
@@ -347,20 +285,8 @@ class Dispatcher:
             attempt.task = None  # it keeps how it was cancelled, which leads here: a cycle that holds the job's request
         return attempt
 
-    def _remove(self, attempt: _Attempt) -> None:
+    def _remove(self, attempt: DispatchedAttempt) -> None:
         del self._attempts[attempt.job.job_id]
+        attempt.connection.remove(attempt)
         for addon in self._addons:
             addon.end_attempt(attempt.job)
-        connection = self._connections.get(attempt.member)
-        if connection is not None:
-            del connection.attempts[attempt.job.job_id]
-            connection.revision += 1
-
-    def _revise(self, attempt: _Attempt) -> None:
-        connection = self._connections.get(attempt.member)
-        if connection is not None:
-            connection.revision += 1
-
-
-def _attempt_id(attempt: _Attempt) -> worker_pb2.AttemptId:
-    return worker_pb2.AttemptId(job_id=attempt.job.job_id, number=attempt.number)

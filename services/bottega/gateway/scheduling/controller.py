@@ -68,9 +68,7 @@ class JobController:
         self._finding = BackgroundTasks("jobs that were found in the store")
         self.queue = JobQueue(max_jobs=config.max_queued, budget_bytes=config.max_queued_bytes, clock=clock)
         self._finisher = JobFinisher(self.queue, self._deadlines, jobs, metrics)
-        self._dispatcher = Dispatcher(
-            connect=connect, storage=storage, addons=addons, observer=self, max_result_bytes=config.max_result_bytes
-        )
+        self._dispatcher = Dispatcher(connect, storage, addons, self, max_result_bytes=config.max_result_bytes)
         self._snapshot = FleetSnapshot(fleet, self._dispatcher, jobs, addons)
         self.estimates = QueueEstimates(self.queue, self._snapshot, clock)
         self.scheduler = Scheduler(

@@ -1,0 +1,151 @@
+"""One worker as the dispatcher sees it: the attempts that it was given, its checkpoints, and small calls to it.
+
+No outcome of a job depends on these calls: one that fails is logged, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from bottega.background_tasks import BackgroundTasks
+from bottega.errors import BottegaError, TooLarge, WorkerLost
+from bottega.gateway.dispatch.attempts import WorkerClient
+from bottega.gateway.fleet.members import Member
+from bottega.gateway.jobs import log_lines
+from bottega.gateway.jobs.job import Job
+from bottega.v1 import worker_pb2
+from bottega.v1.generation_pb2 import Provenance
+
+_CANCEL_DEADLINE_S = 2.0
+_PREVIEW_DEADLINE_S = 2.0
+_WATCH_PAUSE_S = 0.5
+# Calls to one worker, at once; it runs some tens of attempts, and may report thousands.
+MOST_STALE = 64
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DispatchedAttempt:
+    """An attempt that is followed, and what it has brought so far. images: encoded, as far as they came."""
+
+    job: Job
+    number: int
+    connection: WorkerConnection
+    task: asyncio.Task[None] | None = None
+    images: dict[int, bytearray] = field(default_factory=dict)
+    size_bytes: int = 0
+    provenance: Provenance | None = None
+    started: bool = False
+    previewed: bool = False
+
+    @property
+    def id(self) -> worker_pb2.AttemptId:
+        """As the worker knows it."""
+        return worker_pb2.AttemptId(job_id=self.job.job_id, number=self.number)
+
+    def append_chunk(self, chunk: worker_pb2.AttemptImageChunk, *, max_bytes: int) -> None:
+        """Bytes of an image came. Raises TooLarge when there are more than max_bytes in all."""
+        self.size_bytes += len(chunk.chunk)
+        if self.size_bytes > max_bytes:
+            limit = str(max_bytes)
+            raise TooLarge(f"the images are over {limit} bytes together", metadata={"max_result_bytes": limit})
+        self.images.setdefault(chunk.index, bytearray()).extend(chunk.chunk)
+
+    def encoded_images(self) -> list[bytes]:
+        """All images. Raises WorkerLost where some did not come."""
+        if sorted(self.images) != list(range(self.job.num_images)):
+            raise WorkerLost("the worker did not send every image")
+        return [bytes(self.images[index]) for index in range(self.job.num_images)]
+
+
+class WorkerConnection:
+    """calls: where calls to the worker run. on_checkpoint: called with the worker and each checkpoint of its attempts.
+
+    attempts: by job, first come first. revision: counts the changes of these and their steps.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        client: WorkerClient,
+        calls: BackgroundTasks,
+        on_checkpoint: Callable[[Member, worker_pb2.WatchCheckpointsResponse], None],
+    ) -> None:
+        self.member = member
+        self.client = client
+        self.attempts: dict[str, DispatchedAttempt] = {}
+        self.revision = 0
+        self._calls = calls
+        self._on_checkpoint = on_checkpoint
+        self._stale = 0
+        self._checkpoints = calls.start(self._watch_checkpoints())
+
+    def add(self, attempt: DispatchedAttempt) -> None:
+        """The worker gets it."""
+        self.attempts[attempt.job.job_id] = attempt
+        self.revision += 1
+
+    def remove(self, attempt: DispatchedAttempt) -> None:
+        """It is over."""
+        del self.attempts[attempt.job.job_id]
+        self.revision += 1
+
+    def watch_checkpoints(self) -> None:
+        """Watches anew, and so gets the newest checkpoint of every attempt once more."""
+        self._checkpoints.cancel()
+        self._checkpoints = self._calls.start(self._watch_checkpoints())
+
+    def stop_attempt(self, attempt: worker_pb2.AttemptId) -> None:
+        """Has the worker stop an attempt that nobody waits for."""
+        self._calls.start(self._stop_attempt(attempt))
+
+    def stop_stale_attempt(self, attempt: worker_pb2.AttemptId) -> None:
+        """The same for one that the worker reports; more than MOST_STALE wait until it reports them again."""
+        if self._stale < MOST_STALE:
+            self._stale += 1
+            self._calls.start(self._stop_stale_attempt(attempt))
+
+    def enable_previews(self, attempt: DispatchedAttempt) -> None:
+        """Has the worker send previews."""
+        self._calls.start(self._enable_previews(attempt))
+
+    def close(self) -> None:
+        """Ends every call to the worker."""
+        self._checkpoints.cancel()
+        self._calls.start(self.client.close())
+
+    async def _watch_checkpoints(self) -> None:
+        name = self.member.name
+        while True:
+            try:
+                async for news in self.client.checkpoints():
+                    self._on_checkpoint(self.member, news)
+            except BottegaError as error:
+                _log.debug("checkpoints cannot be watched", extra={"member": name, "text": error.message})
+            except Exception:  # noqa: BLE001 - the boundary of the task: without it a dead worker's jobs start from zero
+                _log.exception("checkpoints could not be taken", extra={"member": name})
+            await asyncio.sleep(_WATCH_PAUSE_S)
+
+    async def _stop_attempt(self, attempt: worker_pb2.AttemptId) -> None:
+        try:
+            await self.client.cancel_attempt(attempt, deadline_s=_CANCEL_DEADLINE_S)
+        except BottegaError as error:
+            # The worker gives the attempt up by itself once its deadline or grace is over.
+            _log.info("attempt could not be cancelled", extra={"job_id": attempt.job_id, "text": error.message})
+
+    async def _stop_stale_attempt(self, attempt: worker_pb2.AttemptId) -> None:
+        try:
+            await self._stop_attempt(attempt)
+        finally:
+            self._stale -= 1
+
+    async def _enable_previews(self, attempt: DispatchedAttempt) -> None:
+        try:
+            await self.client.preview_attempt(attempt.id, deadline_s=_PREVIEW_DEADLINE_S)
+        except BottegaError as error:
+            # It goes on without previews, unless it is lost; then the next attempt has them.
+            _log.warning("no previews", extra={**log_lines.job_fields(attempt.job), "text": error.message})
