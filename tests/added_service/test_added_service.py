@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from bottega.client import Client
-from bottega.client.suite.state import StateFolder
+from bottega.client.instance import StateFolder
 from bottega.errors import BottegaError
 from bottega.manifest import VARIABLE
 from bottega.transport import (

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from bottega.client.instance import AlreadyHeld, InstanceRecord, StateFolder, StateFolderUnusable
 from bottega.client.suite.service_log import ServiceLog
-from bottega.client.suite.state import AlreadyHeld, InstanceRecord, StateFolder, StateFolderUnusable
 from bottega.state_folder import make_private, owner_of
 from bottega.storage import folders
 from tests.support.services import Services, gateway_config

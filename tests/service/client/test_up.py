@@ -16,7 +16,7 @@ import PIL.Image
 import psutil
 import pytest
 
-from bottega.client.suite.state import InstanceRecord, StateFolder
+from bottega.client.instance import InstanceRecord, StateFolder
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES, Placed, SceneLayout, Thing, draw_edges
 

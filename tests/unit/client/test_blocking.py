@@ -7,12 +7,19 @@ import inspect
 import pytest
 
 from bottega.client import AsyncClient, AsyncJob, Client, Job
+from bottega.client.addons import add_on_names
 
 PAIRS = [(AsyncClient, Client), (AsyncJob, Job)]
 
 
 def _methods(kind: type) -> set[str]:
     return {name for name, member in inspect.getmembers(kind, callable) if not name.startswith("_")}
+
+
+def test_the_clients_have_the_methods_of_every_add_on() -> None:
+    expected = {f"bottega.client.addons.{name}.client" for name in add_on_names()}
+    for client in (AsyncClient, Client):
+        assert {base.__module__ for base in client.__bases__} == expected
 
 
 @pytest.mark.parametrize(("asynchronous", "blocking"), PAIRS)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from bottega.client.checkup.check import Level
 from bottega.client.checkup.gateway import check_gateway
 from bottega.client.checkup.machine import (
     check_cores,
@@ -21,6 +20,7 @@ from bottega.client.checkup.machine import (
     pinned_versions,
 )
 from bottega.client.checkup.model import check_model
+from bottega.client.types.checks import Level
 from bottega.manifest import VARIABLE
 from bottega.miniature import WEIGHTS
 

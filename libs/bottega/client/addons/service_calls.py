@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import grpc
 
+from bottega.client.addons.addon import ClientAddOn
 from bottega.errors import InternalError, Unavailable
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error, was_answered
@@ -31,28 +32,29 @@ class Page(Protocol):
     def next_page_token(self) -> str: ...
 
 
+StubT = TypeVar("StubT")
 RequestT = TypeVar("RequestT", bound=PageRequest)
 PageT = TypeVar("PageT", bound=Page)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceCalls:
+class ServiceCalls(Generic[StubT]):
     """How the services of one kind are called, and what is raised where that fails.
 
-    kind: stands as "service" in the metadata of what they refuse. noun: what people call one of them.
+    add_on: its kind stands as "service" in the metadata of what they refuse. stub: makes their methods of a channel.
     unavailable: raised where one does not answer.
     """
 
-    kind: str
-    noun: str
+    add_on: ClientAddOn
+    stub: Callable[[grpc.aio.Channel], StubT]
     unavailable: type[Unavailable]
 
     @asynccontextmanager
-    async def channel(self, service: Registration) -> AsyncIterator[grpc.aio.Channel]:
-        """A channel to one of them, closed at the end. Raises as `errors`."""
+    async def open(self, service: Registration) -> AsyncIterator[StubT]:
+        """The methods of one of them, as long as the block lasts. Raises as `errors`."""
         async with open_channel(service.address) as channel:
             with self.errors(service):
-                yield channel
+                yield self.stub(channel)
 
     @contextmanager
     def errors(self, service: Registration) -> Iterator[None]:
@@ -61,9 +63,11 @@ class ServiceCalls:
             yield
         except grpc.RpcError as error:
             if not was_answered(error):
-                raise self.unavailable(f"{self.noun} {service.name} does not answer at {service.address}") from None
+                raise self.unavailable(
+                    f"{self.add_on.title} {service.name} does not answer at {service.address}"
+                ) from None
             failure = from_rpc_error(error)
-            failure.metadata["service"] = self.kind
+            failure.metadata["service"] = self.add_on.kind
             raise failure from None
 
 

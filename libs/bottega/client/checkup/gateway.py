@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bottega import kinds
-from bottega.client.addons.controlnets.hosting import controlnets_of
-from bottega.client.checkup.check import CheckResult, fail, ok, warn
+from bottega.client.addons.addon import add_ons_by_kind
 from bottega.client.sdk.clients import AsyncClient
 from bottega.client.transport.retry import RetryPolicy
-from bottega.errors import BottegaError
+from bottega.client.types.checks import CheckResult, fail, ok, warn
+from bottega.errors import BottegaError, ConfigError
 from bottega.manifest import read_services
 from bottega.rpc.channel import channel_options
 from bottega.v1 import fleet_pb2
 
 _ANSWER_S = 2.0
-# ControlNets that a line has room for.
-_MOST_NAMES = 8
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -69,40 +67,31 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
         yield ok(f"{len(workers)} joined, for {', '.join(models)}")
     else:
         yield fail("no worker has joined", "A worker takes seconds to load its model; bottega logs worker-0 says more.")
-    yield from _check_controlnets(fleet)
-    yield from _check_others(fleet)
+    yield from _check_services(fleet)
     versions = sorted({member.registration.version for member in fleet.members} - {""})
     if len(versions) > 1:
         yield warn(f"the fleet runs versions {', '.join(versions)}", "Bring every service to one version.")
 
 
-def _check_controlnets(fleet: fleet_pb2.ListMembersResponse) -> Iterator[CheckResult]:
-    servers = [member for member in fleet.members if member.registration.kind == kinds.CONTROLNET]
-    nets = controlnets_of(fleet)
-    if servers:
-        names = sorted({net.name for net in nets})
-        count = "1 ControlNet server" if len(servers) == 1 else f"{len(servers)} ControlNet servers"
-        yield ok(f"{count} joined, with {', '.join(names[:_MOST_NAMES]) or 'no ControlNet'}{_more(names)}")
-    for name in sorted({net.name for net in nets if not net.models}):
-        yield warn(f"no model that is served can be drawn with ControlNet {name}", f"bottega controlnets where {name}")
-    versions = Counter((net.name, net.base) for net in nets)
-    for name in sorted({name for (name, _), count in versions.items() if count > 1}):
-        yield warn(
-            f"ControlNet {name} is served in more than one version", f"Keep one: bottega controlnets where {name}"
-        )
+def _check_services(fleet: fleet_pb2.ListMembersResponse) -> Iterator[CheckResult]:
+    """Services of every kind but workers: by their add-on, else counted, whether or not the manifest has them."""
+    counts = Counter(member.registration.kind for member in fleet.members)
+    add_ons = add_ons_by_kind()
+    titles = _titles() | {kind: add_on.title for kind, add_on in add_ons.items()}
+    for kind in sorted((counts.keys() | add_ons.keys()) - {kinds.GATEWAY, kinds.WORKER}):
+        add_on, count = add_ons.get(kind), counts[kind]
+        if add_on is not None and add_on.check_fleet is not None:
+            yield from add_on.check_fleet(fleet)
+        elif count:
+            yield ok(f"{count} {titles.get(kind, kind)}{'' if count == 1 else 's'} joined")
 
 
-def _check_others(fleet: fleet_pb2.ListMembersResponse) -> Iterator[CheckResult]:
-    """Services of all other kinds, whether or not this machine's manifest has them."""
-    titles = {service.kind: service.title for service in read_services()}
-    told = (kinds.GATEWAY, kinds.WORKER, kinds.CONTROLNET)
-    counts = Counter(member.registration.kind for member in fleet.members if member.registration.kind not in told)
-    for kind, count in sorted(counts.items()):
-        yield ok(f"{count} {titles.get(kind, kind)}{'' if count == 1 else 's'} joined")
-
-
-def _more(names: Sequence[str]) -> str:
-    return f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+def _titles() -> dict[str, str]:
+    """By the manifest; none where it cannot be read, as without the services' own packages."""
+    try:
+        return {service.kind: service.title for service in read_services()}
+    except ConfigError:
+        return {}
 
 
 async def _fleet(fleet_address: str) -> fleet_pb2.ListMembersResponse:

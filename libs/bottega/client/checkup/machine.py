@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from bottega.client.checkup.check import CheckResult, fail, ok, warn
+from bottega.client.types.checks import CheckResult, fail, ok, warn
 from bottega.errors import ConfigError
 from bottega.manifest import VARIABLE, read_services
 from bottega.process.open_files import ENOUGH, LITTLE

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bottega.client.checkup.check import CheckResult, fail, ok
+from bottega.client.types.checks import CheckResult, fail, ok
 from bottega.miniature import WEIGHTS
 
 # Safetensors' own bound on its JSON header.

@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
-from bottega.client.cli.addons import ADD_ONS
+from bottega.client.addons import add_on_names
 from bottega.client.cli.escaping import escaped_lines
 
 # In the order in which a newcomer needs them; each module or package has the click command as `command`.
-_COMMANDS = ("up", "stop", "generate", "jobs", "models", *ADD_ONS, "fleet", "logs", "doctor")
+_COMMANDS = ("up", "stop", "generate", "jobs", "models", *add_on_names(), "fleet", "logs", "doctor")
 
 
 class _Commands(click.Group):

@@ -1,7 +1,7 @@
-"""The add-ons of the command: the one list of them, and what the other commands ask of each.
+"""What other commands need of the add-ons' packages beside this file.
 
-An add-on is a package beside this file with `command` (its subcommands), `generation.PART` (what it adds to
-`bottega generate`) and `advice.advice_for` (what to do about its errors).
+Each is called as its package in bottega.client.addons, and has `command` (its subcommands), `generation.PART` (what it
+adds to `bottega generate`) and `advice.advice_for` (what to do about its errors).
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bottega.client.addons import add_on_names
 from bottega.errors import BottegaError, Violation
 
 if TYPE_CHECKING:
     from bottega.client.types.options import GenerationOptions
     from bottega.v1.generation_pb2 import Provenance
-
-ADD_ONS = ("controlnets", "loras")
 
 
 def _keep(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> None:
@@ -33,12 +32,14 @@ def _as_it_is(violation: Violation, options: GenerationOptions) -> Violation:
 class GenerationPart:
     """What an add-on adds to `bottega generate`.
 
-    options: click's decorators. describe: lines about a picture that was drawn.
+    options: click's decorators. stage: as the provenance calls what a picture waited for it, before it was denoised.
+    describe: lines about a picture that was drawn.
     merge: puts what was given (and removes it there) into the options, which are those of an earlier picture with
     --like. rename: calls what is wrong with a request as the person who asks calls it.
     """
 
     options: tuple[Callable[[Any], Any], ...]
+    stage: str
     describe: Callable[[Provenance], Iterator[str]]
     merge: Callable[[GenerationOptions, dict[str, Any], Path | None], None] = _keep
     rename: Callable[[Violation, GenerationOptions], Violation] = _as_it_is
@@ -46,12 +47,12 @@ class GenerationPart:
 
 def generation_parts() -> list[GenerationPart]:
     """Of all add-ons, in their order."""
-    return [_part(name, "generation").PART for name in ADD_ONS]
+    return [_part(name, "generation").PART for name in add_on_names()]
 
 
 def advice_for(error: BottegaError) -> str | None:
     """What to do about an error of an add-on; None where it is none of theirs."""
-    found: Iterator[str | None] = (_part(name, "advice").advice_for(error) for name in ADD_ONS)
+    found: Iterator[str | None] = (_part(name, "advice").advice_for(error) for name in add_on_names())
     return next((advice for advice in found if advice is not None), None)
 
 

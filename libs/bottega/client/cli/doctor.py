@@ -14,8 +14,8 @@ from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import Styled, say
 
 if TYPE_CHECKING:
-    from bottega.client.checkup.check import CheckResult
-    from bottega.client.suite.state import StateFolder
+    from bottega.client.instance import StateFolder
+    from bottega.client.types.checks import CheckResult
 
 _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "red"}
 
@@ -30,7 +30,7 @@ def command(*, model: str, state: StateFolder, address: str) -> None:
 
     Checks Python, packages, limits, disk, model and gateway; ends with status 1 when something fails.
     """
-    from bottega.client.checkup.check import Level
+    from bottega.client.types.checks import Level
 
     levels = set()
     for result in _results(model, state, address, _fleet_address(address)):

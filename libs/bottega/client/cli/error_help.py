@@ -10,8 +10,8 @@ from bottega import errors
 from bottega.client.cli.addons import advice_for
 from bottega.client.cli.escaping import escaped
 from bottega.client.cli.storage_advice import storage_advice
+from bottega.client.instance import StateFolderUnusable
 from bottega.client.suite.plan import PortTaken
-from bottega.client.suite.state import StateFolderUnusable
 from bottega.client.transport.retry import CallTimeout
 from bottega.client.types.message_size import LIMIT
 from bottega.errors import BottegaError

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _LOOK_S = 0.5
 # Names of what one service hosts that a row has room for.
 _MOST_NAMES = 6
-_TITLES = {kinds.CONTROLNET: "ControlNets", kinds.LORAS: "LoRAs"}
 
 
 @click.command("fleet")
@@ -70,14 +69,17 @@ def _row(member: Member) -> tuple[str, ...]:
 
 def _hosted(load: Load) -> Iterator[str]:
     """What it hosts, by name while there are few of a kind; what is not in memory says so."""
+    from bottega.client.addons.addon import add_ons_by_kind
     from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED
 
+    add_ons = add_ons_by_kind()
     listed = [item for item in load.hosted if item.state != HOSTED_STATE_APPLIED]
     for kind, count in Counter(item.kind for item in listed).items():
         items = [item for item in listed if item.kind == kind]
         loaded = sum(item.state == HOSTED_STATE_LOADED for item in items)
         if count > _MOST_NAMES or not all(item.name for item in items):
-            yield f"{count} {_TITLES.get(kind, kind)}, {loaded} loaded"
+            title = add_ons[kind].hosted_title if kind in add_ons else kind
+            yield f"{count} {title}, {loaded} loaded"
         else:
             for item in items:
                 yield item.name if item.state == HOSTED_STATE_LOADED else f"{item.name} (not loaded)"

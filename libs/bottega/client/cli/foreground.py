@@ -11,9 +11,9 @@ from contextlib import closing
 from datetime import datetime
 
 from bottega.client.cli.terminal import note, say
+from bottega.client.instance import StateFolder
 from bottega.client.suite.plan import SuitePlan
 from bottega.client.suite.service_log import ServiceLog
-from bottega.client.suite.state import StateFolder
 from bottega.client.suite.supervisor import Supervisor
 from bottega.client.transport.address import DEFAULT_PORT
 from bottega.state_folder import state_folder

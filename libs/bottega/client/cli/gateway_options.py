@@ -99,7 +99,7 @@ def _note_fleet_address(ctx: click.Context, _: click.Parameter, value: str | Non
 
 
 def _choose_address(ctx: click.Context, _: click.Parameter, value: str | None) -> str:
-    from bottega.client.suite.state import StateFolder
+    from bottega.client.instance import StateFolder
     from bottega.client.transport.address import default_address
     from bottega.state_folder import state_folder
 

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from bottega.client.types.options import GenerationOptions
     from bottega.v1.generation_pb2 import Provenance
 
-# As the contract names them.
-_STAGES = (
-    *("validate", "queue", "route", "decode_image", "encode", "controlnets", "loras", "denoise"),
-    *("batch", "decode", "handoff", "encode_image"),
-)
+# In the order of a request's life, as the contract names them; those of add-ons are between the two.
+_FIRST_STAGES = ("validate", "queue", "route", "decode_image", "encode")
+_LAST_STAGES = ("denoise", "batch", "decode", "handoff", "encode_image")
 _SHORTEST_S = 0.0005
 # Of a prompt that was cut: enough to see where.
 _CUT_COLUMNS = 100
@@ -183,5 +181,6 @@ def _report(completed: Completed, output: OutputTarget, elapsed_s: float) -> Non
 def _stages(provenance: Provenance) -> str:
     """Seconds by stage in the order of a request's life, without those that took no time."""
     taken = {time.stage: time.seconds for time in provenance.times if time.seconds >= _SHORTEST_S}
-    known = [stage for stage in _STAGES if stage in taken]
+    order = (*_FIRST_STAGES, *(part.stage for part in generation_parts()), *_LAST_STAGES)
+    known = [stage for stage in order if stage in taken]
     return ", ".join(f"{stage} {taken[stage]:.3f}" for stage in [*known, *sorted(taken.keys() - set(known))])

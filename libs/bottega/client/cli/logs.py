@@ -11,7 +11,7 @@ from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import fail, say
 
 if TYPE_CHECKING:
-    from bottega.client.suite.state import StateFolder
+    from bottega.client.instance import StateFolder
 
 
 @click.command("logs")

@@ -24,7 +24,7 @@ def state_option(command: CommandT) -> CommandT:
 
 
 def _folder(ctx: click.Context, _: click.Parameter, value: Path | None) -> object:
-    from bottega.client.suite.state import StateFolder
+    from bottega.client.instance import StateFolder
     from bottega.state_folder import state_folder
 
     return StateFolder(value or state_folder())

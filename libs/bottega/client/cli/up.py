@@ -13,8 +13,8 @@ from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import fail, note, say
 
 if TYPE_CHECKING:
+    from bottega.client.instance import StateFolder
     from bottega.client.suite.plan import SuiteOptions, SuitePlan
-    from bottega.client.suite.state import StateFolder
 
 
 class _WithServicesOptions(click.Command):
@@ -69,9 +69,9 @@ def command(
     `loras`; the embedded model has edges and layout, and striped, checked and dusk. The store keeps what
     `bottega loras add` brings, in the state folder.
     """
+    from bottega.client.instance import AlreadyHeld
     from bottega.client.suite.plan import SuiteOptions
     from bottega.client.suite.service_process import DoesNotStart
-    from bottega.client.suite.state import AlreadyHeld
 
     _check_model(model)
     options = SuiteOptions(model=model, device=device, dtype=dtype, threads=threads, port=port, services=services)
@@ -99,8 +99,8 @@ def command(
 
 def _check_model(model: str) -> None:
     """Says at once what a worker would say after three tries."""
-    from bottega.client.checkup.check import Level
     from bottega.client.checkup.model import check_model
+    from bottega.client.types.checks import Level
 
     for result in check_model(model):
         if result.level is Level.FAIL:

@@ -1,6 +1,7 @@
 """The two clients that users make: what is asked of the gateway, and the methods of every add-on service.
 
-Each add-on is a package of bottega.client.addons; its client module has two classes of methods, which are bases here.
+Each add-on is a package of bottega.client.addons; its client module has two classes of methods, which are bases here:
+the one place that names every add-on of the client.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bottega.client.instance import AlreadyHeld, InstanceRecord, StateFolder
 from bottega.client.suite.plan import SuiteOptions
-from bottega.client.suite.state import AlreadyHeld, InstanceRecord, StateFolder
 from bottega.errors import BottegaError, Code, DeadlinePassed
 from bottega.state_folder import private_files
 

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from bottega.client.instance import StateFolderUnusable
 from bottega.client.suite.service_log import fields_of
-from bottega.client.suite.state import StateFolderUnusable
 
 _LOOK_S = 0.2
 

@@ -7,7 +7,7 @@ import signal
 
 import psutil
 
-from bottega.client.suite.state import InstanceProcess, InstanceRecord
+from bottega.client.instance import InstanceProcess, InstanceRecord
 
 _GRACE_S = 3.0
 

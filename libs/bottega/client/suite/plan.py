@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from bottega.client.suite.state import StateFolder
+from bottega.client.instance import StateFolder
 from bottega.client.transport.address import DEFAULT_PORT
 from bottega.errors import BottegaError, Code
 from bottega.manifest import ServiceSpec, SuiteSettings, options_of, read_services

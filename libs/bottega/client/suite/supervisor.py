@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
+from bottega.client.instance import InstanceProcess, InstanceRecord, StateFolder
 from bottega.client.sdk.clients import AsyncClient
 from bottega.client.suite.plan import SuitePlan
 from bottega.client.suite.service_process import RestartPolicy, ServiceListener, ServiceProcess
-from bottega.client.suite.state import InstanceProcess, InstanceRecord, StateFolder
 from bottega.client.transport.retry import RetryPolicy
 from bottega.errors import DeadlinePassed, Unavailable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from bottega.client.suite.state import InstanceRecord, StateFolder, StateFolderUnusable
+from bottega.client.instance import InstanceRecord, StateFolder, StateFolderUnusable
 from bottega.state_folder import state_folder
 
 ADDRESS_VARIABLE = "BOTTEGA_ADDRESS"

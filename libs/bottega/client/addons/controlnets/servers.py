@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bottega import kinds
+from bottega.client.addons.controlnets.addon import ADD_ON
 from bottega.client.addons.controlnets.types import AddedControlNet, ResidualProfile
 from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.types.messages import build_message
@@ -23,7 +23,9 @@ _ADD_S = 120.0
 _LIST_S = 5.0
 # A server writes a file.
 _SET_PROFILE_S = 30.0
-_CALLS = ServiceCalls(kind="controlnet", noun="ControlNet server", unavailable=Unavailable)
+_SERVERS: ServiceCalls[ControlNetServiceAsyncStub] = ServiceCalls(
+    add_on=ADD_ON, stub=ControlNetServiceStub, unavailable=Unavailable
+)
 
 
 def controlnet_servers(fleet: ListMembersResponse, *, name: str | None = None) -> list[Registration]:
@@ -39,17 +41,10 @@ def controlnet_servers(fleet: ListMembersResponse, *, name: str | None = None) -
     return chosen
 
 
-@asynccontextmanager
-async def open_server(server: Registration) -> AsyncIterator[ControlNetServiceAsyncStub]:
-    """Calls to one server. Raises Unavailable where it does not answer, else what it says."""
-    async with _CALLS.channel(server) as channel:
-        yield ControlNetServiceStub(channel)
-
-
 async def add_to_server(server: Registration, request: controlnet_pb2.AddControlNetRequest) -> AddedControlNet:
     """Has a server host one more; what goes wrong is part of the answer."""
     try:
-        async with open_server(server) as stub:
+        async with _SERVERS.open(server) as stub:
             answer = await stub.AddControlNet(request, timeout=_ADD_S)
     except BottegaError as error:
         return AddedControlNet(server=server.name, error=error)
@@ -60,7 +55,7 @@ async def import_root(servers: Sequence[Registration]) -> str:
     """The folder below which the servers host what is added. Raises InvalidRequest where they have none in common."""
     roots = set()
     for server in servers:
-        async with open_server(server) as stub:
+        async with _SERVERS.open(server) as stub:
             roots.add((await stub.ListControlNets(controlnet_pb2.ListControlNetsRequest(), timeout=_LIST_S)).root)
     if len(roots) > 1 or "" in roots:
         why = "the servers have different roots: choose one" if len(roots) > 1 else "the configuration has no root"
@@ -92,6 +87,6 @@ async def store_profile(
     )
     for server, hosted in hosts:
         request = controlnet_pb2.SetProfileRequest(name=name, digest=hosted, profile=message)
-        async with open_server(server) as stub:
+        async with _SERVERS.open(server) as stub:
             await stub.SetProfile(request, timeout=_SET_PROFILE_S)
     return tuple(server.name for server, _ in hosts)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from bottega.client.addons.loras.profiling import LoraBoundMeasured, measure_lora
-from bottega.client.addons.loras.stores import CALL_S, call_owner, choose_store, find_lora, lora_stores, open_store
+from bottega.client.addons.loras.stores import CALL_S, STORES, call_owner, choose_store, find_lora, lora_stores
 from bottega.client.addons.loras.upload import IMPORT_S, read_lora, upload
 from bottega.client.addons.service_calls import all_pages
 from bottega.client.sdk.aio import AsyncGatewayClient
@@ -50,7 +50,7 @@ class AsyncLoraMethods(AsyncGatewayClient):
         found: dict[str, StoredLora] = {}
         for store in await self._lora_stores():
             request = lora_pb2.ListLorasRequest(page_size=_PAGE_SIZE)
-            async with open_store(store) as stub:
+            async with STORES.open(store) as stub:
                 async for page in all_pages(stub.ListLoras, request, timeout_s=CALL_S, what=f"LoRA store {store.name}"):
                     for lora in page.loras:
                         found.setdefault(lora.name, lora)
@@ -83,21 +83,21 @@ class AsyncLoraMethods(AsyncGatewayClient):
         request = build_message(lora_pb2.RegisterLoraRequest(), name=name, path=path, trigger_words=trigger_words)
         store, base = await choose_store(await self._lora_stores(), name, base)
         build_message(request, base=base)
-        async with open_store(store) as stub:
+        async with STORES.open(store) as stub:
             return (await stub.RegisterLora(request, timeout=IMPORT_S)).lora
 
     async def remove_lora(self, name: str) -> None:
         """Forgets a LoRA. Raises LoraNotFound, LoraInUse."""
         request = build_message(lora_pb2.DeleteLoraRequest(), name=name)
         store, _ = await find_lora(await self._lora_stores(), name)
-        async with open_store(store) as stub:
+        async with STORES.open(store) as stub:
             await stub.DeleteLora(request, timeout=CALL_S)
 
     async def pin_lora(self, name: str, pinned: bool = True) -> StoredLora:
         """Keeps a LoRA in the store's memory, or no longer. Its state says whether it is there yet."""
         request = build_message(lora_pb2.PinLoraRequest(), name=name, pinned=pinned)
         store, _ = await find_lora(await self._lora_stores(), name)
-        async with open_store(store) as stub:
+        async with STORES.open(store) as stub:
             return (await stub.PinLora(request, timeout=CALL_S)).lora
 
     async def profile_lora(
@@ -134,7 +134,7 @@ class AsyncLoraMethods(AsyncGatewayClient):
         request = lora_pb2.SetLoraProfileRequest(name=name, digest=measured.digest)
         for steps, step in sorted(bounds.items()):
             request.bounds.add(num_inference_steps=steps, max_step=step)
-        async with open_store(store) as stub:
+        async with STORES.open(store) as stub:
             await stub.SetLoraProfile(request, timeout=CALL_S)
         return measured
 
@@ -144,7 +144,7 @@ class AsyncLoraMethods(AsyncGatewayClient):
         for store in await self._lora_stores():
             request, what = lora_pb2.ListQuarantineRequest(page_size=_PAGE_SIZE), f"The quarantine of {store.name}"
             loras: list[QuarantinedLora] = []
-            async with open_store(store) as stub:
+            async with STORES.open(store) as stub:
                 async for page in all_pages(stub.ListQuarantine, request, timeout_s=_QUARANTINE_S, what=what):
                     loras += page.loras
             found.append(StoreQuarantine(store=store.name, folder=page.folder, loras=tuple(loras)))
@@ -154,7 +154,7 @@ class AsyncLoraMethods(AsyncGatewayClient):
         """How many LoRAs are there, as far as their stores know without looking for more."""
         number = 0
         for store in await self._lora_stores():
-            async with open_store(store) as stub:
+            async with STORES.open(store) as stub:
                 number += (await stub.ListLoras(lora_pb2.ListLorasRequest(page_size=1), timeout=CALL_S)).quarantined
         return number
 

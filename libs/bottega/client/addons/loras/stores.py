@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from bottega import kinds, rules
+from bottega.client.addons.loras.addon import ADD_ON
 from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.types.messages import build_message
 from bottega.errors import BottegaError, LoraNotFound, NoLora, Violation
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from bottega.v1.lora_pb2_grpc import LoraServiceAsyncStub
 
 CALL_S = 20.0
-STORE_CALLS = ServiceCalls(kind="loras", noun="LoRA store", unavailable=NoLora)
+STORES: ServiceCalls[LoraServiceAsyncStub] = ServiceCalls(add_on=ADD_ON, stub=LoraServiceStub, unavailable=NoLora)
 
 AnswerT = TypeVar("AnswerT")
 
@@ -34,13 +35,6 @@ def lora_stores(fleet: ListMembersResponse) -> Sequence[Registration]:
     return [member.registration for member in sorted(members, key=lambda member: member.load.draining)]
 
 
-@asynccontextmanager
-async def open_store(store: Registration) -> AsyncIterator[LoraServiceAsyncStub]:
-    """Calls to one store. Raises NoLora where it does not answer, else what it says."""
-    async with STORE_CALLS.channel(store) as channel:
-        yield LoraServiceStub(channel)
-
-
 async def call_owner(
     stores: Sequence[Registration],
     call: Callable[[LoraServiceAsyncStub], Awaitable[AnswerT]],
@@ -54,7 +48,7 @@ async def call_owner(
     failure: BottegaError = missing
     for store in stores:
         try:
-            async with open_store(store) as stub:
+            async with STORES.open(store) as stub:
                 return store, await call(stub)
         except LoraNotFound:
             continue
@@ -89,5 +83,5 @@ async def choose_store(stores: Sequence[Registration], name: str, base: str | No
 
 
 async def _bases(store: Registration) -> Sequence[str]:
-    async with open_store(store) as stub:
+    async with STORES.open(store) as stub:
         return (await stub.ListLoras(ListLorasRequest(page_size=1), timeout=CALL_S)).bases

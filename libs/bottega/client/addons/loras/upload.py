@@ -14,7 +14,7 @@ from typing import cast
 import grpc
 
 from bottega import rules
-from bottega.client.addons.loras.stores import STORE_CALLS
+from bottega.client.addons.loras.stores import STORES
 from bottega.client.types.messages import describe
 from bottega.errors import Violation
 from bottega.lora.canonical import COMPONENTS
@@ -84,7 +84,7 @@ async def upload(store: Registration, head: UploadLoraHead, files: Sequence[Loca
     def end(_: object) -> None:
         loop.call_soon_threadsafe(ended.set)
 
-    with STORE_CALLS.errors(store), grpc.insecure_channel(store.address, options=channel_options()) as channel:
+    with STORES.errors(store), grpc.insecure_channel(store.address, options=channel_options()) as channel:
         call = LoraServiceStub(channel).UploadLora.future(_messages(head, files), timeout=IMPORT_S)
         call.add_done_callback(end)
         try:

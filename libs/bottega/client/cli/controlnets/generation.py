@@ -64,6 +64,7 @@ PART = GenerationPart(
             help="Go on with ControlNets' residuals of the step before (approximate). Default: by --fidelity.",
         ),
     ),
+    stage="controlnets",
     describe=_describe,
     merge=_merge,
     rename=_rename,

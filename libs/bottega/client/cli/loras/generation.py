@@ -36,5 +36,6 @@ PART = GenerationPart(
             help="Make steps before the LoRAs are there (approximate). Default: by --fidelity.",
         ),
     ),
+    stage="loras",
     describe=_describe,
 )
