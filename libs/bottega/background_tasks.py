@@ -113,6 +113,19 @@ def _cancel_when_begun(task: asyncio.Task[Any]) -> None:
     task.get_loop().call_soon(task.cancel)  # its first step was scheduled before this
 
 
+async def run_until_first_ends(*works: Coroutine[Any, Any, object]) -> None:
+    """Runs all of them at once until the first ends, and then cancels the others. Raises what that one raised."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _hand_over(receiver: Callable[[ResultT], None], task: asyncio.Task[ResultT]) -> None:
     if not task.cancelled() and task.exception() is None:
         receiver(task.result())

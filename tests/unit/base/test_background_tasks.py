@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from bottega.background_tasks import BackgroundTasks
+from bottega.background_tasks import BackgroundTasks, run_until_first_ends
 from bottega.errors import Draining, QueueFull
 
 
@@ -111,3 +111,11 @@ async def test_a_caller_whose_shielded_work_is_cancelled_gets_the_reason_that_th
     with pytest.raises(Draining):
         await calling
     assert given_back == ["a process"]
+
+
+async def test_of_several_the_first_that_ends_ends_the_others_and_its_error_is_raised() -> None:
+    ended: list[str] = []
+    await run_until_first_ends(_forever(ended), asyncio.sleep(0.01))
+    with pytest.raises(ValueError, match="a fault"):
+        await run_until_first_ends(_forever(ended), _fail())
+    assert ended == ["ended"] * 2

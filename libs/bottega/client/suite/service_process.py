@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from bottega.background_tasks import BackgroundTasks
 from bottega.client.suite.plan import ProcessPlan
 from bottega.client.suite.service_log import OutputPipe, ServiceLog, fields_of, lines_of
 from bottega.errors import BottegaError, Code
+
+# For what a process that has ended wrote last.
+_READ_REST_S = 1.0
 
 
 class DoesNotStart(BottegaError):
@@ -102,7 +106,8 @@ class ServiceProcess:
         with OutputPipe() as pipe, _stdin_of_supervisor() as stdin:
             process = await self._start(stdin, pipe.write_end)
             self.pid = process.pid
-            reading = asyncio.create_task(self._read(await pipe.reader()))
+            reading = BackgroundTasks(f"reading what {self.name} writes")
+            reading.start(self._read(await pipe.reader()))
             try:
                 return _how_it_ended(await process.wait())
             except asyncio.CancelledError:
@@ -112,7 +117,9 @@ class ServiceProcess:
                 _end_group(process.pid)
                 self.pid = None
                 self.serving.clear()
-                await _finish(reading)
+                # Its group is gone, so the pipe ends; a stranger that inherited it must not hold us up.
+                await reading.join(_READ_REST_S)
+                await reading.cancel()
 
     async def _start(self, stdin: int, output: int) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -153,12 +160,6 @@ def _stdin_of_supervisor() -> Iterator[int]:
     finally:
         os.close(read_end)
         os.close(write_end)
-
-
-async def _finish(reading: asyncio.Task[None]) -> None:
-    # Its group is gone, so the pipe ends; a stranger that inherited it must not hold us up.
-    await asyncio.wait([reading], timeout=1.0)
-    reading.cancel()
 
 
 def _end_group(pid: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
+from bottega.background_tasks import run_until_first_ends
 from bottega.client.instance import InstanceProcess, InstanceRecord, StateFolder
 from bottega.client.sdk.clients import AsyncClient
 from bottega.client.suite.plan import SuitePlan
@@ -38,16 +39,10 @@ class Supervisor:
         on_ready: called once, when every service serves, and all that join the gateway's fleet have joined it.
         Raises DoesNotStart when a service never serves.
         """
-        running = [asyncio.create_task(process.run()) for process in self._processes]
-        watching = asyncio.create_task(self._watch(on_ready))
-        stopping = asyncio.create_task(stop.wait())
+        services = (process.run() for process in self._processes)
         try:
-            done, _ = await asyncio.wait([*running, watching, stopping], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await run_until_first_ends(stop.wait(), self._watch(on_ready), *services)
         finally:
-            await _end([watching, stopping])
-            await _end(running)
             self._state.forget()
 
     def kill_all(self) -> None:
@@ -90,11 +85,3 @@ class Supervisor:
             if process.pid is not None and psutil.pid_exists(process.pid):
                 started_s = psutil.Process(process.pid).create_time()
                 yield InstanceProcess(name=process.name, pid=process.pid, started_s=started_s)
-
-
-async def _end(tasks: Iterable[asyncio.Task[object]]) -> None:
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    # What they failed by has been raised by run() already, or came of being stopped.
-    await asyncio.gather(*tasks, return_exceptions=True)
