@@ -1,12 +1,9 @@
-"""Text of strangers as a terminal may show it, and that nothing of the command writes to one in another way."""
+"""Text of strangers as a terminal may show it."""
 
 from __future__ import annotations
 
-import ast
 import json
 import unicodedata
-from collections.abc import Iterator
-from pathlib import Path
 
 import click
 import pytest
@@ -14,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from bottega.client.cli import escaping as plain_module
 from bottega.client.cli.escaping import LONGEST, escaped, escaped_and_cut, escaped_lines
 from bottega.client.cli.log_format import pretty
 from bottega.client.cli.terminal import Line
 
-CLI = Path(plain_module.__file__).parent
 HIDDEN = ("Cc", "Cf", "Zl", "Zp", "Cs", "Co", "Cn")
 
 
@@ -103,89 +98,6 @@ def test_facts_of_a_log_line_cannot_pass_for_others_or_for_another_line() -> Non
 @pytest.mark.parametrize("line", ["[" * 60_000, '{"event": ' * 20_000, "no json \x1b[31m", "[1, 2]", '"text"'])
 def test_a_line_of_anything_is_shown(line: str) -> None:
     assert list(pretty("gateway", line))
-
-
-# Whatever shows text to people is in these two; everything else gives it to them.
-ALLOWED = {"terminal.py", "escaping.py"}
-FORBIDDEN = {
-    *("click.echo", "click.secho", "click.style", "click.echo_via_pager", "print", "sys.stdout", "sys.stderr"),
-    *("Console", "Table", "TextColumn", "Text.from_markup", "Text.from_ansi", "rich.print", "Panel", "Markdown"),
-    *(
-        "Prompt.ask",
-        "Confirm.ask",
-        "click.prompt",
-        "click.confirm",
-        "set_window_title",
-        "render_str",
-        "print_exception",
-    ),
-}
-
-
-def uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Names and attributes that are read, as they are written, also when they are imported."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Attribute(value=ast.Name(id=owner), attr=name):
-                yield node.lineno, f"{owner}.{name}"
-                yield node.lineno, name
-            case ast.Attribute(attr=name):
-                yield node.lineno, name
-            case ast.Name(id=name):
-                yield node.lineno, name
-            case ast.ImportFrom(names=names, module=module):
-                for item in names:
-                    yield node.lineno, item.name
-                    yield node.lineno, f"{module}.{item.name}"
-
-
-def type_only(tree: ast.Module) -> ast.Module:
-    """Without what is there for the type checker alone, annotations included."""
-    for node in ast.walk(tree):
-        for name in ("returns", "annotation"):
-            if hasattr(node, name):
-                setattr(node, name, None)
-        if hasattr(node, "body") and isinstance(node.body, list):
-            node.body = [
-                item
-                for item in node.body
-                if not (isinstance(item, ast.If) and ast.unparse(item.test) == "TYPE_CHECKING")
-            ]
-    return tree
-
-
-def found_in(text: str) -> list[str]:
-    return sorted({name for _, name in uses(type_only(ast.parse(text))) if name in FORBIDDEN})
-
-
-@pytest.mark.parametrize("path", sorted(CLI.glob("*.py")), ids=lambda path: path.name)
-def test_nothing_but_the_terminal_module_writes_to_a_terminal(path: Path) -> None:
-    found = found_in(path.read_text(encoding="utf-8"))
-    assert path.name in ALLOWED or not found, found
-
-
-def test_the_terminal_modules_consoles_read_no_markup() -> None:
-    tree = ast.parse((CLI / "terminal.py").read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    consoles = [call for call in calls if ast.unparse(call.func) == "Console"]
-    assert len(consoles) == 1
-    off = {word.arg for word in consoles[0].keywords if ast.unparse(word.value) == "False"}
-    assert {"markup", "emoji", "highlight"} <= off
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import click\nclick.echo('x')",
-        "from rich.console import Console\nConsole()",
-        "from rich.progress import TextColumn",
-        "def f():\n    print('x')",
-        "import sys\nsys.stderr.write('x')",
-        "from rich.text import Text\nText.from_markup('x')",
-    ],
-)
-def test_what_would_write_in_another_way_is_found(text: str) -> None:
-    assert found_in(text)
 
 
 def test_a_style_is_no_part_of_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

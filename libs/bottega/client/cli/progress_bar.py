@@ -8,17 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from bottega.client.cli.terminal import note, stderr_console, text_column
+from bottega.client.cli.terminal import new_console, note, text_column
 from bottega.client.types.events import Completed, Event, Interrupted, Progress, Queued
 from bottega.errors import InternalError, Unavailable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _Show = Callable[[Event], None]
 
@@ -46,11 +42,12 @@ def show_progress(
 @contextmanager
 def _showing() -> Iterator[_Show]:
     """Gives the function that shows events, for as long as the context lasts."""
-    console = stderr_console()
+    console = new_console(stderr=True)
     if not console.is_terminal:
         yield _Lines().show
         return
-    with _bar(console) as bar:
+    columns = (SpinnerColumn(), text_column("happens"), BarColumn(bar_width=32), text_column("steps"))
+    with Bar(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task("", total=None, happens="asking the gateway", steps="")
         yield lambda event: _move(bar, task, event)
 
@@ -86,18 +83,6 @@ class _Lines:
         if line != self._last:
             note(line)
         self._last = line
-
-
-def _bar(console: Console) -> Bar:
-    return Bar(
-        SpinnerColumn(),
-        text_column("happens"),
-        BarColumn(bar_width=32),
-        text_column("steps"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
 
 
 def _move(bar: Bar, task: TaskID, event: Event) -> None:
