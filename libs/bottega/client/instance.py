@@ -156,16 +156,11 @@ class StateFolder:
             return None
 
     def running(self) -> InstanceRecord | None:
-        """The instance that runs from here; None when none does."""
-        return self.read() if self.is_held() else None
-
-    def running_address(self) -> str | None:
-        """host:port of the gateway of the instance that runs from here; None when none does, or nobody can see it."""
+        """The instance that runs from here; None when none does, or nobody can see whether one does."""
         try:
-            record = self.running()
+            return self.read() if self.is_held() else None
         except StateFolderUnusable:
             return None
-        return record.address if record else None
 
     def forget(self) -> None:
         """Removes the record."""

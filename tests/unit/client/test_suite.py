@@ -60,11 +60,6 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
     )
 
 
-def test_threads_can_be_chosen(tmp_path: Path) -> None:
-    plan_suite(SuiteOptions(services={"workers": 2}, port=0, threads=5), held(tmp_path))
-    assert yaml.safe_load((tmp_path / "config" / "worker-1.yaml").read_text())["engine"]["threads"] == 5
-
-
 def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path: Path) -> None:
     state = held(tmp_path)
     plan = plan_suite(SuiteOptions(services={"controlnet_servers": 2}, port=0, dtype="bfloat16"), state)
@@ -75,7 +70,9 @@ def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path:
     assert set(first["controlnets"]) == {"edges", "layout"}
     assert first["root"] == second["root"] == str(state.root / "controlnets")
     assert first["catalogue"] != second["catalogue"]
-    assert plan_suite(SuiteOptions(services={"controlnet_servers": 0}, port=0), state).processes[-1].name == "worker-0"
+    fewer = plan_suite(SuiteOptions(services={"controlnet_servers": 0}, port=0, threads=5), state)
+    assert fewer.processes[-1].name == "worker-0"
+    assert yaml.safe_load((state.config / "worker-0.yaml").read_text())["engine"]["threads"] == 5
 
 
 def test_the_models_own_loras_are_in_the_store_from_its_start(tmp_path: Path) -> None:
@@ -119,13 +116,13 @@ def test_any_free_port_will_do_for_the_metrics_where_any_will_do_for_the_gateway
     assert len(set(ports)) == 3
 
 
-def test_the_address_is_only_that_of_an_instance_that_runs(tmp_path: Path) -> None:
+def test_a_record_counts_only_while_its_instance_runs(tmp_path: Path) -> None:
     state = StateFolder(tmp_path)
     with state.hold():
-        assert state.running_address() is None
+        assert state.running() is None
         state.write(record(InstanceProcess(name="gateway", pid=1, started_s=2.0)))
-        assert state.running_address() == "127.0.0.1:8470"
-    assert state.running_address() is None
+        assert state.running() == state.read()
+    assert state.running() is None
     assert state.read() == record(InstanceProcess(name="gateway", pid=1, started_s=2.0))
 
 
@@ -153,7 +150,9 @@ def test_a_record_of_an_older_suite_is_read(tmp_path: Path) -> None:
     with state.hold():
         older = {"pid": 1, "address": "127.0.0.1:8470", "ready": True, "children": []}
         (tmp_path / "suite.json").write_text(json.dumps(older))
-        assert state.running_address() == "127.0.0.1:8470"
+        found = state.running()
+        assert found is not None
+        assert found.address == "127.0.0.1:8470"
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}', "not json"])

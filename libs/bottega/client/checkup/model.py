@@ -5,27 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.client.types.checks import CheckResult, fail, ok
+from bottega.errors import BadLora
+from bottega.lora.safetensors_header import Header, read_header
 from bottega.miniature import WEIGHTS
 
-# Safetensors' own bound on its JSON header.
-_LONGEST_HEADER = 100 * 1000 * 1000
 _NEEDED = ("scheduler", "text_encoder", "tokenizer", "unet", "vae")
-
-
-class BrokenWeights(Exception):
-    """A file of weights whose header cannot be trusted; the message says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """What a file of weights says about itself."""
-
-    parameters: int
-    size_bytes: int
 
 
 def check_model(model: str) -> Iterator[CheckResult]:
@@ -45,27 +32,8 @@ def check_model(model: str) -> Iterator[CheckResult]:
     yield from _check_weights(model, [folder / name for name in parts])
 
 
-def read_header(path: Path) -> Weights:
-    """Reads a safetensors header and checks that the file is as long as it says. Raises BrokenWeights, OSError."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-            raise BrokenWeights("it is no safetensors file, or cut off")
-        header = file.read(length)
-    try:
-        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-        end = max((entry["data_offsets"][1] for entry in tensors), default=0)
-        parameters = sum(math.prod(entry["shape"]) for entry in tensors)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        raise BrokenWeights("its header cannot be read") from None
-    if 8 + length + end != size:
-        raise BrokenWeights(f"it has {size} bytes where its header says {8 + length + end}")
-    return Weights(parameters=parameters, size_bytes=size)
-
-
 def _check_weights(model: str, parts: list[Path]) -> Iterator[CheckResult]:
-    found: list[Weights] = []
+    found: list[Header] = []
     broken = False
     for part in parts:
         files = sorted(part.glob("*.safetensors"))
@@ -74,11 +42,12 @@ def _check_weights(model: str, parts: list[Path]) -> Iterator[CheckResult]:
             yield fail(f"{part.name} of {model} has only pickled weights", "Convert them; only safetensors are opened.")
         for path in files:
             try:
-                found.append(read_header(path))
-            except (BrokenWeights, OSError) as error:
+                with path.open("rb") as file:
+                    found.append(read_header(file))
+            except (BadLora, OSError) as error:
                 broken = True
                 yield fail(f"{part.name}/{path.name} of {model} cannot be used: {error}", "Copy the file again.")
     if not broken:
-        size_mib = sum(weights.size_bytes for weights in found) / 2**20
-        millions = sum(weights.parameters for weights in found) / 1e6
+        size_mib = sum(header.size_bytes + header.data_bytes for header in found) / 2**20
+        millions = sum(math.prod(tensor.shape) for header in found for tensor in header.tensors) / 1e6
         yield ok(f"model {model}: {len(found)} files of weights, {millions:.1f} million parameters, {size_mib:.1f} MiB")

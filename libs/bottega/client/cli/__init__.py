@@ -12,6 +12,10 @@ import click
 
 from bottega.client.addons import add_on_names
 from bottega.client.cli.escaping import escaped_lines
+from bottega.client.cli.gateway_options import chosen_address, timeout_advice
+from bottega.client.cli.terminal import fail
+from bottega.client.cli.unexpected_errors import report_unexpected_error, show_logged_warnings
+from bottega.errors import BottegaError
 
 # In the order in which a newcomer needs them; each module or package has the click command as `command`.
 _COMMANDS = ("up", "stop", "generate", "jobs", "models", *add_on_names(), "fleet", "logs", "doctor")
@@ -37,10 +41,6 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         from bottega.client.cli.error_help import exit_status, explain
-        from bottega.client.cli.gateway_options import chosen_address, timeout_advice
-        from bottega.client.cli.terminal import fail
-        from bottega.client.cli.unexpected_errors import report_unexpected_error, show_logged_warnings
-        from bottega.errors import BottegaError
 
         show_logged_warnings()
         try:

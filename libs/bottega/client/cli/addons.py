@@ -10,14 +10,12 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bottega.client.addons import add_on_names
+from bottega.client.types.options import GenerationOptions
 from bottega.errors import BottegaError, Violation
-
-if TYPE_CHECKING:
-    from bottega.client.types.options import GenerationOptions
-    from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.generation_pb2 import Provenance
 
 
 def _keep(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> None:

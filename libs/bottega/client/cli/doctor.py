@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import click
 
 from bottega.client.cli.gateway_options import address_option, chosen_fleet_address, fleet_option
 from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import Styled, say
-
-if TYPE_CHECKING:
-    from bottega.client.instance import StateFolder
-    from bottega.client.types.checks import CheckResult
+from bottega.client.instance import StateFolder
+from bottega.client.transport.address import default_fleet_address
+from bottega.client.types.checks import CheckResult, Level
 
 _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "red"}
 
@@ -30,8 +28,6 @@ def command(*, model: str, state: StateFolder, address: str) -> None:
 
     Checks Python, packages, limits, disk, model and gateway; ends with status 1 when something fails.
     """
-    from bottega.client.types.checks import Level
-
     levels = set()
     for result in _results(model, state, address, _fleet_address(address)):
         levels.add(result.level)
@@ -42,8 +38,6 @@ def command(*, model: str, state: StateFolder, address: str) -> None:
 
 
 def _fleet_address(address: str) -> str:
-    from bottega.client.transport.address import default_fleet_address
-
     return chosen_fleet_address(click.get_current_context()) or default_fleet_address(address)
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import click
 
 from bottega import kinds
+from bottega.client.addons.addon import add_ons_by_kind
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
-from bottega.client.cli.terminal import PlainTable, new_table, print_table, stderr_console
-
-if TYPE_CHECKING:
-    from bottega.v1.fleet_pb2 import ListMembersResponse, Load, Member
+from bottega.client.cli.terminal import PlainTable, new_console, print_table
+from bottega.v1.fleet_pb2 import ListMembersResponse, Load, Member
+from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED
 
 _LOOK_S = 0.5
 # Names of what one service hosts that a row has room for.
@@ -29,7 +28,7 @@ def command(address: str, once: bool) -> None:
     """Show the services and their load, live."""
     from rich.live import Live
 
-    console = stderr_console()
+    console = new_console(stderr=True)
     with connect(address) as client:
         if once or not console.is_terminal:
             print_table(fleet_table(client.fleet()))
@@ -45,7 +44,7 @@ def command(address: str, once: bool) -> None:
 
 def fleet_table(fleet: ListMembersResponse) -> PlainTable:
     """One row a service; the gateway's queue stands below."""
-    table = new_table("service", "kind", "address", "serves", "device", ">running", ">steps", ">memory", ">since")
+    table = PlainTable("service", "kind", "address", "serves", "device", ">running", ">steps", ">memory", ">since")
     for member in fleet.members:
         table.add_row(*_row(member))
     table.add_caption(f"{fleet.queued} waiting in the queue")
@@ -69,9 +68,6 @@ def _row(member: Member) -> tuple[str, ...]:
 
 def _hosted(load: Load) -> Iterator[str]:
     """What it hosts, by name while there are few of a kind; what is not in memory says so."""
-    from bottega.client.addons.addon import add_ons_by_kind
-    from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED
-
     add_ons = add_ons_by_kind()
     listed = [item for item in load.hosted if item.state != HOSTED_STATE_APPLIED]
     for kind, count in Counter(item.kind for item in listed).items():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-if TYPE_CHECKING:
-    from bottega.client.sdk.clients import Client
+from bottega.client.instance import StateFolder
+from bottega.client.sdk.clients import Client
+from bottega.client.transport.address import default_address
+from bottega.client.transport.retry import RetryPolicy
+from bottega.state_folder import state_folder
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -61,9 +64,6 @@ def timeout_option(command: CommandT) -> CommandT:
 
 def connect(address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Client:
     """A client as patient as a person."""
-    from bottega.client.sdk.clients import Client
-    from bottega.client.transport.retry import RetryPolicy
-
     fleet_address = chosen_fleet_address(click.get_current_context())
     return Client(address, fleet_address=fleet_address, timeout_s=timeout_s, retry=RetryPolicy(reach_s=_REACH_S))
 
@@ -99,10 +99,7 @@ def _note_fleet_address(ctx: click.Context, _: click.Parameter, value: str | Non
 
 
 def _choose_address(ctx: click.Context, _: click.Parameter, value: str | None) -> str:
-    from bottega.client.instance import StateFolder
-    from bottega.client.transport.address import default_address
-    from bottega.state_folder import state_folder
-
-    address = value or StateFolder(state_folder()).running_address() or default_address()
+    running = None if value else StateFolder(state_folder()).running()
+    address = value or (running.address if running else default_address())
     ctx.meta[_KEY] = address
     return address

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import click
 
@@ -15,14 +15,15 @@ from bottega.client.cli.addons import generation_parts
 from bottega.client.cli.escaping import escaped_and_cut
 from bottega.client.cli.gateway_options import DEFAULT_TIMEOUT_S, address_option, connect, set_timeout_advice
 from bottega.client.cli.generation_options import generation_options
+from bottega.client.cli.output_files import OutputTarget, choose_output, save_all
 from bottega.client.cli.terminal import fail, note, say
-
-if TYPE_CHECKING:
-    from bottega.client.cli.output_files import OutputTarget
-    from bottega.client.sdk.clients import Client
-    from bottega.client.types.events import Completed, Progress
-    from bottega.client.types.options import GenerationOptions
-    from bottega.v1.generation_pb2 import Provenance
+from bottega.client.files import write_whole
+from bottega.client.sdk.clients import Client
+from bottega.client.types.events import Completed, Progress
+from bottega.client.types.options import GenerationOptions
+from bottega.client.types.png_parameters import parameters_of
+from bottega.errors import InvalidRequest
+from bottega.v1.generation_pb2 import Provenance
 
 # In the order of a request's life, as the contract names them; those of add-ons are between the two.
 _FIRST_STAGES = ("validate", "queue", "route", "decode_image", "encode")
@@ -79,8 +80,6 @@ def command(
       bottega generate "a big red star" --detach
       bottega generate "a big red star" --control edges=edges.png:0.8
     """
-    from bottega.client.cli.output_files import choose_output
-
     prompt, options = _parameters(prompt, like, given)
     target = choose_output(output, options.get("format"), prompt)
     options["format"] = target.format
@@ -102,8 +101,6 @@ def command(
 @contextmanager
 def _as_given(options: GenerationOptions) -> Iterator[None]:
     """What is wrong with the request is said by the names and files that were given."""
-    from bottega.errors import InvalidRequest
-
     try:
         yield
     except InvalidRequest as error:
@@ -114,8 +111,6 @@ def _as_given(options: GenerationOptions) -> Iterator[None]:
 
 def _parameters(prompt: str | None, like: Path | None, given: dict[str, Any]) -> tuple[str, GenerationOptions]:
     """The prompt and the arguments: those of `like`, changed by those that were given."""
-    from bottega.client.types.png_parameters import parameters_of
-
     then, options = parameters_of(like) if like else (None, {})
     prompt = then if prompt is None else prompt
     if prompt is None:
@@ -157,16 +152,12 @@ def _say_detached(job_id: str, output: Path | None) -> None:
 
 
 def _write_previews(target: Path, progress: Progress, num_images: int) -> None:
-    from bottega.client.files import write_whole
-
     for preview in progress.previews:
         write_whole(target.with_stem(f"{target.stem}-{preview.index}") if num_images > 1 else target, preview.jpeg)
 
 
 def _report(completed: Completed, output: OutputTarget, elapsed_s: float) -> None:
     """Saves the pictures; says path, seed and times, and what was not as asked."""
-    from bottega.client.cli.output_files import save_all
-
     save_all(completed.images, output)
     stages = _stages(completed.provenance)
     say(f"{elapsed_s:.2f} s{f' ({stages})' if stages else ''}")

@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
 
 import click
 
 from bottega.client.cli.escaping import escaped_and_cut
 from bottega.client.cli.gateway_options import address_option, connect
-from bottega.client.cli.terminal import PlainTable, new_table, note, print_table
-
-if TYPE_CHECKING:
-    from bottega.client.types.jobs import JobStatus
+from bottega.client.cli.terminal import PlainTable, note, print_table
+from bottega.client.types.jobs import JobState, JobStatus
 
 _STATES = ("queued", "running", "completed", "failed", "cancelled")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
@@ -56,8 +53,6 @@ def list_command(
     address: str,
 ) -> None:
     """List jobs, newest first."""
-    from bottega.client.types.jobs import JobState
-
     with connect(address) as client:
         for _ in range(_MOST_PAGES):
             page = client.list_jobs(
@@ -79,7 +74,7 @@ def list_command(
 
 
 def _table(jobs: tuple[JobStatus, ...]) -> PlainTable:
-    table = new_table("job", "state", ">steps", "accepted", ">took", "prompt", wraps_last=True)  # and cuts no id
+    table = PlainTable("job", "state", ">steps", "accepted", ">took", "prompt", wraps_last=True)  # and cuts no id
     for job in jobs:
         table.add_row(*_row(job))
     return table

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from bottega.client.cli.gateway_options import address_option, connect, timeout_option
 from bottega.client.cli.job_list import list_command
 from bottega.client.cli.list_group import ListGroup
+from bottega.client.cli.output_files import choose_output, save_all
 from bottega.client.cli.terminal import fail, note, say
-
-if TYPE_CHECKING:
-    from bottega.client.types.jobs import JobStatus
+from bottega.client.types.jobs import JobState, JobStatus
+from bottega.client.types.picture import format_of
 
 
 @click.group("jobs", cls=ListGroup)
@@ -54,8 +53,6 @@ def watch(*, job_id: str, timeout_s: float, address: str) -> None:
 @address_option
 def cancel(*, job_id: str, address: str) -> None:
     """End a job. One that has ended stays as it is."""
-    from bottega.client.types.jobs import JobState
-
     with connect(address) as client:
         state = client.job(job_id).cancel().state
     if state is not JobState.CANCELLED:
@@ -76,9 +73,7 @@ def cancel(*, job_id: str, address: str) -> None:
 @address_option
 def get(*, job_id: str, output: Path | None, wait: bool, timeout_s: float, address: str) -> None:
     """Fetch the pictures of a job: FILE, or FILE-0, FILE-1 and so on where there are several."""
-    from bottega.client.cli.output_files import choose_output, save_all
     from bottega.client.cli.progress_bar import show_progress
-    from bottega.client.types.picture import format_of
 
     with connect(address, timeout_s=timeout_s) as client:
         job = client.job(job_id)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from bottega.client.cli.log_format import pretty
 from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import fail, say
-
-if TYPE_CHECKING:
-    from bottega.client.instance import StateFolder
+from bottega.client.instance import StateFolder
 
 
 @click.command("logs")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from bottega.client.cli.gateway_options import address_option, connect
-from bottega.client.cli.terminal import new_table, note, print_table
-
-if TYPE_CHECKING:
-    from bottega.v1.image_pb2 import Model
+from bottega.client.cli.terminal import PlainTable, note, print_table
+from bottega.client.types.options import SAMPLERS
+from bottega.v1.image_pb2 import Model
 
 
 @click.command("models")
@@ -22,15 +19,13 @@ def command(address: str) -> None:
     if not models:
         note("No worker has joined yet; bottega fleet shows who has.")
         return
-    table = new_table("model", ">workers", "size", ">steps", ">guidance", "sampler", "computes in", "hash")
+    table = PlainTable("model", ">workers", "size", ">steps", ">guidance", "sampler", "computes in", "hash")
     for model in models:
         table.add_row(*_row(model))
     print_table(table)
 
 
 def _row(model: Model) -> tuple[str, ...]:
-    from bottega.client.types.options import SAMPLERS
-
     samplers = {number: name for name, number in SAMPLERS.items()}
     return (
         model.name,

@@ -29,13 +29,8 @@ class OutputTarget:
     format: Format
     prompt: str
 
-    def save(self, picture: Picture, count: int) -> tuple[Path, bool]:
-        """Writes a picture that is one of `count`; says where, and whether it replaced a file."""
-        target = self._target(picture, count)
-        replaced = target.exists()
-        return picture.save(target), replaced
-
-    def _target(self, picture: Picture, count: int) -> Path:
+    def path_of(self, picture: Picture, count: int) -> Path:
+        """Where a picture goes that is one of `count`."""
         if self.named is None:
             return _free(Path(f"{_slug(self.prompt)}-{picture.seed}{_SUFFIX_OF[self.format]}"))
         number = f"-{picture.index}" if count > 1 else ""
@@ -60,8 +55,10 @@ def choose_output(named: Path | None, format: Format | None, prompt: str) -> Out
 def save_all(pictures: Sequence[Picture], output: OutputTarget) -> None:
     """Saves the pictures of one job and says where they are; ends the command when that fails."""
     for picture in pictures:
+        path = output.path_of(picture, len(pictures))
+        replaced = path.exists()
         try:
-            path, replaced = output.save(picture, len(pictures))
+            picture.save(path)
         except OSError as error:
             fail(
                 f"the picture cannot be written: {error.strerror}",

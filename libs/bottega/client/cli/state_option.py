@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
+from bottega.client.instance import StateFolder
+from bottega.state_folder import state_folder
+
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
@@ -24,7 +27,4 @@ def state_option(command: CommandT) -> CommandT:
 
 
 def _folder(ctx: click.Context, _: click.Parameter, value: Path | None) -> object:
-    from bottega.client.instance import StateFolder
-    from bottega.state_folder import state_folder
-
     return StateFolder(value or state_folder())

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import note, say
-
-if TYPE_CHECKING:
-    from bottega.client.instance import StateFolder
+from bottega.client.instance import StateFolder
 
 
 @click.command("stop")

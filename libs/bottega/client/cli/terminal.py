@@ -64,9 +64,13 @@ def confirm(question: str) -> None:
 
 
 class PlainTable:
-    """A table in the command's one look; new_table makes it. table: for what shows it again and again."""
+    """A table in the command's one look; columns that begin with > are numbers. Without any name it has no head.
 
-    def __init__(self, *columns: str, wraps_last: bool) -> None:
+    wraps_last: the last column takes more than one line where there is no room, so that no other one is cut.
+    table: for what shows it again and again.
+    """
+
+    def __init__(self, *columns: str, wraps_last: bool = False) -> None:
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
 
@@ -90,14 +94,6 @@ class PlainTable:
         self.table.caption_justify = "left"
 
 
-def new_table(*columns: str, wraps_last: bool = False) -> PlainTable:
-    """A table in the command's one look; columns that begin with > are numbers. Without any name it has no head.
-
-    wraps_last: the last column takes more than one line where there is no room, so that no other one is cut.
-    """
-    return PlainTable(*columns, wraps_last=wraps_last)
-
-
 def print_table(table: PlainTable) -> None:
     """A table as a result; never cut where there is no terminal to fit it into."""
     console = new_console()
@@ -111,11 +107,6 @@ def new_console(*, stderr: bool = False, width: int | None = None) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
-
-
-def stderr_console() -> Console:
-    """A console for what moves, such as progress bars."""
-    return new_console(stderr=True)
 
 
 def text_column(key: str) -> ProgressColumn:

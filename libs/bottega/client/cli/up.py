@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,9 +12,11 @@ from bottega.client.cli.escaping import escaped_lines
 from bottega.client.cli.log_format import pretty
 from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import fail, note, say
+from bottega.client.instance import AlreadyHeld, StateFolder
+from bottega.client.types.checks import Level
+from bottega.manifest import options_of, read_services
 
 if TYPE_CHECKING:
-    from bottega.client.instance import StateFolder
     from bottega.client.suite.plan import SuiteOptions, SuitePlan
 
 
@@ -21,8 +24,6 @@ class _WithServicesOptions(click.Command):
     """Takes the options of the services in the manifest as well, which is only read when they are needed."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        from bottega.manifest import options_of, read_services
-
         services = [
             click.Option(
                 [f"--{option.name.replace('_', '-')}"],
@@ -69,7 +70,6 @@ def command(
     `loras`; the embedded model has edges and layout, and striped, checked and dusk. The store keeps what
     `bottega loras add` brings, in the state folder.
     """
-    from bottega.client.instance import AlreadyHeld
     from bottega.client.suite.plan import SuiteOptions
     from bottega.client.suite.service_process import DoesNotStart
 
@@ -100,7 +100,6 @@ def command(
 def _check_model(model: str) -> None:
     """Says at once what a worker would say after three tries."""
     from bottega.client.checkup.model import check_model
-    from bottega.client.types.checks import Level
 
     for result in check_model(model):
         if result.level is Level.FAIL:
@@ -129,14 +128,15 @@ def _detached(options: SuiteOptions, state: StateFolder) -> None:
     from bottega.client.cli.foreground import say_ready
     from bottega.client.suite.background import DidNotStart, start_in_background
 
+    began_s = time.monotonic()
     try:
-        began = start_in_background(options, state)
+        record = start_in_background(options, state)
     except DidNotStart as error:
         for line in escaped_lines(error.message):  # it has said already what to do
             note(line)
         raise SystemExit(1) from None
-    say(f"Bottega runs in the background as process {began.pid}; logs in {state.logs}; bottega stop ends it.")
-    say_ready(began.address, began.fleet_address, began.seconds, state)
+    say(f"Bottega runs in the background as process {record.pid}; logs in {state.logs}; bottega stop ends it.")
+    say_ready(record.address, record.fleet_address, time.monotonic() - began_s, state)
 
 
 def _refuse(state: StateFolder, holders: tuple[int, ...]) -> None:

@@ -21,7 +21,7 @@ from bottega.client.transport.cancel_on_exit import CancelOnExit, job_has_ended
 from bottega.client.transport.connection import GatewayConnection
 from bottega.client.transport.retry import CallDeadline, CallTimeout, RetryPolicy
 from bottega.client.transport.timeouts import LastProgress, timeout_error
-from bottega.client.transport.watching import watch_job
+from bottega.client.transport.watching import wait_until_completed, watch_job
 from bottega.client.types.events import Completed, Event
 from bottega.client.types.jobs import JobPage, JobState, page_request, status_from
 from bottega.client.types.messages import build_message
@@ -107,13 +107,10 @@ class AsyncGatewayClient:
             request_id=request_id,
             **options,
         )
-        async with aclosing(stream) as events:
-            async for event in events:
-                if isinstance(event, Completed) and not event.images:
-                    raise InternalError("the gateway says that the job is completed, and has no picture of it")
-                if isinstance(event, Completed):
-                    return event.images
-        raise InternalError("the stream of events ended without a last one")
+        images = (await wait_until_completed(stream)).images
+        if not images:
+            raise InternalError("the gateway says that the job is completed, and has no picture of it")
+        return images
 
     async def stream(
         self,

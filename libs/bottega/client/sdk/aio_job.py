@@ -9,12 +9,11 @@ from bottega.client.transport.calls import fetch_image
 from bottega.client.transport.connection import GatewayConnection
 from bottega.client.transport.retry import CallTimeout
 from bottega.client.transport.timeouts import LastProgress, timeout_error
-from bottega.client.transport.watching import watch_job
-from bottega.client.types.events import Completed, Event
+from bottega.client.transport.watching import wait_until_completed, watch_job
+from bottega.client.types.events import Event
 from bottega.client.types.jobs import JobStatus, status_from
 from bottega.client.types.messages import build_message
 from bottega.client.types.picture import Picture, picture_from
-from bottega.errors import InternalError
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import Provenance
 
@@ -61,11 +60,7 @@ class AsyncJob:
 
         timeout_s: as in watch(); DeadlinePassed then, and the job goes on.
         """
-        async with aclosing(self.watch(timeout_s=timeout_s)) as events:
-            async for event in events:
-                if isinstance(event, Completed):
-                    return event.images
-        raise InternalError("the stream of events ended without a last one")
+        return (await wait_until_completed(self.watch(timeout_s=timeout_s))).images
 
     async def image(self, index: int = 0, *, timeout_s: float | None = None) -> Picture:
         """One of its finished pictures. Raises JobNotFinished while there are none."""

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from bottega.client.instance import AlreadyHeld, InstanceRecord, StateFolder
@@ -28,18 +28,8 @@ class DidNotStart(BottegaError):
     code = Code.FAILED_PRECONDITION
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackgroundSuite:
-    """An instance that is ready, and how long that took."""
-
-    pid: int
-    address: str
-    fleet_address: str
-    seconds: float
-
-
-def start_in_background(options: SuiteOptions, state: StateFolder) -> BackgroundSuite:
-    """Starts an instance and waits until it is ready.
+def start_in_background(options: SuiteOptions, state: StateFolder) -> InstanceRecord:
+    """Starts an instance, and returns its record when it is ready.
 
     Raises AlreadyHeld, StateFolderUnusable; DidNotStart with what it said; DeadlinePassed when it is still not ready.
     """
@@ -50,7 +40,6 @@ def start_in_background(options: SuiteOptions, state: StateFolder) -> Background
     values = asdict(options)
     values |= values.pop("services")
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
-    began_s = time.monotonic()
     with private_files(), said.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "bottega.client.cli", "up", "--in-background", f"--state={state.root}", *arguments],
@@ -60,16 +49,10 @@ def start_in_background(options: SuiteOptions, state: StateFolder) -> Background
             start_new_session=True,
         )
     try:
-        record = _until_ready(process, state, said, began_s + _START_S)
+        return _wait_until_ready(process, state, said)
     except BaseException:
         process.terminate()
         raise
-    return BackgroundSuite(
-        pid=record.pid,
-        address=record.address,
-        fleet_address=record.fleet_address,
-        seconds=time.monotonic() - began_s,
-    )
 
 
 def stop_instance(state: StateFolder) -> bool:
@@ -89,7 +72,8 @@ def stop_instance(state: StateFolder) -> bool:
     return True
 
 
-def _until_ready(process: subprocess.Popen[bytes], state: StateFolder, said: Path, deadline_s: float) -> InstanceRecord:
+def _wait_until_ready(process: subprocess.Popen[bytes], state: StateFolder, said: Path) -> InstanceRecord:
+    deadline_s = time.monotonic() + _START_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
             raise DidNotStart(said.read_text(errors="replace").strip() or "it ended without a word")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from bottega.client.instance import InstanceRecord, StateFolder, StateFolderUnusable
+from bottega.client.instance import StateFolder
 from bottega.state_folder import state_folder
 
 ADDRESS_VARIABLE = "BOTTEGA_ADDRESS"
@@ -26,19 +26,11 @@ def default_fleet_address(address: str) -> str:
     said = os.environ.get(FLEET_VARIABLE)
     if said:
         return said
-    record = _running_here()
+    record = StateFolder(state_folder()).running()
     if record is not None and _as_number(record.address) == _as_number(address) and record.fleet_address:
         return record.fleet_address
     host, colon, _ = address.rpartition(":")
     return f"{host if colon else address}:{DEFAULT_FLEET_PORT}"
-
-
-def _running_here() -> InstanceRecord | None:
-    """The suite that runs here; None also where nobody can see whether one does, since this is only a hint."""
-    try:
-        return StateFolder(state_folder()).running()
-    except StateFolderUnusable:
-        return None
 
 
 def _as_number(address: str) -> str:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from bottega.client.transport.calls import CallTerms, CarrierT_co, EventStream, check_digest, fetch_image, follow_events
-from bottega.client.types.events import Completed, Event, Interrupted, progress_from, queued_from
+from bottega.client.types.events import Completed, Event, Interrupted, Preview, Progress, Queued
 from bottega.client.types.picture import picture_from
 from bottega.errors import InternalError
 from bottega.rpc.status import from_job_error
@@ -32,15 +32,35 @@ async def watch_job(
                 continue
             match item.WhichOneof("event"):
                 case "queued":
-                    yield queued_from(item)
+                    estimate_s = item.queued.estimate_s if item.queued.HasField("estimate_s") else None
+                    yield Queued(job_id=item.job_id, place=item.queued.place, estimate_s=estimate_s)
                 case "progress":
-                    yield progress_from(item)
+                    yield _progress(item)
                 case "completed":
                     yield await _completed(item, images, terms)
                 case "failed":
                     raise from_job_error(item.failed)
                 case unknown:
                     raise InternalError(f"the gateway sent an event that this client does not know: {unknown}")
+
+
+async def wait_until_completed(events: AsyncGenerator[Event, None]) -> Completed:
+    """The last of a job's events. Raises what ended the job otherwise."""
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Completed):
+                return event
+    raise InternalError("the stream of events ended without a last one")
+
+
+def _progress(event: JobEvent) -> Progress:
+    progress = event.progress
+    return Progress(
+        job_id=event.job_id,
+        steps_done=progress.steps_done,
+        steps_total=progress.steps_total,
+        previews=tuple(Preview(index=item.index, jpeg=item.jpeg) for item in progress.previews),
+    )
 
 
 async def _completed(event: JobEvent, images: ImageServiceAsyncStub, terms: CallTerms) -> Completed:

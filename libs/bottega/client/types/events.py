@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from bottega.client.types.picture import Picture
 from bottega.errors import BottegaError
 from bottega.v1.generation_pb2 import Provenance
-
-if TYPE_CHECKING:
-    from bottega.v1 import image_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,21 +58,3 @@ class Completed:
 
 
 Event = Queued | Progress | Interrupted | Completed
-
-
-def queued_from(event: image_pb2.JobEvent) -> Queued:
-    """The event of a job that waits."""
-    queued = event.queued
-    estimate_s = queued.estimate_s if queued.HasField("estimate_s") else None
-    return Queued(job_id=event.job_id, place=queued.place, estimate_s=estimate_s)
-
-
-def progress_from(event: image_pb2.JobEvent) -> Progress:
-    """The event of a job that runs."""
-    progress = event.progress
-    return Progress(
-        job_id=event.job_id,
-        steps_done=progress.steps_done,
-        steps_total=progress.steps_total,
-        previews=tuple(Preview(index=item.index, jpeg=item.jpeg) for item in progress.previews),
-    )

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING
+
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega.client.types.messages import as_list, build_message, describe, set_timestamp
 from bottega.errors import Violation
@@ -14,9 +15,6 @@ from bottega.rules import refuse
 from bottega.v1 import image_pb2
 from bottega.v1.error_pb2 import JobError
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
-
-if TYPE_CHECKING:
-    from google.protobuf.timestamp_pb2 import Timestamp
 
 
 class JobState(StrEnum):

@@ -12,11 +12,10 @@ from bottega.client.files import write_whole
 from bottega.errors import InternalError
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import ImageFormat, Provenance
+from bottega.v1.image_pb2 import Image
 
 if TYPE_CHECKING:
     import PIL.Image
-
-    from bottega.v1 import image_pb2
 
 Format = Literal["png", "jpeg", "webp"]
 
@@ -89,7 +88,7 @@ def format_of(number: ImageFormat.ValueType) -> Format:
     return _NAMES[number]
 
 
-def picture_from(image: image_pb2.Image, data: bytes, *, job_id: str, provenance: Provenance) -> Picture:
+def picture_from(image: Image, data: bytes, *, job_id: str, provenance: Provenance) -> Picture:
     """The picture that the wire describes by `image` and carries as `data`."""
     return Picture(
         data=data,

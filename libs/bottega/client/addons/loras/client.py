@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from bottega.client.addons.loras.profiling import LoraBoundMeasured, measure_lora
-from bottega.client.addons.loras.stores import CALL_S, STORES, call_owner, choose_store, find_lora, lora_stores
+from bottega.client.addons.loras.stores import (
+    CALL_S,
+    STORES,
+    call_owner,
+    choose_store,
+    find_lora,
+    lora_stores,
+    missing_lora,
+)
 from bottega.client.addons.loras.upload import IMPORT_S, read_lora, upload
 from bottega.client.addons.service_calls import all_pages
 from bottega.client.sdk.aio import AsyncGatewayClient
@@ -58,9 +66,8 @@ class AsyncLoraMethods(AsyncGatewayClient):
 
     async def lora(self, name: str) -> StoredLora:
         """One LoRA of the suite."""
-        build_message(lora_pb2.GetLoraRequest(), name=name)
-        _, lora = await find_lora(await self._lora_stores(), name)
-        return lora
+        request = build_message(lora_pb2.GetLoraRequest(), name=name)
+        return (await self._call_owner(name, lambda stub: stub.GetLora(request, timeout=CALL_S))).lora
 
     async def add_lora(
         self, name: str, path: Path, *, base: str | None = None, trigger_words: Sequence[str] = ()
@@ -89,16 +96,12 @@ class AsyncLoraMethods(AsyncGatewayClient):
     async def remove_lora(self, name: str) -> None:
         """Forgets a LoRA. Raises LoraNotFound, LoraInUse."""
         request = build_message(lora_pb2.DeleteLoraRequest(), name=name)
-        store, _ = await find_lora(await self._lora_stores(), name)
-        async with STORES.open(store) as stub:
-            await stub.DeleteLora(request, timeout=CALL_S)
+        await self._call_owner(name, lambda stub: stub.DeleteLora(request, timeout=CALL_S))
 
     async def pin_lora(self, name: str, pinned: bool = True) -> StoredLora:
         """Keeps a LoRA in the store's memory, or no longer. Its state says whether it is there yet."""
         request = build_message(lora_pb2.PinLoraRequest(), name=name, pinned=pinned)
-        store, _ = await find_lora(await self._lora_stores(), name)
-        async with STORES.open(store) as stub:
-            return (await stub.PinLora(request, timeout=CALL_S)).lora
+        return (await self._call_owner(name, lambda stub: stub.PinLora(request, timeout=CALL_S))).lora
 
     async def profile_lora(
         self,
@@ -172,6 +175,10 @@ class AsyncLoraMethods(AsyncGatewayClient):
         request = build_message(lora_pb2.DiscardLoraRequest(), id=id)
         answer = await self._call_quarantine(id, lambda stub: stub.DiscardLora(request, timeout=_QUARANTINE_S))
         return answer.freed_bytes
+
+    async def _call_owner(self, name: str, call: Callable[[LoraServiceAsyncStub], Awaitable[AnswerT]]) -> AnswerT:
+        _, answer = await call_owner(await self._lora_stores(), call, missing=missing_lora(name))
+        return answer
 
     async def _call_quarantine(self, id: str, call: Callable[[LoraServiceAsyncStub], Awaitable[AnswerT]]) -> AnswerT:
         missing = LoraNotFound(f"nothing in quarantine has the id {id}", metadata={"loras": id})

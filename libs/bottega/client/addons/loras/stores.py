@@ -57,11 +57,16 @@ async def call_owner(
     raise failure
 
 
+def missing_lora(name: str) -> LoraNotFound:
+    """What is raised where no store has it."""
+    return LoraNotFound(f"no such LoRA: {name}", metadata={"loras": name})
+
+
 async def find_lora(stores: Sequence[Registration], name: str) -> tuple[Registration, StoredLora]:
     """The store that has the LoRA, and what it says of it. Raises LoraNotFound, NoLora."""
     request = build_message(GetLoraRequest(), name=name)
-    missing = LoraNotFound(f"no such LoRA: {name}", metadata={"loras": name})
-    store, answer = await call_owner(stores, lambda stub: stub.GetLora(request, timeout=CALL_S), missing=missing)
+    answered = await call_owner(stores, lambda stub: stub.GetLora(request, timeout=CALL_S), missing=missing_lora(name))
+    store, answer = answered
     return store, answer.lora
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from bottega.client.addons.controlnets.types import AddedControlNet, ServedControlNet
 from bottega.client.cli.controlnets.profile import command as profile_command
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.list_group import ListGroup
 from bottega.client.cli.sizes import size_text
-from bottega.client.cli.terminal import fail, new_table, note, print_table, say
-
-if TYPE_CHECKING:
-    from bottega.client.addons.controlnets.types import AddedControlNet, ServedControlNet
+from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
 
 _HASH_LETTERS = 12
 _HUB = "hub:"
@@ -44,7 +41,7 @@ def list_command(*, address: str) -> None:
     if not nets:
         note("Nobody hosts a ControlNet; bottega fleet shows whether a ControlNet server has joined.")
         return
-    table = new_table("controlnet", ">size", "for", "loaded at", ">hosts", ">popularity", ">similarity")
+    table = PlainTable("controlnet", ">size", "for", "loaded at", ">hosts", ">popularity", ">similarity")
     for net in nets:
         table.add_row(*_row(net))
     print_table(table)
@@ -65,7 +62,7 @@ def where(*, name: str, address: str) -> None:
         fail(
             f"nobody hosts {name}", f"Hosted: {names}" if names else "No ControlNet is hosted; bottega fleet says more."
         )
-    table = new_table("host", "kind", "address", "state", ">sessions", ">popularity", "hash")
+    table = PlainTable("host", "kind", "address", "state", ">sessions", ">popularity", "hash")
     for net in found:
         for host in net.hosts:
             kind = "controlnet" if host.server else "worker"

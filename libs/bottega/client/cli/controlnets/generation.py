@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from bottega.client.cli.addons import GenerationPart
 from bottega.client.cli.controlnets.option import ControlType, merged, name_as_given
+from bottega.client.types.options import GenerationOptions
 from bottega.errors import Violation
-
-if TYPE_CHECKING:
-    from bottega.client.types.options import GenerationOptions
-    from bottega.v1.generation_pb2 import ControlNetUse, Provenance
+from bottega.v1.generation_pb2 import ControlNetUse, Provenance
 
 _SHORTEST_S = 0.0005
 

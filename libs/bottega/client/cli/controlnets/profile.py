@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from bottega.client.addons.controlnets.types import MeasuredProfile, ProfileCase
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import note, say
-
-if TYPE_CHECKING:
-    from bottega.client.addons.controlnets.types import MeasuredProfile, ProfileCase
-    from bottega.client.sdk.clients import Client
+from bottega.client.sdk.clients import Client
+from bottega.planning import LEAST_SIMILARITY
 
 _MINIATURE = "miniature"
 # Of the embedded model's own scenes; measured, four differ in the fourth decimal.
@@ -47,8 +45,6 @@ def command(
 
 
 def _given(images: Sequence[Path], prompt: str) -> Iterator[ProfileCase]:
-    from bottega.client.addons.controlnets.types import ProfileCase
-
     for image in images:
         yield ProfileCase(prompt=prompt, image=image)
 
@@ -57,7 +53,6 @@ def _scenes(client: Client, name: str, model: str | None) -> Iterator[ProfileCas
     """Of the embedded model, for its own ControlNets."""
     import random
 
-    from bottega.client.addons.controlnets.types import ProfileCase
     from bottega.miniature.scenes import DRAWN, caption, held_out_scenes, random_layout
 
     served = [one.name for one in client.models() if model in (None, one.name)]
@@ -71,8 +66,6 @@ def _scenes(client: Client, name: str, model: str | None) -> Iterator[ProfileCas
 
 
 def _report(name: str, measured: MeasuredProfile) -> None:
-    from bottega.planning import LEAST_SIMILARITY
-
     profile, servers = measured.profile, ", ".join(measured.servers)
     steps = profile.num_inference_steps
     say(f"{name}: {profile.similarity:.4f} from step to step, of {steps}; {servers} will remember it")

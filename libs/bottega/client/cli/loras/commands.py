@@ -6,7 +6,6 @@ import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -15,15 +14,12 @@ from bottega.client.cli.list_group import ListGroup
 from bottega.client.cli.loras.profile import command as profile_command
 from bottega.client.cli.loras.quarantine import discard_command, quarantine_command, rebuild_command
 from bottega.client.cli.sizes import size_text
-from bottega.client.cli.terminal import fail, new_table, note, print_table, say
-
-if TYPE_CHECKING:
-    from bottega.client.sdk.clients import Client
-    from bottega.v1.lora_pb2 import StoredLora
+from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
+from bottega.client.sdk.clients import Client
+from bottega.errors import InvalidRequest, LoraNotFound
+from bottega.v1.lora_pb2 import LORA_STATE_IN_MEMORY, LORA_STATE_LOADING, StoredLora
 
 _HASH_LETTERS = 12
-# The contract's numbers of LoraState, whose module the command's help does not wait for.
-_LOADING, _IN_MEMORY = 2, 3
 # LoRAs of GiB take some seconds; after that the command tells what is so by then.
 _LOAD_S, _POLL_S = 15.0, 0.05
 
@@ -57,7 +53,7 @@ def list_command(*, address: str) -> None:
     if not loras:
         note("There are no LoRAs yet: bottega loras add NAME FILE.")
         return
-    table = new_table("lora", "base", ">rank", ">size", "pinned", "trigger words")
+    table = PlainTable("lora", "base", ">rank", ">size", "pinned", "trigger words")
     for lora in loras:
         facts = (str(lora.rank), size_text(lora.size_bytes), "yes" if lora.pinned else "")
         table.add_row(lora.name, lora.base, *facts, ", ".join(lora.trigger_words))
@@ -72,7 +68,7 @@ def show(*, name: str, address: str) -> None:
     """Say all that is known of the LoRA NAME."""
     with connect(address) as client:
         lora = client.lora(name)
-    table = new_table("", "")
+    table = PlainTable("", "")
     for label, text in _facts(lora):
         table.add_row(label, text)
     print_table(table)
@@ -136,11 +132,11 @@ def pin(*, name: str, address: str) -> None:
     with connect(address) as client:
         pinned = client.pin_lora(name)
         lora = _loaded(client, pinned)
-    if lora.state == _IN_MEMORY:
+    if lora.state == LORA_STATE_IN_MEMORY:
         say(f"{name} is pinned: {size_text(lora.size_bytes)} of its store's memory are its own")
-    elif lora.state == _LOADING:
+    elif lora.state == LORA_STATE_LOADING:
         say(f"{name} is pinned, and its store is still loading it")
-    elif pinned.state == _LOADING:
+    elif pinned.state == LORA_STATE_LOADING:
         fail(f"{name} is pinned, but its store could not load it", "bottega logs loras -n 50 says why.")
     else:
         say(f"{name} is pinned, and comes into its store's memory when others there, now in use, leave it room")
@@ -164,7 +160,7 @@ for each in (profile_command, quarantine_command, rebuild_command, discard_comma
 def _loaded(client: Client, lora: StoredLora) -> StoredLora:
     """The same, after its store has loaded it, where it does so in a while."""
     deadline = time.monotonic() + _LOAD_S
-    while lora.state == _LOADING and time.monotonic() < deadline:
+    while lora.state == LORA_STATE_LOADING and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         lora = client.lora(lora.name)
     return lora
@@ -172,8 +168,6 @@ def _loaded(client: Client, lora: StoredLora) -> StoredLora:
 
 def _words(client: Client, name: str) -> list[str] | None:
     """Trigger words of the LoRA that has that name; None where there is none."""
-    from bottega.errors import InvalidRequest, LoraNotFound
-
     try:
         return list(client.lora(name).trigger_words)
     except (LoraNotFound, InvalidRequest):  # what is wrong with the name is said where it is brought
@@ -185,7 +179,6 @@ def _registered(
 ) -> StoredLora:
     """From the store's machine. Most often a path that is not here is a wrong one, so that is said first."""
     from bottega.client.cli.error_help import exit_status
-    from bottega.errors import InvalidRequest
 
     try:
         return client.register_lora(name, path, base=base, trigger_words=trigger_words)
@@ -222,7 +215,7 @@ def _moment(unix_s: float) -> str:
 
 
 def _where(lora: StoredLora) -> str:
-    here = {_LOADING: "soon", _IN_MEMORY: "yes"}.get(lora.state)
+    here = {LORA_STATE_LOADING: "soon", LORA_STATE_IN_MEMORY: "yes"}.get(lora.state)
     if here is None:
         return "not now, and stays there once it is" if lora.pinned else "no"
     return f"{here}, and stays there" if lora.pinned else here

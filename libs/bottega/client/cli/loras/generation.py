@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import click
 
 from bottega.client.cli.addons import GenerationPart
 from bottega.client.cli.loras.option import LoraType
-
-if TYPE_CHECKING:
-    from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.generation_pb2 import Provenance
 
 
 def _describe(provenance: Provenance) -> Iterator[str]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
+from bottega.client.addons.loras.profiling import LEAST_PROMPTS
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import note, say
-
-if TYPE_CHECKING:
-    from bottega.client.sdk.clients import Client
-    from bottega.v1.lora_pb2 import StoredLora
+from bottega.client.sdk.clients import Client
+from bottega.v1.lora_pb2 import StoredLora
 
 _MINIATURE = "miniature"
 
@@ -59,7 +56,6 @@ def command(
 
 def _captions(client: Client, lora: StoredLora) -> tuple[str, ...]:
     """Of scenes of the embedded model, where the LoRA is for that one."""
-    from bottega.client.addons.loras.profiling import LEAST_PROMPTS
     from bottega.miniature.scenes import caption, held_out_scenes
 
     if lora.base != _MINIATURE or _MINIATURE not in {model.name for model in client.models()}:

@@ -6,17 +6,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import click
 
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.sizes import size_text
-from bottega.client.cli.terminal import confirm, fail, new_table, note, print_table, say
-
-if TYPE_CHECKING:
-    from bottega.client.sdk.clients import Client
-    from bottega.v1.lora_pb2 import QuarantinedLora
+from bottega.client.cli.terminal import PlainTable, confirm, fail, note, print_table, say
+from bottega.client.sdk.clients import Client
+from bottega.errors import BottegaError, InvalidRequest, LoraExists
+from bottega.v1.lora_pb2 import QuarantinedLora
 
 # Of an id, in a list: enough to tell one from the others, and the least to choose it by.
 _ID_LETTERS = 12
@@ -43,7 +41,7 @@ def quarantine_command(*, address: str) -> None:
     """
     with connect(address) as client:
         stores = client.lora_quarantines()
-    table = new_table("lora", "base", ">size", "since", "id", "store")
+    table = PlainTable("lora", "base", ">size", "since", "id", "store")
     for store in stores:
         for lora in store.loras:
             since = datetime.fromtimestamp(lora.since_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -119,8 +117,6 @@ def discard_command(*, which: tuple[str, ...], everything: bool, yes: bool, addr
 
 def _restored(client: Client, found: _QuarantinedAtStore, *, name: str, base: str) -> bool:
     """Whether it is back; says so, or why it is not."""
-    from bottega.errors import BottegaError, InvalidRequest, LoraExists
-
     try:
         answer = client.restore_lora(found.lora.id, name=name, base=base)
     except BottegaError as error:
