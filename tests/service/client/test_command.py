@@ -224,14 +224,6 @@ def test_a_picture_is_drawn_again_like_it_was_but_for_what_is_changed(
     assert spec.format == generation_pb2.IMAGE_FORMAT_JPEG
 
 
-def test_a_picture_that_carries_no_parameters_is_a_wrong_command_line(gateway: ScriptedGateway, address: str) -> None:
-    PIL.Image.new("RGB", (8, 8)).save("plain.png")
-    result = run("generate", "--like", "plain.png", address=address)
-    assert result.exit_code == 2
-    assert "error: plain.png carries no parameters of Bottega; only PNGs that it drew do\n" in result.stderr
-    assert not gateway.requests
-
-
 def test_a_suffix_that_is_no_format_of_ours_is_refused_with_those_that_are(
     gateway: ScriptedGateway, address: str, own_folder: Path
 ) -> None:
@@ -250,16 +242,25 @@ def test_a_cut_prompt_is_said(gateway: ScriptedGateway, address: str) -> None:
     assert "without effect: and so on" in run("generate", "a star", address=address).stderr
 
 
-def test_ctrl_c_cancels_the_job(gateway: ScriptedGateway, address: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said", "cancelled"),
+    [
+        (["generate", "a star"], "error: stopped; the job is cancelled\n", ["job-1"]),
+        (["jobs", "watch", "job-1"], "error: no longer watched; the job goes on\n", []),
+    ],
+)
+def test_ctrl_c_cancels_the_job_of_the_command_and_no_other(
+    gateway: ScriptedGateway, address: str, arguments: list[str], said: str, cancelled: list[str]
+) -> None:
     gateway.scripts = [[queued(), threading.Event()]]
-    command = [sys.executable, "-m", "bottega.client.cli", "generate", "a star", "--address", address]
+    command = [sys.executable, "-m", "bottega.client.cli", *arguments, "--address", address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert "queued" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 1
-        assert process.stderr.read() == "error: stopped; the job is cancelled\n"
-    assert gateway.cancelled == ["job-1"]
+        assert process.stderr.read().startswith(said)
+    assert gateway.cancelled == cancelled
 
 
 @pytest.mark.parametrize(

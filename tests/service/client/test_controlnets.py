@@ -113,11 +113,6 @@ async def test_a_picture_is_drawn_with_controlnets_through_the_sdk_and_the_comma
         nets = [ControlNet("edges", control, controlnet_conditioning_scale=0.5, control_guidance_end=0.8)]
         picture = await client.generate("a star", controlnets=nets)
         assert [use.name for use in picture.provenance.controlnets] == ["edges"]
-        with pytest.raises(errors.ControlNetNotFound, match="edges"):
-            await client.generate("a star", controlnets=[ControlNet("lines", control)])
-        with pytest.raises(errors.BadImage) as caught:
-            await client.generate("a star", controlnets=[ControlNet("edges", b"no image")])
-        assert [violation.field for violation in caught.value.violations] == ["spec.controlnets[0].image"]
     (net,) = worker.requests[0].spec.controlnets
     assert (net.image, net.controlnet_conditioning_scale, net.control_guidance_end) == (control.read_bytes(), 0.5, 0.8)
     worker.script.picture = lambda index: _png()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -12,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import DeadlineUnmeetable, WorkerLost
-from bottega.rpc.status import to_job_error
+from bottega.errors import DeadlineUnmeetable
 from bottega.v1 import generation_pb2, image_pb2
 from tests.fakes.scripted_gateway import SMALL, ScriptedGateway, completed, job, progress, queued
 from tests.support.terminal import NO_UNICODE, run
@@ -111,18 +109,6 @@ def test_watching_tells_how_it_goes_and_how_to_have_the_picture(gateway: Scripte
     assert "bottega jobs get job-1" in result.stderr
 
 
-def test_ctrl_c_ends_the_watching_and_not_the_job(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[queued(), threading.Event()]]
-    command = [sys.executable, "-m", "bottega.client.cli", "jobs", "watch", "job-1", "--address", address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert "queued" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 1
-        assert "no longer watched; the job goes on" in process.stderr.read()
-    assert gateway.cancelled == []
-
-
 def test_cancelling_says_what_became_of_the_job(gateway: ScriptedGateway, address: str) -> None:
     result = run("jobs", "cancel", "job-1", address=address)
     assert (result.exit_code, result.stdout) == (0, "job-1 cancelled\n")
@@ -159,17 +145,6 @@ def test_a_name_for_another_format_is_refused_before_the_picture_is_fetched(
     assert "star.png is a name for png, but the picture is webp." in result.stderr
 
 
-def test_a_job_that_failed_says_why_and_what_to_do(gateway: ScriptedGateway, address: str) -> None:
-    failed = image_pb2.JobEvent(job_id="job-1", failed=to_job_error(WorkerLost("it died twice")))
-    gateway.looks = [job(image_pb2.JOB_STATE_FAILED)]
-    gateway.scripts = [[failed], [failed]]
-    for verb in ("get", "watch"):
-        result = run("jobs", verb, "job-1", address=address)
-        assert result.exit_code == 1
-        assert "error: it died twice" in result.stderr
-        assert "bottega logs" in result.stderr
-
-
 @pytest.mark.parametrize("seconds", ["8", "0.01"])
 def test_who_waits_for_nothing_is_not_told_to_wait_for_nothing(
     gateway: ScriptedGateway, address: str, seconds: str
@@ -179,21 +154,6 @@ def test_who_waits_for_nothing_is_not_told_to_wait_for_nothing(
     assert result.exit_code == 1
     assert "Allow more time with --timeout SECONDS, or all that it takes" in result.stderr
     assert "--detach" not in result.stderr
-
-
-def test_who_may_detach_is_told_so(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[queued(), progress(12), threading.Event()]]
-    result = run("generate", "a star", "--timeout", "0.5", address=address)
-    assert result.exit_code == 1
-    assert "error: not done within 0.5 s: 12 of 30 steps were done, and job job-1 is cancelled" in result.stderr
-    assert "ask for fewer steps, or wait for nothing with --detach" in result.stderr
-
-
-def test_who_stops_watching_is_told_what_gives_more_time(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[progress(3), threading.Event()]]
-    result = run("jobs", "watch", "job-1", "--timeout", "0.8", address=address)
-    assert "3 of 30 steps were done, and job job-1 goes on" in result.stderr
-    assert result.stderr.endswith("  Allow more time with --timeout SECONDS.\n")
 
 
 @pytest.mark.parametrize(
@@ -234,3 +194,30 @@ def test_a_file_whose_name_is_no_unicode_is_written_and_said(
     assert (result.returncode, result.stderr) == (0, b"")
     assert rb"a\udcff.png  64x64  seed 7" in result.stdout
     assert target.read_bytes() == SMALL
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps", "what", "todo"),
+    [
+        (
+            ["generate", "a star"],
+            12,
+            "12 of 30 steps were done, and job job-1 is cancelled",
+            "ask for fewer steps, or wait",
+        ),
+        (
+            ["jobs", "watch", "job-1"],
+            3,
+            "3 of 30 steps were done, and job job-1 goes on",
+            "Allow more time with --timeout",
+        ),
+    ],
+)
+def test_who_runs_out_of_time_is_told_how_far_it_came_and_what_gives_more(
+    gateway: ScriptedGateway, address: str, arguments: list[str], steps: int, what: str, todo: str
+) -> None:
+    gateway.scripts = [[queued(), progress(steps), threading.Event()]]
+    result = run(*arguments, "--timeout", "0.8", address=address)
+    assert result.exit_code == 1
+    assert f"error: not done within 0.8 s: {what}" in result.stderr
+    assert todo in result.stderr

@@ -168,27 +168,6 @@ async def test_the_command_says_which_trigger_words_a_lora_has_that_was_there(ho
     assert "in pastel, soft" in (await _run(house, "show", "pastel")).stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "says"),
-    [
-        ("x", b"I am no safetensors file", "error: "),
-        ("x", b"", "is empty"),
-        ("bad name", b"x", "letters, digits"),
-        ("bad name", None, "letters, digits"),
-    ],
-)
-async def test_what_cannot_be_taken_is_said_in_words(
-    house: House, tmp_path: Path, name: str, data: bytes | None, says: str
-) -> None:
-    path = tmp_path / "given.safetensors"
-    if data is not None:
-        path.write_bytes(data)
-    result = await _run(house, "add", name, path, "--base", "miniature")
-    assert result.exit_code in {1, 2}
-    assert says in result.stderr
-    assert "Traceback" not in result.output
-
-
 @pytest.mark.parametrize(("given", "says"), [("empty.safetensors", "is empty"), ("folder", "holds none of")])
 def test_what_is_no_lora_is_refused_by_the_name_of_the_argument(tmp_path: Path, given: str, says: str) -> None:
     (tmp_path / "empty.safetensors").touch()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import socket
 import threading
 import weakref
 from collections.abc import Callable
@@ -52,13 +51,6 @@ BIG = bytes(range(256)) * 12_000  # 3 MiB: travels by GetImage
 HURRIED = RetryPolicy(patience_s=2.0, first_wait_s=0.01, longest_wait_s=0.05)
 
 
-def gone_address() -> str:
-    """Where nothing listens: a port that was bound a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return f"127.0.0.1:{port}"
-
-
 def test_generate_returns_a_picture_that_saves_itself(gateway: ScriptedGateway, address: str, tmp_path: Path) -> None:
     gateway.scripts = [[queued(), progress(3), completed()]]
     with Client(address) as client:
@@ -84,14 +76,6 @@ def test_a_call_that_brought_its_picture_is_ended_by_the_gateway_and_not_cancell
     assert gateway.whole_streams == 1
 
 
-def test_generate_many_returns_all_pictures_in_order(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[completed(image(0, b"first"), image(1, b"second"))]]
-    with Client(address) as client:
-        pictures = client.generate_many("stars", 2)
-    assert [(picture.data, picture.seed) for picture in pictures] == [(b"first", 7), (b"second", 8)]
-    assert gateway.requests[0].spec.num_images == 2
-
-
 async def test_the_asyncio_client_streams_typed_events(gateway: ScriptedGateway, address: str) -> None:
     gateway.scripts = [[queued(2), progress(3), completed()]]
     async with AsyncClient(address) as client:
@@ -102,15 +86,6 @@ async def test_the_asyncio_client_streams_typed_events(gateway: ScriptedGateway,
     ]
     assert isinstance(events[2], Completed)
     assert gateway.requests[0].preview
-
-
-def test_a_gateway_that_is_unavailable_once_is_asked_again(gateway: ScriptedGateway, address: str) -> None:
-    gateway.scripts = [[Draining("stopping")], [completed()]]
-    gateway.failures = [Unavailable("not now")]
-    with Client(address, retry=HURRIED) as client:
-        assert client.generate("a star").data == SMALL
-        assert client.models()[0].name == "miniature"
-    assert len(gateway.requests) == 2
 
 
 def test_a_broken_stream_attaches_again_with_the_same_request_id(gateway: ScriptedGateway, address: str) -> None:
@@ -205,15 +180,6 @@ def test_a_long_time_without_news_uses_up_no_patience(gateway: ScriptedGateway, 
     gateway.scripts = [[queued(), quiet, Unavailable("cut off")], [queued(), completed()]]
     with Client(address, retry=RetryPolicy(patience_s=0.3, first_wait_s=0.01)) as client:
         assert client.generate("a star").data == SMALL
-
-
-def test_patience_ends_and_says_where_no_gateway_answered() -> None:
-    address = gone_address()
-    with (
-        Client(address, retry=RetryPolicy(patience_s=0.3, first_wait_s=0.05)) as client,
-        pytest.raises(Unavailable, match=f"no gateway answers at {address}"),
-    ):
-        client.models()
 
 
 async def test_what_is_left_behind_by_a_client_that_has_closed_is_logged(

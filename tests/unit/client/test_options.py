@@ -125,20 +125,11 @@ def test_absent_stays_absent_and_empty_stays_empty() -> None:
 
 
 def test_all_wrong_arguments_are_listed_at_once() -> None:
-    wrong = {"seed": -1, "width": 1.5, "sampler": "heun", "steps": 3, "image": "/no/such/file.png"}
+    wrong = {"seed": -1, "width": 1.5, "sampler": [], "steps": 3, "image": "a\0b"}
     with pytest.raises(InvalidRequest) as caught:
         spec_from("a star", wrong)  # type: ignore[arg-type]
     described = {violation.field: violation.description for violation in caught.value.violations}
     assert described.keys() == wrong.keys()
-    assert "euler, euler_ancestral" in described["sampler"]
-
-
-def test_what_is_wrong_is_said_in_our_words() -> None:
-    with pytest.raises(
-        InvalidRequest, match=r"^seed: must be a whole number, 0 to 9007199254740984; got 1000"
-    ) as caught:
-        spec_from("a star", {"seed": 10**30, "sampler": [], "image": "a\0b"})  # type: ignore[typeddict-item]
-    described = {violation.field: violation.description for violation in caught.value.violations}
     assert described["sampler"] == "must be one of euler, euler_ancestral, ddim, dpmpp_2m; got list"
     assert described["image"] == r"'a\x00b' cannot be the path of a file"
 
@@ -191,12 +182,6 @@ def test_what_is_no_lora_is_named(lora: Any, field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         spec_from("a star", {"lora": lora})
     assert [violation.field for violation in refused.value.violations] == [field]
-
-
-def test_a_file_that_is_no_png_says_so(tmp_path: Path) -> None:
-    (tmp_path / "note.png").write_text("hello")
-    with pytest.raises(InvalidRequest, match="no PNG"):
-        parameters_of(tmp_path / "note.png")
 
 
 def test_saving_writes_the_bytes_as_they_are_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -288,6 +273,7 @@ def test_parameters_that_cannot_be_are_refused_by_file_and_value(tmp_path: Path,
         raw_png(chunk(b"tRNS", b"")),
         raw_png()[:-20],
         raw_png()[:20],
+        b"hello",
     ],
     ids=lambda data: f"{len(data)} bytes",
 )

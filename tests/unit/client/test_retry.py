@@ -66,17 +66,6 @@ def test_a_gateway_that_answers_is_waited_for_longer_than_one_that_does_not() ->
         waits.wait_s(NoWorker("none yet"))
 
 
-def test_a_gateway_that_has_answered_and_is_gone_is_waited_for_as_long_as_one_without_workers() -> None:
-    clock = Clock()
-    waits = backoff(clock, policy=REACHING)
-    waits.reset()
-    clock.now_s += 9.5
-    waits.wait_s(GONE)
-    clock.now_s += 1.0
-    with pytest.raises(Unavailable):
-        waits.wait_s(GONE)
-
-
 def test_no_wait_goes_past_the_deadline() -> None:
     with pytest.raises(Unavailable):
         backoff(Clock(), deadline_s=102.0).wait_s(Unavailable("busy", retry_after_s=3.0))
