@@ -22,6 +22,7 @@ from bottega.errors import DataLoss, LoraNotFound
 from bottega.lora import canonical
 from bottega.lora.canonical import CanonicalLora
 from bottega.lora.safetensors_header import TensorEntry
+from bottega.v1.fleet_pb2 import ServiceAddress
 
 _THREADS = 4
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -66,6 +67,9 @@ class LocalLoras:
     def stop(self) -> None:
         """Ends its threads."""
         self._threads.shutdown(cancel_futures=True)
+
+    def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
+        """It needs none."""
 
     def begin(self, ref: LoraRef) -> LoraHandle:
         """See LoraSource."""

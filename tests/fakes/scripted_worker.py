@@ -21,6 +21,7 @@ from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, worker_pb2, worker_
 from bottega.v1.hosted_pb2 import Hosted
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 from tests.samples.hosted_loras import at_hand
+from tests.support.addon_messages import loras_at, placements
 
 MODEL = image_pb2.Model(
     name="miniature",
@@ -189,7 +190,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 self._running[key] = total - step
                 self._left_at[key] = step - 1
                 if spec.loras and step - 1 == script.loras_step:
-                    decisions = worker_pb2.AttemptDecisions(loras_step=step - 1)
+                    decisions = worker_pb2.AttemptDecisions(by_kind=loras_at(step - 1))
                     yield worker_pb2.RunAttemptResponse(decided=decisions)
                 preview = script.preview if key in self.previewed else b""
                 yield worker_pb2.RunAttemptResponse(
@@ -262,7 +263,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
 def _uses(request: worker_pb2.RunAttemptRequest, similarity: float | None) -> Iterator[generation_pb2.ControlNetUse]:
     """Of each ControlNet its best server, as if nothing had happened on the way."""
-    for net, hosts in zip(request.spec.controlnets, request.controlnets, strict=True):
+    for net, hosts in zip(request.spec.controlnets, placements(request.addons), strict=True):
         yield generation_pb2.ControlNetUse(
             name=net.name,
             digest=hosts.digest,

@@ -10,12 +10,13 @@ from typing import Any
 
 from bottega import kinds
 from bottega.v1 import fleet_pb2
+from bottega.v1.controlnet_pb2 import ControlNetHosts, ControlNetServer
 from bottega.v1.generation_pb2 import ControlNet, Lora
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted, ResidualProfile
-from bottega.v1.worker_pb2 import ControlNetHosts, ControlNetServer
 from tests.fuzz.case import BAD_NAMES, INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, Case, refused_load, shown
 from tests.fuzz.hosting import LONGEST_NAME
 from tests.fuzz.images import bad_images, good_images, largest_image, png_of_size, too_large_image
+from tests.support.addon_messages import placed
 
 _SCALES = (0.0, -1.0, 1e308, 5e-324)
 _BAD_SCALES = (NAN, INF, -INF)
@@ -121,16 +122,19 @@ def control_attempts(case: Any) -> Iterator[Case]:
         net = ControlNet(**{"name": "edges", "image": png, **facts})
         told = ControlNetHosts(**{"digest": "ab", "servers": [_NOWHERE], **(hosts or {})})
         code = INVALID if fields else OK
-        made: Case = case(f"ControlNet {title}", code, *fields, whole={"controlnets": [told]}, controlnets=[net])
+        made: Case = case(f"ControlNet {title}", code, *fields, whole={"addons": placed([told])}, controlnets=[net])
         return made
 
-    yield case("a ControlNet without hosts", INVALID, "controlnets", controlnets=[ControlNet(name="edges", image=png)])
-    bare = ("controlnets", "spec.controlnets[0].name", "spec.controlnets[0].image")
+    yield case("a ControlNet without hosts", controlnets=[ControlNet(name="edges", image=png)])
+    bare = ("spec.controlnets[0].name", "spec.controlnets[0].image")
     yield case("a bare ControlNet", INVALID, *bare, controlnets=[ControlNet()])
-    nine = {"controlnets": [ControlNetHosts()] * 9}
+    nine = {"addons": placed([ControlNetHosts()] * 9)}
     many = [ControlNet(name="edges", image=png)] * 9
     yield case("nine ControlNets", INVALID, "spec.controlnets", whole=nine, controlnets=many)
-    yield case("hosts of no ControlNet", INVALID, "controlnets", whole=nine)
+    yield case("hosts of no ControlNet", whole=nine)
+    yield case("hosts that are noise", whole={"addons": {kinds.CONTROLNET: b"\xff" * 9}})
+    for addons in ({"no kind": b""}, {f"k{number}": b"" for number in range(17)}, {"k": bytes((256 << 10) + 1)}):
+        yield case(f"add-ons {shown(''.join(addons))}", INVALID, "addons", whole={"addons": addons})
     yield from _ordered_hosts(ordered)
     yield ordered("measured, in guess mode", guess_mode=True, measure_similarity=True)
     yield ordered("with the largest image", image=largest_image())
@@ -169,7 +173,7 @@ def _ordered_hosts(ordered: Any) -> Iterator[Case]:
         **{f"similar by {number}": ("similarity", number) for number in (-1.001, 1.001, NAN, INF, -INF)},
     }
     for name, (field, value) in bad.items():
-        yield ordered(name, f"controlnets[0].{field}", hosts={field: value})
+        yield ordered(name, hosts={field: value})
 
 
 def _profile(model_hash: str) -> ResidualProfile:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from bottega import kinds
 from bottega.v1 import controlnet_pb2, fleet_pb2, generation_pb2, image_pb2, lora_pb2, worker_pb2
+from bottega.v1.controlnet_pb2 import ControlNetHosts
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED
 from tests.fuzz import controlnets, links, lora_store
@@ -27,6 +28,7 @@ from tests.fuzz.images import good_images
 from tests.fuzz.judging import fault
 from tests.fuzz.mutations import mutated
 from tests.fuzz.specs import FILLED
+from tests.support.addon_messages import placed
 
 # Of one method; the same fault comes in many shapes.
 _MOST_FOUND = 3
@@ -182,10 +184,9 @@ def _controlled_order() -> worker_pb2.RunAttemptRequest:
     """With a ControlNet on a server where nobody listens."""
     spec = GenerationSpec(model="miniature", prompt="a star", **FILLED)
     spec.controlnets.add(name="edges", image=good_images()["png"], controlnet_conditioning_scale=0.5)
-    order = worker_pb2.RunAttemptRequest(attempt=_attempt(), spec=spec, preview=True)
-    hosts = order.controlnets.add(digest="ab" * 32, similarity=0.999)
+    hosts = ControlNetHosts(digest="ab" * 32, similarity=0.999)
     hosts.servers.add(name="nowhere", address="127.0.0.1:1")
-    return order
+    return worker_pb2.RunAttemptRequest(attempt=_attempt(), spec=spec, preview=True, addons=placed([hosts]))
 
 
 def _registrations() -> Sequence[fleet_pb2.Registration]:

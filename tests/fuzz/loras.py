@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from bottega import kinds
 from bottega.v1 import fleet_pb2, worker_pb2
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
-from bottega.v1.worker_pb2 import AttemptDecisions, LoraStore
+from bottega.v1.worker_pb2 import AttemptDecisions
 from tests.fuzz.case import (
     BAD_DIGESTS,
     BAD_NAMES,
@@ -26,10 +27,10 @@ from tests.fuzz.case import (
 )
 from tests.fuzz.images import good_images
 from tests.samples.hosted_loras import applied, at_hand
+from tests.support.addon_messages import loras_at
 
 _STEPS = (-(2**31), -1, 201, 2**31 - 1)
 # Nobody listens there: what such an attempt lacks, it waits for until it is cancelled.
-_NOWHERE = LoraStore(name="nowhere", address="127.0.0.1:1")
 
 
 def lora_drawings(case: Any) -> Iterator[Case]:
@@ -114,34 +115,28 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
         request = worker_pb2.RunAttemptRequest(
             attempt=worker_pb2.AttemptId(job_id="fuzz", number=1),
             spec=GenerationSpec(prompt="a star", loras=loras, **filled),
-            **{"lora_stores": [_NOWHERE], **order},
+            **order,
         )
         return case_of("RunAttempt", name, request, INVALID if fields else OK, *fields)
 
     yield case("LoRAs that a store has which is not there", [whole] * 8)
-    yield case("LoRAs that went in at the last step", [whole], decisions=AttemptDecisions(loras_step=steps - 1))
-    yield case("64 LoRA stores", [whole], lora_stores=[_NOWHERE] * 64)
+    yield case("LoRAs that went in at the last step", [whole], decisions=AttemptDecisions(by_kind=loras_at(steps - 1)))
     yield case("a LoRA from the last step", [_ordered(from_step=steps - 1)])
     yield case("a measured LoRA", [_ordered(measure_similarity=True)])
     lacking = [f"spec.loras[0].{name}" for name in ("scale", "digest", "max_step")]
     yield case("a bare LoRA", [Lora(name="ink")], *lacking)
     yield case("nine LoRAs", [whole] * 9, "spec.loras")
     for step in (-1, steps, 2**31 - 1):
-        decisions = AttemptDecisions(loras_step=step)
-        yield case(f"LoRAs that went in at {step}", [whole], "decisions.loras_step", decisions=decisions)
+        yield case(f"LoRAs that went in at {step}", [whole], decisions=AttemptDecisions(by_kind=loras_at(step)))
     yield case("a LoRA from after the end", [_ordered(from_step=steps)], "spec.loras[0].from_step")
     for step, fields in ((steps, ()), (steps + 1, ("spec.loras[0].max_step",))):
         yield case(f"a LoRA at {step} at the latest", [_ordered(max_step=step)], *fields)
     measured = _ordered(from_step=1, measure_similarity=True)
     yield case("a LoRA that is measured from a later step", [measured], "spec.loras[0].from_step")
-    for name, stores in {
-        "65 LoRA stores": [_NOWHERE] * 65,
-        "a LoRA store without a name": [LoraStore(address="127.0.0.1:1")],
-        "a LoRA store without an address": [LoraStore(name="nowhere")],
-        "a LoRA store of a long name": [LoraStore(name="x" * 129, address="127.0.0.1:1")],
-        "a LoRA store of a long address": [LoraStore(name="nowhere", address="x" * 301)],
-    }.items():
-        yield case(name, [whole], "lora_stores", lora_stores=stores)
+    yield case("a decision that is noise", [whole], decisions=AttemptDecisions(by_kind={kinds.LORAS: b"\xff" * 9}))
+    for kind, size in (("no kind", 0), (kinds.LORAS, (256 << 10) + 1)):
+        decisions = AttemptDecisions(by_kind={kind: bytes(size)})
+        yield case(f"{size} bytes from {kind}", [whole], "decisions.by_kind", decisions=decisions)
 
 
 def _ordered(**facts: Any) -> Lora:

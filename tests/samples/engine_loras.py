@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bottega.diffusion.loras import TEXT_ENCODERS, UNET, Layers, LoraHandle, LoraLayer, LoraRef
 from bottega.diffusion.spec import LoraSpec
 from bottega.errors import BottegaError, Unavailable
+from bottega.v1.fleet_pb2 import ServiceAddress
 from tests.support.stock import load_stock, said
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -194,6 +195,9 @@ class LorasByHand:
         """All of these have come."""
         self.text |= set(names)
         self.here |= set(names)
+
+    def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
+        """It needs none."""
 
     def begin(self, ref: LoraRef) -> LoraHandle:
         handle = _Handle(self, ref)

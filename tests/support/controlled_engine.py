@@ -27,6 +27,7 @@ from bottega.worker.controlnets import ControlLinkSettings, RemoteControlNets
 from tests.fakes.scripted_controlnet_link import ScriptedServer
 from tests.samples.controlnets import control_image, control_spec, layout_of, random_controlnet, save
 from tests.support import linked_servers
+from tests.support.addon_messages import placed
 from tests.support.linked_servers import LinkedServer
 from tests.support.manual_engine import Drawing, ManualEngine
 
@@ -83,14 +84,14 @@ def controlled(*controls: tuple[int, float], spec: ResolvedSpec = PLAIN, **optio
 
 
 def on(order: EngineOrder, *servers: LinkedServer | ScriptedServer, **options: Any) -> EngineOrder:
-    """The order, with its ControlNets on these servers, the best first."""
+    """The order, with its ControlNets on these servers, the best first. options: of its spec."""
     linked = next((server for server in servers if isinstance(server, LinkedServer)), None)
     there = tuple(server.server for server in servers)
     hosts = tuple(
         ControlHosts(digest=linked.digests[control.name] if linked else "", servers=there)
         for control in order.spec.controlnets
     )
-    return replace(order, control_hosts=hosts, **options)
+    return replace(order, spec=replace(order.spec, **options), addons=placed(hosts))
 
 
 def alone(model: Model, local: LocalControlNets, order: EngineOrder) -> Tensor:

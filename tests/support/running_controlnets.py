@@ -34,6 +34,7 @@ from bottega.v1 import (
     worker_pb2_grpc,
 )
 from tests.samples.hostile_images import saved
+from tests.support.addon_messages import placed
 from tests.support.services import SMALL_ENGINE, Service, Services, worker_config
 from tests.support.stock import Pixels
 
@@ -138,14 +139,14 @@ class Worker:
     def draw(
         self,
         spec: generation_pb2.GenerationSpec,
-        hosts: Sequence[worker_pb2.ControlNetHosts],
+        hosts: Sequence[controlnet_pb2.ControlNetHosts],
         *,
         on_step: Callable[[int], None] = lambda _: None,
     ) -> Drawn:
         """One attempt from its beginning to its end. on_step: told the steps that are done, as they are reported."""
         self._jobs += 1
         attempt = worker_pb2.AttemptId(job_id=f"{threading.get_ident()}-{self._jobs}", number=1)
-        request = worker_pb2.RunAttemptRequest(attempt=attempt, spec=spec, controlnets=hosts)
+        request = worker_pb2.RunAttemptRequest(attempt=attempt, spec=spec, addons=placed(hosts))
         drawn, data = Drawn(), b""
         for event in self._stub.RunAttempt(request, timeout=DRAW_S):
             match event.WhichOneof("event"):
@@ -201,11 +202,11 @@ def controlled(*controls: tuple[str, Tensor, float], **options: object) -> gener
     return generation_pb2.GenerationSpec(**(said | options), controlnets=nets)  # type: ignore[arg-type]
 
 
-def hosts(spec: generation_pb2.GenerationSpec, *servers: ControlNetServer) -> list[worker_pb2.ControlNetHosts]:
+def hosts(spec: generation_pb2.GenerationSpec, *servers: ControlNetServer) -> list[controlnet_pb2.ControlNetHosts]:
     """What an attempt is told: all of the spec's ControlNets are on these servers, the best first."""
-    said = [worker_pb2.ControlNetServer(name=each.name, address=each.service.address) for each in servers]
+    said = [controlnet_pb2.ControlNetServer(name=each.name, address=each.service.address) for each in servers]
     digests = _digests(servers)
-    return [worker_pb2.ControlNetHosts(digest=digests.get(net.name, ""), servers=said) for net in spec.controlnets]
+    return [controlnet_pb2.ControlNetHosts(digest=digests.get(net.name, ""), servers=said) for net in spec.controlnets]
 
 
 def png(image: Tensor) -> bytes:

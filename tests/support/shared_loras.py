@@ -173,8 +173,9 @@ class QueuedOffers:
 def _serve() -> None:
     import torch
 
-    from bottega.diffusion.loras import LoraHandle, LoraRef, StoreAddress
+    from bottega.diffusion.loras import LoraHandle, LoraRef
     from bottega.transport import LinkCounters
+    from bottega.v1.fleet_pb2 import ServiceAddress
     from bottega.worker.loras import LoraCache, LoraLinkSettings
 
     offers = QueuedOffers()
@@ -186,6 +187,7 @@ def _serve() -> None:
         settings=LoraLinkSettings(),
         counters=LinkCounters(),
     )
+    source.set_stores([ServiceAddress(name="s", address="s")])
     handles: dict[str, LoraHandle] = {}
     print(_STARTED, end="", flush=True)
     for line in sys.stdin:
@@ -196,9 +198,7 @@ def _serve() -> None:
         if order["offer"]:
             offers.brought.put(offer_from_wire(LinkOffer.FromString(base64.b64decode(order["offer"]))))
         if order["fetch"]:
-            handles[digest] = source.begin(
-                LoraRef(name="a", digest=digest, stores=(StoreAddress(name="s", address="s"),))
-            )
+            handles[digest] = source.begin(LoraRef(name="a", digest=digest))
             until_s = time.monotonic() + PATIENCE_S
             while not handles[digest].ready and time.monotonic() < until_s:
                 source.settle([handles[digest]], 0.1)

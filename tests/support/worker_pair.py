@@ -63,9 +63,15 @@ class Drawn:
 
 
 class WorkerPair:
-    """The workers "a" and "b". engine: settings of both. cores: one for each, where they are pinned."""
+    """The workers "a" and "b". engine: settings of both. cores: one for each, where they are pinned.
 
-    def __init__(self, folder: Path, engine: Mapping[str, object], *, cores: Sequence[int] = ()) -> None:
+    gateway: of the fleet that they join; empty is none.
+    """
+
+    def __init__(
+        self, folder: Path, engine: Mapping[str, object], *, cores: Sequence[int] = (), gateway: str = ""
+    ) -> None:
+        self._gateway = gateway
         self._services = Services(folder)
         self._engine = dict(engine)
         self._ports = dict(zip("ab", free_ports(2), strict=True))
@@ -98,7 +104,7 @@ class WorkerPair:
         """Starts one of them, where it was before; returns when it serves."""
         other = "b" if name == "a" else "a"
         engine = {**self._engine, "peer": f"127.0.0.1:{self._ports[other]}"}
-        config = worker_config("", name=name, engine=engine)
+        config = worker_config(self._gateway, name=name, engine=engine)
         config["server"] = {"listen": f"127.0.0.1:{self._ports[name]}", "metrics_listen": "127.0.0.1:0"}
         service = self._services.start("worker", config, name=f"{name}-{next(self._lives)}")
         self._running[name] = service
@@ -126,13 +132,13 @@ class WorkerPair:
         """Waits until `name` leads the other one, for the next time after so many."""
         wait_until(lambda: self.links(name) > more_than, f"{name} to be linked to its peer")
 
-    def draw(self, name: str, *, lora_stores: Sequence[worker_pb2.LoraStore] = (), **options: Any) -> Drawn:
+    def draw(self, name: str, **options: Any) -> Drawn:
         """A picture, drawn by one of them."""
         spec = generation_pb2.GenerationSpec(**{**OPTIONS, **options})
         attempt = worker_pb2.AttemptId(job_id=f"job-{next(self._jobs)}", number=1)
         with grpc.insecure_channel(self.worker(name).address, options=channel_options()) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            request = worker_pb2.RunAttemptRequest(attempt=attempt, spec=spec, lora_stores=lora_stores)
+            request = worker_pb2.RunAttemptRequest(attempt=attempt, spec=spec)
             events = list(stub.RunAttempt(request, timeout=TIMEOUT_S))
         assert events[-1].WhichOneof("event") == "completed", events[-1]
         data = b"".join(event.image.chunk for event in events if event.HasField("image"))

@@ -51,7 +51,8 @@ class ResolvedSpec:
 
     Names and meanings are Diffusers'. negative_prompt None and "" differ: None conditions on zeros
     where the model says so. strength makes it image-to-image, which needs an image; None is text-to-image.
-    controlnets: their residuals are summed in this order. loras: summed; all go in at one step, by the least bound.
+    controlnets: their residuals are summed in this order. stale_residuals: whether they may be one step old.
+    loras: summed; all go in at one step, by the least bound.
     """
 
     prompt: str
@@ -69,6 +70,7 @@ class ResolvedSpec:
     use_karras_sigmas: bool = False
     strength: float | None = None
     controlnets: tuple[ControlSpec, ...] = ()
+    stale_residuals: bool = False
     loras: tuple[LoraSpec, ...] = ()
 
     @property

@@ -6,16 +6,18 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 
+from bottega import kinds
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, TooLarge
 from bottega.planning import steps_to_run
 from bottega.process import MAX_FRAME_BYTES
 from bottega.v1 import engine_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
-from bottega.v1.worker_pb2 import AttemptDecisions, ControlNetHosts, LoraStore
+from bottega.v1.lora_pb2 import LoraDecision
+from bottega.v1.worker_pb2 import AttemptDecisions
 from bottega.worker.attempts import (
     Attempt,
     AttemptKey,
@@ -35,27 +37,20 @@ _MAX_START_BYTES = MAX_FRAME_BYTES - 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptControl:
-    """What an order says of one of the spec's ControlNets. image: encoded."""
-
-    image: bytes
-    hosts: ControlNetHosts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptOrder:
     """An attempt as the gateway orders it.
 
     spec: every default filled in, the seed drawn, input images removed. image: source of image-to-image, encoded, or
-    empty. controls: one for each of the spec's ControlNets. lora_stores: where the spec's LoRAs are. decisions: of
-    earlier attempts. checkpoint: to resume from, or empty. deadline_s: seconds from now. request_id: for logs.
+    empty. control_images: one for each of the spec's ControlNets, encoded. addons: what those of the engine are told,
+    by kind. decisions: of earlier attempts. checkpoint: to resume from, or empty. deadline_s: seconds from now.
+    request_id: for logs.
     """
 
     key: AttemptKey
     spec: GenerationSpec
     image: bytes = b""
-    controls: tuple[AttemptControl, ...] = ()
-    lora_stores: tuple[LoraStore, ...] = ()
+    control_images: tuple[bytes, ...] = ()
+    addons: Mapping[str, bytes] = field(default_factory=dict)
     decisions: AttemptDecisions = field(default_factory=AttemptDecisions)
     checkpoint: bytes = b""
     deadline_s: float | None = None
@@ -83,8 +78,8 @@ class AttemptRunner:
         on_end: Callable[[AttemptRunner], None],
     ) -> None:
         self.attempt = attempt
-        self._order = replace(order, image=b"", controls=(), checkpoint=b"")  # not kept while the engine works
-        self._image, self._controls, self._checkpoint = order.image, order.controls, order.checkpoint
+        self._order = replace(order, image=b"", control_images=(), checkpoint=b"")  # not kept while the engine works
+        self._image, self._control_images, self._checkpoint = order.image, order.control_images, order.checkpoint
         self._engine = engine
         self._images = images
         self._metrics = metrics
@@ -167,7 +162,7 @@ class AttemptRunner:
         start.attempt.CopyFrom(self._order.key.message())
         start.spec.CopyFrom(self._order.spec)
         start.checkpoint = self._checkpoint
-        start.lora_stores.extend(self._order.lora_stores)
+        start.addons.update(self._order.addons)
         start.decisions.CopyFrom(self._order.decisions)
         size_bytes = len(self._checkpoint)
         if self._image:
@@ -178,7 +173,7 @@ class AttemptRunner:
             size_bytes += len(decoded.pixels.data)
         size_bytes += await self._decode_controls(start)
         self._image = self._checkpoint = b""
-        self._controls = ()
+        self._control_images = ()
         if size_bytes > _MAX_START_BYTES:
             raise TooLarge(
                 f"its images take {size_bytes} bytes once decoded; an attempt may have {_MAX_START_BYTES}",
@@ -191,11 +186,10 @@ class AttemptRunner:
     async def _decode_controls(self, start: engine_pb2.EngineStart) -> int:
         """Adds the control images; returns their bytes."""
         size_bytes = 0
-        for ordered in self._controls:
-            decoded = await self._images.decode(ordered.image, self._order.spec)
+        for image in self._control_images:
+            decoded = await self._images.decode(image, self._order.spec)
             self._note_time("decode_image", "decode", decoded.seconds)
-            control = start.controls.add(image_digest=decoded.digest, hosts=ordered.hosts)
-            await decoded.write_to(control.image)
+            await decoded.write_to(start.control_images.add(digest=decoded.digest).pixels)
             size_bytes += len(decoded.pixels.data)
         return size_bytes
 
@@ -204,8 +198,8 @@ class AttemptRunner:
         decisions = AttemptDecisions()
         for part in (self.attempt.decisions or self._order.decisions, new):
             decisions.MergeFrom(part)
-        for lora in self._order.spec.loras if new.HasField("loras_step") else ():
-            lora.from_step = new.loras_step
+        for lora in self._order.spec.loras if kinds.LORAS in new.by_kind else ():
+            lora.from_step = LoraDecision.FromString(new.by_kind[kinds.LORAS]).step
         self.attempt.set_decisions(decisions)
 
     def _advance(self, progress: engine_pb2.EngineProgress) -> None:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 from google.protobuf.message import DecodeError
 
-from bottega import rules
+from bottega import kinds, rules
 from bottega.codec.limits import MAX_IMAGE_BYTES
 from bottega.errors import InvalidRequest, Violation
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
-from bottega.worker.attempt_runner import AttemptControl, AttemptOrder
+from bottega.worker.attempt_runner import AttemptOrder
 from bottega.worker.attempts import AttemptKey
 
 # What has a default for callers and none here.
@@ -24,9 +24,8 @@ _FILLED_IN = ("num_inference_steps", "guidance_scale", "width", "height", "seed"
 
 # Of ids of jobs and of requests; the gateway makes the one, and checks the other.
 _MAX_ID_CHARACTERS = 128
-_MAX_ADDRESS_CHARACTERS = 300
-# That an attempt is told of for one ControlNet.
-_MAX_SERVERS = 64
+_MAX_ADDONS = 16
+_MAX_ADDON_BYTES = 256 << 10
 
 
 def order_from(raw: bytes) -> AttemptOrder:
@@ -42,6 +41,7 @@ def order_from(raw: bytes) -> AttemptOrder:
             *_check_call(request),
             *_check_controls(request),
             *_check_loras(request),
+            *_check_addons(request),
         ]
     )
     spec = request.spec
@@ -56,14 +56,8 @@ def order_from(raw: bytes) -> AttemptOrder:
         # A new message: one that was cleared of an image keeps its memory for as long as it lives.
         spec=GenerationSpec.FromString(spec.SerializeToString()),
         image=image,
-        controls=tuple(
-            # New messages, as above.
-            AttemptControl(image=control, hosts=worker_pb2.ControlNetHosts.FromString(hosts.SerializeToString()))
-            for control, hosts in zip(images, request.controlnets, strict=True)
-        ),
-        lora_stores=tuple(
-            worker_pb2.LoraStore(name=store.name, address=store.address) for store in request.lora_stores
-        ),
+        control_images=tuple(images),
+        addons=dict(request.addons),
         decisions=worker_pb2.AttemptDecisions.FromString(request.decisions.SerializeToString()),
         checkpoint=request.checkpoint,
         deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
@@ -111,27 +105,10 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def _check_controls(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
-    if len(request.controlnets) != len(request.spec.controlnets):
-        yield Violation(field="controlnets", description="must be one for each of spec.controlnets")
     for index, net in enumerate(request.spec.controlnets):
         if not 0 < len(net.image) <= MAX_IMAGE_BYTES:
             rule = f"must be 1 to {MAX_IMAGE_BYTES} bytes"
             yield Violation(field=f"spec.controlnets[{index}].image", description=rule)
-    for index, hosts in enumerate(request.controlnets):
-        yield from _check_hosts(f"controlnets[{index}]", hosts)
-
-
-def _check_hosts(path: str, hosts: worker_pb2.ControlNetHosts) -> Iterator[Violation]:
-    if len(hosts.digest) > _MAX_ID_CHARACTERS:
-        yield Violation(field=f"{path}.digest", description=f"must be at most {_MAX_ID_CHARACTERS} characters")
-    if len(hosts.servers) > _MAX_SERVERS or any(
-        not 0 < len(server.name) <= _MAX_ID_CHARACTERS or not 0 < len(server.address) <= _MAX_ADDRESS_CHARACTERS
-        for server in hosts.servers
-    ):
-        rule = f"must be at most {_MAX_SERVERS}, each with a name and an address"
-        yield Violation(field=f"{path}.servers", description=rule)
-    if not rules.is_cosine(hosts.similarity):
-        yield Violation(field=f"{path}.similarity", description="must be a cosine, -1 to 1")
 
 
 def _check_loras(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
@@ -139,15 +116,15 @@ def _check_loras(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
         for name in ("scale", "digest", "max_step"):
             if not lora.HasField(name):
                 yield Violation(field=f"spec.loras[{index}].{name}", description="must be filled in")
-    if len(request.lora_stores) > _MAX_SERVERS or any(
-        not 0 < len(store.name) <= _MAX_ID_CHARACTERS or not 0 < len(store.address) <= _MAX_ADDRESS_CHARACTERS
-        for store in request.lora_stores
-    ):
-        rule = f"must be at most {_MAX_SERVERS}, each with a name and an address"
-        yield Violation(field="lora_stores", description=rule)
-    decisions = request.decisions
-    if decisions.HasField("loras_step") and not 0 <= decisions.loras_step < max(1, request.spec.num_inference_steps):
-        yield Violation(field="decisions.loras_step", description="must be one of the spec's steps")
+
+
+def _check_addons(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
+    """What is in the messages of add-ons, those of the engine check."""
+    for name, messages in (("addons", request.addons), ("decisions.by_kind", request.decisions.by_kind)):
+        if len(messages) > _MAX_ADDONS or not all(map(kinds.is_kind, messages)):
+            yield Violation(field=name, description=f"must be at most {_MAX_ADDONS}, each by its kind")
+        if any(len(message) > _MAX_ADDON_BYTES for message in messages.values()):
+            yield Violation(field=name, description=f"must have at most {_MAX_ADDON_BYTES} bytes each")
 
 
 def _check_call(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:

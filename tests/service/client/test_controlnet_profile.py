@@ -15,6 +15,7 @@ from bottega.v1 import generation_pb2
 from bottega.v1.hosted_pb2 import ResidualProfile
 from tests.fakes.scripted_controlnet import hosted
 from tests.fakes.scripted_worker import MODEL
+from tests.support.addon_messages import placements
 from tests.support.running_gateway import Running, running_gateway
 from tests.support.terminal import run_at
 
@@ -64,7 +65,7 @@ async def test_requests_are_told_of_the_profile_and_the_list_shows_it(house: Run
     net = generation_pb2.ControlNet(name="edges", image=await asyncio.to_thread(image.read_bytes))
     for steps, told in ((20, True), (19, False)):
         await house.draw(prompt="a star", num_inference_steps=steps, controlnets=[net])
-        (hosts,) = worker.requests[-1].controlnets
+        (hosts,) = placements(worker.requests[-1].addons)
         assert (hosts.HasField("similarity"), hosts.similarity) == (told, 0.992 if told else 0.0)
     assert "0.9920" in (await run_at(house, "controlnets")).stdout
 

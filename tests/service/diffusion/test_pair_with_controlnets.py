@@ -15,6 +15,7 @@ from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.worker.controlnets import RemoteControlNets
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, layout_of, save
+from tests.support.addon_messages import placed
 from tests.support.linked_servers import LinkedServer, Offers, linked_server
 from tests.support.manual_engine import MOST_TURNS, ManualEngine
 from tests.support.pair_follower import FollowerThread, led
@@ -62,7 +63,7 @@ def controlled(
         key=key,
         spec=replace(spec, controlnets=specs),
         control_images=tuple(IMAGES[name] for name in scales),
-        control_hosts=tuple(server.at(name) for name in scales),
+        addons=placed(server.at(name) for name in scales),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,14 +13,15 @@ import grpc
 import pytest
 import torch
 
-from bottega.diffusion.loras import LoraHandle, LoraRef, StoreAddress
-from bottega.errors import BottegaError, DataLoss, InternalError, LoraNotFound, NoLora
+from bottega.diffusion.loras import LoraHandle, LoraRef
+from bottega.errors import DataLoss, InternalError, LoraNotFound, NoLora
 from bottega.lora import canonical
 from bottega.loras.config import LinksConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.transport import LinkCounters, ServiceOffer, offer_from_wire
 from bottega.v1 import link_pb2, link_pb2_grpc
 from bottega.v1 import lora_pb2 as pb
+from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.loras import LoraCache, LoraLinkSettings
 from tests.samples.lora_files import Part, delta, kohya, save
 from tests.support.running_loras import MODULE, PATIENCE_S, TEXT_MODULE, Running, config, lora_file, running
@@ -54,10 +55,6 @@ class _Offers:
         return ServiceOffer(offer=offer_from_wire(answer.offer), service=address)
 
 
-def _named(stores: Iterable[Running]) -> tuple[StoreAddress, ...]:
-    return tuple(StoreAddress(name=store.store.name, address=store.server.address) for store in stores)
-
-
 class _Worker:
     """A source as an engine has it."""
 
@@ -74,10 +71,12 @@ class _Worker:
         )
 
     def know(self, *stores: Running) -> None:
-        self.source.set_stores(_named(stores))
+        self.source.set_stores(
+            [ServiceAddress(name=store.store.name, address=store.server.address) for store in stores]
+        )
 
-    def begin(self, lora: pb.StoredLora, *stores: Running) -> LoraHandle:
-        return self.source.begin(LoraRef(name=lora.name, digest=lora.digest, stores=_named(stores)))
+    def begin(self, lora: pb.StoredLora) -> LoraHandle:
+        return self.source.begin(LoraRef(name=lora.name, digest=lora.digest))
 
     async def wait(self, handle: LoraHandle, seconds: float = PATIENCE_S) -> bool:
         """Whether it is ready by then. Raises its error."""
@@ -302,22 +301,14 @@ async def test_a_store_that_comes_back_elsewhere_is_found_by_those_who_wait(tmp_
     async with running(folder) as store:
         lora = await store.upload("a", lora_file(tmp_path))
         first = store.server.address
-        handle = worker.begin(lora, store)
-        assert await worker.wait(handle), "of the stores that it names itself, while no others are known"
-        later = await store.upload("b", lora_file(tmp_path, seed=1))
+        handle = worker.begin(lora)
+        assert not await worker.wait(handle, 0.2), "as long as no store is known"
         worker.know(store)
+        assert await worker.wait(handle)
+        later = await store.upload("b", lora_file(tmp_path, seed=1))
     handle = worker.begin(later)
     assert not await worker.wait(handle, 0.5)
     async with running(folder) as store:
         assert store.server.address != first
         worker.know(store)
         assert await worker.wait(handle)
-
-
-async def test_without_a_store_a_lora_is_refused_at_once(worker: _Worker) -> None:
-    handle = worker.begin(pb.StoredLora(name="a", digest="0" * 64))
-    with pytest.raises(BottegaError, match="no LoRA store"):
-        _ = handle.ready
-    began_s = time.monotonic()
-    worker.source.settle([handle], 5.0)
-    assert time.monotonic() - began_s < 1.0

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bottega.diffusion.loras import LoraHandle, LoraRef, StoreAddress
+from bottega.diffusion.loras import LoraHandle, LoraRef
 from bottega.transport import LinkCounters
+from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.loras import LoraCache, LoraLinkSettings
 from tests.support.shared_loras import LARGE, PATIENCE_S, SMALL, QueuedOffers, Shelf, canonical_file, shelf
 
-_STORE = StoreAddress(name="s", address="s")
+_STORE = ServiceAddress(name="s", address="s")
 _MIDDLE = (64, 4096)  # some 4 MiB
 _SLOW_BYTES_PER_S = 4 << 20
 
@@ -33,13 +34,14 @@ class _Worker:
             settings=LoraLinkSettings(),
             counters=self.counters,
         )
+        self.source.set_stores([_STORE])
 
     def link_to(self, store: Shelf) -> None:
         """As another process of this host would be."""
         self.offers.brought.put(store.links.offer("w", "", caller=""))
 
     def begin(self, digest: str) -> LoraHandle:
-        return self.source.begin(LoraRef(name="ink", digest=digest, stores=(_STORE,)))
+        return self.source.begin(LoraRef(name="ink", digest=digest))
 
     def wait(self, holds: Callable[[], bool]) -> None:
         until_s = time.monotonic() + PATIENCE_S

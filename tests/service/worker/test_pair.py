@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -11,7 +12,7 @@ import pytest
 
 from bottega import kinds
 from bottega.rpc.channel import channel_options
-from bottega.v1 import link_pb2, link_pb2_grpc, lora_pb2, lora_pb2_grpc, worker_pb2
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, link_pb2, link_pb2_grpc, lora_pb2, lora_pb2_grpc
 from bottega.v1.generation_pb2 import Lora
 from tests.chaos.peers import kill_peers
 from tests.chaos.tally import Tally
@@ -26,10 +27,33 @@ from tests.support.worker_pair import TIMEOUT_S, WorkerPair
 LONG = 60
 
 
+class Fleet(fleet_pb2_grpc.FleetServiceServicer):
+    """Tells the pair which services there are."""
+
+    def __init__(self) -> None:
+        self.services: list[fleet_pb2.ServiceAddress] = []
+
+    def Join(
+        self, request_iterator: Iterator[fleet_pb2.JoinRequest], context: grpc.ServicerContext
+    ) -> Iterator[fleet_pb2.JoinResponse]:
+        for _ in request_iterator:
+            yield fleet_pb2.JoinResponse(services=self.services)
+
+
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPair]:
-    with WorkerPair(tmp_path_factory.mktemp("pair"), SMALL_ENGINE) as pair:
+def fleet() -> Fleet:
+    return Fleet()  # type: ignore[abstract]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, fleet: Fleet) -> Iterator[WorkerPair]:
+    server = grpc.server(ThreadPoolExecutor(4), options=channel_options())
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
+    gateway = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    with WorkerPair(tmp_path_factory.mktemp("pair"), SMALL_ENGINE, gateway=gateway) as pair:
         yield pair
+    server.stop(0).wait()
 
 
 def test_each_draws_the_same_image_with_the_other_as_alone(pair: WorkerPair) -> None:
@@ -93,16 +117,16 @@ def test_a_peer_killed_in_the_middle_of_a_picture_changes_nothing_and_is_used_ag
 
 
 def test_rows_with_a_lora_are_lent_too_though_the_other_has_drawn_nothing_with_one(
-    pair: WorkerPair, tmp_path: Path
+    pair: WorkerPair, fleet: Fleet, tmp_path: Path
 ) -> None:
     server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
     with Services(tmp_path) as services:
         store = services.start("loras", {"name": "loras", "gateway": "", "server": server})
-        where = [worker_pb2.LoraStore(name="loras", address=store.address)]
+        fleet.services = [fleet_pb2.ServiceAddress(kind=kinds.LORAS, name="loras", address=store.address)]
         lora = Lora(name="ink", scale=1.0, max_step=0, digest=_brought(store.address, tmp_path))
         options = {"loras": [lora], "num_inference_steps": LONG}
-        drawn = pair.draw("a", lora_stores=where, **options)
-        alone = pair.alone("a", lora_stores=where, **options)
+        drawn = pair.draw("a", **options)
+        alone = pair.alone("a", **options)
     assert drawn.lent_steps > 0
     assert_same_image(drawn.pixels, alone.pixels)
     assert (drawn.pixels != pair.alone("a", num_inference_steps=LONG).pixels).any()

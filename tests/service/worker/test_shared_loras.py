@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bottega.diffusion.loras import LoraHandle, LoraRef, StoreAddress
+from bottega.diffusion.loras import LoraHandle, LoraRef
 from bottega.errors import BadFrame, DataLoss
 from bottega.lora.messages import LoraMessageKind
 from bottega.transport import (
@@ -24,6 +24,7 @@ from bottega.transport import (
     kind_of,
     number_message,
 )
+from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.loras import LoraCache, LoraLinkSettings
 from tests.support.link_peer import peers
 from tests.support.shared_loras import (
@@ -134,12 +135,13 @@ class _Scripted:
             settings=LoraLinkSettings(),
             counters=LinkCounters(),
         )
+        self.source.set_stores([ServiceAddress(name="s", address="s")])
 
     def ask(self, digest: str) -> tuple[LoraHandle, Link]:
         """Has a LoRA fetched; the store's end of the link, with that fetch taken in."""
         offer = self.listener.offer()
         self.offers.brought.put(offer)
-        handle = self.source.begin(LoraRef(name="ink", digest=digest, stores=(StoreAddress(name="s", address="s"),)))
+        handle = self.source.begin(LoraRef(name="ink", digest=digest))
         link = self.listener.accept(offer, patience())
         with link.recv(patience()) as incoming:
             incoming.wait_all(patience())

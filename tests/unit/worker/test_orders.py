@@ -14,9 +14,7 @@ from bottega.v1 import generation_pb2, worker_pb2
 from bottega.worker.validation import order_from
 
 IMAGE_BYTES = 8 << 20
-HOSTS = worker_pb2.ControlNetHosts(
-    digest="ab", servers=[worker_pb2.ControlNetServer(name="near", address="127.0.0.1:1")]
-)
+HOSTS = {"controlnet": b"who hosts it"}
 
 FULL: dict[str, Any] = {
     "prompt": "a star",
@@ -37,13 +35,13 @@ def _raw(spec: generation_pb2.GenerationSpec, **fields: Any) -> bytes:
 def _raw_with_images() -> bytes:
     controlnets = [generation_pb2.ControlNet(name="edges", image=b"x")]
     spec = generation_pb2.GenerationSpec(**FULL, image=bytes(IMAGE_BYTES), strength=0.5, controlnets=controlnets)
-    return _raw(spec, request_id="r", deadline_s=3, controlnets=[HOSTS])
+    return _raw(spec, request_id="r", deadline_s=3, addons=HOSTS)
 
 
 def test_the_images_stand_beside_the_spec() -> None:
     order = order_from(_raw_with_images())
     assert len(order.image) == IMAGE_BYTES
-    assert [(control.image, control.hosts) for control in order.controls] == [(b"x", HOSTS)]
+    assert (order.control_images, order.addons) == ((b"x",), HOSTS)
     controlnets = [generation_pb2.ControlNet(name="edges")]
     assert order.spec == generation_pb2.GenerationSpec(**FULL, strength=0.5, controlnets=controlnets)
     assert (order.key.job_id, order.key.number, order.request_id, order.deadline_s) == ("job", 2, "r", 3)
@@ -65,25 +63,24 @@ def test_what_the_gateway_fills_in_must_be_there(name: str) -> None:
     assert [violation.field for violation in refusal.value.violations] == [f"spec.{name}"]
 
 
-@pytest.mark.parametrize(
-    ("image", "hosts", "field"),
-    [
-        (b"x", [], "controlnets"),
-        (b"x", [HOSTS, HOSTS], "controlnets"),
-        (b"", [HOSTS], "spec.controlnets[0].image"),
-        (b"x", [worker_pb2.ControlNetHosts(digest="d" * 129)], "controlnets[0].digest"),
-        (b"x", [worker_pb2.ControlNetHosts(servers=[worker_pb2.ControlNetServer()])], "controlnets[0].servers"),
-        *(
-            (b"x", [worker_pb2.ControlNetHosts(similarity=number)], "controlnets[0].similarity")
-            for number in (math.nan, math.inf, -math.inf, 1.001, -1.001)
-        ),
-    ],
-)
-def test_a_controlnet_needs_an_image_and_hosts(image: bytes, hosts: list[Any], field: str) -> None:
-    nets = [generation_pb2.ControlNet(name="edges", image=image)]
+def test_a_controlnet_needs_an_image() -> None:
+    nets = [generation_pb2.ControlNet(name="edges")]
     with pytest.raises(InvalidRequest) as refusal:
-        order_from(_raw(generation_pb2.GenerationSpec(**FULL, controlnets=nets), controlnets=hosts))
-    assert [violation.field for violation in refusal.value.violations] == [field]
+        order_from(_raw(generation_pb2.GenerationSpec(**FULL, controlnets=nets)))
+    assert [violation.field for violation in refusal.value.violations] == ["spec.controlnets[0].image"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [{"no kind": b""}, {f"k{number}": b"" for number in range(17)}, {"kind": bytes((256 << 10) + 1)}],
+    ids=["no kind", "17 of them", "too large a one"],
+)
+def test_what_add_ons_say_is_bounded(messages: dict[str, bytes]) -> None:
+    spec = generation_pb2.GenerationSpec(**FULL)
+    decisions = worker_pb2.AttemptDecisions(by_kind=messages)
+    with pytest.raises(InvalidRequest) as refusal:
+        order_from(_raw(spec, addons=messages, decisions=decisions))
+    assert [violation.field for violation in refusal.value.violations] == ["addons", "decisions.by_kind"]
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

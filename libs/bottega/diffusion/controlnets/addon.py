@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
+from bottega import kinds, rules
+from bottega.diffusion.controlnets.hosts import HOSTS_FIELD, read_hosts
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlNetProvider, ControlRecord
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.encode import Conditions
@@ -18,7 +20,7 @@ from bottega.diffusion.engine.request import ActiveControl, Request
 from bottega.diffusion.parallel.offload import RemoteJob
 from bottega.diffusion.rows import Half
 from bottega.diffusion.spec import ControlSpec, ResolvedSpec
-from bottega.errors import InternalError, Unavailable
+from bottega.errors import InternalError, Unavailable, Violation
 
 # The stage of waiting for them, before the first step and in steps, of jobs that use some.
 CONTROLNETS = "controlnets"
@@ -30,11 +32,13 @@ OPENING_TIMEOUT_S = 120.0
 class EngineControlNets(EngineAddOn):
     """provider: holds the sessions; None where this worker has no ControlNets."""
 
+    kind = kinds.CONTROLNET
+
     def __init__(self, provider: ControlNetProvider | None) -> None:
         self._provider = provider
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
-        """The sessions of an order with ControlNets, not begun yet."""
+        """The sessions of an order with ControlNets, not begun yet. Raises InvalidRequest, see `read_hosts`."""
         return JobControlNets(self._provider, order) if order.spec.controlnets else None
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
@@ -56,6 +60,9 @@ class JobControlNets(JobAddOn):
         self.begun: tuple[ControlInput, ...] = ()
         self._provider = provider
         self._order = order
+        self._hosts = read_hosts(order.addons.get(kinds.CONTROLNET, b""))
+        if self._hosts and len(self._hosts) != len(order.spec.controlnets):
+            rules.refuse([Violation(field=HOSTS_FIELD, description="must be one for each of spec.controlnets")])
         self._requests: Sequence[Request] = ()
         self._places: tuple[int, ...] = ()
         self._records: tuple[ControlRecord, ...] | None = None
@@ -108,9 +115,7 @@ class JobControlNets(JobAddOn):
                 self._waited_s += now_s - self._waiting_since_s
                 self._waiting_since_s = None
         elif self._waiting_since_s is None:
-            if any(
-                control.first <= request.step < control.last for control in self.active for request in self._requests
-            ):
+            if any(self._needed(request.step) for request in self._requests):
                 self._waiting_since_s = now_s
         elif now_s - self._waiting_since_s > OPENING_TIMEOUT_S:
             raise Unavailable(f"the ControlNets were not there within {OPENING_TIMEOUT_S:g} s")
@@ -178,8 +183,8 @@ class JobControlNets(JobAddOn):
             halves=halves,
             scale=control.controlnet_conditioning_scale,
             guess_mode=control.guess_mode,
-            hosts=order.control_hosts[place] if order.control_hosts else ControlHosts(),
-            may_be_stale=order.stale_residuals and not control.measured,
+            hosts=self._hosts[place] if self._hosts else ControlHosts(),
+            may_be_stale=spec.stale_residuals and not control.measured,
             measured=control.measured,
         )
 

@@ -8,7 +8,7 @@ The engine has a list of add-ons and names none of them. Each gives a job its ow
     encoded        JobAddOn.attach             the job's requests exist: gives them what they need
     before a turn  JobAddOn.update             takes in what has come
                    JobAddOn.blocks             which requests cannot make their next step
-                   JobAddOn.decide             what a later attempt has to repeat
+                   JobAddOn.decision           what a later attempt has to repeat
     each turn      EngineAddOn.before_group, after_forward
                    JobAddOn.after_forward, after_step
     ended          JobAddOn.report, close
@@ -19,10 +19,10 @@ ControlNets (bottega.diffusion.controlnets.addon) and LoRAs (bottega.diffusion.l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from bottega.diffusion.engine.decisions import Decisions
 from bottega.diffusion.rows import Row
+from bottega.v1.fleet_pb2 import ServiceAddress
 
 if TYPE_CHECKING:
     from bottega.diffusion.engine.encode import Conditions
@@ -63,9 +63,13 @@ class JobAddOn:
         """Whether the request, which is not done, cannot make its next step now."""
         return False
 
-    def decide(self, decisions: Decisions) -> Decisions:
-        """The decisions of this attempt, with those of this add-on in them once they are made."""
-        return decisions
+    @property
+    def decision(self) -> bytes | None:
+        """What a later attempt has to repeat, to draw the same picture, as a message of the add-on's own.
+
+        None as long as it has decided nothing. It is in EngineJob.pinned of later attempts.
+        """
+        return None
 
     def after_forward(self, prediction: Prediction) -> float:
         """A step of the job ran in this forward. Returns the seconds of it that the job waited for the add-on."""
@@ -87,7 +91,15 @@ class JobAddOn:
 
 
 class EngineAddOn:
-    """One kind of thing that jobs may need beside the model. What is not overridden does nothing."""
+    """One kind of thing that jobs may need beside the model. What is not overridden does nothing.
+
+    kind: under which orders and decisions have what is its own: that of the services that it uses.
+    """
+
+    kind: ClassVar[str]
+
+    def set_services(self, services: Sequence[ServiceAddress]) -> None:
+        """The services of its kind that are there now, the best first."""
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
         """What a submitted job has of it; None where it needs nothing. Raises BottegaError where it can never be."""

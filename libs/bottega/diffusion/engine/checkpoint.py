@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import field
 from typing import Any
 
 import safetensors
@@ -16,13 +17,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from bottega.diffusion.engine.decisions import NO_DECISIONS, Decisions
+from bottega.diffusion.engine.events import Decisions
 from bottega.diffusion.engine.request import RequestState
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerState
 from bottega.diffusion.spec import ResolvedSpec
 
-VERSION = 2
+VERSION = 3
 
 _HEADER = "bottega"
 _DIGEST = "digest"
@@ -33,7 +34,7 @@ class SavedJob:
     """All that another engine needs to go on with a job, beside its spec. images: in their order."""
 
     images: Sequence[RequestState]
-    decisions: Decisions = NO_DECISIONS
+    decisions: Decisions = field(default_factory=dict)
 
 
 class CheckpointMismatch(ValueError):
@@ -51,7 +52,8 @@ def write_checkpoint(model: Model, spec: ResolvedSpec, job: SavedJob) -> bytes:
         images.append({"step": state.step, "sampler": state.sampler.numbers})
     # LoRAs are noted by what they are and their step, never by how they were added.
     loras = [{"name": lora.name, "digest": lora.digest, "scale": lora.scale} for lora in spec.loras]
-    header = _identity(model, spec) | {"images": images, "loras": loras, "decisions": dataclasses.asdict(job.decisions)}
+    decisions = {kind: decision.hex() for kind, decision in job.decisions.items()}
+    header = _identity(model, spec) | {"images": images, "loras": loras, "decisions": decisions}
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header[_DIGEST] = _digest(header, whole)
     return safetensors.torch.save(whole, metadata={_HEADER: json.dumps(header)})
@@ -71,8 +73,8 @@ def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> SavedJob:
         if header.pop(_DIGEST) != _digest(header, tensors):
             raise CheckpointMismatch("it is damaged")
         states = [_state(index, image, tensors) for index, image in enumerate(header["images"])]
-        decisions = Decisions(**header["decisions"])
-    except (safetensors.SafetensorError, KeyError, TypeError, AttributeError) as error:
+        decisions = {kind: bytes.fromhex(decision) for kind, decision in header["decisions"].items()}
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointMismatch(f"it is damaged: {type(error).__name__}") from error
     for state in states:
         _check(state, model, spec)

@@ -48,6 +48,7 @@ from bottega.diffusion.parallel.remote_rows import RemoteJobs
 from bottega.diffusion.spec import ResolvedSpec, undrawable
 from bottega.errors import TooLarge
 from bottega.planning import StepTimes
+from bottega.v1.fleet_pb2 import ServiceAddress
 
 # Beyond a few times the size that it was made for a model draws nonsense, and attention grows with the square: one
 # such request would hold up everybody else's turns for minutes.
@@ -200,6 +201,11 @@ class Engine:
         if key in self._jobs:
             job = self._jobs[key]
             job.order = replace(job.order, preview=True)
+
+    def set_services(self, services: Sequence[ServiceAddress]) -> None:
+        """These services are there now, the best first. Each add-on is told of those of its kind."""
+        for addon in self._addons:
+            addon.set_services([service for service in services if service.kind == addon.kind])
 
     def set_backlog(self, requests: int) -> None:
         """So many requests wait elsewhere and will come when there is room."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bottega.diffusion.engine.decisions import Decisions
 from bottega.errors import BottegaError
+
+Decisions = Mapping[str, bytes]
+"""What attempts at a job have decided: by kind of add-on, a message of the add-on's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

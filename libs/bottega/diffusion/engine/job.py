@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
 from torch import Tensor
 
-from bottega.diffusion.controlnets.provider import ControlHosts
 from bottega.diffusion.engine.addon import Parts
 from bottega.diffusion.engine.checkpoint import SavedJob, read_checkpoint
-from bottega.diffusion.engine.decisions import NO_DECISIONS, Decisions
 from bottega.diffusion.engine.encode import Conditions, encode_image, encode_prompts
-from bottega.diffusion.engine.events import EngineRecord, PairRecord
+from bottega.diffusion.engine.events import Decisions, EngineRecord, PairRecord
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.request import Request
-from bottega.diffusion.loras import StoreAddress
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import RemoteJob
 from bottega.diffusion.parallel.pair import PairPrediction
@@ -41,22 +38,17 @@ class EngineOrder:
 
     key: unique among the jobs that it holds. image: source of image-to-image, uint8 [height, width, 3].
     control_images: one for each of the spec's ControlNets, uint8 [its height, its width, 3].
-    control_hosts: where each of those is, beside here; without them they are here.
-    stale_residuals: whether residuals may be one step old. latent_parallelism: whether the other worker of a pair may
-    compute rows.
-    lora_stores: that have the spec's LoRAs, the best first.
+    addons: what add-ons are told of it, by kind: messages of their own.
     decisions: of earlier attempts. checkpoint: of an earlier attempt; empty to begin at the beginning.
-    preview: whether progress has previews.
+    latent_parallelism: whether the other worker of a pair may compute rows. preview: whether progress has previews.
     """
 
     key: Hashable
     spec: ResolvedSpec
     image: Tensor | None = None
     control_images: tuple[Tensor, ...] = ()
-    control_hosts: tuple[ControlHosts, ...] = ()
-    stale_residuals: bool = False
-    lora_stores: tuple[StoreAddress, ...] = ()
-    decisions: Decisions = NO_DECISIONS
+    addons: Mapping[str, bytes] = field(default_factory=dict)
+    decisions: Decisions = field(default_factory=dict)
     latent_parallelism: bool = True
     checkpoint: bytes = b""
     preview: bool = False
@@ -77,7 +69,7 @@ class EngineJob:
     truncations: dict[str, str]
     addons: Parts
     pinned: Decisions
-    decided: Decisions = NO_DECISIONS
+    decided: Decisions = field(default_factory=dict)
     extra: Sequence[Request] = ()
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     remote_job: RemoteJob | None = None
@@ -135,7 +127,7 @@ class EngineJob:
     def state(self) -> SavedJob:
         """All that another engine needs to go on with it, beside its spec."""
         return SavedJob(
-            images=[request.state() for request in self.requests], decisions=self.decided.or_else(self.pinned)
+            images=[request.state() for request in self.requests], decisions={**self.pinned, **self.decided}
         )
 
     def note_step(self, request: Request, *, group_requests: int) -> None:
@@ -205,7 +197,7 @@ def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float) -> E
             Request(model, order.spec, conditions, index=index, resume=image)
             for index, image in enumerate(state.images)
         ]
-        pinned = state.decisions.or_else(order.decisions)
+        pinned = {**order.decisions, **state.decisions}
     job = EngineJob(
         order=order,
         requests=requests,

@@ -52,9 +52,8 @@ class ReadinessGate:
 
     def _decisions(self, job: EngineJob) -> Iterator[Event]:
         """What its add-ons have decided since the last call, before the steps that it changes."""
-        decided = job.decided
-        for part in job.addons.values():
-            decided = part.decide(decided)
+        made = {addon.kind: part.decision for addon, part in job.addons.items()}
+        decided = {kind: decision for kind, decision in made.items() if decision is not None}
         if decided != job.decided:
             job.decided = decided
             yield JobDecided(key=job.key, decisions=decided)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from google.protobuf.message import DecodeError
+
+from bottega import kinds, rules
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
-from bottega.diffusion.engine.decisions import Decisions
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import EngineRecord, LoraRecord
 from bottega.diffusion.engine.job import EngineJob, EngineOrder, new_requests
@@ -20,14 +22,15 @@ from bottega.diffusion.loras import (
     LoraSet,
     LoraSource,
     LoraWeights,
-    StoreAddress,
 )
 from bottega.diffusion.loras.similarity import LatentMeter
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import RemoteJob
 from bottega.diffusion.rows import Row
-from bottega.diffusion.spec import LoraSpec
-from bottega.errors import NoLora, Unavailable
+from bottega.diffusion.spec import LoraSpec, ResolvedSpec
+from bottega.errors import InvalidRequest, NoLora, Unavailable, Violation
+from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.v1.lora_pb2 import LoraDecision
 
 # The stage of what could not go on for want of LoRAs, and of changing weights for them, of jobs that use some.
 LORAS = "loras"
@@ -35,6 +38,8 @@ LORAS = "loras"
 
 class EngineLoras(EngineAddOn):
     """source: brings LoRAs, where somebody does. weights: what they go into. timeout_s: how long a job's may take."""
+
+    kind = kinds.LORAS
 
     def __init__(
         self,
@@ -52,30 +57,27 @@ class EngineLoras(EngineAddOn):
         self._clock = clock
         self._parts: dict[Request, JobLoras] = {}
 
+    def set_services(self, services: Sequence[ServiceAddress]) -> None:
+        """The stores."""
+        if self._source is not None:
+            self._source.set_stores(services)
+
     def open(self, order: EngineOrder) -> JobAddOn | None:
         """Asks for an order's LoRAs. Raises Unavailable where nobody brings any."""
         spec = order.spec
-        return self.ask(spec.loras, order.lora_stores, bound=spec.lora_bound, step=spec.lora_step)
+        return self.ask(spec.loras, bound=spec.lora_bound, step=spec.lora_step)
 
-    def ask(
-        self,
-        specs: Sequence[LoraSpec],
-        stores: tuple[StoreAddress, ...],
-        *,
-        bound: int = 0,
-        step: int | None = None,
-    ) -> JobLoras | None:
-        """Asks these stores for LoRAs; None for none. bound, step: see JobLoras. Raises as `open` does."""
+    def ask(self, specs: Sequence[LoraSpec], *, bound: int = 0, step: int | None = None) -> JobLoras | None:
+        """Asks for LoRAs; None for none. bound, step: see JobLoras. Raises as `open` does."""
         if not specs:
             return None
         if self._source is None:
             raise Unavailable("this worker has no LoRAs")
-        refs = [LoraRef(name=spec.name, digest=spec.digest, stores=stores) for spec in specs]
+        refs = [LoraRef(name=spec.name, digest=spec.digest) for spec in specs]
         return JobLoras(
             addon=self,
             source=self._source,
             specs=tuple(specs),
-            stores=stores,
             handles=tuple(self._source.begin(ref) for ref in refs),
             since_s=self._clock(),
             timeout_s=self._timeout_s,
@@ -150,7 +152,6 @@ class JobLoras(JobAddOn):
     addon: EngineLoras
     source: LoraSource
     specs: tuple[LoraSpec, ...]
-    stores: tuple[StoreAddress, ...]
     handles: tuple[LoraHandle, ...]
     since_s: float
     timeout_s: float
@@ -187,10 +188,10 @@ class JobLoras(JobAddOn):
         return made if any(made.of(name) for name in TEXT_ENCODERS) else None
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
-        """An attempt goes on with the step at which they went in before it, if they did."""
+        """An attempt goes on with the step at which they went in before it, if they did. Raises InvalidRequest."""
         self._requests = job.requests
-        if job.pinned.loras_step is not None:
-            self.step = job.pinned.loras_step
+        if kinds.LORAS in job.pinned:
+            self.step = _pinned_step(job.pinned[kinds.LORAS], job.order.spec)
         job.extra = self.addon.shadows(job.order, conditions)
         self._meter = LatentMeter(job.extra)
         self.addon.attach(self, job.requests)
@@ -220,17 +221,20 @@ class JobLoras(JobAddOn):
         """None but those that have come to the bound, and what they are measured by."""
         return request in self._blocked
 
-    def decide(self, decisions: Decisions) -> Decisions:
-        """The step at which they went in."""
-        return decisions if self.loras is None else replace(decisions, loras_step=self.step)
+    @property
+    def decision(self) -> bytes | None:
+        """The step at which they went in, as a LoraDecision."""
+        if self.loras is None or self.step is None:
+            return None
+        return LoraDecision(step=self.step).SerializeToString()
 
     def after_step(self, request: Request) -> None:
         """Where it is measured, compares the latents with and without."""
         self._meter.observe(request)
 
     def offload(self, remote: RemoteJob) -> RemoteJob:
-        """The other worker fetches them from the same stores; from which step on a row has them, is said row by row."""
-        return replace(remote, loras=self.specs, lora_stores=self.stores)
+        """The other worker fetches them itself; from which step on a row has them, is said row by row."""
+        return replace(remote, loras=self.specs)
 
     def report(self, record: EngineRecord) -> EngineRecord:
         """What they came to; nothing before they are in."""
@@ -287,3 +291,15 @@ class JobLoras(JobAddOn):
         elif not waits and self._waiting_since_s is not None:
             self.wait_s += now_s - self._waiting_since_s
             self._waiting_since_s = None
+
+
+def _pinned_step(decision: bytes, spec: ResolvedSpec) -> int:
+    """The step that an earlier attempt has decided. Raises InvalidRequest."""
+    try:
+        step = LoraDecision.FromString(decision).step
+    except DecodeError:
+        raise InvalidRequest(f"decisions[{kinds.LORAS}] is no LoraDecision") from None
+    if not 0 <= step < spec.num_inference_steps:
+        field = f"decisions[{kinds.LORAS}].step"
+        rules.refuse([Violation(field=field, description="must be one of the spec's steps")])
+    return step

@@ -7,26 +7,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bottega.diffusion.loras.lora import Layers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreAddress:
-    """A LoRA store. name: in the fleet; address: host:port."""
-
-    name: str
-    address: str
+from bottega.v1.fleet_pb2 import ServiceAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraRef:
-    """Which LoRA. name: in the store, for messages. digest: SHA-256 of its canonical file, hex.
-
-    stores: that have it, the best first.
-    """
+    """Which LoRA. name: in the store, for messages. digest: SHA-256 of its canonical file, hex."""
 
     name: str
     digest: str
-    stores: tuple[StoreAddress, ...] = ()
 
 
 class LoraHandle(Protocol):
@@ -57,6 +46,10 @@ class LoraHandle(Protocol):
 
 class LoraSource(Protocol):
     """Brings LoRAs. All calls come from the engine's thread, and none but `settle` waits."""
+
+    def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
+        """The stores that there are now, the best first. What is asked for while there are none waits for the next."""
+        ...
 
     def begin(self, ref: LoraRef) -> LoraHandle:
         """Asks for a LoRA; what takes time goes on meanwhile. What fails, the handle says."""

@@ -23,7 +23,6 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlServer
-from bottega.diffusion.loras import StoreAddress
 from bottega.diffusion.parallel.offload import OffloadedRow, RemoteJob
 from bottega.diffusion.parallel.remote_rows import RemoteRow
 from bottega.diffusion.rows import Embeds, Half
@@ -90,7 +89,6 @@ class _JobHeader:
     halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
     controls: Annotated[tuple[_Control, ...], Field(max_length=_MOST_CONTROLS)]
     loras: Annotated[tuple[_Lora, ...], Field(max_length=_MOST_LORAS)]
-    lora_stores: Annotated[tuple[tuple[str, str], ...], Field(max_length=_MOST_SERVERS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,7 +135,6 @@ def job_message(number: int, remote_job: RemoteJob) -> TensorMessage:
         halves=tuple(remote_job.halves),
         controls=controls,
         loras=tuple(_Lora(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in remote_job.loras),
-        lora_stores=tuple((store.name, store.address) for store in remote_job.lora_stores[:_MOST_SERVERS]),
     )
     images = {f"image.{place}": control.image for place, control in enumerate(remote_job.controls)}
     return message_of(
@@ -163,7 +160,6 @@ def read_job(layout: Layout, views: Sequence[memoryview]) -> tuple[int, RemoteJo
         halves=halves,
         controls=tuple(_control(control, parts, place, halves) for place, control in enumerate(header.controls)),
         loras=tuple(LoraSpec(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in header.loras),
-        lora_stores=tuple(StoreAddress(name=name, address=address) for name, address in header.lora_stores),
     )
 
 

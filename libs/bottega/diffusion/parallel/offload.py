@@ -9,7 +9,6 @@ from typing import Protocol
 from torch import Tensor
 
 from bottega.diffusion.controlnets.provider import ControlInput
-from bottega.diffusion.loras import StoreAddress
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.diffusion.spec import LoraSpec
 
@@ -20,14 +19,13 @@ class RemoteJob:
 
     halves: its conditions. controls: its ControlNets; the follower opens sessions of its own with the same ones.
     handles: by which rows name those here, in the same order. loras: in force in the rows that say so; when, the leader
-    decides. lora_stores: that have them.
+    decides.
     """
 
     halves: Mapping[Half, Embeds]
     controls: tuple[ControlInput, ...] = ()
     handles: tuple[Hashable, ...] = ()
     loras: tuple[LoraSpec, ...] = ()
-    lora_stores: tuple[StoreAddress, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

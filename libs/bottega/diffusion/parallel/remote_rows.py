@@ -107,7 +107,7 @@ class RemoteJobs:
             handles = self._controlnets.open(remote_job.controls)
         halves = {half: self._here(embeds) for half, embeds in remote_job.halves.items()}
         try:
-            loras = self._loras.ask(remote_job.loras, remote_job.lora_stores, step=0)
+            loras = self._loras.ask(remote_job.loras, step=0)
         except BottegaError:
             self._close(handles)
             raise

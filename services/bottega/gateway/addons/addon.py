@@ -122,7 +122,7 @@ class AddOn:
     # Dispatch: an attempt runs.
 
     def begin_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
-        """Fills in the add-on's fields of an attempt at that worker."""
+        """Fills in `addons[kind]`: what the add-on of that kind in the worker's engine is told."""
 
     def end_attempt(self, job: Job) -> None:
         """The attempt is over, however it ended."""

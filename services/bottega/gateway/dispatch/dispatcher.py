@@ -29,6 +29,8 @@ _LIST_DEADLINE_S = 2.0
 _JUST_COMPLETED = 256
 # Ample: one of a picture is under 1 MiB.
 _MAX_CHECKPOINT_BYTES = 16 << 20
+# They are stored with the job: each is some numbers.
+_MAX_DECISIONS_BYTES = 4 << 10
 
 _log = logging.getLogger(__name__)
 
@@ -217,7 +219,9 @@ class Dispatcher:
             case "progress":
                 self._apply_progress(attempt, event.progress)
             case "decided":
-                event.decided.DiscardUnknownFields()  # it is stored with the job: what we do not know has no bound
+                event.decided.DiscardUnknownFields()  # it is stored with the job, and has to have a bound
+                if event.decided.ByteSize() > _MAX_DECISIONS_BYTES:
+                    raise InternalError(f"the worker has decided more than {_MAX_DECISIONS_BYTES} bytes")
                 if job.set_decisions(number, event.decided):
                     self._observer.attempt_decided(job)
             case "image":

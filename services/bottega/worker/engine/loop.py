@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from bottega import kinds
 from bottega.diffusion.errors import to_job_failure
 from bottega.errors import BottegaError, Unavailable
 from bottega.process import FramedPipe
@@ -23,7 +22,7 @@ from bottega.rpc.status import to_job_error
 from bottega.v1.engine_pb2 import EngineCommand, EngineEvent
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkResult
 from bottega.worker.config import EngineConfig
-from bottega.worker.engine.messages import beat_of, event_of, failed, key_of, order_of, ready_of, stores_of
+from bottega.worker.engine.messages import beat_of, event_of, failed, key_of, order_of, ready_of
 from bottega.worker.engine.runtime import Runtime, load_runtime
 from bottega.worker.link_requests import LinkRequests
 
@@ -149,8 +148,7 @@ class WorkerEngineLoop:
             case "preview":
                 self._engine.enable_previews(key_of(command.preview.attempt))
             case "services":
-                stores = (service for service in command.services.services if service.kind == kinds.LORAS)
-                self._runtime.loras.set_stores(stores_of(stores))
+                self._engine.set_services(command.services.services)
 
     def _beat_if_due(self) -> None:
         if time.monotonic() - self._beaten_s >= _BEAT_S:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import time
 from collections.abc import Iterable, Iterator
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bottega import kinds
 from bottega.diffusion.controlnets import ControlLayout
-from bottega.diffusion.controlnets.provider import ControlHosts, ControlServer
-from bottega.diffusion.engine.decisions import Decisions
+from bottega.diffusion.controlnets.hosts import read_hosts
+from bottega.diffusion.controlnets.provider import ControlHosts
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import (
     ControlUse,
@@ -28,13 +28,12 @@ from bottega.diffusion.engine.events import (
     PairRecord,
 )
 from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.loras import StoreAddress
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ControlSpec, LoraSpec, ResolvedSpec
 from bottega.errors import BottegaError
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.rpc.status import to_job_error
-from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2, worker_pb2
+from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2
 from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED, Hosted
 from bottega.v1.worker_pb2 import AttemptDecisions, AttemptId
 from bottega.worker.engine.runtime import Runtime
@@ -86,12 +85,10 @@ def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Eng
         key=key_of(start.attempt),
         spec=_spec(start, default_sampler),
         image=_tensor(start.image) if start.HasField("image") else None,
-        control_images=tuple(_tensor(control.image) for control in start.controls),
-        control_hosts=tuple(_hosts(control.hosts) for control in start.controls),
-        stale_residuals=_may_be_stale(start.spec),
+        control_images=tuple(_tensor(image.pixels) for image in start.control_images),
+        addons=dict(start.addons),
         latent_parallelism=_may_be_lent(start.spec),
-        lora_stores=stores_of(start.lora_stores),
-        decisions=decisions_of(start.decisions),
+        decisions=dict(start.decisions.by_kind),
         checkpoint=start.checkpoint,
         preview=start.preview,
     )
@@ -107,7 +104,7 @@ def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
             )
             return engine_pb2.EngineEvent(started=started)
         case JobDecided():
-            decisions = decisions_message(event.decisions)
+            decisions = AttemptDecisions(by_kind=event.decisions)
             return engine_pb2.EngineEvent(decided=engine_pb2.EngineDecided(attempt=attempt, decisions=decisions))
         case JobAdvanced():
             progress = engine_pb2.EngineProgress(
@@ -204,20 +201,27 @@ def _spec(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Resolv
         height=spec.height,
         sampler=_SAMPLERS.get(spec.sampler, default_sampler),
         use_karras_sigmas=spec.use_karras_sigmas,
-        controlnets=tuple(
-            _control(net, control) for net, control in zip(spec.controlnets, start.controls, strict=True)
-        ),
+        controlnets=tuple(_controls(start)),
+        stale_residuals=_may_be_stale(spec),
         loras=tuple(map(_lora, spec.loras)),
         **said,
     )
 
 
-def _control(net: generation_pb2.ControlNet, control: engine_pb2.EngineControl) -> ControlSpec:
+def _controls(start: engine_pb2.EngineStart) -> Iterator[ControlSpec]:
+    """Each with its digest: a checkpoint fits no other version."""
+    hosts = read_hosts(start.addons[kinds.CONTROLNET]) if kinds.CONTROLNET in start.addons else ()
+    for net, image, host in itertools.zip_longest(start.spec.controlnets, start.control_images, hosts):
+        if net is not None and image is not None:
+            yield _control(net, image.digest, (host or ControlHosts()).digest)
+
+
+def _control(net: generation_pb2.ControlNet, image_digest: str, digest: str) -> ControlSpec:
     said = {name: getattr(net, name) for name in _OPTIONAL_OF_CONTROL if net.HasField(name)}  # type: ignore[arg-type]
     return ControlSpec(
         name=net.name,
-        image_digest=control.image_digest,
-        digest=control.hosts.digest,
+        image_digest=image_digest,
+        digest=digest,
         guess_mode=net.guess_mode,
         measured=net.measure_similarity,
         **said,
@@ -233,27 +237,6 @@ def _lora(lora: generation_pb2.Lora) -> LoraSpec:
         bound=lora.max_step,
         measured=lora.measure_similarity,
     )
-
-
-def stores_of(stores: Iterable[worker_pb2.LoraStore | fleet_pb2.ServiceAddress]) -> tuple[StoreAddress, ...]:
-    """LoRA stores as the engine knows them."""
-    return tuple(StoreAddress(name=store.name, address=store.address) for store in stores)
-
-
-def decisions_of(message: AttemptDecisions) -> Decisions:
-    """An engine's decisions. Both have the same fields."""
-    return Decisions(**{field.name: value for field, value in message.ListFields()})
-
-
-def decisions_message(decisions: Decisions) -> AttemptDecisions:
-    """The same as a message."""
-    return AttemptDecisions(**dataclasses.asdict(decisions))
-
-
-def _hosts(hosts: worker_pb2.ControlNetHosts) -> ControlHosts:
-    servers = tuple(ControlServer(name=server.name, address=server.address) for server in hosts.servers)
-    similarity = hosts.similarity if hosts.HasField("similarity") else None
-    return ControlHosts(digest=hosts.digest, servers=servers, similarity=similarity)
 
 
 def _may_be_stale(spec: generation_pb2.GenerationSpec) -> bool:

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import torch
 
 from bottega.caching import LruCache
-from bottega.diffusion.loras import LoraHandle, LoraRef, StoreAddress
-from bottega.errors import BottegaError, DataLoss, LoraNotFound, NoLora
+from bottega.diffusion.loras import LoraHandle, LoraRef
+from bottega.errors import BottegaError, DataLoss, LoraNotFound
 from bottega.transport import LinkCounters, OfferSource
+from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.loras.download import DownloadHandle, LoraDownload
 from bottega.worker.loras.store_link import LoraLinkSettings, StoreLink
 
@@ -48,7 +49,7 @@ class LoraCache:
         self._dtype = dtype
         self._settings = settings
         self._counters = counters
-        self._stores: tuple[StoreAddress, ...] | None = None
+        self._stores: tuple[ServiceAddress, ...] = ()
         self._without_store: list[LoraDownload] = []  # for want of a store
         self._links: OrderedDict[str, StoreLink] = OrderedDict()
         self._refusals: dict[LoraDownload, dict[str, BottegaError]] = {}  # by address
@@ -74,13 +75,9 @@ class LoraCache:
         """Links that are open."""
         return sum(link.linked for link in list(self._links.values()))
 
-    def set_stores(self, stores: tuple[StoreAddress, ...]) -> None:
-        """The stores that there are now, the best first. What is asked for while there are none waits for the next.
-
-        Until this is called, each request's own list of stores is used.
-        """
+    def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
         with self._changed:
-            self._stores = stores
+            self._stores = tuple(stores)
             waiting, self._without_store = self._without_store, []
             for download in waiting:
                 self._ask(download)
@@ -125,18 +122,15 @@ class LoraCache:
         store = self._next_store(download)
         if store is not None:
             self._link_to(store).fetch(download)
-        elif self._stores is None:
-            self._fail(download, NoLora("no LoRA store is known", metadata={"loras": download.ref.name}))
         else:
             self._without_store.append(download)
 
-    def _next_store(self, download: LoraDownload, *, but: str = "") -> StoreAddress | None:
+    def _next_store(self, download: LoraDownload, *, but: str = "") -> ServiceAddress | None:
         """The best that has not refused it. but: the address of another one that is not meant."""
         passed = {but, *self._refusals.get(download, ())}
-        stores = self._stores or download.ref.stores
-        return next((store for store in stores if store.address not in passed), None)
+        return next((store for store in self._stores if store.address not in passed), None)
 
-    def _link_to(self, store: StoreAddress) -> StoreLink:
+    def _link_to(self, store: ServiceAddress) -> StoreLink:
         link = self._links.get(store.address)
         if link is None:
             link = self._links[store.address] = StoreLink(

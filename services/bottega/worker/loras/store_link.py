@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from bottega import kinds
-from bottega.diffusion.loras import StoreAddress
 from bottega.errors import BottegaError, DataLoss, InternalError
 from bottega.lora import messages
 from bottega.lora.canonical import MAX_FILE_BYTES
@@ -33,6 +32,7 @@ from bottega.transport import (
     number_message,
     read_number,
 )
+from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.loras.download import LoraDownload
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class StoreLink(LinkClientHandler):
 
     def __init__(
         self,
-        store: StoreAddress,
+        store: ServiceAddress,
         *,
         offers: OfferSource,
         settings: LoraLinkSettings,

@@ -17,6 +17,7 @@ from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
 from bottega.v1 import hosted_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet
 from tests.fakes.scripted_controlnet import ON_DISK, hosted
+from tests.support.addon_messages import placements
 from tests.support.running_gateway import Running, refusal, running_gateway
 from tests.support.waiting import eventually
 
@@ -54,7 +55,9 @@ async def test_a_picture_is_drawn_with_controlnets_and_its_provenance_says_how(h
     assert edges.controlnet_conditioning_scale == 0.5
     assert all(net.HasField("control_guidance_start") and net.control_guidance_end == 1 for net in (edges, depth))
     assert (depth.controlnet_conditioning_scale, depth.guess_mode) == (1, True)
-    assert [(hosts.digest, [(one.name, one.address) for one in hosts.servers]) for hosts in request.controlnets] == [
+    assert [
+        (hosts.digest, [(one.name, one.address) for one in hosts.servers]) for hosts in placements(request.addons)
+    ] == [
         ("hash of edges", [("s1", server.address)]),
         ("hash of depth", [("s1", server.address)]),
     ]
@@ -103,7 +106,7 @@ async def test_a_server_that_joins_is_used_at_once_and_one_that_dies_is_out_with
     assert len(worker.requests) == 1
     await house.controlnets("s2", hosted("edges"))
     assert (await house.ended(job.job_id)).state == COMPLETED
-    assert worker.requests[1].controlnets[0].servers[0].name == "s2"
+    assert placements(worker.requests[1].addons)[0].servers[0].name == "s2"
     assert time.monotonic() - began < 10
 
 
@@ -145,7 +148,7 @@ async def test_a_job_with_control_images_survives_its_gateway(tmp_path: Path) ->
         assert (await house.ended(job.job_id)).state == COMPLETED
         (request,) = (one for one in worker.requests if one.attempt.job_id == job.job_id)
         assert [net.image for net in request.spec.controlnets] == [PNG, _png("blue")]
-        assert [hosts.servers[0].name for hosts in request.controlnets] == ["s1", "s1"]
+        assert [hosts.servers[0].name for hosts in placements(request.addons)] == ["s1", "s1"]
 
 
 def _hosts(house: Running) -> list[tuple[object, hosted_pb2.Hosted]]:

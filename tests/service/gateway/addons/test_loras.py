@@ -18,6 +18,7 @@ from bottega.v1.generation_pb2 import Lora
 from tests.fakes.scripted_worker import MODEL
 from tests.samples.hosted_loras import applied
 from tests.support import running_loras
+from tests.support.addon_messages import loras_at
 from tests.support.gateway_with_loras import House, lora_house, lora_store
 from tests.support.running_gateway import refusal, running_gateway
 from tests.support.running_loras import PATIENCE_S
@@ -48,8 +49,6 @@ async def test_a_request_that_names_a_lora_and_no_model_goes_to_its_base(house: 
     assert (lora.name, lora.scale, lora.digest) == ("wash", 0.5, house.wash.digest)
     (lora,) = to_miniature.spec.loras
     assert (lora.scale, lora.digest) == (1.0, house.ink.digest)
-    (store,) = to_miniature.lora_stores
-    assert (store.name, store.address) == ("loras", house.store.server.address)
 
 
 async def test_a_lora_for_another_base_is_refused_and_both_are_named(house: House) -> None:
@@ -171,7 +170,7 @@ async def test_the_step_is_kept_though_the_gateway_and_its_workers_die_together(
     async with running_gateway(state=state, hold_s=0.2) as later:
         second = await later.worker("w2")
         assert (await later.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
-    assert second.requests[0].decisions.loras_step == 4
+    assert second.requests[0].decisions.by_kind == loras_at(4)
     assert not second.requests[0].checkpoint
 
 

@@ -23,6 +23,7 @@ from bottega.worker.controlnets import StalenessPolicy
 from tests.fakes.scripted_controlnet_link import Script, ScriptedServer
 from tests.samples.controlnets import layout_of, shelf_of
 from tests.support import linked_servers
+from tests.support.addon_messages import placed, placements
 from tests.support.controlled_engine import PLAIN, Desk, Pair, alone, controlled, on, steps_done, until
 from tests.support.linked_servers import LinkedServer
 from tests.support.stock import assert_close
@@ -69,8 +70,10 @@ def test_pipelined_steps_use_the_residuals_of_the_step_before_and_the_first_one_
 
 def similar(order: EngineOrder) -> EngineOrder:
     """Its ControlNets' profiles let it go on with old residuals, where the link makes that pay."""
-    hosts = tuple(replace(each, similarity=0.999) for each in order.control_hosts)
-    return replace(order, control_hosts=hosts, stale_residuals=True)
+    hosts = placements(order.addons)
+    for each in hosts:
+        each.similarity = 0.999
+    return replace(order, spec=replace(order.spec, stale_residuals=True), addons=placed(hosts))
 
 
 @pytest.mark.parametrize("link", ["near", "far"])

@@ -13,7 +13,7 @@ import torch
 from bottega.controlnet import links, model_registry
 from bottega.diffusion.controlnets import LocalControlNets
 from bottega.diffusion.controlnets.messages import ControlMessageKind
-from bottega.diffusion.controlnets.provider import ControlServer
+from bottega.diffusion.controlnets.provider import ControlHosts, ControlServer
 from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobAdvanced, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
@@ -24,6 +24,7 @@ from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING, HOSTED_STATE_ON_DISK
 from tests.fakes.scripted_controlnet_link import Script, ScriptedServer
 from tests.samples.controlnets import Gate, control_image, control_spec, layout_of, shelf_of
 from tests.support import linked_servers
+from tests.support.addon_messages import placed
 from tests.support.controlled_engine import ALONE, NAMES, PLAIN, Desk, Pair, alone, controlled, on, steps_done, until
 from tests.support.linked_servers import LinkedServer, linked_server
 from tests.support.stock import assert_close
@@ -101,8 +102,8 @@ def test_a_server_that_cannot_be_reached_is_passed_over(
     offers = linked_servers.Offers(near)
     gone = ControlServer(name="gone", address="gone")
     order = on(controlled((0, 0.8)), near)
-    model_registry = (replace(order.control_hosts[0], servers=(gone, near.server)),)
-    drawing = Desk(model, offers).draw(replace(order, control_hosts=model_registry))
+    hosts = replace(near.at("edges"), servers=(gone, near.server))
+    drawing = Desk(model, offers).draw(replace(order, addons=placed([hosts])))
     assert torch.equal(drawing.latents[0], alone(model, local, order))
     assert [address for address, _ in offers.asked] == ["gone", "near"]
     assert drawing.record.controlnets[0].servers == ("near",)
@@ -204,8 +205,8 @@ def test_without_another_server_the_engine_finishes_it_or_says_that_nobody_can(
         assert torch.equal(drawing.latents[0], alone(model, local, order))
         assert drawing.record.controlnets[0].servers == ("bad", "")
         other = on(order, bad)
-        elsewhere = tuple(replace(each, digest="another version") for each in other.control_hosts)
-        failed = desk.draw(replace(other, control_hosts=elsewhere))
+        elsewhere = placed([ControlHosts(digest="another version", servers=(bad.server,))])
+        failed = desk.draw(replace(other, addons=elsewhere))
     assert isinstance(failed.error, NoControlNet)
     failed = Desk(model, Pair(bad, None), silence_s=SILENCE_S).draw(on(order, bad))
     bad.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def draw(model: Model, nets: LocalControlNets, names: Sequence[str], *, steps: i
     controls = tuple(control_spec(name, image, measured=measured) for name, image in zip(names, images, strict=True))
     spec = ResolvedSpec(prompt=caption(scene), num_inference_steps=steps, width=64, height=64, controlnets=controls)
     return ManualEngine(Engine(model, EngineLimits(), controlnets=nets)).draw(
-        EngineOrder(key="job", spec=spec, control_images=images, stale_residuals=True)
+        EngineOrder(key="job", spec=replace(spec, stale_residuals=True), control_images=images)
     )
 
 
@@ -92,7 +93,7 @@ def test_what_is_measured_is_never_one_step_old(model: Model, shelf: ControlNetC
             prompt="", width=64, height=64, controlnets=(control_spec("edges", image, measured=measured),)
         )
         conditions = encode_prompts(model, spec)
-        order = EngineOrder(key=0, spec=spec, control_images=(image,), stale_residuals=True)
+        order = EngineOrder(key=0, spec=replace(spec, stale_residuals=True), control_images=(image,))
         sessions = JobControlNets(Listening(shelf), order)
         sessions.begin(conditions, from_step=0)
         sessions.close()

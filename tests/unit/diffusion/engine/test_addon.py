@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
-from bottega.diffusion.engine.decisions import Decisions
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.engine.events import EngineRecord, ImageDrawn, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
@@ -56,8 +55,9 @@ class Held(JobAddOn):
     def blocks(self, request: Request) -> bool:
         return not self.here and request.step >= HOLD_AT
 
-    def decide(self, decisions: Decisions) -> Decisions:
-        return replace(decisions, loras_step=HOLD_AT) if self.here else decisions
+    @property
+    def decision(self) -> bytes | None:
+        return b"here" if self.here else None
 
     def after_step(self, request: Request) -> None:
         self.steps.append(request.step)
@@ -72,6 +72,8 @@ class Held(JobAddOn):
 @dataclass(eq=False)
 class Hold(EngineAddOn):
     """An add-on of jobs whose key says so."""
+
+    kind = "hold"
 
     prompts: bool = True
     let_go: bool = False
@@ -122,7 +124,7 @@ def test_a_job_waits_decides_and_reports_by_an_add_on_that_the_engine_does_not_k
     assert other.all(ImageDrawn), "nobody else waits"
     hold.let_go = True
     easel.run()
-    assert [event.decisions for event in held.all(JobDecided)] == [Decisions(loras_step=HOLD_AT)]
+    assert [event.decisions for event in held.all(JobDecided)] == [{"hold": b"here"}]
     assert part.steps == [1, 2, 3, 4]
     assert (held.record.exact, held.record.seconds["held"], other.record.exact) == (False, 1.5, True)
     assert part.closed == 1

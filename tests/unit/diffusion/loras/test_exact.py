@@ -19,6 +19,7 @@ from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from tests.samples.controlnets import control_image, control_spec, random_controlnet, save, shelf_of
 from tests.samples.engine_loras import Components, LorasByHand, lora_spec, styled_latent, styled_stock
+from tests.support.addon_messages import loras_at
 from tests.support.manual_engine import ManualEngine
 from tests.support.stock import assert_close, latent_of, load_stock
 
@@ -148,7 +149,7 @@ def test_a_late_set_draws_what_stock_draws_that_is_switched_at_that_step(
             easel.turn()
         loras.come(*scales)
         easel.run()
-    assert [event.decisions.loras_step for event in drawing.all(JobDecided)] == [3]
+    assert [event.decisions for event in drawing.all(JobDecided)] == [loras_at(3)]
     assert_close(drawing.latents[0], styled_latent(stock, SPEC, scales, 3))
     assert (drawing.latents[0] - styled_latent(stock, SPEC, scales)).abs().max() > 0.01
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from bottega.diffusion.engine.decisions import Decisions
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.engine.events import ImageDrawn, JobCheckpointed, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
@@ -20,6 +19,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
 from tests.samples.engine_loras import Components, LorasByHand, lora_spec, random_layers
+from tests.support.addon_messages import loras_at
 from tests.support.manual_engine import Drawing, ManualEngine
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=5, width=64, height=64, seed=1, num_images=2)
@@ -100,7 +100,7 @@ def test_nothing_is_drawn_before_the_loras_are_there_whatever_their_bound(
     assert not drawing.events
     loras.come("style")
     easel.run()
-    assert [event.decisions.loras_step for event in drawing.all(JobDecided)] == [0]
+    assert [event.decisions for event in drawing.all(JobDecided)] == [loras_at(0)]
     assert len(_measured(drawing)) == SPEC.num_inference_steps
 
 
@@ -108,7 +108,7 @@ def test_a_later_attempt_measures_from_the_beginning(model: Model, components: d
     often = ManualEngine(Engine(model, replace(EAGER, checkpoint_interval_s=0.0), loras=LorasByHand.of(components)))
     first = often.draw(_order())
     checkpoint = first.all(JobCheckpointed)[-1].data
-    again = often.draw(replace(_order(key="again"), checkpoint=checkpoint, decisions=Decisions(loras_step=0)))
+    again = often.draw(replace(_order(key="again"), checkpoint=checkpoint, decisions=loras_at(0)))
     assert again.all(JobStarted)[0].steps_resumed == 0
     assert _measured(again) == pytest.approx(_measured(first), abs=1e-5)
     often.engine.lora_weights.restore()

@@ -18,6 +18,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import DataLoss, InvalidRequest, LoraUnusable, NotFinite, Unavailable
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
+from tests.support.addon_messages import loras_at
 from tests.support.manual_clock import ManualClock
 from tests.support.manual_engine import Drawing, ManualEngine
 
@@ -132,7 +133,7 @@ def test_a_bounded_job_starts_at_once_and_waits_at_its_bound_while_others_go_on(
     assert steps_done(bounded) == 2  # all go in together
     loras.come("pastel")
     easel.run()
-    assert [event.decisions.loras_step for event in bounded.all(JobDecided)] == [2]
+    assert [event.decisions for event in bounded.all(JobDecided)] == [loras_at(2)]
     assert [(each.name, each.from_step, each.wait_s) for each in bounded.record.loras] == [
         ("outline", 2, 3.0),
         ("pastel", 2, 3.0),
@@ -153,7 +154,7 @@ def test_loras_that_come_before_the_bound_go_in_at_the_next_step_which_is_told_b
     loras.come("outline")
     easel.run()
     place = next(place for place, event in enumerate(drawing.events) if isinstance(event, JobDecided))
-    assert [event.decisions.loras_step for event in drawing.all(JobDecided)] == [3]
+    assert [event.decisions for event in drawing.all(JobDecided)] == [loras_at(3)]
     assert [event.steps_done for event in drawing.events[:place] if isinstance(event, JobAdvanced)] == [1, 2, 3]
     assert drawing.record.loras[0].wait_s == 0
 
@@ -161,7 +162,7 @@ def test_loras_that_come_before_the_bound_go_in_at_the_next_step_which_is_told_b
 def test_a_pinned_step_is_kept_whether_the_lora_is_early_or_late(easel: ManualEngine, loras: LorasByHand) -> None:
     loras.come("outline")
     early = easel.draw(styled("outline", key="early", from_step=3))
-    assert [event.decisions.loras_step for event in early.all(JobDecided)] == [3]
+    assert [event.decisions for event in early.all(JobDecided)] == [loras_at(3)]
     loras.here.clear()
     late = easel.submit(styled("outline", key="late", from_step=3))
     for _ in range(20):
@@ -183,7 +184,7 @@ def test_all_images_of_a_job_get_their_loras_at_one_step(model: Model, loras: Lo
     assert [request.step for request in drawing.job.requests] == [3, 0]
     loras.come("outline")
     easel.run()
-    assert [event.decisions.loras_step for event in drawing.all(JobDecided)] == [3]
+    assert [event.decisions for event in drawing.all(JobDecided)] == [loras_at(3)]
     easel.engine.lora_weights.restore()
     again = ManualEngine(Engine(model, one_by_one, loras=loras))
     pinned = again.draw(styled("outline", spec=replace(SPEC, num_images=2), from_step=3))

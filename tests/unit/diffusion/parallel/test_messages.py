@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlServer
-from bottega.diffusion.loras import LoraSet, StoreAddress
+from bottega.diffusion.loras import LoraSet
 from bottega.diffusion.parallel.messages import (
     PairMessageKind,
     RemoteNoise,
@@ -41,10 +41,7 @@ CONTROL = ControlInput(
     may_be_stale=True,
 )
 LORA = LoraSpec(name="outline", digest="abc", scale=-0.5)
-STORE = StoreAddress(name="s", address="h:2")
-GUEST = RemoteJob(
-    halves=EMBEDS, controls=(CONTROL, CONTROL), handles=("first", "second"), loras=(LORA,), lora_stores=(STORE,)
-)
+GUEST = RemoteJob(halves=EMBEDS, controls=(CONTROL, CONTROL), handles=("first", "second"), loras=(LORA,))
 TABLE = [[5, 0, 0, 0, 0, 0], [3, 0, 1, 4, 2, 0]]
 
 
@@ -86,7 +83,7 @@ def test_a_job_comes_as_it_was_sent_but_never_with_stale_residuals() -> None:
     assert (control.hosts, control.height, control.width) == (CONTROL.hosts, 64, 64)
     assert set(control.halves) == {Half.CONDITIONAL}
     assert not control.may_be_stale
-    assert (remote_job.loras, remote_job.lora_stores) == ((LORA,), (STORE,))
+    assert remote_job.loras == (LORA,)
 
 
 def test_rows_come_as_they_were_lent() -> None:

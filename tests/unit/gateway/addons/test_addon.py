@@ -35,7 +35,7 @@ class Easels(AddOn):
 
     def begin_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
         self.calls.append(f"begin at {worker.name}")
-        request.lora_stores.add(name="easel")
+        request.addons["easel"] = b"oak"
 
     def end_attempt(self, job: Job) -> None:
         self.calls.append("end")
@@ -83,7 +83,7 @@ async def test_an_attempt_carries_its_fields_from_its_begin_to_its_end(shop: Sho
     shop.worker()
     job = shop.submit()
     (request,) = shop.client().requests
-    assert [store.name for store in request.lora_stores] == ["easel"]
+    assert request.addons == {"easel": b"oak"}
     assert easels.calls == ["queued", "begin at w1"]
     await shop.complete(job)
     assert easels.calls[2:] == ["end"]

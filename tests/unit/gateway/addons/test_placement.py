@@ -17,6 +17,7 @@ from bottega.v1.hosted_pb2 import Hosted, ResidualProfile
 from tests.fakes.gateway_rules import FakeServer, Shop
 from tests.samples.controlnet_hosts import LOADING, ON_DISK, load, net, server
 from tests.samples.jobs import sample_job
+from tests.support.addon_messages import placements
 from tests.support.waiting import eventually
 
 QUEUED, RUNNING = image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING
@@ -44,7 +45,7 @@ def _told(shop: Shop, job: Job) -> list[tuple[str, list[str]]]:
     """Of the newest attempt: for each ControlNet its version and servers."""
     request = shop.client(job.worker).requests[-1]
     assert request.attempt.job_id == job.job_id
-    return [(hosts.digest, [server.name for server in hosts.servers]) for hosts in request.controlnets]
+    return [(hosts.digest, [server.name for server in hosts.servers]) for hosts in placements(request.addons)]
 
 
 async def test_an_attempt_is_told_who_hosts_its_controlnets_the_best_first(shop: Shop) -> None:
@@ -57,7 +58,7 @@ async def test_an_attempt_is_told_who_hosts_its_controlnets_the_best_first(shop:
         ("hash of depth", ["s1"]),
         ("hash of edges", ["s2", "s1"]),
     ]
-    (edges, *_) = shop.client().requests[-1].controlnets
+    (edges, *_) = placements(shop.client().requests[-1].addons)
     assert [one.address for one in edges.servers] == ["127.0.0.1:102", "127.0.0.1:101"]
 
 
@@ -84,7 +85,7 @@ async def test_an_attempt_is_told_the_profile_that_holds_for_its_model_and_steps
     job = _job(shop, "edges")
     job.bare.num_inference_steps = 20
     shop.take(job)
-    (edges,) = shop.client().requests[-1].controlnets
+    (edges,) = placements(shop.client().requests[-1].addons)
     assert (edges.similarity if edges.HasField("similarity") else None) == said
 
 

@@ -52,6 +52,7 @@ from bottega.worker.attempts import (
 from tests.fakes.gateway_rules import Shop
 from tests.samples import controlnet_hosts
 from tests.samples.jobs import FakeTime, sample_job
+from tests.support.addon_messages import placements
 
 STEPS = 10
 MOST_JOBS = 6
@@ -120,7 +121,7 @@ class Process:
         attempt = self.attempts.add(key)
         self.engine[key] = int(request.checkpoint or b"0")
         if request.spec.controlnets:
-            self.hosts[key] = [server.name for hosts in request.controlnets for server in hosts.servers]
+            self.hosts[key] = [server.name for hosts in placements(request.addons) for server in hosts.servers]
         attempt.start(StartedEvent(steps_total=STEPS, steps_resumed=self.engine[key]))
         return attempt
 

@@ -25,7 +25,8 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.rules import check_controlnets
-from bottega.v1 import hosted_pb2, image_pb2, worker_pb2
+from bottega.v1 import controlnet_pb2, hosted_pb2, image_pb2, worker_pb2
+from bottega.v1.controlnet_pb2 import ControlNetPlacements
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.hosted_pb2 import Hosted, HostedState
 
@@ -45,7 +46,7 @@ _DEFAULTS: Mapping[str, float] = MappingProxyType(
 class _Choice:
     """One ControlNet of a job. servers: the best first; none where only workers have it themselves.
 
-    similarity: as in worker_pb2.ControlNetHosts.
+    similarity: as in controlnet_pb2.ControlNetHosts.
     """
 
     name: str
@@ -136,7 +137,8 @@ class ControlNetAddOn(AddOn):
         self._sessions.update(servers)
         self._nets.update(given)
         job.use_controlnets({choice.name: choice.digest for choice in choices if choice.digest}, servers=servers)
-        request.controlnets.extend(_hosts(choice) for choice in choices)
+        placements = ControlNetPlacements(hosts=[_hosts(choice) for choice in choices])
+        request.addons[kinds.CONTROLNET] = placements.SerializeToString()
 
     def end_attempt(self, job: Job) -> None:
         """The sessions of the attempt end."""
@@ -241,12 +243,12 @@ def _load_s(net: Hosted) -> float:
     return 0.0 if net.state == hosted_pb2.HOSTED_STATE_LOADED else net.size_bytes / _LOADED_BYTES_PER_S
 
 
-def _hosts(choice: _Choice) -> worker_pb2.ControlNetHosts:
+def _hosts(choice: _Choice) -> controlnet_pb2.ControlNetHosts:
     servers = [
-        worker_pb2.ControlNetServer(name=member.name, address=member.registration.address)
+        controlnet_pb2.ControlNetServer(name=member.name, address=member.registration.address)
         for member, _ in choice.servers[:_MOST_SERVERS]
     ]
-    return worker_pb2.ControlNetHosts(digest=choice.digest, servers=servers, similarity=choice.similarity)
+    return controlnet_pb2.ControlNetHosts(digest=choice.digest, servers=servers, similarity=choice.similarity)
 
 
 def _similarity(hosted: Sequence[Hosted], worker: Member, spec: GenerationSpec) -> float | None:

@@ -10,13 +10,13 @@ from bottega.gateway.addons.addon import AddOn, AddOnContext, RequiredModel, Res
 from bottega.gateway.addons.loras import defaults
 from bottega.gateway.addons.loras.client import GrpcLoraClient
 from bottega.gateway.addons.loras.costs import LoraSizes, lora_costs
-from bottega.gateway.addons.loras.resolver import LoraClient, LoraResolver, store_messages
+from bottega.gateway.addons.loras.resolver import LoraClient, LoraResolver
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.lora.set_key import LoraSetKey
 from bottega.rules import check_lateness, check_lora_steps, check_loras
-from bottega.v1 import image_pb2, worker_pb2
+from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.lora_pb2 import StoredLora
 
@@ -73,11 +73,6 @@ class LoraAddOn(AddOn):
     def job_queued(self, job: Job) -> None:
         """Has the stores load what a worker will fetch soon."""
         self._resolver.prefetch(job.loras)
-
-    def begin_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
-        """Says where the LoRAs are."""
-        if job.loras:
-            request.lora_stores.extend(store_messages(self._resolver.stores()))
 
     def pin_parameters(self, provenance: Provenance) -> None:
         """The step at which each went in."""

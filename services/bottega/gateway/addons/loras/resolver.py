@@ -12,7 +12,6 @@ from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, LoraNotFound, LoraUnusable, NoLora
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
-from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Lora
 from bottega.v1.lora_pb2 import StoredLora
 
@@ -23,8 +22,6 @@ _GET_S = 2.0
 _PREFETCH_S = 2.0
 # A store comes back, or another one joins, within some seconds.
 _RETRY_AFTER_S = 3.0
-# Stores that a worker is told of; a fleet has one, or a few.
-_MOST_STORES = 8
 # A store that hears nothing for its lease_s (10 s) lets LoRAs be deleted: three tries are within that.
 _PROTECT_S = 3.0
 # Digests of one call, by the contract.
@@ -146,10 +143,3 @@ class LoraResolver:
             _log.info("LoRAs are not prefetched", extra=facts)
             return False
         return True
-
-
-def store_messages(stores: Sequence[Member]) -> list[worker_pb2.LoraStore]:
-    """These stores as workers are told of them."""
-    return [
-        worker_pb2.LoraStore(name=store.name, address=store.registration.address) for store in stores[:_MOST_STORES]
-    ]

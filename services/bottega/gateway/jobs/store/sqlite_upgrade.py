@@ -1,13 +1,15 @@
 """Upgrade of the job store's file from version 4, in which the step of a job's LoRAs had a column of its own, and from
-version 5, in which what a job's attempts decided did not count as bytes that are kept.
+version 5, in which it was all that a job's attempts decided, and did not count as bytes that are kept.
 """
 
 from __future__ import annotations
 
 import sqlite3
 
+from bottega import kinds
 from bottega.gateway.jobs.store.sqlite_rows import COLUMNS
 from bottega.storage.checksums import Value, checksum
+from bottega.v1.lora_pb2 import LoraDecision
 from bottega.v1.worker_pb2 import AttemptDecisions
 
 VERSIONS = (4, 5)
@@ -35,7 +37,7 @@ def copy_old_jobs(connection: sqlite3.Connection, version: int) -> None:
     while rows := connection.execute(query, (after, _ROWS)).fetchall():
         after = rows[-1][0]
         for sequence, *values in rows:
-            connection.execute(insert, (sequence, *(_from_4(values) if version == 4 else values)))
+            connection.execute(insert, (sequence, *_with_decisions(values)))
     connection.execute("DELETE FROM holders")
     connection.execute(
         "INSERT INTO holders SELECT finished, peer, count(*), sum(kept_bytes) FROM jobs "
@@ -47,10 +49,13 @@ def copy_old_jobs(connection: sqlite3.Connection, version: int) -> None:
     connection.execute("DROP TABLE old_jobs")
 
 
-def _from_4(row: list[Value]) -> list[Value]:
+def _with_decisions(row: list[Value]) -> list[Value]:
+    """Version 4 had the step of the LoRAs, and version 5 a message of it, which LoraDecision is still."""
     *values, seal = row
     sound = checksum(values) == seal
-    step = values[_DECISIONS] if sound else None
-    assert step is None or isinstance(step, int)
-    values[_DECISIONS] = AttemptDecisions(loras_step=step).SerializeToString()
+    old = values[_DECISIONS] if sound else None
+    decision = LoraDecision(step=old).SerializeToString() if isinstance(old, int) else old or None
+    assert decision is None or isinstance(decision, bytes)
+    kept = {} if decision is None else {kinds.LORAS: decision}
+    values[_DECISIONS] = AttemptDecisions(by_kind=kept).SerializeToString()
     return [*values, checksum(values) if sound else seal]

@@ -24,6 +24,7 @@ from bottega.gateway.jobs.values import StoredImage
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
 from bottega.v1.worker_pb2 import AttemptDecisions
 from tests.support import full_disk
+from tests.support.addon_messages import loras_at
 from tests.support.job_store_backends import completed, failed, record, running
 
 ROOT = Path(__file__).resolve().parents[5]
@@ -342,12 +343,12 @@ async def test_a_file_of_the_version_before_is_brought_up_to_date(tmp_path: Path
     async with _open(path) as store:
         assert store.generation == 2
         steps = {job.job_id: AttemptDecisions.FromString(job.decisions) for job in await store.live()}
-        assert steps == {"queued": AttemptDecisions(), "running": AttemptDecisions(loras_step=0)}
+        assert steps == {"queued": AttemptDecisions(), "running": AttemptDecisions(by_kind=loras_at(0))}
         assert await store.inputs("queued") == b"inputs"
         job = await store.of_request("r-completed")
         assert job is not None
         assert (job.job_id, job.provenance) == ("completed", b"how")
-        assert AttemptDecisions.FromString(job.decisions) == AttemptDecisions(loras_step=4)
+        assert AttemptDecisions.FromString(job.decisions) == AttemptDecisions(by_kind=loras_at(4))
         assert job.images == (StoredImage(digest="a" * 64, size_bytes=10),)
         assert (job.peer, job.ended_wall, job.ended_steady) == ("10.0.0.7", 120.0, 120.0)
         assert await store.last_end() == EndTime(wall=123.0, steady=123.0)
