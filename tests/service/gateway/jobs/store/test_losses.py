@@ -382,7 +382,8 @@ async def test_a_file_of_version_5_counts_what_attempts_decided_from_then_on(tmp
         connection.execute("PRAGMA user_version = 5")
         connection.commit()
     async with _open(path) as store:
-        assert len((await store.page(size=9))[0].decisions) == 30_000
+        kept = AttemptDecisions.FromString((await store.page(size=9))[0].decisions)
+        assert kept.by_kind == {"loras": bytes(30_000)}
         assert await store.forget(ended_before=0.0, max_jobs=9, max_bytes=31_000, limit=9) == 1
         assert [found.job_id for found in await store.page(size=9)] == ["large"]
         assert await store.forget(ended_before=0.0, max_jobs=9, max_bytes=30_000, limit=9) == 1
