@@ -46,13 +46,13 @@ class Reports:
         self.deaths.append((name, how, wait_s))
 
 
-def keeper(script: str, logs: Path, reports: Reports, policy: RestartPolicy = QUICK) -> ServiceProcess:
+def service_process(script: str, logs: Path, reports: Reports, policy: RestartPolicy = QUICK) -> ServiceProcess:
     plan = ProcessPlan(name="worker-0", argv=(sys.executable, "-c", script), environment={"SOME": "thing"})
     return ServiceProcess(plan, logs, reports, policy)
 
 
 @asynccontextmanager
-async def kept(found: ServiceProcess) -> AsyncIterator[asyncio.Task[None]]:
+async def running(found: ServiceProcess) -> AsyncIterator[asyncio.Task[None]]:
     task = asyncio.create_task(found.run())
     try:
         yield task
@@ -63,8 +63,8 @@ async def kept(found: ServiceProcess) -> AsyncIterator[asyncio.Task[None]]:
 
 async def test_a_killed_service_is_started_again_and_its_children_go_with_it(tmp_path: Path) -> None:
     reports = Reports()
-    found = keeper(SERVES, tmp_path, reports)
-    async with kept(found):
+    found = service_process(SERVES, tmp_path, reports)
+    async with running(found):
         await eventually(lambda: len(reports.served) == 1)
         assert found.pid is not None
         first = psutil.Process(found.pid)
@@ -80,8 +80,8 @@ async def test_a_killed_service_is_started_again_and_its_children_go_with_it(tmp
 @pytest.mark.parametrize("script", [SERVES, DEAF], ids=["it listens", "it is killed after the grace"])
 async def test_stopping_leaves_nothing(tmp_path: Path, script: str) -> None:
     reports = Reports()
-    found = keeper(script, tmp_path, reports, replace(QUICK, stop_grace_s=0.2 if script == DEAF else 3.0))
-    async with kept(found):
+    found = service_process(script, tmp_path, reports, replace(QUICK, stop_grace_s=0.2 if script == DEAF else 3.0))
+    async with running(found):
         await eventually(lambda: bool(reports.served))
         assert found.pid is not None
         family = [psutil.Process(found.pid), *psutil.Process(found.pid).children()]
@@ -93,7 +93,7 @@ async def test_one_that_never_serves_is_given_up_with_its_last_words(tmp_path: P
     reports = Reports()
     with pytest.raises(DoesNotStart) as caught:
         async with asyncio.timeout(10):
-            await keeper(FAILS, tmp_path, reports).run()
+            await service_process(FAILS, tmp_path, reports).run()
     assert "exited with status 3" in caught.value.message
     assert caught.value.last_lines[-1] == "no such model"
     assert len(reports.deaths) == 2
@@ -102,7 +102,7 @@ async def test_one_that_never_serves_is_given_up_with_its_last_words(tmp_path: P
 async def test_one_that_has_served_is_started_again_for_ever_with_growing_waits(tmp_path: Path) -> None:
     reports = Reports()
     serves_and_dies = "import json\nprint(json.dumps({'event': 'serving'}))"
-    async with kept(keeper(serves_and_dies, tmp_path, reports)) as task:
+    async with running(service_process(serves_and_dies, tmp_path, reports)) as task:
         await eventually(lambda: len(reports.deaths) >= 5)
         assert not task.done()
     assert [wait_s for _, _, wait_s in reports.deaths[:4]] == [0.05, 0.1, 0.1, 0.1]
@@ -110,8 +110,8 @@ async def test_one_that_has_served_is_started_again_for_ever_with_growing_waits(
 
 async def test_killing_does_not_wait(tmp_path: Path) -> None:
     reports = Reports()
-    found = keeper(DEAF, tmp_path, reports, RestartPolicy(stop_grace_s=60.0))
-    async with kept(found) as task:
+    found = service_process(DEAF, tmp_path, reports, RestartPolicy(stop_grace_s=60.0))
+    async with running(found) as task:
         await eventually(lambda: bool(reports.served))
         task.cancel()
         await asyncio.sleep(0.1)
@@ -126,8 +126,8 @@ async def test_a_service_hears_of_it_when_its_keeper_is_killed(tmp_path: Path) -
     script = f"""
 import asyncio, sys
 from pathlib import Path
-from tests.service.client.test_restart_policy import LISTENS, Reports, keeper
-asyncio.run(keeper(LISTENS, Path({str(tmp_path)!r}), Reports()).run())
+from tests.service.client.test_restart_policy import LISTENS, Reports, service_process
+asyncio.run(service_process(LISTENS, Path({str(tmp_path)!r}), Reports()).run())
 """
     root = Path(__file__).parents[3]
     host = await asyncio.create_subprocess_exec(sys.executable, "-c", script, cwd=root)

@@ -9,7 +9,7 @@ import pytest
 from bottega import errors
 from bottega.client.cli.error_help import explain
 from bottega.client.transport.retry import CallDeadline
-from bottega.client.types.message_size import check_size
+from bottega.client.types.messages import check_size
 from bottega.errors import BottegaError, DataLoss, InvalidRequest, NotFinite, StorageUnavailable, TooLarge, Violation
 from bottega.storage import os_errors
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec

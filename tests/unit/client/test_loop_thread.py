@@ -44,7 +44,7 @@ def test_a_generator_that_lets_go_slowly_is_closed_after_it_has(
             steps.append("closed")
 
     # Whoever waited for the item gives up at once, as it does where the interrupt hits it before it can wait.
-    monkeypatch.setattr(loop_thread, "_LET_GO_S", 0.0)
+    monkeypatch.setattr(loop_thread, "_CANCEL_S", 0.0)
     pulled = thread.iterate(items())
     assert next(pulled) == 1
     with pytest.raises(KeyboardInterrupt):

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from bottega.client.instance import InstanceProcess, InstanceRecord, StateFolder
+from bottega.client.suite.background import end_orphans
 from bottega.client.suite.log_reader import LogFollower, last_lines, services_with_logs
-from bottega.client.suite.orphans import end_orphans
 from bottega.client.suite.plan import PortTaken, SuiteOptions, plan_suite
 from bottega.client.suite.service_log import ServiceLog, fields_of, lines_of
 from bottega.client.transport.address import default_fleet_address

@@ -18,11 +18,11 @@ from bottega.errors import BottegaError, Violation
 from bottega.v1.generation_pb2 import Provenance
 
 
-def _keep(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> None:
+def _merge_nothing(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> None:
     """What is given replaces what the earlier picture had, as every other option does."""
 
 
-def _as_it_is(violation: Violation, options: GenerationOptions) -> Violation:
+def _rename_nothing(violation: Violation, options: GenerationOptions) -> Violation:
     return violation
 
 
@@ -39,8 +39,8 @@ class GenerationPart:
     options: tuple[Callable[[Any], Any], ...]
     stage: str
     describe: Callable[[Provenance], Iterator[str]]
-    merge: Callable[[GenerationOptions, dict[str, Any], Path | None], None] = _keep
-    rename: Callable[[Violation, GenerationOptions], Violation] = _as_it_is
+    merge: Callable[[GenerationOptions, dict[str, Any], Path | None], None] = _merge_nothing
+    rename: Callable[[Violation, GenerationOptions], Violation] = _rename_nothing
 
 
 def generation_parts() -> list[GenerationPart]:

@@ -9,11 +9,10 @@ from types import MappingProxyType
 from bottega import errors
 from bottega.client.cli.addons import advice_for
 from bottega.client.cli.escaping import escaped
-from bottega.client.cli.storage_advice import storage_advice
 from bottega.client.instance import StateFolderUnusable
 from bottega.client.suite.plan import PortTaken
 from bottega.client.transport.retry import CallTimeout
-from bottega.client.types.message_size import LIMIT
+from bottega.client.types.messages import SIZE_LIMIT
 from bottega.errors import BottegaError
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -52,6 +51,11 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
     }
 )
 
+# Causes by how they begin. SQLite does not tell an output error on a full disk from others.
+_NO_ROOM = ("ENOSPC", "EDQUOT", "EFBIG", "SQLITE_FULL", "SQLITE_IOERR")
+_NO_DESCRIPTOR = ("EMFILE", "ENFILE")
+_FORBIDDEN = ("EROFS", "EACCES", "EPERM", "SQLITE_READONLY", "SQLITE_PERM")
+
 
 def explain(error: BottegaError, address: str, *, timeout_advice: str = "") -> tuple[str, str]:
     """What happened, and what to do (perhaps nothing).
@@ -69,7 +73,7 @@ def explain(error: BottegaError, address: str, *, timeout_advice: str = "") -> t
 
 
 def _about_the_gateway(error: BottegaError, address: str) -> tuple[str, str]:
-    if isinstance(error, errors.TooLarge) and error.metadata.get("limit") == LIMIT:
+    if isinstance(error, errors.TooLarge) and error.metadata.get("limit") == SIZE_LIMIT:
         return error.message, _SMALLER_IMAGES if error.metadata.get("images") != "0" else "Ask for less at once."
     for kind in type(error).__mro__:
         if kind in _TODO:
@@ -93,6 +97,21 @@ def _about_the_gateway(error: BottegaError, address: str) -> tuple[str, str]:
             )
         case _:
             return error.message, ""
+
+
+def storage_advice(error: errors.StorageUnavailable, service: str) -> str:
+    """What to do where a service cannot store something: only some of the causes are somebody's to remove.
+
+    service: whose disk it is, as people call it.
+    """
+    cause = error.metadata.get("cause", "")
+    if cause.startswith(_NO_ROOM):
+        return f"Make room on the {service}'s disk; it goes on by itself then."
+    if cause.startswith(_FORBIDDEN):
+        return f"Let the {service} write to its folder; it goes on by itself then."
+    if cause.startswith(_NO_DESCRIPTOR):
+        return f"The {service} goes on by itself when connections end; bottega doctor says how to allow more."
+    return f"Try again in {error.retry_after_s or 1:.0f} s; if it stays so, bottega logs -n 50 says why."
 
 
 def exit_status(error: BottegaError) -> int:

@@ -86,7 +86,7 @@ def command(
     _check_preview(preview, detach=detach)
     set_timeout_advice(click.get_current_context(), _DETACHED_TIMEOUT_ADVICE if detach else _TIMEOUT_ADVICE)
     began_s = time.monotonic()
-    with connect(address, timeout_s=timeout_s or DEFAULT_TIMEOUT_S) as client, _as_given(options):
+    with connect(address, timeout_s=timeout_s or DEFAULT_TIMEOUT_S) as client, _violations_by_given_names(options):
         if detach:
             job = client.submit(prompt, num_images=num_images, deadline_s=timeout_s, **options)
             _say_detached(job.id, output)
@@ -99,7 +99,7 @@ def command(
 
 
 @contextmanager
-def _as_given(options: GenerationOptions) -> Iterator[None]:
+def _violations_by_given_names(options: GenerationOptions) -> Iterator[None]:
     """What is wrong with the request is said by the names and files that were given."""
     try:
         yield

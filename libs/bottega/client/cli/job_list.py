@@ -70,7 +70,7 @@ def list_command(
     elif not page.next_page_token:
         note("There are no such jobs." if states or since or until or page_token else "There are no jobs yet.")
     if page.next_page_token:
-        note(f"More: {_again(states, since, until, number)} --page {shlex.quote(page.next_page_token)}")
+        note(f"More: {_next_page_command(states, since, until, number)} --page {shlex.quote(page.next_page_token)}")
 
 
 def _table(jobs: tuple[JobStatus, ...]) -> PlainTable:
@@ -86,19 +86,19 @@ def _row(job: JobStatus) -> tuple[str, ...]:
         str(job.state),
         f"{job.steps_done}/{job.steps_total}" if job.steps_total else "",
         f"{job.created.astimezone():%Y-%m-%d %H:%M:%S}",
-        _took(job),
+        _duration_text(job),
         escaped_and_cut(job.spec.prompt, _PROMPT_COLUMNS),
     )
 
 
-def _took(job: JobStatus) -> str:
+def _duration_text(job: JobStatus) -> str:
     """From when a worker took it first to its end, or to now."""
     if job.started is None:
         return ""
     return f"{((job.ended or datetime.now(UTC)) - job.started).total_seconds():.1f} s"
 
 
-def _again(states: tuple[str, ...], since: datetime | None, until: datetime | None, number: int) -> str:
+def _next_page_command(states: tuple[str, ...], since: datetime | None, until: datetime | None, number: int) -> str:
     """The command that lists the same jobs. Moments as they were meant: a later "2h ago" would be another one."""
     words = ["bottega", "jobs", *(f"--state={state}" for state in states), "-n", str(number)]
     for name, moment in (("since", since), ("until", until)):

@@ -13,8 +13,7 @@ from bottega.client.instance import StateFolder
 @state_option
 def command(*, state: StateFolder) -> None:
     """Stop the suite that runs here."""
-    from bottega.client.suite.background import stop_instance
-    from bottega.client.suite.orphans import end_orphans
+    from bottega.client.suite.background import end_orphans, stop_instance
 
     if stop_instance(state):
         say("Stopped; nothing is left running.")

@@ -102,6 +102,13 @@ def print_table(table: PlainTable) -> None:
     console.print(table.table)
 
 
+def size_text(size_bytes: int) -> str:
+    """Bytes as people read them, such as 3.4 KiB or 120 MiB."""
+    if size_bytes < 1 << 20:
+        return f"{size_bytes / 2**10:.1f} KiB"
+    return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 10 << 20 else f"{size_bytes / 2**20:.2f} MiB"
+
+
 def new_console(*, stderr: bool = False, width: int | None = None) -> Console:
     """A console that reads no markup, no emoji codes and no numbers in what it is given."""
     from rich.console import Console

@@ -108,7 +108,7 @@ def _check_model(model: str) -> None:
 
 def _foreground(options: SuiteOptions, state: StateFolder, *, in_background: bool) -> None:
     from bottega.client.cli.foreground import run_suite
-    from bottega.client.suite.orphans import end_orphans
+    from bottega.client.suite.background import end_orphans
     from bottega.client.suite.plan import plan_suite
 
     with state.hold():

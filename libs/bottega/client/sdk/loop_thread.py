@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 # After Ctrl-C: how long a call may take to let go, which needs no network.
-_LET_GO_S = 2.0
+_CANCEL_S = 2.0
 # What did not hear of the interrupt is told once more, and has so long.
 _CLOSE_S = 2.0
 
@@ -25,14 +25,14 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs `coroutine` there and waits. When the wait is interrupted, it is cancelled and waited for."""
-        let_go = threading.Event()
-        future = asyncio.run_coroutine_threadsafe(_noting_end(coroutine, let_go), self._loop)
+        ended = threading.Event()
+        future = asyncio.run_coroutine_threadsafe(_set_when_ended(coroutine, ended), self._loop)
         try:
             return future.result()
         except BaseException:
             # Ctrl-C: what the coroutine does on its way out (cancelling its job) must come before close().
             if future.cancel():
-                let_go.wait(_LET_GO_S)
+                ended.wait(_CANCEL_S)
             raise
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
@@ -56,26 +56,26 @@ class _Iteration(Generic[T]):
 
     def __init__(self, items: AsyncGenerator[T, None]) -> None:
         self._items = items
-        self._asking: asyncio.Task[Any] | None = None
+        self._next_task: asyncio.Task[Any] | None = None
 
     async def next(self) -> T | None:
         """The next item; None at the end."""
-        self._asking = asyncio.current_task()
+        self._next_task = asyncio.current_task()
         try:
             return await anext(self._items, None)
         finally:
-            self._asking = None
+            self._next_task = None
 
     async def close(self) -> None:
         """Whoever was interrupted may have left before the asking had: a generator that runs cannot be closed."""
-        if self._asking is not None:
-            if not self._asking.cancelling():
-                self._asking.cancel()
-            await asyncio.wait({self._asking}, timeout=_CLOSE_S)
+        if self._next_task is not None:
+            if not self._next_task.cancelling():
+                self._next_task.cancel()
+            await asyncio.wait({self._next_task}, timeout=_CLOSE_S)
         await self._items.aclose()
 
 
-async def _noting_end(coroutine: Coroutine[Any, Any, T], ended: threading.Event) -> T:
+async def _set_when_ended(coroutine: Coroutine[Any, Any, T], ended: threading.Event) -> T:
     try:
         return await coroutine
     finally:

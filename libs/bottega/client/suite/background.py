@@ -1,4 +1,4 @@
-"""Starts a suite in the background, and stops one."""
+"""Starts a suite in the background, stops one, and ends what one left whose supervisor was killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from bottega.client.instance import AlreadyHeld, InstanceRecord, StateFolder
+import psutil
+
+from bottega.client.instance import AlreadyHeld, InstanceProcess, InstanceRecord, StateFolder
 from bottega.client.suite.plan import SuiteOptions
 from bottega.errors import BottegaError, Code, DeadlinePassed
 from bottega.state_folder import private_files
@@ -20,6 +22,7 @@ _START_S = 900.0
 # The services' drain, the supervisor's patience with them, and some air.
 _STOP_S = 30.0
 _LOOK_S = 0.1
+_ORPHAN_GRACE_S = 3.0
 
 
 class DidNotStart(BottegaError):
@@ -72,6 +75,18 @@ def stop_instance(state: StateFolder) -> bool:
     return True
 
 
+def end_orphans(record: InstanceRecord | None) -> tuple[str, ...]:
+    """Ends the children of a dead instance with their process groups, and says their names."""
+    found = [(child, process) for child in (record.children if record else ()) if (process := _alive(child))]
+    for _, process in found:
+        process.terminate()
+    psutil.wait_procs([process for _, process in found], timeout=_ORPHAN_GRACE_S)
+    for child, process in found:
+        if process.is_running():
+            os.killpg(child.pid, signal.SIGKILL)
+    return tuple(child.name for child, _ in found)
+
+
 def _wait_until_ready(process: subprocess.Popen[bytes], state: StateFolder, said: Path) -> InstanceRecord:
     deadline_s = time.monotonic() + _START_S
     while time.monotonic() < deadline_s:
@@ -82,3 +97,11 @@ def _wait_until_ready(process: subprocess.Popen[bytes], state: StateFolder, said
             return record
         time.sleep(_LOOK_S)
     raise DeadlinePassed("the suite was not ready in time; bottega logs says how far it came")
+
+
+def _alive(child: InstanceProcess) -> psutil.Process | None:
+    try:
+        process = psutil.Process(child.pid)
+        return process if abs(process.create_time() - child.started_s) < 1.0 else None
+    except psutil.NoSuchProcess:
+        return None

@@ -84,13 +84,13 @@ class Backoff:
         self._clock = clock
         self._draw = draw
         self._tries = 0
-        self._well_s = self._clock()
+        self._last_answer_s = self._clock()
         self._reached = False
 
     def reset(self) -> None:
         """The gateway did what it was asked: start over."""
         self._tries = 0
-        self._well_s = self._clock()
+        self._last_answer_s = self._clock()
         self._reached = True
 
     def wait_s(self, error: BottegaError) -> float:
@@ -107,6 +107,6 @@ class Backoff:
         self._reached |= type(error) is not Unavailable  # a reason is only given by a gateway that is there
         patience_s = self._policy.patience_s if self._reached else min(self._policy.patience_s, self._policy.reach_s)
         after_s = self._clock() + wait_s
-        if after_s > self._well_s + patience_s or after_s >= self._deadline.at_s:
+        if after_s > self._last_answer_s + patience_s or after_s >= self._deadline.at_s:
             raise error
         return wait_s

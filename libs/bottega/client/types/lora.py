@@ -42,7 +42,7 @@ def add_loras(spec: generation_pb2.GenerationSpec, loras: object) -> Iterator[Vi
         return
     for index, given in enumerate(loras):
         path = f"lora[{index}]"
-        lora = _meant(given)
+        lora = _as_lora(given)
         if lora is None:
             yield Violation(
                 field=path, description=f"must be a Lora, a name, or a name and a scale; got {describe(given)}"
@@ -58,7 +58,7 @@ def lora_from(message: generation_pb2.Lora) -> Lora:
     return Lora(message.name, scale, **said, measure_similarity=message.measure_similarity)
 
 
-def _meant(given: object) -> Lora | None:
+def _as_lora(given: object) -> Lora | None:
     match given:
         case Lora():
             return given

@@ -1,10 +1,12 @@
-"""Builds the contract's messages from a caller's arguments, and refuses what no field can hold, by the argument's name.
+"""Builds the contract's messages from a caller's arguments, and refuses what no field can hold, by the argument's name,
+and what is too large for one message, by its images.
 
 It looks at types, and at ranges only to name them: what can be sent and is wrong all the same, the services refuse.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, TypeVar, cast
@@ -14,8 +16,10 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega import rules
-from bottega.client.types.message_size import check_size
-from bottega.errors import InvalidRequest, Violation
+from bottega.errors import InvalidRequest, TooLarge, Violation
+from bottega.rpc.channel import MAX_MESSAGE_MIB
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.image_pb2 import GenerateRequest, SubmitJobRequest
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -39,6 +43,12 @@ _KINDS = {
 # Of a value that is repeated to whoever gave it.
 _MOST_LETTERS = 60
 
+SIZE_LIMIT = "max_message_mib"
+"""metadata["limit"] of what is refused here."""
+
+# Of a name in what is said; those that there are have less.
+_MOST_NAME_LETTERS = 200
+
 
 def build_message(message: MessageT, /, **arguments: object) -> MessageT:
     """The message, with the field of every argument set; a caller leaves out what is absent.
@@ -48,6 +58,25 @@ def build_message(message: MessageT, /, **arguments: object) -> MessageT:
     rules.refuse([broken for name, value in arguments.items() for broken in set_field(message, name, value)])
     check_size(message)
     return message
+
+
+def check_size(message: Message) -> None:
+    """Raises TooLarge for what no channel of ours sends, and names the images in it.
+
+    It costs as much as sending does: of messages with images, not on the event loop.
+    """
+    images = list(_images(message.spec)) if isinstance(message, GenerateRequest | SubmitJobRequest) else []
+    limit_bytes = MAX_MESSAGE_MIB << 20
+    size_bytes = sum(size for _, size in images)
+    if size_bytes <= limit_bytes:  # beyond 2 GiB, protobuf says no size
+        size_bytes = message.ByteSize()
+    if size_bytes > limit_bytes:
+        large = ", ".join(f"{name} {_mib(size)}" for name, size in images)
+        raise TooLarge(
+            f"the request is {_mib(size_bytes)}, and at most {MAX_MESSAGE_MIB} MiB can be sent"
+            f"{f'; its input images: {large}' if large else ''}",
+            metadata={"limit": SIZE_LIMIT, SIZE_LIMIT: str(MAX_MESSAGE_MIB), "images": str(len(images))},
+        )
 
 
 def set_field(message: Message, name: str, value: object, *, path: str | None = None) -> Iterator[Violation]:
@@ -113,3 +142,16 @@ def _rule(field: FieldDescriptor, value: object) -> str:
     kind = _KINDS.get(field.cpp_type, "a whole number")
     bounds = _RANGES.get(field.name)
     return f"must be {kind}{f', {bounds[0]} to {bounds[1]}' if bounds else ''}; got {describe(value)}"
+
+
+def _images(spec: GenerationSpec) -> Iterator[tuple[str, int]]:
+    """What each is called, and its size in bytes."""
+    if spec.HasField("image"):
+        yield "image", len(spec.image)
+    for net in spec.controlnets:
+        yield f"control image of {net.name[:_MOST_NAME_LETTERS]}", len(net.image)
+
+
+def _mib(size_bytes: int) -> str:
+    # Upwards: what is one byte too large must not look as if it fitted.
+    return f"{math.ceil(size_bytes * 10 / 2**20) / 10:g} MiB"

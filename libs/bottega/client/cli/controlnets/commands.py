@@ -11,8 +11,7 @@ from bottega.client.addons.controlnets.types import AddedControlNet, ServedContr
 from bottega.client.cli.controlnets.profile import command as profile_command
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.list_group import ListGroup
-from bottega.client.cli.sizes import size_text
-from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
+from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, size_text
 
 _HASH_LETTERS = 12
 _HUB = "hub:"
@@ -45,7 +44,7 @@ def list_command(*, address: str) -> None:
     for net in nets:
         table.add_row(*_row(net))
     print_table(table)
-    _note_oddities(nets)
+    _note_versions(nets)
 
 
 @command.command("where")
@@ -69,7 +68,7 @@ def where(*, name: str, address: str) -> None:
             facts = (host.readiness.value, str(host.sessions), str(host.popularity), net.digest[:_HASH_LETTERS])
             table.add_row(host.name, kind, host.address, *facts)
     print_table(table)
-    _note_oddities(found)
+    _note_versions(found)
 
 
 @command.command("add")
@@ -91,19 +90,19 @@ def add(*, name: str, folder: str, server: str | None, revision: str | None, add
         raise click.UsageError(f"--revision is of what comes from the hub: {_HUB}OWNER/NAME")
     with connect(address) as client:
         if on_hub:
-            folder = _fetched(folder.removeprefix(_HUB), revision, client.controlnet_root(server=server))
+            folder = _fetch_from_hub(folder.removeprefix(_HUB), revision, client.controlnet_root(server=server))
         here = Path(folder)
         added = client.add_controlnet(name, str(here.resolve()) if here.is_dir() else folder, server=server)
     for one in added:
         if one.error is None:
             say(f"{one.server} hosts {name}, {size_text(one.size_bytes)}")
-    _fail_for(name, added)
+    _fail_where_refused(name, added)
 
 
 command.add_command(profile_command)
 
 
-def _fetched(repo: str, revision: str | None, root: str) -> str:
+def _fetch_from_hub(repo: str, revision: str | None, root: str) -> str:
     from bottega.client.addons.controlnets.hub import HubError, fetch
 
     try:
@@ -124,7 +123,7 @@ def _row(net: ServedControlNet) -> tuple[str, ...]:
     )
 
 
-def _note_oddities(nets: Sequence[ServedControlNet]) -> None:
+def _note_versions(nets: Sequence[ServedControlNet]) -> None:
     seen: dict[tuple[str, str], str] = {}
     for net in nets:
         other = seen.setdefault((net.name, net.base), net.digest)
@@ -133,7 +132,7 @@ def _note_oddities(nets: Sequence[ServedControlNet]) -> None:
             note(f"{net.name} is another one at {hosts} than elsewhere; a picture never mixes the two.")
 
 
-def _fail_for(name: str, added: Sequence[AddedControlNet]) -> None:
+def _fail_where_refused(name: str, added: Sequence[AddedControlNet]) -> None:
     from bottega.client.cli.error_help import exit_status
 
     failures = [(one.server, one.error) for one in added if one.error is not None]

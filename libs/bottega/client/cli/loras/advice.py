@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bottega import errors
+from bottega.client.cli.error_help import storage_advice
 from bottega.client.cli.escaping import escaped
-from bottega.client.cli.storage_advice import storage_advice
 from bottega.errors import BottegaError
 
 _BY_CLASS = {

@@ -13,8 +13,7 @@ from bottega.client.cli.gateway_options import address_option, connect, fleet_op
 from bottega.client.cli.list_group import ListGroup
 from bottega.client.cli.loras.profile import command as profile_command
 from bottega.client.cli.loras.quarantine import discard_command, quarantine_command, rebuild_command
-from bottega.client.cli.sizes import size_text
-from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
+from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, size_text
 from bottega.client.sdk.clients import Client
 from bottega.errors import InvalidRequest, LoraNotFound
 from bottega.v1.lora_pb2 import LORA_STATE_IN_MEMORY, LORA_STATE_LOADING, StoredLora
@@ -97,11 +96,11 @@ def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...
     # What cannot even be looked at, such as a name that is too long, is not here either.
     here = os.path.exists(path)  # noqa: PTH110 - Path.exists raises for it
     with connect(address) as client:
-        before = _words(client, name) if trigger_words else None
+        before = _trigger_words(client, name) if trigger_words else None
         if here:
             lora = client.add_lora(name, Path(path), base=base, trigger_words=trigger_words)
         else:
-            lora = _registered(client, name, path, base=base, trigger_words=trigger_words)
+            lora = _register_at_store(client, name, path, base=base, trigger_words=trigger_words)
     modules = f"{lora.modules} module{'s' if lora.modules > 1 else ''} of rank {lora.rank}"
     say(f"{lora.name} is there for {lora.base}: {modules}, {size_text(lora.size_bytes)}")
     if before is not None and before != list(lora.trigger_words):
@@ -131,7 +130,7 @@ def pin(*, name: str, address: str) -> None:
     """Keep the LoRA NAME in its store's memory, whatever else is used."""
     with connect(address) as client:
         pinned = client.pin_lora(name)
-        lora = _loaded(client, pinned)
+        lora = _wait_until_loaded(client, pinned)
     if lora.state == LORA_STATE_IN_MEMORY:
         say(f"{name} is pinned: {size_text(lora.size_bytes)} of its store's memory are its own")
     elif lora.state == LORA_STATE_LOADING:
@@ -157,7 +156,7 @@ for each in (profile_command, quarantine_command, rebuild_command, discard_comma
     command.add_command(each)
 
 
-def _loaded(client: Client, lora: StoredLora) -> StoredLora:
+def _wait_until_loaded(client: Client, lora: StoredLora) -> StoredLora:
     """The same, after its store has loaded it, where it does so in a while."""
     deadline = time.monotonic() + _LOAD_S
     while lora.state == LORA_STATE_LOADING and time.monotonic() < deadline:
@@ -166,7 +165,7 @@ def _loaded(client: Client, lora: StoredLora) -> StoredLora:
     return lora
 
 
-def _words(client: Client, name: str) -> list[str] | None:
+def _trigger_words(client: Client, name: str) -> list[str] | None:
     """Trigger words of the LoRA that has that name; None where there is none."""
     try:
         return list(client.lora(name).trigger_words)
@@ -174,7 +173,7 @@ def _words(client: Client, name: str) -> list[str] | None:
         return None
 
 
-def _registered(
+def _register_at_store(
     client: Client, name: str, path: str, *, base: str | None, trigger_words: tuple[str, ...]
 ) -> StoredLora:
     """From the store's machine. Most often a path that is not here is a wrong one, so that is said first."""
@@ -201,7 +200,7 @@ def _facts(lora: StoredLora) -> list[tuple[str, str]]:
         ("format", lora.format),
         ("trigger words", ", ".join(lora.trigger_words) or "none"),
         ("may be late until", bounds or "not measured; a fifth of the steps"),
-        ("in the store's memory", _where(lora)),
+        ("in the store's memory", _memory_state(lora)),
         ("added", _moment(lora.added_s)),
         ("hash", lora.digest[:_HASH_LETTERS]),
     ]
@@ -214,7 +213,7 @@ def _moment(unix_s: float) -> str:
         return "at no time that there is"
 
 
-def _where(lora: StoredLora) -> str:
+def _memory_state(lora: StoredLora) -> str:
     here = {LORA_STATE_LOADING: "soon", LORA_STATE_IN_MEMORY: "yes"}.get(lora.state)
     if here is None:
         return "not now, and stays there once it is" if lora.pinned else "no"

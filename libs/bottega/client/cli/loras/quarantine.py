@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 import click
 
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
-from bottega.client.cli.sizes import size_text
-from bottega.client.cli.terminal import PlainTable, confirm, fail, note, print_table, say
+from bottega.client.cli.terminal import PlainTable, confirm, fail, note, print_table, say, size_text
 from bottega.client.sdk.clients import Client
 from bottega.errors import BottegaError, InvalidRequest, LoraExists
 from bottega.v1.lora_pb2 import QuarantinedLora
@@ -26,7 +25,7 @@ class _QuarantinedAtStore:
     lora: QuarantinedLora
 
     @property
-    def called(self) -> str:
+    def label(self) -> str:
         """For people."""
         return self.lora.name or self.lora.id[:_ID_LETTERS]
 
@@ -75,13 +74,13 @@ def rebuild_command(*, which: tuple[str, ...], name: str | None, base: str | Non
     read and checked first; one that is damaged stays where it is.
     """
     with connect(address) as client:
-        found = _chosen(client, which)
+        found = _choose(client, which)
         if not found:
             note("Nothing is in quarantine: the catalogue knows every file.")
             return
         if name and len(found) > 1:
             raise click.UsageError(f"--name is for one LoRA, and these are {len(found)}")
-        left = [each for each in found if not _restored(client, each, name=name or "", base=base or "")]
+        left = [each for each in found if not _restore(client, each, name=name or "", base=base or "")]
     if len(found) > 1 or left:
         back = len(found) - len(left)
         rest = "; the others stay in quarantine" if left else ""
@@ -103,11 +102,11 @@ def discard_command(*, which: tuple[str, ...], everything: bool, yes: bool, addr
     if bool(which) == everything:
         raise click.UsageError("say which, or --all")
     with connect(address) as client:
-        found = _chosen(client, which)
+        found = _choose(client, which)
         if not found:
             note("Nothing is in quarantine.")
             return
-        listed = ", ".join(each.called for each in found)
+        listed = ", ".join(each.label for each in found)
         if not yes:
             note(f"{len(found)} will be deleted for good: {listed}")
             confirm("Delete?")
@@ -115,12 +114,12 @@ def discard_command(*, which: tuple[str, ...], everything: bool, yes: bool, addr
     say(f"{len(found)} deleted, {size_text(freed_bytes)} free")
 
 
-def _restored(client: Client, found: _QuarantinedAtStore, *, name: str, base: str) -> bool:
+def _restore(client: Client, found: _QuarantinedAtStore, *, name: str, base: str) -> bool:
     """Whether it is back; says so, or why it is not."""
     try:
         answer = client.restore_lora(found.lora.id, name=name, base=base)
     except BottegaError as error:
-        note(f"{found.called} is not back: {error.message}")
+        note(f"{found.label} is not back: {error.message}")
         if isinstance(error, InvalidRequest) and any(item.field == "base" for item in error.violations):
             note(f"  bottega loras rebuild {found.lora.id[:_ID_LETTERS]} --base MODEL")
         if isinstance(error, LoraExists):
@@ -132,7 +131,7 @@ def _restored(client: Client, found: _QuarantinedAtStore, *, name: str, base: st
     return True
 
 
-def _chosen(client: Client, which: Sequence[str]) -> list[_QuarantinedAtStore]:
+def _choose(client: Client, which: Sequence[str]) -> list[_QuarantinedAtStore]:
     """Those that were asked for, each once; without any asked for, all. Ends the command where one is not there."""
     there = [
         _QuarantinedAtStore(store=store.store, lora=lora) for store in client.lora_quarantines() for lora in store.loras
