@@ -14,30 +14,38 @@ import resource
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoSharedMemory, PeerDead
-from bottega.transport import Backend, BackendChoice, Deadline, Layout, Limits, Link, LinkCounters
-from bottega.transport.backends.memfd import MemfdReceiver, MemfdSender
-from bottega.transport.backends.tcp import TcpReceiver, TcpSender
+from bottega.transport import Backend, BackendChoice, Deadline, DType, Layout, Limits, Link, LinkCounters, TensorSpec
+from bottega.transport.backends import backend_ends
 from bottega.transport.channel.frames import HEADER_BYTES, Frame, FrameKind
 from bottega.transport.layout import MAX_ENCODED_BYTES
 from bottega.transport.link import LinkTerms
 from bottega.transport.memory.mappings import shared_slot
-from tests.support.transport_backends import LAYOUT, content, mapped_files, open_descriptors, patience, sealed_file
+from tests.support.transport_backends import (
+    FILE_NAME,
+    LAYOUT,
+    content,
+    mapped_files,
+    open_descriptors,
+    patience,
+    sealed_file,
+)
 
 LIMITS = Limits(slots=2, slot_bytes=1 << 20, layouts=4)
 SPAN = LAYOUT.span(0, len(LAYOUT.specs))[1]
 COUNT = len(LAYOUT.specs)
-WAYS = (Backend.MEMFD, Backend.TCP)
+HUGE = Layout.of(TensorSpec(name="huge", dtype=DType.UINT8, shape=(1 << 40,)))
 _SEALS = (fcntl.F_SEAL_SEAL, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_WRITE)
 _ALL_SEALS = sum(_SEALS)
 # <linux/falloc.h>: blocks behind a file's end.
 _KEEP_SIZE = 1
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +58,11 @@ class Liar:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether tensors come by shared memory, and not behind their notices."""
+        """Whether tensors come by shared memory, and not behind their frames."""
         return self.link.backend_choice.backend == Backend.MEMFD
 
     def bulk(self, size_bytes: int) -> bytes:
-        """What comes behind the notice of so many bytes of tensors."""
+        """What comes behind the frame of so many bytes of tensors."""
         return b"" if self.shares_memory else bytes(size_bytes)
 
     def prepare(self) -> None:
@@ -70,7 +78,7 @@ class Liar:
             os.close(descriptor)
 
     def say(self, frame: Frame) -> None:
-        """Sends a notice to the link's receiver, with what belongs to it."""
+        """Sends a frame to the link's receiver, with what belongs to it."""
         self.sends.sendall(frame.pack() + frame.payload)
 
     def register(self, layout: Layout, number: int = 0) -> None:
@@ -78,42 +86,33 @@ class Liar:
         encoded = layout.encode()
         self.say(Frame(FrameKind.LAYOUT, layout=number, size=len(encoded), payload=encoded))
 
-    def share(self, descriptor: int, *, slot: int = 0, size: int) -> None:
-        """Shares a file as a slot's memory."""
-        self._pass(Frame(FrameKind.SEGMENT, slot=slot, size=size), descriptor)
+    def share(self, descriptor: int, *, slot: int = 0, size: int, kind: FrameKind = FrameKind.SEGMENT) -> None:
+        """Shares memory as a slot's, or passes a file with the slot's next message."""
+        self.say(Frame(kind, slot=slot, size=size))
+        self.sends.sendmsg([b"\0"], [_rights(descriptor)])
 
-    def attach(self, descriptor: int, *, slot: int = 0, size: int) -> None:
-        """Passes a file with the slot's next message."""
-        self._pass(Frame(FrameKind.FILE, slot=slot, size=size), descriptor)
 
-    def _pass(self, notice: Frame, descriptor: int) -> None:
-        self.say(notice)
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
-        self.sends.sendmsg([b"\0"], [rights])
+def _rights(*descriptors: int) -> tuple[int, int, array.array[int]]:
+    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors)
 
 
 @pytest.fixture
 def liar(request: pytest.FixtureRequest) -> Iterator[Liar]:
     ours_out, receives = socket.socketpair()
     ours_in, sends = socket.socketpair()
-    memfd = request.param == Backend.MEMFD
-    outlet = MemfdSender(ours_out) if memfd else TcpSender(ours_out)
-    inlet = MemfdReceiver(ours_in, LIMITS) if memfd else TcpReceiver(ours_in)
-    answer = BackendChoice(backend=request.param, reason="a test")
     terms = LinkTerms(
         link_id="0" * 32,
         epoch=1,
-        backend_choice=answer,
+        backend_choice=BackendChoice(backend=request.param, reason="a test"),
         ours=LIMITS,
         theirs=LIMITS,
         counters=LinkCounters(),
-        lease_s=30.0,
     )
-    with Link(terms, outlet, inlet) as link, sends, receives:
+    with Link(terms, *backend_ends(request.param, ours_out, ours_in, LIMITS)) as link, sends, receives:
         yield Liar(link=link, sends=sends, receives=receives)
 
 
-_both = pytest.mark.parametrize("liar", WAYS, ids=str, indirect=True)
+_both = pytest.mark.parametrize("liar", list(Backend), ids=str, indirect=True)
 _memfd = pytest.mark.parametrize("liar", [Backend.MEMFD], ids=str, indirect=True)
 _tcp = pytest.mark.parametrize("liar", [Backend.TCP], ids=str, indirect=True)
 
@@ -151,11 +150,12 @@ def _take(link: Link) -> None:
         Frame(FrameKind.LAYOUT, layout=1, size=2**64 - 1),
         Frame(FrameKind.LAYOUT, layout=1, size=0),
         Frame(FrameKind.LAYOUT, layout=1, size=4, payload=b"\xff\xff\xff\xff"),
+        Frame(FrameKind.LAYOUT, layout=1, size=len(HUGE.encode()), payload=HUGE.encode()),
     ],
     ids=str,
 )
 @_both
-def test_a_header_that_lies_ends_the_link(liar: Liar, frame: Frame) -> None:
+def test_a_frame_that_lies_ends_the_link(liar: Liar, frame: Frame) -> None:
     liar.prepare()
     liar.say(frame)
     began = time.monotonic()
@@ -167,18 +167,9 @@ def test_a_header_that_lies_ends_the_link(liar: Liar, frame: Frame) -> None:
 
 
 @_both
-def test_bytes_that_are_no_notice_end_the_link(liar: Liar) -> None:
+def test_bytes_that_are_no_frame_end_the_link(liar: Liar) -> None:
     liar.sends.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     with pytest.raises(BadFrame):
-        liar.link.recv(patience())
-
-
-@_both
-def test_a_layout_beyond_the_slots_ends_the_link(liar: Liar) -> None:
-    from bottega.transport import DType, TensorSpec
-
-    liar.register(Layout.of(TensorSpec(name="huge", dtype=DType.UINT8, shape=(1 << 40,))))
-    with pytest.raises(BadFrame, match="more than a slot has"):
         liar.link.recv(patience())
 
 
@@ -274,7 +265,7 @@ def test_an_end_in_the_middle_of_a_tensor_is_a_death(liar: Liar) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 @_both
-def test_mutated_notices_end_in_a_link_error_and_never_in_a_wrong_message(liar: Liar, seed: int) -> None:
+def test_mutated_frames_end_in_a_link_error_and_never_in_a_wrong_message(liar: Liar, seed: int) -> None:
     draw = random.Random(seed)
     encoded = LAYOUT.encode()
     honest = [Frame(FrameKind.LAYOUT, size=len(encoded)).pack() + encoded]
@@ -300,38 +291,65 @@ def test_mutated_notices_end_in_a_link_error_and_never_in_a_wrong_message(liar: 
     assert not whole or bulk == b"" or whole == [content(LAYOUT, 1)]
 
 
+def _memory(size: int, *, seals: int = _ALL_SEALS, holes: bool = False, blocks_behind: bool = False) -> int:
+    """Memory of that size, all of it there unless it has holes. blocks_behind: as many as those, behind its end."""
+    descriptor = os.memfd_create(FILE_NAME, os.MFD_ALLOW_SEALING)
+    os.truncate(descriptor, size)
+    if holes:
+        os.pwrite(descriptor, b"x", 0)
+    else:
+        os.posix_fallocate(descriptor, 0, size)
+    if blocks_behind:
+        fallocate = ctypes.CDLL(None).fallocate
+        fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+        assert fallocate(descriptor, _KEEP_SIZE, size, size) == 0
+    assert (os.fstat(descriptor).st_blocks * 512 >= size) == (not holes or blocks_behind)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def _disk_file(size: int) -> int:
+    with tempfile.TemporaryFile(dir="/var/tmp") as file:
+        file.truncate(size)
+        return os.dup(file.fileno())
+
+
+_SLOT, _FILE = FrameKind.SEGMENT, FrameKind.FILE
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "slot", "size", "match"),
+    [
+        (_SLOT, lambda: _memory(_MIB, seals=0), 0, _MIB, "not sealed"),
+        (_SLOT, lambda: _disk_file(_MIB), 0, _MIB, "no shared memory"),
+        *((_SLOT, lambda: shared_slot(_MIB)[0], 0, size, ".+") for size in (_MIB // 2, _MIB + 4096, 0, 2**63)),
+        (_SLOT, lambda: shared_slot(_MIB)[0], 2, _MIB, "beyond the limits"),
+        *((_FILE, lambda seal=seal: _memory(5000, seals=_ALL_SEALS & ~seal), 0, 5000, "not sealed") for seal in _SEALS),
+        (_FILE, lambda: _memory(5000, seals=0), 0, 5000, "not sealed"),
+        (_FILE, lambda: _disk_file(5000), 0, 5000, "shorten it"),
+        (_FILE, lambda: _memory(_MIB, holes=True), 0, _MIB, "holes"),
+        (_FILE, lambda: _memory(_MIB, holes=True, blocks_behind=True), 0, _MIB, "holes"),
+        *((_FILE, lambda: _memory(5000), 0, size, ".+") for size in (4999, 5001, 0, _MIB + 1, 2**63)),
+        (_FILE, lambda: _memory(5000), 2, 5000, "beyond the limits"),
+    ],
+)
 @_memfd
-def test_memory_that_could_be_taken_away_is_refused(liar: Liar) -> None:
-    descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
-    os.posix_fallocate(descriptor, 0, 1 << 20)
-    liar.share(descriptor, size=1 << 20)
+def test_memory_that_is_not_as_it_must_be_is_refused_and_not_kept(
+    liar: Liar, kind: FrameKind, make: Callable[[], int], slot: int, size: int, match: str
+) -> None:
+    before = open_descriptors(), mapped_files()
+    descriptor = make()
+    liar.share(descriptor, slot=slot, size=size, kind=kind)
     os.close(descriptor)
-    with pytest.raises(BadFrame, match="not sealed"):
+    with pytest.raises(BadFrame, match=match):
         liar.link.recv(patience())
+    assert (open_descriptors(), mapped_files()) == before
 
 
+@pytest.mark.parametrize("kind", [_SLOT, _FILE])
 @_memfd
-def test_a_file_is_no_shared_memory(liar: Liar) -> None:
-    with tempfile.TemporaryFile() as file:
-        file.truncate(1 << 20)
-        liar.share(file.fileno(), size=1 << 20)
-        with pytest.raises(BadFrame, match="no shared memory"):
-            liar.link.recv(patience())
-
-
-@pytest.mark.parametrize(("slot", "size"), [(0, 1 << 19), (0, (1 << 20) + 4096), (0, 0), (0, 2**63), (2, 1 << 20)])
-@_memfd
-def test_a_slot_of_another_size_or_place_is_refused(liar: Liar, slot: int, size: int) -> None:
-    descriptor, _ = shared_slot(1 << 20)
-    liar.share(descriptor, slot=slot, size=size)
-    os.close(descriptor)
-    with pytest.raises(BadFrame):
-        liar.link.recv(patience())
-
-
-@_memfd
-def test_a_slot_that_does_not_come_is_refused(liar: Liar) -> None:
-    liar.say(Frame(FrameKind.SEGMENT, size=1 << 20))
+def test_memory_that_is_only_announced_is_refused(liar: Liar, kind: FrameKind) -> None:
+    liar.say(Frame(kind, size=5000))
     with pytest.raises(DeadlineExceeded):
         liar.link.recv(Deadline.after(0.02))
     liar.sends.sendall(b"\0")
@@ -351,7 +369,7 @@ def test_a_message_in_memory_that_was_never_shared_is_refused(liar: Liar) -> Non
 def test_descriptors_that_nobody_asked_for_are_not_kept(liar: Liar) -> None:
     before = open_descriptors()
     descriptor, ours = shared_slot(1 << 16)
-    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor] * 20))
+    rights = _rights(*[descriptor] * 20)
     liar.sends.sendmsg([Frame(FrameKind.SEGMENT, size=1 << 16).pack()], [rights])
     liar.sends.sendmsg([b"\0"], [rights])
     os.close(descriptor)
@@ -361,64 +379,12 @@ def test_descriptors_that_nobody_asked_for_are_not_kept(liar: Liar) -> None:
     assert len(ours) == 1 << 16
 
 
-@pytest.mark.parametrize("missing", [_ALL_SEALS, *_SEALS], ids=str)
-@_memfd
-def test_a_file_that_could_be_changed_is_refused(liar: Liar, missing: int) -> None:
-    descriptor = os.memfd_create("half sealed", os.MFD_ALLOW_SEALING)
-    os.posix_fallocate(descriptor, 0, 5000)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _ALL_SEALS & ~missing)
-    liar.attach(descriptor, size=5000)
-    os.close(descriptor)
-    with pytest.raises(BadFrame, match="not sealed"):
-        liar.link.recv(patience())
-
-
-@_memfd
-def test_a_file_of_a_disk_is_refused(liar: Liar) -> None:
-    with tempfile.TemporaryFile(dir="/var/tmp") as file:
-        file.truncate(5000)
-        liar.attach(file.fileno(), size=5000)
-        with pytest.raises(BadFrame, match="shorten it"):
-            liar.link.recv(patience())
-
-
-@pytest.mark.parametrize("behind", [False, True], ids=["fewer blocks", "as many blocks, behind its end"])
-@_memfd
-def test_a_file_with_holes_is_refused(liar: Liar, behind: bool) -> None:
-    size = 1 << 20
-    descriptor = os.memfd_create("holes", os.MFD_ALLOW_SEALING)
-    os.pwrite(descriptor, b"x", 0)
-    os.truncate(descriptor, size)
-    if behind:
-        fallocate = ctypes.CDLL(None).fallocate
-        fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
-        assert fallocate(descriptor, _KEEP_SIZE, size, size) == 0
-    assert (os.fstat(descriptor).st_blocks * 512 > size) == behind
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _ALL_SEALS)
-    liar.attach(descriptor, size=size)
-    os.close(descriptor)
-    with pytest.raises(BadFrame, match="holes"):
-        liar.link.recv(patience())
-
-
-@pytest.mark.parametrize(("slot", "size"), [(0, 4999), (0, 5001), (0, 0), (0, (1 << 20) + 1), (0, 2**63), (2, 5000)])
-@_memfd
-def test_a_file_of_another_size_or_place_is_refused_and_not_kept(liar: Liar, slot: int, size: int) -> None:
-    before = mapped_files()
-    with sealed_file(bytes(5000)) as file:
-        liar.attach(file.descriptor, slot=slot, size=size)
-        with pytest.raises(BadFrame):
-            liar.link.recv(patience())
-    assert mapped_files() == before
-
-
 @_memfd
 def test_files_that_no_message_follows_are_no_more_than_slots(liar: Liar) -> None:
     before = open_descriptors(), mapped_files()
     with sealed_file(bytes(5000)) as file:
-        for _ in range(20):
-            for slot in range(LIMITS.slots):
-                liar.attach(file.descriptor, slot=slot, size=5000)
+        for slot in [*range(LIMITS.slots)] * 20:
+            liar.share(file.descriptor, slot=slot, size=5000, kind=_FILE)
         with pytest.raises(DeadlineExceeded):
             liar.link.recv(Deadline.after(0.1))
     assert (open_descriptors(), mapped_files()) == (before[0], before[1] + LIMITS.slots)
@@ -431,7 +397,7 @@ def test_a_process_without_a_descriptor_left_says_so_and_ends_that_link(liar: Li
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = open_descriptors()
     with sealed_file(bytes(5000)) as file:
-        liar.attach(file.descriptor, size=5000)
+        liar.share(file.descriptor, size=5000, kind=_FILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
             with pytest.raises(NoSharedMemory, match="descriptor left"):
@@ -440,14 +406,6 @@ def test_a_process_without_a_descriptor_left_says_so_and_ends_that_link(liar: Li
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert open_descriptors() <= before
     assert mapped_files() == 0
-
-
-@_memfd
-def test_a_file_that_is_only_announced_is_refused(liar: Liar) -> None:
-    liar.say(Frame(FrameKind.FILE, size=5000))
-    liar.sends.sendall(b"\0")
-    with pytest.raises(BadFrame, match="sent none"):
-        liar.link.recv(patience())
 
 
 @_tcp
