@@ -13,6 +13,7 @@ from bottega.transport import (
     Deadline,
     DType,
     Endpoints,
+    Incoming,
     Layout,
     Limits,
     Link,
@@ -130,3 +131,16 @@ def read(link: Link, layout: Layout) -> list[bytes]:
     with link.recv(patience(), layout) as incoming:
         incoming.wait_all(patience())
         return [bytes(incoming.view(index)) for index in range(len(layout.specs))]
+
+
+def received(link: Link) -> Incoming:
+    """The next message, whole, still held."""
+    incoming = link.recv(patience(), LAYOUT)
+    incoming.wait_all(patience())
+    return incoming
+
+
+def check_message(near: Link, far: Link, seed: int = 1, layout: Layout = LAYOUT) -> None:
+    """A message arrives as it was written."""
+    write(near, layout, content(layout, seed))
+    assert read(far, layout) == content(layout, seed)

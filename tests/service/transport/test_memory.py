@@ -17,7 +17,17 @@ from bottega.transport.memory.copying import copy
 from bottega.transport.memory.mappings import address
 from bottega.transport.memory.slots import GrowingSlots
 from tests.support.full_disk import files_at_most
-from tests.support.transport_backends import LAYOUT, content, linked, listening, opened, patience, read, write
+from tests.support.transport_backends import (
+    LAYOUT,
+    check_message,
+    content,
+    linked,
+    listening,
+    opened,
+    patience,
+    read,
+    write,
+)
 
 LARGE = Layout.of(TensorSpec(name="large", dtype=DType.UINT8, shape=(4 << 20,)))
 LIMITS = Limits(slots=2, slot_bytes=8 << 20)
@@ -44,8 +54,7 @@ def test_a_full_tmpfs_is_an_error_of_the_message_and_the_link_lives(tmp_path: Pa
         assert read(far, LAYOUT) == content(LAYOUT, 1)
         assert read(far, LAYOUT) == content(LAYOUT, 2)
         assert read(other_far, LAYOUT) == content(LAYOUT, 3)
-        write(near, LARGE, content(LARGE, 4))
-        assert read(far, LARGE) == content(LARGE, 4)
+        check_message(near, far, 4, LARGE)
 
 
 def test_every_page_is_reserved_before_one_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +67,7 @@ def test_every_page_is_reserved_before_one_is_touched(tmp_path: Path, monkeypatc
             with pytest.raises(NoSharedMemory) as raised:
                 near.start_message(LAYOUT, patience())
             assert raised.value.metadata == {"cause": "ENOSPC"}
-        write(near, LAYOUT, content(LAYOUT, 1))
-        assert read(far, LAYOUT) == content(LAYOUT, 1)
+        check_message(near, far)
 
 
 def test_a_slot_for_which_there_was_no_memory_is_made_for_the_next_message() -> None:

@@ -32,7 +32,13 @@ from bottega.transport.handshake import messages as handshake
 from bottega.transport.handshake.acceptor import HANDSHAKE_S, MAX_PENDING_CONNECTIONS
 from bottega.transport.handshake.messages import CHALLENGE_BYTES, REQUEST_BYTES, Direction, Verdict
 from bottega.transport.handshake.pending_offers import MAX_OFFERS, MAX_OFFERS_OF_ONE, SAFE_S
-from tests.support.transport_backends import LAYOUT, content, listening, open_descriptors, opened, patience, read, write
+from tests.support.transport_backends import (
+    check_message,
+    listening,
+    open_descriptors,
+    opened,
+    patience,
+)
 
 WAYS = (Backend.MEMFD, Backend.TCP)
 # Workers that come back to one server at once.
@@ -83,8 +89,7 @@ def test_what_is_no_handshake_is_turned_away_and_a_link_goes_on(
         with _dial(listener.offer(), way) as stranger:
             stranger.sendall(said)
             assert _hears_nothing_more(stranger)
-        write(near, LAYOUT, content(LAYOUT, 1))
-        assert read(far, LAYOUT) == content(LAYOUT, 1)
+        check_message(near, far)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -100,8 +105,7 @@ def test_a_wrong_token_is_refused_and_does_not_use_up_the_right_one(listener: Li
         assert stranger.recv(10) == bytes([Verdict.REFUSED])
         assert _hears_nothing_more(stranger)
     with connect(offer, patience(), backends=(way,)) as near, listener.accept(offer, patience()) as far:
-        write(near, LAYOUT, content(LAYOUT, 1))
-        assert read(far, LAYOUT) == content(LAYOUT, 1)
+        check_message(near, far)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -174,8 +178,7 @@ def test_silent_strangers_are_few_and_do_not_keep_others_out(listener: LinkListe
             assert time.monotonic() - began < 1
             held = open_descriptors() - before - len(silent) - 4
             assert held <= MAX_PENDING_CONNECTIONS
-            write(near, LAYOUT, content(LAYOUT, 1))
-            assert read(far, LAYOUT) == content(LAYOUT, 1)
+            check_message(near, far)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -261,8 +264,7 @@ def test_the_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     with LinkListener(Endpoints(unix_path=path)) as listener, opened(listener, Backend.MEMFD) as (near, far):
-        write(near, LAYOUT, content(LAYOUT, 1))
-        assert read(far, LAYOUT) == content(LAYOUT, 1)
+        check_message(near, far)
 
 
 def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
