@@ -23,6 +23,16 @@ class TransferStatistics:
     seconds: float = 0.0
     longest_s: float = 0.0
 
+    def plus(self, size_bytes: int, file_bytes: int, seconds: float) -> TransferStatistics:
+        """With one message more."""
+        return TransferStatistics(
+            messages=self.messages + 1,
+            size_bytes=self.size_bytes + size_bytes,
+            file_bytes=self.file_bytes + file_bytes,
+            seconds=self.seconds + seconds,
+            longest_s=max(self.longest_s, seconds),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkStatistics:
@@ -41,8 +51,8 @@ class LinkCounters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sent = _TransferCounter()
-        self._received = _TransferCounter()
+        self._sent = TransferStatistics()
+        self._received = TransferStatistics()
         self._credit_wait_s = 0.0
         self._no_credit = 0
         self._aborted = 0
@@ -51,12 +61,12 @@ class LinkCounters:
     def sent(self, size_bytes: int, seconds: float, *, file_bytes: int = 0) -> None:
         """Counts a message that was sent whole."""
         with self._lock:
-            self._sent.add(size_bytes, file_bytes, seconds)
+            self._sent = self._sent.plus(size_bytes, file_bytes, seconds)
 
     def received(self, size_bytes: int, seconds: float, *, file_bytes: int = 0) -> None:
         """Counts a message that has arrived whole."""
         with self._lock:
-            self._received.add(size_bytes, file_bytes, seconds)
+            self._received = self._received.plus(size_bytes, file_bytes, seconds)
 
     def waited(self, seconds: float, *, in_vain: bool) -> None:
         """Counts a wait for credit."""
@@ -78,36 +88,10 @@ class LinkCounters:
         """All counters, of one moment."""
         with self._lock:
             return LinkStatistics(
-                sent=self._sent.flow(),
-                received=self._received.flow(),
+                sent=self._sent,
+                received=self._received,
                 credit_wait_s=self._credit_wait_s,
                 no_credit=self._no_credit,
                 aborted=self._aborted,
                 deaths=dict(self._deaths),
             )
-
-
-class _TransferCounter:
-    """Transfer statistics in the making."""
-
-    __slots__ = ("_file_bytes", "_longest_s", "_messages", "_seconds", "_size_bytes")
-
-    def __init__(self) -> None:
-        self._messages = self._size_bytes = self._file_bytes = 0
-        self._seconds = self._longest_s = 0.0
-
-    def add(self, size_bytes: int, file_bytes: int, seconds: float) -> None:
-        self._messages += 1
-        self._size_bytes += size_bytes
-        self._file_bytes += file_bytes
-        self._seconds += seconds
-        self._longest_s = max(self._longest_s, seconds)
-
-    def flow(self) -> TransferStatistics:
-        return TransferStatistics(
-            messages=self._messages,
-            size_bytes=self._size_bytes,
-            file_bytes=self._file_bytes,
-            seconds=self._seconds,
-            longest_s=self._longest_s,
-        )

@@ -77,8 +77,7 @@ def unpack(header: bytes | bytearray) -> Frame:
 
 _KINDS = frozenset(int(kind) for kind in FrameKind)
 
-# Why an end sends BYE. To the peer a reason that is not here is a plain close.
-_REASONS: tuple[type[LinkError], ...] = (LinkClosed, LayoutMismatch, BadFrame, StaleEpoch, DeadlineExceeded)
+# Why an end sends BYE, and what the peer says then. To the peer a reason that is not here is a plain close.
 _BYE_MESSAGES: dict[type[LinkError], str] = {
     LinkClosed: "the peer closed the link",
     LayoutMismatch: "the peer expects messages of another layout than ours, and closed the link",
@@ -86,6 +85,7 @@ _BYE_MESSAGES: dict[type[LinkError], str] = {
     StaleEpoch: "the peer has opened this link anew; this one is of an older epoch",
     DeadlineExceeded: "the peer could not send a message in time, and closed the link",
 }
+_REASONS = tuple(_BYE_MESSAGES)
 
 
 def bye(cause: LinkError) -> Frame:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import ParamSpec
 
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoCredit, NoSharedMemory, TooLarge
 from bottega.transport.channel.backend import SenderBackend
@@ -22,6 +23,7 @@ from bottega.transport.memory.slots import Slot
 
 _NOW = Deadline(at=0.0)
 _ABORTED = 1
+_Arguments = ParamSpec("_Arguments")
 
 
 class Sender:
@@ -78,9 +80,11 @@ class Sender:
             except LinkError as error:
                 self._lifecycle.fail(error)
             if file is not None:
-                self._attach_file(index, file, deadline)
+                self._send(self._backend.attach_file, index, file, deadline)
             count = len(layout.specs)
-            self._send_data(self._data(index, number, count, layout.span(0, count)), staged, deadline)
+            self._send(
+                self._backend.send_data, self._data(index, number, count, layout.span(0, count)), staged, deadline
+            )
             file_bytes = 0 if file is None else file.size_bytes
             self._counters.sent(layout.size_bytes, time.monotonic() - began, file_bytes=file_bytes)
 
@@ -98,7 +102,7 @@ class Sender:
             layout, index = outgoing.layout, outgoing.index
             start, stop = layout.span(outgoing.published, count)
             frame = self._data(index, outgoing.number, count, (start, stop))
-            self._send_data(frame, [outgoing.slot.memory[start:stop]], outgoing.deadline)
+            self._send(self._backend.send_data, frame, [outgoing.slot.memory[start:stop]], outgoing.deadline)
             if count == len(layout.specs):
                 self._open = None
                 self._counters.sent(layout.size_bytes, time.monotonic() - outgoing.began)
@@ -118,18 +122,12 @@ class Sender:
             frame = Frame(
                 FrameKind.DATA, flag=_ABORTED, slot=outgoing.index, layout=outgoing.number, sequence=self._sequence
             )
-            self._send_data(frame, [], outgoing.deadline)
+            self._send(self._backend.send_data, frame, [], outgoing.deadline)
 
     def close(self) -> None:
         """Gives memory and descriptors back, after the link's end."""
         with self.lock:
             self._backend.close()
-
-    def _attach_file(self, index: int, file: SealedFile, deadline: Deadline) -> None:
-        try:
-            self._backend.attach_file(index, file, deadline)
-        except LinkError as error:
-            self._fail(error)
 
     def _admit(self, layout: Layout, deadline: Deadline) -> tuple[int, int]:
         """A free slot for the next message, and the layout's number."""
@@ -164,7 +162,11 @@ class Sender:
         full = len(self._layouts) >= self._limits.layouts
         number = self._layouts.popitem(last=False)[1] if full else len(self._layouts)
         encoded = layout.encode()
-        self._send_frame(Frame(FrameKind.LAYOUT, layout=number, size=len(encoded), payload=encoded), deadline)
+        self._send(
+            self._backend.send_frame,
+            Frame(FrameKind.LAYOUT, layout=number, size=len(encoded), payload=encoded),
+            deadline,
+        )
         self._layouts[layout.digest] = number
         return number
 
@@ -219,15 +221,10 @@ class Sender:
         size = span[1] - span[0]
         return Frame(FrameKind.DATA, slot=index, ready=count, layout=number, sequence=self._sequence, size=size)
 
-    def _send_data(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
+    def _send(self, send: Callable[_Arguments, None], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        """Has the backend send; what it raises ends the link."""
         try:
-            self._backend.send_data(frame, pieces, deadline)
-        except LinkError as error:
-            self._fail(error)
-
-    def _send_frame(self, frame: Frame, deadline: Deadline) -> None:
-        try:
-            self._backend.send_frame(frame, deadline)
+            send(*args, **kwargs)
         except LinkError as error:
             self._fail(error)
 

@@ -19,7 +19,6 @@ from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.limits import Limits
 from bottega.transport.handshake.credentials import distrust_reason, links_group
-from bottega.transport.handshake.identity import host_identity
 from bottega.transport.handshake.messages import (
     CHALLENGE_BYTES,
     WELCOME_BYTES,
@@ -28,7 +27,7 @@ from bottega.transport.handshake.messages import (
     check_verdict,
     handshake_request,
 )
-from bottega.transport.handshake.offer import Offer
+from bottega.transport.handshake.offer import Offer, host_identity
 from bottega.transport.link import LEASE_S, Link, LinkTerms
 from bottega.transport.memory.mappings import sharing_failure
 

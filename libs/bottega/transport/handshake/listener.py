@@ -32,13 +32,13 @@ from bottega.transport.channel.limits import Limits
 from bottega.transport.handshake.acceptor import Acceptor
 from bottega.transport.handshake.binding import Endpoints, bind_tcp, bind_unix
 from bottega.transport.handshake.credentials import links_group
-from bottega.transport.handshake.identity import host_identity
 from bottega.transport.handshake.messages import Direction, HandshakeRequest, Verdict
 from bottega.transport.handshake.offer import (
     TOKEN_BYTES,
     MemfdEndpoint,
     Offer,
     TcpEndpoint,
+    host_identity,
     is_link_id,
     new_link_id,
 )

@@ -5,9 +5,11 @@ The token is a secret: whoever has the offer may open the link, once, before it 
 
 from __future__ import annotations
 
+import functools
 import secrets
 import string
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from bottega.transport.channel.limits import Limits
 
@@ -61,6 +63,18 @@ class Offer:
             raise ValueError(f"an endpoint is longer than {_MAX_TEXT} characters")
         if self.tcp is not None and not 1 <= self.tcp.port <= 65535:
             raise ValueError("tcp.port is 1 to 65535")
+
+
+@functools.cache
+def host_identity() -> str:
+    """Differs between running systems; "" where it cannot be told.
+
+    Containers of one system share it, although they may see different files: only connecting shows what is reachable.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def new_link_id() -> str:
