@@ -17,10 +17,8 @@ from bottega.gateway.jobs.values import StoredImage
 from bottega.v1.image_pb2 import (
     JOB_STATE_CANCELLED,
     JOB_STATE_COMPLETED,
-    JOB_STATE_FAILED,
-    JobState,
 )
-from tests.support.job_store_backends import BACKENDS, cancelled, completed, failed, queued, record, running
+from tests.support.job_store_backends import BACKENDS, cancelled, completed, failed, record, running
 
 IMAGES = (StoredImage(digest="a" * 64, size_bytes=10), StoredImage(digest="b" * 64, size_bytes=20))
 
@@ -65,18 +63,6 @@ async def _complete(store: JobStore, job_id: str, attempt: int) -> bool:
     return await store.update(job_id, completed(attempt, images=IMAGES, provenance=b"how", ended_wall=120.0))
 
 
-async def test_a_job_comes_back_as_it_was_given_with_its_place(store: JobStore) -> None:
-    first = await store.add(record("j1", request_id="r1"))
-    second = await store.add(record("j2"))
-    assert first == replace(record("j1", request_id="r1"), sequence=first.sequence)
-    assert first.sequence < second.sequence
-    assert await store.get("j1") == first
-    assert await store.of_request("r1") == first
-    assert await store.get("j3") is None
-    assert await store.of_request("r3") is None
-    assert await store.of_request("") is None
-
-
 async def test_bytes_and_absent_times_survive(store: JobStore, another: Opener) -> None:
     odd = replace(
         record(), spec=bytes(range(256)) * 5000, deadline_wall=None, created_wall=1e9 + 1 / 3, fingerprint="ü'%"
@@ -101,23 +87,6 @@ async def test_a_probe_writes_and_changes_nothing(store: JobStore) -> None:
         await store.probe()
 
 
-async def test_only_the_newest_attempt_counts(store: JobStore) -> None:
-    await _running(store)
-    assert not await store.update("j1", running(0)), "numbers only rise"
-    assert await store.update("j1", queued(1, deaths=1))
-    assert not await _complete(store, "j1", 1), "nobody waits for a lost attempt"
-    assert await store.update("j1", running(3, started_wall=103.0))
-    for late in (1, 2):
-        assert not await store.update("j1", running(late))
-        assert not await store.update("j1", queued(late, deaths=9))
-    for other in (1, 2, 4):
-        assert not await _complete(store, "j1", other)
-    found = await store.get("j1")
-    assert found is not None
-    assert (found.attempt, found.deaths, found.started_wall) == (3, 1, 101.0)
-    assert await _complete(store, "j1", 3)
-
-
 async def test_of_racing_ends_one_wins(store: JobStore, another: Opener) -> None:
     stores = [store, await another(), await another()]
     for number in range(10):
@@ -130,19 +99,6 @@ async def test_of_racing_ends_one_wins(store: JobStore, another: Opener) -> None
         found = await stores[2].get(job_id)
         assert found is not None
         assert (found.state == JOB_STATE_COMPLETED) == any(won[:6]) == bool(found.images)
-
-
-async def test_inputs_are_there_while_the_job_lives(store: JobStore, another: Opener) -> None:
-    image = bytes(range(256)) * 10_000
-    await store.add(record("j1"), inputs=image)
-    await store.add(record("j2"), inputs=b"other")
-    await store.add(record("j3"))
-    await store.update("j1", running(1, started_wall=1.0))
-    later = await another()
-    assert [await later.inputs(job_id) for job_id in ("j1", "j2", "j3")] == [image, b"other", b""]
-    await _complete(store, "j1", 1)
-    await _end(store, "j2")
-    assert [await later.inputs(job_id) for job_id in ("j1", "j2")] == [b"", b""]
 
 
 async def test_what_is_remembered_is_bounded_in_number_and_bytes(store: JobStore) -> None:
@@ -166,50 +122,10 @@ async def test_what_is_remembered_is_bounded_in_number_and_bytes(store: JobStore
     assert await left(max_jobs=9, max_bytes=35_000) == [], "what came of a job counts too"
 
 
-async def _add_ended(store: JobStore, job_id: str, peer: str, ended_wall: float, *, how: JobState.ValueType) -> None:
-    await store.add(replace(record(job_id, request_id=f"r-{job_id}"), peer=peer))
-    if how == JOB_STATE_COMPLETED:
-        await store.update(job_id, running(1, started_wall=1.0))
-        await store.update(job_id, completed(1, images=IMAGES, provenance=b"how", ended_wall=ended_wall))
-    else:
-        end = failed if how == JOB_STATE_FAILED else cancelled
-        await store.update(job_id, end(ended_wall=ended_wall))
-
-
 async def _left(store: JobStore, *, max_jobs: int = 1000, max_bytes: int = 1 << 30, limit: int = 3) -> list[str]:
     while await store.forget(ended_before=0.0, max_jobs=max_jobs, max_bytes=max_bytes, limit=limit) == limit:
         pass
     return [found.job_id for found in reversed(await store.page(size=100))]
-
-
-async def test_completed_jobs_go_when_there_are_no_cancelled_and_failed_ones_left(store: JobStore) -> None:
-    ends = (JOB_STATE_COMPLETED, JOB_STATE_CANCELLED, JOB_STATE_COMPLETED, JOB_STATE_FAILED, JOB_STATE_CANCELLED)
-    for number, how in enumerate(ends):
-        await _add_ended(store, f"j{number}", "here", float(number), how=how)
-    assert await _left(store, max_jobs=4) == ["j0", "j2", "j3", "j4"]
-    assert await _left(store, max_jobs=2) == ["j0", "j2"]
-    for number in range(20):
-        await _add_ended(store, f"flood{number}", "here", 10.0 + number, how=JOB_STATE_CANCELLED)
-    assert await _left(store, max_jobs=3) == ["j0", "j2", "flood19"]
-    assert await _left(store, max_jobs=3, max_bytes=1500) == ["j0", "j2"]
-    found = await store.of_request("r-j0")
-    assert found is not None
-    assert found.images == IMAGES
-    assert await _left(store, max_jobs=1) == ["j2"]
-
-
-@pytest.mark.parametrize("how", [JOB_STATE_COMPLETED, JOB_STATE_FAILED])
-async def test_the_peer_that_has_the_most_loses_its_own(store: JobStore, how: JobState.ValueType) -> None:
-    for number in range(3):
-        await _add_ended(store, f"theirs{number}", "theirs", float(number), how=how)
-    for number in range(30):
-        await _add_ended(store, f"flood{number}", "flood", 10.0 + number, how=how)
-    theirs = [f"theirs{number}" for number in range(3)]
-    assert await _left(store, max_jobs=10) == [*theirs, *(f"flood{number}" for number in range(23, 30))]
-    assert await _left(store, max_jobs=6) == [*theirs, "flood27", "flood28", "flood29"]
-    assert await _left(store, max_jobs=4) == ["theirs1", "theirs2", "flood28", "flood29"], "then both alike"
-    for job_id in ("theirs0", "flood0"):
-        assert await store.of_request(f"r-{job_id}") is None
 
 
 async def test_the_peer_that_has_the_most_bytes_loses_its_own_where_these_are_too_many(store: JobStore) -> None:
@@ -217,7 +133,8 @@ async def test_the_peer_that_has_the_most_bytes_loses_its_own_where_these_are_to
         await store.add(replace(record(f"large{number}", spec=bytes(20_000)), peer="large"))
         await store.update(f"large{number}", failed(error=b"", ended_wall=10.0 + number))
     for number in range(10):
-        await _add_ended(store, f"small{number}", "small", float(number), how=JOB_STATE_FAILED)
+        await store.add(replace(record(f"small{number}"), peer="small"))
+        await _end(store, f"small{number}", ended_wall=float(number))
     small = [f"small{number}" for number in range(10)]
     assert await _left(store, max_bytes=50_000) == ["large3", "large4", *small]
 
