@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2
 
 from bottega.errors import BottegaError
 from bottega.gateway.config import FleetConfig, GatewayConfig, GatewayServerConfig
@@ -89,21 +90,52 @@ class Running:
             pass
         return await self.job(job_id)
 
+    async def image(self, job_id: str) -> bytes:
+        """The first image of a job."""
+        chunks = [answer.chunk async for answer in self.images.GetImage(image_pb2.GetImageRequest(job_id=job_id))]
+        return b"".join(chunks)
+
+    async def listed(self) -> list[str]:
+        """Ids of the newest jobs, the newest first."""
+        answer = await self.images.ListJobs(image_pb2.ListJobsRequest(), timeout=10)
+        return [job.job_id for job in answer.jobs]
+
+    async def stop_early(self) -> None:
+        """Ends as at SIGTERM: what runs then is for a later life."""
+        await self.gateway.server.drain(self.gateway.finish)
+
+    async def is_serving(self) -> bool:
+        """What its health says."""
+        check = self.channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        answer = await check(health_pb2.HealthCheckRequest(), timeout=5)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def until_serving(self, serving: bool = True) -> None:
+        """Returns when its health says so."""
+        async with asyncio.timeout(10):
+            while await self.is_serving() is not serving:  # noqa: ASYNC110 - health has no event
+                await asyncio.sleep(0.05)
+
 
 @contextlib.asynccontextmanager
-async def running_gateway(*, codec_processes: int = 0, **config: Any) -> AsyncIterator[Running]:
+async def running_gateway(*, codec_processes: int = 0, starting: bool = False, **config: Any) -> AsyncIterator[Running]:
     """Serves until the block ends. Most tests send no images and need no codec process.
 
-    state: of an earlier one that shall go on; else it has one of its own.
+    state: of an earlier one that shall go on; else it has one of its own. starting: the block begins when it listens,
+    which is before it serves.
     """
     with contextlib.ExitStack() as stack:
         config.setdefault("state", stack.enter_context(tempfile.TemporaryDirectory(prefix="bottega-test-")))
-        async with _serving(codec_processes=codec_processes, **config) as running:
+        async with _serving(codec_processes=codec_processes, starting=starting, **config) as running:
             yield running
 
 
 @contextlib.asynccontextmanager
-async def _serving(*, codec_processes: int, **config: Any) -> AsyncIterator[Running]:
+async def _serving(*, codec_processes: int, starting: bool, **config: Any) -> AsyncIterator[Running]:
     server = GatewayServerConfig(
         listen=config.pop("listen", "127.0.0.1:0"),
         metrics_listen="127.0.0.1:0",
@@ -114,8 +146,9 @@ async def _serving(*, codec_processes: int, **config: Any) -> AsyncIterator[Runn
     fleet_config = FleetConfig(**{"listen": "127.0.0.1:0"} | config.pop("fleet", {}))
     gateway = Gateway(GatewayConfig(server=server, fleet=fleet_config, codec_processes=codec_processes, **config))
     await gateway.server.start()
-    await gateway.warm_up()
-    await gateway.server.set_serving(True)
+    start = asyncio.create_task(_start(gateway))
+    if not starting:
+        await start
     channel = open_channel(gateway.server.address)
     images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
     to_fleet = open_channel(gateway.fleet_listener.address)
@@ -130,8 +163,15 @@ async def _serving(*, codec_processes: int, **config: Any) -> AsyncIterator[Runn
             await host.die()
         await channel.close()
         await to_fleet.close()
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
         await gateway.server.stop()
         await gateway.shut_down()
+
+
+async def _start(gateway: Gateway) -> None:
+    await gateway.warm_up()
+    await gateway.server.set_serving(True)
 
 
 async def refusal(call: Callable[[], Any]) -> BottegaError:

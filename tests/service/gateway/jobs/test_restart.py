@@ -8,21 +8,14 @@ import shutil
 import socket
 import sqlite3
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2
 
 from bottega import errors
-from bottega.gateway.config import FleetConfig, GatewayConfig, GatewayServerConfig
-from bottega.gateway.gateway import Gateway
 from bottega.gateway.scheduling import periodic
 from bottega.storage import ContentStore
-from bottega.v1 import image_pb2, image_pb2_grpc, worker_pb2
-from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1 import image_pb2, worker_pb2
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.samples.jobs import sample_job
 from tests.support import full_disk
@@ -37,27 +30,6 @@ def _address() -> str:
     """One that is free now: a later life listens where the earlier one did, and workers find it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return f"127.0.0.1:{free.getsockname()[1]}"
-
-
-async def _is_serving(channel: grpc.aio.Channel) -> bool:
-    check = channel.unary_unary(
-        "/grpc.health.v1.Health/Check",
-        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-        response_deserializer=health_pb2.HealthCheckResponse.FromString,
-    )
-    answer = await check(health_pb2.HealthCheckRequest(), timeout=5)
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-async def _serves(channel: grpc.aio.Channel, serving: bool) -> None:
-    async with asyncio.timeout(10):
-        while await _is_serving(channel) is not serving:  # noqa: ASYNC110 - health has no event
-            await asyncio.sleep(0.05)
-
-
-async def _image(house: Running, job_id: str) -> bytes:
-    chunks = [answer.chunk async for answer in house.images.GetImage(image_pb2.GetImageRequest(job_id=job_id))]
-    return b"".join(chunks)
 
 
 async def test_the_same_request_gives_the_same_bytes_after_a_restart_and_another_one_is_refused(tmp_path: Path) -> None:
@@ -75,7 +47,7 @@ async def test_the_same_request_gives_the_same_bytes_after_a_restart_and_another
         assert isinstance(error, errors.RequestIdReused)
         (job,) = (await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs
         assert (job.state, job.request_id) == (image_pb2.JOB_STATE_COMPLETED, "order-1")
-        assert await _image(house, job.job_id) == b"picture 0"
+        assert await house.image(job.job_id) == b"picture 0"
 
 
 async def test_a_stopping_gateway_leaves_what_it_cannot_finish_to_a_later_life(tmp_path: Path) -> None:
@@ -89,7 +61,7 @@ async def test_a_stopping_gateway_leaves_what_it_cannot_finish_to_a_later_life(t
         waits = house.generate("order-2", prompt="a square")
         await told(waits)
         house.workers.clear()
-        await house.gateway.server.drain(house.gateway.finish)
+        await house.stop_early()
         for call in (runs, waits):
             assert isinstance(await refusal(lambda call=call: call), errors.Draining)  # type: ignore[misc]
     worker.script.release.set()
@@ -114,7 +86,7 @@ async def test_an_adopted_attempt_brings_its_checkpoint_along(tmp_path: Path) ->
         await worker.checkpoints.put(checkpoint)
         await asyncio.sleep(0.2)  # it crosses the wire
         house.workers.clear()
-        await house.gateway.server.drain(house.gateway.finish)
+        await house.stop_early()
     async with running_gateway(state=str(tmp_path), fleet={"listen": address}) as house:
         await eventually(lambda: len(worker.requests) == 2, "the attempt to be adopted")
         await asyncio.sleep(0.2)
@@ -131,7 +103,7 @@ async def test_what_nobody_claims_after_a_restart_lines_up_again_before_the_othe
         runs = await house.submit(prompt="a star")
         await asyncio.wait_for(worker.arrived.wait(), 2)
         waits = await house.submit(prompt="a square")
-        await house.gateway.server.drain(house.gateway.finish)
+        await house.stop_early()
     async with running_gateway(state=str(tmp_path), hold_s=0.5, model_grace_s=10) as house:
         began = time.monotonic()
         await asyncio.sleep(0.6)
@@ -147,7 +119,7 @@ async def test_who_watches_a_job_that_waits_hears_at_once_after_a_restart_where_
     async with running_gateway(state=str(tmp_path)) as house:
         await (await house.worker()).die()
         jobs = [await house.submit(prompt=f"star {number}") for number in range(2)]
-        await house.gateway.server.drain(house.gateway.finish)
+        await house.stop_early()
     async with running_gateway(state=str(tmp_path)) as house:
         for place, job in enumerate(jobs):
             watch = house.images.WatchJob(image_pb2.WatchJobRequest(job_id=job.job_id), timeout=5)
@@ -186,7 +158,7 @@ async def test_who_gave_no_request_id_is_drawn_nothing_after_a_crash(tmp_path: P
         somebodys = (await told(calls[1])).job_id
         submitted = (await house.submit(prompt="anybody's")).job_id
         _as_at_a_crash(house)
-        await house.gateway.server.drain(house.gateway.finish)
+        await house.stop_early()
     try:
         async with running_gateway(state=str(tmp_path), fleet={"listen": address}) as house:
             ended = await house.ended(nobodys)
@@ -207,7 +179,7 @@ async def test_a_deadline_passes_by_the_wall_clock_while_there_is_no_gateway(tmp
         call = house.generate(prompt="a star", timeout=1.5)
         job_id = (await told(call)).job_id
         _as_at_a_crash(house)
-        await house.gateway.server.drain(house.gateway.finish)
+        await house.stop_early()
     await asyncio.sleep(1.0)
     async with running_gateway(state=str(tmp_path)) as house:
         ended = await house.ended(job_id)
@@ -228,18 +200,18 @@ async def test_a_full_disk_refuses_jobs_keeps_what_was_drawn_and_heals(tmp_path:
             job_id = (await told(call)).job_id
             ballast = full_disk.fill(disk)
             worker.script.release.set()
-            await _serves(house.channel, False)
+            await house.until_serving(False)
             error = await refusal(lambda: house.generate("order-2", prompt="a square"))
             assert isinstance(error, errors.StorageUnavailable)
             assert error.retry_after_s
             assert (await house.job(job_id)).state == image_pb2.JOB_STATE_RUNNING
-            assert await _image(house, done.job_id) == bytes(300_000), "what is there can be read"
-            assert len((await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs) == 2
+            assert await house.image(done.job_id) == bytes(300_000), "what is there can be read"
+            assert len(await house.listed()) == 2
             ballast.unlink()
             events = [answer.event async for answer in call]
             assert events[-1].completed.images[0].data == b"x" * 300_000
             assert events[-1].completed.provenance.attempts == 1
-            await _serves(house.channel, True)
+            await house.until_serving()
             worker.script.picture = lambda index: b"small"
             await house.draw("order-2", prompt="a square")
 
@@ -249,16 +221,14 @@ async def test_a_disk_that_comes_back_read_only_after_a_crash_is_read(tmp_path: 
         state = disk / "state"
         done = await _left_by_a_crash(tmp_path / "killed", state)
         with full_disk.read_only(disk):
-            async with _starting(state, _address()) as starting:
-                await _read(starting, done.job_id)
-                image = starting.images.GetImage(image_pb2.GetImageRequest(job_id=done.job_id), timeout=10)
-                assert b"".join([answer.chunk async for answer in image]) == b"picture 0"
-                request = image_pb2.SubmitJobRequest(spec=GenerationSpec(prompt="a star"))
-                error = await refusal(lambda: starting.images.SubmitJob(request, timeout=10))
+            async with running_gateway(state=str(state), starting=True) as house:
+                await _read(house, done.job_id)
+                assert await house.image(done.job_id) == b"picture 0"
+                error = await refusal(lambda: house.submit(prompt="a star"))
                 assert isinstance(error, errors.Unavailable)
-                assert not await _is_serving(starting.channel)
-        async with _starting(state, _address()) as starting:
-            await _serves(starting.channel, True)
+                assert not await house.is_serving()
+        async with running_gateway(state=str(state), starting=True) as house:
+            await house.until_serving()
             assert not list((state / "images" / "incoming").iterdir())
 
 
@@ -267,16 +237,14 @@ async def test_images_that_cannot_be_used_keep_nobody_from_reading_jobs(tmp_path
     other = ContentStore(tmp_path / "state" / "images", budget_bytes=MIB, ttl_s=60)
     await other.open()
     try:
-        async with _starting(tmp_path / "state", _address()) as starting:
-            await _read(starting, done.job_id)
-            image = image_pb2.GetImageRequest(job_id=done.job_id)
-            error = await refusal(lambda: starting.images.GetImage(image, timeout=10))
+        async with running_gateway(state=str(tmp_path / "state"), starting=True) as house:
+            await _read(house, done.job_id)
+            error = await refusal(lambda: house.image(done.job_id))
             assert isinstance(error, errors.StorageUnavailable)
-            cancel = image_pb2.CancelJobRequest(job_id=done.job_id)
-            await starting.images.CancelJob(cancel, timeout=10)  # it has ended, and stays so
+            await house.images.CancelJob(image_pb2.CancelJobRequest(job_id=done.job_id))  # it has ended, and stays so
             assert _generation(tmp_path / "state") == 1, "two gateways must not both count themselves in"
             await other.close()
-            await _serves(starting.channel, True)
+            await house.until_serving()
             assert _generation(tmp_path / "state") == 2
     finally:
         await other.close()
@@ -293,11 +261,9 @@ async def _left_by_a_crash(killed: Path, state: Path) -> image_pb2.Job:
     return done
 
 
-async def _read(starting: Starting, job_id: str) -> None:
-    found = await starting.images.GetJob(image_pb2.GetJobRequest(job_id=job_id), timeout=10)
-    assert found.job.state == image_pb2.JOB_STATE_COMPLETED
-    listed = await starting.images.ListJobs(image_pb2.ListJobsRequest(), timeout=10)
-    assert [job.job_id for job in listed.jobs] == [job_id]
+async def _read(house: Running, job_id: str) -> None:
+    assert (await house.job(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+    assert await house.listed() == [job_id]
 
 
 def _generation(state: Path) -> int:
@@ -309,39 +275,34 @@ def _generation(state: Path) -> int:
 async def test_who_asks_before_a_store_could_be_opened_hears_why(tmp_path: Path) -> None:
     with full_disk.small_disk(tmp_path / "disk", size_bytes=MIB) as disk:
         ballast = full_disk.fill(disk)
-        async with _starting(disk / "state", _address()) as starting:
-            error = await refusal(lambda: starting.images.GetJob(image_pb2.GetJobRequest(job_id="j"), timeout=10))
+        async with running_gateway(state=str(disk / "state"), starting=True) as house:
+            error = await refusal(lambda: house.job("j"))
             assert isinstance(error, errors.StorageUnavailable)
             assert error.message == "the disk is full"
             ballast.unlink()
-            await _serves(starting.channel, True)
+            await house.until_serving()
 
 
 async def test_a_cancel_that_is_refused_while_it_starts_on_a_full_disk_has_not_happened(tmp_path: Path) -> None:
     with full_disk.small_disk(tmp_path / "disk", size_bytes=8 * MIB) as disk:
-        state, address, fleet = disk / "state", _address(), _address()
+        state = disk / "state"
         async with running_gateway(state=str(tmp_path / "killed")) as house:
             await (await house.worker()).die()
             job_id = (await house.submit("order-1", prompt="a star")).job_id
             shutil.copytree(tmp_path / "killed", state)  # as it is left by one that is killed
         ballast = full_disk.fill(disk)
-        async with _starting(state, address, fleet) as starting:
+        async with running_gateway(state=str(state), starting=True) as house:
             cancel = image_pb2.CancelJobRequest(job_id=job_id)
-            error = await refusal(lambda: starting.images.CancelJob(cancel, timeout=10))
+            error = await refusal(lambda: house.images.CancelJob(cancel, timeout=10))
             assert isinstance(error, errors.StorageUnavailable)
-            assert not await _is_serving(starting.channel)
+            assert not await house.is_serving()
             ballast.unlink()
-            await _serves(starting.channel, True)
+            await house.until_serving()
             await asyncio.sleep(0.7)  # what waited for the disk has been tried again
-            worker = await ScriptedWorker("w2", fleet).start()
-            try:
-                for request_id in ("order-1", "order-2"):
-                    request = image_pb2.GenerateRequest(request_id=request_id, spec=GenerationSpec(prompt="a star"))
-                    events = [answer.event async for answer in starting.images.Generate(request, timeout=10)]
-                    assert events[-1].WhichOneof("event") == "completed"
-                assert worker.begun[0][0] == job_id
-            finally:
-                await worker.die()
+            worker = await house.worker("w2")
+            for request_id in ("order-1", "order-2"):
+                assert (await house.draw(request_id, prompt="a star")).images
+            assert worker.begun[0][0] == job_id
 
 
 async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(
@@ -355,24 +316,17 @@ async def test_a_damaged_store_takes_no_job_and_gives_no_wrong_answer(
     whole = tmp_path / "state" / "jobs.sqlite"
     shutil.copy(whole, tmp_path / "copy")
     whole.write_bytes(bytes(4096) + whole.read_bytes()[4096:])
-    address = _address()
-    async with _starting(tmp_path / "state", address) as starting:
-        images = starting.images
-        for call in (
-            lambda: images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=10),
-            lambda: images.ListJobs(image_pb2.ListJobsRequest(), timeout=10),
-            lambda: images.SubmitJob(image_pb2.SubmitJobRequest(request_id="order-1"), timeout=10),
-        ):
+    async with running_gateway(state=str(tmp_path / "state"), starting=True) as house:
+        for call in (lambda: house.job(done.job_id), house.listed, lambda: house.submit("order-1", prompt="done")):
             error = await refusal(call)
             assert isinstance(error, errors.DataLoss)
             assert str(tmp_path) not in error.message
-        assert not await _is_serving(starting.channel)
+        assert not await house.is_serving()
         for beside in (tmp_path / "state").glob("jobs.sqlite*"):
             beside.unlink()
         shutil.copy(tmp_path / "copy", whole)
-        await _serves(starting.channel, True)
-        found = (await images.GetJob(image_pb2.GetJobRequest(job_id=done.job_id), timeout=5)).job
-        assert found.state == image_pb2.JOB_STATE_COMPLETED
+        await house.until_serving()
+        assert (await house.job(done.job_id)).state == image_pb2.JOB_STATE_COMPLETED
 
 
 async def test_a_picture_that_was_seen_damaged_does_not_keep_its_request_from_being_drawn_again(tmp_path: Path) -> None:
@@ -382,7 +336,7 @@ async def test_a_picture_that_was_seen_damaged_does_not_keep_its_request_from_be
         await house.ended(first.job_id)
         (stored,) = (file for file in (tmp_path / "images").rglob("*") if file.is_file())
         stored.write_bytes(b"no picture")
-        assert isinstance(await refusal(lambda: _image(house, first.job_id)), errors.DataLoss)
+        assert isinstance(await refusal(lambda: house.image(first.job_id)), errors.DataLoss)
         again = await house.draw("order-1", prompt="a star")
         assert [image.data for image in again.images] == [b"picture 0"]
         assert len(worker.begun) == 2
@@ -396,7 +350,7 @@ async def test_one_damaged_job_keeps_neither_the_gateway_from_starting_nor_the_o
         hurt = await house.submit("order-1", prompt="hurt")
         unfed = await house.submit("order-2", prompt="unfed", image=png(64, 64), strength=0.5)
         well = await house.submit("order-3", prompt="well")
-        await house.gateway.server.drain(house.gateway.finish)
+        await house.stop_early()
     with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite")) as store, store:
         store.execute("UPDATE jobs SET deaths = deaths + 1 WHERE job_id = ?", [hurt.job_id])
         store.execute("UPDATE inputs SET data = x'00'")
@@ -407,9 +361,8 @@ async def test_one_damaged_job_keeps_neither_the_gateway_from_starting_nor_the_o
         assert (await house.ended(well.job_id)).state == image_pb2.JOB_STATE_COMPLETED
         assert isinstance(await refusal(lambda: house.job(hurt.job_id)), errors.DataLoss)
         assert isinstance(await refusal(lambda: house.submit("order-1", prompt="hurt")), errors.DataLoss)
-        listed = (await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs
-        assert [job.job_id for job in listed] == [well.job_id, unfed.job_id]
-        assert await _is_serving(house.channel)
+        assert await house.listed() == [well.job_id, unfed.job_id]
+        assert await house.is_serving()
         await house.draw("order-4", prompt="new")
 
 
@@ -423,43 +376,6 @@ async def test_a_gateway_that_cannot_look_after_its_queue_does_not_say_that_it_s
         stranger = sample_job()
         stranger.spec.model = stranger.bare.model = "miniature"
         house.gateway._controller.queue.add(stranger)  # nobody knows of it, which is a fault of ours
-        await _serves(house.channel, False)
+        await house.until_serving(False)
         house.gateway._controller.queue.remove(stranger)
-        await _serves(house.channel, True)
-
-
-@dataclass(slots=True, kw_only=True)
-class Starting:
-    """A gateway that listens, and may not have begun to serve."""
-
-    channel: grpc.aio.Channel
-    images: image_pb2_grpc.ImageServiceAsyncStub
-
-
-@contextlib.asynccontextmanager
-async def _starting(state: Path, address: str, fleet: str = "127.0.0.1:0") -> AsyncIterator[Starting]:
-    life = asyncio.create_task(_live(state, address, fleet))
-    try:
-        async with grpc.aio.insecure_channel(address) as channel:
-            await channel.channel_ready()
-            images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
-            yield Starting(channel=channel, images=images)
-            assert not life.done()
-    finally:
-        life.cancel()
-        await asyncio.gather(life, return_exceptions=True)
-
-
-async def _live(state: Path, address: str, fleet: str) -> None:
-    server = GatewayServerConfig(listen=address, metrics_listen="127.0.0.1:0")
-    gateway = Gateway(
-        GatewayConfig(server=server, fleet=FleetConfig(listen=fleet), codec_processes=0, state=str(state))
-    )
-    try:
-        await gateway.server.start()
-        await gateway.warm_up()
-        await gateway.server.set_serving(True)
-        await asyncio.Event().wait()
-    finally:
-        await gateway.server.stop()
-        await gateway.shut_down()
+        await house.until_serving()
