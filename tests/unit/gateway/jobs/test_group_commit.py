@@ -44,7 +44,7 @@ async def commits(path: Path) -> AsyncIterator[GroupCommit]:
         at_commit = "FOREIGN KEY" in str(error)
         return os_errors.unavailable("the disk is full", cause="ENOSPC") if at_commit else None
 
-    commits = GroupCommit(connect, typed)
+    commits = GroupCommit(connect, typed, lambda seconds: None)
     yield commits
     await commits.close()
 

@@ -25,10 +25,6 @@ _MAX_WAITING = 4096
 _log = logging.getLogger(__name__)
 
 
-def _ignore(_: float) -> None:
-    """For those who do not measure."""
-
-
 class GroupCommit:
     """Runs operations in the order in which they came; each is durable when its caller hears of it.
 
@@ -41,7 +37,7 @@ class GroupCommit:
         self,
         connect: Callable[[], sqlite3.Connection],
         typed: Callable[[sqlite3.Error], Exception | None],
-        on_commit: Callable[[float], None] = _ignore,
+        on_commit: Callable[[float], None],
     ) -> None:
         self._connect = connect
         self._typed = typed

@@ -50,11 +50,6 @@ class SqliteJobStore:
         return self._generation
 
     @property
-    def commits(self) -> int:
-        """Transactions so far, each of a group of operations."""
-        return self._writer.commits
-
-    @property
     def waiting(self) -> int:
         """Operations that wait to be written."""
         return self._writer.waiting

@@ -15,37 +15,36 @@ from bottega.gateway.jobs.store.sqlite_errors import damaged
 from bottega.gateway.jobs.values import StoredImage
 from bottega.storage.checksums import Value, checksum
 
-COLUMNS = (
-    "job_id",
-    "request_id",
-    "log_id",
-    "ends_with_caller",
-    "fingerprint",
-    "state",
-    "spec",
-    "latent_height",
-    "latent_width",
-    "image_digest",
-    "size_bytes",
-    "created_wall",
-    "started_wall",
-    "ended_wall",
-    "deadline_wall",
-    "attempt",
-    "deaths",
-    "decisions",
-    "images",
-    "provenance",
-    "error",
-    "peer",
-    "ended_steady",
-    "checksum",
-)
-"""In the order of `to_row`; `from_row` expects `sequence` before them."""
-
-
+# Columns of the table, in the order of `to_row`, with their types; `from_row` expects `sequence` before them.
+TYPES = {
+    "job_id": "TEXT NOT NULL UNIQUE",
+    "request_id": "TEXT NOT NULL",
+    "log_id": "TEXT NOT NULL",
+    "ends_with_caller": "INTEGER NOT NULL",
+    "fingerprint": "TEXT NOT NULL",
+    "state": "INTEGER NOT NULL",
+    "spec": "BLOB NOT NULL",
+    "latent_height": "INTEGER NOT NULL",
+    "latent_width": "INTEGER NOT NULL",
+    "image_digest": "TEXT NOT NULL",
+    "size_bytes": "INTEGER NOT NULL",
+    "created_wall": "REAL NOT NULL",
+    "started_wall": "REAL",
+    "ended_wall": "REAL",
+    "deadline_wall": "REAL",
+    "attempt": "INTEGER NOT NULL",
+    "deaths": "INTEGER NOT NULL",
+    "decisions": "BLOB NOT NULL",
+    "images": "TEXT NOT NULL",
+    "provenance": "BLOB NOT NULL",
+    "error": "BLOB NOT NULL",
+    "peer": "TEXT NOT NULL",
+    "ended_steady": "REAL",
+    "checksum": "INTEGER NOT NULL",
+}
+COLUMNS = tuple(TYPES)
 # Stored as REAL: an integer would come back as another value than the checksum was made of.
-_TIMES = frozenset(name for name in COLUMNS if name.endswith(("_wall", "_steady")))
+_TIMES = frozenset(name for name, kind in TYPES.items() if kind.startswith("REAL"))
 
 
 def to_row(record: JobRecord) -> tuple[Value, ...]:

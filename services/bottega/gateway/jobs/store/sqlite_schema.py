@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bottega.gateway.jobs.store import sqlite_upgrade
+from bottega.gateway.jobs.store.sqlite_rows import TYPES
 from bottega.storage import sqlite_files
 from bottega.v1 import image_pb2
 
@@ -31,30 +32,7 @@ _JOBS = (
     f"""
     CREATE TABLE jobs (
         sequence INTEGER PRIMARY KEY AUTOINCREMENT,
-        job_id TEXT NOT NULL UNIQUE,
-        request_id TEXT NOT NULL,
-        log_id TEXT NOT NULL,
-        ends_with_caller INTEGER NOT NULL,
-        peer TEXT NOT NULL,
-        fingerprint TEXT NOT NULL,
-        state INTEGER NOT NULL,
-        spec BLOB NOT NULL,
-        latent_height INTEGER NOT NULL,
-        latent_width INTEGER NOT NULL,
-        image_digest TEXT NOT NULL,
-        size_bytes INTEGER NOT NULL,
-        created_wall REAL NOT NULL,
-        started_wall REAL,
-        ended_wall REAL,
-        ended_steady REAL,
-        deadline_wall REAL,
-        attempt INTEGER NOT NULL,
-        deaths INTEGER NOT NULL,
-        decisions BLOB NOT NULL,
-        images TEXT NOT NULL,
-        provenance BLOB NOT NULL,
-        error BLOB NOT NULL,
-        checksum INTEGER NOT NULL,
+        {", ".join(f"{name} {kind}" for name, kind in TYPES.items())},
         kept_bytes INTEGER NOT NULL GENERATED ALWAYS AS
             (512 + length(spec) + length(decisions) + length(images) + length(provenance) + length(error)) VIRTUAL,
         finished INTEGER GENERATED ALWAYS AS {_FINISHED} VIRTUAL
