@@ -23,26 +23,23 @@ class Clock:
 class SteadyClock:
     """Unix time that goes on evenly, whatever the machine's clock is set to meanwhile: for how old something is.
 
-    wall, monotonic: in seconds. It begins at what `wall` says, or where an earlier process was (`go_on_from`).
+    It begins at what the clock on the wall says, or where an earlier process was (`go_on_from`).
     """
 
-    def __init__(
-        self, *, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._wall = wall
-        self._monotonic = monotonic
-        self._ahead_s = wall() - monotonic()
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ahead_s = clock.wall() - clock.monotonic()
 
     def __call__(self) -> float:
         """The time now. It never goes back."""
-        return self._monotonic() + self._ahead_s
+        return self._clock.monotonic() + self._ahead_s
 
     def go_on_from(self, steady: float, *, wall: float) -> None:
         """Goes on from a moment of an earlier process, when the two clocks said this.
 
         What has passed since is what the machine's clock says, and nothing where that was set back.
         """
-        self._ahead_s = steady + max(0.0, self._wall() - wall) - self._monotonic()
+        self._ahead_s = steady + max(0.0, self._clock.wall() - wall) - self._clock.monotonic()
 
 
 class AwakeClock:

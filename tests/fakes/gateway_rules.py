@@ -28,9 +28,10 @@ from bottega.gateway.scheduling.periodic import PeriodicChecks
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.hosted_pb2 import Hosted
+from tests.fakes.fake_time import FakeTime
 from tests.fakes.memory_storage import Shelf, at_once, memory_storage
 from tests.samples import controlnet_hosts
-from tests.samples.jobs import FakeTime, sample_job
+from tests.samples.jobs import sample_job
 
 Answer = worker_pb2.RunAttemptResponse | BottegaError
 

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from bottega.clocks import Clock
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobRequest
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
-
-
-@dataclass
-class FakeTime:
-    """Both clocks of a gateway: `now` is monotonic, and Unix time is a thousand million seconds ahead of it.
-
-    wrong_s: by how much somebody has set the latter wrong.
-    """
-
-    now: float = 1000.0
-    wrong_s: float = 0.0
-
-    def clock(self) -> Clock:
-        return Clock(monotonic=lambda: self.now, wall=lambda: self.now + 1e9 + self.wrong_s)
+from tests.fakes.fake_time import FakeTime
 
 
 def tell(job: Job) -> None:

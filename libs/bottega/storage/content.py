@@ -11,13 +11,13 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from bottega.clocks import SteadyClock
+from bottega.clocks import Clock, SteadyClock
 from bottega.errors import DataLoss, TooLarge
 from bottega.storage import os_errors
 from bottega.storage.content_files import ContentFolder, check, damaged
@@ -94,24 +94,16 @@ class ContentStore:
     One process at a time may have a folder open.
 
     budget_bytes: of all images together. ttl_s: seconds since an image was last put, whatever the machine's clock is
-    set to meanwhile; a time at which no store was open is what that clock says. clock: Unix time in seconds.
+    set to meanwhile; a time at which no store was open is what that clock says.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        budget_bytes: int,
-        ttl_s: float,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, folder: Path, *, budget_bytes: int, ttl_s: float, clock: Clock | None = None) -> None:
         self.budget_bytes = budget_bytes
         self._path = folder
         self._folder = ContentFolder(folder)
         self._ttl_s = ttl_s
-        self._clock = clock
-        self._steady = SteadyClock(wall=clock, monotonic=monotonic)
+        self._clock = clock or Clock()
+        self._steady = SteadyClock(self._clock)
         self._pinned: Counter[str] = Counter()
         # Oldest first. Only the writer changes it; the reader looks things up.
         self._entries: dict[str, _Entry] = {}
@@ -189,7 +181,7 @@ class ContentStore:
     def _open(self) -> None:
         with os_errors.translated():
             scan = self._folder.open()
-        now, wall = self._steady(), self._clock()
+        now, wall = self._steady(), self._clock.wall()
         files = sorted(scan.files, key=lambda file: file.time)
         self._entries = {
             # A clock that was wrong once must not keep a file for ever: a time to come is now.
@@ -207,7 +199,7 @@ class ContentStore:
         with os_errors.translated():
             entry, now = self._entries.get(digest), self._steady()
             # What another process will read: too late a time keeps the file a little longer, too early a one loses it.
-            stamp = max(now, self._clock())
+            stamp = max(now, self._clock.wall())
             if entry and self._folder.confirm(digest, size_bytes=len(data), thoroughly=not entry.trusted):
                 self._folder.renew(digest, time=stamp)
             else:

@@ -202,11 +202,7 @@ def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> St
         folder=folder,
         jobs=jobs,
         images=ContentStore(
-            folder / "images",
-            budget_bytes=config.results_bytes,
-            ttl_s=config.results_ttl_s,
-            clock=clock.wall,
-            monotonic=clock.monotonic,
+            folder / "images", budget_bytes=config.results_bytes, ttl_s=config.results_ttl_s, clock=clock
         ),
         max_jobs=config.max_jobs,
         jobs_bytes=config.jobs_bytes,

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from bottega.clocks import AwakeClock, SteadyClock
-
-
-class Machine:
-    """`now` passes; the clock on the wall shows what it was set to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.wrong_s = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wall(self) -> float:
-        return 1e9 + self.now + self.wrong_s
-
-    def steady(self) -> SteadyClock:
-        return SteadyClock(wall=self.wall, monotonic=self.monotonic)
+from tests.fakes.fake_time import FakeTime
 
 
 def test_a_clock_that_is_set_back_or_forward_changes_no_age() -> None:
-    machine = Machine()
-    steady = machine.steady()
+    machine = FakeTime(now=100.0)
+    steady = SteadyClock(machine.clock())
     began = steady()
-    assert began == machine.wall()
+    assert began == machine.clock().wall()
     for wrong_s in (-7200.0, 7200.0, 0.0):
         machine.wrong_s = wrong_s
         machine.now += 5
@@ -34,11 +18,11 @@ def test_a_clock_that_is_set_back_or_forward_changes_no_age() -> None:
 
 
 def test_another_process_goes_on_from_what_the_one_before_has_left() -> None:
-    machine = Machine()
+    machine = FakeTime(now=100.0)
     machine.wrong_s = -7200.0  # while the one before ended
-    left, left_wall = 1e9 + machine.now, machine.wall()
+    left, left_wall = 1e9 + machine.now, machine.clock().wall()
     machine.now += 30
-    later = machine.steady()
+    later = SteadyClock(machine.clock())
     later.go_on_from(left, wall=left_wall)
     assert later() == left + 30
     machine.now += 5
@@ -47,18 +31,18 @@ def test_another_process_goes_on_from_what_the_one_before_has_left() -> None:
 
 
 def test_a_clock_that_was_set_back_between_two_processes_takes_nothing_back() -> None:
-    machine = Machine()
-    left, left_wall = machine.steady()(), machine.wall()
+    machine = FakeTime(now=100.0)
+    left, left_wall = SteadyClock(machine.clock())(), machine.clock().wall()
     machine.now += 30
     machine.wrong_s = -7200.0
-    later = machine.steady()
+    later = SteadyClock(machine.clock())
     later.go_on_from(left, wall=left_wall)
     assert later() == left
 
 
 def test_time_in_which_this_process_was_stopped_counts_as_one_look() -> None:
-    machine = Machine()
-    awake = AwakeClock(0.25, monotonic=machine.monotonic)
+    machine = FakeTime(now=100.0)
+    awake = AwakeClock(0.25, monotonic=machine.clock().monotonic)
     for _ in range(4):
         machine.now += 0.25
         assert awake() == machine.now - 100

@@ -14,30 +14,17 @@ import pytest
 
 from bottega.errors import DataLoss, StorageUnavailable, TooLarge
 from bottega.storage import ContentStore
+from tests.fakes.fake_time import FakeTime
 from tests.support import full_disk
 
 MIB = 1 << 20
 
 
-class FakeClock:
-    """`now` passes; the clock on the wall shows what it was set to."""
-
-    now = 1e9
-    wrong_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now + self.wrong_s
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @contextlib.asynccontextmanager
 async def _store(
-    folder: Path, *, budget_bytes: int = 64 * MIB, ttl_s: float = 60, clock: FakeClock | None = None
+    folder: Path, *, budget_bytes: int = 64 * MIB, ttl_s: float = 60, clock: FakeTime | None = None
 ) -> AsyncIterator[ContentStore]:
-    clock = clock or FakeClock()
-    store = ContentStore(folder, budget_bytes=budget_bytes, ttl_s=ttl_s, clock=clock, monotonic=clock.monotonic)
+    store = ContentStore(folder, budget_bytes=budget_bytes, ttl_s=ttl_s, clock=(clock or FakeTime()).clock())
     await store.open()
     try:
         yield store
@@ -80,7 +67,7 @@ async def test_an_image_comes_back_also_after_a_restart(tmp_path: Path) -> None:
 
 
 async def test_a_reader_gives_parts_and_survives_the_removal_of_its_image(tmp_path: Path) -> None:
-    clock = FakeClock()
+    clock = FakeTime()
     digest, data = _named(os.urandom(5000))
     async with _store(tmp_path, clock=clock) as store:
         await store.put(digest, data)
@@ -97,7 +84,7 @@ async def test_a_reader_gives_parts_and_survives_the_removal_of_its_image(tmp_pa
 
 
 async def test_the_same_image_again_is_renewed_and_not_written(tmp_path: Path) -> None:
-    clock = FakeClock()
+    clock = FakeTime()
     digest, data = _picture(1)
     async with _store(tmp_path, clock=clock) as store:
         await store.put(digest, data)
@@ -117,7 +104,7 @@ async def test_the_same_image_again_is_renewed_and_not_written(tmp_path: Path) -
 
 
 async def test_the_oldest_go_when_the_budget_is_used_up(tmp_path: Path) -> None:
-    clock = FakeClock()
+    clock = FakeTime()
     async with _store(tmp_path, budget_bytes=3500, clock=clock) as store:
         for number in range(5):
             clock.now += 1
@@ -144,12 +131,12 @@ async def test_images_that_belong_together_do_not_go_for_another_while_they_are_
 
 
 async def test_sweeping_many_is_done_in_slices_of_milliseconds(tmp_path: Path) -> None:
-    clock = FakeClock()
+    clock = FakeTime()
     for number in range(3000):
         digest = hashlib.sha256(str(number).encode()).hexdigest()
         _file(tmp_path, digest).parent.mkdir(exist_ok=True)
         _file(tmp_path, digest).touch()
-        os.utime(_file(tmp_path, digest), (clock.now, clock.now))
+        os.utime(_file(tmp_path, digest), (clock.clock().wall(),) * 2)
     async with _store(tmp_path, clock=clock) as store:
         assert len(store) == 3000
         clock.now += 61
@@ -263,7 +250,7 @@ async def test_a_full_disk_is_said_leaves_nothing_half_written_and_heals(tmp_pat
 
 async def test_a_disk_that_forbids_writing_is_said_and_still_read(tmp_path: Path) -> None:
     with full_disk.small_disk(tmp_path / "disk", size_bytes=4 * MIB) as disk:
-        clock = FakeClock()
+        clock = FakeTime()
         async with _store(disk / "results", clock=clock) as store:
             await store.put(*_picture(1))
             with full_disk.read_only(disk):
@@ -356,7 +343,7 @@ async def test_many_at_once_do_not_get_in_each_others_way(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("wrong_s", [-7200.0, -30.0, 30.0, 7200.0])
 async def test_a_clock_that_is_set_back_or_forward_for_a_while_takes_no_picture(tmp_path: Path, wrong_s: float) -> None:
-    clock, before, meanwhile = FakeClock(), _picture(1)[0], _picture(2)[0]
+    clock, before, meanwhile = FakeTime(), _picture(1)[0], _picture(2)[0]
     async with _store(tmp_path, clock=clock) as store:
         await store.put(*_picture(1))
         clock.now, clock.wrong_s = clock.now + 5, wrong_s
@@ -378,7 +365,7 @@ async def test_a_clock_that_is_set_back_or_forward_for_a_while_takes_no_picture(
 
 @pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0])
 async def test_a_picture_that_was_put_under_a_wrong_clock_outlives_a_restart(tmp_path: Path, wrong_s: float) -> None:
-    clock = FakeClock()
+    clock = FakeTime()
     async with _store(tmp_path, clock=clock) as store:
         clock.wrong_s = wrong_s
         await store.put(*_picture(1))
@@ -393,7 +380,7 @@ async def test_a_picture_that_was_put_under_a_wrong_clock_outlives_a_restart(tmp
 
 
 async def test_a_restart_under_a_clock_that_was_set_back_takes_no_picture_now_or_later(tmp_path: Path) -> None:
-    clock = FakeClock()
+    clock = FakeTime()
     async with _store(tmp_path, clock=clock) as store:
         await store.put(*_picture(1))
     clock.wrong_s = -7200.0
@@ -405,7 +392,7 @@ async def test_a_restart_under_a_clock_that_was_set_back_takes_no_picture_now_or
 
 
 async def test_what_it_holds_is_known_without_a_look_at_the_disk(tmp_path: Path) -> None:
-    clock = FakeClock()
+    clock = FakeTime()
     digest, data = _picture(1)
     async with _store(tmp_path, clock=clock) as store:
         await store.put(digest, data)

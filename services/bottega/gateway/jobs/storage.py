@@ -74,7 +74,7 @@ class Storage:
         self._jobs_ttl_s = jobs_ttl_s
         # All that is being stored at once fits into the budget, so that no job's first image goes for another's last.
         self._room_bytes = min(waiting_bytes, images.budget_bytes)
-        self.steady = SteadyClock(wall=clock.wall, monotonic=clock.monotonic)
+        self.steady = SteadyClock(clock)
         self._steady_continued = False
         self._unwritten = 0
         self._tasks = BackgroundTasks("upkeep of the disk")

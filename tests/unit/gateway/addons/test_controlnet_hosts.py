@@ -11,8 +11,8 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1.hosted_pb2 import Hosted
+from tests.fakes.fake_time import FakeTime
 from tests.samples.controlnet_hosts import BASE, LOADED, ON_DISK, again, bounds, load, net, server, worker
-from tests.samples.jobs import FakeTime
 
 MODEL = image_pb2.Model(name="m", base=BASE)
 

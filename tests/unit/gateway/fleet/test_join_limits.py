@@ -12,8 +12,8 @@ from bottega.gateway.fleet.join_limits import MAX_NAMELESS, JoinBounds, PendingJ
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.v1 import fleet_pb2
+from tests.fakes.fake_time import FakeTime
 from tests.samples.controlnet_hosts import again, server
-from tests.samples.jobs import FakeTime
 
 BOUNDS = JoinBounds(max_members=8, max_members_per_peer=4, joins_per_s=2.0, joins_per_s_by_name=1.0)
 

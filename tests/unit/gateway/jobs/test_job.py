@@ -8,7 +8,8 @@ from bottega.errors import InternalError, JobCancelled
 from bottega.gateway.jobs.values import JobCheckpoint, StoredImage
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import Provenance
-from tests.samples.jobs import FakeTime, sample_job, tell
+from tests.fakes.fake_time import FakeTime
+from tests.samples.jobs import sample_job, tell
 
 
 def test_a_job_runs_from_the_queue_to_its_pictures() -> None:

@@ -21,7 +21,8 @@ from bottega.storage import ContentStore, os_errors
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.image_pb2 import JOB_STATE_CANCELLED
-from tests.samples.jobs import FakeTime, sample_job
+from tests.fakes.fake_time import FakeTime
+from tests.samples.jobs import sample_job
 
 IMAGES = (StoredImage(digest="a" * 64, size_bytes=3),)
 

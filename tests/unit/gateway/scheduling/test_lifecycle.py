@@ -49,9 +49,10 @@ from bottega.worker.attempts import (
     ProgressEvent,
     StartedEvent,
 )
+from tests.fakes.fake_time import FakeTime
 from tests.fakes.gateway_rules import Shop
 from tests.samples import controlnet_hosts
-from tests.samples.jobs import FakeTime, sample_job
+from tests.samples.jobs import sample_job
 from tests.support.addon_messages import placements
 
 STEPS = 10

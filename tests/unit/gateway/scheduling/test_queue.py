@@ -6,7 +6,8 @@ import pytest
 
 from bottega.errors import QueueFull
 from bottega.gateway.scheduling.queue import JobQueue
-from tests.samples.jobs import FakeTime, sample_job
+from tests.fakes.fake_time import FakeTime
+from tests.samples.jobs import sample_job
 
 
 def test_the_queue_is_bounded_in_number_and_bytes() -> None:

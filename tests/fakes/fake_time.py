@@ -1,0 +1,21 @@
+"""Clocks that the test turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bottega.clocks import Clock
+
+
+@dataclass
+class FakeTime:
+    """Both clocks of a service: `now` is monotonic, and Unix time is a thousand million seconds ahead of it.
+
+    wrong_s: by how much somebody has set the latter wrong.
+    """
+
+    now: float = 1000.0
+    wrong_s: float = 0.0
+
+    def clock(self) -> Clock:
+        return Clock(monotonic=lambda: self.now, wall=lambda: self.now + 1e9 + self.wrong_s)
