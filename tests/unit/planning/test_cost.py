@@ -29,23 +29,20 @@ def _seconds(times: StepTimes, shape: Shape, rows: int) -> float:
     return seconds
 
 
-def test_nothing_is_expected_before_anything_was_measured() -> None:
-    assert StepTimes().seconds(SMALL, 2) is None
-
-
-def test_a_turn_without_rows_takes_no_time() -> None:
-    assert StepTimes().seconds(SMALL, 0) == 0
+def test_a_turn_without_rows_takes_no_time_and_nothing_is_expected_before_anything_was_measured() -> None:
+    assert (StepTimes().seconds(SMALL, 2), StepTimes().seconds(SMALL, 0)) == (None, 0)
     assert _times((SMALL, 2, 0.1)).seconds(SMALL, 0) == 0
 
 
 @pytest.mark.parametrize(
-    ("rows", "seconds"),
-    [(3, 0.025), (6, 0.04), (8, 0.05), (16, 0.09)],
-    ids=["halfway between two", "halfway between two others", "the last", "on the last slope"],
+    ("row_counts", "rows", "seconds"),
+    [([8, 2, 4], 3, 0.025), ([8, 2, 4], 6, 0.04), ([8, 2, 4], 8, 0.05), ([8, 2, 4], 16, 0.09), ([2], 6, 0.06)],
+    ids=["halfway between two", "halfway between two others", "the last", "on the last slope", "in proportion to one"],
 )
-def test_between_row_counts_it_interpolates_and_beyond_them_it_goes_on(rows: int, seconds: float) -> None:
-    times = _times((SMALL, 8, 0.05), (SMALL, 2, 0.02), (SMALL, 4, 0.03))
-
+def test_between_row_counts_it_interpolates_and_beyond_them_it_goes_on(
+    row_counts: list[int], rows: int, seconds: float
+) -> None:
+    times = _times(*((SMALL, count, {2: 0.02, 4: 0.03, 8: 0.05}[count]) for count in row_counts))
     assert times.seconds(SMALL, rows) == pytest.approx(seconds)
 
 
@@ -53,10 +50,6 @@ def test_fewer_rows_than_ever_ran_cost_between_proportional_and_constant() -> No
     one = _seconds(_times((SMALL, 8, 0.08), (SMALL, 16, 0.1)), SMALL, 1)
 
     assert 0.01 < one < 0.08
-
-
-def test_from_a_single_row_count_more_rows_cost_in_proportion() -> None:
-    assert _times((SMALL, 2, 0.02)).seconds(SMALL, 6) == pytest.approx(0.06)
 
 
 def test_a_turn_that_was_held_up_does_not_make_fewer_rows_dearer_than_more() -> None:
@@ -190,32 +183,28 @@ def test_nothing_is_expected_to_be_quicker_than_it_was_because_it_is_outdated(
     assert not new.outdated(shape, rows)
 
 
-def test_a_shape_that_never_ran_borrows_the_nearest_ones_times_by_area() -> None:
-    times = _times(((8, 8), 2, 1.0), (SMALL, 2, 0.02), (SMALL, 4, 0.03))
-
-    assert times.seconds((16, 32), 2) == pytest.approx(0.04)
-    assert times.seconds(LARGE, 3) == pytest.approx(4 * 0.025)
+@pytest.mark.parametrize(
+    ("measured", "shape", "rows", "seconds"),
+    [
+        ([((8, 8), 2, 1.0)], (16, 32), 2, 0.04),  # that of the nearest area, and in proportion to it
+        ([((8, 8), 2, 1.0)], LARGE, 3, 4 * 0.025),
+        ([(LARGE, 2, 0.1)], LARGE, 2, 0.1),
+        ([(LARGE, 2, 0.1)], LARGE, 4, 0.15),  # of a shape that ran with one row count it borrows the growth alone
+        ([(LARGE, 2, 0.1)], (64, 64), 4, 0.6),  # by way of the nearest shape
+        ([(LARGE, 2, 0.1), (LARGE, 4, 0.2)], LARGE, 8, 0.4),  # which ran with two, and borrows nothing
+    ],
+)
+def test_a_shape_borrows_from_the_nearest_one_what_it_does_not_know(
+    measured: list[tuple[Shape, int, float]], shape: Shape, rows: int, seconds: float
+) -> None:
+    times = _times((SMALL, 2, 0.02), (SMALL, 4, 0.03), *measured)
+    assert times.seconds(shape, rows) == pytest.approx(seconds)
 
 
 def test_the_first_turn_of_a_shape_replaces_the_guess() -> None:
     times = _times((SMALL, 2, 0.02), (SMALL, 4, 0.03))
-
     times.observe(LARGE, 2, 0.5)
-
     assert times.seconds(LARGE, 2) == pytest.approx(0.5)
-
-
-def test_a_shape_that_ran_with_one_row_count_borrows_the_growth_alone() -> None:
-    times = _times((SMALL, 2, 0.02), (SMALL, 4, 0.03), (LARGE, 2, 0.1))
-
-    assert times.seconds(LARGE, 4) == pytest.approx(0.15)
-    assert times.seconds((64, 64), 4) == pytest.approx(0.6), "by way of the nearest shape"
-
-
-def test_once_it_ran_with_two_a_shape_borrows_nothing() -> None:
-    times = _times((SMALL, 2, 0.02), (SMALL, 4, 0.03), (LARGE, 2, 0.1), (LARGE, 4, 0.2))
-
-    assert times.seconds(LARGE, 8) == pytest.approx(0.4)
 
 
 @given(entries=_entries, shape=_shapes, rows=st.integers(1, 48))

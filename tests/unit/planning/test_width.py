@@ -55,10 +55,6 @@ def test_completion_times_are_those_of_every_turn_run(works: list[RemainingWork]
     assert completion_times(works, seconds, width) == pytest.approx(_turn_by_turn(works, seconds, width))
 
 
-def test_a_width_beyond_the_works_changes_nothing() -> None:
-    assert completion_times(_line(3), _gaining, 1 << 30) == completion_times(_line(3), _gaining, 3)
-
-
 @given(works=_works, seconds=_costs, max_rows=st.integers(1, 16))
 def test_the_width_is_the_widest_whose_mean_is_near_the_best(
     works: list[RemainingWork], seconds: Cost, max_rows: int

@@ -20,7 +20,6 @@ from bottega.gateway.jobs.values import StoredImage
 from bottega.storage import ContentStore, os_errors
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import Provenance
-from bottega.v1.image_pb2 import JOB_STATE_CANCELLED
 from tests.fakes.fake_time import FakeTime
 from tests.samples.jobs import sample_job
 
@@ -285,25 +284,6 @@ async def test_the_same_request_at_once_gives_one_job(life: Life) -> None:
 async def _swept(life: Life) -> None:
     """Returns when what was to be forgotten is."""
     await asyncio.sleep(1.2)  # it sweeps every second
-
-
-@pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0])
-async def test_a_clock_that_is_set_back_or_forward_for_a_while_forgets_no_job(
-    life: Life, time: FakeTime, wrong_s: float
-) -> None:
-    before = await life.ended("before")
-    time.wrong_s = wrong_s
-    meanwhile = await life.ended("meanwhile")
-    await _swept(life)
-    time.wrong_s = 0.0
-    await _swept(life)
-    for job in (before, meanwhile):
-        assert (await life.log.get(job.job_id)).state == JOB_STATE_CANCELLED
-        assert await life.log.of_request(job.request.request_id) is not None
-    time.now += 3601
-    await _swept(life)
-    with pytest.raises(JobNotFound):
-        await life.log.get(meanwhile.job_id)
 
 
 @pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0])

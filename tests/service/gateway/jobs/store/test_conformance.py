@@ -128,6 +128,20 @@ async def _left(store: JobStore, *, max_jobs: int = 1000, max_bytes: int = 1 << 
     return [found.job_id for found in reversed(await store.page(size=100))]
 
 
+async def test_what_completed_goes_last_and_of_each_kind_that_of_the_peer_that_has_the_most(store: JobStore) -> None:
+    peers_and_ends = [("one", True), ("two", False), ("two", False), ("one", False), ("two", True), ("two", True)]
+    for number, (peer, completes) in enumerate(peers_and_ends):
+        await store.add(replace(record(f"j{number}"), peer=peer))
+        if completes:
+            await store.update(f"j{number}", running(1, started_wall=1.0))
+            assert await _complete(store, f"j{number}", 1)
+        else:
+            await _end(store, f"j{number}", ended_wall=120.0 + number)
+    assert await _left(store, max_jobs=5) == ["j0", "j2", "j3", "j4", "j5"]
+    assert await _left(store, max_jobs=4) == ["j0", "j2", "j4", "j5"], "of two with as many the first by name"
+    assert await _left(store, max_jobs=2) == ["j0", "j5"]
+
+
 async def test_the_peer_that_has_the_most_bytes_loses_its_own_where_these_are_too_many(store: JobStore) -> None:
     for number in range(5):
         await store.add(replace(record(f"large{number}", spec=bytes(20_000)), peer="large"))

@@ -46,6 +46,7 @@ STEPS = st.sampled_from([0, 0, 1, 1, -1])
 PEERS = st.sampled_from(["p0", "p1"])
 TIMES = st.sampled_from([10.0, 20.5, 30.0])
 BYTES = st.binary(max_size=40)
+SIZES = st.integers(0, 4)
 
 
 class Machine(RuleBasedStateMachine):
@@ -205,7 +206,9 @@ class Machine(RuleBasedStateMachine):
         if right:
             self._end(job_id, state, at, error=error)
 
-    @rule(which=st.integers(0, 1), ended_before=TIMES, max_jobs=st.integers(0, 4), limit=st.integers(1, 2))
+    @rule(
+        which=st.integers(0, 1), ended_before=st.just(0.0) | TIMES, max_jobs=st.integers(0, 4), limit=st.integers(1, 2)
+    )
     def forget(self, which: int, ended_before: float, max_jobs: int, limit: int) -> None:
         gone = 0
         while gone < limit and (job := self._goes_next(ended_before, max_jobs)) is not None:
