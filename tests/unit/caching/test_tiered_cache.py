@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -45,14 +46,20 @@ class _Shelf:
         (self.folder / digest).write_bytes(data)
         return digest
 
-    def lend(self, digest: str) -> CacheLease:
+    def lease(self, digest: str) -> CacheLease:
         return self.tiers.borrow(digest).result(_WAIT_S)
 
+    @contextmanager
+    def leased(self, *digests: str) -> Iterator[list[CacheLease]]:
+        leases = [self.lease(digest) for digest in digests]
+        yield leases
+        for lease in leases:
+            self.tiers.give_back(lease)
+
     def use(self, digest: str) -> Tier:
-        loan = self.lend(digest)
-        assert os.pread(loan.descriptor, _SIZE, 0) == (self.folder / digest).read_bytes()
-        self.tiers.give_back(loan)
-        return loan.tier
+        with self.leased(digest) as (lease,):
+            assert os.pread(lease.descriptor, _SIZE, 0) == (self.folder / digest).read_bytes()
+        return lease.tier
 
     def _file(self, digest: str) -> Path:
         if threading.current_thread().name.startswith("LoRA loads"):
@@ -81,11 +88,9 @@ def test_what_was_used_is_in_memory_until_others_need_the_room(shelf: _Shelf) ->
 
 def test_what_is_being_sent_is_not_let_go_and_others_come_from_the_disk(shelf: _Shelf) -> None:
     a, b, c = (shelf.put(number) for number in range(3))
-    loans = [shelf.lend(a), shelf.lend(b)]
-    assert shelf.use(c) is Tier.DISK
-    assert shelf.tiers.used_bytes == 2 * _SIZE
-    for loan in loans:
-        shelf.tiers.give_back(loan)
+    with shelf.leased(a, b):
+        assert shelf.use(c) is Tier.DISK
+        assert shelf.tiers.used_bytes == 2 * _SIZE
     assert shelf.use(c) is Tier.LOADED
 
 
@@ -99,14 +104,14 @@ def test_what_is_pinned_stays(shelf: _Shelf) -> None:
 
 def test_what_is_pinned_without_room_is_loaded_when_what_was_lent_comes_back(shelf: _Shelf) -> None:
     a, b, c = (shelf.put(number) for number in range(3))
-    loans = [shelf.lend(a), shelf.lend(b)]
+    leases = [shelf.lease(a), shelf.lease(b)]
     shelf.tiers.pin([c])
     assert shelf.tiers.state(c) is None
-    shelf.tiers.give_back(loans[0])
+    shelf.tiers.give_back(leases[0])
     wait_until(lambda: shelf.tiers.state(c) is True, "the load")
     assert shelf.tiers.state(a) is None
     assert shelf.use(c) is Tier.MEMORY, "it was loaded for nobody's fetch"
-    shelf.tiers.give_back(loans[1])
+    shelf.tiers.give_back(leases[1])
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
@@ -134,12 +139,12 @@ def test_one_that_cannot_be_loaded_does_not_use_up_the_only_occasion_of_the_next
         (shelf.folder / c).unlink()
     else:
         (shelf.folder / c).write_bytes(bytes(size))
-    loans = [shelf.lend(a), shelf.lend(shelf.put(3))]
+    leases = [shelf.lease(a), shelf.lease(shelf.put(3))]
     shelf.tiers.pin([c, b])
-    shelf.tiers.give_back(loans[0])
+    shelf.tiers.give_back(leases[0])
     wait_until(lambda: shelf.tiers.state(b) is True, "the load")
     assert shelf.tiers.state(c) is None
-    shelf.tiers.give_back(loans[1])
+    shelf.tiers.give_back(leases[1])
 
 
 def test_what_is_pinned_and_damaged_is_said_to_be_and_read_once(
@@ -158,11 +163,9 @@ def test_what_is_pinned_and_damaged_is_said_to_be_and_read_once(
 
 def test_what_is_forgotten_while_it_waits_for_room_is_not_loaded(shelf: _Shelf) -> None:
     a, b, c = (shelf.put(number) for number in range(3))
-    loans = [shelf.lend(a), shelf.lend(b)]
-    shelf.tiers.pin([c])
-    shelf.tiers.forget(c)
-    for loan in loans:
-        shelf.tiers.give_back(loan)
+    with shelf.leased(a, b):
+        shelf.tiers.pin([c])
+        shelf.tiers.forget(c)
     assert shelf.tiers.state(c) is None
 
 
@@ -173,11 +176,9 @@ def test_where_many_small_ones_fill_memory_by_number_the_one_used_longest_ago_go
     for digest in (a, b, c, d):
         assert shelf.use(digest) is Tier.LOADED
     assert [shelf.tiers.state(digest) for digest in (a, b, c, d)] == [True, None, True, True]
-    loans = [shelf.lend(c), shelf.lend(d)]
-    assert not shelf.tiers.prefetch(e)
-    assert shelf.use(e) is Tier.DISK
-    for loan in loans:
-        shelf.tiers.give_back(loan)
+    with shelf.leased(c, d):
+        assert not shelf.tiers.prefetch(e)
+        assert shelf.use(e) is Tier.DISK
     assert shelf.use(e) is Tier.LOADED
     assert [shelf.tiers.state(digest) for digest in (a, c, d)] == [True, None, True]
     assert (shelf.tiers.counts.evictions, shelf.tiers.used_bytes) == (2, 3 * _SIZE)
@@ -185,17 +186,17 @@ def test_where_many_small_ones_fill_memory_by_number_the_one_used_longest_ago_go
 
 
 def test_nobody_can_change_what_is_in_memory(shelf: _Shelf) -> None:
-    loan = shelf.lend(shelf.put(1))
-    assert loan.resident
+    lease = shelf.lease(shelf.put(1))
+    assert lease.resident
     for change in (
-        lambda: os.pwrite(loan.descriptor, b"x", 0),
-        lambda: os.ftruncate(loan.descriptor, 10),
-        lambda: os.ftruncate(loan.descriptor, 2 * _SIZE),
+        lambda: os.pwrite(lease.descriptor, b"x", 0),
+        lambda: os.ftruncate(lease.descriptor, 10),
+        lambda: os.ftruncate(lease.descriptor, 2 * _SIZE),
     ):
         with pytest.raises(PermissionError):
             change()
-    assert received_file(loan.descriptor, _SIZE) == bytes([1]) * _SIZE, "as a worker takes it in"
-    shelf.tiers.give_back(loan)
+    assert received_file(lease.descriptor, _SIZE) == bytes([1]) * _SIZE, "as a worker takes it in"
+    shelf.tiers.give_back(lease)
 
 
 def test_one_load_serves_all_who_ask_meanwhile(shelf: _Shelf) -> None:
@@ -204,13 +205,13 @@ def test_one_load_serves_all_who_ask_meanwhile(shelf: _Shelf) -> None:
     assert shelf.tiers.prefetch(a)
     asked = [shelf.tiers.borrow(a) for _ in range(5)]
     shelf.gate.set()
-    loans = [each.result(_WAIT_S) for each in asked]
+    leases = [each.result(_WAIT_S) for each in asked]
     assert shelf.opened == [a]
-    assert {loan.tier for loan in loans} == {Tier.LOADED}, "none of them has found it in memory"
-    assert len({loan.descriptor for loan in loans}) == 1
+    assert {lease.tier for lease in leases} == {Tier.LOADED}, "none of them has found it in memory"
+    assert len({lease.descriptor for lease in leases}) == 1
     assert shelf.tiers.leases(a) == 5
-    for loan in loans:
-        shelf.tiers.give_back(loan)
+    for lease in leases:
+        shelf.tiers.give_back(lease)
     assert shelf.tiers.leases(a) == 0
     assert shelf.tiers.wait_idle(0.0)
 
@@ -247,9 +248,9 @@ def test_a_damaged_file_and_one_that_is_gone_are_told_apart_and_hold_no_room(she
     a = shelf.put(0)
     (shelf.folder / a).write_bytes(b"x" * _SIZE)
     with pytest.raises(DataLoss):
-        shelf.lend(a)
+        shelf.lease(a)
     with pytest.raises(LoraNotFound):
-        shelf.lend("0" * 64)
+        shelf.lease("0" * 64)
     assert shelf.tiers.used_bytes == 0
     assert shelf.tiers.leases(a) == 0
     assert shelf.tiers.counts.failures == 1
@@ -257,13 +258,13 @@ def test_a_damaged_file_and_one_that_is_gone_are_told_apart_and_hold_no_room(she
 
 def test_what_was_lent_is_readable_though_its_file_is_removed(shelf: _Shelf) -> None:
     a, b, c = (shelf.put(number) for number in range(3))
-    loans = [shelf.lend(digest) for digest in (a, b, c)]
-    assert loans[2].tier is Tier.DISK
-    for digest, loan in zip((a, b, c), loans, strict=True):
+    leases = [shelf.lease(digest) for digest in (a, b, c)]
+    assert leases[2].tier is Tier.DISK
+    for digest, lease in zip((a, b, c), leases, strict=True):
         shelf.tiers.forget(digest)
         (shelf.folder / digest).unlink()
-        assert hashlib.sha256(os.pread(loan.descriptor, _SIZE, 0)).hexdigest() == digest
-        shelf.tiers.give_back(loan)
+        assert hashlib.sha256(os.pread(lease.descriptor, _SIZE, 0)).hexdigest() == digest
+        shelf.tiers.give_back(lease)
 
 
 @pytest.mark.parametrize(

@@ -276,9 +276,7 @@ class Job:
         if not self.is_current(number):
             return False
         if died:
-            # After a second death it stays quarantined: what kills may come late, and others must not be near it then.
-            again = self.losses.quarantined_until is not None
-            self.losses.quarantined_until = self.steps.total if again else self.steps.done
+            self.losses.quarantine(self.steps)
         if died and exclusive and self.exclusive:
             self.losses.deaths += 1
         else:

@@ -7,8 +7,6 @@ memory.
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import logging
 from collections.abc import Iterator
@@ -18,14 +16,13 @@ from bottega.errors import (
     BottegaError,
     DataLoss,
     InternalError,
-    InvalidRequest,
     JobCancelled,
     JobNotFound,
     StorageUnavailable,
-    Violation,
 )
 from bottega.gateway.jobs.conversion import change_of, inputs_of, job_of, outcome_of, progress_of, record_of
 from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.page_tokens import sequence_of, token_of
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import Change, EndTime, JobFilter, JobRecord
 from bottega.gateway.jobs.values import JobOutcome
@@ -185,14 +182,14 @@ class JobRepository:
 
         Raises InvalidRequest for a token that was not given out.
         """
-        newest = _sequence_of(token) if token else None
+        newest = sequence_of(token) if token else None
         await self._wait_readable()
         with self._explained():
             records = await self._store.page(wanted, size=size + 1, before_sequence=newest)
         jobs = [self._live.get(record.job_id) or self._read_only(record) for record in records[:size]]
         # What is written may be some milliseconds behind.
         matching = [job for job in jobs if not wanted.states or job.state in wanted.states]
-        return matching, _token_of(records[size - 1].sequence) if len(records) > size else ""
+        return matching, token_of(records[size - 1].sequence) if len(records) > size else ""
 
     async def resolve_doubtful(self) -> None:
         """Looks for jobs that were written though `add` failed: one with a request_id goes on, another is cancelled.
@@ -288,19 +285,3 @@ class JobRepository:
         self._live[job.job_id] = job
         if job.request.request_id:
             self._by_request_id[job.request.request_id] = job
-
-
-def _token_of(sequence: int) -> str:
-    return base64.urlsafe_b64encode(sequence.to_bytes(8, "big")).decode()
-
-
-def _sequence_of(token: str) -> int:
-    try:
-        raw = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
-    except (binascii.Error, ValueError):
-        raw = b""
-    sequence = int.from_bytes(raw, "big")
-    if len(raw) != 8 or sequence >= 1 << 63:
-        rule = "must be the next_page_token of an earlier answer"
-        raise InvalidRequest(f"page_token: {rule}", violations=[Violation(field="page_token", description=rule)])
-    return sequence

@@ -57,6 +57,13 @@ class JobLosses:
     last_worker: str = ""
     last_at: float = 0.0
 
+    def quarantine(self, steps: JobSteps) -> None:
+        """A worker died with it, so far: it runs exclusively until it has got further.
+
+        After a second death it stays quarantined: what kills may come late, and others must not be near it then.
+        """
+        self.quarantined_until = steps.done if self.quarantined_until is None else steps.total
+
 
 @dataclass(slots=True, kw_only=True)
 class JobTimes:
