@@ -21,14 +21,14 @@ class BackgroundTasks:
 
     Its owner ends it with `join`, which waits for all of them, or with `cancel`. A task is cancelled only after it has
     begun, so that it gives back what it was handed and says in its own words why it ends; so is one that is started
-    while they are being cancelled, or later.
+    while `cancel` waits.
     """
 
     def __init__(self, name: str, *, max_tasks: int | None = None) -> None:
         self._name = name
         self._max_tasks = max_tasks
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._cancelled = False
+        self._cancelling = False
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -67,14 +67,17 @@ class BackgroundTasks:
 
     def cancel_soon(self) -> None:
         """Cancels all, and does not wait until they have ended."""
-        self._cancelled = True
         for task in self._others():
             _cancel_when_begun(task)
 
     async def cancel(self) -> None:
-        """Cancels all, and returns when they have ended."""
-        self.cancel_soon()
-        await self.join()
+        """Cancels all, those that start meanwhile too, and returns when they have ended."""
+        self._cancelling = True
+        try:
+            self.cancel_soon()
+            await self.join()
+        finally:
+            self._cancelling = False
 
     def _others(self) -> set[asyncio.Task[Any]]:
         """All but the one that asks, which cannot wait for itself."""
@@ -87,7 +90,7 @@ class BackgroundTasks:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        if self._cancelled:
+        if self._cancelling:
             _cancel_when_begun(task)
         return task
 
