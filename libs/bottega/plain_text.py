@@ -1,4 +1,4 @@
-"""Text of strangers as our own messages may repeat it."""
+"""Untrusted text as our own messages may repeat it."""
 
 from __future__ import annotations
 

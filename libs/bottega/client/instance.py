@@ -111,7 +111,7 @@ class StateFolder:
         return all(name in ours or name.startswith(_HALF_WRITTEN) for name in names)
 
     def others(self) -> str:
-        """Who else can look into the folder, or change it, as a person hears it; empty where nobody can."""
+        """Who else can read the folder, or change it, in words; empty where nobody can."""
         status = self.root.stat()
         if status.st_uid != os.geteuid():
             return f"belongs to {owner_of(self.root)}, who can read and change what is in it"

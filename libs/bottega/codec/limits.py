@@ -1,7 +1,7 @@
 """What an image may be before anything of it is decoded.
 
 Bytes and pixels bound memory and time of one call; the formats are those whose decoders are fed with
-strangers' files every day. Bytes and pixels alone do not bound the time: a JPEG may have its pixels visited by any
+untrusted files every day. Bytes and pixels alone do not bound the time: a JPEG may have its pixels visited by any
 number of scans, and a PNG its text inflated any number of times. So everything that a decoder does once for each
 of something has a bound on how many there may be.
 """

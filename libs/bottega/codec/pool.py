@@ -41,7 +41,7 @@ class CodecPool:
         gets a second one, and as long again.
     max_waiting: calls that may wait, half of them with large images; a further one raises QueueFull, with the time
         after which to ask again.
-    max_wait_s: that one may wait for its turn; then it hears the same. None: as long as its caller does.
+    max_wait_s: that one may wait for its turn; then it gets the same error. None: as long as its caller does.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """A codec process: `python -m bottega.codec.process --fd N` answers CodecCall frames until its pipe closes.
 
-Strangers' files are decoded here, where a crash, a hang or a flood of memory takes only this process along.
+Untrusted files are decoded here, where a crash, a hang or a flood of memory takes only this process along.
 Its parent sets the limit of memory and the deadline; the CPU seconds of a call are bounded here, so that
 the bound holds without a parent too. The first answer, number 0, says that it is ready.
 """

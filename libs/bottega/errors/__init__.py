@@ -31,7 +31,7 @@ BottegaError
 ├── FleetFull               RESOURCE_EXHAUSTED   no room for another service
 ├── Unavailable             UNAVAILABLE          the service cannot be reached
 │   ├── NoWorker            UNAVAILABLE          retry later
-│   ├── NoControlNet        UNAVAILABLE          nobody has it at hand; retry later
+│   ├── NoControlNet        UNAVAILABLE          nobody has it; retry later
 │   ├── NoLora              UNAVAILABLE          the store cannot be reached, or is too slow; retry later
 │   ├── LinksFull           UNAVAILABLE          no room for another tensor link now; retry soon or elsewhere
 │   ├── Draining            UNAVAILABLE          retry now, elsewhere or soon

@@ -22,7 +22,7 @@ class ControlNetUnusable(
 
 
 class NoControlNet(Unavailable, reason=error_pb2.ERROR_REASON_NO_CONTROLNET):
-    """Nobody has a ControlNet at hand now, or nobody who has it can be reached.
+    """No service has the ControlNet now, or none that has it can be reached.
 
     metadata["controlnets"] names them; metadata["servers"] those that failed; several with commas between.
     """

@@ -1,4 +1,4 @@
-"""Headers of safetensors files, read as a stranger's: nothing is mapped before all that they say has been checked.
+"""Headers of untrusted safetensors files: nothing is mapped before all of the header has been checked.
 
 Knows the format (https://huggingface.co/docs/safetensors, "Format"), not what the tensors are for.
 """

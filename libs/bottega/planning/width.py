@@ -12,7 +12,7 @@ from bottega.planning.work import RemainingWork
 _HORIZON = 32
 
 # How much worse the mean may get for a wider group. The wider group is fairer (its last member ends
-# earlier) and keeps the door open for the next arrival, which the closed sum cannot see.
+# earlier) and can still admit the next arrival, which the closed sum does not count.
 _TOLERANCE = 0.05
 # And by how much at most, in shares of what the works take alone. Sharing a turn without gain costs each of
 # them half of that, which vanishes in the mean of a long line.

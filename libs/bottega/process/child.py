@@ -50,7 +50,7 @@ class ChildProcess:
         env: variables added to this process's own; to none, of one that is confined.
         limits: resource limits (resource.RLIMIT_...) to set on it before it is sent anything.
         confined: as far as the machine allows it has no network, and may do nothing but read files, or write them too
-            (see sandbox.py). For whatever opens strangers' files.
+            (see sandbox.py). For processes that open untrusted files.
         Raises TooManyOpenFiles, OSError.
         """
         with open_files.translated():

@@ -2,8 +2,8 @@
 
 The engine owns a device; a crash, a hang or a flood of memory there costs what it held and nothing else. Every word
 of the engine is a sign of life; after `hang_s` without one it is killed, and so is one that lives on and makes no
-turn for `stall_s` while it has work. Time in which this side was stopped itself, and heard nothing for that reason, is
-not held against the engine. A new one is started with a growing pause. This module does not know what is said.
+turn for `stall_s` while it has work. Time in which this side was stopped itself, and received nothing for that reason,
+is not held against the engine. A new one is started with a growing pause. This module does not know what is said.
 """
 
 from __future__ import annotations

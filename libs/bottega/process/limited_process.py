@@ -1,7 +1,7 @@
 """A child process behind limits that answers one call at a time: started when it is needed, and ended when it is lost.
 
-Whoever reads a stranger's file in it must tell a file that kills its reader from a machine that had no time for it: so
-a lost process says how it was lost.
+A caller that has an untrusted file read in it must tell a file that kills its reader from a machine that had no time
+for it: so a lost process says how it was lost.
 """
 
 from __future__ import annotations

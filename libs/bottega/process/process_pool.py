@@ -144,7 +144,7 @@ class ProcessPool:
                 attempt += 1
 
     def _full(self) -> QueueFull:
-        """What a call hears for which there is no room, or not in time."""
+        """The error of a call for which there is no room, or not in time."""
         return QueueFull(
             f"too many {self._limits.waiting}; ask again",
             metadata={"limit": self._limits.limit},

@@ -1,4 +1,4 @@
-"""What keeps a child process that opens strangers' files from doing harm, as the kernel tells it of a running one."""
+"""Which limits the kernel reports for a running child process that opens untrusted files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tell(pid: int) -> None:
         return
     _told.add(known.missing)
     _log.info(
-        "processes that open strangers' files lack %s: the kernel refuses it, or the extra 'sandbox' is not installed",
+        "processes that open untrusted files lack %s: the kernel refuses it, or the extra 'sandbox' is not installed",
         " and ".join(known.missing),
     )
 

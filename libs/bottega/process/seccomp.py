@@ -1,4 +1,4 @@
-"""The system calls that a process which opens strangers' files may make: those of reading, computing and answering.
+"""The system calls that a process which opens untrusted files may make: those of reading, computing and answering.
 
 Everything else fails with "operation not permitted", among it new sockets, new programs, and signals to others. It is
 libseccomp's work, through its own Python module (`seccomp`, which distributions bring) or one with the same interface

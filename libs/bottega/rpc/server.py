@@ -63,7 +63,7 @@ class ListenerConfig:
         SubmitJob; as many of health and reflection, and of callers that stream their requests.
     max_streams: calls that are asked once and answered as there is news, such as WatchJob or Generate, that are open
         at once. They take no room of short calls. For each of both as many may have ended whose callers did not read,
-        and each of those takes up to a third of a MiB. Who comes when there is no room hears RESOURCE_EXHAUSTED, and
+        and each of those takes up to a third of a MiB. A call for which there is no room gets RESOURCE_EXHAUSTED, and
         when to ask again.
     peer_share: the part of each of these that one host may have, and of that again one connection, while no other
         has any: 1,024 and 512 of 2,048 streams. Each has less when others have many, so that some are left for a host

@@ -21,7 +21,7 @@ ResultT = TypeVar("ResultT")
 _WAIT_S = 30.0
 # A wait that ends so much later than it was to says that this process was stopped itself.
 _LATE_S = 1.0
-# More than a service has calls at once: beyond it the disk is the bottleneck, and callers should hear so.
+# More than a service has calls at once: beyond it the disk is the bottleneck, and callers should get an error.
 _MAX_WAITING = 1024
 
 

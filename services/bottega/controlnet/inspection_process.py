@@ -1,7 +1,7 @@
 """An inspection process: `python -m bottega.controlnet.inspection_process --fd N` looks at ControlNets that callers
 add, until its pipe closes.
 
-Strangers' configurations are built from here, without weights, and compared with the headers of theirs: what that takes
+Untrusted configurations are built here, without weights, and compared with the headers of theirs: what that takes
 of memory or time takes only this process along. Its parent sets a deadline; what one call may take of processor and
 memory is bounded here, so that the bounds hold without a parent, too. The first answer says that it is ready.
 """

@@ -1,4 +1,4 @@
-"""Has a ControlNet that a caller adds looked at in a process with limits, before the engine hears of it.
+"""Has a ControlNet that a caller adds checked in a process with limits, before the engine is told of it.
 
 The process stays for a while, for who adds several: its libraries take seconds to import. Opens no stranger's file
 itself.

@@ -37,7 +37,7 @@ class LinksConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportConfig:
-    """How strangers' files are taken in.
+    """How untrusted files are imported.
 
     root: below it are the files and folders that callers may register; empty is none. max_bytes: of one file, or of a
     folder's files. upload_s: in which an upload's bytes have to come. idle_s: in which the next 256 KiB of them

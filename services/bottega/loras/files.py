@@ -80,9 +80,9 @@ class LoraFolder:
         stems = {sidecar_files.stem_of(record.digest, record.name) for record in records}
         with os_errors.translated():
             weights, described = self._scan()
-            strangers = [weights.pop(digest) for digest in weights.keys() - wanted]
+            unlisted = [weights.pop(digest) for digest in weights.keys() - wanted]
             unknown = [described.pop(stem) for stem in described.keys() - stems]
-            moved_bytes = self._confine(strangers, unknown)
+            moved_bytes = self._confine(unlisted, unknown)
             self._used_bytes = sum(path.stat().st_size for path in weights.values())
             for digest in wanted - weights.keys():
                 if self.quarantine.has_weights(digest):
@@ -92,7 +92,7 @@ class LoraFolder:
             if sidecar_files.stem_of(record.digest, record.name) not in described:
                 self.describe(record)
         lost = tuple(sorted(wanted - weights.keys()))
-        return FolderScan(lost=lost, moved=len(strangers) + len(unknown), moved_bytes=moved_bytes)
+        return FolderScan(lost=lost, moved=len(unlisted) + len(unknown), moved_bytes=moved_bytes)
 
     def path(self, digest: str) -> Path:
         """Where the LoRA of a digest is, if it is there. A digest that is none of ours has no path elsewhere."""

@@ -13,7 +13,7 @@ from bottega.v1.link_pb2 import LinkResult, LinkTerm, OpenLinkRequest, OutgoingL
 
 
 class LinkRequests:
-    """An OfferSource. Any thread may ask; one hears the answers. send: tells the front."""
+    """An OfferSource. Any thread may request; one thread handles the answers. send: sends to the front."""
 
     def __init__(self, send: Callable[[OutgoingLinkRequest], None]) -> None:
         self._send = send

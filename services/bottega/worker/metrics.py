@@ -15,7 +15,7 @@ from bottega.v1.generation_pb2 import LoraUse
 
 _CODEC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _GROUP_BUCKETS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
-# From one that is at hand to one that is fetched from a slow store.
+# From one that is in memory to one that is fetched from a slow store.
 _LORA_BUCKETS = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60)
 
 

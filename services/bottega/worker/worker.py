@@ -188,7 +188,7 @@ class Worker:
     async def drain(self) -> None:
         """Takes no new attempt and returns when those that run have ended; then ends the checkpoint streams.
 
-        Cancelled, as when the server's grace is over, it hands over what still runs: who follows it hears Draining.
+        Cancelled, as when the server's grace is over, it hands over what still runs: its watchers get Draining.
         """
         self._draining = True
         self._report_load()

@@ -32,7 +32,7 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Ch
 def check_packages(installed: Mapping[str, str], pinned: Mapping[str, str]) -> Iterator[CheckResult]:
     """Versions against each other and against those that Bottega is tested with.
 
-    installed, pinned: versions by normalised name; pinned is empty where constraints.txt is not at hand.
+    installed, pinned: versions by normalised name; pinned is empty where there is no constraints.txt.
     """
     yield from _check_ours(installed)
     if "bottega-services" in installed:

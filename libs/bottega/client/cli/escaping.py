@@ -1,4 +1,4 @@
-"""Text of strangers as a terminal may show it: what could steer the terminal, hide or pretend becomes visible.
+"""Untrusted text as a terminal may show it: what could steer the terminal, hide or pretend becomes visible.
 
 Prompts, names, error messages and log lines come over the wire, and from anybody.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import unicodedata
 
-# Of one text: beyond that it is no message any more, and a stranger's may have some MiB.
+# Of one text: beyond that it is no message any more, and an untrusted one may have some MiB.
 LONGEST = 16_000
 _CUT = " ... ({} more letters)"
 

@@ -11,7 +11,7 @@ from bottega.client.suite.service_log import fields_of
 
 _COLOURS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 _USUAL = ("time", "level", "service", "event", "logger", "exc_info")
-# What stands by itself as a value; else a stranger's text could look like several facts.
+# What stands by itself as a value; else untrusted text could look like several facts.
 _ONE_WORD = re.compile(r"[^\s\"'=]+")
 
 

@@ -49,7 +49,7 @@ def note(*pieces: str | Styled) -> None:
 def fail(what: str, todo: str | Sequence[Line] = "", *, status: int = 1) -> NoReturn:
     """Says what happened and what to do about it, and ends the command.
 
-    todo: lines, or text that may have several: what comes from strangers goes through escaped() first.
+    todo: lines, or text that may have several: untrusted text goes through escaped() first.
     """
     note(Styled(text="error:", colour="red", bold=True), f" {what}")
     lines = [(line,) for line in todo.split("\n") if todo] if isinstance(todo, str) else todo

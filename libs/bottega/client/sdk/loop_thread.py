@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 # After Ctrl-C: how long a call may take to let go, which needs no network.
 _CANCEL_S = 2.0
-# What did not hear of the interrupt is told once more, and has so long.
+# Tasks that missed the interrupt are cancelled once more, and have so long to end.
 _CLOSE_S = 2.0
 
 

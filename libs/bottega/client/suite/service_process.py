@@ -117,7 +117,7 @@ class ServiceProcess:
                 _end_group(process.pid)
                 self.pid = None
                 self.serving.clear()
-                # Its group is gone, so the pipe ends; a stranger that inherited it must not hold us up.
+                # Its group is gone, so the pipe ends; an unrelated process that inherited it must not hold us up.
                 await reading.join(_READ_REST_S)
                 await reading.cancel()
 

@@ -22,7 +22,7 @@ from bottega.v1.generation_pb2 import GenerationSpec
 TEXT_KEYWORD = "bottega"
 """Keyword of the PNG text chunk that holds the GenerationSpec as JSON."""
 
-# Far above any prompt, far below what would hurt: the text of a stranger's file is read whole. Pillow has bounds of its
+# Far above any prompt, far below what would hurt: the text of an untrusted file is read whole. Pillow has bounds of its
 # own on what a file's texts may have in all, packed or not.
 _LONGEST_TEXT = 256 * 1024
 # The largest picture that the codec takes has 48 MiB of pixels.
@@ -78,7 +78,7 @@ def _check(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def _check_structure(path: str | os.PathLike[str], file: BinaryIO) -> None:
-    """Of a stranger's file too: whatever takes a decoder long is refused before it is decoded."""
+    """For untrusted files too: a file that would take a decoder long is refused before it is decoded."""
     from bottega.codec import structure
 
     data = file.read(_LARGEST_FILE_BYTES)

@@ -1,4 +1,4 @@
-"""A ControlNet's config.json as a stranger may have written it: every number bounded before anything is made of it."""
+"""A ControlNet's config.json, which is untrusted: every number is checked against its bounds before it is used."""
 
 from __future__ import annotations
 

@@ -107,5 +107,5 @@ _NONE = CallCounter()
 
 
 def full(message: str, *, limit: str) -> QueueFull:
-    """What a caller hears that comes when there is no room. limit: of ServerConfig, which says how much there is."""
+    """The error of a call for which there is no room. limit: the field of ServerConfig that bounds it."""
     return QueueFull(f"{message}; ask again", metadata={"limit": limit}, retry_after_s=random.uniform(*_RETRY_S))

@@ -128,7 +128,7 @@ class CallGuard:
     ) -> bool:
         del kind, trace
         refused = error if isinstance(error, Exception) and not isinstance(error, _OF_GRPC) else None
-        # Before the caller hears: one that does not read, does not hear either.
+        # Before the answer is sent: a caller that does not read would hold it up.
         seconds = time.perf_counter() - self._began
         if self._slot is not None:
             self._slot.end_serving()

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Lines that wait for a reader: about a thousand. What is dropped beyond them, the reader hears of.
+# Lines that wait for a reader: about a thousand. Beyond them lines are dropped, and the reader is told how many.
 MAX_WAITING_BYTES = 256 << 10
 # Between two looks at whether there is room; poll() wakes earlier where there is.
 _LOOK_S = 1.0

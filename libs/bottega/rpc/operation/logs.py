@@ -41,7 +41,7 @@ def configure(service: str, level: str) -> None:
         "%(asctime)s %(levelname)s %(name)s %(message)s",
         rename_fields={"asctime": "time", "levelname": "level", "name": "logger", "message": "event"},
         static_fields={"service": service},
-        json_ensure_ascii=True,  # so that no text of a stranger ends a line, or reaches a terminal as it is
+        json_ensure_ascii=True,  # so that no untrusted text ends a line, or reaches a terminal as it is
     )
     _handler = _PipeHandler(_own_stderr(), formatter)
     _handler.addFilter(_add_bound_fields)
@@ -61,7 +61,7 @@ def bound() -> Mapping[str, str]:
 
 
 def request_id_from(text: str) -> str:
-    """A stranger's request_id as it may be bound: cut to its length, and empty if it is not all visible ASCII."""
+    """A caller's request_id as it may be bound: cut to its length, and empty if it is not all visible ASCII."""
     cut = text[:MAX_REQUEST_ID_CHARACTERS]
     return cut if _REQUEST_ID.fullmatch(cut) else ""
 

@@ -24,7 +24,7 @@ _SHARE_OF_WATCHDOG = 0.5
 class SystemdNotifier:
     """The one that started this process, if it asked to be told.
 
-    environment: of this process, with NOTIFY_SOCKET, and with WATCHDOG_USEC where it wants to hear that we live.
+    environment: of this process, with NOTIFY_SOCKET, and with WATCHDOG_USEC where systemd expects signs of life.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""How often services may join, and how many of one host, so that a stranger's joins leave room for others'.
+"""How often services may join, and how many of one host, so that joins of an unknown service leave room for others'.
 
 An instance that was a member is known for a while: it may join as often as it likes, also where the fleet is full, and
 beyond what one host may have while a part of the fleet is free.
@@ -84,7 +84,7 @@ class JoinLimits:
         members, most = Counter(hosts), self._bounds.max_members
         if not known and members.total() >= most:
             raise _full("max_members", most, "the fleet")
-        # Strangers of its own host keep no known one out, nor do both together fill the fleet.
+        # Unknown services of its own host keep no known one out, nor do both together fill the fleet.
         over = members[host] >= self._bounds.max_members_per_peer
         if over and not (known and members.total() < _PART_OF_ONE_HOST * most):
             raise _full("fleet.max_members_per_peer", self._bounds.max_members_per_peer, f"of {host} the fleet")

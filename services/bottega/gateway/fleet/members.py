@@ -18,7 +18,7 @@ from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, Hosted
 class HostedKind:
     """What a service hosts of one kind.
 
-    items: what it has at hand; digests: of these. applied: digest and scale of what is in use for all that it computes,
+    items: what it has; digests: of these. applied: digest and scale of what is in use for all that it computes,
     sorted. switch_s: seconds that it takes to apply other ones.
     """
 

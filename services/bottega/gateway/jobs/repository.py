@@ -31,7 +31,7 @@ from bottega.storage import os_errors
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_CANCELLED, JOB_STATE_FAILED, JOB_STATE_QUEUED
 
-# A gateway that starts has read its jobs in less; a caller that came too early need not hear of it.
+# A gateway that starts has read its jobs in less; so a caller that came too early waits for it.
 _READY_S = 5.0
 
 # Of an end that was decided; a healthy disk takes milliseconds.

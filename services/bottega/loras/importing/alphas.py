@@ -99,7 +99,7 @@ def _served(fields: _Fields) -> AdapterConfig:
 
 
 def _first(error: pydantic.ValidationError) -> str:
-    """What is wrong first, short: keys and values are a stranger's."""
+    """What is wrong first, short: keys and values are untrusted."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     return excerpt(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}", 200)
 

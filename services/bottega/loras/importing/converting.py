@@ -1,4 +1,5 @@
-"""A stranger's LoRA to its canonical modules: every tensor is matched with the base model, or the whole is refused.
+"""Converts an untrusted LoRA to canonical modules: every tensor is matched with the base model, or the whole is
+refused.
 
 Source of the definition: W' = W + alpha / rank * up @ down, with each module's own alpha (kohya, PEFT).
 Where nothing says an alpha it is the rank, as for everybody; not so in PEFT's own files, which never say it themselves.

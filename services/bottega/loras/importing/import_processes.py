@@ -1,6 +1,6 @@
 """Has LoRAs imported by child processes within limits: one process for each LoRA, a few at a time.
 
-Opens no stranger's file itself.
+It opens no untrusted file itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which modules a key of PEFT's alpha_pattern names. PEFT takes any regular expression; a stranger's is never run here.
+"""Which modules a key of PEFT's alpha_pattern names. PEFT takes any regular expression; an untrusted one is never run
+here.
 
 What is taken is a module's name, and around it what PEFT and its documentation write: `^` and `.*` before it, `$`
 behind it, escaped characters in it. It matches as in PEFT, where a dot that is not escaped stands for any character.

@@ -1,6 +1,6 @@
 """An import process: `python -m bottega.loras.importing.process --fd N` answers one LoraImportCall and exits.
 
-Strangers' files are opened here, where a crash, a hang or a flood of memory takes only this process along. Its parent
+Untrusted files are opened here, where a crash, a hang or a flood of memory takes only this process along. Its parent
 sets the limits and the deadline. The first answer says that it is ready.
 """
 

@@ -83,8 +83,8 @@ class ServerLink(LinkClientHandler):
         self._leases: dict[int, LeaseStatus] = {}  # that were not answered yet
         self._results: dict[int, StepResult] = {}
         self._outstanding: list[StepResult] = []
-        self._pulse = 0
-        self._pulse_s = self._checked_s = 0.0
+        self._progress = 0
+        self._progress_s = self._checked_s = 0.0
         self._lost: BottegaError | None = None
         self._client = LinkClient(
             self,
@@ -133,7 +133,7 @@ class ServerLink(LinkClientHandler):
     def ask(self, step: ControlStep, result: StepResult) -> None:
         """Asks for a step, whose number is new, in the background; the answer goes there."""
         if not self._results:
-            self._pulse_s = time.monotonic()
+            self._progress_s = time.monotonic()
         self._results[step.number] = result
         self._outstanding.append(result)
         self._send(step_message(step), step=step.number)
@@ -182,8 +182,8 @@ class ServerLink(LinkClientHandler):
 
     def on_pong(self, progress: int) -> None:
         """The server has counted so many signs of life of its forwards."""
-        if progress != self._pulse:
-            self._pulse, self._pulse_s = progress, time.monotonic()
+        if progress != self._progress:
+            self._progress, self._progress_s = progress, time.monotonic()
 
     def on_disconnect(self) -> None:
         """Whoever waits for an answer goes elsewhere at once."""
@@ -224,7 +224,7 @@ class ServerLink(LinkClientHandler):
         if step is not None and (result := self._results.pop(step, None)) is not None:
             _log.warning("a step was refused", extra={"server": self.server.name, "text": error.message})
             result.refused = True
-            self._pulse_s = time.monotonic()
+            self._progress_s = time.monotonic()
         self._changes.notify()
 
     def _take_residuals(self, connection: Connection, incoming: Incoming) -> None:
@@ -244,18 +244,18 @@ class ServerLink(LinkClientHandler):
                 continue  # nobody reads it any more
             result.put(result.points - index, tensor_of(incoming.layout.specs[index], view))
             self._changes.notify()
-        self._pulse_s = time.monotonic()
-        self.answer_s = _smoothed(self.answer_s, self._pulse_s - result.asked_s)
+        self._progress_s = time.monotonic()
+        self.answer_s = _smoothed(self.answer_s, self._progress_s - result.asked_s)
         if connection.link is not None and not connection.link.backend_choice.backend.within_host:
-            self.transfer_s = _smoothed(self.transfer_s, self._pulse_s - incoming.began)
+            self.transfer_s = _smoothed(self.transfer_s, self._progress_s - incoming.began)
 
     def check(self) -> None:
         """Raises DeadlineExceeded when the server answers pings, and computes nothing of what it was asked for."""
         now_s = time.monotonic()
         late, self._checked_s = now_s - self._checked_s > _LATE_S, now_s
         if late:
-            self._pulse_s = now_s  # this process was stopped itself, and heard nothing of what the server said
-        still_s = now_s - self._pulse_s
+            self._progress_s = now_s  # this process was stopped itself, and received nothing that the server sent
+        still_s = now_s - self._progress_s
         if self._results and still_s > self._settings.stall_s:
             raise DeadlineExceeded(
                 f"ControlNet server {self.server.name} owes an answer and has computed nothing for {still_s:.1f} s"

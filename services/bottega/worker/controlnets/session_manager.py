@@ -1,6 +1,6 @@
 """Who runs the ControlNets of requests: sessions begun with servers, moved when one is lost, or held in this process.
 
-A ControlNet whose server is lost goes on with the next one of its list, then here where the weights are at hand;
+A ControlNet whose server is lost goes on with the next one of its list, then in this process where it has the weights;
 without any it has an error. Belongs to the engine's thread.
 """
 
@@ -140,7 +140,7 @@ class SessionManager:
 
     def _assign_locally(self, sessions: Sequence[PlacedSession]) -> None:
         """Borrows them together: one by one, a request could hold what it waits for room for."""
-        assert self._local is not None, "they are at hand"
+        assert self._local is not None, "this process has the weights"
         try:
             handles = self._local.open([session.control for session in sessions])
         except BottegaError as error:

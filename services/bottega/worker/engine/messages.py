@@ -55,7 +55,7 @@ _OPTIONAL = frozenset(
     }
 )
 
-# Of those at hand, that are reported: by the contract.
+# The most local ones that are reported: by the contract.
 _MOST_LORAS = 256
 
 _OPTIONAL_OF_CONTROL = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")

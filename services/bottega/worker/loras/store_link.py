@@ -207,7 +207,7 @@ class StoreLink(LinkClientHandler):
             download.check()
         except DataLoss as error:
             self._on_refused(self, download, error)
-        except Exception:  # noqa: BLE001 - whoever waits must hear of a fault of ours
+        except Exception:  # noqa: BLE001 - a thread that waits must get the error
             _log.exception("a LoRA could not be checked", extra={"lora": download.ref.name})
             self._on_refused(self, download, InternalError("the worker could not check the LoRA"))
         else:

@@ -20,7 +20,8 @@ class Readiness(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlNetHost:
-    """A service that has a ControlNet. server: whether it is a ControlNet server; else a worker with weights at hand.
+    """A service that has a ControlNet. server: whether it is a ControlNet server; else a worker that has the weights
+    itself.
 
     popularity: sessions that used it, of the newest that the host remembers. sessions: open with it now.
     """

@@ -128,7 +128,7 @@ class ControlNetHosts:
 
 
 def nobody_hosts(names: Iterable[str]) -> NoControlNet:
-    """The error of a job whose ControlNets nobody has at hand."""
+    """The error of a job with ControlNets that no service has."""
     listed = _listed(names)
     return NoControlNet(
         f"nobody hosts {listed} now", metadata={"controlnets": listed.replace(" ", "")}, retry_after_s=_RETRY_AFTER_S

@@ -22,7 +22,7 @@ _GET_S = 2.0
 _PREFETCH_S = 2.0
 # A store comes back, or another one joins, within some seconds.
 _RETRY_AFTER_S = 3.0
-# A store that hears nothing for its lease_s (10 s) lets LoRAs be deleted: three tries are within that.
+# A store whose leases are not renewed for its lease_s (10 s) lets LoRAs be deleted: three tries are within that.
 _PROTECT_S = 3.0
 # Digests of one call, by the contract.
 _MOST_DIGESTS = 256
@@ -116,7 +116,7 @@ class LoraResolver:
         if client is None:
             here = {member.registration.address for member in self.stores()}
             for gone in self._clients.keys() - here:
-                # Whoever still asks it hears its answer, or that there was none.
+                # A caller that still waits for it gets its answer, or the error.
                 self._calls.start(self._clients.pop(gone).close(grace_s=max(_GET_S, _PREFETCH_S)))
             client = self._clients[address] = self._connect(address)
         return client

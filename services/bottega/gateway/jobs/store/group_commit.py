@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class GroupCommit:
-    """Runs operations in the order in which they came; each is durable when its caller hears of it.
+    """Runs operations in the order in which they came; each is durable when its future is done.
 
     connect: opens a connection without implicit transactions; called in the thread, and again after a failure.
     typed: what to raise for an error of SQLite, or None for one that is a fault of ours.
@@ -123,7 +123,7 @@ class GroupCommit:
         connection.execute("RELEASE operation")
 
     def _raise_for_all(self, error: Exception) -> None:
-        """Raises what is wrong with the disk, or the file: of that all of the group has to hear."""
+        """Raises what is wrong with the disk, or the file: every operation of the group gets that error."""
         if isinstance(error, sqlite3.Error) and self._typed(error) is not None:
             raise error
 
