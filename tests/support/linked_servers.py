@@ -16,8 +16,8 @@ import torch
 
 from bottega.controlnet.batch_executor import BatchExecutor
 from bottega.controlnet.config import ControlNetEngineConfig
-from bottega.controlnet.links import ControlNetLinks
 from bottega.controlnet.model_registry import ModelRegistry
+from bottega.controlnet.worker_link import ControlNetLinks
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlServer
 from bottega.errors import BottegaError, Unavailable
 from bottega.transport import Offer, ServiceOffer

@@ -31,7 +31,7 @@ from bottega.lora import canonical
 from bottega.lora.canonical import BACKBONE, ModuleWeights, TensorData
 from bottega.lora.safetensors_header import LENGTH_BYTES, header_bytes
 from bottega.loras.config import LinksConfig
-from bottega.loras.links import LoraLinks
+from bottega.loras.worker_link import LoraLinks
 from bottega.transport import Offer, ServiceOffer, offer_from_wire, offer_to_wire
 from bottega.v1.link_pb2 import LinkOffer
 

@@ -34,7 +34,7 @@ class EncodedImage:
     seconds: float
 
 
-class CodecPool:
+class CodecPool(ProcessPool):
     """`processes` codec processes behind one queue. `start` before the first call, `stop` after the last.
 
     deadline_s: seconds that a process may take over one call. A call whose process stood still for so long, or died,
@@ -62,20 +62,7 @@ class CodecPool:
             limit="codec_queue",
             waiting="images wait to be decoded or encoded",
         )
-        self._pool = ProcessPool(spec, limits)
-
-    async def start(self) -> None:
-        """Starts the processes and waits until they are ready. Raises InternalError when one does not start."""
-        await self._pool.start()
-
-    async def stop(self) -> None:
-        """Stops the processes; calls that wait or run fail with Unavailable."""
-        await self._pool.stop()
-
-    @property
-    def pids(self) -> list[int]:
-        """Ids of the processes that run."""
-        return self._pool.pids
+        super().__init__(spec, limits)
 
     async def inspect(self, image: bytes) -> ImageSize:
         """Decodes the image completely and says its size. Raises BadImage, QueueFull, Unavailable."""
@@ -109,7 +96,7 @@ class CodecPool:
             return PreparedCall(frame=await copied(size_bytes, lambda: build().SerializeToString()))
 
         try:
-            answered = await self._pool.call(prepare, large=large)
+            answered = await self.call(prepare, large=large)
         except ProcessLost as lost:
             raise self._error(lost.loss, blame) from None
         answer = await copied(len(answered), lambda: codec_pb2.CodecAnswer.FromString(answered))

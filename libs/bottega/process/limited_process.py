@@ -101,7 +101,7 @@ class LimitedProcess:
         if not is_ready:
             raise InternalError(f"the {spec.name} did not start")
         if spec.sandbox:
-            sandbox_status.tell(child.pid)
+            sandbox_status.log_missing(child.pid)
         return child
 
     async def exchange(self, frame: bytes, limits: Mapping[int, int] | None = None) -> bytes:

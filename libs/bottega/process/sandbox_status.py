@@ -8,7 +8,7 @@ from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
-_told: set[tuple[str, ...]] = set()
+_logged: set[tuple[str, ...]] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +46,12 @@ def found(pid: int) -> SandboxStatus | None:
     )
 
 
-def tell(pid: int) -> None:
-    """Logs, once in the life of this service, what a confined child lacks. Call it when the child is ready."""
+def log_missing(pid: int) -> None:
+    """Logs once what a confined child lacks. Call it when the child is ready."""
     known = found(pid)
-    if known is None or not known.missing or known.missing in _told:
+    if known is None or not known.missing or known.missing in _logged:
         return
-    _told.add(known.missing)
+    _logged.add(known.missing)
     _log.info(
         "processes that open untrusted files lack %s: the kernel refuses it, or the extra 'sandbox' is not installed",
         " and ".join(known.missing),

@@ -29,7 +29,7 @@ _PART_OF_OPEN_FILES = 3
 # In which a newcomer that finds no room is let in at its second or third try: clients try again within a second.
 _LOOK_S = 1.0
 # Between two lines in the log about the same thing.
-_TOLD_S = 10.0
+_LOG_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class ConnectionGuard:
         self._share = share
         self._busy = busy
         self._ended = 0
-        self._told_at = -_TOLD_S
+        self._logged_at = -_LOG_S
 
     @contextlib.asynccontextmanager
     async def looking(self, port: int) -> AsyncIterator[None]:
@@ -81,10 +81,10 @@ class ConnectionGuard:
             return
         for connection in self._too_many(connections(port), busy):
             self._ended += end(connection)
-        if self._ended and time.monotonic() - self._told_at >= _TOLD_S:
+        if self._ended and time.monotonic() - self._logged_at >= _LOG_S:
             facts = {"ended": self._ended, "max_connections": self._most}
             _log.warning("connections without calls were ended: a host had more than its share", extra=facts)
-            self._ended, self._told_at = 0, time.monotonic()
+            self._ended, self._logged_at = 0, time.monotonic()
 
     def _too_many(self, found: Collection[InboundConnection], busy: Collection[str]) -> Iterable[InboundConnection]:
         """Those to end. Which of a host's is left to chance: nobody can tell who came first, or means well."""

@@ -138,7 +138,7 @@ class GrpcListener:
         self.grpc = grpc.aio.server(
             interceptors=[self._interceptor],
             options=_options(config, max_connections=most),
-            maximum_concurrent_rpcs=_most_calls(config),
+            maximum_concurrent_rpcs=_MOST_CALLS * config.max_calls + _MOST_STREAMS * config.max_streams,
         )
 
     def add_services(self, names: Sequence[str]) -> None:
@@ -255,10 +255,7 @@ class Server(GrpcListener):
 
 
 def _budget(config: ListenerConfig) -> MemoryQuota:
-    return MemoryQuota(
-        max_bytes=config.max_requests_mib << 20,
-        message_bytes=config.max_message_mib << 20,
-    )
+    return MemoryQuota(max_bytes=config.max_requests_mib << 20, message_bytes=config.max_message_mib << 20)
 
 
 def _kinds(config: ListenerConfig) -> CallLimits:
@@ -267,10 +264,6 @@ def _kinds(config: ListenerConfig) -> CallLimits:
 
     streams = CallLimit(most=config.max_streams, share=config.peer_share, limit="max_streams")
     return CallLimits(short=calls(), streams=streams, streamed=calls(), of_grpc=calls(), of_grpc_streams=calls())
-
-
-def _most_calls(config: ListenerConfig) -> int:
-    return _MOST_CALLS * config.max_calls + _MOST_STREAMS * config.max_streams
 
 
 def _options(config: ListenerConfig, *, max_connections: int) -> list[tuple[str, int]]:

@@ -19,8 +19,8 @@ from diffusers.utils import logging as diffusers_logging
 
 from bottega.controlnet.batch_executor import BatchExecutor
 from bottega.controlnet.config import ControlNetEngineConfig
-from bottega.controlnet.links import ControlNetLinks
 from bottega.controlnet.model_registry import ModelRegistry
+from bottega.controlnet.worker_link import ControlNetLinks
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.model.model import DTYPES, pick_device
 from bottega.errors import BottegaError, Unavailable
@@ -62,26 +62,26 @@ class ControlNetEngineLoop:
         self._links = ControlNetLinks(config, registry=self._registry, executor=self._executor)
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
         ready = pb.ControlNetEngineReady(device=str(device), dtype=config.dtype)
-        self._say(pb.ControlNetEngineEvent(ready=ready))
+        self._send(pb.ControlNetEngineEvent(ready=ready))
 
     def run(self) -> None:
         """Serves until the pipe closes, which ends the process."""
-        threading.Thread(target=self._listen, name="commands", daemon=True).start()
+        threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
         while True:
             self._executor.run_batch(_BEAT_S)
             self._beat_if_due()
 
-    def _listen(self) -> None:
+    def _read_commands(self) -> None:
         while (frame := self._channel.recv()) is not None:
             command = pb.ControlNetEngineCommand.FromString(frame)
             match command.WhichOneof("command"):
                 case "host":
                     self._disk.submit(self._host, command.host)  # hashing what a ControlNet weighs takes seconds
                 case "prefetch":
-                    self._registry.expect(list(command.prefetch.names))
+                    self._registry.prefetch(list(command.prefetch.names))
                 case "open_link":
                     result = answer_link_request(self._links, command.open_link)
-                    self._say(pb.ControlNetEngineEvent(link_result=result))
+                    self._send(pb.ControlNetEngineEvent(link_result=result))
                 case "drain":
                     self._links.drain()
         self._links.close()  # its socket leaves no file behind
@@ -94,7 +94,7 @@ class ControlNetEngineLoop:
             hosted.controlnet.CopyFrom(self._registry.add(command.name, Path(command.folder), root))
         except Exception as error:  # noqa: BLE001 - the boundary of a command: a wrong one is not the others'
             hosted.error.CopyFrom(to_job_error(to_job_failure(error)))
-        self._say(pb.ControlNetEngineEvent(hosted=hosted))
+        self._send(pb.ControlNetEngineEvent(hosted=hosted))
 
     def _alive(self) -> None:
         self._executor.report_progress()
@@ -103,7 +103,7 @@ class ControlNetEngineLoop:
     def _beat_if_due(self) -> None:
         if time.monotonic() - self._beaten_s >= _BEAT_S:
             self._beaten_s = time.monotonic()
-            self._say(pb.ControlNetEngineEvent(beat=self._beat()))
+            self._send(pb.ControlNetEngineEvent(beat=self._beat()))
 
     def _beat(self) -> pb.ControlNetEngineBeat:
         counts = self._registry.cache.counts
@@ -124,5 +124,5 @@ class ControlNetEngineLoop:
             draining=draining,
         )
 
-    def _say(self, event: pb.ControlNetEngineEvent) -> None:
+    def _send(self, event: pb.ControlNetEngineEvent) -> None:
         self._channel.send(event.SerializeToString())

@@ -25,7 +25,7 @@ _MAX_WAITING = 64
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-class ControlNetInspector:
+class ControlNetInspector(ProcessPool):
     """`stop` after the last call. idle_s: without a call, after which its process ends. deadline_s: of a call."""
 
     def __init__(self, *, idle_s: float = _IDLE_S, deadline_s: float = _DEADLINE_S) -> None:
@@ -36,7 +36,7 @@ class ControlNetInspector:
             limits={resource.RLIMIT_CORE: 0},
             environment=_ENVIRONMENT,
         )
-        self._pool = ProcessPool(
+        super().__init__(
             spec,
             PoolLimits(
                 processes=1,
@@ -47,11 +47,6 @@ class ControlNetInspector:
                 idle_s=idle_s,
             ),
         )
-
-    @property
-    def pids(self) -> list[int]:
-        """Of its process, while there is one."""
-        return self._pool.pids
 
     async def inspect(self, name: str, folder: Path, root: Path | None) -> None:
         """Returns where the ControlNet in the folder can be hosted, as far as its configuration and headers say.
@@ -65,7 +60,7 @@ class ControlNetInspector:
             return PreparedCall(frame=call.SerializeToString())
 
         try:
-            answer = pb.ControlNetEngineHosted.FromString(await self._pool.call(prepare))
+            answer = pb.ControlNetEngineHosted.FromString(await self.call(prepare))
         except ProcessLost as lost:
             if lost.loss is Loss.STALLED:
                 late = f"ControlNet {name} was not looked at in time; the server's machine may be busy"
@@ -75,7 +70,3 @@ class ControlNetInspector:
             ) from None
         if answer.HasField("error"):
             raise from_job_error(answer.error)
-
-    async def stop(self) -> None:
-        """Ends the process, if there is one, whatever it does."""
-        await self._pool.stop()

@@ -20,6 +20,7 @@ from bottega.diffusion.controlnets import (
     find_controlnet,
     load_controlnet,
 )
+from bottega.diffusion.heartbeat import call_after_blocks
 from bottega.errors import ControlNetNotFound, ControlNetUnusable
 from bottega.process import open_files
 from bottega.v1 import hosted_pb2
@@ -93,8 +94,8 @@ class ModelRegistry:
         """
         if dtype != self._dtype:
             raise ControlNetUnusable(
-                f"this server computes in {_said(self._dtype)} and the worker in {_said(dtype)}: pictures would not be "
-                "those of one process; give both the same dtype"
+                f"this server computes in {_name_of(self._dtype)} and the worker in {_name_of(dtype)}: pictures would "
+                "not be those of one process; give both the same dtype"
             )
         versions = []
         for each in wanted:
@@ -108,7 +109,7 @@ class ModelRegistry:
             versions.append(model.source.name)
         return self.cache.borrow(versions)
 
-    def expect(self, names: Sequence[str]) -> None:
+    def prefetch(self, names: Sequence[str]) -> None:
         """Sessions with these will come."""
         self.cache.expect([model.source.name for name in names if (model := self._models.get(name))])
 
@@ -126,7 +127,7 @@ class ModelRegistry:
 
     def _load(self, source: ControlNetSource, device: torch.device) -> LoadedControlNet:
         net = load_controlnet(source, device)
-        net.tell_alive(self._alive)
+        call_after_blocks((net.network,), self._alive)
         return net
 
     def _reported(
@@ -147,5 +148,5 @@ class ModelRegistry:
         )
 
 
-def _said(dtype: torch.dtype) -> str:
+def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

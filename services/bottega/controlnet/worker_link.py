@@ -1,4 +1,4 @@
-"""One worker's link: its sessions, what it asks for, and the answers. Everything of it ends with the link.
+"""Workers' links: the sessions of each, what it asks for, and the answers. Everything of a link ends with it.
 
 Of its two threads one checks what comes and one sends, so that a worker that does not take what it asked for delays
 nobody else.
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequest
+from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.link_responses import refusal, send_residuals
 from bottega.controlnet.model_registry import ControlNetReference, ModelRegistry
 from bottega.diffusion.controlnets import ControlNetLease, ControlRow, ControlSession
@@ -25,11 +26,15 @@ from bottega.diffusion.controlnets.messages import (
 )
 from bottega.diffusion.errors import to_job_failure
 from bottega.errors import BottegaError, Draining, NoSharedMemory, TooLarge
+from bottega.rpc.link_service import link_endpoints, tcp_endpoint
 from bottega.transport import (
     Connection,
     Incoming,
+    Limits,
     Link,
     LinkHandler,
+    LinkServer,
+    LinkServerSettings,
     kind_of,
     number_message,
     read_number,
@@ -41,6 +46,8 @@ _MOST_SESSIONS = 512
 _MOST_ROWS = 512
 # Pixels of the picture that is drawn, and of a control image.
 _MOST_PIXELS = 16 << 20
+# Taken only as messages need it: eight control images of four megapixels are 96 MiB.
+_LIMITS = Limits(slots=8, slot_bytes=128 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -195,6 +202,31 @@ class ControlNetWorkerLink(LinkHandler):
                 except (NoSharedMemory, TooLarge) as error:  # nothing of it was sent, and the link lives
                     outcome = error
             self._connection.send_now(link, refusal(outcome, step=number))
+
+
+class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
+    """Raises ConfigError when an address cannot be bound."""
+
+    def __init__(self, config: ControlNetEngineConfig, *, registry: ModelRegistry, executor: BatchExecutor) -> None:
+        self._registry = registry
+        self._executor = executor
+        super().__init__(
+            link_endpoints(config.links_listen, config.links_socket),
+            service="the ControlNet server",
+            settings=LinkServerSettings(limits=_LIMITS),
+            advertised=tcp_endpoint(config.links_advertised),
+        )
+
+    def new_handler(self, connection: Connection) -> ControlNetWorkerLink:
+        """What serves one worker."""
+        return ControlNetWorkerLink(
+            connection, registry=self._registry, executor=self._executor, draining=lambda: self.draining
+        )
+
+    @property
+    def sessions(self) -> Counter[str]:
+        """Sessions of all links, by ControlNet."""
+        return sum((link.sessions for link in self.open), Counter[str]())
 
 
 def _latent_shape(opened: SessionSpec, session: ControlSession) -> tuple[int, int, int]:

@@ -7,27 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from bottega.errors import DataLoss
 from bottega.loras.records import CatalogueRecord
 from bottega.storage.checksums import Value, checksum
 
-COLUMNS = (
-    "name",
-    "digest",
-    "base",
-    "rank",
-    "modules",
-    "size_bytes",
-    "text_bytes",
-    "trigger_words",
-    "format",
-    "bounds",
-    "pinned",
-    "added_s",
-    "checksum",
-)
+COLUMNS = (*(field.name for field in fields(CatalogueRecord)), "checksum")
 """In the order of `to_row` and `from_row`."""
 
 # What no checksum is: of a row that could not be read when checksums came.
@@ -36,21 +23,14 @@ NEVER = -1
 
 def to_row(record: CatalogueRecord) -> tuple[Value, ...]:
     """The values of COLUMNS."""
-    values: tuple[Value, ...] = (
-        record.name,
-        record.digest,
-        record.base,
-        record.rank,
-        record.modules,
-        record.size_bytes,
-        record.text_bytes,
-        json.dumps(record.trigger_words),
-        record.format,
-        json.dumps(record.bounds),
-        int(record.pinned),
-        float(record.added_s),
-    )
+    values = tuple(_value(getattr(record, column)) for column in COLUMNS[:-1])
     return (*values, checksum(values))
+
+
+def _value(said: Value | tuple[object, ...]) -> Value:
+    if isinstance(said, tuple):
+        return json.dumps(said)
+    return int(said) if isinstance(said, bool) else said
 
 
 def from_row(row: Sequence[Any]) -> CatalogueRecord:

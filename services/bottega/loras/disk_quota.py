@@ -1,6 +1,6 @@
 """What may still be written to the store's disk: within its own budget, and beside what stays free for others.
 
-Whoever is going to write takes the room first. Any thread may call it.
+Whoever is going to write reserves the room first. Any thread may call it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class DiskQuota:
         """For what is being written."""
         return sum(each.size_bytes for each in tuple(self._reserved))
 
-    def take(self, size_bytes: int) -> Reservation:
-        """Room for so much. Give it back.
+    def reserve(self, size_bytes: int) -> Reservation:
+        """Room for so much. Release it.
 
         Raises TooLarge where the budget does not allow it, QueueFull where it only does not for now, StorageUnavailable
         where the disk has no room.
@@ -76,7 +76,7 @@ class DiskQuota:
             left = min(self._left_in_budget, free_bytes - pending_bytes - min_free_bytes)
             reservation.size_bytes += max(0, min(left, most_bytes - reservation.size_bytes))
 
-    def give_back(self, reservation: Reservation) -> None:
+    def release(self, reservation: Reservation) -> None:
         """It has been written, or will not be."""
         with self._lock:
             self._reserved.remove(reservation)

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,6 @@ from bottega.loras.records import CatalogueRecord
 from bottega.storage import folders, os_errors
 
 _DIGEST = re.compile("[0-9a-f]{64}")
-_PIECE_BYTES = 4 << 20
 _FOREIGN_NAMES_IN_LOG = 5
 
 _log = logging.getLogger(__name__)
@@ -119,10 +118,7 @@ class LoraFolder:
         with os_errors.translated(), spool.open("rb") as file:
             lora = canonical.read(file)
             file.seek(0)
-            hashed = hashlib.sha256()
-            while piece := file.read(_PIECE_BYTES):
-                hashed.update(piece)
-        digest = hashed.hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         with os_errors.translated():
             before_bytes = self._size_in_place(digest) or 0
             if self._kept_bytes - before_bytes + lora.file_bytes > self._budget_bytes:
@@ -202,19 +198,19 @@ class LoraFolder:
         """Moves these into quarantine, descriptions first. The bytes of the weights."""
         moved_bytes = sum(path.stat().st_size for path in weights)
         for path in described:
-            self.quarantine.take_description(path)
+            self.quarantine.move_in_description(path)
         for path in weights:
-            self.quarantine.take_weights(path)
+            self.quarantine.move_in_weights(path)
         if weights or described:
             self.quarantine.sync()
-        for folder in _folders_of(weights, described):
+        for folder in {path.parent for path in (*weights, *described)}:
             folders.sync(folder)
         return moved_bytes
 
     def _bring_back(self, digest: str) -> None:
         before_bytes = self._size_in_place(digest) or 0
         self._put_in_place(self.quarantine.weights(digest), digest)
-        self.quarantine.gave_back(digest)
+        self.quarantine.forget_weights(digest)
         self._used_bytes += (self._size_in_place(digest) or 0) - before_bytes
 
     def _put_in_place(self, path: Path, digest: str) -> None:
@@ -228,7 +224,3 @@ class LoraFolder:
             return self.path(digest).stat().st_size
         except FileNotFoundError:
             return None
-
-
-def _folders_of(*paths: Collection[Path]) -> Iterator[Path]:
-    yield from {path.parent for each in paths for path in each}

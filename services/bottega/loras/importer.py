@@ -163,7 +163,7 @@ class LoraImporter:
 
     def _room(self, size_bytes: int) -> AbstractAsyncContextManager[Reservation]:
         """Room on the disk for what is written in the block. Raises TooLarge, QueueFull, StorageUnavailable."""
-        return acquired(lambda: self._files.room.take(size_bytes), self._files.room.give_back)
+        return acquired(lambda: self._files.room.reserve(size_bytes), self._files.room.release)
 
     async def _keep(self, request: ImportRequest, output: Path, kind: str, trigger: str) -> CatalogueRecord:
         digest, lora = await asyncio.to_thread(self._files.adopt, output)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from bottega.storage import folders
 
 WEIGHTS = ".safetensors"
 _DIGEST = re.compile("[0-9a-f]{64}")
-_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +87,7 @@ class QuarantineFolder:
         """Where the weights of a digest are, if they are here."""
         return self.folder / f"{digest}{WEIGHTS}"
 
-    def take_weights(self, path: Path) -> None:
+    def move_in_weights(self, path: Path) -> None:
         """Moves weights here. Their folder is to be synced by the caller, and this one with `sync`.
 
         Of two with one digest, one that is intact stays.
@@ -101,8 +100,8 @@ class QuarantineFolder:
         path.replace(target)
         self._weights[path.stem] = size_bytes
 
-    def take_description(self, path: Path) -> None:
-        """Moves a description here, as `take_weights` does, in the place of an older one."""
+    def move_in_description(self, path: Path) -> None:
+        """Moves a description here, as `move_in_weights` does, in the place of an older one."""
         path.replace(self.folder / path.name)
         if path.stem not in self._described:
             digest = self._described[path.stem] = path.stem.partition(".")[0]
@@ -112,7 +111,7 @@ class QuarantineFolder:
         """Returns when what was moved here is on the disk."""
         folders.sync(self.folder)
 
-    def gave_back(self, digest: str) -> None:
+    def forget_weights(self, digest: str) -> None:
         """The weights of a digest have been moved away from here."""
         self._weights.pop(digest, None)
         folders.sync(self.folder)
@@ -175,13 +174,5 @@ def _description(path: Path) -> CatalogueRecord | None:
 
 def is_intact(path: Path, digest: str) -> bool:
     """Whether a file has its digest. Reads all of it."""
-    hashed = hashlib.sha256()
-    for piece in _pieces(path):
-        hashed.update(piece)
-    return hashed.hexdigest() == digest
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            yield piece
+        return hashlib.file_digest(file, "sha256").hexdigest() == digest

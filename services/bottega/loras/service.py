@@ -61,7 +61,7 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
         """ListLoras."""
         rules.refuse(list(_check_page(request)))
         size = request.page_size or _DEFAULT_PAGE
-        records = await self._store.page(size=size + 1, after=request.page_token, base=request.base)
+        records = await self._store.catalogue.page(size=size + 1, after=request.page_token, base=request.base)
         shown = records[:size]
         return pb.ListLorasResponse(
             loras=[self._stored(record) for record in shown],
@@ -74,7 +74,7 @@ class LoraService(lora_pb2_grpc.LoraServiceServicer):
     async def GetLora(self, request: pb.GetLoraRequest, _context: _Context) -> pb.GetLoraResponse:
         """GetLora."""
         _check_name(request.name)
-        return pb.GetLoraResponse(lora=self._stored(await self._store.get(request.name)))
+        return pb.GetLoraResponse(lora=self._stored(await self._store.catalogue.get(request.name)))
 
     async def DeleteLora(self, request: pb.DeleteLoraRequest, _context: _Context) -> pb.DeleteLoraResponse:
         """DeleteLora."""

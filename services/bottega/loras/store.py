@@ -25,12 +25,12 @@ from bottega.loras.config import LoraConfig
 from bottega.loras.files import LoraFolder
 from bottega.loras.importer import LoraImporter
 from bottega.loras.importing.import_processes import ImportProcesses
-from bottega.loras.links import LoraLinks
 from bottega.loras.metrics import StoreStatistics
 from bottega.loras.own_loras import MINIATURE, check_own_loras, import_own_loras
 from bottega.loras.pinning import PinnedLoras
 from bottega.loras.records import CatalogueRecord
 from bottega.loras.recovery import LoraRecovery, RestoredLora
+from bottega.loras.worker_link import LoraLinks
 from bottega.miniature import WEIGHTS
 from bottega.process import open_files
 from bottega.process.memory import MemoryMeter
@@ -68,7 +68,7 @@ class LoraStore:
         self._version = importlib.metadata.version("bottega-services")
         self._folder = folder
         self._lock = ProcessLock(folder)
-        self._catalogue = LoraCatalogue(folder / "catalogue.db")
+        self.catalogue = LoraCatalogue(folder / "catalogue.db")
         self._files = LoraFolder(
             folder / "files",
             quarantine=folder / "quarantine",
@@ -86,7 +86,7 @@ class LoraStore:
         )
         self._links = LoraLinks(config.links, cache=self._cache)
         self._pins = PinnedLoras(
-            catalogue=self._catalogue,
+            catalogue=self.catalogue,
             files=self._files,
             cache=self._cache,
             budget_bytes=config.budget_bytes,
@@ -100,12 +100,12 @@ class LoraStore:
             bases=self.bases,
             config=limits,
             files=self._files,
-            catalogue=self._catalogue,
+            catalogue=self.catalogue,
             processes=self._import_processes,
             imports=imports,
         )
         self.recovery = LoraRecovery(
-            bases=self.bases, catalogue=self._catalogue, files=self._files, write_lock=self.importer.write_lock
+            bases=self.bases, catalogue=self.catalogue, files=self._files, write_lock=self.importer.write_lock
         )
         self._needed_until: dict[str, float] = {}
         self._membership: FleetMembership | None = None
@@ -119,13 +119,13 @@ class LoraStore:
         Raises what they do, and Unavailable where another process has the folder.
         """
         await asyncio.to_thread(self._hold_folder)
-        await self._catalogue.open()
+        await self.catalogue.open()
         await asyncio.to_thread(self._files.open)
         lost = (await self.recovery.sort_out()).lost
         await import_own_loras(
             self._config.loras,
             importer=self.importer,
-            catalogue=self._catalogue,
+            catalogue=self.catalogue,
             at_once=self._config.imports.at_once,
             lost=lost,
         )
@@ -139,18 +139,10 @@ class LoraStore:
         """Whether it is in memory; False while it is on its way there, None where it is not."""
         return self._cache.state(record.digest)
 
-    async def get(self, name: str) -> CatalogueRecord:
-        """Raises LoraNotFound."""
-        return await self._catalogue.get(name)
-
-    async def page(self, *, size: int, after: str, base: str) -> list[CatalogueRecord]:
-        """Up to `size` LoRAs whose names come after that one, by name. base: empty is any."""
-        return await self._catalogue.page(size=size, after=after, base=base)
-
     async def remove(self, name: str) -> None:
         """Forgets a LoRA. Raises LoraNotFound, LoraInUse while it is being sent, or may be at any moment."""
         async with self.importer.write_lock:
-            record = await self._catalogue.get(name)
+            record = await self.catalogue.get(name)
             left_s = max(0.0, self._needed_until.get(record.digest, 0.0) - time.monotonic())
             if self._cache.leases(record.digest) or left_s:
                 wait_s = max(1.0, left_s)
@@ -160,14 +152,14 @@ class LoraStore:
                     metadata={"loras": name},
                     retry_after_s=wait_s,
                 )
-            only_name = await self._catalogue.names(record.digest) == [name]
+            only_name = await self.catalogue.names(record.digest) == [name]
             # First: a name that is forgotten must not come back from its description.
             await asyncio.to_thread(self._files.undescribe, record.digest, name)
             if only_name:
                 self._cache.forget(record.digest)
                 # Before the row: on a full disk that makes the room which forgetting the name needs.
                 await asyncio.to_thread(self._files.remove, record.digest)
-            await self._catalogue.remove(name)
+            await self.catalogue.remove(name)
             if not only_name and record.pinned:
                 await self._pins.apply()  # for the names that are left it need not stay in memory
         _log.info("a LoRA is removed", extra={"lora": name, "digest": record.digest})
@@ -175,7 +167,7 @@ class LoraStore:
     async def prefetch(self, digests: Sequence[str], *, only_keep: bool = False) -> list[str]:
         """Has these in memory soon, as far as they are known and have room; which will be. They cannot be deleted for
         a while. only_keep: loads none of them."""
-        known = await self._catalogue.known(digests)
+        known = await self.catalogue.known(digests)
         wanted = [digest for digest in dict.fromkeys(digests) if digest in known]
         now = time.monotonic()
         if len(self._needed_until) > _MOST_NEEDED:
@@ -192,8 +184,8 @@ class LoraStore:
         """
         async with self.importer.write_lock:  # of two at once, the second one sees the first
             if pinned:
-                await self._pins.check(await self._catalogue.get(name))
-            record = await self._catalogue.change(name, lambda there: replace(there, pinned=pinned))
+                await self._pins.check(await self.catalogue.get(name))
+            record = await self.catalogue.change(name, lambda there: replace(there, pinned=pinned))
             await asyncio.to_thread(self._files.describe, record)
             await self._pins.apply()  # last, so that the answer says that it is being loaded
         return record
@@ -208,7 +200,7 @@ class LoraStore:
             return replace(there, bounds=tuple(sorted(bounds)))
 
         async with self.importer.write_lock:
-            record = await self._catalogue.change(name, measured)
+            record = await self.catalogue.change(name, measured)
             await asyncio.to_thread(self._files.describe, record)
         return record
 
@@ -248,7 +240,7 @@ class LoraStore:
         await self._import_processes.stop()
         await asyncio.to_thread(self._links.close)
         await asyncio.to_thread(self._cache.close)
-        await self._catalogue.close()
+        await self.catalogue.close()
         self._lock.release()
 
     def _hold_folder(self) -> None:

@@ -1,4 +1,4 @@
-"""One worker's link: what it asks for, and LoRAs as they lie in memory, or sent in pieces. Ends with the link.
+"""Workers' links: what a worker asks for, and LoRAs as they lie in memory, or sent in pieces.
 
 A worker of this host is given the memory itself. Others are sent bytes: the thread that sends says first whatever
 there is to say, else a piece of the LoRA that has been on its way for longest.
@@ -10,19 +10,37 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 from bottega.caching import CacheLease, TieredCache
 from bottega.errors import BottegaError, InternalError, NoSharedMemory, TooLarge
 from bottega.lora import messages
 from bottega.lora.messages import LoraMessageKind
+from bottega.loras.config import LinksConfig
 from bottega.loras.transfer import LoraTransfer, RateLimiter
+from bottega.rpc.link_service import link_endpoints, tcp_endpoint
 from bottega.rpc.status import job_error_to_json
-from bottega.transport import Connection, Incoming, Link, LinkHandler, SealedFile, kind_of, number_message, read_number
+from bottega.transport import (
+    Connection,
+    Incoming,
+    Limits,
+    Link,
+    LinkHandler,
+    LinkServer,
+    LinkServerSettings,
+    SealedFile,
+    default_socket_path,
+    kind_of,
+    number_message,
+    read_number,
+)
 
 # Fetches of one worker that wait; it runs some tens of requests with at most eight LoRAs each.
 _MOST_WAITING = 512
 # What is smaller is one piece: copying it takes less than mapping it, and mappings are bounded in number (65,530).
 _LEAST_SHARED_BYTES = 64 << 10
+# What workers say is short; what they are sent, their own limits bound.
+_LIMITS = Limits(slots=8, slot_bytes=1 << 20)
 
 
 class LoraWorkerLink(LinkHandler):
@@ -146,3 +164,25 @@ class LoraWorkerLink(LinkHandler):
 
     def _refuse(self, link: Link, number: int, error: BottegaError) -> None:
         self._connection.send_now(link, messages.refused_message(number, job_error_to_json(error)))
+
+
+class LoraLinks(LinkServer[LoraWorkerLink]):
+    """Raises ConfigError when an address cannot be bound."""
+
+    def __init__(self, config: LinksConfig, *, cache: TieredCache) -> None:
+        self._cache = cache
+        self._bytes_per_s = config.bytes_per_s
+        super().__init__(
+            link_endpoints(config.listen, _socket(config.socket)),
+            service="the LoRA store",
+            settings=LinkServerSettings(limits=_LIMITS),
+            advertised=tcp_endpoint(config.advertised),
+        )
+
+    def new_handler(self, connection: Connection) -> LoraWorkerLink:
+        """What serves one worker."""
+        return LoraWorkerLink(connection, cache=self._cache, bytes_per_s=self._bytes_per_s)
+
+
+def _socket(configured: str | None) -> str | Path | None:
+    return default_socket_path("loras") if configured == "" else configured

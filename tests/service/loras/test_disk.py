@@ -16,7 +16,6 @@ from bottega.lora.canonical import CanonicalLora
 from bottega.loras.importing.import_processes import ImportJob, ImportProcesses, ImportSource
 from bottega.loras.upload import Upload, receive
 from bottega.miniature import WEIGHTS
-from bottega.v1 import lora_pb2 as pb
 from tests.support.full_disk import files_at_most, fill, small_disk
 from tests.support.running_loras import PATIENCE_S, fetch, lora_file, refused, running, upload_requests
 
@@ -79,8 +78,8 @@ async def test_on_a_full_disk_room_is_made_by_removing(tmp_path: Path) -> None:
             for seed in range(2):
                 await store.upload(f"a{seed}", lora_file(tmp_path, seed=seed, rank=64))
             ballast = await asyncio.to_thread(fill, disk)
-            await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a0"), timeout=PATIENCE_S)
-            left = await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)
+            await store.call("DeleteLora", name="a0")
+            left = await store.call("ListLoras")
             assert [lora.name for lora in left.loras] == ["a1"]
             ballast.unlink()
 
@@ -117,7 +116,7 @@ async def test_a_caller_that_goes_at_the_last_moment_leaves_no_file_without_a_na
         await asyncio.sleep(0.1)  # the store hears of it
         gate.set()
         async with asyncio.timeout(PATIENCE_S):
-            while not await store.store.page(size=1, after="", base=""):  # noqa: ASYNC110 - it has no event
+            while not await store.store.catalogue.page(size=1, after="", base=""):  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.01)
     assert len(list((tmp_path / "store" / "files").glob("??/*.safetensors"))) == 1
 

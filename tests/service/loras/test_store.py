@@ -50,7 +50,7 @@ async def test_an_uploaded_lora_is_listed_and_sent_by_its_digest(tmp_path: Path)
         assert (lora.name, lora.base, lora.rank, lora.modules) == ("style/ink", "miniature", 2, 2)
         assert (lora.format, list(lora.trigger_words)) == ("kohya", ["in ink"])
         assert lora.text_bytes > 0
-        got = await store.stub.GetLora(pb.GetLoraRequest(name="style/ink"), timeout=PATIENCE_S)
+        got = await store.call("GetLora", name="style/ink")
         assert got.lora.digest == lora.digest
         with await store.link() as link:
             data = await asyncio.to_thread(fetch, link, lora.digest)
@@ -66,23 +66,24 @@ async def test_the_same_lora_again_with_other_trigger_words_gets_those_and_keeps
     root = ImportConfig(root=str(tmp_path))
     async with running(tmp_path / "store", config(imports=root)) as store:
         await store.upload("a", path, trigger_words=["in ink"])
-        await store.stub.PinLora(pb.PinLoraRequest(name="a", pinned=True), timeout=PATIENCE_S)
-        first = await store.store.get("a")
+        await store.call("PinLora", name="a", pinned=True)
+        first = await store.store.catalogue.get("a")
         again = await store.upload("a", path, trigger_words=["inked", "drawn"])
         assert list(again.trigger_words) == ["inked", "drawn"]
-        changed = await store.store.get("a")
+        changed = await store.store.catalogue.get("a")
         assert changed == replace(first, trigger_words=("inked", "drawn"))
         assert await store.upload("a", path) == again, "it says none, and so takes none away"
-        request = pb.RegisterLoraRequest(name="a", base="miniature", path=path.name, trigger_words=["third"])
-        registered = await store.stub.RegisterLora(request, timeout=PATIENCE_S)
-        assert (await store.store.get("a"), list(registered.lora.trigger_words)) == (
+        registered = await store.call(
+            "RegisterLora", name="a", base="miniature", path=path.name, trigger_words=["third"]
+        )
+        assert (await store.store.catalogue.get("a"), list(registered.lora.trigger_words)) == (
             replace(first, trigger_words=("third",)),
             ["third"],
         )
         other = upload_requests("a", lora_file(tmp_path, seed=1).read_bytes(), trigger_words=["fourth"])
         assert isinstance(await refused(store.stub.UploadLora(other, timeout=PATIENCE_S)), LoraExists)
     async with running(tmp_path / "store") as store:
-        assert (await store.store.get("a")).trigger_words == ("third",)
+        assert (await store.store.catalogue.get("a")).trigger_words == ("third",)
 
 
 async def test_an_upload_whose_bytes_are_not_those_announced_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
@@ -113,16 +114,16 @@ def _parts(folder: Path, *components: str) -> tuple[list[pb.UploadLoraPart], byt
     return parts, b"".join(path.read_bytes() for path in files.values())
 
 
-@pytest.mark.parametrize("chunk_bytes", [1000, 1 << 20])
-async def test_one_upload_brings_the_files_of_several_components(tmp_path: Path, chunk_bytes: int) -> None:
+async def test_one_upload_brings_the_files_of_several_components(tmp_path: Path) -> None:
     folder = peft_folders(tmp_path / "peft")
     async with running(tmp_path / "store", config(imports=ImportConfig(root=str(tmp_path)))) as store:
         for name, components in (("a", ("unet", "text_encoder")), ("b", ("text_encoder", "unet"))):
             parts, data = _parts(folder, *components)
-            requests = upload_requests(name, data, chunk_bytes=chunk_bytes, parts=parts)
+            requests = upload_requests(name, data, chunk_bytes=1000, parts=parts)
             uploaded = (await store.stub.UploadLora(requests, timeout=PATIENCE_S)).lora
-            request = pb.RegisterLoraRequest(name=f"registered-{name}", base="miniature", path=str(folder))
-            registered = (await store.stub.RegisterLora(request, timeout=PATIENCE_S)).lora
+            registered = (
+                await store.call("RegisterLora", name=f"registered-{name}", base="miniature", path=str(folder))
+            ).lora
             assert (uploaded.digest, uploaded.format) == (registered.digest, "PEFT")
             assert (uploaded.modules, uploaded.rank) == (2, 3)
         with await store.link() as link:
@@ -177,8 +178,7 @@ async def test_a_folder_below_the_root_is_registered_and_nothing_beside_it(tmp_p
     async with running(tmp_path / "store", config(imports=ImportConfig(root=str(root)))) as store:
 
         def register(path: str) -> object:
-            request = pb.RegisterLoraRequest(name="a", base="miniature", path=path)
-            return store.stub.RegisterLora(request, timeout=PATIENCE_S)
+            return store.call("RegisterLora", name="a", base="miniature", path=path)
 
         for path in ("../outside", "link", "linked", "circle", "x" * 4096, str(outside), "absent", "", "a\0b"):
             assert isinstance(await refused(register(path)), InvalidRequest), path
@@ -195,19 +195,19 @@ async def test_a_store_has_its_own_loras_from_every_start_and_keeps_what_has_the
     async with running(tmp_path / "store") as store:
         kept = await store.upload("taken", lora_file(tmp_path))
     async with running(tmp_path / "store", config(loras=own)) as store:
-        listed = (await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)).loras
+        listed = (await store.call("ListLoras")).loras
         assert [(lora.name, lora.format) for lora in listed] == [("checked", "PEFT"), ("taken", "kohya")]
         assert listed[1].digest == kept.digest
-        await store.stub.DeleteLora(pb.DeleteLoraRequest(name="checked"), timeout=PATIENCE_S)
+        await store.call("DeleteLora", name="checked")
     async with running(tmp_path / "store", config(loras=own)) as store:
-        again = await store.stub.GetLora(pb.GetLoraRequest(name="checked"), timeout=PATIENCE_S)
+        again = await store.call("GetLora", name="checked")
         assert again.lora.digest == listed[0].digest
 
 
 async def test_a_lora_of_its_own_whose_file_is_gone_is_brought_again(tmp_path: Path) -> None:
     own = {"ink": OwnLora(path=str(lora_file(tmp_path)))}
     async with running(tmp_path / "store", config(loras=own)) as store:
-        lora = (await store.stub.GetLora(pb.GetLoraRequest(name="ink"), timeout=PATIENCE_S)).lora
+        lora = (await store.call("GetLora", name="ink")).lora
     (file,) = (tmp_path / "store").rglob(f"{lora.digest}.safetensors")
     file.unlink()
     async with running(tmp_path / "store", config(loras=own)) as store:
@@ -223,7 +223,7 @@ async def test_a_store_brings_more_loras_of_its_own_than_may_wait_to_be_imported
     path = lora_file(tmp_path)
     own = {f"ink-{number}": OwnLora(path=str(path)) for number in range(3)}
     async with running(tmp_path / "store", config(loras=own, imports=ImportConfig(at_once=1))) as store:
-        listed = (await store.stub.ListLoras(pb.ListLorasRequest(), timeout=PATIENCE_S)).loras
+        listed = (await store.call("ListLoras")).loras
     assert [lora.name for lora in listed] == sorted(own)
 
 
@@ -238,26 +238,24 @@ async def test_lists_come_in_pages_and_by_base(tmp_path: Path) -> None:
     async with running(tmp_path / "store") as store:
         for name in ("c", "a", "b"):
             await store.upload(name, path)
-        first = await store.stub.ListLoras(pb.ListLorasRequest(page_size=2), timeout=PATIENCE_S)
+        first = await store.call("ListLoras", page_size=2)
         assert ([lora.name for lora in first.loras], list(first.bases)) == (["a", "b"], ["miniature"])
-        request = pb.ListLorasRequest(page_size=2, page_token=first.next_page_token)
-        second = await store.stub.ListLoras(request, timeout=PATIENCE_S)
+        second = await store.call("ListLoras", page_size=2, page_token=first.next_page_token)
         assert ([lora.name for lora in second.loras], second.next_page_token) == (["c"], "")
-        none = await store.stub.ListLoras(pb.ListLorasRequest(base="other"), timeout=PATIENCE_S)
+        none = await store.call("ListLoras", base="other")
         assert not none.loras
 
 
 async def test_a_lora_that_was_asked_for_a_moment_ago_is_not_removed(tmp_path: Path) -> None:
     async with running(tmp_path / "store", config(lease_s=0.5)) as store:
         lora = await store.upload("a", lora_file(tmp_path))
-        asked = pb.PrefetchLorasRequest(digests=[lora.digest, "0" * 64])
-        accepted = await store.stub.PrefetchLoras(asked, timeout=PATIENCE_S)
+        accepted = await store.call("PrefetchLoras", digests=[lora.digest, "0" * 64])
         assert list(accepted.accepted) == [lora.digest]
-        error = await refused(store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S))
+        error = await refused(store.call("DeleteLora", name="a"))
         assert isinstance(error, LoraInUse)
         await asyncio.sleep(0.6)
-        await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S)
-        error = await refused(store.stub.GetLora(pb.GetLoraRequest(name="a"), timeout=PATIENCE_S))
+        await store.call("DeleteLora", name="a")
+        error = await refused(store.call("GetLora", name="a"))
         assert isinstance(error, LoraNotFound)
     assert not list((tmp_path / "store" / "files").glob("??/*.safetensors"))
 
@@ -265,11 +263,10 @@ async def test_a_lora_that_was_asked_for_a_moment_ago_is_not_removed(tmp_path: P
 async def test_what_is_only_kept_is_neither_loaded_nor_removed(tmp_path: Path) -> None:
     async with running(tmp_path / "store", config(lease_s=30.0)) as store:
         lora = await store.upload("a", lora_file(tmp_path))
-        kept = pb.PrefetchLorasRequest(digests=[lora.digest], only_keep=True)
-        assert not (await store.stub.PrefetchLoras(kept, timeout=PATIENCE_S)).accepted
-        got = await store.stub.GetLora(pb.GetLoraRequest(name="a"), timeout=PATIENCE_S)
+        assert not (await store.call("PrefetchLoras", digests=[lora.digest], only_keep=True)).accepted
+        got = await store.call("GetLora", name="a")
         assert got.lora.state == pb.LORA_STATE_ON_DISK
-        error = await refused(store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S))
+        error = await refused(store.call("DeleteLora", name="a"))
         assert isinstance(error, LoraInUse)
 
 
@@ -281,7 +278,7 @@ async def test_a_lora_that_is_being_sent_is_not_removed(tmp_path: Path) -> None:
             fetching = asyncio.create_task(asyncio.to_thread(fetch, link, lora.digest))
             while not store.store._cache.leases(lora.digest):  # noqa: ASYNC110 - the moment at which it begins
                 await asyncio.sleep(0.005)
-            error = await refused(store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S))
+            error = await refused(store.call("DeleteLora", name="a"))
             assert isinstance(error, LoraInUse)
             assert len(await fetching) == lora.size_bytes
 
@@ -291,7 +288,7 @@ async def test_files_of_a_name_that_others_share_stay(tmp_path: Path) -> None:
     async with running(tmp_path / "store") as store:
         lora = await store.upload("a", path)
         await store.upload("b", path)
-        await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S)
+        await store.call("DeleteLora", name="a")
         with await store.link() as link:
             assert len(await asyncio.to_thread(fetch, link, lora.digest)) == lora.size_bytes
 
@@ -302,13 +299,13 @@ async def test_without_the_name_that_was_pinned_the_others_weights_give_way(tmp_
         first, other = await store.upload("a", path), await store.upload("c", lora_file(tmp_path, seed=1))
         assert first.size_bytes < 3000 < first.size_bytes + other.size_bytes
         await store.upload("b", path)
-        await store.stub.PinLora(pb.PinLoraRequest(name="a", pinned=True), timeout=PATIENCE_S)
+        await store.call("PinLora", name="a", pinned=True)
         async with asyncio.timeout(PATIENCE_S):
-            while store.store.state(await store.store.get("a")) is not True:  # noqa: ASYNC110 - loading has no event
+            while store.store.state(await store.store.catalogue.get("a")) is not True:  # noqa: ASYNC110 - loading has no event
                 await asyncio.sleep(0.01)
         asked = pb.PrefetchLorasRequest(digests=[other.digest])
         assert not (await store.stub.PrefetchLoras(asked, timeout=PATIENCE_S)).accepted
-        await store.stub.DeleteLora(pb.DeleteLoraRequest(name="a"), timeout=PATIENCE_S)
+        await store.call("DeleteLora", name="a")
         assert (await store.stub.PrefetchLoras(asked, timeout=PATIENCE_S)).accepted == [other.digest]
 
 
@@ -318,13 +315,13 @@ async def test_what_does_not_fit_beside_others_that_are_pinned_is_not_pinned(tmp
             await store.upload(name, lora_file(tmp_path, seed=seed))
         await store.upload("same", lora_file(tmp_path))
         for name in ("a", "a", "same"):  # one file: it is there once
-            await store.stub.PinLora(pb.PinLoraRequest(name=name, pinned=True), timeout=PATIENCE_S)
-        error = await refused(store.stub.PinLora(pb.PinLoraRequest(name="b", pinned=True), timeout=PATIENCE_S))
+            await store.call("PinLora", name=name, pinned=True)
+        error = await refused(store.call("PinLora", name="b", pinned=True))
         assert (type(error), error.metadata) == (TooLarge, {"limit": "budget_bytes"})
-        assert not (await store.store.get("b")).pinned
+        assert not (await store.store.catalogue.get("b")).pinned
         for name in ("a", "same"):
-            await store.stub.PinLora(pb.PinLoraRequest(name=name, pinned=False), timeout=PATIENCE_S)
-        await store.stub.PinLora(pb.PinLoraRequest(name="b", pinned=True), timeout=PATIENCE_S)
+            await store.call("PinLora", name=name, pinned=False)
+        await store.call("PinLora", name="b", pinned=True)
 
 
 async def test_a_store_whose_budget_is_too_small_now_for_what_is_pinned_says_so(
@@ -332,7 +329,7 @@ async def test_a_store_whose_budget_is_too_small_now_for_what_is_pinned_says_so(
 ) -> None:
     async with running(tmp_path / "store") as store:
         await store.upload("a", lora_file(tmp_path))
-        await store.stub.PinLora(pb.PinLoraRequest(name="a", pinned=True), timeout=PATIENCE_S)
+        await store.call("PinLora", name="a", pinned=True)
     assert "do not fit" not in caplog.text
     async with running(tmp_path / "store", config(budget_bytes=1)):
         assert "pinned LoRAs do not fit into memory" in caplog.text

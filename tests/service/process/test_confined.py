@@ -221,12 +221,12 @@ async def test_a_confined_child_makes_no_sockets_programs_processes_or_files(pat
 async def test_what_is_missing_is_told_once(path: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with probe(path) as child:  # one that nothing confines
-        sandbox_status.tell(child.pid)
-        sandbox_status.tell(child.pid)
+        sandbox_status.log_missing(child.pid)
+        sandbox_status.log_missing(child.pid)
     assert [record.levelname for record in caplog.records] == ["INFO"]
     for part in ("a network of its own", "a system-call filter", "no new privileges"):
         assert part in caplog.text
-    sandbox_status.tell(child.pid)  # which is gone
+    sandbox_status.log_missing(child.pid)  # which is gone
     assert sandbox_status.found(child.pid) is None
 
 

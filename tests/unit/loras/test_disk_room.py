@@ -22,26 +22,26 @@ def _room(folder: Path, *, budget_bytes: int = 1000, kept_bytes: int = 0, min_fr
 
 def test_what_is_promised_counts_until_it_is_given_back(tmp_path: Path) -> None:
     room = _room(tmp_path, kept_bytes=300)
-    first = room.take(600)
+    first = room.reserve(600)
     assert room.reserved_bytes == 600
     with pytest.raises(QueueFull, match="uploads under way may take 600 of the 1000 bytes") as caught:
-        room.take(101)
+        room.reserve(101)
     assert caught.value.retry_after_s
-    room.take(100)
-    room.give_back(first)
-    room.take(600)
+    room.reserve(100)
+    room.release(first)
+    room.reserve(600)
 
 
 def test_what_the_budget_never_has_room_for_is_too_large(tmp_path: Path) -> None:
     room = _room(tmp_path, kept_bytes=300)
-    room.take(600)
+    room.reserve(600)
     with pytest.raises(TooLarge, match=r"300 are taken, what is in quarantine included"):
-        room.take(701)
+        room.reserve(701)
 
 
 def test_a_reservation_grows_as_far_as_there_is_room(tmp_path: Path) -> None:
     room = _room(tmp_path)
-    first, other = room.take(100), room.take(300)
+    first, other = room.reserve(100), room.reserve(300)
     room.grow(first, 500)
     assert first.size_bytes == 500
     room.grow(other, 900)
@@ -58,23 +58,23 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_what_is_written_already_is_not_counted_twice_against_the_disk(disk: Path) -> None:
     room = _room(disk, budget_bytes=1 << 40)
-    first = room.take(3 << 20)
+    first = room.reserve(3 << 20)
     with pytest.raises(StorageUnavailable, match=f"the disk is full.* of which {3 << 20} are for uploads") as caught:
-        room.take(2 << 20)
+        room.reserve(2 << 20)
     assert (caught.value.metadata["cause"], bool(caught.value.retry_after_s)) == ("ENOSPC", True)
     first.files.append(disk / "upload")
     (disk / "upload").write_bytes(bytes(2 << 20))
     with pytest.raises(StorageUnavailable, match=f"of which {1 << 20} are for uploads"):
-        room.take(2 << 20)
-    room.take(512 << 10)
+        room.reserve(2 << 20)
+    room.reserve(512 << 10)
 
 
 def test_a_share_of_the_disk_stays_free_for_others(disk: Path) -> None:
     reserve_bytes = 100 << 10
     room = _room(disk, budget_bytes=1 << 40, min_free_bytes=reserve_bytes)
     with pytest.raises(StorageUnavailable, match=f"{reserve_bytes} stay free"):
-        room.take(_DISK_BYTES - reserve_bytes + 1)
-    room.take(_DISK_BYTES - reserve_bytes)
+        room.reserve(_DISK_BYTES - reserve_bytes + 1)
+    room.reserve(_DISK_BYTES - reserve_bytes)
     room.check_disk()
     ballast = fill(disk)
     with pytest.raises(StorageUnavailable, match="min_free_bytes"):
@@ -86,8 +86,8 @@ def test_a_share_of_the_disk_stays_free_for_others(disk: Path) -> None:
 def test_of_a_small_disk_a_twentieth_stays_free(disk: Path) -> None:
     room = _room(disk, budget_bytes=1 << 40, min_free_bytes=1 << 30)
     with pytest.raises(StorageUnavailable, match=f"{_DISK_BYTES // 20} stay free"):
-        room.take(_DISK_BYTES)
-    room.take(_DISK_BYTES - _DISK_BYTES // 20)
+        room.reserve(_DISK_BYTES)
+    room.reserve(_DISK_BYTES - _DISK_BYTES // 20)
 
 
 def test_uploads_are_bounded_in_number_and_bytes_and_one_host_has_half_of_each() -> None:

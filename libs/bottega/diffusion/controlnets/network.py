@@ -6,7 +6,7 @@ numbers have been checked, and no weights are read before they are those that it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from bottega.diffusion.controlnets.configuration import NetworkConfig, read_fields, read_network_config
 from bottega.diffusion.controlnets.folder import WeightsFile, opened_weights, read_config, weights_bytes
 from bottega.diffusion.controlnets.layout import ControlLayout, controlnet_layout
-from bottega.diffusion.heartbeat import call_after_blocks
 from bottega.diffusion.model.backbone import Inputs
 from bottega.errors import ControlNetUnusable, InvalidRequest
 from bottega.plain_text import excerpt
@@ -69,10 +68,6 @@ class LoadedControlNet:
         network.controlnet_cond_embedding = nn.Identity()
         # Else the forward would flip the embedding as if it were the image.
         network.register_to_config(controlnet_conditioning_channel_order="rgb")
-
-    def tell_alive(self, alive: Callable[[], None]) -> None:
-        """Calls `alive` often from inside a forward, however long it takes; it must be quick."""
-        call_after_blocks((self.network,), alive)
 
     @torch.inference_mode()
     def embed(self, image: Tensor, *, rows: int) -> Tensor:

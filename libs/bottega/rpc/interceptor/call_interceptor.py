@@ -19,7 +19,6 @@ from google.protobuf.message import DecodeError
 
 from bottega.errors import DeadlinePassed, InvalidRequest, MethodNotServed, QueueFull, TooLarge
 from bottega.process import copied
-from bottega.rpc.interceptor.call_limits import CallLimit
 from bottega.rpc.interceptor.calls import CallGuard, CallLimits, CallTracker, Context
 from bottega.rpc.interceptor.memory_quota import MemoryQuota, QuotaShare
 from bottega.rpc.interceptor.response_flow import CallResponses, ResponseFlowControl
@@ -112,9 +111,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         parse, pack = _translators(handler)
 
         async def call(_: _Raw, context: Context) -> bytes | None:
-            async with self._guard(self._kinds.short, method, context) as guard, self._deadline(context):
-                with await self._share(guard) as share:
-                    answer = await handler.unary_unary(await self._received(context, parse, share), context)
+            async with CallGuard(self.calls, self._kinds.short, method, context) as guard, self._deadline(context):
+                with await self._reserve(guard) as share:
+                    answer = await handler.unary_unary(await self._receive(context, parse, share), context)
                 return guard.answers.admit(_packed(answer, pack))
             return None  # it was refused, and gRPC knows
 
@@ -124,9 +123,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         parse, pack = _translators(handler)
 
         async def call(_: _Raw, context: Context) -> None:
-            async with self._guard(self._kinds.streams, method, context) as guard:
-                with await self._share(guard) as share:
-                    responses = handler.unary_stream(await self._received(context, parse, share), context)
+            async with CallGuard(self.calls, self._kinds.streams, method, context) as guard:
+                with await self._reserve(guard) as share:
+                    responses = handler.unary_stream(await self._receive(context, parse, share), context)
                     await _send_all(responses, pack, guard.answers, context.write, share)
 
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
@@ -135,9 +134,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         parse, pack = _translators(handler)
 
         async def call(_: _Raw, context: Context) -> bytes | None:
-            async with self._guard(self._kinds.streamed, method, context) as guard, self._deadline(context):
+            async with CallGuard(self.calls, self._kinds.streamed, method, context) as guard, self._deadline(context):
                 guard.acquire_slot()
-                requests = self._said(context, parse, self._uploads)
+                requests = self._messages(context, parse, self._uploads)
                 return guard.answers.admit(_packed(await handler.stream_unary(requests, context), pack))
             return None
 
@@ -147,9 +146,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         parse, pack = _translators(handler)
 
         async def call(_: _Raw, context: Context) -> None:
-            async with self._guard(self._kinds.streamed, method, context) as guard:
+            async with CallGuard(self.calls, self._kinds.streamed, method, context) as guard:
                 guard.acquire_slot()
-                requests = self._said(context, parse, self._conversations)
+                requests = self._messages(context, parse, self._conversations)
                 await _send_all(handler.stream_stream(requests, context), pack, guard.answers, context.write)
 
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
@@ -158,7 +157,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """What serves methods that nobody has, all of them as one: there is no end of their names."""
 
         async def call(_: _Raw, context: Context) -> None:
-            async with self._guard(self._kinds.short, "unknown", context):
+            async with CallGuard(self.calls, self._kinds.short, "unknown", context):
                 raise MethodNotServed("the service has no such method")
 
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
@@ -168,20 +167,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         parse = handler.request_deserializer
 
         async def unary(_: _Raw, context: Context) -> object:
-            async with self._guard(self._kinds.of_grpc, method, context) as guard:
+            async with CallGuard(self.calls, self._kinds.of_grpc, method, context) as guard:
                 guard.acquire_slot()
-                return await handler.unary_unary(await self._only(context, parse), context)
+                return await handler.unary_unary(await self._only_message(context, parse), context)
             return None
 
         async def watch(_: _Raw, context: Context) -> None:
-            async with self._guard(self._kinds.of_grpc_streams, method, context) as guard:
+            async with CallGuard(self.calls, self._kinds.of_grpc_streams, method, context) as guard:
                 guard.acquire_slot()
-                await handler.unary_stream(await self._only(context, parse), context)
+                await handler.unary_stream(await self._only_message(context, parse), context)
 
         async def conversation(_: _Raw, context: Context) -> None:
-            async with self._guard(self._kinds.of_grpc_streams, method, context) as guard:
+            async with CallGuard(self.calls, self._kinds.of_grpc_streams, method, context) as guard:
                 guard.acquire_slot()
-                async for response in handler.stream_stream(self._said(context, parse, self._grpcs), context):
+                async for response in handler.stream_stream(self._messages(context, parse, self._grpcs), context):
                     await context.write(response)
 
         if not handler.response_streaming:
@@ -189,10 +188,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         call = conversation if handler.request_streaming else watch
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call, handler.response_serializer)
 
-    def _guard(self, places: CallLimit, method: str, context: Context) -> CallGuard:
-        return self.calls.guard(places, method, context)
-
-    async def _share(self, guard: CallGuard) -> QuotaShare:
+    async def _reserve(self, guard: CallGuard) -> QuotaShare:
         try:
             guard.acquire_slot()
             return await self._requests.reserve(guard.peer)
@@ -200,20 +196,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._responses.shorten_waits()
             raise
 
-    async def _received(self, context: Context, parse: _Parse, share: QuotaShare) -> object:
+    async def _receive(self, context: Context, parse: _Parse, share: QuotaShare) -> object:
         raw = _within(self._requests.message_bytes, await self._requests.receive(context.read))
         if raw is grpc.aio.EOF:
             raise InvalidRequest("the call carries no request")
         share.shrink(len(raw))
         return await _parsed(raw, parse)
 
-    async def _only(self, context: Context, parse: _Parse) -> object:
-        async with contextlib.aclosing(self._said(context, parse, self._grpcs)) as said:
-            async for request in said:
+    async def _only_message(self, context: Context, parse: _Parse) -> object:
+        async with contextlib.aclosing(self._messages(context, parse, self._grpcs)) as messages:
+            async for request in messages:
                 return request
         raise InvalidRequest("the call carries no request")
 
-    async def _said(self, context: Context, parse: _Parse, limits: _RequestLimits) -> AsyncGenerator[object, None]:
+    async def _messages(self, context: Context, parse: _Parse, limits: _RequestLimits) -> AsyncGenerator[object, None]:
         """All messages of a caller. Of one that nobody knows yet the first may be large, before it is refused.
 
         Reads by the context: gRPC's stream of requests, once begun, is a cycle of its own where it is not read out.

@@ -66,10 +66,6 @@ class CallTracker:
         """Returns when no call is being served, gRPC's own aside."""
         await self._idle.wait()
 
-    def guard(self, limit: CallLimit, method: str, context: Context) -> CallGuard:
-        """Around the serving of one call."""
-        return CallGuard(self, limit, method, context)
-
     def enter(self, limit: CallLimit, context: Context) -> CallResponses:
         """A call begins."""
         # Every call runs in a task of its own, so what is bound here is bound for this call only. It ends when gRPC has
@@ -134,7 +130,7 @@ class CallGuard:
             self._slot.end_serving()
         ours = None
         try:
-            ours = _told(self._method, refused, self._calls.errors) if refused else None
+            ours = _for_caller(self._method, refused, self._calls.errors) if refused else None
         finally:
             code = Code.CANCELLED if error is not None else None
             self._calls.leave(self._limit, self._method, ours.code if ours else code, seconds)
@@ -162,22 +158,22 @@ def _request_id(context: Context) -> dict[str, str]:
     return {}
 
 
-def _told(method: str, error: Exception, log: CallErrorLog) -> BottegaError:
+def _for_caller(method: str, error: Exception, log: CallErrorLog) -> BottegaError:
     """The error that the caller gets. It is logged here, once, and forgets where it was raised."""
-    told = error if isinstance(error, BottegaError) else _of_library(error)
-    if isinstance(told, TooManyOpenFiles):
-        log.refused(method, told.reason_name, told.message)
-    elif told is not error:
+    shown = error if isinstance(error, BottegaError) else _of_library(error)
+    if isinstance(shown, TooManyOpenFiles):
+        log.refused(method, shown.reason_name, shown.message)
+    elif shown is not error:
         log.failed(method, error, expected=False)
     elif isinstance(error, InternalError):
         log.failed(method, error, expected=True)
     else:
-        log.refused(method, told.reason_name, told.message)
+        log.refused(method, shown.reason_name, shown.message)
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
-    return told
+    return shown
 
 
 def _of_library(error: Exception) -> BottegaError:

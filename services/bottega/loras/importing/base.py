@@ -14,7 +14,7 @@ from bottega.lora.safetensors_header import read_header
 from bottega.loras.importing.sgm import sgm_names
 
 _WEIGHT = ".weight"
-# Matrices that are looked up by row and multiplied by nothing: no side path exists for them.
+# Matrices that are looked up by row and multiplied by nothing: nothing can be added to their product.
 _TABLES = ("token_embedding", "position_embedding")
 # Encoders of transformers are saved with this in front, or without it, by their version.
 _TEXT_MODEL = "text_model."

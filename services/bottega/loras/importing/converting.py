@@ -108,13 +108,13 @@ def _module(found: _ModuleParts) -> ModuleWeights:
 
 def _scale(found: _ModuleParts, rank: int) -> float:
     """Alpha over rank. Raises BadLora naming the module where F32, which it is kept in, cannot hold it."""
-    scale = _said_scale(found, rank)
+    scale = _stated_scale(found, rank)
     if not abs(scale) <= MAX_F32:
         raise BadLora(f"{found.module.name}: its alpha over its rank is {scale:.3g}, beyond what F32 holds")
     return scale
 
 
-def _said_scale(found: _ModuleParts, rank: int) -> float:
+def _stated_scale(found: _ModuleParts, rank: int) -> float:
     if Part.ALPHA in found.parts:
         return read_number(*found.parts[Part.ALPHA]) / rank
     if found.config is not None:

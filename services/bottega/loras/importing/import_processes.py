@@ -48,7 +48,7 @@ class ImportJob:
     output: Path
 
 
-class ImportProcesses:
+class ImportProcesses(ProcessPool):
     """at_once: processes. deadline_s, cpu_s: of one import."""
 
     def __init__(self, *, at_once: int, deadline_s: float, cpu_s: int) -> None:
@@ -61,7 +61,7 @@ class ImportProcesses:
             environment=_ENVIRONMENT,
             sandbox="writes",
         )
-        self._pool = ProcessPool(
+        super().__init__(
             spec,
             PoolLimits(
                 processes=at_once,
@@ -86,7 +86,7 @@ class ImportProcesses:
             return PreparedCall(frame=_frame(job), limits=_limits(job, output_bytes))
 
         try:
-            answer = LoraImportAnswer.FromString(await self._pool.call(prepare))
+            answer = LoraImportAnswer.FromString(await self.call(prepare))
         except ProcessLost as lost:
             raise self._error(lost.loss) from None
         if answer.refusal:
@@ -95,10 +95,6 @@ class ImportProcesses:
             with os_errors.translated():
                 raise OSError(answer.errno, os.strerror(answer.errno))
         return answer
-
-    async def stop(self) -> None:
-        """Ends the processes; imports that wait or run fail with Unavailable."""
-        await self._pool.stop()
 
     def _error(self, loss: Loss) -> BottegaError:
         match loss:
