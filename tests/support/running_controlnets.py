@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import signal
 import threading
-import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +40,6 @@ SERVER = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "drain_grace
 DRAW_S = 60.0
 # The first one that is added waits for a process that looks at it, which imports torch.
 ADD_S = 60.0
-# Two beats of an engine.
-_BEAT_S = 0.25
 
 
 class ControlNetServer:
@@ -61,28 +56,10 @@ class ControlNetServer:
         """Of the newest engine."""
         return [int(event["pid"]) for event in self.service.events() if event["event"] == "engine ready"][-1]
 
-    @property
-    def engines(self) -> int:
-        """Engines that have been ready so far."""
-        return sum(event["event"] == "engine ready" for event in self.service.events())
-
     def hosted(self) -> dict[str, hosted_pb2.Hosted]:
         """What it hosts, by name."""
         response = self._stub.ListControlNets(controlnet_pb2.ListControlNetsRequest(), timeout=5)
         return {net.name: net for net in response.controlnets}
-
-    def serves(self) -> bool:
-        """Whether it hosts anything now: its engine may be starting anew."""
-        return bool(self.hosted())
-
-    def counted(self, name: str) -> float:
-        """One of its own counters, as it is once the engine has told of all that it did."""
-        time.sleep(_BEAT_S)
-        with urllib.request.urlopen(f"http://{self.service.metrics}/metrics", timeout=5) as answer:
-            text = answer.read().decode()
-        found = re.search(rf"^bottega_controlnet_{name}_total (\S+)$", text, re.MULTILINE)
-        assert found, f"{name} is not counted"
-        return float(found[1])
 
     def add(self, name: str, folder: str) -> hosted_pb2.Hosted:
         """AddControlNet."""
@@ -99,9 +76,9 @@ class ControlNetServer:
         request = link_pb2.OpenLinkRequest(kind=kinds.CONTROLNET, worker=worker, link_id=link_id)
         return stub.OpenLink(request, timeout=5)
 
-    def kill_engine(self) -> None:
-        """Ends the engine, as a crash does."""
-        os.kill(self.engine_pid, signal.SIGKILL)
+    def signal_engine(self, number: signal.Signals) -> None:
+        """SIGKILL ends it as a crash does; SIGSTOP freezes it."""
+        os.kill(self.engine_pid, number)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
+import pytest_asyncio
 
 from bottega.controlnet.inspector import ControlNetInspector
 from bottega.errors import ControlNetUnusable, InvalidRequest, Unavailable
-from tests.samples.hostile_controlnets import REAL, changed, with_config
+from bottega.process import ChildProcess
+from bottega.process.limited_process import LimitedProcess
+from tests.samples.hostile_controlnets import HOSTILE, REAL, changed, with_config
 
+# One event loop, and so one process, which takes seconds to import its libraries.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 _GONE_S = 20.0
+# What is read of a folder is kilobytes.
+_MOST_GROWTH_BYTES = 32 << 20
 
 
 @pytest.fixture
@@ -23,6 +32,14 @@ def root(tmp_path: Path) -> Path:
     shutil.copytree(REAL, tmp_path / "good")
     with_config(tmp_path / "bad", changed("layers_per_block", 10**10))
     return tmp_path.resolve()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[ControlNetInspector]:
+    """It starts another process where a test has ended the one before."""
+    inspector = ControlNetInspector()
+    yield inspector
+    await inspector.stop()
 
 
 async def _gone(pid: int) -> None:
@@ -51,44 +68,57 @@ async def test_it_serves_several_callers_and_ends_when_nobody_has_asked_for_a_wh
         await inspector.inspect("good", root / "good", root)
 
 
-async def test_one_that_reaches_its_limit_of_processor_time_says_that_the_folder_is_to_blame(root: Path) -> None:
-    inspector = ControlNetInspector()
-    try:
-        await inspector.inspect("good", root / "good", root)
-        (pid,) = inspector.pids
-        os.kill(pid, signal.SIGSTOP)
-        asking = asyncio.create_task(inspector.inspect("good", root / "good", root))
-        await asyncio.sleep(0.05)
-        os.kill(pid, signal.SIGPROF)  # as the limit does
-        os.kill(pid, signal.SIGCONT)
-        with pytest.raises(ControlNetUnusable, match="more memory or time than it may"):
-            await asking
-    finally:
-        await inspector.stop()
+async def test_hostile_configurations_are_refused_and_its_memory_stays_flat(
+    shared: ControlNetInspector, root: Path
+) -> None:
+    await shared.inspect("good", root / "good", root)
+    (pid,) = shared.pids
+    before_bytes = psutil.Process(pid).memory_info().rss
+    for number, (field, value) in enumerate(HOSTILE):
+        with_config(folder := root / f"hostile-{number}", changed(field, value))
+        with pytest.raises(InvalidRequest, match=re.escape(f"config.json: {field}: ")):
+            await shared.inspect("bad", folder, root)
+    assert shared.pids == [pid]
+    assert psutil.Process(pid).memory_info().rss < before_bytes + _MOST_GROWTH_BYTES
 
 
-async def test_one_that_stands_still_is_given_up_after_one_deadline(root: Path) -> None:
-    inspector = ControlNetInspector(deadline_s=3)
-    try:
-        await inspector.inspect("good", root / "good", root)
-        (pid,) = inspector.pids
-        os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(Unavailable, match="not looked at in time"):
-            await asyncio.wait_for(inspector.inspect("good", root / "good", root), 20)
-        assert not inspector.pids, "another process would have a deadline of its own"
-    finally:
-        await inspector.stop()
+async def test_a_caller_that_goes_leaves_no_answer_to_the_next_one(shared: ControlNetInspector, root: Path) -> None:
+    await shared.inspect("good", root / "good", root)
+    asking = asyncio.create_task(shared.inspect("bad", root / "bad", root))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking])
+    await shared.inspect("good", root / "good", root)
 
 
-async def test_a_caller_that_goes_leaves_no_answer_to_the_next_one(root: Path) -> None:
-    inspector = ControlNetInspector()
-    try:
+async def test_one_that_reaches_its_limit_of_processor_time_says_that_the_folder_is_to_blame(
+    shared: ControlNetInspector, root: Path
+) -> None:
+    await shared.inspect("good", root / "good", root)
+    (pid,) = shared.pids
+    os.kill(pid, signal.SIGSTOP)
+    asking = asyncio.create_task(shared.inspect("good", root / "good", root))
+    await asyncio.sleep(0.05)
+    os.kill(pid, signal.SIGPROF)  # as the limit does
+    os.kill(pid, signal.SIGCONT)
+    with pytest.raises(ControlNetUnusable, match="more memory or time than it may"):
+        await asking
+
+
+async def test_one_that_stands_still_is_given_up_after_one_deadline(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange, pids = LimitedProcess._exchange, list[int]()
+
+    async def stopped(process: LimitedProcess, child: ChildProcess, frame: bytes) -> bytes:
+        psutil.Process(child.pid).suspend()
+        pids.append(child.pid)
+        return await exchange(process, child, frame)
+
+    monkeypatch.setattr(LimitedProcess, "_exchange", stopped)
+    inspector = ControlNetInspector(deadline_s=1)
+    with pytest.raises(Unavailable, match="not looked at in time"):
         await inspector.inspect("good", root / "good", root)
-        asking = asyncio.create_task(inspector.inspect("bad", root / "bad", root))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        asking.cancel()
-        await asyncio.wait([asking])
-        await inspector.inspect("good", root / "good", root)
-    finally:
-        await inspector.stop()
+    assert len(pids) == 1, "another process would have a deadline of its own"
+    assert not psutil.pid_exists(pids[0])

@@ -1,11 +1,15 @@
-"""ControlNet servers and workers as real processes: the pictures of stock Diffusers, whoever dies on the way."""
+"""ControlNet servers and workers as real processes: the pictures of stock Diffusers, whoever dies or floods."""
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import signal
 import socket
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +20,9 @@ import torch
 from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 from PIL import Image
 
-from bottega.errors import ControlNetUnusable
+from bottega.errors import ControlNetUnusable, LinksFull
 from bottega.rpc.status import from_rpc_error
+from bottega.transport import Deadline, connect, offer_from_wire
 from bottega.v1 import generation_pb2, hosted_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from load.bench.throttle import Throttle
@@ -31,6 +36,10 @@ IMAGES = {"edges": control_image(1), "depth": control_image(2), "layout": contro
 # Long enough for a kill to land inside of it.
 LONG = controlled(("edges", IMAGES["edges"], 0.8), num_inference_steps=40)
 KILL_AT = 5
+SHORT = controlled(("edges", IMAGES["edges"], 0.8), num_inference_steps=4)
+FLOOD_PER_S = 40
+# Beyond the time that an offer may be taken up, so that there are as many as there ever will be.
+FLOOD_S = 12.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +137,14 @@ def test_one_request_may_use_two_servers(cast: Cast, stock: Any, nets: Mapping[s
     assert {event["server"]: event["backend"] for event in linked} == {"near": "memfd", "far": "tcp"}
 
 
-def test_a_server_that_dies_in_a_session_is_replaced_by_the_next(cast: Cast, calm: Pixels) -> None:
-    drawn = cast.bare.draw(LONG, hosts(LONG, cast.near, cast.far), on_step=once(cast.near.kill_engine))
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_server_that_freezes_or_dies_in_a_session_is_replaced_by_the_next(
+    cast: Cast, calm: Pixels, number: signal.Signals
+) -> None:
+    act = once(lambda: cast.near.signal_engine(number))
+    drawn = cast.bare.draw(LONG, hosts(LONG, cast.near, cast.far), on_step=act)
+    with contextlib.suppress(ProcessLookupError):
+        cast.near.signal_engine(signal.SIGCONT)
     assert_same_image(drawn.picture, calm)
     assert drawn.servers() == ["near", "far"]
     assert drawn.provenance.exact
@@ -141,10 +156,8 @@ def test_what_is_prefetched_is_loaded_before_anybody_asks(cast: Cast) -> None:
     wait_until(lambda: cast.far.hosted()["layout"].state == loaded, "a prefetched ControlNet")
 
 
-def test_another_controlnet_can_be_added_where_there_is_one_below_the_root(
-    cast: Cast, folders: Mapping[str, Path], calm: Pixels
-) -> None:
-    hosted = cast.far.add("mine/edges", str(snapshot_of(folders["edges"])))
+def test_another_controlnet_can_be_added_where_there_is_one_below_the_root(cast: Cast, calm: Pixels) -> None:
+    hosted = cast.far.add("mine/edges", "edges")
     assert hosted.digest == cast.far.hosted()["edges"].digest
     spec = controlled(("mine/edges", IMAGES["edges"], 0.8), num_inference_steps=LONG.num_inference_steps)
     assert_same_image(cast.bare.draw(spec, hosts(spec, cast.far)).picture, calm)
@@ -154,15 +167,79 @@ def test_another_controlnet_can_be_added_where_there_is_one_below_the_root(
     assert "mine/x" not in cast.far.hosted()
 
 
-def snapshot_of(net: Path) -> Path:
-    """Beside that folder, a snapshot as the hub's client makes it: its files are links to blobs."""
-    repo = net.parent / "models--owner--name"
-    snapshot = repo / "snapshots" / "1"
-    snapshot.mkdir(parents=True)
-    shutil.copytree(net, repo / "blobs")
-    for file in net.iterdir():
-        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
-    return snapshot
+def test_a_worker_links_and_draws_while_a_stranger_asks_for_links_that_it_does_not_take_up(cast: Cast) -> None:
+    unlink(cast.near)
+    with flood(cast.near) as answers:
+        began, linked = time.monotonic(), 0
+        while time.monotonic() - began < FLOOD_S:
+            connect(offer_from_wire(cast.near.open_link("another worker").offer), Deadline.after(5)).close()
+            linked += 1
+            time.sleep(0.2)
+        assert cast.bare.draw(SHORT, hosts(SHORT, cast.near)).servers() == ["near"]
+    assert linked > FLOOD_S
+    least = FLOOD_S * FLOOD_PER_S / 2
+    assert answers.total() > least, "the machine was too slow for this to be a flood"
+    wait_until(lambda: sum(not_taken_up(cast.near)) > least, "the offers to be given up")
+    one_by_one, summed_up = not_taken_up(cast.near)
+    assert one_by_one < least < one_by_one + summed_up, "the log is short"
+
+
+def test_a_full_server_says_when_to_ask_again_and_a_workers_job_waits_for_it(cast: Cast) -> None:
+    unlink(cast.near)
+    with ThreadPoolExecutor(9) as pool:
+        crowd: list[Future[str]] = [pool.submit(answer_of, cast.near) for _ in range(600)]
+        refused = lambda: any(each.done() and each.result() == "UNAVAILABLE" for each in crowd)  # noqa: E731
+        wait_until(refused, "a refusal")
+        drawn = pool.submit(cast.bare.draw, SHORT, hosts(SHORT, cast.near))
+        assert {each.result(60) for each in crowd} == {"OK", "UNAVAILABLE"}
+        assert drawn.result(60).servers() == ["near"]
+
+
+def unlink(server: ControlNetServer) -> None:
+    """Its links end, so that workers need new ones."""
+    before = server.engine_pid
+    server.signal_engine(signal.SIGKILL)
+    wait_until(lambda: server.engine_pid != before and bool(server.hosted()), "another engine to serve")
+
+
+@contextlib.contextmanager
+def flood(server: ControlNetServer) -> Iterator[Counter[str]]:
+    """A stranger asks for offers at a steady rate, until the block ends; how many calls had each status."""
+    answers, stopped = Counter[str](), threading.Event()
+
+    def run() -> None:
+        due = time.monotonic()
+        while not stopped.is_set():
+            answers[answer_of(server)] += 1
+            due += 1 / FLOOD_PER_S
+            time.sleep(max(0.0, due - time.monotonic()))
+
+    stranger = threading.Thread(target=run, daemon=True)
+    stranger.start()
+    try:
+        yield answers
+    finally:
+        stopped.set()
+        stranger.join(10)
+
+
+def answer_of(server: ControlNetServer) -> str:
+    try:
+        server.open_link("stranger")
+    except grpc.RpcError as error:
+        typed = from_rpc_error(error)
+        assert isinstance(typed, LinksFull), typed
+        assert typed.retry_after_s
+        return str(error.code().name)
+    return "OK"
+
+
+def not_taken_up(server: ControlNetServer) -> tuple[int, int]:
+    """Offers, as the log counts them: one by one, and in sums."""
+    events = server.service.events()
+    one_by_one = sum(event["event"] == "an offer of a link was not taken up" for event in events)
+    sums = (int(event["offers"]) for event in events if event["event"] == "more offers of links were not taken up")
+    return one_by_one, sum(sums)
 
 
 def test_on_a_slow_link_a_similar_controlnet_is_pipelined(cast: Cast, slow: ControlNetServer) -> None:
