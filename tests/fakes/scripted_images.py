@@ -1,4 +1,4 @@
-"""An image service that does what a request's id says, on a real server, and calls to it: for tests of bottega.rpc."""
+"""Services that do what a request says, on a real server, and calls to it: for tests of bottega.rpc."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bottega import errors
 from bottega.rpc.channel import channel_options, open_channel
 from bottega.rpc.operation import logs
 from bottega.rpc.server import Server, ServerConfig
-from bottega.v1 import image_pb2, image_pb2_grpc
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc, lora_pb2, lora_pb2_grpc
 
 NAME = image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name
 
@@ -65,6 +65,33 @@ class ScriptedImages(image_pb2_grpc.ImageServiceServicer):
             self.stream_ended.set()
 
 
+class ScriptedFleet(fleet_pb2_grpc.FleetServiceServicer):
+    """Answers every message, and keeps it; refuses a registration of the name `refuse`."""
+
+    def __init__(self, *, backlog: int = 0) -> None:
+        self.reports: asyncio.Queue[fleet_pb2.JoinRequest] = asyncio.Queue()
+        self._backlog = backlog
+
+    async def Join(
+        self, requests: AsyncIterator[fleet_pb2.JoinRequest], context: object
+    ) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        async for request in requests:
+            if request.registration.name == "refuse":
+                raise errors.InvalidRequest("no such member")
+            await self.reports.put(request)
+            yield fleet_pb2.JoinResponse(backlog=self._backlog)
+
+
+class ScriptedLoras(lora_pb2_grpc.LoraServiceServicer):
+    """Says how many bytes of chunks have come."""
+
+    async def UploadLora(
+        self, requests: AsyncIterator[lora_pb2.UploadLoraRequest], context: object
+    ) -> lora_pb2.UploadLoraResponse:
+        size_bytes = sum([len(request.chunk) async for request in requests])
+        return lora_pb2.UploadLoraResponse(lora=lora_pb2.StoredLora(size_bytes=size_bytes))
+
+
 Served = tuple[Server, ScriptedImages, grpc.aio.Channel]
 
 
@@ -73,6 +100,8 @@ async def scripted_images(**config: Any) -> AsyncIterator[Served]:
     """Serves, until the block ends."""
     server, servicer = Server("scripted", ServerConfig(**config)), ScriptedImages()  # type: ignore[abstract]
     image_pb2_grpc.add_ImageServiceServicer_to_server(servicer, server.grpc)
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(ScriptedFleet(), server.grpc)  # type: ignore[abstract]
+    lora_pb2_grpc.add_LoraServiceServicer_to_server(ScriptedLoras(), server.grpc)  # type: ignore[abstract]
     server.add_services([NAME])
     await server.start()
     try:

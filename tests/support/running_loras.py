@@ -43,6 +43,11 @@ class Running:
     stub: lora_pb2_grpc.LoraServiceAsyncStub
     links: link_pb2_grpc.LinkServiceAsyncStub
 
+    async def call(self, method: str, **fields: Any) -> Any:
+        """What LoraService answers to a request of these fields."""
+        request = getattr(pb, f"{method}Request")(**fields)
+        return await getattr(self.stub, method)(request, timeout=PATIENCE_S)
+
     async def upload(self, name: str, path: Path, **head: Any) -> pb.StoredLora:
         """Brings a file."""
         requests = upload_requests(name, await asyncio.to_thread(path.read_bytes), **head)

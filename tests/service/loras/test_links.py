@@ -1,4 +1,4 @@
-"""Links of a LoRA store over real gRPC, and other users of its machine."""
+"""Links of a LoRA store over real gRPC: offers that nobody takes up, and other users of its machine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
+from bottega.errors import LinksFull
 from bottega.loras.config import LinksConfig
+from bottega.rpc.status import from_rpc_error
+from bottega.transport.handshake.pending_offers import MAX_OFFERS_OF_ONE
 from tests.support.other_user import needs_root, run_as_another
 from tests.support.running_loras import config, lora_file, running
 
@@ -60,3 +64,19 @@ async def test_another_user_is_never_given_the_memory_of_a_lora(tmp_path: Path, 
             assert path.stat().st_mode & 0o777 == mode
             told = await asyncio.to_thread(run_as_another, _FETCH, store.server.address, lora.digest, imports=_IMPORTS)
             assert told.startswith(("PeerDead", "AuthFailed")), told
+
+
+async def test_a_store_that_is_full_of_offers_says_when_to_ask_again(tmp_path: Path) -> None:
+    async with running(tmp_path / "store") as store:
+
+        async def crowd() -> None:
+            for _ in range(2 * MAX_OFFERS_OF_ONE):
+                await store.open_link("stranger")
+
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await crowd()
+        error = from_rpc_error(refusal.value)
+        assert isinstance(error, LinksFull)
+        assert (refusal.value.code(), error.metadata) == (grpc.StatusCode.UNAVAILABLE, {"limit": "offers"})
+        assert error.message == refusal.value.details()
+        assert error.retry_after_s

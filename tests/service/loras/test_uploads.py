@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import queue
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -16,14 +15,12 @@ import grpc
 import pytest
 
 from bottega.errors import BottegaError, InvalidRequest, QueueFull, StorageUnavailable
-from bottega.loras.config import ImportConfig
 from bottega.loras.upload import Upload, receive
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 from tests.support.full_disk import small_disk
 from tests.support.running_loras import PATIENCE_S, Running, config, lora_file, running, upload_requests
-from tests.support.services import FREE_PORTS, Services
 from tests.support.waiting import eventually, wait_until
 
 _IDLE_S = 0.5
@@ -89,18 +86,6 @@ async def test_what_an_upload_has_announced_counts_into_the_budget_until_it_ends
         assert (await store.upload("a", lora_file(tmp_path, rank=64))).modules == 1
 
 
-async def test_one_host_has_half_of_the_places_for_uploads(tmp_path: Path) -> None:
-    settings = config(imports=ImportConfig(uploads=4))
-    async with running(tmp_path / "store", settings) as store:
-        async with _unfinished(store, 100), _unfinished(store, 100):
-            error = await _refused(store, _small(tmp_path))
-            assert isinstance(error, QueueFull)
-            assert error.message.startswith("your host has 2 unfinished uploads of 200 bytes")
-            assert error.retry_after_s
-        await eventually(lambda: not _incoming(store))
-        await store.upload("a", lora_file(tmp_path))
-
-
 async def test_an_upload_ends_when_others_have_filled_the_disk_to_the_reserve(tmp_path: Path) -> None:
     data = bytes(2 << 20)
     with small_disk(tmp_path / "disk", size_bytes=8 << 20) as disk:
@@ -124,22 +109,16 @@ async def test_an_upload_ends_when_others_have_filled_the_disk_to_the_reserve(tm
 
 
 @pytest.mark.parametrize("chunk", [None, b"", b"x"], ids=["nothing", "empty chunks", "single bytes"])
-async def test_an_upload_that_lies_idle_is_ended_and_its_file_goes(tmp_path: Path, chunk: bytes | None) -> None:
-    settings = config(imports=ImportConfig(idle_s=_IDLE_S))
-    async with running(tmp_path / "store", settings) as store:
+async def test_an_upload_that_lies_idle_is_ended(tmp_path: Path, chunk: bytes | None) -> None:
+    async def slowly() -> AsyncIterator[bytes]:
+        for _ in range(200):
+            await asyncio.sleep(_IDLE_S / 10)
+            if chunk is not None:
+                yield chunk
 
-        def said() -> Iterator[pb.UploadLoraRequest]:
-            yield _announced("slow", 1 << 20)
-            for _ in range(200):
-                time.sleep(_IDLE_S / 10)
-                if chunk is not None:
-                    yield pb.UploadLoraRequest(chunk=chunk)
-
-        error = await _refused(store, said())
-        assert isinstance(error, InvalidRequest)
-        assert f"bytes in {_IDLE_S} s" in error.message
-        assert _incoming(store) == []
-        await store.upload("a", lora_file(tmp_path))
+    upload = Upload(sha256="a" * 64, size_bytes=1 << 20, adapter_config=b"")
+    with pytest.raises(InvalidRequest, match=f"bytes in {_IDLE_S} s"):
+        await receive([tmp_path / "upload"], upload, slowly(), deadline_s=60.0, idle_s=_IDLE_S)
 
 
 async def test_an_upload_that_comes_slowly_and_does_not_lie_idle_is_taken(tmp_path: Path) -> None:
@@ -159,22 +138,9 @@ async def test_an_upload_that_comes_slowly_and_does_not_lie_idle_is_taken(tmp_pa
     assert (tmp_path / "upload").read_bytes() == data
 
 
-def test_what_a_killed_store_had_of_uploads_goes_at_its_next_start(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    settings = {"gateway": "", "server": FREE_PORTS, "folder": str(folder)}
-    said: queue.SimpleQueue[pb.UploadLoraRequest | None] = queue.SimpleQueue()
-    for request in (_announced("slow", 1 << 20), pb.UploadLoraRequest(chunk=bytes(1 << 19))):
-        said.put(request)
-    messages: Iterator[pb.UploadLoraRequest] = iter(said.get, None)
-    with Services(tmp_path) as services:
-        store = services.start("loras", settings, name="store")
-        with grpc.insecure_channel(store.address) as channel:
-            call = lora_pb2_grpc.LoraServiceStub(channel).UploadLora.future(messages, timeout=PATIENCE_S)
-            incoming = folder / "files" / "incoming"
-            wait_until(lambda: any(incoming.iterdir()), "the upload to begin")
-            store.kill()
-            assert isinstance(call.exception(PATIENCE_S), grpc.RpcError)
-            said.put(None)
-        assert any(incoming.iterdir())
-        services.start("loras", settings, name="store")
+async def test_what_a_store_that_was_killed_had_of_uploads_goes_at_its_next_start(tmp_path: Path) -> None:
+    incoming = tmp_path / "store" / "files" / "incoming"
+    incoming.mkdir(parents=True)
+    (incoming / "unfinished").write_bytes(bytes(1 << 19))
+    async with running(tmp_path / "store"):
         assert list(incoming.iterdir()) == []

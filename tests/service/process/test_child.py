@@ -62,18 +62,15 @@ async def ask(child: ChildProcess, frame: bytes) -> bytes | None:
 
 
 async def test_a_child_echoes_and_exits_when_the_pipe_closes(path: str) -> None:
-    child = await ChildProcess.start("echo_child", env={"PYTHONPATH": path, "TINT": "ultramarine"})
+    child = await ChildProcess.start(
+        "echo_child", env={"PYTHONPATH": path, "TINT": "ultramarine"}, limits={resource.RLIMIT_AS: 2**30}
+    )
     assert await ask(child, b"hello") == b"hello"
     assert await ask(child, b"env") == b"ultramarine"
+    assert await ask(child, b"limit") == str(2**30).encode()
     assert os.getsid(child.pid) == child.pid
     assert await child.stop(grace_s=5) == 0
     assert not psutil.pid_exists(child.pid)
-
-
-async def test_limits_are_set_before_the_child_is_sent_anything(path: str) -> None:
-    child = await ChildProcess.start("echo_child", env={"PYTHONPATH": path}, limits={resource.RLIMIT_AS: 2**30})
-    assert await ask(child, b"limit") == str(2**30).encode()
-    await child.stop(grace_s=5)
 
 
 async def test_the_death_of_a_child_is_noticed(path: str) -> None:

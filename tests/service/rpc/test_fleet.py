@@ -15,26 +15,14 @@ from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
+from tests.fakes.scripted_images import ScriptedFleet
 from tests.support.waiting import eventually
 
 
-class ScriptedFleet(fleet_pb2_grpc.FleetServiceServicer):
-    def __init__(self) -> None:
-        self.reports: asyncio.Queue[fleet_pb2.JoinRequest] = asyncio.Queue()
-
-    async def Join(
-        self, requests: AsyncIterator[fleet_pb2.JoinRequest], context: object
-    ) -> AsyncIterator[fleet_pb2.JoinResponse]:
-        yield fleet_pb2.JoinResponse(backlog=3)
-        async for request in requests:
-            await self.reports.put(request)
-
-
-class FullFleet(ScriptedFleet):
+class FullFleet(fleet_pb2_grpc.FleetServiceServicer):
     """Refuses the first six joins."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.seen: list[fleet_pb2.Registration] = []
 
     async def Join(
@@ -49,7 +37,7 @@ class FullFleet(ScriptedFleet):
 
 async def _fleet(listen: str) -> tuple[Server, ScriptedFleet]:
     server = Server("fleet", ServerConfig(listen=listen))
-    servicer = ScriptedFleet()  # type: ignore[abstract]
+    servicer = ScriptedFleet(backlog=3)  # type: ignore[abstract]
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(servicer, server.grpc)
     await server.start()
     return server, servicer

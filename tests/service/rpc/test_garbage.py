@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import grpc
 import pytest
 
-from bottega.errors import InvalidRequest
-from bottega.rpc.channel import open_channel
-from bottega.rpc.server import Server, ServerConfig
-from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2
+from bottega.v1 import fleet_pb2, image_pb2
 from tests.fakes.scripted_images import NAME, failure, scripted_images, stub
 from tests.support.waiting import eventually
 
 _REFUSED = fleet_pb2.JoinRequest(registration=fleet_pb2.Registration(name="refuse")).SerializeToString()
-
-
-class RefusingFleet(fleet_pb2_grpc.FleetServiceServicer):
-    """Reads what is said up to a registration."""
-
-    async def Join(
-        self, requests: AsyncIterator[fleet_pb2.JoinRequest], context: object
-    ) -> AsyncIterator[fleet_pb2.JoinResponse]:
-        yield fleet_pb2.JoinResponse()
-        async for request in requests:
-            if request.HasField("registration"):
-                raise InvalidRequest("no such member")
 
 
 async def _no_message(channel: grpc.aio.Channel, method: str) -> None:
@@ -71,24 +56,12 @@ async def test_of_a_call_that_has_ended_nothing_waits_for_the_collector(end: str
 
 @pytest.mark.parametrize("last", [b"\xff\xff\xff", _REFUSED], ids=["no message", "refused before all was read"])
 async def test_of_a_stream_of_requests_that_was_refused_nothing_waits_for_the_collector(last: bytes) -> None:
-    async with _refusing_fleet() as channel:
+    async with scripted_images() as (_, _, channel):
         join: Any = channel.stream_stream("/bottega.v1.FleetService/Join")
         with _collector_off():
             with pytest.raises(grpc.aio.AioRpcError):
                 _ = [answer async for answer in join(iter([b"", last, b"", b""]))]
             await eventually(lambda: not _kept(), within_s=2)
-
-
-@asynccontextmanager
-async def _refusing_fleet() -> AsyncIterator[grpc.aio.Channel]:
-    server = Server("fleet", ServerConfig())
-    fleet_pb2_grpc.add_FleetServiceServicer_to_server(RefusingFleet(), server.grpc)  # type: ignore[abstract]
-    await server.start()
-    try:
-        async with open_channel(server.address) as channel:
-            yield channel
-    finally:
-        await server.stop()
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import pytest
 
 from bottega import errors
 from bottega.rpc.interceptor.calls import REQUEST_ID_KEY
-from bottega.rpc.operation import logs
 from bottega.rpc.status import from_rpc_error
 from bottega.sampled_log import TOLD_PER_SECOND
 from bottega.v1 import image_pb2
@@ -47,25 +46,6 @@ async def test_a_crowd_that_is_refused_is_a_few_lines_in_the_log_and_its_number(
         assert (line.__dict__["method"], line.__dict__["reason"]) == (f"/{NAME}/GetJob", "JOB_NOT_FOUND")
 
 
-async def test_the_number_of_refusals_carries_the_fields_of_no_caller(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
-    bound: dict[str, set[str]] = {}
-
-    def note(record: logging.LogRecord) -> bool:
-        bound.setdefault(record.getMessage(), set()).update(logs.bound().values())
-        return True
-
-    caplog.set_level(logging.INFO)
-    caplog.handler.addFilter(note)
-    try:
-        await asyncio.gather(*(_refused(served[2], "caller") for _ in range(30)))
-        await eventually(lambda: "more calls refused" in bound)
-    finally:
-        caplog.handler.removeFilter(note)
-    assert (bound["call refused"], bound["more calls refused"]) == ({"caller"}, set())
-
-
 async def test_a_server_that_stops_says_first_how_many_more_it_refused(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with scripted_images() as (_, _, channel):
@@ -76,17 +56,9 @@ async def test_a_server_that_stops_says_first_how_many_more_it_refused(caplog: p
 async def test_a_fault_that_a_crowd_repeats_is_a_few_lines_too(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
-    crowd = 60
-
-    async def fail() -> None:
-        with pytest.raises(grpc.aio.AioRpcError):
-            await stub(served[2]).GetJob(image_pb2.GetJobRequest(job_id="break"))
-
-    await asyncio.gather(*(fail() for _ in range(crowd)))
-    event = "call failed unexpectedly"
-    more = f"more times: {event}"
-    await eventually(lambda: len(_told(caplog, event)) + _counted(_told(caplog, more)) == crowd)
+    crowd, event = 60, "call failed unexpectedly"
+    await asyncio.gather(*(_refused(served[2], "caller", "break") for _ in range(crowd)))
+    await eventually(lambda: len(_told(caplog, event)) + _counted(_told(caplog, f"more times: {event}")) == crowd)
     assert len(_told(caplog, event)) <= 3 * TOLD_PER_SECOND
     assert all(line.exc_info and line.levelno == logging.ERROR for line in _told(caplog, event))
 
@@ -110,9 +82,9 @@ async def test_who_leaves_in_the_middle_of_asking_for_metrics_leaves_no_tracebac
     assert "Traceback" not in capfd.readouterr().err
 
 
-async def _refused(channel: grpc.aio.Channel, request_id: str) -> None:
+async def _refused(channel: grpc.aio.Channel, request_id: str, job_id: str = "refuse") -> None:
     with pytest.raises(grpc.aio.AioRpcError):
-        await stub(channel).GetJob(image_pb2.GetJobRequest(job_id="refuse"), metadata=((REQUEST_ID_KEY, request_id),))
+        await stub(channel).GetJob(image_pb2.GetJobRequest(job_id=job_id), metadata=((REQUEST_ID_KEY, request_id),))
 
 
 def _told(caplog: pytest.LogCaptureFixture, event: str) -> list[logging.LogRecord]:

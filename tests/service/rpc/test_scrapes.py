@@ -48,7 +48,7 @@ async def test_half_requests_hold_no_threads_and_a_scrape_is_answered_beside_the
     assert "bottega_rpc_in_flight" in await scraped(server)
 
 
-async def test_who_sends_a_request_byte_by_byte_is_not_waited_for_without_end(
+async def test_who_sends_byte_by_byte_or_does_not_read_is_not_waited_for_without_end(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics_http, "CONNECTION_S", 0.5)
@@ -58,12 +58,6 @@ async def test_who_sends_a_request_byte_by_byte_is_not_waited_for_without_end(
             crowd[0].send(b"X")
             await asyncio.sleep(0.1)
         assert not alive(crowd)
-
-
-async def test_who_does_not_read_its_answer_is_not_waited_for_without_end(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics_http, "CONNECTION_S", 0.5)
     files = psutil.Process().num_fds()
     with connections(server.metrics_address, 20, says=HALF + b"\r\n"):
         await asyncio.sleep(1.5)

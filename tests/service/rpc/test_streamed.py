@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -12,52 +10,14 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from bottega import errors
-from bottega.rpc.channel import open_channel
-from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc, lora_pb2, lora_pb2_grpc
-from tests.fakes.scripted_images import ScriptedImages, failure, stub
+from bottega.v1 import image_pb2, lora_pb2
+from tests.fakes.scripted_images import failure, scripted_images, stub
 
 JOIN = "/bottega.v1.FleetService/Join"
 UPLOAD = "/bottega.v1.LoraService/UploadLora"
 CHECK = "/grpc.health.v1.Health/Check"
 MIB = 1 << 20
-
-
-class Fleet(fleet_pb2_grpc.FleetServiceServicer):
-    """Answers the first message, and hears the others."""
-
-    async def Join(
-        self, requests: AsyncIterator[fleet_pb2.JoinRequest], context: object
-    ) -> AsyncIterator[fleet_pb2.JoinResponse]:
-        await anext(requests)
-        yield fleet_pb2.JoinResponse()
-        async for _ in requests:
-            yield fleet_pb2.JoinResponse()
-
-
-class Loras(lora_pb2_grpc.LoraServiceServicer):
-    """Says how many bytes of chunks have come."""
-
-    async def UploadLora(
-        self, requests: AsyncIterator[lora_pb2.UploadLoraRequest], context: object
-    ) -> lora_pb2.UploadLoraResponse:
-        size_bytes = sum([len(request.chunk) async for request in requests])
-        return lora_pb2.UploadLoraResponse(lora=lora_pb2.StoredLora(size_bytes=size_bytes))
-
-
-@asynccontextmanager
-async def _server(**config: Any) -> AsyncIterator[grpc.aio.Channel]:
-    server = Server("scripted", ServerConfig(**config))
-    fleet_pb2_grpc.add_FleetServiceServicer_to_server(Fleet(), server.grpc)  # type: ignore[abstract]
-    lora_pb2_grpc.add_LoraServiceServicer_to_server(Loras(), server.grpc)  # type: ignore[abstract]
-    image_pb2_grpc.add_ImageServiceServicer_to_server(ScriptedImages(), server.grpc)  # type: ignore[abstract]
-    await server.start()
-    try:
-        async with open_channel(server.address) as channel:
-            yield channel
-    finally:
-        await server.stop()
 
 
 async def _failure_of(channel: grpc.aio.Channel, method: str, *raw: bytes) -> errors.BottegaError:
@@ -76,10 +36,11 @@ async def _joined(channel: grpc.aio.Channel) -> Any:
 
 
 async def test_the_fleet_has_its_place_where_others_find_none_and_takes_no_place_of_theirs() -> None:
-    async with _server(max_calls=2, peer_share=1.0) as channel:
+    async with scripted_images(max_calls=2, peer_share=1.0) as (_, _, channel):
         ordered = [stub(channel).GetJob(image_pb2.GetJobRequest(job_id="wait")) for _ in range(2)]
         await asyncio.sleep(0.1)
-        assert type(from_rpc_error(await failure(channel, "one more"))) is errors.QueueFull
+        refused = from_rpc_error(await failure(channel, "one more"))
+        assert (type(refused), refused.metadata) == (errors.QueueFull, {"limit": "max_calls"})
         joined = [await _joined(channel) for _ in range(2)]
         assert type(await _failure_of(channel, JOIN, b"")) is errors.QueueFull
         for call in ordered:
@@ -91,7 +52,7 @@ async def test_the_fleet_has_its_place_where_others_find_none_and_takes_no_place
 
 
 async def test_first_messages_come_in_only_as_far_as_there_is_room_and_the_fleet_has_room_of_its_own() -> None:
-    async with _server(max_message_mib=1, max_requests_mib=2) as channel:
+    async with scripted_images(max_message_mib=1, max_requests_mib=2) as (_, _, channel):
         silent: list[Any] = [channel.stream_stream("/bottega.v1.ImageService/GetJob") for _ in range(2)]
         calls = [method() for method in silent]  # each has the room of a message that does not come
         await asyncio.sleep(0.1)
@@ -121,7 +82,7 @@ async def test_no_message_of_a_stream_is_larger_than_its_method_needs(
     def message(size_bytes: int) -> bytes:  # of both methods; field 1 is in each another message, field 15 nobody's
         return lora_pb2.UploadLoraRequest(chunk=b"").SerializeToString() if not size_bytes else _unknown(size_bytes)
 
-    async with _server() as channel:
+    async with scripted_images() as (_, _, channel):
         call: Any = channel.stream_stream(method)
         first = [message(0)] * before
         assert [answer async for answer in call(iter([*first, message(fits)]))]
@@ -140,7 +101,7 @@ def _varint(number: int) -> bytes:
 
 
 async def test_what_grpcs_own_services_are_asked_is_bounded_too_and_they_answer_as_ever() -> None:
-    async with _server() as channel:
+    async with scripted_images() as (_, _, channel):
         request = health_pb2.HealthCheckRequest(service="x" * MIB).SerializeToString()
         assert type(await _failure_of(channel, CHECK, request)) is errors.TooLarge
         check: Any = channel.unary_unary(CHECK)
@@ -150,7 +111,7 @@ async def test_what_grpcs_own_services_are_asked_is_bounded_too_and_they_answer_
 
 
 async def test_silent_strangers_hold_up_neither_health_nor_the_fleet_and_are_not_waited_for() -> None:
-    async with _server(max_message_mib=1, max_requests_mib=1) as channel:
+    async with scripted_images(max_message_mib=1, max_requests_mib=1) as (_, _, channel):
         ask: Any = channel.stream_stream(CHECK)
         reflect: Any = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
         silent = [method() for method in (ask, reflect) for _ in range(4)]

@@ -12,7 +12,7 @@ import pytest
 from bottega import rules
 from bottega.controlnet.catalogue import ControlNetCatalogue
 from bottega.controlnet.catalogue_schema import SCHEMA
-from bottega.errors import ConfigError, ControlNetExists, InvalidRequest, StorageUnavailable
+from bottega.errors import ConfigError, ControlNetExists, DataLoss, InvalidRequest, StorageUnavailable
 from bottega.storage import SqliteDatabase
 
 
@@ -81,22 +81,29 @@ def test_a_name_is_a_name(root: Path, tmp_path: Path) -> None:
         catalogue(None, tmp_path, **{"../x": "/x"})
 
 
-async def test_a_damaged_file_is_kept_aside_and_a_new_one_is_made(
+async def test_a_damaged_file_is_kept_aside_and_after_eight_of_them_the_disk_is_to_blame(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(root, tmp_path, fixed="/somewhere") as first:
         await add(first, "edges", "edges")
     file = tmp_path / "state" / "controlnets.db"
-    file.write_bytes(damaged := b"x" * 4096)
-    async with opened(root, tmp_path, fixed="/somewhere") as again:
-        assert set(again.folders) == {"fixed"}
-        await add(again, "depth", "deep/depth")
-    (aside,) = file.parent.glob("controlnets.damaged-*.db")
-    assert aside.read_bytes() == damaged
-    (line,) = caplog.records
-    assert "bottega controlnets add" in line.getMessage()
-    async with opened(root, tmp_path) as later:
-        assert set(later.folders) == {"depth"}
+    for _ in range(8):
+        file.write_bytes(damaged := b"x" * 4096)
+        async with opened(root, tmp_path, fixed="/somewhere") as again:
+            assert set(again.folders) == {"fixed"}
+    assert [aside.read_bytes() for aside in file.parent.glob("controlnets.damaged-*.db")] == [damaged] * 8
+    assert "bottega controlnets add" in caplog.text
+    file.write_bytes(damaged)
+    with pytest.raises(DataLoss, match="8 others"):
+        await catalogue(root, tmp_path).open()
+
+
+async def test_somebody_elses_database_is_left_alone(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    with contextlib.closing(sqlite3.connect(tmp_path / "state" / "controlnets.db")) as connection, connection:
+        connection.execute("CREATE TABLE theirs (a)")
+    with pytest.raises(ConfigError, match=r"controlnets\.db is a database, but not the catalogue of ControlNets"):
+        await catalogue(root, tmp_path).open()
 
 
 async def test_a_damaged_row_is_left_out_and_told_of(
@@ -113,14 +120,6 @@ async def test_a_damaged_row_is_left_out_and_told_of(
         await add(again, "edges", "edges")
     async with opened(root, tmp_path) as later:
         assert later.folders["edges"] == root / "edges"
-
-
-async def test_somebody_elses_database_is_left_alone(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "state").mkdir()
-    with contextlib.closing(sqlite3.connect(tmp_path / "state" / "controlnets.db")) as connection, connection:
-        connection.execute("CREATE TABLE theirs (a)")
-    with pytest.raises(ConfigError, match=r"controlnets\.db is a database, but not the catalogue of ControlNets"):
-        await catalogue(root, tmp_path).open()
 
 
 async def test_what_is_not_below_the_root_any_more_is_left_out(root: Path, tmp_path: Path) -> None:

@@ -64,14 +64,12 @@ async def test_of_very_many_base_models_and_controlnets_the_first_are_forgotten(
         assert [bool(again.of(digest)) for digest in ("ab", "cd", "ef")] == [False, True, True]
 
 
-@pytest.mark.parametrize("column", ["digest", "profile", "checksum"])
-async def test_a_damaged_row_is_left_out_and_told_of(file: Path, column: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_damaged_row_is_left_out_and_told_of(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with opened(file) as first:
         await first.set("ab", profile("m", 0.9))
         await first.set("cd", profile("m", 0.9))
-    values = {"digest": "ef", "profile": profile("m", 0.95).SerializeToString(), "checksum": 1}
     with contextlib.closing(sqlite3.connect(file)) as connection, connection:
-        connection.execute(f"UPDATE profiles SET {column} = ? WHERE digest = 'ab'", (values[column],))
+        connection.execute("UPDATE profiles SET digest = 'ef' WHERE digest = 'ab'")
     async with opened(file) as again:
         assert [list(again.of(digest)) for digest in ("ab", "cd", "ef")] == [[], [profile("m", 0.9)], []]
     assert len(caplog.records) == 1

@@ -84,27 +84,6 @@ def test_sending_to_a_closed_end_says_so(pair: tuple[FramedPipe, FramedPipe]) ->
         left.send(b"x")
 
 
-async def test_an_asyncio_end_talks_with_a_blocking_end() -> None:
-    ours, theirs = open_pair()
-    parent, child = AsyncFramedPipe(ours), FramedPipe(theirs)
-    frame = bytes(range(256)) * 40_000
-
-    def echo() -> None:
-        while (received := child.recv()) is not None:
-            child.send(received)
-
-    thread = threading.Thread(target=echo)
-    thread.start()
-    for payload in (b"", b"small", frame):
-        sending = asyncio.create_task(parent.send(payload))
-        assert await asyncio.wait_for(parent.recv(), 5) == payload
-        await sending
-    parent.close()
-    thread.join(5)
-    assert not thread.is_alive()
-    child.close()
-
-
 async def test_an_asyncio_end_refuses_what_is_beyond_the_limit_both_ways() -> None:
     raw, end = open_pair()
     channel = AsyncFramedPipe(end, max_frame_bytes=1000)
@@ -185,16 +164,6 @@ def test_closing_wakes_a_waiting_receiver(pair: tuple[FramedPipe, FramedPipe]) -
     left.close()
     waiting.join(5)
     assert received == [None]
-
-
-def test_from_fd_takes_the_descriptor_over() -> None:
-    ours, theirs = open_pair()
-    channel = FramedPipe.from_fd(theirs.detach())
-    FramedPipe(ours).send(b"hello")
-    assert channel.recv() == b"hello"
-    channel.close()
-    assert ours.recv(1) == b""
-    ours.close()
 
 
 async def test_frames_that_come_together_or_in_pieces_are_told_apart() -> None:

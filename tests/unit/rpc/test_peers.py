@@ -7,21 +7,6 @@ import pytest
 from bottega.rpc.peers import Peer, host_of, peer_of
 
 
-@pytest.mark.parametrize(
-    ("peer", "host"),
-    [
-        ("ipv6:%5B::1%5D:5000", "::"),
-        ("ipv6:%5Bfe80::1%25eth0%5D:5", "fe80::"),
-        ("unix:", "unix"),
-        ("", ""),
-        ("ipv4:nonsense:1", "ipv4"),
-        ("vsock:1:2", "vsock"),
-    ],
-)
-def test_what_is_no_usual_address_has_a_host_too(peer: str, host: str) -> None:
-    assert host_of(peer) == host
-
-
 def test_the_addresses_that_one_host_of_ipv6_has_are_one_host() -> None:
     assert host_of("ipv6:%5B2001:db8::1%5D:1") == host_of("ipv6:[2001:db8::ffff:2]:2") == "2001:db8::"
     assert host_of("ipv6:[2001:db8:0:1::1]:1") != host_of("ipv6:[2001:db8::1]:1")
@@ -33,7 +18,11 @@ def test_the_addresses_that_one_host_of_ipv6_has_are_one_host() -> None:
         ("ipv4:10.0.0.7:53124", "10.0.0.7 53124", "10.0.0.7"),
         ("ipv6:[2001:db8:1:2:3:4:5:6]:1", "2001:db8:1:2:3:4:5:6 1", "2001:db8:1:2::"),
         ("ipv6:%5B::ffff:10.0.0.7%5D:53124", "10.0.0.7 53124", "10.0.0.7"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:5", "fe80::1%eth0 5", "fe80::"),
         ("unix:/run/x.sock", "unix:/run/x.sock", "unix"),
+        ("", "", ""),
+        ("ipv4:nonsense:1", "nonsense 1", "ipv4"),
+        ("vsock:1:2", "vsock:1:2", "vsock"),
     ],
 )
 def test_a_caller_is_its_host_and_its_end_of_the_connection(written: str, connection: str, host: str) -> None:
