@@ -21,6 +21,8 @@ from bottega.codec.limits import (
     MAX_IMAGE_BYTES,
     MAX_IMAGE_PIXELS,
     MAX_IMAGE_SIDE,
+    check_number,
+    check_pixels,
 )
 from bottega.codec.pixels import ImageSize, Pixels
 from bottega.errors import BadImage
@@ -77,8 +79,7 @@ def encode(pixels: Pixels, image_format: ImageFormat.ValueType, quality: int, te
 
 def _load(data: bytes) -> Image.Image:
     """The image, decoded, turned and RGB."""
-    if len(data) > MAX_IMAGE_BYTES:
-        raise BadImage(f"the image has {len(data)} bytes; at most {MAX_IMAGE_BYTES} are taken")
+    check_number(len(data), MAX_IMAGE_BYTES, "bytes")
     structure.check(data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -91,7 +92,7 @@ def _open(data: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError:
-        raise _too_many_pixels() from None
+        raise BadImage(f"the image is too large; at most {MAX_IMAGE_PIXELS} pixels are taken") from None
     except UnidentifiedImageError:
         raise BadImage(f"the bytes are no {FORMATS_FOR_PEOPLE} image") from None
     except MemoryError:
@@ -102,8 +103,7 @@ def _open(data: bytes) -> Image.Image:
 
 def _check(image: Image.Image) -> None:
     """What the header tells, before the pixels are touched."""
-    if image.width * image.height > MAX_IMAGE_PIXELS:
-        raise _too_many_pixels(image.width, image.height)
+    check_pixels(image.width, image.height)
     if max(image.size) > MAX_IMAGE_SIDE:
         raise BadImage(f"the image is {image.width}x{image.height}; at most {MAX_IMAGE_SIDE} pixels a side are taken")
     if image.format in {"PNG", "WEBP"} and getattr(image, "is_animated", False):
@@ -129,8 +129,7 @@ def _check_exif(image: Image.Image) -> None:
     """Of a PNG that has it as text, which its structure does not tell: as it is, or as two digits a byte, deflated."""
     plain = image.info.get("exif", b"").removeprefix(b"Exif\0\0")
     size = len(plain) or len(image.info.get("Raw profile type exif", "")) // 2
-    if size > MAX_EXIF_BYTES:
-        raise BadImage(f"the image has {size} bytes of EXIF; at most {MAX_EXIF_BYTES} are taken")
+    check_number(size, MAX_EXIF_BYTES, "bytes of EXIF")
 
 
 def _png_text(text: Mapping[str, str]) -> PngInfo:
@@ -139,11 +138,6 @@ def _png_text(text: Mapping[str, str]) -> PngInfo:
     for keyword, value in sorted(text.items()):
         info.add_text(keyword, value)  # as tEXt, or as iTXt where the value is beyond latin-1
     return info
-
-
-def _too_many_pixels(width: int = 0, height: int = 0) -> BadImage:
-    size = f"is {width}x{height}" if width else "is too large"
-    return BadImage(f"the image {size}; at most {MAX_IMAGE_PIXELS} pixels are taken")
 
 
 def _too_much_memory() -> BadImage:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from bottega.codec.limits import (
     MAX_EXIF_BYTES,
-    MAX_IMAGE_PIXELS,
     MAX_JPEG_SCANS,
     MAX_JPEG_SEGMENTS,
     MAX_JPEG_STRAY_BYTES,
     MAX_JPEG_VISITS,
+    check_number,
+    check_pixels,
 )
 from bottega.errors import BadImage
 
@@ -81,7 +82,7 @@ def check(data: bytes) -> None:
                 return  # libjpeg reads no further
         elif segment.marker == _APP1 and segment.head.startswith(_EXIF):
             exif_bytes += segment.size
-            _check_exif(exif_bytes)
+            check_number(exif_bytes, MAX_EXIF_BYTES, "bytes of EXIF or more")
 
 
 def _segments(data: bytes) -> Iterator[_Segment]:
@@ -92,7 +93,7 @@ def _segments(data: bytes) -> Iterator[_Segment]:
         found = _MARKER.search(data, at, at + MAX_JPEG_STRAY_BYTES - stray + 2 if header else len(data))
         if header:
             stray += (found.start() if found else len(data)) - at
-            _check_stray(stray)
+            check_number(stray, MAX_JPEG_STRAY_BYTES, "bytes or more between its JPEG segments")
         if found is None:
             return
         marker, start = data[found.end() - 1], found.end()
@@ -113,28 +114,14 @@ def _segments(data: bytes) -> Iterator[_Segment]:
 def _frame(segment: _Segment) -> _Frame:
     head = segment.head.ljust(6, b"\0")
     height, width = int.from_bytes(head[1:3], "big"), int.from_bytes(head[3:5], "big")
-    if width * height > MAX_IMAGE_PIXELS:
-        raise BadImage(f"the image is {width}x{height}; at most {MAX_IMAGE_PIXELS} pixels are taken")
+    check_pixels(width, height)
     return _Frame(pixels=width * height, components=head[5], progressive=segment.marker == _PROGRESSIVE)
 
 
 def _check_work(scans: int, visits: int) -> None:
-    if scans > MAX_JPEG_SCANS:
-        raise BadImage(f"the image has {scans} JPEG scans or more; at most {MAX_JPEG_SCANS} are taken")
+    check_number(scans, MAX_JPEG_SCANS, "JPEG scans or more")
     if visits > MAX_JPEG_VISITS:
         raise BadImage(
             f"the image's {scans} JPEG scans or more visit its pixels {visits} times in all; at most {MAX_JPEG_VISITS} "
             "are taken: send it smaller, or baseline"
-        )
-
-
-def _check_exif(size_bytes: int) -> None:
-    if size_bytes > MAX_EXIF_BYTES:
-        raise BadImage(f"the image has {size_bytes} bytes of EXIF or more; at most {MAX_EXIF_BYTES} are taken")
-
-
-def _check_stray(stray: int) -> None:
-    if stray > MAX_JPEG_STRAY_BYTES:
-        raise BadImage(
-            f"the image has {stray} bytes or more between its JPEG segments; at most {MAX_JPEG_STRAY_BYTES} are taken"
         )

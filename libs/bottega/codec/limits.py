@@ -8,6 +8,8 @@ of something has a bound on how many there may be.
 
 from __future__ import annotations
 
+from bottega.errors import BadImage
+
 # A PNG of a photograph at 3 megapixels; a message of 24 MiB carries one with a mask and a control image.
 MAX_IMAGE_BYTES = 8 * 2**20
 # Four times the pixels of the largest picture that the suite draws by default.
@@ -49,3 +51,15 @@ ENCODE_CPU_S = 60
 # Above it an image counts as large, and may be made to wait where others need not. The largest picture that the suite
 # draws by default.
 LARGE_PIXELS = 4 * 2**20
+
+
+def check_number(found: int, most: int, what: str) -> None:
+    """Raises BadImage for an image with more of something than is taken. what: as people call it."""
+    if found > most:
+        raise BadImage(f"the image has {found} {what}; at most {most} are taken")
+
+
+def check_pixels(width: int, height: int) -> None:
+    """Raises BadImage for more pixels than are taken."""
+    if width * height > MAX_IMAGE_PIXELS:
+        raise BadImage(f"the image is {width}x{height}; at most {MAX_IMAGE_PIXELS} pixels are taken")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from bottega.codec.limits import MAX_EXIF_BYTES, MAX_IMAGE_PIXELS, MAX_PNG_CHUNKS, MAX_PNG_TEXTS
+from bottega.codec.limits import MAX_EXIF_BYTES, MAX_IMAGE_PIXELS, MAX_PNG_CHUNKS, MAX_PNG_TEXTS, check_number
 from bottega.errors import BadImage
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -33,15 +33,14 @@ def check(data: bytes) -> None:
     """Raises BadImage for more chunks, texts, profiles or EXIF than images have."""
     if not data.startswith(_HEADER):
         raise BadImage("the image is not a complete, well-formed PNG")
-    if (pixels := claimed_pixels(data)) > MAX_IMAGE_PIXELS:
-        raise BadImage(f"the image has {pixels} pixels; at most {MAX_IMAGE_PIXELS} pixels are taken")
+    check_number(claimed_pixels(data), MAX_IMAGE_PIXELS, "pixels")
     kinds: Counter[bytes] = Counter()
     at = len(SIGNATURE)
     for _ in range(MAX_PNG_CHUNKS):
         size, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
         kinds[kind] += 1
-        if kind == b"eXIf" and size > MAX_EXIF_BYTES:
-            raise BadImage(f"the image has {size} bytes of EXIF; at most {MAX_EXIF_BYTES} are taken")
+        if kind == b"eXIf":
+            check_number(size, MAX_EXIF_BYTES, "bytes of EXIF")
         at += size + _AROUND_BYTES
         if kind == b"IEND" or at >= len(data):
             _check_kinds(kinds)
@@ -50,9 +49,7 @@ def check(data: bytes) -> None:
 
 
 def _check_kinds(kinds: Counter[bytes]) -> None:
-    texts = sum(kinds[kind] for kind in _TEXTS)
-    if texts > MAX_PNG_TEXTS:
-        raise BadImage(f"the image has {texts} PNG texts; at most {MAX_PNG_TEXTS} are taken")
+    check_number(sum(kinds[kind] for kind in _TEXTS), MAX_PNG_TEXTS, "PNG texts")
     for kind in _AT_MOST_ONCE:
         if kinds[kind] > 1:
             raise BadImage(f"the image has {kinds[kind]} PNG chunks {kind.decode()}; at most 1 is taken")

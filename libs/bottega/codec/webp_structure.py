@@ -5,7 +5,7 @@ Source: RFC 9649, section 2.
 
 from __future__ import annotations
 
-from bottega.codec.limits import MAX_EXIF_BYTES, MAX_IMAGE_PIXELS, MAX_WEBP_CHUNKS
+from bottega.codec.limits import MAX_EXIF_BYTES, MAX_IMAGE_PIXELS, MAX_WEBP_CHUNKS, check_number
 from bottega.errors import BadImage
 
 SIGNATURE = b"RIFF"
@@ -31,8 +31,7 @@ def claimed_pixels(data: bytes) -> int:
 
 def check(data: bytes) -> None:
     """Raises BadImage for more chunks, frames or EXIF than single pictures have."""
-    if (pixels := claimed_pixels(data)) > MAX_IMAGE_PIXELS:
-        raise BadImage(f"the image has {pixels} pixels; at most {MAX_IMAGE_PIXELS} pixels are taken")
+    check_number(claimed_pixels(data), MAX_IMAGE_PIXELS, "pixels")
     end = min(len(data), int.from_bytes(data[4:8], "little") + _HEADER_BYTES)  # libwebp reads no further
     at, frames = _FIRST_CHUNK, 0
     for _ in range(MAX_WEBP_CHUNKS):
@@ -42,7 +41,7 @@ def check(data: bytes) -> None:
         frames += kind == _FRAME
         if frames > 1:
             raise BadImage("the image is animated; send a single picture")
-        if kind == _EXIF and size > MAX_EXIF_BYTES:
-            raise BadImage(f"the image has {size} bytes of EXIF; at most {MAX_EXIF_BYTES} are taken")
+        if kind == _EXIF:
+            check_number(size, MAX_EXIF_BYTES, "bytes of EXIF")
         at += _HEADER_BYTES + size + size % 2
     raise BadImage(f"the image has more than {MAX_WEBP_CHUNKS} WebP chunks; at most {MAX_WEBP_CHUNKS} are taken")

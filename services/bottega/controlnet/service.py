@@ -45,19 +45,18 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
 
     async def SetProfile(self, request: pb.SetProfileRequest, _context: _Context) -> pb.SetProfileResponse:
         """SetProfile."""
-        rules.refuse([*_check_name(request.name), *rules.check_profile("profile", request.profile)])
+        rules.refuse([*_check_name("name", request.name), *rules.check_profile("profile", request.profile)])
         hosted = await self._server.set_profile(request.name, request.digest, request.profile)
         return pb.SetProfileResponse(controlnet=hosted)
 
 
-def _check_name(name: str) -> Iterator[Violation]:
+def _check_name(field: str, name: str) -> Iterator[Violation]:
     if not rules.is_adapter_name(name):
-        yield Violation(field="name", description="cannot be the name of a ControlNet")
+        yield Violation(field=field, description="cannot be the name of a ControlNet")
 
 
 def _check_names(request: pb.PrefetchRequest) -> Iterator[Violation]:
     if len(request.names) > _MAX_NAMES:
         yield Violation(field="names", description=f"must be at most {_MAX_NAMES}")
     for index, name in enumerate(request.names[:_MAX_NAMES]):
-        if not rules.is_adapter_name(name):
-            yield Violation(field=f"names[{index}]", description="cannot be the name of a ControlNet")
+        yield from _check_name(f"names[{index}]", name)
