@@ -107,7 +107,7 @@ async def test_a_lora_may_be_as_late_as_its_profile_says(house: House) -> None:
 async def test_what_a_job_waits_for_is_prefetched_and_leased(house: House) -> None:
     await house.gateway.worker()
     await house.gateway.draw(loras=[Lora(name="ink")])
-    ink = await house.store.store.get("ink")
+    ink = await house.store.store.catalogue.get("ink")
     await eventually(lambda: house.store.store.state(ink) is True)
     error = await running_loras.refused(house.store.stub.DeleteLora(pb.DeleteLoraRequest(name="ink"), timeout=5))
     assert isinstance(error, errors.LoraInUse)

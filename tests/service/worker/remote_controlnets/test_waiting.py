@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bottega.controlnet import links, model_registry
+from bottega.controlnet import model_registry, worker_link
 from bottega.diffusion.controlnets import LocalControlNets
 from bottega.diffusion.controlnets.messages import ControlMessageKind
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlServer
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_said_as_the_server_says_it(model: Model, near: Lin
 def test_what_the_link_has_no_room_for_is_refused_and_the_others_go_on(
     model: Model, local: LocalControlNets, folders: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "_LIMITS", Limits(slots=8, slot_bytes=1 << 20))
+    monkeypatch.setattr(worker_link, "_LIMITS", Limits(slots=8, slot_bytes=1 << 20))
     with linked_server("narrow", folders, tmp_path) as narrow:
         fits = on(controlled((0, 0.8)), narrow)
         image = control_image(1, 600, 600)
