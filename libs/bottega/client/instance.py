@@ -52,15 +52,15 @@ class InstanceProcess:
 class InstanceRecord:
     """What a running instance says about itself.
 
-    address: host:port of its gateway. ready: every service has served since the start. fleet_address: where its gateway
-    lists the fleet.
+    address: host:port of its gateway. fleet_address: where that lists the fleet. ready: every service has served since
+    the start.
     """
 
     pid: int
     address: str
+    fleet_address: str
     ready: bool
     children: tuple[InstanceProcess, ...]
-    fleet_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

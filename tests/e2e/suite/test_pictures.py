@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bottega.client import Client, parameters_of
+from bottega.client import Client
 from tests.support.stock import Stock, assert_same_image, pixels_of
 
 PROMPT = "a big red star on the left on a blue background"
@@ -60,15 +59,6 @@ def test_a_seed_that_was_drawn_is_returned_and_draws_the_same_again(client: Clie
     assert first.provenance.parameters.seed == first.seed
     assert again.pil().tobytes() == first.pil().tobytes()
     assert client.generate(PROMPT, **OPTIONS).seed != first.seed
-
-
-def test_a_png_carries_the_parameters_that_draw_it_again(client: Client, tmp_path: Path) -> None:
-    picture = client.generate(PROMPT, seed=9, negative_prompt="", **OPTIONS)
-
-    prompt, options = parameters_of(picture.save(tmp_path / "star.png"))
-
-    assert (prompt, options["seed"], options["negative_prompt"]) == (PROMPT, 9, "")
-    assert client.generate(prompt, **options).data == picture.data
 
 
 def test_a_prompt_beyond_the_tokenizer_is_cut_and_the_provenance_says_so(client: Client, stock: Stock) -> None:

@@ -124,8 +124,8 @@ async def test_a_picture_is_drawn_with_controlnets_through_the_sdk_and_the_comma
 
 
 async def _said_by_the_doctor(house: Running) -> list[str]:
-    findings = await asyncio.to_thread(lambda: list(check_gateway(house.address, house.fleet_address)))
-    return [finding.what for finding in findings]
+    results = await asyncio.to_thread(lambda: list(check_gateway(house.address, house.fleet_address)))
+    return [result.what for result in results]
 
 
 async def test_the_fleet_and_the_doctor_show_controlnet_servers(house: Running) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -55,7 +55,7 @@ def hub() -> Iterator[Hub]:
         def _answer(self, *, body: bool) -> None:
             path = self.path.partition("?")[0]
             hub.asked.append(path)
-            name = path.rpartition("/")[2]
+            name, data = path.rpartition("/")[2], b""
             if path.startswith("/api/models/somebody/depth/tree/"):
                 data = json.dumps([_entry(name) for name in FILES]).encode()
             elif path.startswith("/api/models/somebody/depth"):
@@ -63,22 +63,13 @@ def hub() -> Iterator[Hub]:
                 data = json.dumps({"id": "somebody/depth", "sha": REVISION, "siblings": siblings}).encode()
             elif path.startswith("/somebody/depth/resolve/") and name in FILES:
                 data = FILES[name]
-            else:
-                self._refuse("RepoNotFound")
-                return
-            self.send_response(200)
+            self.send_response(200 if data else 404)
+            self.send_header("X-Repo-Commit" if data else "X-Error-Code", REVISION if data else "RepoNotFound")
             self.send_header("Content-Length", str(len(data)))
-            self.send_header("X-Repo-Commit", REVISION)
             self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
             self.end_headers()
             if body:
                 self.wfile.write(data)
-
-        def _refuse(self, code: str) -> None:
-            self.send_response(404)
-            self.send_header("X-Error-Code", code)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.address = f"http://127.0.0.1:{server.server_address[1]}"
@@ -102,31 +93,16 @@ async def house(tmp_path: Path) -> AsyncIterator[Running]:
 
 async def add(house: Running, *arguments: str, **environment: str) -> tuple[int, str]:
     """In a process of its own: the hub's client reads its environment when it is imported. The status, and all said."""
-    import asyncio
-
-    words = [
-        sys.executable,
-        "-m",
-        "bottega.client.cli",
-        "controlnets",
-        "add",
-        *arguments,
-        "--address",
-        house.address,
-        "--fleet-address",
-        house.fleet_address,
-    ]
+    words = [sys.executable, "-m", "bottega.client.cli", "controlnets", "add", *arguments]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    done = await asyncio.to_thread(
-        subprocess.run,
-        words,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**inherited, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **environment},
+    suite = {"BOTTEGA_ADDRESS": house.address, "BOTTEGA_FLEET": house.fleet_address}
+    hub = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **environment}
+    process = await asyncio.create_subprocess_exec(
+        *words, env={**inherited, **suite, **hub}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    return done.returncode, done.stdout + done.stderr
+    said, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode is not None
+    return process.returncode, said.decode()
 
 
 async def test_what_a_server_needs_is_brought_below_its_root_and_hosted(

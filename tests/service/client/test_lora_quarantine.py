@@ -86,20 +86,7 @@ async def test_the_command_says_what_could_not_be_brought_back_and_goes_on_with_
         assert "not known from its files: its name, its format, its trigger words" in done.stderr
         wrong = await _run(gateway, "rebuild", "ink", "--base", "nobody")
         assert (wrong.exit_code, "the store has these base models: miniature" in wrong.stderr) == (1, True)
-
-
-async def test_the_command_asks_for_the_base_where_several_fit(tmp_path: Path) -> None:
-    (ink,) = await _fill(tmp_path / "store", "ink")
-    for described in (tmp_path / "store").rglob("*.json"):
-        described.unlink()
-    bases = {"miniature": "miniature", "other": "miniature"}
-    async with running_gateway() as gateway, lora_store(gateway, tmp_path / "store", name="loras", bases=bases):
-        asked = await _run(gateway, "rebuild")
-        assert asked.exit_code == 1
-        assert "it fits miniature, other: say which" in asked.stderr
-        assert "--base MODEL" in asked.stderr
-        told = await _run(gateway, "rebuild", ink.digest, "--base", "other", "--name", "ink")
-        assert told.stdout == "ink is back for other\n"
+        assert f"bottega loras rebuild {ink.digest[:12]} --base MODEL" in wrong.stderr
 
 
 async def test_a_lora_in_quarantine_is_looked_after_in_the_store_that_has_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from click.testing import Result
 
 from bottega import errors
 from bottega.client import AsyncClient
-from bottega.client.addons.loras.upload import find_lora_files
+from bottega.client.addons.loras.upload import read_lora
 from bottega.loras.config import ImportConfig
 from bottega.v1 import lora_pb2 as pb
 from tests.support import running_loras
@@ -168,13 +168,25 @@ async def test_the_command_says_which_trigger_words_a_lora_has_that_was_there(ho
     assert "in pastel, soft" in (await _run(house, "show", "pastel")).stdout
 
 
-@pytest.mark.parametrize(("given", "says"), [("empty.safetensors", "is empty"), ("folder", "holds none of")])
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("empty.safetensors", "{} is empty"),
+        ("folder", "{} holds none of adapter_model.safetensors, pytorch_lora_weights.safetensors"),
+        ("peft", "{}/text_encoder/adapter_model.safetensors cannot be read: No such file"),
+        ("peft/unet", "{}/adapter_model.safetensors cannot be read: No such file"),
+    ],
+)
 def test_what_is_no_lora_is_refused_by_the_name_of_the_argument(tmp_path: Path, given: str, says: str) -> None:
     (tmp_path / "empty.safetensors").touch()
     (tmp_path / "folder").mkdir()
-    path = tmp_path / given
-    with pytest.raises(errors.InvalidRequest, match=re.escape(f"path: {path} {says}")) as caught:
-        find_lora_files(path)
+    peft = peft_folders(tmp_path / "peft")
+    (peft / "text_encoder" / "adapter_model.safetensors").rename(peft / "text_encoder" / "adapter_model.bin")
+    if given == "peft/unet":
+        (peft / "unet" / "adapter_model.safetensors").unlink()
+        (peft / "unet" / "adapter_model.safetensors").symlink_to("nowhere")
+    with pytest.raises(errors.InvalidRequest, match=re.escape(f"path: {says.format(tmp_path / given)}")) as caught:
+        read_lora(tmp_path / given)
     assert [violation.field for violation in caught.value.violations] == ["path"]
 
 
@@ -222,20 +234,3 @@ async def test_a_folder_with_one_for_each_component_is_brought_as_it_is(
     assert re.fullmatch(r"two is there for miniature: 2 modules of rank 3, .*\n", added.stdout), added.stderr
     lora = await client.lora("two")
     assert (lora.format, 0 < lora.text_bytes < lora.size_bytes) == ("PEFT", True)
-
-
-async def test_a_folder_that_lacks_a_components_weights_or_all_is_refused_with_what_it_lacks(
-    house: House, tmp_path: Path
-) -> None:
-    folder = peft_folders(tmp_path / "peft")
-    (folder / "text_encoder" / "adapter_model.safetensors").rename(folder / "text_encoder" / "adapter_model.bin")
-    result = await _run(house, "add", "x", folder, "--base", "miniature")
-    assert (result.exit_code, "text_encoder/adapter_model.safetensors cannot be read" in result.stderr) == (2, True)
-    link = folder / "unet" / "adapter_model.safetensors"
-    link.unlink()
-    link.symlink_to("nowhere")
-    result = await _run(house, "add", "x", folder / "unet", "--base", "miniature")
-    assert (result.exit_code, "adapter_model.safetensors cannot be read: No such file" in result.stderr) == (2, True)
-    (tmp_path / "nothing").mkdir()
-    result = await _run(house, "add", "x", tmp_path / "nothing", "--base", "miniature")
-    assert (result.exit_code, "nor a folder of PEFT's for a component (text_encoder" in result.stderr) == (2, True)

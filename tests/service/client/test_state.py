@@ -9,8 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ def test_what_a_suite_keeps_is_its_owners_alone(tmp_path: Path) -> None:
         log = ServiceLog(state.logs, "gateway")
         log.write("a prompt")
         log.close()
-        state.write(InstanceRecord(pid=1, address="", ready=False, children=()))
+        state.write(InstanceRecord(pid=1, address="", fleet_address="", ready=False, children=()))
         (state.config / "gateway.yaml").write_text("{}")
         assert {mode(path) for path in (state.root.parent, state.root, state.logs, state.config)} == {0o700}
         files = [path for path in state.root.rglob("*") if path.is_file()]
@@ -108,7 +107,9 @@ def test_only_one_instance_holds_a_state_folder_and_which_is_known(tmp_path: Pat
 def test_a_suite_of_ones_own_is_told_by_its_process(tmp_path: Path) -> None:
     state = StateFolder(tmp_path)
     with state.hold():
-        state.write(InstanceRecord(pid=os.getpid(), address="127.0.0.1:1", ready=True, children=()))
+        state.write(
+            InstanceRecord(pid=os.getpid(), address="127.0.0.1:1", fleet_address="127.0.0.1:3", ready=True, children=())
+        )
         result = run("up", "--state", tmp_path)
     assert result.exit_code == 1
     assert f"a suite already runs from {tmp_path} as process {os.getpid()}, at 127.0.0.1:1" in result.stderr
@@ -159,16 +160,16 @@ print(json.dumps([result.exit_code, result.stdout, result.stderr]))
 """
 
 
-@dataclass(frozen=True, slots=True)
-class AsNobody:
-    """The command, run by another user."""
+RunAsNobody = Callable[..., tuple[int, str, str]]
 
-    warm: Path
 
-    def run(self, *arguments: str, state: Path) -> tuple[int, str, str]:
-        """Its status, and what it said."""
+@pytest.fixture
+def nobody(tmp_path: Path) -> RunAsNobody:
+    """Runs the command as another user, and returns its status and what it said."""
+
+    def run_as_nobody(*arguments: str, state: Path) -> tuple[int, str, str]:
         ended = subprocess.run(
-            [sys.executable, "-c", AS_NOBODY, str(self.warm), str(state), *arguments],
+            [sys.executable, "-c", AS_NOBODY, str(tmp_path / "warm"), str(state), *arguments],
             capture_output=True,
             text=True,
             timeout=60,
@@ -177,10 +178,7 @@ class AsNobody:
         status, out, err = json.loads(ended.stdout)
         return int(status), str(out), str(err)
 
-
-@pytest.fixture
-def nobody(tmp_path: Path) -> AsNobody:
-    return AsNobody(tmp_path / "warm")
+    return run_as_nobody
 
 
 @pytest.fixture
@@ -191,14 +189,14 @@ def taken() -> Iterator[str]:
 
 
 @two_users
-def test_a_folder_of_another_user_is_said_to_be_his(nobody: AsNobody, open_place: Path, taken: str) -> None:
+def test_a_folder_of_another_user_is_said_to_be_his(nobody: RunAsNobody, open_place: Path, taken: str) -> None:
     for name, bits in (("closed", 0o700), ("readable", 0o755), ("writable", 0o777)):
         folder = open_place / name
         folder.mkdir()
         folder.chmod(bits)
         os.chown(folder, 12345, 12345)
         (folder / "suite.lock").touch()
-        status, _, said = nobody.run("up", "--port", taken, state=folder)
+        status, _, said = nobody("up", "--port", taken, state=folder)
         assert status == 1
         assert f"the state folder {folder} " in said
         assert "user 12345" in said
@@ -210,7 +208,7 @@ def test_a_folder_of_another_user_is_said_to_be_his(nobody: AsNobody, open_place
 @two_users
 @pytest.mark.parametrize("command", [["stop"], ["logs"], ["doctor"], ["jobs"], ["up", "-d"], ["up"]])
 def test_no_command_fails_badly_for_a_folder_that_nobody_may_look_into(
-    nobody: AsNobody, open_place: Path, command: list[str], taken: str
+    nobody: RunAsNobody, open_place: Path, command: list[str], taken: str
 ) -> None:
     closed = open_place / "closed"
     (closed / "logs").mkdir(parents=True)
@@ -218,7 +216,7 @@ def test_no_command_fails_badly_for_a_folder_that_nobody_may_look_into(
     closed.chmod(0o700)
     # Asking for jobs waits for a gateway that is not there: once is enough.
     for state in (closed,) if command == ["jobs"] else (closed, closed / "below"):
-        status, out, said = nobody.run(*command, *(["--port", taken] if "up" in command else []), state=state)
+        status, out, said = nobody(*command, *(["--port", taken] if "up" in command else []), state=state)
         assert status == 1
         assert "Traceback" not in said
         assert "already runs" not in said

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -26,7 +25,8 @@ from bottega.miniature import WEIGHTS
 
 
 def record(*children: InstanceProcess, ready: bool = True) -> InstanceRecord:
-    return InstanceRecord(pid=os.getpid(), address="127.0.0.1:8470", ready=ready, children=children)
+    address, fleet = "127.0.0.1:8470", "127.0.0.1:5555"
+    return InstanceRecord(pid=os.getpid(), address=address, fleet_address=fleet, ready=ready, children=children)
 
 
 def held(folder: Path) -> StateFolder:
@@ -136,23 +136,13 @@ def test_the_fleet_is_listed_where_one_says_else_where_the_suite_that_runs_here_
     assert default_fleet_address("[::1]:8470") == "[::1]:8472"
     state = StateFolder(tmp_path)
     with state.hold():
-        state.write(replace(record(), fleet_address="127.0.0.1:5555"))
+        state.write(record())
         assert default_fleet_address("127.0.0.1:8470") == "127.0.0.1:5555"
         assert default_fleet_address("127.0.0.1:9000") == "127.0.0.1:8472", "that is another suite"
         monkeypatch.setenv("BOTTEGA_FLEET", "fleet.example:1")
         assert default_fleet_address("127.0.0.1:8470") == "fleet.example:1"
     monkeypatch.delenv("BOTTEGA_FLEET")
     assert default_fleet_address("127.0.0.1:8470") == "127.0.0.1:8472"
-
-
-def test_a_record_of_an_older_suite_is_read(tmp_path: Path) -> None:
-    state = StateFolder(tmp_path)
-    with state.hold():
-        older = {"pid": 1, "address": "127.0.0.1:8470", "ready": True, "children": []}
-        (tmp_path / "suite.json").write_text(json.dumps(older))
-        found = state.running()
-        assert found is not None
-        assert found.address == "127.0.0.1:8470"
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}', "not json"])

@@ -108,11 +108,8 @@ def _check_ports(address: str) -> Iterator[CheckResult]:
         )
         return
     own, metrics, fleet = int(port), int(port) + 1, int(port) + 2  # as plan_suite has them
-    taken = [
-        *_check_free(own, "the gateway"),
-        *_check_free(metrics, "the gateway's metrics"),
-        *_check_free(fleet, "the gateway's fleet"),
-    ]
+    owners = {own: "the gateway", metrics: "the gateway's metrics", fleet: "the gateway's fleet"}
+    taken = [result for port, whose in owners.items() for result in _check_free(port, whose)]
     yield from taken
     if not taken:
         yield warn(f"no gateway runs; ports {own} to {fleet} are free for one", "Start one with: bottega up")

@@ -60,18 +60,12 @@ class ProcessPlan:
 class SuitePlan:
     """The processes of a suite, in the order of the manifest.
 
-    settings: what they have in common. counts: how many there are of each service. members: of those that join the
-    fleet, by kind.
+    settings: what they have in common. counts: how many there are of each service.
     """
 
     settings: SuiteSettings
     processes: tuple[ProcessPlan, ...]
     counts: tuple[tuple[ServiceSpec, int], ...]
-
-    @property
-    def members(self) -> Mapping[str, int]:
-        """How many services of a kind join the fleet."""
-        return {service.kind: count for service, count in self.counts if service.joins}
 
 
 def plan_suite(options: SuiteOptions, state: StateFolder) -> SuitePlan:

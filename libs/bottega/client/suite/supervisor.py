@@ -78,7 +78,7 @@ class Supervisor:
         except (Unavailable, DeadlinePassed):
             return False
         joined = Counter(member.registration.kind for member in members)
-        return all(joined[kind] >= count for kind, count in self._plan.members.items())
+        return all(joined[service.kind] >= count for service, count in self._plan.counts if service.joins)
 
     def _children(self) -> Iterable[InstanceProcess]:
         for process in self._processes:

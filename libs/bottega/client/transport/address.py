@@ -27,7 +27,7 @@ def default_fleet_address(address: str) -> str:
     if said:
         return said
     record = StateFolder(state_folder()).running()
-    if record is not None and _as_number(record.address) == _as_number(address) and record.fleet_address:
+    if record is not None and _as_number(record.address) == _as_number(address):
         return record.fleet_address
     host, colon, _ = address.rpartition(":")
     return f"{host if colon else address}:{DEFAULT_FLEET_PORT}"

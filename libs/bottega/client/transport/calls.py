@@ -47,10 +47,6 @@ class CallTerms:
     retry: RetryPolicy
     fleet: bool = False
 
-    def backoff(self) -> Backoff:
-        """The waits between the tries of one call."""
-        return Backoff(self.retry, self.deadline)
-
 
 class EventCarrier(Protocol):
     """A response of Generate or WatchJob."""
@@ -78,7 +74,7 @@ async def call_with_retries(
 
     before_try: brings up to date what of the request depends on the moment, or raises what ends the tries.
     """
-    backoff = terms.backoff()
+    backoff = Backoff(terms.retry, terms.deadline)
     while True:
         before_try(request)
         try:
@@ -96,7 +92,7 @@ async def follow_events(
     attach: opens the stream, given the seconds that it may last; a known job goes on as it stands.
     Raises the BottegaError that ended the job, or our patience.
     """
-    backoff = terms.backoff()
+    backoff = Backoff(terms.retry, terms.deadline)
     while True:
         accepted = False
         call = attach(terms.deadline.remaining_s())
@@ -134,7 +130,7 @@ async def fetch_image(
     terms: CallTerms,
 ) -> tuple[Image, bytes]:
     """One finished image and its bytes. Raises InternalError when they do not match their digest."""
-    backoff = terms.backoff()
+    backoff = Backoff(terms.retry, terms.deadline)
     while True:
         call = method(request, timeout=terms.deadline.remaining_s())
         try:

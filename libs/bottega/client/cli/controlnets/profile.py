@@ -36,17 +36,12 @@ def command(
     allow approximations go on with the residuals of the step before, where they would wait for their own.
     """
     with connect(address) as client:
-        cases = [*_cases_of(images, prompt)] or [*_scenes(client, name, model)]
+        cases = [ProfileCase(prompt=prompt, image=image) for image in images] or [*_scenes(client, name, model)]
         note(f"drawing {len(cases)} pictures ...")
         measured = client.profile_controlnet(
             name, cases, num_inference_steps=steps, model=model, on_picture=lambda found: note(f"  {found:.4f}")
         )
     _report(name, measured)
-
-
-def _cases_of(images: Sequence[Path], prompt: str) -> Iterator[ProfileCase]:
-    for image in images:
-        yield ProfileCase(prompt=prompt, image=image)
 
 
 def _scenes(client: Client, name: str, model: str | None) -> Iterator[ProfileCase]:
