@@ -33,7 +33,7 @@ QUICK = RestartPolicy(first_wait_s=0.05, longest_wait_s=0.1, stop_grace_s=3.0)
 
 
 class Reports:
-    """A Reporter that remembers."""
+    """A ServiceListener that remembers."""
 
     def __init__(self) -> None:
         self.served: list[str] = []

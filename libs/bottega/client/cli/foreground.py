@@ -26,12 +26,12 @@ def run_suite(plan: SuitePlan, state: StateFolder, *, in_background: bool) -> No
     """Runs until SIGINT, SIGTERM or SIGHUP; a second one does not wait. Raises DoesNotStart."""
     with closing(ServiceLog(state.logs, "suite")) as log:
         address, fleet_address = plan.settings.address, plan.settings.fleet_address
-        supervisor = Supervisor(plan, state, TerminalReporter(log, quiet=in_background))
+        supervisor = Supervisor(plan, state, TerminalListener(log, quiet=in_background))
         asyncio.run(_run(supervisor, lambda seconds: say_ready(address, fleet_address, seconds, state)))
 
 
-class TerminalReporter:
-    """A Reporter: a line each on the terminal, and in suite.log.
+class TerminalListener:
+    """A ServiceListener: a line each on the terminal, and in suite.log.
 
     quiet: only in suite.log, which is bounded, as what a background instance prints is not.
     """

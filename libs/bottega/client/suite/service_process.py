@@ -69,12 +69,12 @@ class ServiceProcess:
     pid: of its process now, or None between two.
     """
 
-    def __init__(self, plan: ProcessPlan, logs: Path, reporter: ServiceListener, policy: RestartPolicy) -> None:
+    def __init__(self, plan: ProcessPlan, logs: Path, listener: ServiceListener, policy: RestartPolicy) -> None:
         self.name = plan.name
         self.pid: int | None = None
         self.serving = asyncio.Event()
         self._plan = plan
-        self._reporter = reporter
+        self._listener = listener
         self._policy = policy
         self._log = ServiceLog(logs, plan.name)
         self._last_lines: deque[str] = deque(maxlen=12)
@@ -92,7 +92,7 @@ class ServiceProcess:
                     what = f"{self.name} does not start: it {how}, and did so {deaths} times"
                     raise DoesNotStart(self.name, what, last_lines=self._last_lines)
                 wait_s = min(self._policy.first_wait_s * 2 ** (deaths - 1), self._policy.longest_wait_s)
-                self._reporter.died(self.name, how, wait_s)
+                self._listener.died(self.name, how, wait_s)
                 await asyncio.sleep(wait_s)
         finally:
             self._log.close()
@@ -148,7 +148,7 @@ class ServiceProcess:
             if fields.get("event") == "serving":
                 self._ever_served = True
                 self.serving.set()
-                self._reporter.serving(self.name, str(fields.get("address", "")))
+                self._listener.serving(self.name, str(fields.get("address", "")))
 
 
 @contextmanager

@@ -25,12 +25,12 @@ class Supervisor:
     """A suite that runs from a state folder, which this process holds."""
 
     def __init__(
-        self, plan: SuitePlan, state: StateFolder, reporter: ServiceListener, policy: RestartPolicy | None = None
+        self, plan: SuitePlan, state: StateFolder, listener: ServiceListener, policy: RestartPolicy | None = None
     ) -> None:
         self._plan = plan
         self._state = state
         self._processes = [
-            ServiceProcess(process, state.logs, reporter, policy or RestartPolicy()) for process in plan.processes
+            ServiceProcess(process, state.logs, listener, policy or RestartPolicy()) for process in plan.processes
         ]
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
