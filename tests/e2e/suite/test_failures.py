@@ -147,3 +147,14 @@ def test_a_worker_that_hangs_is_noticed_within_two_seconds_and_comes_back(pair: 
         process.send_signal(signal.SIGCONT)
 
     wait_until(lambda: "a" in pair.joined(), "the worker to come back")
+
+
+def test_a_gateway_that_is_told_to_stop_finishes_what_runs(pair: Pair) -> None:
+    """The last one: nothing is left to draw with."""
+    pair.wait_for_both()
+    drawing = Drawing(pair, steps=20)
+
+    assert pair.gateway.stop() == 0
+
+    assert drawing.picture().provenance.attempts == 1
+    assert [pair.worker(name).stop() for name in "ab"] == [0, 0]

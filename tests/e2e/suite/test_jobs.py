@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import uuid
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,14 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from bottega.client import Client, JobState, Progress
-from bottega.errors import ImageNotFound, RequestIdReused
+from bottega.client import Client, JobState
+from bottega.errors import ImageNotFound
+from tests.e2e.conftest import Suite
+from tests.support.terminal import run
 from tests.support.waiting import wait_until
 
 PROMPT = "a small green circle on a white background"
 QUICK: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 4.0}
-# Long enough to be looked at while it runs.
-LONG: dict[str, Any] = {"num_inference_steps": 200, "guidance_scale": 4.0}
 # The same image drawn beside others and alone: shapes of the forward differ, and so may the last bit of a value.
 SHAPES_APART = 1
 
@@ -51,21 +51,15 @@ def test_a_submitted_job_runs_to_its_end_and_keeps_its_picture(client: Client) -
         job.image(2)
 
 
-def test_whoever_watches_a_job_that_runs_may_ask_for_previews(client: Client) -> None:
-    job = client.submit(PROMPT, seed=4, **LONG)
-    wait_until(lambda: job.status().steps_done > 0, "the first step")
+def test_a_job_from_the_terminal_is_found_followed_and_fetched(suite: Suite, client: Client, tmp_path: Path) -> None:
+    def said(*arguments: object) -> str:
+        result = run(*arguments, address=suite.gateway.address)
+        assert result.exit_code == 0, result.output
+        return result.stdout
 
-    events = [event for event in job.watch(preview=True) if isinstance(event, Progress)]
-
-    assert any(event.previews for event in events)
-
-
-def test_the_same_request_id_gives_the_same_bytes_and_draws_once(client: Client) -> None:
-    request_id = uuid.uuid4().hex
-    first = client.generate(PROMPT, request_id=request_id, **QUICK)
-
-    again = client.generate(PROMPT, request_id=request_id, **QUICK)
-
-    assert (again.job_id, again.data, again.seed) == (first.job_id, first.data, first.seed)
-    with pytest.raises(RequestIdReused):
-        client.generate("something else", request_id=request_id, **QUICK)
+    job_id = said("generate", PROMPT, "--seed", 7, "--steps", 20, "--detach").strip()
+    assert f"{job_id} completed" in said("jobs", "watch", job_id)
+    said("jobs", "get", job_id, "-o", tmp_path / "circle.png")
+    row = next(line.strip() for line in said("jobs").splitlines() if job_id in line)
+    assert ("completed" in row, "20/20" in row, row.endswith(PROMPT)) == (True, True, True)
+    assert (tmp_path / "circle.png").read_bytes() == client.generate(PROMPT, seed=7, num_inference_steps=20).data

@@ -1,11 +1,9 @@
-"""What operators rely on, for each service as it really runs: health, reflection, metrics, logs, drain."""
+"""What operators rely on, for each service as it really runs: health, reflection, metrics, logs."""
 
 from __future__ import annotations
 
 import re
-import threading
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,12 +11,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from bottega.client import Client, Picture
+from bottega.client import Client
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import GenerateRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
-from tests.e2e.conftest import ENGINE, Suite
-from tests.support.services import Service, Services, gateway_config, worker_config
+from tests.e2e.conftest import Suite
+from tests.support.services import Service
 from tests.support.waiting import wait_until
 
 CONTRACT = {
@@ -85,24 +83,3 @@ def _lines(service: Service, request_id: str) -> list[dict[str, Any]]:
 
 def _said(service: Service, request_id: str) -> list[str]:
     return [line["event"] for line in _lines(service, request_id)]
-
-
-def test_a_gateway_that_is_told_to_stop_finishes_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
-    drawn: list[Picture] = []
-    with Services(tmp_path) as services:
-        gateway = services.start("gateway", gateway_config())
-        worker = services.start("worker", worker_config(gateway.fleet, name="w", engine=ENGINE))
-        with Client(gateway.address) as client:
-            wait_until(lambda: bool(client.models()), "the worker to join")
-            drawing = threading.Thread(
-                target=lambda: drawn.append(client.generate("a red star", num_inference_steps=100, seed=1))
-            )
-            drawing.start()
-            wait_until(lambda: any(job.steps_done for job in client.list_jobs().jobs), "the first step")
-
-            assert gateway.stop() == 0
-            drawing.join(10.0)
-
-        assert drawn, "the picture was lost in the drain"
-        assert drawn[0].provenance.attempts == 1
-        assert worker.stop() == 0
