@@ -31,18 +31,9 @@ class Recipe:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    training = _training(tmp_path_factory.mktemp("recipe"))
+    training = Training(folder=tmp_path_factory.mktemp("recipe") / "training", steps=1, rows=2, pictures=4)
     cut_short = list(train_all(replace(training, minutes=0.0)))
     return Recipe(folder=training.folder, cut_short=cut_short, rest=list(train_all(training)))
-
-
-@pytest.fixture
-def training(tmp_path: Path) -> Training:
-    return _training(tmp_path)
-
-
-def _training(folder: Path) -> Training:
-    return Training(folder=folder / "training", steps=1, rows=2, pictures=4)
 
 
 def _weights(model: Path) -> dict[str, str]:
@@ -74,38 +65,24 @@ def test_a_stage_that_minutes_cut_short_is_the_last_one_of_a_run(recipe: Recipe)
     assert recipe.cut_short == [Outcome(stage="vae", steps=0)]
 
 
-def test_a_finished_stage_that_others_trained_on_is_left_alone(training: Training) -> None:
-    train("text", training)
-    train("unet", training)
-    before = _weights(training.folder / "model")
-
-    assert train("text", training) == Outcome(stage="text", steps=1, used_by=("unet",))
-
-    assert _weights(training.folder / "model") == before
-
-
-def test_an_unfinished_stage_that_others_trained_on_is_refused_until_its_checkpoint_is_removed(
+def test_a_stage_that_others_trained_on_is_left_alone_or_refused_until_its_checkpoint_is_removed(
     training: Training,
 ) -> None:
     train("text", training)
     train("unet", training)
+    train("decoder", training)  # shares no network with them: they go on in any order
     before = _weights(training.folder / "model")
 
+    assert train("text", training) == Outcome(stage="text", steps=1, used_by=("unet",))
     with pytest.raises(ConfigError, match=r"unet trained on what it left.*\n.*training/text\.pt"):
         train("text", replace(training, steps=2))
     assert _weights(training.folder / "model") == before
+    assert train("unet", replace(training, steps=2)) == Outcome(stage="unet", steps=2)
 
     (training.folder / "text.pt").unlink()
     assert train("text", replace(training, steps=2)).steps == 2
     with pytest.raises(ConfigError, match="text trained on what it left"):
-        train("unet", replace(training, steps=2))
-
-
-def test_stages_that_share_no_network_go_on_in_any_order(training: Training) -> None:
-    train("unet", training)
-    train("decoder", training)
-
-    assert train("unet", replace(training, steps=2)) == Outcome(stage="unet", steps=2)
+        train("unet", replace(training, steps=3))
 
 
 def test_random_weights_are_refused_where_a_checkpoint_would_take_their_place(training: Training) -> None:
@@ -136,6 +113,8 @@ def test_random_weights_are_of_the_stages_network_or_of_all(training: Training, 
 
 
 def test_a_running_stage_can_be_exported_and_its_folder_stays_as_it_is(training: Training, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unet\.pt is not there"):
+        export("unet", training.folder, tmp_path / "out")
     train("unet", replace(training, steps=2))
     before = {file: file.read_bytes() for file in training.folder.rglob("*") if file.is_file()}
 
@@ -143,11 +122,6 @@ def test_a_running_stage_can_be_exported_and_its_folder_stays_as_it_is(training:
 
     assert _weights(tmp_path / "out") == _weights(training.folder / "model")
     assert {file: file.read_bytes() for file in training.folder.rglob("*") if file.is_file()} == before
-
-
-def test_there_is_nothing_to_export_of_a_stage_that_has_not_begun(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unet\.pt is not there"):
-        export("unet", tmp_path, tmp_path / "out")
 
 
 def test_a_model_survives_a_death_while_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

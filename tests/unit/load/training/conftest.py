@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bottega.miniature import WEIGHTS
-from load.miniature.training.corpus import Corpus, Latents, draw_corpus, encode
-from load.miniature.training.parts import load_parts
+from load.miniature.training.corpus import Corpus, draw_corpus
+from load.miniature.training.stages import STEPS
+from load.miniature.training.train import Training
 from tests.support.torch_threads import torch_threads
+
+# A stage of each kind; the others, which learn alike, are slow.
+_QUICK = {"decoder", "vision", "edges"}
+EVERY_STAGE = [pytest.param(name, marks=[] if name in _QUICK else [pytest.mark.slow]) for name in STEPS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,9 +31,10 @@ def corpus() -> Corpus:
     return draw_corpus(32, seed=1)
 
 
-@pytest.fixture(scope="module")
-def latents(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Latents:
-    return encode(corpus, load_parts(WEIGHTS), tmp_path_factory.mktemp("latents"))
+@pytest.fixture
+def training(tmp_path: Path) -> Training:
+    """As short as can be."""
+    return Training(folder=tmp_path / "training", steps=1, rows=2, pictures=4)
 
 
 @pytest.fixture
