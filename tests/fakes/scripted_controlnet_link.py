@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +39,7 @@ from bottega.transport import (
     kind_of,
     number_message,
 )
+from tests.support.offers import OffersAtOnce
 
 LIFE_S = 30.0
 
@@ -63,24 +63,21 @@ class Script:
     lies: Callable[[int], WholeMessage] | None = None
 
 
-class ScriptedServer:
+class ScriptedServer(OffersAtOnce):
     """One server; an OfferSource for whoever connects to it. shapes: of the residuals, by point, which are all 0."""
 
     def __init__(self, name: str, folder: Path, script: Script, shapes: tuple[tuple[int, int, int], ...]) -> None:
+        super().__init__()
         self.server = ControlServer(name=name, address=name)
         self.steps = 0
         self._script = script
         self._shapes = shapes
         self._listener = LinkListener(Endpoints(unix_path=folder / f"{name}.sock"))
 
-    def request(
-        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
-    ) -> Future[ServiceOffer]:
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
         offer = self._listener.offer(link_id or None)
         threading.Thread(target=self._serve, args=(offer,), daemon=True).start()
-        answer = Future[ServiceOffer]()
-        answer.set_result(ServiceOffer(offer=offer, service=address))
-        return answer
+        return ServiceOffer(offer=offer, service=address)
 
     def close(self) -> None:
         """Takes no links any more."""

@@ -6,8 +6,7 @@ What the tests of several files share; it tests nothing itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from tests.support import linked_servers
 from tests.support.addon_messages import placed
 from tests.support.linked_servers import LinkedServer
 from tests.support.manual_engine import Drawing, ManualEngine
+from tests.support.offers import OffersAtOnce
 
 NAMES = ("edges", "depth", "layout")
 IMAGES = (control_image(1), control_image(2), control_image(3, 80, 112))
@@ -100,18 +100,17 @@ def alone(model: Model, local: LocalControlNets, order: EngineOrder) -> Tensor:
     return latent
 
 
-class Pair:
+class Pair(OffersAtOnce):
     """Offers of a server that follows a script, and of one that works."""
 
     def __init__(self, bad: ScriptedServer, good: LinkedServer | None) -> None:
+        super().__init__()
         self._bad = bad
         self._good = linked_servers.Offers(*([good] if good else []))
 
-    def request(
-        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
-    ) -> Future[ServiceOffer]:
-        chosen: OfferSource = self._bad if address == self._bad.server.address else self._good
-        return chosen.request(kind, address, link_id)
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
+        chosen: OffersAtOnce = self._bad if address == self._bad.server.address else self._good
+        return chosen.answer(address, link_id)
 
 
 def random_folders(model: Model, folder: Path) -> dict[str, Path]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,8 +18,9 @@ from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetLinks
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlServer
-from bottega.errors import BottegaError, Unavailable
+from bottega.errors import Unavailable
 from bottega.transport import Offer, ServiceOffer
+from tests.support.offers import OffersAtOnce
 
 
 class LinkedServer:
@@ -86,26 +86,17 @@ class LinkedServer:
             self.executor.run_batch(0.02)
 
 
-class Offers:
-    """What a worker's front would bring: offers of these servers, by address."""
+class Offers(OffersAtOnce):
+    """Of these servers, by address."""
 
     def __init__(self, *servers: LinkedServer) -> None:
+        super().__init__()
         self._servers = {server.server.address: server for server in servers}
-        self.asked: list[tuple[str, str]] = []
 
-    def request(
-        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
-    ) -> Future[ServiceOffer]:
-        """See OfferSource."""
-        self.asked.append((address, link_id))
-        answer = Future[ServiceOffer]()
-        try:
-            if address not in self._servers:
-                raise Unavailable(f"nothing listens at {address}")
-            answer.set_result(ServiceOffer(offer=self._servers[address].offer(link_id), service=address))
-        except BottegaError as error:
-            answer.set_exception(error)
-        return answer
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
+        if address not in self._servers:
+            raise Unavailable(f"nothing listens at {address}")
+        return ServiceOffer(offer=self._servers[address].offer(link_id), service=address)
 
 
 @contextmanager

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from bottega.diffusion.engine.engine import Engine
@@ -13,13 +12,14 @@ from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult
 from bottega.errors import BottegaError, Unavailable
 from bottega.transport import Endpoints, LinkCounters, ServiceOffer
 from bottega.worker.peer import Follower, Leader, PeerLinkSettings
+from tests.support.offers import OffersAtOnce
 from tests.support.waiting import wait_until
 
 LINK_TIMEOUT_S = 10.0
 SILENCE_S = 2.0
 
 
-class FollowerThread:
+class FollowerThread(OffersAtOnce):
     """Runs what is lent to `engine`, as its process would, until the block ends. busy: as if it had jobs of its own.
 
     pause: called before each forward. forwards: how many there were.
@@ -28,6 +28,7 @@ class FollowerThread:
     name = "follower"
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__()
         self.engine = engine
         self.busy = False
         self.pause: Callable[[], None] = lambda: None
@@ -67,21 +68,12 @@ class FollowerThread:
         if following is not None:
             following.close()
 
-    def request(
-        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
-    ) -> Future[ServiceOffer]:
-        """See OfferSource."""
-        asked = Future[ServiceOffer]()
-        try:
-            if self.refusal is not None:
-                raise self.refusal
-            if self._following is None:
-                raise Unavailable("the follower is away")
-            offer = self._following.offer("leader", link_id, caller="")
-            asked.set_result(ServiceOffer(offer=offer, service=self.name))
-        except BottegaError as error:
-            asked.set_exception(error)
-        return asked
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
+        if self.refusal is not None:
+            raise self.refusal
+        if self._following is None:
+            raise Unavailable("the follower is away")
+        return ServiceOffer(offer=self._following.offer("leader", link_id, caller=""), service=self.name)
 
     def _run(self) -> None:
         while True:

@@ -19,8 +19,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from bottega.loras.config import LinksConfig
 from bottega.loras.worker_link import LoraLinks
 from bottega.transport import Offer, ServiceOffer, offer_from_wire, offer_to_wire
 from bottega.v1.link_pb2 import LinkOffer
+from tests.support.offers import OffersAtOnce
 
 PATIENCE_S = 30.0
 # Rank and width: of some 144 KiB and some 64 MiB.
@@ -152,22 +152,19 @@ def taker() -> Iterator[Taker]:
         made.end()
 
 
-class QueuedOffers:
-    """Offers that somebody brings. See OfferSource."""
+class QueuedOffers(OffersAtOnce):
+    """Offers that somebody brings."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.brought: queue.SimpleQueue[Offer] = queue.SimpleQueue()
 
-    def request(
-        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
-    ) -> Future[ServiceOffer]:
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
         """The next one."""
-        answer: Future[ServiceOffer] = Future()
         try:
-            answer.set_result(ServiceOffer(offer=self.brought.get_nowait(), service="store"))
+            return ServiceOffer(offer=self.brought.get_nowait(), service="store")
         except queue.Empty:
-            answer.set_exception(PeerDead("nobody brought an offer"))
-        return answer
+            raise PeerDead("nobody brought an offer") from None
 
 
 def _serve() -> None:

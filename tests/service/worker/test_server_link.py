@@ -21,11 +21,21 @@ from bottega.diffusion.controlnets.provider import ControlServer
 from bottega.diffusion.rows import Half
 from bottega.diffusion.tensor_messages import message_of
 from bottega.errors import DeadlineExceeded, LinkClosed, LinksFull, PeerDead, Unavailable
-from bottega.transport import Deadline, Endpoints, LinkCounters, LinkListener, Offer, ServiceOffer, TcpEndpoint
+from bottega.transport import (
+    Deadline,
+    Endpoints,
+    LinkCounters,
+    LinkListener,
+    Offer,
+    OfferSource,
+    ServiceOffer,
+    TcpEndpoint,
+)
 from bottega.worker.controlnets import server_link
 from bottega.worker.controlnets.condition import ChangeCondition
 from bottega.worker.controlnets.server_link import ControlLinkSettings, ServerLink
 from bottega.worker.controlnets.step_result import StepResult
+from tests.support.offers import OffersAtOnce
 from tests.support.waiting import wait_until
 
 WAIT_S = 20.0
@@ -53,7 +63,7 @@ def offer_of(offer: Offer) -> ServiceOffer:
     return ServiceOffer(offer=offer, service="s")
 
 
-def begun(offers: Slowly, *, connect_s: float = 5.0) -> ServerLink:
+def begun(offers: OfferSource, *, connect_s: float = 5.0) -> ServerLink:
     link = ServerLink(
         ControlServer(name="s", address="s"),
         offers=offers,
@@ -83,7 +93,7 @@ def test_a_link_on_which_too_much_waits_is_lost_and_leaves_nothing(listener: Lin
     wait_until(lambda: not threads_of_links(), "the threads of the link to end")
 
 
-class Crowded(Slowly):
+class Crowded(OffersAtOnce):
     """Has no place at first, nor is its first offer to be had any more."""
 
     def __init__(self, listener: LinkListener) -> None:
@@ -91,20 +101,13 @@ class Crowded(Slowly):
         self.full = LinksFull("full", retry_after_s=0.1)
         self._listener = listener
         self.made: list[Offer] = []
-        self.asked = 0
 
-    def request(
-        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
-    ) -> Future[ServiceOffer]:
-        self.asked += 1
-        answer = Future[ServiceOffer]()
-        if self.asked <= 2:
-            answer.set_exception(self.full)
-            return answer
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
+        if len(self.asked) <= 2:
+            raise self.full
         self.made.append(self._listener.offer())
         gone = replace(self.made[-1], token=bytes(32))  # what a given up one is to the listener
-        answer.set_result(offer_of(gone if self.asked == 3 else self.made[-1]))
-        return answer
+        return offer_of(gone if len(self.asked) == 3 else self.made[-1])
 
 
 def test_a_server_that_is_full_is_asked_again_until_it_has_a_place(listener: LinkListener) -> None:
@@ -113,7 +116,7 @@ def test_a_server_that_is_full_is_asked_again_until_it_has_a_place(listener: Lin
     wait_until(lambda: len(offers.made) == 2 or link.lost is not None, "another offer")
     with listener.accept(offers.made[1], Deadline.after(WAIT_S)):
         assert link.lost is None
-        assert offers.asked == 4
+        assert len(offers.asked) == 4
     wait_until(lambda: not threads_of_links(), "the threads of the link to end")
 
 
