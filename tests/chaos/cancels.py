@@ -25,14 +25,14 @@ _CALLERS = 8
 _SWEPT_S = 2.5
 
 
-def flood_cancels(scene: Scene, *, jobs: int, rng: random.Random) -> None:
+def flood_cancels(scene: Scene, *, times: int, rng: random.Random) -> None:
     """So many jobs; what was finished before is still there afterwards, and what is drawn meanwhile comes."""
     look_first(scene)
     finished = [_finish(scene, seed) for seed in SEEDS]
     drawing = scene.draw(seed=SEEDS[0], steps=LONG_STEPS)
     drawing.wait_for_step(rng.randint(1, LONG_STEPS // 4))
     began = time.monotonic()
-    calls = iter(range(jobs))
+    calls = iter(range(times))
     with ThreadPoolExecutor(_CALLERS) as callers:
         cancelled = sum(callers.map(lambda _: _flood(scene, calls), range(_CALLERS)))
     scene.tally.figures["cancelled"] = cancelled
@@ -43,7 +43,7 @@ def flood_cancels(scene: Scene, *, jobs: int, rng: random.Random) -> None:
         check_order(scene, order)
         if submit(scene, replace(order, job_id="")).job_id != order.job_id:
             scene.tally.faults.append(f"{order.request_id} means another job now")
-    scene.tally.reached("cancelled", jobs)
+    scene.tally.reached("cancelled", times)
 
 
 def _finish(scene: Scene, seed: int) -> Order:

@@ -18,11 +18,13 @@ from tests.support.running_controlnets import png
 from tests.support.waiting import wait_until
 
 STEPS = 60
+# One is killed, one takes over, one starts again.
+SERVERS = ("x", "y", "z")
 
 
-def kill_controlnets(scene: Scene, *, times: int, servers: Sequence[str], rng: random.Random) -> None:
-    """kill -9 at a random step, until so many kills have landed inside a session. Needs two servers, better three."""
-    nets = host(scene, servers)
+def kill_controlnets(scene: Scene, *, times: int, rng: random.Random) -> None:
+    """kill -9 at a random step, until so many kills have landed inside a session."""
+    nets = host(scene, SERVERS)
     scene.options["controlnets"] = [control()]
     for _ in scene.tally.tries("kills", times):
         wait_until(lambda: len(scene.hosting()) >= 2, "two ControlNet servers")

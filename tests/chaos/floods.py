@@ -39,7 +39,7 @@ SHORT_CALL_S = 5.0
 
 def flood_connections(scene: Scene, *, times: int, rng: random.Random) -> None:
     """Thousands of connections without a call, to both ports of the gateway, while pictures are drawn."""
-    _look_first(scene)
+    scene.look_first(SEEDS, STEPS)
     for _ in range(times):
         with (
             connections(scene.address, IDLE) as idle,
@@ -56,7 +56,7 @@ def flood_connections(scene: Scene, *, times: int, rng: random.Random) -> None:
 
 def flood_streams(scene: Scene, *, times: int, rng: random.Random) -> None:
     """One caller watches a job by the thousand, while others draw, and ask how their jobs stand."""
-    _look_first(scene)
+    scene.look_first(SEEDS, STEPS)
     scene.undisturbed(SEEDS[0], WATCHED_STEPS)
     for _ in range(times):
         drawing = scene.draw(seed=SEEDS[0], steps=WATCHED_STEPS)
@@ -68,11 +68,6 @@ def flood_streams(scene: Scene, *, times: int, rng: random.Random) -> None:
         scene.check(drawing)
     scene.tally.reached("floods", times / 2)
     scene.tally.reached("refused_streams", STREAMS - ADMITTED)
-
-
-def _look_first(scene: Scene) -> None:
-    for seed in SEEDS:
-        scene.undisturbed(seed, STEPS)
 
 
 def _draw_meanwhile(scene: Scene, rng: random.Random) -> None:

@@ -29,6 +29,8 @@ LONG_STEPS = 60
 SEEDS = (21, 22, 23, 24)
 # The gateway dies within this time after its callers have called: some of them have their answer then, some have not.
 AROUND_S = 0.04
+# A gateway that died is ready again within this time.
+READY_S = 3.0
 # Of all orders, on each side of their acknowledgement.
 LEAST_SHARE = 0.1
 # A disk that is back is found out about within this time, and taken up.
@@ -45,7 +47,7 @@ class Order:
     refusal: BottegaError | None = None
 
 
-def kill_gateways(scene: Scene, *, times: int, rng: random.Random, ready_s: float) -> None:
+def kill_gateways(scene: Scene, *, times: int, rng: random.Random, ready_s: float = READY_S) -> None:
     """kill -9 while jobs are submitted and one is drawn; then every order must end once, as the same job.
 
     The worker goes on with what it draws, and is found with it: no step of that runs again.
@@ -106,8 +108,7 @@ def fill_disks(scene: Scene, *, times: int, rng: random.Random) -> None:
 
 def look_first(scene: Scene) -> None:
     """Draws what is compared with."""
-    for seed in SEEDS:
-        scene.undisturbed(seed, STEPS)
+    scene.look_first(SEEDS, STEPS)
     scene.undisturbed(SEEDS[0], LONG_STEPS)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from bottega.client import Picture
-from tests.chaos.controlnets import control, host
+from tests.chaos.controlnets import SERVERS, control, host
 from tests.chaos.loras import BYTES_PER_S, LORA, keep
 from tests.chaos.scene import Scene
 from tests.support.services import STOP_TIMEOUT_S
@@ -21,39 +22,39 @@ _CLIENTS = 3
 PLAIN, CONTROLLED, STYLED, BOTH = SEEDS = (11, 12, 13, 14)
 
 
-def roll(scene: Scene, *, cycles: int, workers: Sequence[str], servers: Sequence[str]) -> None:
+def roll(scene: Scene, *, times: int, rng: random.Random) -> None:
     """SIGTERM, wait, start again, so many times: each worker, each ControlNet server, the LoRA store and the gateway.
 
     Who is told to stop finishes what it has begun: no step runs again, and no ControlNet goes on elsewhere. Of the
-    pictures some have a ControlNet, some a LoRA, some both. Needs two workers and two ControlNet servers.
+    pictures some have a ControlNet, some a LoRA, some both. Needs two workers.
     """
-    nets = host(scene, servers)
+    nets = host(scene, SERVERS[:2])
     keep(scene)
     controlled, styled = {"controlnets": [control()]}, {"lora": [LORA]}
     scene.additions = {CONTROLLED: controlled, STYLED: styled, BOTH: {**controlled, **styled}}
-    for seed in SEEDS:
-        scene.undisturbed(seed, STEPS)
+    scene.look_first(SEEDS, STEPS)
     done = threading.Event()
-    drawing = [threading.Thread(target=_draw_on, args=(scene, done, place), daemon=True) for place in range(_CLIENTS)]
+    places = rng.sample(range(len(SEEDS)), _CLIENTS)
+    drawing = [threading.Thread(target=_draw_on, args=(scene, done, place), daemon=True) for place in places]
     for thread in drawing:
         thread.start()
     try:
-        for _ in range(cycles):
-            _restart_all(scene, workers, servers, nets)
+        for _ in range(times):
+            _restart_all(scene, nets)
             scene.tally.count("cycles")
     finally:
         done.set()
         for thread in drawing:
             thread.join(4 * STOP_TIMEOUT_S)
     for figure in ("pictures", "pictures_with_controlnets", "pictures_with_loras", "controlnets_stopped_in_use"):
-        scene.tally.reached(figure, cycles)
+        scene.tally.reached(figure, times)
 
 
-def _restart_all(scene: Scene, workers: Sequence[str], servers: Sequence[str], nets: Mapping[str, Path]) -> None:
-    for name in workers:
+def _restart_all(scene: Scene, nets: Mapping[str, Path]) -> None:
+    for name in scene.workers:
         _stop(scene, name)
         scene.start_worker(name)
-    for name in servers:
+    for name in SERVERS[:2]:
         _wait_for_session(scene, name)
         _stop(scene, name)
         scene.start_controlnets(name, nets)
@@ -61,7 +62,7 @@ def _restart_all(scene: Scene, workers: Sequence[str], servers: Sequence[str], n
     scene.start_loras(BYTES_PER_S)
     _expect_clean(scene, "the gateway", scene.gateway.stop())
     scene.start_gateway()
-    scene.wait_for_workers(len(workers))
+    scene.wait_for_workers(len(scene.workers))
 
 
 def _wait_for_session(scene: Scene, name: str) -> None:

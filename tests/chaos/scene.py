@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -110,7 +110,10 @@ class Drawing:
 
 
 class Scene:
-    """The suite. Use it in a `with` block. options: of every picture. additions: what those of a seed have besides."""
+    """The suite. Use it in a `with` block.
+
+    workers: their names. options: of every picture. additions: what those of a seed have besides.
+    """
 
     def __init__(self, folder: Path, workers: tuple[str, ...]) -> None:
         self.folder = folder
@@ -124,7 +127,7 @@ class Scene:
         self._workers: dict[str, Service] = {}
         self._booting = ThreadPoolExecutor(max_workers=2)
         self._undisturbed: dict[tuple[int, int], bytes] = {}
-        self._names = workers
+        self.workers = workers
         self.client = Client(self.address, fleet_address=self.fleet_address, timeout_s=DRAW_TIMEOUT_S)
 
     @property
@@ -145,7 +148,7 @@ class Scene:
     def __enter__(self) -> Scene:
         try:
             self.start_gateway()
-            for booting in [self.boot(name) for name in self._names]:
+            for booting in [self.boot(name) for name in self.workers]:
                 booting.result(JOIN_TIMEOUT_S)
         except BaseException:
             self._stop()
@@ -264,6 +267,11 @@ class Scene:
             assert picture is not None, self.tally.faults
             self._undisturbed[seed, steps] = picture.data
         return self._undisturbed[seed, steps]
+
+    def look_first(self, seeds: Iterable[int], steps: int) -> None:
+        """Draws what is compared with."""
+        for seed in seeds:
+            self.undisturbed(seed, steps)
 
     def check(self, drawing: Drawing) -> Picture | None:
         """The finished picture, compared with the undisturbed one, which must have been drawn before."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import time
+from collections.abc import Callable
+
+import psutil
 
 from tests.chaos.scene import ASKING_S, HANG_S, NOTICED_S, Drawing, Scene
 from tests.support.waiting import wait_until
@@ -35,45 +39,48 @@ def kill_workers(scene: Scene, *, times: int, rng: random.Random) -> None:
 
 def freeze_workers(scene: Scene, *, times: int, rng: random.Random) -> None:
     """SIGSTOP: noticed within the lease, and drawn elsewhere."""
-    for _ in scene.tally.tries("frozen_workers", times):
+
+    def front(name: str) -> psutil.Process:
+        return psutil.Process(scene.worker(name).process.pid)
+
+    _freeze(scene, "frozen_worker", front, times=times, rng=rng, within_s=NOTICED_S + ASKING_S)
+
+
+def freeze_engines(scene: Scene, *, times: int, rng: random.Random) -> None:
+    """SIGSTOP of the engine process: noticed by its front, which has another one then."""
+    _freeze(scene, "frozen_engine", scene.engine_of, times=times, rng=rng, within_s=HANG_S + NOTICED_S)
+
+
+def _freeze(
+    scene: Scene,
+    figure: str,
+    process_of: Callable[[str], psutil.Process],
+    *,
+    times: int,
+    rng: random.Random,
+    within_s: float,
+) -> None:
+    """within_s: until the worker is out of the fleet."""
+    for _ in scene.tally.tries(f"{figure}s", times):
         scene.wait_for_workers(2)
         drawing, name = _caught(scene, rng)
-        process = scene.worker(name).process
+        frozen = process_of(name)
         began = time.monotonic()
-        process.send_signal(signal.SIGSTOP)
+        frozen.suspend()
         try:
             wait_until(lambda name=name: name not in scene.joined(), "the silence to be noticed")  # type: ignore[misc]
             noticed_s = time.monotonic() - began
             picture = scene.check(drawing)
         finally:
-            process.send_signal(signal.SIGCONT)
+            with contextlib.suppress(psutil.NoSuchProcess):  # an engine's front has ended it
+                frozen.resume()
         wait_until(lambda name=name: name in scene.joined(), f"{name} to come back")  # type: ignore[misc]
         if picture is None:
             return
         if picture.provenance.attempts >= 2:
-            scene.tally.count("frozen_workers")
-            scene.tally.most("frozen_worker_noticed_s", noticed_s)
-            scene.tally.check("seconds until a frozen worker was out", noticed_s, NOTICED_S + ASKING_S)
-
-
-def freeze_engines(scene: Scene, *, times: int, rng: random.Random) -> None:
-    """SIGSTOP of the engine process: noticed by its front, which has another one then."""
-    for _ in scene.tally.tries("frozen_engines", times):
-        scene.wait_for_workers(2)
-        drawing, name = _caught(scene, rng)
-        engine = scene.engine_of(name)
-        began = time.monotonic()
-        engine.suspend()
-        wait_until(lambda name=name: name not in scene.joined(), "the hang to be noticed")  # type: ignore[misc]
-        noticed_s = time.monotonic() - began
-        picture = scene.check(drawing)
-        wait_until(lambda name=name: name in scene.joined(), f"{name} with a new engine")  # type: ignore[misc]
-        if picture is None:
-            return
-        if picture.provenance.attempts >= 2:
-            scene.tally.count("frozen_engines")
-            scene.tally.most("frozen_engine_noticed_s", noticed_s)
-            scene.tally.check("seconds until a frozen engine was replaced", noticed_s, HANG_S + NOTICED_S)
+            scene.tally.count(f"{figure}s")
+            scene.tally.most(f"{figure}_noticed_s", noticed_s)
+            scene.tally.check(f"seconds until a {figure.replace('_', ' ')} was out", noticed_s, within_s)
 
 
 def freeze_fronts(scene: Scene, *, times: int, rng: random.Random) -> None:

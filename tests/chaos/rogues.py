@@ -1,4 +1,4 @@
-"""What strangers do at the fleet's listener while pictures are drawn: joins under workers' names, and floods of joins.
+"""What rogue clients do at the fleet's listener while pictures are drawn: join as workers that are here, and in masses.
 
 They speak the contract with a thread of their own. Nothing of it may cost a picture, nor keep a worker out.
 """
@@ -35,36 +35,35 @@ _IDLE = "idle"
 _STOP_S = 20.0
 
 
-def join_strangers(scene: Scene, *, times: int, rng: random.Random) -> None:
+def join_rogues(scene: Scene, *, times: int, rng: random.Random) -> None:
     """So many rounds: pictures while others join as the workers, then a worker comes back to a fleet full of others.
 
     Needs two workers.
     """
-    for seed in SEEDS:
-        scene.undisturbed(seed, STEPS)
+    scene.look_first(SEEDS, STEPS)
     for _ in range(times):
-        with _strangers(scene) as said:
+        with _rogues(scene) as said:
             for _ in range(2):
                 for drawing in [scene.draw(seed=seed, steps=STEPS) for seed in SEEDS[:2]]:
                     _expect_unhurt(scene, drawing)
             scene.tally.figures["joins_as_worker_refused"] = said["refused"]
             scene.tally.check("joins as a worker that is here", said["taken"], 0)
-        with _strangers(scene, crowd=CROWD, silent=SILENT) as said:
-            wait_until(lambda said=said: said["full"] > 0, "as many strangers as may be")  # type: ignore[misc]
+        with _rogues(scene, crowd=CROWD, silent=SILENT) as said:
+            wait_until(lambda said=said: said["full"] > 0, "as many rogue members as may be")  # type: ignore[misc]
             _freeze_one(scene, rng)
-            scene.tally.most("strangers", len(scene.members(_IDLE)))
-        wait_until(lambda: not scene.members(_IDLE), "the strangers to be gone")
+            scene.tally.most("rogue_members", len(scene.members(_IDLE)))
+        wait_until(lambda: not scene.members(_IDLE), "the rogue members to be gone")
         scene.tally.count("rounds")
     scene.tally.reached("rounds", times)
     scene.tally.reached("joins_as_worker_refused", PRESSES_PER_S)
-    scene.tally.reached("strangers", CROWD / 2)
+    scene.tally.reached("rogue_members", CROWD / 2)
 
 
 def _expect_unhurt(scene: Scene, drawing: Drawing) -> None:
     picture = scene.check(drawing)
     if picture is not None:
         scene.tally.count("pictures")
-        scene.tally.check("attempts at a picture while strangers joined", picture.provenance.attempts, 1)
+        scene.tally.check("attempts at a picture while rogue clients joined", picture.provenance.attempts, 1)
 
 
 def _freeze_one(scene: Scene, rng: random.Random) -> None:
@@ -78,13 +77,13 @@ def _freeze_one(scene: Scene, rng: random.Random) -> None:
         wait_until(lambda: name not in scene.joined(), "the silence to be noticed")
     finally:
         process.send_signal(signal.SIGCONT)
-    back_s = wait_until(lambda: name in scene.joined(), f"{name} to come back among strangers")
-    scene.tally.most("back_among_strangers_s", back_s)
+    back_s = wait_until(lambda: name in scene.joined(), f"{name} to come back among rogue members")
+    scene.tally.most("back_among_rogues_s", back_s)
     scene.check(drawing)
 
 
 @contextlib.contextmanager
-def _strangers(scene: Scene, *, crowd: int = 0, silent: int = 0) -> Iterator[Counter[str]]:
+def _rogues(scene: Scene, *, crowd: int = 0, silent: int = 0) -> Iterator[Counter[str]]:
     """In the block they join; without a crowd, under the names of the workers that are here. What came of it."""
     said: Counter[str] = Counter()
     here = [] if crowd else [member.registration for member in scene.members()]
@@ -142,21 +141,21 @@ async def _all(
 async def _press(address: str, registration: fleet_pb2.Registration, said: Counter[str]) -> None:
     """Joins as that worker, at its address or another one, each time as another process and over another connection."""
     for number in range(1 << 30):
-        stranger = fleet_pb2.Registration(instance=secrets.token_hex(16))
-        stranger.MergeFrom(registration)
+        rogue = fleet_pb2.Registration(instance=secrets.token_hex(16))
+        rogue.MergeFrom(registration)
         if number % 2:
-            stranger.address = "127.0.0.1:9"
+            rogue.address = "127.0.0.1:9"
         async with open_channel(address) as channel:
-            said["refused" if await _is_refused(fleet_pb2_grpc.FleetServiceStub(channel), stranger) else "taken"] += 1
+            said["refused" if await _is_refused(fleet_pb2_grpc.FleetServiceStub(channel), rogue) else "taken"] += 1
         await asyncio.sleep(1 / PRESSES_PER_S)
 
 
 async def _count_full(fleet: fleet_pb2_grpc.FleetServiceAsyncStub, said: Counter[str]) -> None:
     """How often a newcomer hears that there is no room."""
     for number in range(1 << 30):
-        stranger = fleet_pb2.Registration(instance=secrets.token_hex(16), kind=_IDLE, address="127.0.0.1:9")
-        stranger.name = f"late {number}"
-        said["full"] += await _is_refused(fleet, stranger, "max_members")
+        rogue = fleet_pb2.Registration(instance=secrets.token_hex(16), kind=_IDLE, address="127.0.0.1:9")
+        rogue.name = f"late {number}"
+        said["full"] += await _is_refused(fleet, rogue, "max_members")
         await asyncio.sleep(0.5)
 
 
@@ -180,5 +179,5 @@ async def _stay_silent(fleet: fleet_pb2_grpc.FleetServiceAsyncStub) -> None:
 
 
 def _member(address: str, number: int) -> FleetMembership:
-    registration = fleet_pb2.Registration(kind=_IDLE, name=f"stranger {number}", address="127.0.0.1:9", version="none")
+    registration = fleet_pb2.Registration(kind=_IDLE, name=f"rogue {number}", address="127.0.0.1:9", version="none")
     return FleetMembership(address, registration, load=fleet_pb2.Load)
