@@ -7,19 +7,15 @@ knows no suite.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-START_TIMEOUT_S = 120.0
+from load.bench.side_process import SideProcess, serve, stock_pipeline
+
 PROMPT = "a big red star on the left on a blue background"
 GUIDANCE_SCALE = 5.0
 CONTROL_SCALE = 0.8
@@ -52,63 +48,27 @@ class Answer:
     processor_s: float
 
 
-class AddonReference:
+class AddonReference(SideProcess):
     """The pipeline's process, driven from here. Stop it (`with` does)."""
 
     def __init__(self, model: Path, threads: int) -> None:
-        command = [sys.executable, "-m", "load.bench.addon_reference", "--model", str(model), "--threads", str(threads)]
-        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        try:
-            self._line()
-        except BaseException:
-            self._stop()
-            raise
-
-    def __enter__(self) -> AddonReference:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stop()
+        super().__init__("load.bench.addon_reference", "--model", model, "--threads", threads)
 
     def draw(self, ask: Ask) -> Answer:
         """Draws; returns what it took in its process."""
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(asdict(ask)) + "\n")
-        self._process.stdin.flush()
-        return Answer(**self._line())
-
-    def _line(self) -> Mapping[str, float]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the reference ended with {self._process.wait(START_TIMEOUT_S)}")
-        answer: Mapping[str, float] = json.loads(line)
-        return answer
-
-    def _stop(self) -> None:
-        self._process.kill()
-        self._process.communicate(timeout=START_TIMEOUT_S)
+        return Answer(**self.ask(asdict(ask)))
 
 
 class Stock:
     """The pipeline, and the ControlNets that it has loaded so far."""
 
     def __init__(self, model: Path) -> None:
-        import torch
-        import transformers
-        from diffusers import StableDiffusionXLPipeline
         from diffusers.utils import logging
 
         # PEFT's, of every LoRA that comes to another one.
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        transformers.logging.disable_progress_bar()
-        self._dtype = torch.float32
-        self._plain: Any = StableDiffusionXLPipeline.from_pretrained(
-            model, use_safetensors=True, dtype=self._dtype, add_watermarker=False
-        )
+        self._plain = stock_pipeline(model)
         self._nets: dict[str, Any] = {}
 
     def draw(self, ask: Ask) -> Answer:
@@ -141,7 +101,9 @@ class Stock:
         from diffusers import ControlNetModel
 
         if cold or folder not in self._nets:
-            self._nets[folder] = ControlNetModel.from_pretrained(folder, use_safetensors=True, torch_dtype=self._dtype)
+            self._nets[folder] = ControlNetModel.from_pretrained(
+                folder, use_safetensors=True, torch_dtype=self._plain.dtype
+            )
         return self._nets[folder]
 
     def _load(self, pipeline: Any, ask: Ask) -> float:
@@ -192,9 +154,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     stock = Stock(options.model)
-    print("{}", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(asdict(stock.draw(Ask(**json.loads(line))))), flush=True)
+    serve(lambda question: asdict(stock.draw(Ask(**question))))
 
 
 if __name__ == "__main__":

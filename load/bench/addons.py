@@ -9,8 +9,6 @@ work, they do not remove it.
 from __future__ import annotations
 
 import argparse
-import signal
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ from load.bench.bench_model import BenchShape, write_bench_model
 from load.bench.lora_files import TRANSFORMERS, LoraFiles, random_lora
 from load.bench.lora_suite import Cast, LoraSuite, cold_cast, processor_s, suite
 from load.bench.report import report
+from load.bench.scratch import scratch
 
 # SDXL's levels and depths, and so its number of layers, at a width at which Diffusers' loading has its largest share on
 # processors; the LoRAs' way from the store is as long as it takes to have production's.
@@ -308,9 +307,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of all rows, on each side (default: 3)")
     parser.add_argument("--steps", type=int, default=30, help="of a picture (default: 30)")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
-    with tempfile.TemporaryDirectory(prefix="bottega-bench-") as made:
-        folder = Path(made)
+    with scratch() as folder:
         rows, cold, terms = measure(prepare(folder), folder / "suite", options)
     _report(rows, cold, terms)
 

@@ -8,8 +8,6 @@ against pictures that have their LoRAs from the first step.
 from __future__ import annotations
 
 import argparse
-import signal
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from load.bench.bench_model import DEFAULT, write_bench_model
 from load.bench.lora_files import LoraFiles, random_lora
 from load.bench.lora_suite import Cast, LoraSuite, cold_cast, suite
 from load.bench.report import report
+from load.bench.scratch import scratch
 from load.bench.throttle import Throttle, free_port
 
 BASE = "bench"
@@ -168,9 +167,7 @@ def main() -> None:
         "--loras", type=Path, nargs=2, help="files or folders for the embedded model (default: its own)"
     )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
-    with tempfile.TemporaryDirectory(prefix="bottega-bench-") as made:
-        folder = Path(made)
+    with scratch() as folder:
         timed, bound = latency(folder, options)
         lates: Sequence[int] = sorted({bound, *options.late})
         quality = compare(folder / "quality", options, lates) if options.prompts else {}

@@ -11,8 +11,6 @@ import argparse
 import asyncio
 import os
 import random
-import signal
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -25,6 +23,7 @@ from load.bench.arrivals import closed_loop, open_loop, poisson
 from load.bench.bare_engine import BareEngine
 from load.bench.reference import Batch, Reference
 from load.bench.report import percentile, report
+from load.bench.scratch import scratch
 from load.bench.static_batches import MAX_BATCH, StaticServer
 
 PROMPT = "a big red star on the left on a blue background"
@@ -181,9 +180,8 @@ async def _run(options: argparse.Namespace, folder: Path) -> Measured:
 def main() -> None:
     """Measures and reports."""
     options = _options()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
-    with tempfile.TemporaryDirectory(prefix="bottega-bench-") as folder:
-        measured = asyncio.run(_run(options, Path(folder)))
+    with scratch() as folder:
+        measured = asyncio.run(_run(options, folder))
     _report(measured, options)
 
 

@@ -8,8 +8,6 @@ request, in a process of its own, is beside them.
 from __future__ import annotations
 
 import argparse
-import signal
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +18,7 @@ from load.bench.bench_model import BenchShape, write_bench_model
 from load.bench.lora_files import LoraFiles, random_lora
 from load.bench.lora_suite import JOIN_S, Cast, LoraSuite, cold_cast, suite
 from load.bench.report import report
+from load.bench.scratch import scratch
 from tests.support.waiting import wait_until
 
 BASE = "bench"
@@ -106,9 +105,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="new LoRAs (default: 7)")
     parser.add_argument("--steps", type=int, default=30, help="of a picture (default: 30)")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
-    with tempfile.TemporaryDirectory(prefix="bottega-bench-") as made:
-        measured = measure(Path(made), options)
+    with scratch() as folder:
+        measured = measure(folder, options)
     warm_s, new_s, add_s = median(measured.warm_s), median(measured.new_s), median(measured.add_s)
     values = {
         "cold_speedup": new_s / warm_s,

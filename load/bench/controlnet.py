@@ -10,8 +10,6 @@ before; and how often the embedded model's pictures follow their control images 
 from __future__ import annotations
 
 import argparse
-import signal
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from load.bench.controlnet_reference import ControlledReference
 from load.bench.controlnet_stale import follow
 from load.bench.controlnet_suite import Cast, pinned, relayed, suite
 from load.bench.report import report
+from load.bench.scratch import scratch
 from load.bench.throttle import Throttle
 
 # The encoder half of a guided step takes more than 100 ms with one thread.
@@ -63,9 +62,8 @@ class Bench:
 def main() -> None:
     """Runs both comparisons and reports."""
     options = _options()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
-    with tempfile.TemporaryDirectory(prefix="bottega-bench-") as name:
-        bench = _prepare(Path(name), options)
+    with scratch() as folder:
+        bench = _prepare(folder, options)
         with pinned(0):
             reference = ControlledReference(bench.model, bench.net)
         with reference:
@@ -75,7 +73,7 @@ def main() -> None:
             values |= _far(bench, values) if not options.only_near else {}
             values |= {f"{name}_again": seconds for name, seconds in reference.parts(options.rounds).items()}
         if options.cases and not options.only_near:
-            values |= follow(Path(name), options.cases)
+            values |= follow(folder, options.cases)
     _report(values, options)
 
 

@@ -18,14 +18,13 @@ from typing import Any
 
 import PIL.Image
 import torch
-import transformers
 from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
-from diffusers.utils import logging as diffusers_logging
 
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import DRAWN, Scene, caption, elsewhere, held_out_scenes, random_layout
 from load.bench.miniature import GUIDANCE_SCALE, STEPS, Drawn, shares
 from load.bench.report import report
+from load.bench.side_process import stock_pipeline
 from load.contact_sheet import compose
 
 CASES = 100
@@ -65,11 +64,7 @@ def cases(kind: str, count: int, *, things: int) -> list[Case]:
 def load(model: Path, net: Path) -> Any:
     """The stock pipeline with one ControlNet, in float32."""
     controlnet = ControlNetModel.from_pretrained(net, use_safetensors=True, dtype=torch.float32)
-    pipeline = StableDiffusionXLControlNetPipeline.from_pretrained(
-        model, controlnet=controlnet, use_safetensors=True, dtype=torch.float32, add_watermarker=False
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return stock_pipeline(model, StableDiffusionXLControlNetPipeline, controlnet=controlnet)
 
 
 def draw(pipeline: Any, asked: Sequence[Case], scale: float) -> list[Drawn]:
@@ -105,8 +100,6 @@ def main() -> None:
     options = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     torch.set_num_threads(options.threads)
-    transformers.logging.disable_progress_bar()
-    diffusers_logging.disable_progress_bar()
     found: dict[str, list[Drawn]] = {}
     sheet: list[tuple[Case, Drawn]] = []
     for kind in options.kinds:

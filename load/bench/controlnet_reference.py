@@ -7,82 +7,42 @@ given: {"draw": ...} or {"parts": rounds}. It knows no suite.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any
 
-START_TIMEOUT_S = 120.0
+from load.bench.side_process import SideProcess, serve, stock_pipeline
 
 
-class ControlledReference:
+class ControlledReference(SideProcess):
     """The pipeline's process, driven from here, with one thread. Stop it (`with` does)."""
 
     def __init__(self, model: Path, controlnet: Path) -> None:
-        module = "load.bench.controlnet_reference"
-        command = [sys.executable, "-m", module, "--model", str(model), "--controlnet", str(controlnet)]
-        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        self._answer()
-
-    def __enter__(self) -> ControlledReference:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.communicate(timeout=START_TIMEOUT_S)
+        super().__init__("load.bench.controlnet_reference", "--model", model, "--controlnet", controlnet)
 
     def step_s(self, *, image: Path, prompt: str, seed: int, steps: int, guidance_scale: float) -> float:
         """Draws; returns the seconds of a step, in the middle of all."""
         said = {"image": str(image), "prompt": prompt, "seed": seed, "steps": steps, "guidance_scale": guidance_scale}
-        return self._ask({"draw": said})["step_s"]
+        return self.ask({"draw": said})["step_s"]
 
     def parts(self, rounds: int) -> Mapping[str, float]:
         """Seconds of each part of a guided step, alone: encoder_s, decoder_s, controlnet_s."""
-        return self._ask({"parts": rounds})
-
-    def _ask(self, question: object) -> Mapping[str, float]:
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Mapping[str, float]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the reference ended with {self._process.wait(START_TIMEOUT_S)}")
-        answer: Mapping[str, float] = json.loads(line)
-        return answer
+        return self.ask({"parts": rounds})
 
 
-def serve(model: Path, controlnet: Path) -> None:
-    """Loads the pipeline, says so with a line, then answers every line of stdin."""
+def answers(model: Path, controlnet: Path) -> Callable[[Any], Mapping[str, float]]:
+    """Loads the pipeline; what it gives draws, or measures the parts."""
     import torch
-    import transformers
     from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
-    from diffusers.utils import logging as diffusers_logging
 
-    diffusers_logging.disable_progress_bar()
-    transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     net = ControlNetModel.from_pretrained(controlnet, use_safetensors=True, torch_dtype=torch.float32)
-    pipeline = StableDiffusionXLControlNetPipeline.from_pretrained(
-        model, controlnet=net, use_safetensors=True, dtype=torch.float32, add_watermarker=False
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    _say({})
-    for line in sys.stdin:
-        question = json.loads(line)
-        _say(_draw(pipeline, question["draw"]) if "draw" in question else _parts(pipeline, question["parts"]))
+    pipeline = stock_pipeline(model, StableDiffusionXLControlNetPipeline, controlnet=net)
+    return lambda said: _draw(pipeline, said["draw"]) if "draw" in said else _parts(pipeline, said["parts"])
 
 
 def _draw(pipeline: Any, said: Mapping[str, Any]) -> dict[str, float]:
@@ -167,17 +127,13 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - began
 
 
-def _say(answer: Mapping[str, float]) -> None:
-    print(json.dumps(answer), flush=True)
-
-
 def main() -> None:
     """Serves until stdin ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--controlnet", type=Path, required=True)
     arguments = parser.parse_args()
-    serve(arguments.model, arguments.controlnet)
+    serve(answers(arguments.model, arguments.controlnet))
 
 
 if __name__ == "__main__":

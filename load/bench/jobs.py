@@ -11,8 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import signal
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -28,6 +26,7 @@ from bottega.v1 import fleet_pb2, image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
 from load.bench.jobs_gateway import GROUP_VARIABLE, SLOWER_VARIABLE, change
 from load.bench.report import percentile, report
+from load.bench.scratch import scratch
 from tests.support.services import Service, Services, gateway_config
 
 MODEL = image_pb2.Model(
@@ -58,9 +57,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: a temporary one")
     parser.add_argument("--slow-fsync-ms", type=float, default=1.0, help="what one takes on the slower disk")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
-    with tempfile.TemporaryDirectory(prefix="bottega-bench-", dir=options.folder) as name:
-        folder = Path(name)
+    with scratch(options.folder) as folder:
         fsync_ms = _fsync_ms(folder)
         slower_s = max(0.0, options.slow_fsync_ms - fsync_ms) / 1e3
         sides = dict.fromkeys(Side(max_group=n, slower_s=s) for s in (0.0, slower_s) for n in (SHARED, ALONE))

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,6 +20,7 @@ import numpy as np
 
 from load.bench.bench_model import write_bench_model
 from load.bench.report import report
+from load.bench.scratch import scratch
 from tests.support.worker_pair import Drawn, WorkerPair
 
 # The bench model's own size.
@@ -53,16 +51,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=16, help="each draws four pictures")
     parser.add_argument("--steps", type=int, default=10, help="of a picture")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         print("bench-latent-parallel needs two cores, one for each worker", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="bottega-bench-") as folder:
-        model = Path(folder) / "bench"
+    with scratch() as folder:
+        model = folder / "bench"
         write_bench_model(model)
         engine = {"model": str(model), "dtype": "float32", "threads": 1}
-        with WorkerPair(Path(folder), engine, cores=cores) as pair:
+        with WorkerPair(folder, engine, cores=cores) as pair:
             # The first is for whatever is made once. By turns forwards and backwards: the machine's speed drifts.
             rounds = [_round(pair, number, options.steps) for number in range(options.rounds + 1)][1:]
     _report(rounds)

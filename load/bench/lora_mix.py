@@ -7,8 +7,6 @@ Each side is a process of its own that takes turns with the others; medians. The
 from __future__ import annotations
 
 import argparse
-import signal
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -18,6 +16,7 @@ from load.bench.bench_model import BenchShape, write_bench_model
 from load.bench.lora_files import random_lora
 from load.bench.lora_sides import Side
 from load.bench.report import report
+from load.bench.scratch import scratch
 
 WIDE = BenchShape(block_out_channels=(128, 256, 512), transformer_layers=(1, 2))
 REQUESTS = 8
@@ -69,9 +68,7 @@ def main() -> None:
     parser.add_argument("--bench-steps", type=int, default=4, help="of the wide bench model's (default: 4)")
     parser.add_argument("--rank", type=int, default=16, help="of the LoRAs, in all attention layers (default: 16)")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
-    with tempfile.TemporaryDirectory(prefix="bottega-bench-") as made:
-        folder = Path(made)
+    with scratch() as folder:
         write_bench_model(folder / "model", WIDE)
         small = measure(WEIGHTS, folder / "small", steps=options.steps, size=64, options=options)
         size = WIDE.sample_size * WIDE.latent_scale

@@ -7,19 +7,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 from load.bench.lora_files import LoraFiles
+from load.bench.side_process import SideProcess, serve, stock_pipeline
 
-START_TIMEOUT_S = 120.0
 PROMPT = "a big red star on the left on a blue background"
 GUIDANCE_SCALE = 5.0
 MIB = 1 << 20
@@ -27,59 +22,29 @@ MIB = 1 << 20
 Answers = Mapping[str, Callable[[Any], dict[str, float]]]
 
 
-class Side:
+class Side(SideProcess):
     """One side's process, driven from here. side: diffusers or suite. Stop it (`with` does)."""
 
     def __init__(self, side: str, model: Path, threads: int) -> None:
-        module = "load.bench.lora_sides"
-        command = [sys.executable, "-m", module, side, "--model", str(model), "--threads", str(threads)]
-        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        self._answer()
-
-    def __enter__(self) -> Side:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.communicate(timeout=START_TIMEOUT_S)
+        super().__init__("load.bench.lora_sides", side, "--model", model, "--threads", threads)
 
     def swap(self, lora: LoraFiles) -> Mapping[str, float]:
         """Puts a LoRA in and takes it out again: seconds, and peak_mib of memory beyond that of the loaded model."""
-        return self._ask({"swap": {"theirs": str(lora.theirs), "ours": str(lora.ours), "digest": lora.digest}})
+        return self.ask({"swap": {"theirs": str(lora.theirs), "ours": str(lora.ours), "digest": lora.digest}})
 
     def draw(self, loras: Sequence[LoraFiles | None], *, steps: int, size: int) -> float:
         """Seconds for one picture with each of these LoRAs, or none. size: pixels a side."""
         said = [each and {"theirs": str(each.theirs), "ours": str(each.ours), "digest": each.digest} for each in loras]
-        return self._ask({"draw": {"loras": said, "steps": steps, "size": size}})["seconds"]
-
-    def _ask(self, question: object) -> Mapping[str, float]:
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Mapping[str, float]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a side ended with {self._process.wait(START_TIMEOUT_S)}")
-        answer: Mapping[str, float] = json.loads(line)
-        return answer
+        return self.ask({"draw": {"loras": said, "steps": steps, "size": size}})["seconds"]
 
 
 def diffusers_side(model: Path) -> Answers:
     """Load, fuse, unfuse, unload; and pictures one by one, each with its LoRA swapped in."""
     import torch
-    from diffusers import StableDiffusionXLPipeline
     from diffusers.utils import logging
 
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    pipeline = StableDiffusionXLPipeline.from_pretrained(
-        model, use_safetensors=True, dtype=torch.float32, add_watermarker=False
-    )
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = stock_pipeline(model)
     loaded_kib = _memory_kib("VmRSS")
 
     def swap(said: Any) -> dict[str, float]:
@@ -197,14 +162,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     answers = diffusers_side(options.model) if options.side == "diffusers" else suite_side(options.model)
-    _say({})
-    for line in sys.stdin:
-        ((what, said),) = json.loads(line).items()
-        _say(answers[what](said))
 
+    def answer(question: Mapping[str, Any]) -> Mapping[str, float]:
+        ((what, said),) = question.items()
+        return answers[what](said)
 
-def _say(answer: Mapping[str, float]) -> None:
-    print(json.dumps(answer), flush=True)
+    serve(answer)
 
 
 if __name__ == "__main__":

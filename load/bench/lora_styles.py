@@ -19,15 +19,13 @@ from typing import Any
 
 import PIL.Image
 import torch
-import transformers
-from diffusers import StableDiffusionXLPipeline
-from diffusers.utils import logging as diffusers_logging
 
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES, Placed, Scene, SceneLayout, Thing, caption, held_out_scenes, render
 from load import stock_loras
 from load.bench.miniature import GUIDANCE_SCALE, STEPS, Drawn, shares
 from load.bench.report import report
+from load.bench.side_process import stock_pipeline
 from load.contact_sheet import compose
 from load.miniature import oracle
 from load.miniature.quality import Clip, load_miniature, perceptual_distances
@@ -44,10 +42,7 @@ _GOOD, _BAD = "forestgreen", "crimson"
 
 def load(model: Path, loras: Path) -> Any:
     """The stock pipeline with all LoRAs, in float32."""
-    pipeline = StableDiffusionXLPipeline.from_pretrained(
-        model, use_safetensors=True, dtype=torch.float32, add_watermarker=False
-    )
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = stock_pipeline(model)
     for style in STYLES:
         if (loras / style).is_dir():
             stock_loras.load(pipeline, loras / style, style)
@@ -131,8 +126,6 @@ def main() -> None:
     options = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     torch.set_num_threads(options.threads)
-    transformers.logging.disable_progress_bar()
-    diffusers_logging.disable_progress_bar()
     each = max(options.prompts // 2, 1)
     scenes = held_out_scenes(each, things=1) + held_out_scenes(each, things=2)
     pipeline = load(options.model, options.loras or options.model / "loras")

@@ -7,8 +7,6 @@ takes turns with the other; medians. Peak memory is what each rises by above the
 from __future__ import annotations
 
 import argparse
-import signal
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -18,6 +16,7 @@ from load.bench.bench_model import BenchShape, write_bench_model
 from load.bench.lora_files import random_lora
 from load.bench.lora_sides import Side
 from load.bench.report import report
+from load.bench.scratch import scratch
 
 # SDXL's levels, depths and layers; its UNet has 320, 640 and 1280 channels.
 SDXL = BenchShape(block_out_channels=(80, 160, 320), transformer_layers=(2, 10), text_width=256)
@@ -54,13 +53,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="swaps on each side (default: 7)")
     parser.add_argument("--rank", type=int, default=16, help="of the LoRA, in all attention layers (default: 16)")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     rows: list[tuple[str, str, str]] = []
     values: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="bottega-bench-") as made:
-        write_bench_model(Path(made) / "model", SDXL)
-        for name, model in (("sdxl", Path(made) / "model"), ("miniature", WEIGHTS)):
-            swaps = measure(model, Path(made) / name, options)
+    with scratch() as folder:
+        write_bench_model(folder / "model", SDXL)
+        for name, model in (("sdxl", folder / "model"), ("miniature", WEIGHTS)):
+            swaps = measure(model, folder / name, options)
             for side, each in swaps.items():
                 said = f"{1000 * median(each.seconds):.1f} ms, {median(each.peak_mib):.0f} MiB"
                 rows.append((f"{name}: {side}", said, ""))

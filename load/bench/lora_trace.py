@@ -12,8 +12,6 @@ import argparse
 import itertools
 import os
 import random
-import signal
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -29,6 +27,7 @@ from bottega.process.memory import resident_bytes
 from load.bench.lora_files import random_lora
 from load.bench.lora_suite import Cast, LoraSuite, figures, suite
 from load.bench.report import percentile, report
+from load.bench.scratch import scratch
 from load.bench.trace_shape import LORAS_A, LORAS_B, LoraCalls
 from tests.support.services import Service
 from tests.support.waiting import wait_until
@@ -219,9 +218,8 @@ def main() -> None:
         "--budgets", type=float, nargs="+", default=[0.05, 0.2, 0.5], help="of the store, as shares of all LoRAs' bytes"
     )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
-    with tempfile.TemporaryDirectory(prefix="bottega-bench-") as made:
-        found, add_s = measure(Path(made), options)
+    with scratch() as folder:
+        found, add_s = measure(folder, options)
     _report(found, add_s, options.loras)
 
 

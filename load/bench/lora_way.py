@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import signal
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from load.bench.report import report
+from load.bench.scratch import scratch
 from tests.support.shared_loras import LARGE, PATIENCE_S, SMALL, Shelf, Taker, canonical_file, shelf, taker
 
 # What no link has: the store sends bytes to a worker that it has to keep to a pace, within its host, too.
@@ -109,9 +108,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-lora-way", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="new LoRAs for every way (default: 9)")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
-    with tempfile.TemporaryDirectory(prefix="bottega-bench-") as made:
-        fetched, hash_s = measure(Path(made), options.rounds)
+    with scratch() as folder:
+        fetched, hash_s = measure(folder, options.rounds)
     _report(fetched, hash_s)
 
 

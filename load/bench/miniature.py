@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from bottega.client import AsyncClient
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import Scene, caption, held_out_scenes
 from load.bench.report import report
+from load.bench.scratch import scratch
 from load.bench.suite import running
 from load.contact_sheet import compose
 from load.miniature import oracle
@@ -95,14 +94,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the engine")
     parser.add_argument("--sheet", type=Path, default=Path("out/miniature.png"), help="contact sheet to write")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
 
     each = max(options.prompts // 2, 1)
     scenes = held_out_scenes(each, things=1) + held_out_scenes(each, things=2)
     model = "miniature" if options.model == WEIGHTS else str(options.model)
     with (
-        tempfile.TemporaryDirectory(prefix="bottega-bench-") as scratch,
-        running(model, options.threads, Path(scratch) / "suite") as address,
+        scratch() as folder,
+        running(model, options.threads, folder / "suite") as address,
     ):
         drawn = asyncio.run(draw(address, scenes))
     groups = {"one_object": drawn[:each], "two_objects": drawn[each:]}

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from bottega.miniature import WEIGHTS
 from load.bench.bench_model import write_bench_model
 from load.bench.reference import Batch, Reference
 from load.bench.report import report
+from load.bench.scratch import scratch
 from load.bench.suite import running
 
 PROMPT = "a big red star on the left on a blue background"
@@ -66,9 +65,7 @@ def compare(model: Path, served_as: str, options: argparse.Namespace, folder: Pa
 def main() -> None:
     """Runs both comparisons and reports."""
     options = _options()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
-    with tempfile.TemporaryDirectory(prefix="bottega-bench-") as name:
-        folder = Path(name)
+    with scratch() as folder:
         bench_model = folder / "bench-model"
         write_bench_model(bench_model)
         large = compare(bench_model, str(bench_model), options, folder / "large")

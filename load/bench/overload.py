@@ -12,14 +12,11 @@ import contextlib
 import itertools
 import os
 import random
-import signal
-import tempfile
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 import grpc
@@ -32,6 +29,7 @@ from bottega.v1.image_pb2 import CancelJobRequest, GenerateRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from load.bench.arrivals import poisson
 from load.bench.report import percentile, report
+from load.bench.scratch import scratch
 from load.bench.suite import running_gateway
 from tests.support.services import Service
 
@@ -219,10 +217,9 @@ def _growth_mib(sizes: list[int]) -> float:
 def main() -> None:
     """Measures and reports."""
     options = _options()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
     with (
-        tempfile.TemporaryDirectory(prefix="bottega-bench-") as folder,
-        running_gateway("miniature", options.threads, Path(folder) / "suite") as gateway,
+        scratch() as folder,
+        running_gateway("miniature", options.threads, folder / "suite") as gateway,
     ):
         values = asyncio.run(measure(gateway, options))
     rows = [

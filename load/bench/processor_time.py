@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 
 import psutil
@@ -22,6 +19,7 @@ import psutil
 from bottega.client import AsyncClient, Client
 from load.bench.arrivals import closed_loop
 from load.bench.report import report
+from load.bench.scratch import scratch
 from load.bench.suite import JOIN_TIMEOUT_S
 from tests.support.services import Service, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
@@ -39,8 +37,7 @@ Seconds = Mapping[str, float]
 def main() -> None:
     """Measures and reports."""
     options = _options()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
-    with tempfile.TemporaryDirectory(prefix="bottega-bench-") as folder, Services(Path(folder)) as services:
+    with scratch() as folder, Services(folder) as services:
         gateway = services.start("gateway", gateway_config())
         engine = {"model": "miniature", "threads": options.threads}
         worker = services.start("worker", worker_config(gateway.fleet, name="worker", engine=engine))

@@ -104,7 +104,7 @@ def test_a_seed_repeats_every_byte_and_another_seed_does_not(folder: Path, tmp_p
     assert _contents(tmp_path / "other")[unet] != _contents(folder)[unet]
 
 
-def test_weights_are_safetensors_of_the_dtype_alone(folder: Path, tmp_path: Path) -> None:
+def test_weights_are_safetensors_of_the_dtype(folder: Path, tmp_path: Path) -> None:
     write_bench_model(tmp_path / "exact", dataclasses.replace(SMALL, dtype="float32"))
 
     assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".json", ".safetensors"}
@@ -155,25 +155,17 @@ def test_a_shape_that_cannot_be_built_is_refused_by_its_field(field: str, value:
         dataclasses.replace(SMALL, **{field: value})  # type: ignore[arg-type]
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "bench").mkdir()
-    (tmp_path / "bench" / "notes.txt").write_text("mine")
-
-    with pytest.raises(FileExistsError, match=r"bench is there and not an empty folder"):
-        write_bench_model(tmp_path / "bench", SMALL)
-
-    assert [path.name for path in (tmp_path / "bench").iterdir()] == ["notes.txt"]
-    with pytest.raises(FileExistsError):
-        write_bench_model(tmp_path / "bench" / "notes.txt", SMALL)
-
-
-def test_an_empty_folder_is_filled_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_only_an_empty_folder_is_filled_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
     (tmp_path / "bench").mkdir()
 
     write_bench_model(tmp_path / "bench", SMALL)
 
-    assert (tmp_path / "bench" / "model_index.json").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["bench"]
+    before = _contents(tmp_path / "bench")
+    for taken in ("bench", "bench/model_index.json"):
+        with pytest.raises(FileExistsError, match=r"is there and not an empty folder"):
+            write_bench_model(tmp_path / taken, SMALL)
+    assert _contents(tmp_path / "bench") == before
 
 
 def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +179,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_takes_every_field(
+def test_the_command_takes_every_field_and_names_the_one_that_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [
@@ -195,24 +187,18 @@ def test_the_command_takes_every_field(
         for field in dataclasses.fields(BenchShape)
     ]
     monkeypatch.setattr(sys, "argv", ["bench_model", str(tmp_path / "bench"), *options, "--seed=3"])
-
     main()
 
     assert capsys.readouterr().out == f"{tmp_path / 'bench'}\n"
     write_bench_model(tmp_path / "same", SMALL, seed=3)
     assert _contents(tmp_path / "bench") == _contents(tmp_path / "same")
 
-
-def test_the_command_names_the_field_that_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_model", str(tmp_path / "bench"), "--transformer-layers=1,0"])
-
+    monkeypatch.setattr(sys, "argv", ["bench_model", str(tmp_path / "wrong"), "--transformer-layers=1,0"])
     with pytest.raises(SystemExit, match="2"):
         main()
 
     assert "error: transformer_layers is (1, 0)" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "wrong").exists()
 
 
 def _seeded() -> torch.Generator:
