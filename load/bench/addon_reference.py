@@ -1,7 +1,6 @@
 """Stock Diffusers with ControlNets and LoRAs, in a process of its own: one thing after the other.
 
-`python -m load.bench.addon_reference --model FOLDER --threads N` answers one JSON line for each that it is given. It
-knows no suite.
+`python -m load.bench.addon_reference --model FOLDER --threads N` answers one JSON line for each that it is given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Two ways for requests to come: from clients that wait for each answer, and at random times that wait for nothing.
-
-It knows neither who draws nor what.
-"""
+"""Two ways for requests to come: from clients that wait for each answer, and at random times that wait for nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What pictures lose when LoRAs come late: the embedded model through the suite, LoRAs in from step K on, by K.
 
 The step is pinned in the requests: a LoRA that arrives at step K makes the very same picture. Pictures are compared
-with those that have their LoRAs from the first step. It knows no times.
+with those that have their LoRAs from the first step.
 """
 
 from __future__ import annotations

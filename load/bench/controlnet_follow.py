@@ -1,7 +1,7 @@
 """How often a picture follows its control image where the prompt says another place: stock Diffusers, held-out scenes.
 
 Prompt and control image agree in all but the place (or, of two things, the relation). A picture counts when the oracle
-reads everything as the control image shows it. It knows no training, and no suite.
+reads everything as the control image shows it.
 """
 
 from __future__ import annotations

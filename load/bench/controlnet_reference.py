@@ -1,7 +1,7 @@
 """Stock Diffusers with one ControlNet in a process of its own, one part after the other; and what the parts take alone.
 
 `python -m load.bench.controlnet_reference --model FOLDER --controlnet FOLDER` answers one JSON line for each that it is
-given: {"draw": ...} or {"parts": rounds}. It knows no suite.
+given: {"draw": ...} or {"parts": rounds}.
 """
 
 from __future__ import annotations

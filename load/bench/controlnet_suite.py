@@ -1,7 +1,4 @@
-"""The suite for benches of one ControlNet: a gateway, a worker on the first core, a ControlNet server on the second.
-
-It knows how to start them, not what is measured.
-"""
+"""The suite for benches of one ControlNet: a gateway, a worker on the first core, a ControlNet server on the second."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""LoRAs from canonical files on this machine, for an engine without a store: each is mapped and hashed in a thread.
-
-Knows files; knows no store and no links.
-"""
+"""LoRAs from canonical files on this machine, for an engine without a store: each is mapped and hashed in a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random LoRAs for benches, each as Diffusers saves it and in the suite's canonical form. It knows no bench."""
+"""Random LoRAs for benches, each as Diffusers saves it and in the suite's canonical form."""
 
 from __future__ import annotations
 

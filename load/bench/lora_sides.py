@@ -1,7 +1,7 @@
 """The two sides of the LoRA benches, each in a process of its own: stock Diffusers, and the suite's engine.
 
 `python -m load.bench.lora_sides SIDE --model FOLDER --threads N` answers one JSON line for each that it is given:
-{"swap": LORA} (a LoRA goes in and out again) or {"draw": {...}} (pictures). It knows no gateway and no store.
+{"swap": LORA} (a LoRA goes in and out again) or {"draw": {...}} (pictures).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Whether the miniature's LoRAs draw their styles and keep the scenes: stock Diffusers with PEFT, held-out scenes.
 
-Half of the prompts name one thing, half two. A picture counts when the oracle reads all of its scene. It knows no
-training, and no suite.
+Half of the prompts name one thing, half two. A picture counts when the oracle reads all of its scene.
 
 A style is seen where, in the features of the vision tower's layers, a picture is nearer to its own scene rendered in
 that style than to it plain or in another one.

@@ -1,7 +1,4 @@
-"""The suite for benches of LoRAs: a gateway, a LoRA store, a worker, and a ControlNet server where one is wanted.
-
-It knows how to start them and what they have used of processor and memory, not what is measured.
-"""
+"""The suite for benches of LoRAs: a gateway, a LoRA store, a worker, and a ControlNet server where one is wanted."""
 
 from __future__ import annotations
 

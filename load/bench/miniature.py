@@ -1,7 +1,6 @@
 """How well the embedded model draws what it is told: held-out prompts through the suite, read back by the oracle.
 
-Half of the prompts name one thing, half two with a relation. A picture counts when everything in it is read
-right. It knows no training.
+Half of the prompts name one thing, half two with a relation. A picture counts when everything in it is read right.
 """
 
 from __future__ import annotations

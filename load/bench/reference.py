@@ -1,7 +1,6 @@
 """Stock Diffusers in a process of its own: what every bench compares with.
 
 `python -m load.bench.reference --model FOLDER --threads N` answers one JSON line for each that it is given.
-It knows no suite.
 """
 
 from __future__ import annotations

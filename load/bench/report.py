@@ -1,4 +1,4 @@
-"""How a bench reports: a table for people, then one line of JSON for programs. It knows no bench."""
+"""How a bench reports: a table for people, then one line of JSON for programs."""
 
 from __future__ import annotations
 

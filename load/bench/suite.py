@@ -1,7 +1,4 @@
-"""The suite as real processes for a bench: one gateway and one worker of one model, on this machine.
-
-It knows how to start them, not what is measured.
-"""
+"""The suite as real processes for a bench: one gateway and one worker of one model, on this machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A relay for TCP connections that lets only so many bytes a second through, each way: a slow network on one machine.
-
-It knows no protocol.
-"""
+"""A relay for TCP connections that lets only so many bytes a second through, each way: a slow network on a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of a production trace of diffusion requests: how popular its ControlNets and LoRAs were. It knows no bench.
+"""The shape of a production trace of diffusion requests: how popular its ControlNets and LoRAs were.
 
 Source: Katz (ATC'25), services A and B, 20 days, 549,433 requests; cumulative shares read off the published
 figures. Beyond rank 16, where the figures end, the rest is spread evenly.

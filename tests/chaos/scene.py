@@ -1,7 +1,4 @@
-"""A suite of real processes to be killed, frozen and restarted: one gateway, which keeps its port, and some workers.
-
-It knows how to draw, to find who draws, and what an undisturbed picture looks like; not what is done to whom.
-"""
+"""A suite of real processes to be killed, frozen and restarted: one gateway, which keeps its port, and some workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scene of chaos has counted: the four numbers that must be 0, and the figures beside them. Knows no service."""
+"""What a scene of chaos has counted: the four numbers that must be 0, and the figures beside them."""
 
 from __future__ import annotations
 

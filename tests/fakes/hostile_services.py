@@ -1,6 +1,6 @@
 """A gateway, a LoRA store and a ControlNet server that answer every call with a stranger's words in every field.
 
-Answers are made from the contract's descriptors, so that a new field or method is hostile by itself. Knows no command.
+Answers are made from the contract's descriptors, so that a new field or method is hostile by itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A ControlNet server that speaks the real wire protocol and computes nothing: it hosts what a test says.
-
-It knows no gateway but by the wire.
-"""
+"""A ControlNet server that speaks the real wire protocol and computes nothing: it hosts what a test says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A worker that speaks the real wire protocol and does what a test tells it: hold, die, answer late, go silent.
 
 It draws nothing; its images are the bytes b"picture 0", b"picture 1", ... An attempt whose call breaks stays where it
-is until the same attempt is asked for again. It knows no gateway but by the wire.
+is until the same attempt is asked for again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The fixed corpus of what a gateway asks of a worker, and one worker of another.
-
-Knows the contract's bounds; sends nothing.
-"""
+"""The fixed corpus of what a gateway asks of a worker, and one worker of another."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One call of any method with any bytes, and what came of it. What a call began is ended at once.
-
-Knows the contract's methods, and how to tell that one has accepted its request; not what answer is right.
-"""
+"""One call of any method with any bytes, and what came of it. What a call began is ended at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request of the fixed corpus, and the answer that it must get. Sends nothing."""
+"""One request of the fixed corpus, and the answer that it must get."""
 
 from __future__ import annotations
 

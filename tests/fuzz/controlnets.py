@@ -1,4 +1,4 @@
-"""The fixed corpus of a ControlNet server's methods: every field at its limits and one past. Sends nothing."""
+"""The fixed corpus of a ControlNet server's methods: every field at its limits and one past."""
 
 from __future__ import annotations
 

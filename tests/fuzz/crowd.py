@@ -1,8 +1,6 @@
 """Several callers at once, each with the fixed corpus in an order of its own.
 
 What one of them does changes what another gets, so only what no answer may ever be is wrong.
-
-Knows the corpus and the judge; not what is in a request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The fixed corpus of Generate and SubmitJob: what callers may ask to be drawn, and what not.
-
-Knows the contract's bounds; sends nothing.
-"""
+"""The fixed corpus of Generate and SubmitJob: what callers may ask to be drawn, and what not."""
 
 from __future__ import annotations
 

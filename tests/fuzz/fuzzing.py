@@ -1,7 +1,4 @@
-"""Fuzzing of one method: hypothesis makes requests, the house answers, and what is wrong is kept in its smallest form.
-
-Knows a valid request of every method; not what is nasty, nor which answers are right.
-"""
+"""Fuzzing of one method: hypothesis makes requests, the house answers, what is wrong is kept, as small as may be."""
 
 from __future__ import annotations
 

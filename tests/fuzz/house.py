@@ -3,8 +3,6 @@ processes.
 
 They are small enough to show growth. Server and store stand alone: a ControlNet server that runs nothing has
 joined the gateway (hosting.py).
-
-Knows how they are set up and how much memory they have; sends nothing.
 """
 
 from __future__ import annotations

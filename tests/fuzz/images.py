@@ -1,7 +1,4 @@
-"""Encoded images of every sad kind, and a few good ones: small files all, but for the one that is too large.
-
-Knows files, not requests.
-"""
+"""Encoded images of every sad kind, and a few good ones: small files all, but for the one that is too large."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The fixed corpus of what callers ask of jobs and of the fleet: which there are, and how one of them stands.
-
-Knows the contract's bounds; sends nothing.
-"""
+"""The fixed corpus of what callers ask of jobs and of the fleet: which there are, and how one of them stands."""
 
 from __future__ import annotations
 

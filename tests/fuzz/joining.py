@@ -1,7 +1,4 @@
-"""The fixed corpus of Join: what a service may say of itself and of its load.
-
-Knows the contract's bounds; sends nothing.
-"""
+"""The fixed corpus of Join: what a service may say of itself and of its load."""
 
 from __future__ import annotations
 

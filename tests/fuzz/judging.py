@@ -1,7 +1,4 @@
-"""What is wrong with an answer: a status that no request may get, or words that give away what runs inside.
-
-Knows answers, not requests.
-"""
+"""What is wrong with an answer: a status that no request may get, or words that give away what runs inside."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What a LoRA store is asked: valid requests of its methods, and their fixed corpus, every field at its limits and one
-past. Sends nothing.
+past.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The fixed corpus of LoRAs in requests: of callers, of workers that join, and of the gateway to a worker.
-
-Knows the contract's bounds; sends nothing.
-"""
+"""The fixed corpus of LoRAs in requests: of callers, of workers that join, and of the gateway to a worker."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Requests that somebody got wrong: valid messages with some fields at other values, or with damaged bytes.
-
-Knows protobuf's descriptors and what values are nasty; no method.
-"""
+"""Requests that somebody got wrong: valid messages with some fields at other values, or with damaged bytes."""
 
 from __future__ import annotations
 

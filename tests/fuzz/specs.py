@@ -1,7 +1,4 @@
-"""The fixed corpus of what a spec says, whoever sends it: every number, name and text at its limits and one past.
-
-Knows the contract's bounds; sends nothing.
-"""
+"""The fixed corpus of what a spec says, whoever sends it: every number, name and text at its limits and one past."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""LoRAs for tests: random ones as PEFT makes them, stock pipelines that use them, and a source that is told what comes.
-
-It knows Diffusers, PEFT and the engine's seam; no store and no wire.
-"""
+"""LoRAs for tests: random ones as PEFT makes them, stock pipelines that use them, a source that is told what comes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Images that are small to send and long to decode, and those at the very bounds of what is taken. Made, never kept.
 
-Each maker says how many of what it makes, so that a test can ask for one more than is taken. Knows files, not requests.
+Each maker says how many of what it makes, so that a test can ask for one more than is taken.
 """
 
 from __future__ import annotations

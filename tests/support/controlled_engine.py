@@ -1,7 +1,4 @@
-"""An engine whose ControlNets are on servers in this process, at the ends of real links, and what it is asked to draw.
-
-What the tests of several files share; it tests nothing itself.
-"""
+"""An engine whose ControlNets are on servers in this process, at the ends of real links, and orders for it."""
 
 from __future__ import annotations
 

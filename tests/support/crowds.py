@@ -1,7 +1,4 @@
-"""Crowds of callers for tests and chaos: idle connections, streams that wait, requests that never end.
-
-It knows no service: what it opens, it closes.
-"""
+"""Crowds of callers for tests and chaos: idle connections, streams that wait, requests that never end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A way to a server that can be cut while both of its ends live. Knows bytes, no gRPC."""
+"""A way to a server that can be cut while both of its ends live."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service whose links send every number back. It is no test."""
+"""A service whose links send every number back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Disks that are full or cannot be written, for tests, as any user or as root.
-
-It knows nothing of what is stored.
-"""
+"""Disks that are full or cannot be written, for tests, as any user or as root."""
 
 from __future__ import annotations
 

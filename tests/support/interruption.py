@@ -1,7 +1,4 @@
-"""A run of tests that is interrupted ends what its tests started, also where other processes run them (`pytest -n 2`).
-
-It knows signals and processes, and of pytest only when it was interrupted.
-"""
+"""An interrupted run of tests ends what its tests started, also where other processes run them (`pytest -n 2`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes at the other end of a link, for the tests of bottega.transport. It is no test.
+"""Processes at the other end of a link, for the tests of bottega.transport.
 
 `python -m tests.support.link_peer` imports once and then forks a child for each line of its stdin, "ROLE WAY OFFER",
 where the role "fetch:DIGEST" is of a LoRA store's worker, and prints the child's process id. It has no threads, so that

@@ -1,7 +1,4 @@
-"""An engine in this process, turned by hand: what it says is kept by job, and jobs may come at any turn.
-
-It knows the engine and its events, and no reference.
-"""
+"""An engine in this process, turned by hand: what it says is kept by job, and jobs may come at any turn."""
 
 from __future__ import annotations
 

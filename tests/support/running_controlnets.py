@@ -1,7 +1,4 @@
-"""ControlNet servers and workers as real processes without a gateway: for tests of what they do to each other.
-
-It knows the contract and the processes' logs; nothing of their insides.
-"""
+"""ControlNet servers and workers as real processes without a gateway: for tests of what they do to each other."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Real services as processes of their own, for tests and benches: started, waited for, ended by process id.
-
-It knows how services start and end, and nothing of what they do.
-"""
+"""Real services as processes of their own, for tests and benches: started, waited for, ended by process id."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """LoRAs in canonical form without an importer, a store's links without its service, and a process that is a worker.
 
-`python -m tests.support.shared_loras` reads lines of JSON, fetches the digest that each names or looks at it again,
-and answers each with a line of what it has and what that has taken. It is no test.
+`python -m tests.support.shared_loras` reads lines of JSON, fetches the digest that each names or looks at it again, and
+answers each with a line of what it has and what that has taken.
 """
 
 from __future__ import annotations

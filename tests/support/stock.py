@@ -1,7 +1,4 @@
-"""Stock Diffusers, in this process: the reference that latents and pictures are compared with.
-
-It knows of Bottega where its embedded model is and what a spec says; nothing of how the suite draws.
-"""
+"""Stock Diffusers, in this process: the reference that latents and pictures are compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads torch computes with in this process. Knows nothing of what is computed."""
+"""How many threads torch computes with in this process."""
 
 from __future__ import annotations
 

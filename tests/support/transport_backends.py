@@ -1,4 +1,4 @@
-"""Links of every backend, both ends in one process, for the tests of bottega.transport. It is no test."""
+"""Links of every backend, both ends in one process, for the tests of bottega.transport."""
 
 from __future__ import annotations
 

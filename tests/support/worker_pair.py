@@ -1,7 +1,4 @@
-"""Two real workers that are a pair, without a gateway: started, asked for pictures, killed and started again.
-
-It knows how to run an attempt and what provenance came; nothing of what is expected.
-"""
+"""Two real workers that are a pair, without a gateway: started, asked for pictures, killed and started again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Finds the ground of a picture and the regions that stand out from it, by the colours of the grammar.
-
-It knows nothing of shapes.
-"""
+"""Finds the ground of a picture and the regions that stand out from it, by the colours of the grammar."""
 
 from __future__ import annotations
 

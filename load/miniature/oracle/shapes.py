@@ -1,7 +1,4 @@
-"""Says which shape a region has, by drawing every shape at the region's place and size and comparing.
-
-It knows no colours and no captions.
-"""
+"""Says which shape a region has, by drawing every shape at the region's place and size and comparing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Two towers that embed pictures and texts: the miniature's own, or any CLIP in transformers' folder layout.
-
-It knows files, sizes and normalisation, and no scores.
-"""
+"""Two towers that embed pictures and texts: the miniature's own, or any CLIP in transformers' folder layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores and distances in the features of two towers. It knows no files."""
+"""Scores and distances in the features of two towers."""
 
 from __future__ import annotations
 

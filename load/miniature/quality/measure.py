@@ -1,4 +1,4 @@
-"""All figures of a set of pictures at once. It knows neither files nor how the pictures were made."""
+"""All figures of a set of pictures at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structural similarity of two pictures, as Wang et al. (2004) define it. It knows no features."""
+"""Structural similarity of two pictures, as Wang et al. (2004) define it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The checkpoints of a training folder: what each stage goes on from, and which stages began after which.
-
-It knows no networks.
-"""
+"""The checkpoints of a training folder: what each stage goes on from, and which stages began after which."""
 
 from __future__ import annotations
 

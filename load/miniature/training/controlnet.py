@@ -1,6 +1,6 @@
 """The stage of a ControlNet: it learns to put things where its control image says, whatever the prompt says of places.
 
-The UNet and the text encoders stay as they are. It knows no files.
+The UNet and the text encoders stay as they are.
 """
 
 from __future__ import annotations

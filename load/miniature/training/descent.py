@@ -1,6 +1,6 @@
 """The optimizer step of every stage: its loss, gradients of bounded length, AdamW, and the average that follows.
 
-A step is determined by the state and its number: what is random in it is drawn from that. It knows no networks.
+A step is determined by the state and its number: what is random in it is drawn from that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Runs a stage of the training: steps, a progress bar, checkpoints by time, and going on where the last run ended.
-
-It knows no networks: a stage says what a step is.
-"""
+"""Runs a stage of the training: steps, a progress bar, checkpoints by time, and going on where the last run ended."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The stage of a LoRA: it learns to draw every scene in one style, while the networks below it stay as they are.
-
-It knows no files.
-"""
+"""The stage of a LoRA: it learns to draw every scene in one style, while the networks below it stay as they are."""
 
 from __future__ import annotations
 

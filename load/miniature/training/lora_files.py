@@ -1,7 +1,4 @@
-"""Writes a trained LoRA in the forms that people have: Diffusers' file, PEFT's folder, kohya's file. In float16.
-
-It knows no training.
-"""
+"""Writes a trained LoRA in the forms that people have: Diffusers' file, PEFT's folder, kohya's file. In float16."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The model in a training folder: made when a training begins, and replaced as a whole when a stage ends.
-
-It knows no stages.
-"""
+"""The model in a training folder: made when a training begins, and replaced as a whole when a stage ends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the UNet, the ControlNets and the LoRAs learn: the noise in latents.
 
-Which latents, what the networks are told of them, how much an error counts. It knows neither who learns nor how.
+Which latents, what the networks are told of them, how much an error counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The miniature's networks in float32, as training holds them: loaded from and saved to Diffusers' folder layout.
-
-It knows files and no losses.
-"""
+"""The miniature's networks in float32, as training holds them: loaded from and saved to Diffusers' folder layout."""
 
 from __future__ import annotations
 

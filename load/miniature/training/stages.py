@@ -1,7 +1,4 @@
-"""The stages of the training by name: their order and steps, the networks that they change, how each is built.
-
-It knows no checkpoints.
-"""
+"""The stages of the training by name: their order and steps, the networks that they change, how each is built."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The text stage: text encoders and the vision tower learn which picture a caption belongs to, and its parts.
 
-Contrastive as CLIP is, with near misses (captions that are wrong in one thing), and with readings: linear heads
-that name shapes, colours, places and relation from the embeddings, which teaches binding far quicker than contrast
-alone. The heads are left behind. It knows no UNet.
+Contrastive as CLIP is, with near misses (captions that are wrong in one thing), and with readings: linear heads that
+name shapes, colours, places and relation from the embeddings, which teaches binding far quicker than contrast alone.
+The heads are left behind.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The UNet's stage: predicts the noise in latents from captions, together with both text encoders.
 
-The text encoders learn from the UNet's loss too, at a lower rate: place and binding live in them. It knows no files.
+The text encoders learn from the UNet's loss too, at a lower rate: place and binding live in them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The VAE's stages: it learns sharper edges. As a whole, after which the UNet must be trained on; or its decoder
 alone, so that latents and all that was trained on them stay.
-
-It knows no UNet and no text.
 """
 
 from __future__ import annotations
