@@ -15,7 +15,7 @@ from bottega.miniature import WEIGHTS
 from load.miniature.training.attention import PlainAttention
 from load.miniature.training.controlnet import fresh_controlnet
 from load.miniature.training.corpus import Corpus, draw_corpus
-from load.miniature.training.device import half_precision, pick_device
+from load.miniature.training.device import pick_device
 from load.miniature.training.loop import Budget, run
 from load.miniature.training.noise import ErrorWeights, error_weight
 from load.miniature.training.parts import Parts, load_parts, save_parts
@@ -94,14 +94,6 @@ def test_a_whole_step_stays_on_the_networks_device(name: str, tmp_path: Path, mo
     # The loss as a number is what a step ends with; all before it has been done.
     with pytest.raises(RuntimeError, match=r"item\(\) cannot be called on meta tensors"):
         stage.step(0, 1.0)
-
-
-def test_the_processor_computes_in_half_precision_where_it_can_and_shapes_do_not() -> None:
-    one = torch.ones(2, 2)
-    with half_precision(torch.device("cpu")):
-        assert (one @ one).dtype is torch.bfloat16
-    with half_precision(META):
-        assert (one.to(META) @ one.to(META)).dtype is torch.float32
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
