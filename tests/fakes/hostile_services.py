@@ -1,4 +1,4 @@
-"""A gateway, a LoRA store and a ControlNet server that answer every call with a stranger's words in every field.
+"""A gateway, a LoRA store and a ControlNet server that answer every call with hostile words in every field.
 
 Answers are made from the contract's descriptors, so that a new field or method is hostile by itself.
 """

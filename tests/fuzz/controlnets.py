@@ -85,7 +85,7 @@ def _profiles(digest: str) -> Iterator[Case]:
             facts = {field: value}
             yield case_of("SetProfile", f"{field} {shown(value)}", measured(**facts), INVALID, f"profile.{field}")
     yield case_of("SetProfile", "another version", measured(of="ab"), NOT_FOUND)
-    yield case_of("SetProfile", "a stranger", measured("nobody"), NOT_FOUND)
+    yield case_of("SetProfile", "an unknown name", measured("nobody"), NOT_FOUND)
     for name in BAD_NAMES:
         yield case_of("SetProfile", f"name {shown(name)}", measured(name), INVALID, "name")
     nothing = ("name", "profile.model_hash", "profile.num_inference_steps")

@@ -139,7 +139,7 @@ def _parts(whole: pb.UploadLoraRequest) -> Iterator[Case]:
     long = b" " * ((1 << 20) + 1)
     wrong: dict[str, tuple[list[pb.UploadLoraPart], set[str]]] = {
         "of no component": ([part("")], {"parts"}),
-        "of a stranger": ([part("vae")], {"parts"}),
+        "of an unknown component": ([part("vae")], {"parts"}),
         "of one twice": ([part(size_bytes=size - 1), part(size_bytes=1)], {"parts"}),
         "many": ([part("x")] * 10_000, {"parts"}),
         "too few bytes": ([part(size_bytes=size - 1)], {"size_bytes"}),
@@ -172,7 +172,7 @@ def _lists() -> Iterator[Case]:
 def _named() -> Iterator[Case]:
     for method in ("GetLora", "PinLora", "DeleteLora"):
         request = getattr(pb, f"{method}Request")
-        yield case_of(method, "a stranger", request(name="nobody"), NOT_FOUND)
+        yield case_of(method, "an unknown name", request(name="nobody"), NOT_FOUND)
         for name in BAD_NAMES:
             yield case_of(method, f"name {shown(name)}", request(name=name), INVALID, "name")
     yield case_of("GetLora", "one of a long name", pb.GetLoraRequest(name="x" * 200))
@@ -208,7 +208,7 @@ def _profiles(digest: str) -> Iterator[Case]:
     for name, bounds in {"seventeen": [(steps, 1) for steps in range(1, 18)], "the same twice": [(9, 1)] * 2}.items():
         yield case_of("SetLoraProfile", f"bounds: {name}", measured(*bounds), INVALID, "bounds")
     yield case_of("SetLoraProfile", "another version", measured((9, 1), of="ab"), NOT_FOUND)
-    yield case_of("SetLoraProfile", "a stranger", measured((9, 1), name="nobody"), NOT_FOUND)
+    yield case_of("SetLoraProfile", "an unknown name", measured((9, 1), name="nobody"), NOT_FOUND)
     for name in BAD_NAMES:
         yield case_of("SetLoraProfile", f"name {shown(name)}", measured((9, 1), name=name), INVALID, "name")
 

@@ -1,4 +1,4 @@
-"""What strangers may bring as ControlNets: folders of a real one with another configuration. Starts nothing."""
+"""What untrusted callers may bring as ControlNets: folders of a real one with another configuration. Starts nothing."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ async def test_killing_does_not_wait(tmp_path: Path) -> None:
     assert found.pid is None
 
 
-async def test_a_service_hears_of_it_when_its_keeper_is_killed(tmp_path: Path) -> None:
+async def test_a_service_hears_of_it_when_its_supervisor_is_killed(tmp_path: Path) -> None:
     script = f"""
 import asyncio, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every command of `bottega` among strangers: what services say is shown as plain text, and never a traceback."""
+"""Every command of `bottega` with untrusted services: what they say is shown as plain text, and never a traceback."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_logs_are_shown_as_plain_text(own_folder: Path, options: list[str]) -> N
     ],
     ids=["sampler", "unknown field", "a name that cannot be", "no control image", "drawn"],
 )
-def test_a_picture_of_a_stranger_is_drawn_again_or_refused_in_plain_text(own_folder: Path, text: str) -> None:
+def test_a_picture_of_unknown_origin_is_drawn_again_or_refused_in_plain_text(own_folder: Path, text: str) -> None:
     info = PIL.PngImagePlugin.PngInfo()
     info.add_itxt("bottega", text)
     PIL.Image.new("RGB", (8, 8)).save("odd.png", pnginfo=info)

@@ -1,4 +1,4 @@
-"""The process that looks at strangers' ControlNets: limited, started when it is needed, and ended when it is not."""
+"""The process that looks at untrusted ControlNets: limited, started when it is needed, and ended when it is not."""
 
 from __future__ import annotations
 

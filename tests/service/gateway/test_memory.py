@@ -40,7 +40,7 @@ ANSWERS_MIB = 8
 # Four times that, and a third of a MiB for each caller that does not read. Without the bounds, 150 unread calls took
 # 690 MiB (WatchJob) and 190 MiB (GetImage).
 MOST_UNREAD_BYTES = (4 * ANSWERS_MIB << 20) + READERS * (1 << 20) // 3
-STRANGERS = 40
+JOINING = 40
 # Without the bound 40 of them took a GiB, and 64 2.6 GiB.
 MOST_STRANGE_BYTES = 4 * 128 << 20
 # At rest, of that.
@@ -161,7 +161,7 @@ async def test_many_callers_that_do_not_read_take_bounded_memory_and_who_reads_g
     assert memory[1] - memory[0] < MOST_UNREAD_BYTES
 
 
-async def test_many_strangers_that_would_join_with_large_messages_take_bounded_memory_and_a_member_gets_in(
+async def test_many_clients_that_would_join_with_large_messages_take_bounded_memory_and_a_member_gets_in(
     tmp_path: Path,
 ) -> None:
     registration = fleet_pb2.Registration(kind=kinds.CONTROLNET, name="x" * (20 << 20))
@@ -177,11 +177,11 @@ async def test_many_strangers_that_would_join_with_large_messages_take_bounded_m
     with Services(tmp_path) as services:
         gateway = services.start("gateway", gateway_config())
         async with AsyncExitStack() as stack:
-            channels = [await stack.enter_async_context(open_channel(gateway.fleet)) for _ in range(STRANGERS)]
+            channels = [await stack.enter_async_context(open_channel(gateway.fleet)) for _ in range(JOINING)]
             async with _most_memory(gateway.process.pid, memory):
-                strangers = asyncio.gather(*map(refused, channels))
+                joining = asyncio.gather(*map(refused, channels))
                 worker = await ScriptedWorker("w1", gateway.fleet).start(join_timeout_s=20)
-                errors = await strangers
+                errors = await joining
         await worker.die()
     assert memory[1] - memory[0] < MOST_STRANGE_BYTES
     assert {type(error) for error in errors} <= {TooLarge, DeadlinePassed, QueueFull}

@@ -1,4 +1,4 @@
-"""The process that opens a stranger's LoRA is confined, and one that stands still is no fault of the file."""
+"""The process that opens an untrusted LoRA is confined, and one that stands still is no fault of the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child that opens strangers' files has nothing of its parent's environment, no network, and starts no programs.
+"""A child that opens untrusted files has nothing of its parent's environment, no network, and starts no programs.
 
 Where the kernel refuses one of these, the child works all the same, and the log says it once.
 """

@@ -70,9 +70,9 @@ async def test_who_leaves_in_the_middle_of_asking_for_metrics_leaves_no_tracebac
     host, port = served[0].metrics_address.split(":")
 
     def ask() -> None:
-        with socket.create_connection((host, int(port)), timeout=5) as stranger:
-            stranger.sendall(b"GET /metr")
-            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it resets, when it goes
+        with socket.create_connection((host, int(port)), timeout=5) as caller:
+            caller.sendall(b"GET /metr")
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it resets, when it goes
 
     for _ in range(30):
         await asyncio.to_thread(ask)

@@ -58,13 +58,13 @@ async def test_first_messages_come_in_only_as_far_as_there_is_room_and_the_fleet
         await asyncio.sleep(0.1)
         joined = await asyncio.wait_for(_joined(channel), 1)
         join: Any = channel.stream_stream(JOIN)
-        strangers = [join() for _ in range(2)]  # they have the fleet's
+        others = [join() for _ in range(2)]  # they have the fleet's
         await asyncio.sleep(0.1)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(_joined(channel), 0.5)
         await joined.write(b"")  # a member needs none
         assert await asyncio.wait_for(joined.read(), 1) == b""
-        for call in (*calls, joined, *strangers):
+        for call in (*calls, joined, *others):
             call.cancel()
 
 
@@ -110,7 +110,7 @@ async def test_what_grpcs_own_services_are_asked_is_bounded_too_and_they_answer_
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_silent_strangers_hold_up_neither_health_nor_the_fleet_and_are_not_waited_for() -> None:
+async def test_silent_clients_hold_up_neither_health_nor_the_fleet_and_are_not_waited_for() -> None:
     async with scripted_images(max_message_mib=1, max_requests_mib=1) as (_, _, channel):
         ask: Any = channel.stream_stream(CHECK)
         reflect: Any = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")

@@ -32,8 +32,8 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 @pytest.mark.parametrize("pieces", [(200_000,), (1,), (100_000, 100_000), (SIZE - 1,), (262_144,), (262_145, 2)])
 def test_the_last_byte_wakes_the_receiver(pieces: tuple[int, ...], late_s: float) -> None:
     sending, receiving = _pair()
-    inlet = TcpReceiver(receiving)
-    views = inlet.open_slot(0, LAYOUT)
+    receiver = TcpReceiver(receiving)
+    views = receiver.open_slot(0, LAYOUT)
     data = bytes(range(250)) * (SIZE // 250)
 
     def send() -> None:
@@ -48,26 +48,26 @@ def test_the_last_byte_wakes_the_receiver(pieces: tuple[int, ...], late_s: float
     time.sleep(late_s)  # with the first piece there already, or none
     began, filled = time.monotonic(), 0
     while filled < SIZE:
-        filled += inlet.receive_data(0, filled, SIZE, patience())
+        filled += receiver.receive_data(0, filled, SIZE, patience())
         assert time.monotonic() - began < 2, f"it slept through the last of {filled} bytes"
     assert bytes(views[0]) == data
     thread.join(5)
     sending.close()
-    inlet.close()
+    receiver.close()
 
 
 def test_bytes_that_come_slowly_cost_the_deadline_and_are_kept() -> None:
     sending, receiving = _pair()
-    inlet = TcpReceiver(receiving)
-    views = inlet.open_slot(0, LAYOUT)
+    receiver = TcpReceiver(receiving)
+    views = receiver.open_slot(0, LAYOUT)
     sending.sendall(b"x" * 1000)
-    filled = inlet.receive_data(0, 0, SIZE, soon())
+    filled = receiver.receive_data(0, 0, SIZE, soon())
     sending.sendall(b"x" * (SIZE - 1000))
     while filled < SIZE:
-        filled += inlet.receive_data(0, filled, SIZE, patience())
+        filled += receiver.receive_data(0, filled, SIZE, patience())
     assert bytes(views[0]) == b"x" * SIZE
     sending.close()
-    inlet.close()
+    receiver.close()
 
 
 def test_a_message_that_nobody_takes_costs_its_deadline_and_the_link(tmp_path: Path) -> None:

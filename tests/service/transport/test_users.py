@@ -109,7 +109,7 @@ def test_another_user_with_the_token_who_reaches_the_socket_is_turned_away(
         assert any(f"user {USER}" in why for why in turned_away)
         ours = offer
         with connect(ours, patience()) as near, listener.accept(offer, patience()):
-            assert near.backend_choice.backend == Backend.MEMFD, "the stranger used nothing up"
+            assert near.backend_choice.backend == Backend.MEMFD, "the other user used nothing up"
 
 
 def test_a_socket_that_another_user_put_there_hears_nothing(folder: Path) -> None:

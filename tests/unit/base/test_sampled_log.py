@@ -87,7 +87,7 @@ def test_kinds_are_counted_apart_and_a_rare_one_is_not_hidden(
     assert {line.__dict__["by"] for line in caplog.records if line.message == "more came"} == {"memfd"}
 
 
-def test_strangers_that_are_all_of_another_kind_are_bounded_too(
+def test_callers_that_are_all_of_another_kind_are_bounded_too(
     log: SampledLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(20 * CROWD):

@@ -1,4 +1,4 @@
-"""Text of strangers as a terminal may show it."""
+"""Untrusted text as a terminal may show it."""
 
 from __future__ import annotations
 

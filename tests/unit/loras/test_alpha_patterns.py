@@ -1,4 +1,4 @@
-"""Keys of PEFT's alpha_pattern mean the modules that PEFT takes them for, and no stranger's expression is run."""
+"""Keys of PEFT's alpha_pattern mean the modules that PEFT takes them for, and no untrusted expression is run."""
 
 from __future__ import annotations
 

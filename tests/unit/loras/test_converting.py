@@ -1,4 +1,4 @@
-"""Strangers' LoRAs become canonical: the same deltas as their definition says, and as Diffusers and PEFT load them."""
+"""Untrusted LoRAs become canonical: the same deltas as their definition says, and as Diffusers and PEFT load them."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_digests_are_equal_exactly_when_layouts_are(first: Layout, second: Layou
 
 
 @given(st.binary(max_size=200))
-def test_bytes_of_a_stranger_are_a_layout_or_a_value_error(encoded: bytes) -> None:
+def test_untrusted_bytes_are_a_layout_or_a_value_error(encoded: bytes) -> None:
     try:
         layout = Layout.decode(encoded)
     except ValueError:

@@ -40,7 +40,9 @@ async def test_a_job_whose_worker_dies_is_taken_up_elsewhere_from_its_checkpoint
     assert (request.attempt.number, request.checkpoint, request.spec.seed) == (2, b"15", 7)
 
 
-async def test_a_job_that_two_workers_die_of_is_poison_and_is_not_drawn_when_it_comes_again(house: Running) -> None:
+async def test_a_job_that_two_workers_die_of_is_a_poison_pill_and_is_not_drawn_again(
+    house: Running,
+) -> None:
     job = None
     for name in ("w1", "w2"):
         worker = await house.worker(name)
@@ -70,7 +72,7 @@ async def test_a_connection_that_breaks_while_its_worker_lives_is_nobodys_death(
             cable.cut()
         worker.script.release.set()
         ended = await house.ended(job.job_id)
-    assert ended.state == image_pb2.JOB_STATE_COMPLETED, "two deaths would have been poison"
+    assert ended.state == image_pb2.JOB_STATE_COMPLETED, "two deaths would have made it a poison pill"
     assert ended.provenance.attempts == 3
 
 

@@ -373,9 +373,9 @@ async def test_a_gateway_that_cannot_look_after_its_queue_does_not_say_that_it_s
     monkeypatch.setattr(periodic, "_FAULTS_S", 2.0)
     async with running_gateway() as house:
         await house.worker()
-        stranger = sample_job()
-        stranger.spec.model = stranger.bare.model = "miniature"
-        house.gateway._controller.queue.add(stranger)  # nobody knows of it, which is a fault of ours
+        unknown = sample_job()
+        unknown.spec.model = unknown.bare.model = "miniature"
+        house.gateway._controller.queue.add(unknown)  # nobody knows of it, which is a fault of ours
         await house.until_serving(False)
-        house.gateway._controller.queue.remove(stranger)
+        house.gateway._controller.queue.remove(unknown)
         await house.until_serving()

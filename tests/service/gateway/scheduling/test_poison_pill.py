@@ -28,16 +28,16 @@ async def _submit(house: Running, prompt: str) -> str:
     return job.job_id
 
 
-async def test_of_eight_requests_the_poisonous_one_fails_and_seven_complete() -> None:
+async def test_of_eight_requests_the_poison_pill_fails_and_seven_complete() -> None:
     async with running_gateway() as house, running_workers() as start:
         running = await start(replace(CONFIG, gateway=house.fleet_address))
         await eventually(lambda: _served(house))
         innocent = [await _submit(house, "slow") for _ in range(7)]
         await eventually(lambda: sum(attempt.steps_done > 0 for attempt in running.worker.attempts) == 7)
-        poison = await _submit(house, "slow dies")
-        ended = await house.ended(poison)
+        pill = await _submit(house, "slow dies")
+        ended = await house.ended(pill)
         assert (ended.state, ended.error.reason) == (image_pb2.JOB_STATE_FAILED, errors.Poisoned.reason)
         others = [await house.ended(job_id) for job_id in innocent]
         assert [job.state for job in others] == [image_pb2.JOB_STATE_COMPLETED] * 7
-        # Each was beside the poison once, and then alone until it was further.
+        # Each was beside the poison pill once, and then exclusive until it was further.
         assert all(job.provenance.attempts <= 2 for job in others)

@@ -1,4 +1,4 @@
-"""Whatever a stranger's config.json says, nothing large is built of it, and the answer names the field."""
+"""Whatever an untrusted config.json says, nothing large is built of it, and the answer names the field."""
 
 from __future__ import annotations
 

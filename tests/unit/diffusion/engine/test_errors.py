@@ -149,14 +149,14 @@ def test_a_request_that_fails_alone_ends_and_the_others_finish(
     good = submit_all(easel)
     bad = easel.submit(EngineOrder(key="bad", spec=replace(SPEC, seed=99)))
 
-    def is_poison(sample: Tensor) -> Exception | None:
+    def is_bad(sample: Tensor) -> Exception | None:
         """From its third step on, whoever shares a turn with it goes down with it."""
         if bad.job is None or bad.job.steps_done < 2 or bad.ended:
             return None
-        poison = bad.job.requests[0].rows()[0].sample
-        return RuntimeError("a secret of the engine") if any(torch.equal(row, poison) for row in sample) else None
+        bad_sample = bad.job.requests[0].rows()[0].sample
+        return RuntimeError("a secret of the engine") if any(torch.equal(row, bad_sample) for row in sample) else None
 
-    with failing(model.backbone.unet.conv_in, is_poison):
+    with failing(model.backbone.unet.conv_in, is_bad):
         easel.run()
     assert isinstance(bad.error, InternalError)
     assert "secret" not in bad.error.message

@@ -125,16 +125,16 @@ def test_a_host_that_floods_a_name_takes_nothing_from_that_name_at_another_host(
     assert gate.join("gpu-1", port=7).connected
 
 
-def test_a_stranger_with_a_known_name_is_no_known_instance() -> None:
+def test_a_known_name_is_no_known_instance() -> None:
     gate = Gate()
     worker = gate.join("w1", port=7)
     gate.time.now += 600
     gate.fleet.expire()
     gate.flood(300, lambda n: gate.join(f"s{n}", port=100 + n, host=f"10.0.1.{n % 200}"))
-    stranger = again(worker.registration)
-    stranger.instance = "f" * 32
+    rogue = again(worker.registration)
+    rogue.instance = "f" * 32
     with pytest.raises((FleetFull, QueueFull)):
-        gate.fleet.join(stranger, peer="ipv4:10.0.0.1:5")
+        gate.fleet.join(rogue, peer="ipv4:10.0.0.1:5")
 
 
 def test_what_is_counted_of_joins_is_bounded() -> None:
@@ -155,14 +155,14 @@ async def test_joins_that_do_not_say_who_joins_make_room_for_those_that_do() -> 
             entered.append(crowded_out)
             await crowded_out
 
-    waiting = [asyncio.create_task(wait("stranger")) for _ in range(MAX_NAMELESS)]
+    waiting = [asyncio.create_task(wait("new")) for _ in range(MAX_NAMELESS)]
     await asyncio.sleep(0)
     with pending.slot("w1") as place:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert waiting[0].done(), "the oldest of those of whom there are most"
         assert not any(task.done() for task in waiting[1:])
-        more = [asyncio.create_task(wait("stranger")) for _ in range(10 * MAX_NAMELESS)]
+        more = [asyncio.create_task(wait("new")) for _ in range(10 * MAX_NAMELESS)]
         await asyncio.sleep(0.05)
         assert not place.done()
         assert len(pending._waiting) <= MAX_NAMELESS

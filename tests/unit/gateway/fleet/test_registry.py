@@ -114,19 +114,19 @@ def test_another_process_of_a_name_gets_in_when_the_lease_of_the_older_one_has_p
 def test_who_comes_under_a_members_name_takes_nothing_from_it_not_even_at_its_address(change: str) -> None:
     fleet, watcher = _fleet()
     member = fleet.join(worker(port=1))
-    stranger = worker(port=1)
+    rogue = worker(port=1)
     if change == "another instance":
-        stranger.instance = "f" * 32
+        rogue.instance = "f" * 32
     elif change == "another address":
-        stranger.address = "127.0.0.1:9"
+        rogue.address = "127.0.0.1:9"
     else:
-        stranger.models[0].max_pixels = 4096
+        rogue.models[0].max_pixels = 4096
     for gone in (False, True):
         if gone:
             fleet.leave(member, member.stream)
         for _ in range(50):
             with pytest.raises((InvalidRequest, Unavailable)):
-                fleet.join(stranger)
+                fleet.join(rogue)
     assert "lost w1" not in watcher.told
     assert fleet.join(worker(port=1)) is member
 

@@ -106,7 +106,7 @@ def test_a_death_counts_against_a_job_only_where_it_was_alone() -> None:
     assert (job.losses.deaths, job.losses.beside_others) == (1, 3)
 
 
-def test_a_job_is_a_suspect_until_it_is_further_than_it_was_and_the_second_time_to_its_end() -> None:
+def test_a_job_is_quarantined_until_it_is_further_than_it_was_and_the_second_time_to_its_end() -> None:
     job, was = sample_job(), []
     job.start_attempt("w1")
     job.set_steps_done(1, 4)

@@ -331,12 +331,12 @@ async def test_telling_a_long_queue_where_it_stands_keeps_no_silent_worker_in_th
     await shop.stop()
 
 
-async def test_a_poisonous_job_fails_alone_and_none_of_its_neighbours(shop: Shop) -> None:
-    """A worker that dies whenever the poison has come to its fourth step."""
+async def test_a_poison_pill_fails_alone_and_none_of_its_neighbours(shop: Shop) -> None:
+    """A worker that dies whenever the poison pill has come to its fourth step."""
     worker = shop.worker(seconds=0.1)
     shop.report(worker, seconds=0.1, fixed_s=10.0)  # turns that are nearly free to share: all run together
     jobs = [shop.submit() for _ in range(8)]
-    poison = jobs[3]
+    pill = jobs[3]
     assert len(shop.running(worker)) == 8
     company: list[int] = []
     for _ in range(200):
@@ -345,15 +345,15 @@ async def test_a_poisonous_job_fails_alone_and_none_of_its_neighbours(shop: Shop
         shop.time.now += 0.3
         shop.report(worker, seconds=0.1, fixed_s=10.0)
         await shop.step(worker)
-        if poison.state == image_pb2.JOB_STATE_RUNNING and poison.steps.done >= 4:
+        if pill.state == image_pb2.JOB_STATE_RUNNING and pill.steps.done >= 4:
             company.append(len(shop.running(worker)))
             await shop.kill(worker)
-    assert isinstance(poison.error, Poisoned)
+    assert isinstance(pill.error, Poisoned)
     assert company == [8, 1, 1]
-    assert [job.state for job in jobs if job is not poison] == [image_pb2.JOB_STATE_COMPLETED] * 7
+    assert [job.state for job in jobs if job is not pill] == [image_pb2.JOB_STATE_COMPLETED] * 7
 
 
-async def test_suspects_hold_up_nobody_at_another_worker(shop: Shop) -> None:
+async def test_quarantined_jobs_hold_up_nobody_at_another_worker(shop: Shop) -> None:
     first = shop.worker("w1")
     dies = shop.submit()
     assert dies.worker == "w1"
@@ -402,14 +402,14 @@ async def test_a_fault_while_the_queue_is_looked_after_is_logged_told_and_ends_n
 ) -> None:
     monkeypatch.setattr(periodic, "_TICK_S", 0.005)
     shop.worker()
-    stranger = sample_job(shop.time)
-    shop.queue.add(stranger)  # nobody knows of it, which is a fault of ours
+    unknown = sample_job(shop.time)
+    shop.queue.add(unknown)  # nobody knows of it, which is a fault of ours
     shop.start()
     async with asyncio.timeout(5):
         while shop.periodic.healthy:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.01)
     assert [line.exc_info is not None for line in caplog.records if line.levelname == "ERROR"] == [True] * 3
-    shop.queue.remove(stranger)
+    shop.queue.remove(unknown)
     async with asyncio.timeout(5):
         while shop.fleet.members() or not shop.periodic.healthy:
             shop.time.now += 0.2  # its lease ends, and the faults are long ago

@@ -57,7 +57,7 @@ from tests.support.addon_messages import placements
 
 STEPS = 10
 MOST_JOBS = 6
-MOST_POISON = 2
+MOST_PILLS = 2
 WORKERS = ("w1", "w2")
 SERVERS = ("s1", "s2")
 # Rounds in which everything flows, until everything must have ended: each gives every job some steps.
@@ -308,7 +308,7 @@ class Lifecycle(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()  # a Runner would ask for its signals at every call
         self.wire = self.do(self._open())
         self.jobs: list[Job] = []
-        self.poison: dict[str, int] = {}
+        self.pills: dict[str, int] = {}
         self.blame: Counter[str] = Counter()
         self.ends: dict[str, End] = {}
         self.told: Counter[str] = Counter()
@@ -338,24 +338,24 @@ class Lifecycle(RuleBasedStateMachine):
 
     # What may happen.
 
-    @initialize(both=st.booleans(), poison=st.integers(1, STEPS))
-    def begin(self, both: bool, poison: int) -> None:
-        """Three jobs, one of them poison and one with a ControlNet, and one worker or two."""
+    @initialize(both=st.booleans(), pill=st.integers(1, STEPS))
+    def begin(self, both: bool, pill: int) -> None:
+        """Three jobs, one of them a poison pill and one with a ControlNet, and one worker or two."""
         self.do(self._call(self.wire.serve, SERVERS[0]))
         for name in WORKERS:
             self.do(self._boot(name))
         if not both:
             self.kill(WORKERS[0], noticed=True)
-        for each, controlled in ((None, False), (poison, False), (None, True)):
+        for each, controlled in ((None, False), (pill, False), (None, True)):
             self.submit(each, controlled)
 
-    @rule(poison=st.none() | st.integers(1, STEPS), controlled=st.booleans())
-    def submit(self, poison: int | None, controlled: bool) -> None:
+    @rule(pill=st.none() | st.integers(1, STEPS), controlled=st.booleans())
+    def submit(self, pill: int | None, controlled: bool) -> None:
         if len(self.jobs) == MOST_JOBS or not self.writable:
             return
         job = sample_job(self.wire.time, controlnets=["edges"] if controlled else [])
-        if poison is not None and len(self.poison) < MOST_POISON:
-            self.poison[job.job_id] = poison
+        if pill is not None and len(self.pills) < MOST_PILLS:
+            self.pills[job.job_id] = pill
         self.jobs.append(job)
         self.do(self._call(self.wire.take, job))
 
@@ -492,10 +492,10 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule(place=places, back=st.integers(0, 3), steps=st.integers(1, STEPS - 1))
     def checkpoint(self, place: int, back: int, steps: int) -> None:
-        """A checkpoint comes, perhaps of an earlier attempt; poison is not resumed beyond where it kills."""
+        """A checkpoint comes, perhaps of an earlier attempt; a poison pill is not resumed beyond where it kills."""
         if self.jobs:
             job = self.jobs[place % len(self.jobs)]
-            steps = min(steps, job.steps.done, self.poison.get(job.job_id, STEPS) - 1)
+            steps = min(steps, job.steps.done, self.pills.get(job.job_id, STEPS) - 1)
             job.set_checkpoint(job.number - back, JobCheckpoint(steps_done=steps, data=b"%d" % steps))
 
     @rule(place=places, back=st.integers(1, 5))
@@ -553,14 +553,14 @@ class Lifecycle(RuleBasedStateMachine):
         assert placement._sessions.total() == sum(map(len, placement._given.values()))
 
     @invariant()
-    def suspects_are_alone(self) -> None:
+    def quarantined_jobs_are_exclusive(self) -> None:
         running = [job for job in self.jobs if job.state == image_pb2.JOB_STATE_RUNNING]
         for job in running:
             if job.quarantined and job.number > job.life * (MOST_ATTEMPTS + 1):  # else it was adopted as it stood
                 assert [other for other in running if other.worker == job.worker] == [job]
 
     @invariant()
-    def only_deaths_alone_count_and_two_are_poison(self) -> None:
+    def only_deaths_count_and_two_make_a_poison_pill(self) -> None:
         for job in self.jobs:
             assert job.losses.deaths <= self.blame[job.job_id]
             assert isinstance(job.error, Poisoned) == (job.losses.deaths >= 2)
@@ -597,11 +597,11 @@ class Lifecycle(RuleBasedStateMachine):
     def _check_end(self, job: Job) -> None:
         if job.state == image_pb2.JOB_STATE_CANCELLED:
             return
-        if job.job_id in self.poison or self.blame[job.job_id] >= 2:
+        if job.job_id in self.pills or self.blame[job.job_id] >= 2:
             assert job.state == image_pb2.JOB_STATE_COMPLETED or isinstance(job.error, Poisoned)
         else:
             assert job.state == image_pb2.JOB_STATE_COMPLETED, repr(job.error)
-        if job.job_id in self.poison:
+        if job.job_id in self.pills:
             assert isinstance(job.error, Poisoned)
 
     def _flow(self) -> None:
@@ -659,7 +659,7 @@ class Lifecycle(RuleBasedStateMachine):
                 attempt.fail(NoControlNet("no server", metadata={"servers": ",".join(process.hosts[key])}))
                 continue
             steps = process.engine[key] = process.engine[key] + 1
-            if self.poison.get(key.job_id) == steps:
+            if self.pills.get(key.job_id) == steps:
                 held = process.lose_engine()
                 if len(held) == 1:
                     self.blame[key.job_id] += 1

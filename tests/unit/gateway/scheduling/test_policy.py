@@ -90,34 +90,34 @@ def test_the_worker_that_was_lost_with_a_job_does_not_get_it() -> None:
     assert _pairs([job, other], [_worker("w1")]) == [("j1", "w1")]
 
 
-def _suspects(count: int, *, avoid: str = "") -> list[PendingJob]:
+def _exclusive(count: int, *, avoid: str = "") -> list[PendingJob]:
     return [PendingJob(job_id=f"s{i}", request=_request(), avoid=avoid, exclusive=True) for i in range(count)]
 
 
-def test_a_suspect_takes_an_idle_worker_and_nobody_joins_it() -> None:
-    pending = [*_suspects(2), *_line(2)]
+def test_an_exclusive_job_takes_an_idle_worker_and_nobody_joins_it() -> None:
+    pending = [*_exclusive(2), *_line(2)]
     assert _pairs(pending, [_worker("w1", times=GAINING)]) == [("s0", "w1")]
     assert _pairs(pending, [replace(_worker("w1", _request(20), times=GAINING), exclusive=True)]) == []
 
 
-def test_a_suspect_does_not_join_a_group_nor_one_that_is_finishing() -> None:
-    assert _pairs(_suspects(1), [_worker("w1", _request(1), times=GAINING)]) == []
-    assert _pairs(_suspects(1), [replace(_worker("w1"), finishing=1)]) == []
+def test_an_exclusive_job_does_not_join_a_group_nor_one_that_is_finishing() -> None:
+    assert _pairs(_exclusive(1), [_worker("w1", _request(1), times=GAINING)]) == []
+    assert _pairs(_exclusive(1), [replace(_worker("w1"), finishing=1)]) == []
 
 
-def test_one_worker_is_cleared_for_suspects_and_the_others_go_on() -> None:
+def test_one_worker_is_cleared_for_exclusive_jobs_and_the_others_go_on() -> None:
     busy = [_worker("w1", _request(20), times=GAINING), _worker("w2", _request(2), times=GAINING)]
-    assert _pairs([*_suspects(2), *_line(2)], busy) == [("j0", "w1"), ("j1", "w1")]
+    assert _pairs([*_exclusive(2), *_line(2)], busy) == [("j0", "w1"), ("j1", "w1")]
     alone = [
         _worker("w1", _request(20), times=GAINING),
         replace(_worker("w2", _request(2), times=GAINING), exclusive=True),
     ]
-    assert _pairs([*_suspects(2), *_line(2)], alone) == [("j0", "w1"), ("j1", "w1")]
+    assert _pairs([*_exclusive(2), *_line(2)], alone) == [("j0", "w1"), ("j1", "w1")]
 
 
-def test_no_worker_is_cleared_for_a_suspect_that_must_not_get_it() -> None:
+def test_no_worker_is_cleared_for_an_exclusive_job_that_must_not_get_it() -> None:
     workers = [_worker("w1", _request(20), times=GAINING)]
-    assert _pairs([*_suspects(1, avoid="w1"), *_line(1)], workers) == [("j0", "w1")]
+    assert _pairs([*_exclusive(1, avoid="w1"), *_line(1)], workers) == [("j0", "w1")]
 
 
 def test_an_assignment_says_whether_it_has_the_worker_for_itself() -> None:

@@ -1,4 +1,4 @@
-"""Strangers at a gateway: what its public port does not serve, and joins that take nothing from the members."""
+"""Untrusted clients at a gateway: what its public port does not serve, and joins that take nothing from the members."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ async def _services(address: str) -> set[str]:
 
 
 async def test_the_public_port_serves_no_fleet(house: Running) -> None:
-    stranger = fleet_pb2.Registration(kind=kinds.LORAS, name="s", address="127.0.0.1:9", instance="x" * 16)
+    rogue = fleet_pb2.Registration(kind=kinds.LORAS, name="s", address="127.0.0.1:9", instance="x" * 16)
     async with open_channel(house.address) as channel:
         fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
         for call in (
             lambda: fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5),
-            lambda: fleet.Join(iter([fleet_pb2.JoinRequest(registration=stranger)]), timeout=5),
+            lambda: fleet.Join(iter([fleet_pb2.JoinRequest(registration=rogue)]), timeout=5),
             lambda: fleet.Join(timeout=5),
         ):
             error = await refusal(call)
@@ -89,9 +89,9 @@ async def test_joins_while_a_worker_is_cut_off_for_a_moment_cost_it_nothing(hous
     assert worker.membership is not None
     await worker.membership.stop()
     for number in range(5):
-        stranger = worker.registration()
-        stranger.instance = f"stranger {number:020}"
-        request = fleet_pb2.JoinRequest(registration=stranger)
+        rogue = worker.registration()
+        rogue.instance = f"rogue {number:020}"
+        request = fleet_pb2.JoinRequest(registration=rogue)
         error = await refusal(functools.partial(house.fleet.Join, iter([request])))
         assert isinstance(error, errors.Unavailable)
         assert error.retry_after_s

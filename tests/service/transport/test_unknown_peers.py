@@ -43,7 +43,7 @@ from tests.support.transport_backends import (
 WAYS = (Backend.MEMFD, Backend.TCP)
 # Workers that come back to one server at once.
 _CROWD = 100
-_STRANGERS = 400
+_CROWD = 400
 
 
 @pytest.fixture
@@ -86,9 +86,9 @@ def test_what_is_no_handshake_is_turned_away_and_a_link_goes_on(
     listener: LinkListener, way: Backend, said: bytes
 ) -> None:
     with opened(listener, way) as (near, far):
-        with _dial(listener.offer(), way) as stranger:
-            stranger.sendall(said)
-            assert _hears_nothing_more(stranger)
+        with _dial(listener.offer(), way) as peer:
+            peer.sendall(said)
+            assert _hears_nothing_more(peer)
         check_message(near, far)
 
 
@@ -97,13 +97,13 @@ def test_a_wrong_token_is_refused_and_does_not_use_up_the_right_one(listener: Li
     offer = listener.offer()
     with pytest.raises(AuthFailed):
         connect(replace(offer, token=bytes(32)), patience(), backends=(way,))
-    with _dial(offer, way) as stranger:
+    with _dial(offer, way) as peer:
         request = handshake.handshake_request(offer, way, Direction.CONNECTOR_SENDS, Limits())
-        stranger.sendall(request)
-        assert stranger.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)[4] == Verdict.WELCOME
-        stranger.sendall(bytes(32))
-        assert stranger.recv(10) == bytes([Verdict.REFUSED])
-        assert _hears_nothing_more(stranger)
+        peer.sendall(request)
+        assert peer.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)[4] == Verdict.WELCOME
+        peer.sendall(bytes(32))
+        assert peer.recv(10) == bytes([Verdict.REFUSED])
+        assert _hears_nothing_more(peer)
     with connect(offer, patience(), backends=(way,)) as near, listener.accept(offer, patience()) as far:
         check_message(near, far)
 
@@ -128,22 +128,22 @@ def test_a_recorded_handshake_opens_nothing(listener: LinkListener, way: Backend
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_crowd_of_strangers_is_a_few_lines_in_the_log_and_its_number(
+def test_a_crowd_of_unknown_peers_is_a_few_lines_in_the_log_and_its_number(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, way: Backend
 ) -> None:
     caplog.set_level(logging.INFO)
     with listening(tmp_path) as listener:
         offer = listener.offer()
         began = time.monotonic()
-        for _ in range(_STRANGERS):
-            with _dial(offer, way) as stranger:
-                stranger.sendall(b"\0" * REQUEST_BYTES)
-                assert _hears_nothing_more(stranger)
+        for _ in range(_CROWD):
+            with _dial(offer, way) as peer:
+                peer.sendall(b"\0" * REQUEST_BYTES)
+                assert _hears_nothing_more(peer)
         seconds = time.monotonic() - began
     told = [line for line in caplog.records if line.message == "a connection for a link was refused"]
     more = [line for line in caplog.records if line.message == "more connections for links were refused"]
     assert len(told) <= TOLD_PER_SECOND * (seconds + 2)
-    assert len(told) + sum(line.__dict__["connections"] for line in more) == _STRANGERS
+    assert len(told) + sum(line.__dict__["connections"] for line in more) == _CROWD
     assert {line.__dict__["backend"] for line in told + more} == {way}
 
 
@@ -168,7 +168,7 @@ def test_a_listener_that_does_not_know_the_token_is_found_out(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_silent_strangers_are_few_and_do_not_keep_others_out(listener: LinkListener, way: Backend) -> None:
+def test_silent_peers_are_few_and_do_not_keep_others_out(listener: LinkListener, way: Backend) -> None:
     before = open_descriptors()
     offer = listener.offer()
     with contextlib.ExitStack() as stack:
@@ -195,7 +195,7 @@ def test_a_crowd_that_comes_at_once_gets_in(listener: LinkListener, way: Backend
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_stranger_that_takes_its_time_is_turned_out(listener: LinkListener, way: Backend) -> None:
+def test_a_peer_that_takes_its_time_is_turned_out(listener: LinkListener, way: Backend) -> None:
     with _dial(listener.offer(), way) as slow:
         slow.sendall(b"btg1")
         began = time.monotonic()
