@@ -43,12 +43,12 @@ class SteadyClock:
 
 
 class AwakeClock:
-    """Seconds in which this process could have heard something, for whoever gives others up for their silence.
+    """Seconds in which this process was awake: a clock by which to decide that a peer has been silent for too long.
 
-    While the process itself is stopped (SIGSTOP, a suspended machine, an event loop that is blocked) others may speak,
-    and it does not hear them: such a time counts as one look. One reader at a time.
+    While the process itself is stopped (SIGSTOP, a suspended machine, a blocked event loop) it cannot receive what
+    peers send, so such a time counts as one interval. One reader at a time.
 
-    every_s: how often it is read, or more often. A small part of the silence that is judged by it.
+    every_s: the longest interval between two reads; a small part of the silence that is measured by it.
     """
 
     def __init__(self, every_s: float, *, monotonic: Callable[[], float] = time.monotonic) -> None:

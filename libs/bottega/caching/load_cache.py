@@ -156,7 +156,7 @@ class LoadCache(Generic[ValueT]):
         """By itself, so that nothing is kept of one value while the next one is loaded."""
         try:
             value = self._loader.load(name)
-        except Exception as error:  # noqa: BLE001 - the boundary of a load: its failure is told to those who wait
+        except Exception as error:  # noqa: BLE001 - the boundary of a load: those that wait get its error
             self._on_failed(name, error)
         else:
             self._on_loaded(name, value)

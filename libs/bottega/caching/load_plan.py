@@ -155,7 +155,7 @@ class LoadPlan:
         self.counts.loads += 1
 
     def failed(self, name: str) -> None:
-        """The load has failed: it is tried again only for those who ask anew, so the caller releases its claims."""
+        """The load has failed: it is tried again only for a new request, so the caller releases its claims."""
         del self._present[name]
         self._known[name].broken = True
         self._loading = None

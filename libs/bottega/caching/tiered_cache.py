@@ -1,11 +1,11 @@
 """Files read through two tiers: host memory within a budget, over the disk.
 
-What is in memory lies in files without a name (memfd), sealed once they are loaded: other processes of this host are
-given those themselves, and whoever has one can only read it. Where the cache lets one go that others have, its pages
-are theirs from then on, and in their budgets. Loads run in parallel, one for each file. What finds no room in memory,
-because all that is there is pinned or leased, is read from the disk; a file of the disk is given to nobody, for who
-shortens it would end those who read it. What is pinned is loaded as soon as there is room. Keys are SHA-256, by which
-a file is checked when it is loaded for the first time.
+The memory tier consists of files without a name (memfd), sealed once they are loaded: other processes of this host
+get the same files, and can only read them. When the cache drops a file that other processes have, its pages count in
+their budgets from then on. Loads run in parallel, one for each file. A file for which there is no room in memory,
+because all of it is pinned or leased, is read from the disk. Files of the disk are never given to other processes: a
+process that reads one ends when somebody shortens it. Pinned files are loaded as soon as there is room. Keys are
+SHA-256, by which a file is checked when it is loaded for the first time.
 """
 
 from __future__ import annotations
@@ -153,14 +153,14 @@ class TieredCache:
         try:
             size_bytes = self._path(digest).stat().st_size
         except OSError:
-            return None  # whoever reads it from the disk says why
+            return None  # reading it from the disk raises why
         gone = self._memory.make_room(size_bytes)
         if gone is None:
             return None
         self.counts.evictions += gone
         try:
             descriptor = new_file(self._what.lower())
-        except OSError as error:  # no descriptor is left, most likely: whoever reads it from the disk says so
+        except OSError as error:  # no descriptor is left, most likely: reading it from the disk raises that
             _log.warning("a %s cannot be had in memory", self._what, extra={"digest": digest, "why": error.strerror})
             return None
         entry = CacheEntry(descriptor=descriptor, size_bytes=size_bytes, awaits_fetch=awaits_fetch)

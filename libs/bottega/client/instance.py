@@ -184,7 +184,7 @@ class StateFolder:
         return lock
 
     def _lock_alone(self, file: IO[str]) -> None:
-        # Whoever asks is_held() holds a shared lock for an instant: that is no instance.
+        # A call of is_held() holds a shared lock for an instant: that is no instance.
         for last in (False, False, False, True):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
 """Every error that Bottega raises on purpose, as one tree.
 
-A class fixes its status code and its reason; whoever raises it adds the message and the facts. Services raise
+A class fixes its status code and its reason; the code that raises it adds the message and the facts. Services raise
 these classes, and the client raises the same ones on its side of the wire; bottega.rpc translates between the two.
 Each file has the errors of one subject.
 

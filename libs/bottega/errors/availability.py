@@ -39,12 +39,12 @@ class StorageUnavailable(Unavailable, reason=error_pb2.ERROR_REASON_STORAGE_UNAV
 
 
 class TooManyOpenFiles(StorageUnavailable, reason=error_pb2.ERROR_REASON_TOO_MANY_OPEN_FILES):
-    """The service, or its machine, has as many files and sockets open as it may; the message says what to raise.
+    """The service, or its machine, has the most files and sockets open that it may; the message says what to raise.
 
-    Nothing is wrong with the disk, but nothing can be stored or read meanwhile either: whoever waits for a disk waits
-    for this as well. metadata["cause"] is EMFILE or ENFILE, metadata["limit"] that of the service.
+    Nothing is wrong with the disk, but nothing can be stored or read meanwhile: callers that retry when a disk is
+    unavailable should retry here as well. metadata["cause"] is EMFILE or ENFILE, metadata["limit"] that of the service.
     """
 
 
 class DataLoss(BottegaError, code=Code.DATA_LOSS, reason=error_pb2.ERROR_REASON_DATA_LOSS):
-    """What was stored is damaged: it is never answered with. Asking again does not help; an operator has to."""
+    """What was stored is damaged, and is never returned. A retry does not help; an operator has to."""

@@ -1,6 +1,6 @@
 """What a worker's engine and a LoRA store say to each other over a link: each message as tensors.
 
-The first tensor of a message has the name of its kind, and is a number. Who receives one checks it here, from a copy,
+The first tensor of a message has the name of its kind, and is a number. The receiver checks it here, from a copy,
 before anything is done with it; what breaks a rule raises ValueError.
 
     worker -> store    fetch: the LoRA of a digest          whole, or lora and its pieces in order, or refused

@@ -1,4 +1,4 @@
-"""What a service says of itself to whoever starts and watches it: `bottega up`, its supervisor, doctor and systemd."""
+"""What a service declares for `bottega up`, its supervisor, doctor and systemd, which start and watch it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class ChildProcess:
         """
         with open_files.translated():
             ours, theirs = open_pair()
-        # Under a limit on the size of files, cached bytecode would be cut off, and break whoever imports it next.
+        # Under a limit on the size of files, cached bytecode would be cut off, and break the next import of it.
         python = [sys.executable, "-B"] if confined else [sys.executable]
         command = [*python, "-m", *_CONFINED[confined], module, "--fd", str(theirs.fileno()), *arguments]
         inherited = {name: value for name, value in os.environ.items() if not confined or name in _NEEDED}
@@ -125,4 +125,4 @@ def _limit(pid: int, limits: Mapping[int, int]) -> None:
         for kind, value in limits.items():
             resource.prlimit(pid, kind, (value, value))
     except ProcessLookupError:
-        return  # already dead; whoever waits for it is told
+        return  # already dead; those that wait for it get the error

@@ -46,7 +46,7 @@ Event_contra = TypeVar("Event_contra", contravariant=True)
 
 
 class EngineListener(Protocol[Ready_contra, Event_contra]):
-    """Who is told what the engine says."""
+    """The interface for messages of the engine."""
 
     async def on_engine_ready(self, ready: Ready_contra) -> None:
         """The engine takes commands from now on."""

@@ -40,8 +40,8 @@ _PIECE_BYTES = 16 * 2**20
 # Objects made, and not yet gone, until the collector looks at them; Python's own is 700. A call makes dozens that go by
 # themselves when it ends: with hundreds of calls at once it looked in vain, for a tenth of the CPU time of each.
 _YOUNG_OBJECTS = 10_000
-# At rest is who has used less than this share of a core for so long: whoever sends an image every few seconds is not to
-# wait for fresh pages each time.
+# A process is at rest when it has used less than this share of a core for so long: a caller that sends an image every
+# few seconds must not wait for fresh pages each time.
 _AT_REST = 0.1
 _REST_S = 5.0
 _WORTH_BYTES = 2**20

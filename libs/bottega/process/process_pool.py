@@ -25,7 +25,7 @@ _PACE_CALLS = 16
 _MIN_RETRY_S = 0.5
 # A caller that comes back after this share of the queue has gone finds room beside the others who wait.
 _RETRY_SHARE = 0.1
-# Longest time that is asked for, over the shortest: who was refused together shall not come back together.
+# Longest time that is asked for, over the shortest: callers that were refused together should not come back together.
 _SPREAD = 1.5
 
 

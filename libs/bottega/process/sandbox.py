@@ -1,8 +1,9 @@
 """`python -m bottega.process.sandbox [--writes] MODULE ARGUMENTS` becomes MODULE, with less than its user may do.
 
-Processes that open untrusted files run in it (`ChildProcess.start(confined=True)`): whoever takes over a decoder finds
-no network, no way to start programs, and no files to write. Everything here is as far as the machine lets an ordinary
-user: what it refuses is left out, and the module runs all the same; `sandbox_status.found` says what is in force.
+Processes that open untrusted files run in it (`ChildProcess.start(confined=True)`): an attacker that takes over a
+decoder finds no network, no way to start programs, and no files to write. Everything here is as far as the machine lets
+an ordinary user: what it refuses is left out, and the module runs all the same; `sandbox_status.found` says what is in
+force.
 
 --writes: the module may write to files, as its user may.
 """

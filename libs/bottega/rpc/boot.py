@@ -118,7 +118,7 @@ async def _run(hooks: ServiceHooks, *, stop_with_stdin: bool) -> None:
 
 
 def _stop_signal(stop_with_stdin: bool) -> asyncio.Event:
-    """Set by SIGTERM and SIGINT, and by the end of stdin where that is a signal too: whoever held it has gone."""
+    """Set by SIGTERM and SIGINT, and by the end of stdin where that is a signal too: its holder has ended."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -87,7 +87,7 @@ class ConnectionGuard:
             self._ended, self._logged_at = 0, time.monotonic()
 
     def _too_many(self, found: Collection[InboundConnection], busy: Collection[str]) -> Iterable[InboundConnection]:
-        """Those to end. Which of a host's is left to chance: nobody can tell who came first, or means well."""
+        """Those to end. Which of a host's is left to chance: nothing tells which came first, or which is harmless."""
         by_host: dict[str, list[InboundConnection]] = defaultdict(list)
         for connection in found:
             by_host[connection.host].append(connection)

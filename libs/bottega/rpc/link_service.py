@@ -32,7 +32,7 @@ class LinkOpener(Protocol):
     name: str
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """An offer. caller: host of whoever asks. Raises BottegaError where there is none."""
+        """An offer. caller: host of the worker. Raises BottegaError where there is none."""
         ...
 
 

@@ -40,7 +40,7 @@ class ProcessLock:
         self._descriptor: int | None = None
 
     def take(self) -> None:
-        """Returns at once. Harmless for whoever has it. Raises HeldElsewhere, OSError."""
+        """Returns at once. Harmless where this process has it. Raises HeldElsewhere, OSError."""
         if self._descriptor is not None:
             return
         made = 0 if self._path.is_dir() else os.O_CREAT

@@ -1,4 +1,4 @@
-"""Work of an event loop that is done to its end, whoever is cancelled meanwhile."""
+"""Work of an event loop that is done to its end even if the task that waits for it is cancelled."""
 
 from __future__ import annotations
 

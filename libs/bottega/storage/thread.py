@@ -29,8 +29,8 @@ _MAX_WAITING = 1024
 class StorageTask:
     """Something to do, and how it ended. size_bytes: about what it writes. outcome: belongs to the event loop.
 
-    Whoever serves it says `result` or `error`, as often as it likes: the last word counts, and is told when the whole
-    group was served.
+    The thread that serves it sets `result` or `error`; the last value counts, and is passed on when the whole group was
+    served.
     """
 
     do: Callable[[], Any]
@@ -85,7 +85,7 @@ class StorageThread:
         self._serve = serve
         self._max_group = max_group
         self._max_group_bytes = max_group_bytes
-        # Tasks come from the event loop alone, so that whoever looks at the length before adding to it keeps the bound.
+        # Tasks come from the event loop alone, so that checking the length before adding keeps the bound.
         self._queue: queue.SimpleQueue[StorageTask | None] = queue.SimpleQueue()
         self._max_waiting = max_waiting
         # A daemon, because nothing else lets a process end while its disk hangs.
@@ -169,7 +169,7 @@ class StorageThread:
 
 
 def _tell(group: Sequence[StorageTask]) -> None:
-    """Tells all who wait for the group at once: a word to another thread costs as much as a small piece of work."""
+    """Completes all futures of the group at once: waking another thread costs as much as a small piece of work."""
 
     def tell() -> None:
         for work in group:

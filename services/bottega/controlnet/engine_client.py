@@ -69,7 +69,7 @@ class ControlNetEngineClient(
         return answer.controlnet
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """Offers a worker a link. caller: host of whoever asks.
+        """Offers a worker a link. caller: host of the worker.
 
         Raises what the engine refuses it with, Unavailable when there is no engine.
         """

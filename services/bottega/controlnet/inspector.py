@@ -1,7 +1,7 @@
 """Has a ControlNet that a caller adds checked in a process with limits, before the engine is told of it.
 
-The process stays for a while, for who adds several: its libraries take seconds to import. Opens no stranger's file
-itself.
+The process stays for a while, for a caller that adds several: its libraries take seconds to import. Opens no untrusted
+file itself.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class ControlNetServer:
         await self._first_hosting
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """A link's offer for a worker. caller: host of whoever asks.
+        """A link's offer for a worker. caller: host of the worker.
 
         Raises Draining, Unavailable, and what the engine refuses it with.
         """

@@ -126,7 +126,7 @@ class ControlNetWorkerLink(LinkHandler):
             self._connection.send(refusal(error, lease=opening.lease))
             return
         self._leases[opening.lease] = _SessionLease(opening=opening, controlnets=nets)
-        # Called by whoever loads, under its lock: what is to be done is done by the thread that sends.
+        # Called by the thread that loads, under its lock: the work is done by the thread that sends.
         nets.values.add_done_callback(lambda _: self._connection.post(lambda link: self._opened(link, opening.lease)))
 
     def _check(self, opening: Opening) -> None:

@@ -1,6 +1,6 @@
 """What may still be written to the store's disk: within its own budget, and beside what stays free for others.
 
-Whoever is going to write reserves the room first. Any thread may call it.
+Room is reserved before writing. Any thread may call it.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class QuarantineFolder:
 
 
 def _description(path: Path) -> CatalogueRecord | None:
-    """None for a damaged one: whoever brings it back is told what is not known."""
+    """None for a damaged one: restoring it says what is not known."""
     try:
         return sidecar_files.read(path)
     except DataLoss:

@@ -41,7 +41,7 @@ class RestoredLora:
 
 
 class LoraRecovery:
-    """bases: by name, the folders of base models. write_lock: held by whoever changes files and catalogue together."""
+    """bases: by name, the folders of base models. write_lock: held while files and catalogue are changed together."""
 
     def __init__(
         self, *, bases: Mapping[str, Path], catalogue: LoraCatalogue, files: LoraFolder, write_lock: asyncio.Lock
@@ -50,7 +50,7 @@ class LoraRecovery:
         self._catalogue = catalogue
         self._files = files
         self._write_lock = write_lock
-        # Of what reads whole files, one at a time: whoever asks a hundred times does not take the store's threads.
+        # Of what reads whole files, one at a time: a hundred requests for it must not take all of the store's threads.
         self._restoring = asyncio.Lock()
         self._look_again_at = 0.0
 

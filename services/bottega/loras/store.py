@@ -212,7 +212,7 @@ class LoraStore:
         return restored
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """A link's offer for a worker. caller: host of whoever asks. Raises Draining, LinksFull, InvalidRequest."""
+        """A link's offer for a worker. caller: host of the worker. Raises Draining, LinksFull, InvalidRequest."""
         if self._draining:
             raise Draining("the LoRA store is stopping")
         return offer_to_wire(self._links.offer(request.worker, request.link_id, caller=caller))

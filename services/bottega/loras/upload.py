@@ -24,7 +24,7 @@ _IDLE_S = 30.0
 
 
 def _ignore() -> None:
-    """For those who need not look."""
+    """Ignores progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,8 @@ def _check_parts(upload: Upload) -> Iterator[Violation]:
 
 
 class _Incoming:
-    """The chunks of an upload, as long as it does not lie idle: whoever sends nothing, empty chunks or single bytes
-    keeps its room on the disk from others."""
+    """The chunks of an upload, as long as it does not lie idle: a caller that sends nothing, empty chunks or single
+    bytes keeps room on the disk from others."""
 
     def __init__(self, chunks: AsyncIterator[bytes], idle_s: float) -> None:
         self._chunks = chunks

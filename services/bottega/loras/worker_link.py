@@ -91,7 +91,7 @@ class LoraWorkerLink(LinkHandler):
             if len(self._waiting) >= _MOST_WAITING:
                 raise ValueError(f"a worker waits for at most {_MOST_WAITING} LoRAs")
             self._waiting.add(number)
-        # Called by whoever loads: what is to be sent is sent by the thread that sends.
+        # Called by the thread that loads: sending is left to the thread that sends.
         self._cache.borrow(digest).add_done_callback(lambda asked: self._loaded(number, asked))
 
     def _cancel(self, number: int) -> None:

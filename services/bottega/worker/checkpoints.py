@@ -1,4 +1,4 @@
-"""The newest checkpoint of every attempt, for whoever watches; a newer one replaces an unsent older one.
+"""The newest checkpoint of every attempt, for its watchers; a newer one replaces an unsent older one.
 
 This module does not look into checkpoints.
 """

@@ -55,7 +55,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         return event.ready if event.HasField("ready") else None
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """Offers another worker a link. caller: host of whoever asks.
+        """Offers another worker a link. caller: host of the worker.
 
         Raises what the engine refuses it with, Unavailable when there is no engine.
         """

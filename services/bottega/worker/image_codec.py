@@ -67,7 +67,7 @@ class ImageCodec:
 def inscription(spec: GenerationSpec, index: int) -> Mapping[str, str]:
     """The text of image `index`: the spec that draws it alone, as JSON, and a line for people.
 
-    Nothing of the run is in it (worker, times, attempts): whoever draws the spec again gets the same bytes.
+    Nothing of the run is in it (worker, times, attempts): drawing the spec again gives the same bytes.
     spec: without its input images.
     """
     single = GenerationSpec()

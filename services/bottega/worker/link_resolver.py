@@ -75,6 +75,6 @@ class LinkResolver:
 
 
 def _typed(failure: grpc.aio.AioRpcError) -> BottegaError:
-    """What gRPC itself says of a call names hosts, and what becomes of this goes as far as those who want pictures."""
+    """gRPC's own texts name hosts, and this error may reach callers of the gateway."""
     error = from_rpc_error(failure)
     return error if was_answered(failure) else type(error)(f"the call for a link failed: {failure.code().name}")

@@ -1,6 +1,6 @@
 """What a worker makes of a RunAttemptRequest: an order that the engine can surely draw, or a refusal.
 
-Whoever calls need not be a gateway that has checked everything. Whether an order is for this worker's
+The caller need not be a gateway that has checked everything. Whether an order is for this worker's
 model the worker says; what depends on the model itself (its limits, the multiple of its sizes)
 the engine refuses.
 """

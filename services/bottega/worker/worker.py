@@ -143,7 +143,7 @@ class Worker:
         return self.attempts.find(key) is not None
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
-        """A link's offer for the other worker of the pair. caller: host of whoever asks.
+        """A link's offer for the other worker of the pair. caller: host of the worker.
 
         Raises ModelMismatch where the two have different models; Unavailable where this one has no peer, has no engine
         yet or follows another worker; LinksFull.
@@ -261,7 +261,7 @@ class Worker:
             runner.fail(WorkerLost(f"the worker's engine was lost: {why}", metadata=facts))
 
     def _check_model(self, spec: GenerationSpec) -> None:
-        """Whoever asks for one model must not get the picture of another. Absent is the only one that there is."""
+        """A request for one model must not get the picture of another. Absent means the only one that there is."""
         served = self._model_name
         if served is not None and spec.HasField("model") and spec.model != served:
             raise ModelNotFound(f"no such model; served: {served}", metadata={"served": served})

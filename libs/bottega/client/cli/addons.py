@@ -33,7 +33,7 @@ class GenerationPart:
     options: click's decorators. stage: as the provenance calls what a picture waited for it, before it was denoised.
     describe: lines about a picture that was drawn.
     merge: puts what was given (and removes it there) into the options, which are those of an earlier picture with
-    --like. rename: calls what is wrong with a request as the person who asks calls it.
+    --like. rename: names what is wrong with a request by the options of the command line.
     """
 
     options: tuple[Callable[[Any], Any], ...]

@@ -67,7 +67,7 @@ class _Iteration(Generic[T]):
             self._next_task = None
 
     async def close(self) -> None:
-        """Whoever was interrupted may have left before the asking had: a generator that runs cannot be closed."""
+        """A caller that was interrupted may return before its call does: a generator that runs cannot be closed."""
         if self._next_task is not None:
             if not self._next_task.cancelling():
                 self._next_task.cancel()

@@ -46,7 +46,7 @@ class SuiteOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """One process to keep running. Its stdin ends when whoever keeps it dies, and then it should end too.
+    """One process to keep running. Its stdin ends when its supervisor dies, and then it should end too.
 
     environment: what differs from our own.
     """
@@ -120,7 +120,7 @@ def _ports(port: int) -> tuple[int, int, int]:
     try:
         with (
             socket.create_server(("127.0.0.1", port)) as first,
-            # Whoever takes any port may well be given the neighbour of one that somebody else has.
+            # A free port that the system gives may well be the neighbour of one that is in use.
             socket.create_server(("127.0.0.1", port and port + 1)) as second,
             socket.create_server(("127.0.0.1", port and port + 2)) as third,
         ):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# A gateway that is there answers in milliseconds; nobody who leaves wants to wait for one that is not.
+# A gateway that is there answers in milliseconds; a process that exits should not wait for one that is not.
 _CANCEL_S = 3.0
 
 

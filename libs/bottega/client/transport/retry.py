@@ -102,7 +102,7 @@ class Backoff:
         self._tries += 1
         wait_s = self._draw(longest_s / 2, longest_s)
         if error.retry_after_s is not None:
-            # The jitter goes on top: all who were told the same number must not come back at once.
+            # The jitter goes on top: callers that were told the same number must not come back at once.
             wait_s += error.retry_after_s
         self._reached |= type(error) is not Unavailable  # a reason is only given by a gateway that is there
         patience_s = self._policy.patience_s if self._reached else min(self._policy.patience_s, self._policy.reach_s)

@@ -40,7 +40,7 @@ _KINDS = {
     FieldDescriptor.CPPTYPE_DOUBLE: "a number",
     FieldDescriptor.CPPTYPE_STRING: "text",
 }
-# Of a value that is repeated to whoever gave it.
+# Of a value that an error repeats to the caller that gave it.
 _MOST_LETTERS = 60
 
 SIZE_LIMIT = "max_message_mib"
@@ -115,7 +115,7 @@ def as_list(values: object, *, name: str, what: str) -> list[Any]:
 
 
 def describe(value: object) -> str:
-    """A value as it is repeated to whoever gave it: never long, and never in another's words."""
+    """A value as an error repeats it to the caller that gave it: never long, and never in other words."""
     if isinstance(value, datetime):
         return value.isoformat()
     try:

@@ -1,6 +1,6 @@
 """ControlNets as an add-on of the engine: a job's sessions are begun when its prompt is encoded, and end with it.
 
-It knows the job's spec and whoever holds sessions; residuals are added by the forward.
+A provider holds the sessions; the forward adds the residuals.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class JobControlNets(JobAddOn):
         )
 
     def update(self, now_s: float) -> None:
-        """A job begins when its sessions are open. One whose server died in a step that needs it waits again: whoever
-        goes on with it may have to load it first, and nobody else shall wait for that.
+        """A job begins when its sessions are open. A job whose server died in a step that needs it waits again: the
+        next server may have to load the ControlNet first, and other jobs must not wait for that.
         """
         if self._opened():
             if self._waiting_since_s is not None:

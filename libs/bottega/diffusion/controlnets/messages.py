@@ -1,6 +1,6 @@
 """What a worker's engine and a ControlNet server's say to each other over a link: each message as tensors.
 
-The first tensor of a message has the name of its kind. Who receives one checks it here, from a copy, before anything is
+The first tensor of a message has the name of its kind. The receiver checks it here, from a copy, before anything is
 done with it; what breaks a rule raises ValueError. Sessions go by number.
 
     worker -> server    open: begins the sessions of one request (a lease)    opened, or refused

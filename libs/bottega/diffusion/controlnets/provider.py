@@ -1,4 +1,4 @@
-"""A request's ControlNets as the engine sees them: what a session takes, who holds sessions, and what came of one."""
+"""A request's ControlNets as the engine sees them: what a session needs, what holds sessions, and the result of one."""
 
 from __future__ import annotations
 

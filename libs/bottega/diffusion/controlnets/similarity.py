@@ -1,6 +1,6 @@
 """How much the residuals of ControlNets change from step to step, measured where forwards take them.
 
-Wraps whoever holds sessions; those of controls that ask for nothing pass through untouched.
+It wraps a provider of ControlNets; sessions whose staleness is not asked for pass through unchanged.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from bottega.diffusion.model.backbone import Activations, Backbone, Inputs
 from bottega.diffusion.rows import Row
 from bottega.errors import Unavailable
 
-# How long a forward waits for residuals when nobody in it could go on without waiting: for a server that is busy, or
-# slow. One that is dead or computes nothing is noticed sooner, by whoever is linked to it. Below the time without a
-# turn after which an engine itself is taken for hung (stall_s).
+# How long a forward waits for residuals when none of its rows can go on without them: for a server that is busy or
+# slow. One that is dead or computes nothing is noticed sooner, over its link. Below stall_s, the time without a turn
+# after which an engine counts as hung.
 RESIDUAL_TIMEOUT_S = 90.0
 # How long it waits at a later block for rows whose first residuals were in time: they are on their way, or their
 # ControlNet has died, and the others should not pay for that with more than a turn or two.

@@ -34,7 +34,8 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveControl:
-    """A ControlNet of a request. handle: of whoever provides its residuals. [first, last): the steps it is active in.
+    """A ControlNet of a request. handle: of its session with the provider of residuals. [first, last): the steps it is
+    active in.
 
     halves: those that it controls.
     """

@@ -1,6 +1,6 @@
 """What the engines of a pair say to each other over a link: each message as tensors.
 
-The first tensor of a message has the name of its kind. Who receives one checks it here, from a copy, before anything is
+The first tensor of a message has the name of its kind. The receiver checks it here, from a copy, before anything is
 done with it; what breaks a rule raises ValueError. Jobs go by number.
 
     leader -> follower    job: its conditions and control images           ready, or refused: with ControlNets or LoRAs,

@@ -1,7 +1,7 @@
 """Latent parallelism: one forward of a group, with some of its rows computed by the other worker of the pair.
 
-The leader decides, keeps latents, samplers and generators, and has the last word: rows that do not come back it
-computes itself in the same turn, so that the follower's death costs time and nothing else.
+The leader decides, and keeps latents, samplers and generators. Rows that do not come back are computed here in the same
+turn, so that the follower's death costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PairPrediction(Prediction):
 
 
 class Pair:
-    """predict: a forward here. times: of those, kept by whoever runs them. heartbeat: beats while it waits.
+    """predict: a forward here. times: of those, kept by their runner. heartbeat: beats while it waits.
 
     backlog: requests that wait elsewhere for a worker.
     """

@@ -118,7 +118,7 @@ class RemoteJobs:
 
     def changed_statuses(self) -> list[RemoteJobStatus]:
         """What has changed since the last call: ControlNets and LoRAs have come, or never will, or a ControlNet's
-        server was lost, and whoever goes on with it has to begin first.
+        server was lost, and the next one has to begin first.
         """
         news: list[RemoteJobStatus] = []
         for number, admitted in list(self._admitted.items()):

@@ -1,7 +1,7 @@
 """Limits of calls: how many of a kind a service has in its hands at once, and how many of them one caller may have.
 
-Nobody who asks for many takes the room of those who ask for few: the more places are taken, the fewer one host may
-have, so that there are always some for another host.
+A host with many calls does not take the room of hosts with few: the more places are taken, the fewer one host may have,
+so that there are always some for another host.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from bottega.errors import QueueFull
 from bottega.rpc.peers import Peer
 
-# Most requests are dealt with in less; and those who were refused together shall not come back together.
+# Most requests are dealt with in less; and callers that were refused together should not come back together.
 _RETRY_S = (0.5, 1.5)
 
 
 def fair_room(*, free: float, held: int, share: float) -> float:
     """How many more places a peer may take that holds `held`, while `free` are free; not more than 0 when none.
 
-    share: in (0, 1]; alone a peer may have that part of all. The room of each falls with what is free, so that whoever
-    comes last still finds some; 1 lets everybody have all.
+    share: in (0, 1]; the part of all places that a peer may have when it is the only one. The room of each falls with
+    what is free, so that the last one still finds some; 1 lets each have all.
     Source: Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet switches, 1998.
     """
     return share * free - (1 - share) * held

@@ -1,6 +1,7 @@
-"""Who waits for room, in fair turns: one host after the other, and of each one connection after the other.
+"""A queue of calls that wait for room, served in fair turns: one host after the other, and of each host one connection
+after the other.
 
-So whoever has a thousand calls waiting holds up nobody else by more than one of them.
+So a host with a thousand waiting calls delays another one by one call at most.
 """
 
 from __future__ import annotations

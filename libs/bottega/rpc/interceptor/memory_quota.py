@@ -59,7 +59,7 @@ class MemoryQuota:
         self._coming: dict[asyncio.Timeout, float] = {}
 
     async def reserve(self, peer: Peer) -> QuotaShare:
-        """Room for one message of a caller; those who wait for it have it in fair turns.
+        """Room for one message of a caller; callers that wait for it get it in fair turns.
 
         Raises QueueFull, with the time after which to ask again, when there is none soon.
         """
@@ -106,7 +106,7 @@ class MemoryQuota:
             raise full("as many requests are taken in as there is memory for", limit="max_requests_mib")
 
     def _shorten_waits(self) -> None:
-        """Somebody waits: whoever sends slowly is not waited for any longer."""
+        """A caller waits for room: calls that send slowly are ended."""
         now = asyncio.get_running_loop().time()
         for scope, began in self._coming.items():
             ends = scope.when()

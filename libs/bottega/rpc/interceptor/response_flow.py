@@ -38,7 +38,7 @@ class ResponseFlowControl:
         self._unread: dict[asyncio.Timeout, float] = {}
 
     def shorten_waits(self) -> None:
-        """Somebody is refused: whoever does not read is not waited for much longer."""
+        """A caller was refused for want of room: calls that do not read are ended soon."""
         now = asyncio.get_running_loop().time()
         for scope, began in self._unread.items():
             ends = scope.when()

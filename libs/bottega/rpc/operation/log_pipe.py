@@ -1,4 +1,4 @@
-"""Writes lines to a descriptor, mostly stderr, without ever waiting for whoever reads it.
+"""Writes lines to a descriptor, mostly stderr, without ever waiting for its reader.
 
 A line is written at once while there is room: it costs what a blocking write costs, and a crash right after it loses
 nothing. While the reader does not read (`bottega up` after Ctrl-Z, a terminal after Ctrl-S), lines wait in a bounded

@@ -1,4 +1,4 @@
-"""A small HTTP server for those who scrape metrics: nobody who asks slowly, or never, is in another's way.
+"""A small HTTP server for scraping metrics, in which no slow or silent client delays another one.
 
 One thread serves all. A request is handed to the WSGI application only when it is whole; until then it is a connection
 that may be open for so long, and of which there may be so many, the oldest making room for the newest.

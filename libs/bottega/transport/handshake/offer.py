@@ -1,6 +1,6 @@
 """An offer to open a link, and what became of it. They travel by gRPC; a link's bytes never do.
 
-The token is a secret: whoever has the offer may open the link, once, before it expires. It is not printed.
+The token is a secret: a process that has the offer may open the link, once, before it expires. It is not printed.
 """
 
 from __future__ import annotations

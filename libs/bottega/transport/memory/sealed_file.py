@@ -1,8 +1,8 @@
-"""Files that a message may carry between processes of one host: memory without a name that both ends look at.
+"""Files that a message may carry between processes of one host: memory without a name that both ends read.
 
-Only sealed memory is taken in, and all of it sealed: nobody who has it, its sender included, can write, shorten or
-punch it any more. So what was checked once stays as it was checked, with no copy of it, and reading it never faults; a
-plain file's reader ends by SIGBUS when somebody shortens the file.
+Only fully sealed memory is accepted: no process that has it, its sender included, can write, shorten or punch it any
+more. So what was checked once stays as it was checked, without a copy, and reading it never faults; the reader of a
+plain file ends by SIGBUS when somebody shortens the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedFile:
-    """A file to send. Whoever made it closes the descriptor, at any time: what was sent stays with its receiver."""
+    """A file to send. Its maker closes the descriptor, at any time: what was sent stays with the receiver."""
 
     descriptor: int
     size_bytes: int

@@ -135,7 +135,8 @@ class AddOn:
         return False
 
     def back_off(self, job: Job, error: BottegaError) -> bool:
-        """Whether an attempt was returned because of this add-on; then whoever caused it gets nothing for a moment."""
+        """Whether an attempt was returned because of this add-on; then the service that caused it gets nothing for a
+        moment."""
         return False
 
     # The gateway starts and stops; services come and go.

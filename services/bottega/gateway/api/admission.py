@@ -157,7 +157,7 @@ class Admission:
         return True
 
     async def _new_job(self, received: _Received, before: Job | None) -> Job:
-        """before: the job of the same request that it replaces: whoever repeats a request wants the same image."""
+        """before: the job of the same request that it replaces; a repeated request gets the same image."""
         command = received.command
         spec = command.spec
         checked = await self._check(received, before)
@@ -274,7 +274,8 @@ class Admission:
         except ModelNotFound as error:
             return _not_served(required, error) if required else error.with_traceback(None)
         except BottegaError as error:
-            # Who keeps the error must not keep these frames by it: they hold the request, of many MiB perhaps.
+            # A caller that keeps the error must not keep these frames with it: they hold the request, of many MiB
+            # perhaps.
             return error.with_traceback(None)
 
     def _refuse_if_draining(self) -> None:

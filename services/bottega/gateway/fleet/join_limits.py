@@ -58,8 +58,8 @@ class JoinLimits:
     def check_rate(self, *, peer: str, host: str, name: str) -> None:
         """A service that is no member joins: peer is its connection. Raises QueueFull with the time to come again.
 
-        Whoever asks too often over one connection takes nothing from the others of its host, and a host takes nothing
-        from the same name at another one.
+        Too many joins over one connection do not count against other connections of its host, nor joins of a host
+        against the same name at another host.
         """
         asked = (
             (self._connections, peer, "over one connection"),
@@ -75,7 +75,7 @@ class JoinLimits:
                     metadata={"limit": f"fleet.{limit}"},
                     retry_after_s=wait_s,
                 )
-        for rates, key, _ in asked:  # only now: who is refused takes nothing
+        for rates, key, _ in asked:  # only now: a refused join does not count
             rates.take(key)
 
     def check_room(self, host: str, hosts: Iterable[str], *, known: bool) -> None:

@@ -25,7 +25,7 @@ from bottega.v1 import fleet_pb2, image_pb2
 _RETRY_AFTER_S = 3.0
 # Between two jobs, or sessions, that a service does not take: one report of its load.
 _BACK_OFF_S = 0.5
-# After a lease, when whoever waits for its name should come again.
+# After a lease, when a service that waits for its name should join again.
 _AFTER_LEASE_S = 0.05
 
 _log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class Fleet:
         member.wake = asyncio.Event()
 
     def _check_name(self, member: Member, now: float) -> None:
-        """Whoever comes under the name of another process waits until that one is known to be dead.
+        """A service that joins under the name of another process waits until that one is known to be dead.
 
         Else two services of one name would push each other out for ever, and anybody could end a member's attempts.
         """

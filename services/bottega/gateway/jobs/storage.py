@@ -175,7 +175,7 @@ class Storage:
             self._room_bytes += size_bytes
 
     async def _open(self) -> None:
-        """Images first: who has their folder has the jobs, too, and a life of the gateway begins only for that one."""
+        """Opens images first: only the process that has their folder has the jobs, and starts a new generation."""
         try:
             await self.images.open()
         except (StorageUnavailable, DataLoss):

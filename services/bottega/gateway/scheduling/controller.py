@@ -102,7 +102,7 @@ class JobController:
             self._deadlines.watch(job, self._pass_deadline)
             if job.state == JOB_STATE_QUEUED:
                 self.queue.add(job)
-                # Whoever follows it sees its place at once; the estimates of all follow within a second.
+                # Its watchers see its place at once; the estimates of all follow within a second.
                 place = len(self.queue.line(job.bare.model)) - 1
                 job.set_queue_position(QueuePosition(place=place, estimate_s=None))
         self._recovery.hold(running)
@@ -121,10 +121,10 @@ class JobController:
             addon.start(self._jobs.live)
 
     async def drain(self) -> None:
-        """Takes no new jobs and returns when those that run have ended; the others are for a later life.
+        """Admits no new jobs and returns when those that run have ended; the others stay for the next start.
 
-        Whoever follows one of those is sent away, and may follow it there. So is, when this is cancelled, whoever
-        follows one that still runs; its worker goes on with it.
+        Watchers of those get Draining, and may watch them after the restart. When this is cancelled, watchers of jobs
+        that still run get it too; their workers go on.
         """
         self.draining = self.scheduler.draining = True
         try:
@@ -224,7 +224,7 @@ class JobController:
         self._retry(job, failure_after_loss(job, max_attempts=self._max_attempts))
 
     def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
-        """The worker refused the attempt or returned it: whoever caused that gets nothing for a moment."""
+        """The worker refused the attempt or returned it: the service that caused that gets nothing for a moment."""
         if not job.is_current(number):
             return
         self._metrics.attempt_returned()
@@ -292,7 +292,7 @@ class JobController:
         self.fail(job, DeadlinePassed(f"the deadline passed {where}"))
 
     def _finish(self, job: Job) -> None:
-        """How the job ends is decided, and no attempt at it runs: whoever waited for its place has its turn."""
+        """How the job ends is decided, and no attempt at it runs: the next job may have its place."""
         self._finisher.finish(job)
         self.scheduler.schedule(job.bare.model)
 
@@ -306,7 +306,7 @@ class JobController:
                 _log.exception("a job that was found could not be queued", extra=log_lines.job_fields(job))
 
     async def _detach_when_idle(self, job: Job) -> None:
-        """Sends away who follows the job, as soon as it cannot end here: at once where no worker has it."""
+        """Ends the watching of a job as soon as it cannot end here: at once where no worker has it."""
         if not self._recovery.is_held(job):
             await _without_worker(job)
         if job.live:

@@ -23,8 +23,8 @@ from bottega.gateway.scheduling.snapshot import FleetSnapshot, resource_request
 _FRESH_S = 0.05
 # One that is too late by less than this share gets its chance: so well is it known how long steps take.
 _TOLERANCE = 0.1
-# Who would wait for others is taken only with this share of its time to spare. In a queue as long as deadlines allow
-# everybody ends at the last moment, and whatever takes longer than expected makes all of them late.
+# A job that would wait for others is admitted only with this share of its time to spare. In a queue as long as
+# deadlines allow every job ends at the last moment, and one that takes longer than expected makes all of them late.
 _SPARE = 0.3
 
 

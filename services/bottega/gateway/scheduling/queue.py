@@ -88,7 +88,7 @@ class JobQueue:
     def retry_after_s(self) -> float:
         """Seconds until about a tenth of the queue will have been drawn, by the measured rate.
 
-        A little more for some than for others, so that those who were refused together do not come back together.
+        A little more for some than for others, so that callers that were refused together do not come back together.
         """
         return random.uniform(1.0, _SPREAD) * self._due_s()
 

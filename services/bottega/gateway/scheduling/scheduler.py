@@ -26,7 +26,7 @@ from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 # Between two looks for the sake of progress: a fraction of a turn, which is all that it can change.
 # Every worker reports progress up to ten times a second, and a look costs in proportion to the number of workers.
 _PAUSE_S = 0.015
-# Those who join a group later hold up those who are in it, by about this factor on what they were expected to take.
+# Jobs that join a group later delay those in it, by about this factor on what those were expected to take.
 _HELD_UP = 1.2
 
 

@@ -21,7 +21,7 @@ from bottega.gateway.scheduling.policy import PendingJob, ResourceRequest, Worke
 from bottega.planning import Shape
 from bottega.v1 import fleet_pb2
 
-# A worker that was lost with a job gets it again only if it was heard this long afterwards.
+# A worker that was lost with a job gets it again only if it reported this long afterwards.
 _TRUST_AFTER_S = 0.25
 # Rows of an attempt that another gateway gave to a worker: unknown, so those of a guided image.
 _FOREIGN_ROWS = 2

@@ -6,7 +6,7 @@ import threading
 
 
 class ChangeCondition:
-    """Counts what has happened; whoever has seen so much may wait for more."""
+    """A counter of events; a thread that has seen a count may wait for a higher one."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

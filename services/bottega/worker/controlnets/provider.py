@@ -1,9 +1,8 @@
-"""The engine's ControlNets where they run on servers: steps asked for, residuals waited for and taken.
+"""The engine's ControlNets where they run on servers: requests steps, waits for residuals, and hands them over.
 
-The step of a ControlNet whose server is lost is asked for again of whoever goes on with it, once that one has it
-loaded; until then its request is in nobody's way. Without any the request fails: a picture is never drawn without its
-controls. All of it happens in the engine's thread; links have threads of
-their own, and ring when something has come.
+The step of a ControlNet whose server is lost is requested again from the next server, once that has loaded it; until
+then its request delays no other. Without any server the request fails: a picture is never drawn without its controls.
+All of it happens in the engine's thread; links have threads of their own, and signal a condition when a message comes.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class ServerLink(LinkClientHandler):
     """`start` it, use it at once: what is sent waits for the link. One thread uses it; when `lost`, it is over.
 
     link_id: of the link that it replaces. answer_s: seconds from a step to its whole answer, of late; 0 is not known.
-    transfer_s: from the answer's beginning on; 0 within this host, where whoever waits waits for a processor.
+    transfer_s: from the answer's beginning on; 0 within this host, where the wait is for a processor.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class ServerLink(LinkClientHandler):
             self._progress, self._progress_s = progress, time.monotonic()
 
     def on_disconnect(self) -> None:
-        """Whoever waits for an answer goes elsewhere at once."""
+        """Sessions that wait for an answer move to another server at once."""
         self._changes.notify()
 
     def on_end(self, cause: BottegaError) -> None:

@@ -120,8 +120,8 @@ class PlacedSession:
         self._answers.clear()
 
     def give_up_answers(self) -> None:
-        """Those that are not here will not come: whoever sends them is lost, and who has read their first points knows
-        by `void`.
+        """Answers that are not whole will not come, because their server is lost; `void` tells those that have read
+        their first points.
         """
         for answers in self._answers.values():
             for answer in (answers.newest, answers.before):

@@ -1,4 +1,4 @@
-"""Who runs the ControlNets of requests: sessions begun with servers, moved when one is lost, or held in this process.
+"""Which server runs the ControlNets of requests: sessions on servers, which move when one is lost, or in this process.
 
 A ControlNet whose server is lost goes on with the next one of its list, then in this process where it has the weights;
 without any it has an error. Belongs to the engine's thread.

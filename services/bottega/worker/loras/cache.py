@@ -1,7 +1,7 @@
 """Brings LoRAs to the engine: from its cache, or from the stores that there are. See LoraSource.
 
-What is on its way is shared by all who asked. A store that is lost is asked again, where it is now, or another one, for
-as long as the engine waits; when that is over the engine gives up, and says so.
+Downloads are shared by all that requested them. A store that is lost is asked again, where it is now, or another one,
+for as long as the engine waits; when that is over the engine gives up, and says so.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class LoraCache:
                     self._link_to(other).fetch(download)
 
     def _give_up(self, download: LoraDownload) -> None:
-        """Nobody waits for what has not come: it is forgotten, and whoever asks next has it sent from its beginning.
+        """Forgets a download that nobody waits for; the next request starts it from its beginning.
 
         Were it kept until it is here, requests that come and go at once would fill the memory, and the link, too, for
         which others wait. Under the lock.

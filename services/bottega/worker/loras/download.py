@@ -30,7 +30,7 @@ _TORCH = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": t
 
 class LoraDownload:
     """device, dtype: where, and as what, its layers are wanted. asked_s: on the monotonic clock. given_up: its last
-    user has gone before it was ready; whoever asks for the same later has another one.
+    user has gone before it was ready; a later request for the same LoRA makes another one.
 
     size_bytes: of its layers. Shared ones count as its own: the store may have let them go, and then nobody else has
     them.
@@ -135,7 +135,7 @@ class LoraDownload:
     def _begin(self, lora: CanonicalLora, text: Tensor) -> None:
         """The first section is here, and hashed."""
         self._layers = self._read(lora, text, [c for c in COMPONENTS if c != BACKBONE])
-        self.beginning = self._hash.hexdigest()  # last: who has seen it sees no earlier layers
+        self.beginning = self._hash.hexdigest()  # last: a thread that has seen it sees no earlier layers
         self._lora = lora
 
     def _complete(self, lora: CanonicalLora) -> None:

@@ -150,7 +150,7 @@ class Follower(LinkServer[LeaderLink]):
         return self._link is not None
 
     def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
-        """An offer for the worker that leads. caller: host of whoever asks.
+        """An offer for the worker that leads. caller: host of the worker.
 
         Raises Unavailable where another one does, LinksFull, InvalidRequest.
         """

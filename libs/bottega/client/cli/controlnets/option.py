@@ -78,7 +78,7 @@ def merged(then: Sequence[ControlNet], given: Sequence[ControlArgument], like: P
 
 
 def name_as_given(violation: Violation, nets: Sequence[ControlNet]) -> Violation:
-    """What is wrong with a request, its ControlNet called as the person who asks calls it."""
+    """What is wrong with a request, its ControlNet named as on the command line."""
     found = _PLACE.match(violation.field)
     if not found or int(found[1]) >= len(nets):
         return violation

@@ -136,7 +136,7 @@ def nobody_hosts(names: Iterable[str]) -> NoControlNet:
 
 
 def _fits(made_for: str, base: str) -> bool:
-    """Where one of the two is not known, whoever loads it says whether it fits."""
+    """Where one of the two is not known, loading it shows whether it fits."""
     return not made_for or not base or made_for == base
 
 

@@ -18,8 +18,8 @@ class JobStore(Protocol):
     - Every method may raise DataLoss, of damage, and then gives no answer. Once the whole was seen to be damaged,
       nothing is written; a job that is found is still good, one that is not is DataLoss, as every list is.
     - While the whole is sound, a single job that is damaged stands in the way of no other: lists leave it out, the log
-      tells of it, and it is left as it is. Whoever asks for that one gets DataLoss.
-    - A cancelled call may have happened. Whoever must know awaits it to its end (asyncio.shield).
+      names it, and it is left as it is. Reading that one raises DataLoss.
+    - A cancelled call may have happened. A caller that must know awaits it to its end (asyncio.shield).
     """
 
     @property

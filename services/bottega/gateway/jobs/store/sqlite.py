@@ -1,7 +1,7 @@
 """Jobs in one SQLite file: the store of a single machine.
 
-Two threads: one writes, in groups, one reads, on a connection of its own, so that nobody who asks waits for the disk of
-those who write.
+Two threads: one writes, in groups, one reads, on a connection of its own, so that no read waits for
+the disk of a write.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def _ignore(_: float) -> None:
-    """For those who do not measure."""
+    """Measures nothing."""
 
 
 class SqliteJobStore:
