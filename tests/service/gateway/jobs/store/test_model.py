@@ -46,6 +46,8 @@ STEPS = st.sampled_from([0, 0, 1, 1, -1])
 PEERS = st.sampled_from(["p0", "p1"])
 TIMES = st.sampled_from([10.0, 20.5, 30.0])
 BYTES = st.binary(max_size=40)
+STORES = st.integers(0, 1)
+ENDS = st.sampled_from([JOB_STATE_FAILED, JOB_STATE_CANCELLED])
 SIZES = st.integers(0, 4)
 
 
@@ -86,35 +88,24 @@ class Machine(RuleBasedStateMachine):
             self._add(0, record(job_id, request_id=request_id), b"", "")
 
     @precondition(lambda self: self.calls > 10)
-    @rule(which=st.integers(0, 1))
+    @rule(which=STORES)
     def restart(self, which: int) -> None:
         self.calls = 0
         self.runner.run(self.stores[which].close())
         self.stores[which] = self._opened()
 
     @rule(
-        which=st.integers(0, 1),
+        which=STORES,
+        replaces=JOB_IDS,
+        inputs=BYTES,
+        peer=PEERS,
         job_id=JOB_IDS,
         request_id=REQUEST_IDS,
-        replaces=JOB_IDS,
         spec=BYTES,
-        inputs=BYTES,
         created_wall=TIMES,
-        peer=PEERS,
     )
-    def add(
-        self,
-        which: int,
-        job_id: str,
-        request_id: str,
-        replaces: str,
-        spec: bytes,
-        inputs: bytes,
-        created_wall: float,
-        peer: str,
-    ) -> None:
-        new = record(job_id, request_id=request_id, spec=spec or b"s", created_wall=created_wall)
-        self._add(which, replace(new, peer=peer), inputs, replaces)
+    def add(self, which: int, replaces: str, inputs: bytes, peer: str, **fields: Any) -> None:
+        self._add(which, replace(record(**fields), peer=peer), inputs, replaces)
 
     def _add(self, which: int, new: JobRecord, inputs: bytes, replaces: str) -> None:
         job_id, request_id = new.job_id, new.request_id
@@ -134,48 +125,24 @@ class Machine(RuleBasedStateMachine):
         assert added == holder
 
     @rule(
-        which=st.integers(0, 1),
+        which=STORES,
         job_id=JOB_IDS,
         step=STEPS,
         state=st.sampled_from(LIVE),
         deaths=st.integers(0, 3),
         decisions=BYTES,
-        deadline=st.none() | TIMES,
-        at=TIMES,
+        deadline_wall=st.none() | TIMES,
+        started_wall=TIMES,
     )
-    def progress(
-        self,
-        which: int,
-        job_id: str,
-        step: int,
-        state: JobState.ValueType,
-        deaths: int,
-        decisions: bytes,
-        deadline: float | None,
-        at: float,
-    ) -> None:
+    def progress(self, which: int, job_id: str, step: int, **fields: Any) -> None:
         job, attempt = self.known.get(job_id), self._attempt(job_id, step)
-        now = JobProgress(
-            state=state,
-            deadline_wall=deadline,
-            started_wall=at,
-            attempt=attempt,
-            deaths=deaths,
-            decisions=decisions,
-        )
+        now = JobProgress(attempt=attempt, **fields)
         right = job is not None and job.state in LIVE and attempt >= job.attempt
         assert self.runner.run(self.stores[which].update(job_id, lambda job: job.progressed(now))) is right
         if job is not None and right:
-            started = at if job.started_wall is None else job.started_wall
-            self.known[job_id] = replace(
-                job,
-                state=state,
-                attempt=attempt,
-                deaths=deaths,
-                decisions=decisions,
-                deadline_wall=deadline,
-                started_wall=started,
-            )
+            if job.started_wall is not None:
+                del fields["started_wall"]
+            self.known[job_id] = replace(job, attempt=attempt, **fields)
 
     @rule(job_id=JOB_IDS, steps=st.lists(STEPS, min_size=1, max_size=3), provenance=BYTES, at=TIMES)
     def complete_at_once(self, job_id: str, steps: list[int], provenance: bytes, at: float) -> None:
@@ -191,13 +158,7 @@ class Machine(RuleBasedStateMachine):
         if right:
             self._end(job_id, JOB_STATE_COMPLETED, at, images=images, provenance=provenance)
 
-    @rule(
-        which=st.integers(0, 1),
-        job_id=JOB_IDS,
-        state=st.sampled_from([JOB_STATE_FAILED, JOB_STATE_CANCELLED]),
-        error=BYTES,
-        at=TIMES,
-    )
+    @rule(which=STORES, job_id=JOB_IDS, state=ENDS, error=BYTES, at=TIMES)
     def fail(self, which: int, job_id: str, state: JobState.ValueType, error: bytes, at: float) -> None:
         job = self.known.get(job_id)
         right = job is not None and job.state in LIVE
@@ -206,9 +167,7 @@ class Machine(RuleBasedStateMachine):
         if right:
             self._end(job_id, state, at, error=error)
 
-    @rule(
-        which=st.integers(0, 1), ended_before=st.just(0.0) | TIMES, max_jobs=st.integers(0, 4), limit=st.integers(1, 2)
-    )
+    @rule(which=STORES, ended_before=st.just(0.0) | TIMES, max_jobs=st.integers(0, 4), limit=st.integers(1, 2))
     def forget(self, which: int, ended_before: float, max_jobs: int, limit: int) -> None:
         gone = 0
         while gone < limit and (job := self._goes_next(ended_before, max_jobs)) is not None:
@@ -231,15 +190,15 @@ class Machine(RuleBasedStateMachine):
         return next(job for job in kind if job.peer == loses)
 
     @rule(
-        which=st.integers(0, 1),
-        states=st.sets(st.sampled_from(JobState.values())),
-        after=st.none() | TIMES,
-        before=st.none() | TIMES,
+        which=STORES,
         size=st.integers(1, 4),
+        states=st.sets(st.sampled_from(JobState.values())),
+        created_after=st.none() | TIMES,
+        created_before=st.none() | TIMES,
     )
-    def page(
-        self, which: int, states: set[JobState.ValueType], after: float | None, before: float | None, size: int
-    ) -> None:
+    def page(self, which: int, size: int, **fields: Any) -> None:
+        wanted = JobFilter(**fields)
+        states, after, before = wanted.states, wanted.created_after, wanted.created_before
         expected = [
             job
             for job in sorted(self.known.values(), key=lambda job: -job.sequence)
@@ -249,7 +208,6 @@ class Machine(RuleBasedStateMachine):
         ]
         found: list[JobRecord] = []
         while True:
-            wanted = JobFilter(states=states, created_after=after, created_before=before)
             last = found[-1].sequence if found else None
             call = self.stores[which].page(wanted, size=size, before_sequence=last)
             more = self.runner.run(call)
