@@ -10,7 +10,7 @@ from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
 from tests.fakes.fake_time import FakeTime
 
 
-def tell(job: Job) -> None:
+def publish_end(job: Job) -> None:
     """What was decided of the job is durable: it has ended."""
     assert job.outcome is not None
     job.finish(job.outcome)

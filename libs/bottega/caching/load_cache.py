@@ -105,7 +105,7 @@ class LoadCache(Generic[ValueT]):
                 raise self._closing()
             lease: Lease[ValueT] = Lease(claim=self._plan.claim(items))
             self._leases.append(lease)
-            self._answer()
+            self._serve_leases()
             self._changed.notify()
         return lease
 
@@ -115,7 +115,7 @@ class LoadCache(Generic[ValueT]):
             if lease in self._leases:
                 self._leases.remove(lease)
                 self._plan.release(lease.claim)
-                self._answer()
+                self._serve_leases()
                 self._changed.notify()
         lease.values.cancel()
 
@@ -177,7 +177,7 @@ class LoadCache(Generic[ValueT]):
         with self._changed:
             self._plan.finished(name)
             self._values[name] = value
-            self._answer()
+            self._serve_leases()
 
     def _on_failed(self, name: str, error: Exception) -> None:
         what = self._loader.what
@@ -189,7 +189,7 @@ class LoadCache(Generic[ValueT]):
                 if lease.claim.granted and any(item.name == name for item in lease.claim.items):
                     self._fail(lease, told)
 
-    def _answer(self) -> None:
+    def _serve_leases(self) -> None:
         """Hands the values to every lease whose values are all here."""
         for lease in self._leases:
             names = [item.name for item in lease.claim.items]

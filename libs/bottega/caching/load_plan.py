@@ -115,7 +115,7 @@ class LoadPlan:
         self._claims += 1
         for item in items:
             self._order.used(item.name)
-            self._know(item).expected_until = 0
+            self._remember(item).expected_until = 0
         claim = LoadClaim(items=tuple(items))
         self._waiting.append(claim)
         self._grant()
@@ -134,7 +134,7 @@ class LoadPlan:
         """Requests that wait elsewhere will claim these: they are loaded ahead while nobody here waits."""
         for item in items:
             if item.size_bytes <= self._budget_bytes:
-                self._know(item).expected_until = self._claims + _PATIENCE
+                self._remember(item).expected_until = self._claims + _PATIENCE
 
     def next_load(self) -> LoadCommand | None:
         """What to load now; None while something is being loaded, or nothing is to be."""
@@ -145,7 +145,7 @@ class LoadPlan:
                 # Granted only where all that is claimed has room: what is in the way has no claim.
                 victims = self._victims(name, self._idle())
                 assert victims is not None, "no more is granted than there is room for"
-                return self._begin(name, victims)
+                return self._start_load(name, victims)
         return self._ahead()
 
     def finished(self, name: str) -> None:
@@ -161,7 +161,7 @@ class LoadPlan:
         self._loading = None
         self.counts.failures += 1
 
-    def _know(self, item: CacheItem) -> _KnownItem:
+    def _remember(self, item: CacheItem) -> _KnownItem:
         known = self._known.setdefault(item.name, _KnownItem(size_bytes=item.size_bytes))
         if item.name not in self._present:  # what is here has the size that it had when it was loaded
             known.size_bytes = item.size_bytes
@@ -203,7 +203,7 @@ class LoadPlan:
             lack -= self._known[candidate].size_bytes
         return victims if lack <= 0 else None
 
-    def _begin(self, name: str, victims: Sequence[str]) -> LoadCommand:
+    def _start_load(self, name: str, victims: Sequence[str]) -> LoadCommand:
         for victim in victims:
             del self._present[victim]
         self._present[name] = None
@@ -226,5 +226,5 @@ class LoadPlan:
         for name in sorted(absent, key=lambda name: (self._expected(name), self._order.value(name)), reverse=True):
             victims = self._victims(name, idle)
             if victims is not None and (self._expected(name) or self._order.worth_replacing(name, victims)):
-                return self._begin(name, victims)
+                return self._start_load(name, victims)
         return None

@@ -34,7 +34,7 @@ def _ignore(_key: str, _entry: object) -> None:
 class LruCache(Generic[EntryT]):
     """budget_bytes, max_entries: of all together. pinned: keys of entries that are never evicted.
 
-    on_evict: told of every entry that is let go.
+    on_evict: called with every entry that is evicted.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LruCache(Generic[EntryT]):
         self._entries.move_to_end(key)
 
     def remove(self, key: str) -> EntryT | None:
-        """Takes it out, and tells nobody."""
+        """Takes it out, without a call of on_evict."""
         return self._entries.pop(key, None)
 
     def make_room(self, size_bytes: int) -> int | None:
@@ -110,12 +110,12 @@ class LruCache(Generic[EntryT]):
             self.evict([key])
 
     def evict(self, keys: Iterable[str]) -> None:
-        """Lets these go."""
+        """Takes these out."""
         for key in keys:
             self._on_evict(key, self._entries.pop(key))
 
     def clear(self) -> None:
-        """Lets all go."""
+        """Takes all out."""
         self.evict(list(self._entries))
 
     def _idle(self) -> Iterator[tuple[str, EntryT]]:

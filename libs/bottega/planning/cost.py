@@ -61,7 +61,7 @@ class StepTimes:
         elif seconds < known[rows].seconds and self._age(known[rows]) >= OUTDATED_TURNS:
             known[rows] = _Mean(seconds=seconds)
         else:
-            known[rows].take(seconds)
+            known[rows].add(seconds)
         known[rows].measured_at = self._turns
         for count, mean in known.items():
             if count > rows and self._age(mean) >= OUTDATED_TURNS:
@@ -151,7 +151,7 @@ class _Mean:
     turns: int = 1
     measured_at: int = 0
 
-    def take(self, seconds: float) -> None:
+    def add(self, seconds: float) -> None:
         self.turns = min(self.turns + 1, _SETTLED)
         self.seconds += (min(seconds, 2 * self.seconds) - self.seconds) / self.turns
 

@@ -60,7 +60,7 @@ class ContentFolder:
         BlockingIOError when another process has it.
         """
         folders.make_own(self._path)
-        self._lock.take()
+        self._lock.acquire()
         folders.make(self._path / _INCOMING)
         for left in (self._path / _INCOMING).iterdir():
             _clear(left)

@@ -39,7 +39,7 @@ class ProcessLock:
         self._of = of or path
         self._descriptor: int | None = None
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Returns at once. Harmless where this process has it. Raises HeldElsewhere, OSError."""
         if self._descriptor is not None:
             return

@@ -44,7 +44,7 @@ class StorageTask:
         """Whether somebody still waits for it. Ask before doing it."""
         return not self.outcome.done()
 
-    def tell(self) -> None:
+    def deliver(self) -> None:
         """Ends the wait for it. In the event loop."""
         if self.outcome.done():
             return
@@ -144,7 +144,7 @@ class StorageThread:
             group, ended = self._group(first)
             del first
             self._serve(group)
-            _tell(group)
+            _deliver(group)
             del group  # what the work holds goes with it
             if ended:
                 return
@@ -168,12 +168,12 @@ class StorageThread:
             raise unavailable("the disk does not answer", cause="ETIMEDOUT")
 
 
-def _tell(group: Sequence[StorageTask]) -> None:
+def _deliver(group: Sequence[StorageTask]) -> None:
     """Completes all futures of the group at once: waking another thread costs as much as a small piece of work."""
 
-    def tell() -> None:
+    def deliver() -> None:
         for work in group:
-            work.tell()
+            work.deliver()
 
     with contextlib.suppress(RuntimeError):  # a loop that is closed awaits nothing any more
-        group[0].outcome.get_loop().call_soon_threadsafe(tell)
+        group[0].outcome.get_loop().call_soon_threadsafe(deliver)

@@ -277,7 +277,7 @@ def lock_catalogue(config: ControlNetConfig, state_folder: Path) -> ProcessLock:
     with os_errors.translated():
         try:
             folders.make(file.parent)
-            lock.take()
+            lock.acquire()
         except HeldElsewhere as held:
             raise Unavailable(f"{held} (key catalogue)") from None
         except OSError as error:

@@ -247,7 +247,7 @@ class LoraStore:
         with os_errors.translated():
             folders.make(self._folder)
             try:
-                self._lock.take()
+                self._lock.acquire()
             except HeldElsewhere as held:
                 raise Unavailable(f"{held} (key folder)") from None
 

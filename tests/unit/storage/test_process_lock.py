@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from bottega.storage.process_lock import ProcessLock
 lock = ProcessLock(Path(sys.argv[1]))
-lock.take()
+lock.acquire()
 print("taken", flush=True)
 sys.stdin.read()
 """
@@ -48,10 +48,10 @@ def test_a_second_process_is_told_what_is_in_use_and_by_whom(tmp_path: Path, kin
     lock = ProcessLock(path)
     with _held(path) as process:
         with pytest.raises(HeldElsewhere) as caught:
-            lock.take()
+            lock.acquire()
         assert (caught.value.path, caught.value.pid) == (path, process.pid)
         assert str(caught.value).startswith(f"{path} is in use by process {process.pid}: ")
-    lock.take()
+    lock.acquire()
     lock.release()
 
 
@@ -60,20 +60,20 @@ def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait(_PATIENCE_S)
         lock = ProcessLock(tmp_path)
-        lock.take()
+        lock.acquire()
         lock.release()
 
 
 def test_a_lock_is_taken_once_and_let_go_once(tmp_path: Path) -> None:
     lock, other = ProcessLock(tmp_path), ProcessLock(tmp_path)
-    lock.take()
-    lock.take()
+    lock.acquire()
+    lock.acquire()
     with pytest.raises(HeldElsewhere) as caught:
-        other.take()
+        other.acquire()
     assert caught.value.pid == os.getpid()
     lock.release()
     lock.release()
-    other.take()
+    other.acquire()
     other.release()
 
 
@@ -82,4 +82,4 @@ def test_a_process_whose_locks_cannot_be_seen_is_another_process(
 ) -> None:
     monkeypatch.setattr("bottega.storage.process_lock._PROCESSES", tmp_path / "nothing")
     with _held(tmp_path), pytest.raises(HeldElsewhere, match="in use by another process"):
-        ProcessLock(tmp_path).take()
+        ProcessLock(tmp_path).acquire()

@@ -11,7 +11,7 @@ from bottega.errors import Draining
 from bottega.gateway.api.watching import EndedEvent, JobWatch, RunningEvent, WatchEvent
 from bottega.gateway.jobs.values import QueuePosition
 from bottega.v1.generation_pb2 import Provenance
-from tests.samples.jobs import sample_job, tell
+from tests.samples.jobs import publish_end, sample_job
 
 
 async def _next(watch: object) -> WatchEvent:
@@ -28,7 +28,7 @@ async def test_a_watch_begins_with_the_current_state_and_ends_with_the_job() -> 
     job.set_steps_done(1, 2)
     assert await _next(watch) == RunningEvent(steps_done=2, steps_total=10, previews={})
     job.cancel()
-    tell(job)
+    publish_end(job)
     assert isinstance(await _next(watch), EndedEvent)
     await watch.aclose()
     assert [event async for event in JobWatch(job).events()] == [EndedEvent()]
@@ -61,7 +61,7 @@ async def test_progress_comes_at_most_ten_times_a_second_and_the_end_at_once() -
             job.set_steps_done(1, step)
             await asyncio.sleep(0.03)
         job.complete(1, (), Provenance())
-        tell(job)
+        publish_end(job)
         return clock()
 
     drawing = asyncio.create_task(draw())

@@ -9,7 +9,7 @@ from bottega.gateway.jobs.values import JobCheckpoint, StoredImage
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import Provenance
 from tests.fakes.fake_time import FakeTime
-from tests.samples.jobs import sample_job, tell
+from tests.samples.jobs import publish_end, sample_job
 
 
 def test_a_job_runs_from_the_queue_to_its_pictures() -> None:
@@ -24,7 +24,7 @@ def test_a_job_runs_from_the_queue_to_its_pictures() -> None:
     time.now += 3
     assert job.complete(1, (StoredImage(digest="d", size_bytes=1),), Provenance())
     assert job.state == image_pb2.JOB_STATE_RUNNING
-    tell(job)
+    publish_end(job)
     assert (job.state, job.steps.done, job.ended_wall) == (image_pb2.JOB_STATE_COMPLETED, 10, time.now + 1e9)
     assert job.ended.is_set()
 
@@ -87,7 +87,7 @@ def test_an_ended_job_stays_as_it_is(end: str) -> None:
         assert not job.requeue_lost(1)
         assert not job.adopt_attempt("w2", 7)
         assert (job.outcome, job.live) == (outcome, not told)
-        tell(job)
+        publish_end(job)
 
 
 def test_a_death_counts_against_a_job_only_where_it_was_alone() -> None:
@@ -131,7 +131,7 @@ def test_a_job_is_quarantined_until_it_is_further_than_it_was_and_the_second_tim
 def test_a_cancelled_job_says_so() -> None:
     job = sample_job()
     job.cancel()
-    tell(job)
+    publish_end(job)
     assert job.state == image_pb2.JOB_STATE_CANCELLED
     assert isinstance(job.error, JobCancelled)
 

@@ -30,7 +30,7 @@ class GroupCommit:
 
     connect: opens a connection without implicit transactions; called in the thread, and again after a failure.
     typed: what to raise for an error of SQLite, or None for one that is a fault of ours.
-    on_commit: told in the thread how many seconds each group took.
+    on_commit: called in the thread with the seconds that each group took.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class GroupCommit:
             return
         self.commits += 1
         self._on_commit(time.perf_counter() - began)
-        self._tell(failing=False)
+        self._log_change(failing=False)
 
     def _transact(self, group: Sequence[StorageTask]) -> None:
         """Does all of it and commits."""
@@ -128,7 +128,7 @@ class GroupCommit:
             raise error
 
     def _fail(self, group: Sequence[StorageTask], error: BaseException) -> None:
-        self._tell(failing=True, error=error)
+        self._log_change(failing=True, error=error)
         self._close()
         for work in group:
             typed = self._typed(error) if isinstance(error, sqlite3.Error) else None
@@ -136,7 +136,7 @@ class GroupCommit:
                 typed.__cause__ = error
             work.error = typed or error
 
-    def _tell(self, *, failing: bool, error: BaseException | None = None) -> None:
+    def _log_change(self, *, failing: bool, error: BaseException | None = None) -> None:
         """Logs the first failure and the first success after it."""
         if failing and not self._failing:
             _log.error("jobs cannot be written", exc_info=error)

@@ -33,7 +33,7 @@ class SqliteJobStore:
     """A JobStore. Several stores, in one process or several, may have the same file."""
 
     def __init__(self, path: Path, *, on_commit: Callable[[float], None] = _ignore) -> None:
-        """on_commit: told, in a thread of the store, how many seconds each commit took."""
+        """on_commit: called, in a thread of the store, with the seconds that each commit took."""
         self._path = path
         self._writer = GroupCommit(self._connect, self._typed, on_commit)
         self._reader = StorageThread("job-reader")
