@@ -12,7 +12,7 @@ import click
 
 from bottega.client.addons import add_on_names
 from bottega.client.cli.escaping import escaped_lines
-from bottega.client.cli.gateway_options import chosen_address, timeout_advice
+from bottega.client.cli.gateway_options import gateway_choice
 from bottega.client.cli.terminal import fail
 from bottega.client.cli.unexpected_errors import report_unexpected_error, show_logged_warnings
 from bottega.errors import BottegaError
@@ -47,8 +47,9 @@ class _Commands(click.Group):
             with _plain_usage():
                 return super().invoke(ctx)
         except BottegaError as error:
-            told = explain(error, chosen_address(ctx), timeout_advice=timeout_advice(ctx))
-            fail(*told, status=exit_status(error))
+            choice = gateway_choice(ctx)
+            what, todo = explain(error, choice.address, timeout_advice=choice.timeout_advice)
+            fail(what, todo, status=exit_status(error))
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
             raise  # click knows what to do
         except Exception as error:  # noqa: BLE001 - Python would print its text as it is

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import click
 
-from bottega.client.cli.gateway_options import address_option, chosen_fleet_address, fleet_option
+from bottega.client.cli.gateway_options import address_option, fleet_option, gateway_choice
 from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import Styled, say
 from bottega.client.instance import StateFolder
@@ -28,17 +28,14 @@ def command(*, model: str, state: StateFolder, address: str) -> None:
 
     Checks Python, packages, limits, disk, model and gateway; ends with status 1 when something fails.
     """
+    fleet_address = gateway_choice(click.get_current_context()).fleet_address or default_fleet_address(address)
     levels = set()
-    for result in _results(model, state, address, _fleet_address(address)):
+    for result in _results(model, state, address, fleet_address):
         levels.add(result.level)
         say(Styled(text=f"{result.level:<4}", colour=_COLOURS[result.level]), f"  {result.what}")
         if result.todo:
             say(f"      {result.todo}")
     raise SystemExit(1 if Level.FAIL in levels else 0)
-
-
-def _fleet_address(address: str) -> str:
-    return chosen_fleet_address(click.get_current_context()) or default_fleet_address(address)
 
 
 def _results(model: str, state: StateFolder, address: str, fleet_address: str) -> Iterator[CheckResult]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
@@ -19,9 +20,26 @@ CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 _REACH_S = 5.0
 DEFAULT_TIMEOUT_S = 600.0
 
-_KEY = "bottega.address"
-_FLEET_KEY = "bottega.fleet_address"
-_ADVICE_KEY = "bottega.timeout_advice"
+_KEY = "bottega.gateway_choice"
+
+
+@dataclass(slots=True, kw_only=True)
+class GatewayChoice:
+    """What a command was given or found, for its calls and for what is said about their errors.
+
+    address: of the gateway. fleet_address: None where none was given. timeout_advice: what to do where the command's
+    time was too short; empty where it takes no time-out.
+    """
+
+    address: str = ""
+    fleet_address: str | None = None
+    timeout_advice: str = ""
+
+
+def gateway_choice(ctx: click.Context) -> GatewayChoice:
+    """That of the command that runs."""
+    choice: GatewayChoice = ctx.meta.setdefault(_KEY, GatewayChoice())
+    return choice
 
 
 def address_option(command: CommandT) -> CommandT:
@@ -64,42 +82,21 @@ def timeout_option(command: CommandT) -> CommandT:
 
 def connect(address: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Client:
     """A client as patient as a person."""
-    fleet_address = chosen_fleet_address(click.get_current_context())
+    fleet_address = gateway_choice(click.get_current_context()).fleet_address
     return Client(address, fleet_address=fleet_address, timeout_s=timeout_s, retry=RetryPolicy(reach_s=_REACH_S))
 
 
-def chosen_address(ctx: click.Context) -> str:
-    """The gateway's address that the command was given or found, for what is said about its errors."""
-    return str(ctx.meta.get(_KEY, ""))
-
-
-def chosen_fleet_address(ctx: click.Context) -> str | None:
-    """Where the fleet is listed, if the command was told."""
-    said: str | None = ctx.meta.get(_FLEET_KEY)
-    return said
-
-
-def set_timeout_advice(ctx: click.Context, advice: str) -> None:
-    """Sets what to advise where the command's time was too short."""
-    ctx.meta[_ADVICE_KEY] = advice
-
-
-def timeout_advice(ctx: click.Context) -> str:
-    """What was set; empty where the command takes no time-out."""
-    return str(ctx.meta.get(_ADVICE_KEY, ""))
-
-
 def _note_timeout(ctx: click.Context, _: click.Parameter, value: float) -> float:
-    set_timeout_advice(ctx, "Allow more time with --timeout SECONDS.")
+    gateway_choice(ctx).timeout_advice = "Allow more time with --timeout SECONDS."
     return value
 
 
 def _note_fleet_address(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
-    ctx.meta[_FLEET_KEY] = value or None
+    gateway_choice(ctx).fleet_address = value or None
 
 
 def _choose_address(ctx: click.Context, _: click.Parameter, value: str | None) -> str:
     running = None if value else StateFolder(state_folder()).running()
     address = value or (running.address if running else default_address())
-    ctx.meta[_KEY] = address
+    gateway_choice(ctx).address = address
     return address

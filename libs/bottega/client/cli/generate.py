@@ -13,7 +13,7 @@ import click
 
 from bottega.client.cli.addons import generation_parts
 from bottega.client.cli.escaping import escaped_and_cut
-from bottega.client.cli.gateway_options import DEFAULT_TIMEOUT_S, address_option, connect, set_timeout_advice
+from bottega.client.cli.gateway_options import DEFAULT_TIMEOUT_S, address_option, connect, gateway_choice
 from bottega.client.cli.generation_options import generation_options
 from bottega.client.cli.output_files import OutputTarget, choose_output, save_all
 from bottega.client.cli.terminal import fail, note, say
@@ -84,7 +84,8 @@ def command(
     target = choose_output(output, options.get("format"), prompt)
     options["format"] = target.format
     _check_preview(preview, detach=detach)
-    set_timeout_advice(click.get_current_context(), _DETACHED_TIMEOUT_ADVICE if detach else _TIMEOUT_ADVICE)
+    choice = gateway_choice(click.get_current_context())
+    choice.timeout_advice = _DETACHED_TIMEOUT_ADVICE if detach else _TIMEOUT_ADVICE
     began_s = time.monotonic()
     with connect(address, timeout_s=timeout_s or DEFAULT_TIMEOUT_S) as client, _violations_by_given_names(options):
         if detach:
