@@ -118,32 +118,25 @@ async def test_what_a_server_needs_is_brought_below_its_root_and_hosted(
 
 
 @pytest.mark.parametrize(
-    ("what", "offline", "expected"),
+    ("what", "setting", "expected"),
     [
-        (["hub:somebody/lines"], "0", "the hub has no somebody/lines"),
-        (["hub:somebody/depth", "--revision", NO_UNICODE], "0", r"somebody/depth has no revision a\udcff"),
-        (["hub:some body/depth"], "0", "is no name on the hub"),
-        (["hub:../../etc"], "0", "is no name on the hub"),
-        (["hub:somebody/depth"], "1", "HF_HUB_OFFLINE forbids it"),
+        (["hub:somebody/lines"], {}, "the hub has no somebody/lines"),
+        (["hub:somebody/depth", "--revision", NO_UNICODE], {}, r"somebody/depth has no revision a\udcff"),
+        (["hub:some body/depth"], {}, "is no name on the hub"),
+        (["hub:../../etc"], {}, "is no name on the hub"),
+        (["hub:somebody/depth"], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids it"),
+        (["hub:somebody/depth"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub was not reached"),
     ],
 )
 async def test_what_cannot_be_brought_is_said_and_nothing_is_added(
-    house: Running, hub: Hub, tmp_path: Path, what: list[str], offline: str, expected: str
+    house: Running, hub: Hub, tmp_path: Path, what: list[str], setting: dict[str, str], expected: str
 ) -> None:
-    environment = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
+    environment = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), **setting}
     status, said = await add(house, "depth", *what, **environment)
     assert status == 1
     assert expected in said
     assert "Traceback" not in said
     assert house.servers[0].added == []
-
-
-async def test_a_hub_that_is_not_there_is_named_with_what_to_do(house: Running, tmp_path: Path) -> None:
-    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    status, said = await add(house, "depth", "hub:somebody/depth", **nobody)
-    assert status == 1
-    assert "the hub was not reached" in said
-    assert "copy its folder here" in said
 
 
 async def test_a_server_of_another_machine_or_without_a_root_takes_none_from_the_hub(

@@ -470,14 +470,6 @@ def test_the_largest_request_arrives_and_one_that_is_larger_is_refused_in_our_wo
     assert (len(gateway.requests), len(gateway.submitted)) == (1, 1)
 
 
-def test_other_messages_that_are_too_large_are_refused_too(gateway: ScriptedGateway, address: str) -> None:
-    name = "x" * (MAX_MESSAGE_MIB << 20)
-    with Client(address, retry=HURRIED) as client:
-        for ask in (client.job(name).status, client.job(name).result, lambda: client.list_jobs(page_token=name)):
-            with pytest.raises(TooLarge, match=r"^the request is 24\.1 MiB, and at most 24 MiB can be sent$"):
-                ask()
-
-
 def test_a_closed_client_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     client = Client("127.0.0.1:1")
