@@ -124,7 +124,7 @@ class Shop:
         config = GatewayConfig(
             max_queued=1000, max_attempts=self._max_attempts, max_result_bytes=1 << 20, hold_s=self._hold_s
         )
-        addons = (LoraAddOn(fleet=self.fleet, connect=_no_store), self.controlnets, *self._addons)
+        addons = (LoraAddOn(fleet=self.fleet, connect=_no_store, metrics=metrics), self.controlnets, *self._addons)
         self.controller = JobController(
             config=config,
             fleet=self.fleet,

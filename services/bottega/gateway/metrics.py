@@ -51,9 +51,9 @@ class GatewayMetrics:
         )
         self._queued = Gauge("bottega_queued_jobs", "Jobs that wait.", registry=registry)
         self._prefetches = Counter(
-            "bottega_controlnet_prefetches",
-            "Requests to ControlNet servers to load what queued jobs will need, by outcome.",
-            ("outcome",),
+            "bottega_prefetches",
+            "Requests to services to load what queued jobs will need, by kind of service and by outcome.",
+            ("kind", "outcome"),
             registry=registry,
         )
         self._controlnets = Gauge(
@@ -84,9 +84,9 @@ class GatewayMetrics:
         """Where to read how many ControlNets are in a state."""
         self._controlnets.labels(state).set_function(count)
 
-    def prefetched(self, outcome: str) -> None:
+    def prefetched(self, kind: str, outcome: str) -> None:
         """Counts a request to load ahead."""
-        self._prefetches.labels(outcome).inc()
+        self._prefetches.labels(kind, outcome).inc()
 
     def job_ended(self, outcome: str) -> None:
         """Counts a job that ended."""

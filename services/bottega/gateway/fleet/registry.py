@@ -198,10 +198,10 @@ class Fleet:
             return False
         return bool(self.serving(model)) or seen.at > self._clock.monotonic() - self.model_grace_s
 
-    def base(self, model: str) -> str:
-        """What the ControlNets of a model must have been made for; empty where that is not known."""
+    def last_seen(self, model: str) -> image_pb2.Model:
+        """The model as it was last registered; an empty one where it never was. Not to be changed."""
         seen = self._seen.get(model)
-        return seen.model.base if seen else ""
+        return seen.model if seen else image_pb2.Model()
 
     def _reconnect(self, member: Member, said: fleet_pb2.Registration, host: str, now: float) -> None:
         if member.registration != said:

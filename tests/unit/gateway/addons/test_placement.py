@@ -300,7 +300,7 @@ async def test_what_jobs_in_the_queue_will_need_is_loaded_ahead(shop: Shop) -> N
     await asyncio.sleep(0)
     (server,) = shop.servers.values()
     assert server.prefetched == [["edges", "pose"]]
-    assert _prefetches(shop, "asked") == 1
+    assert _prefetches(shop, "requested") == 1
 
 
 async def test_a_server_that_does_not_answer_is_asked_again_and_holds_up_nothing(shop: Shop) -> None:
@@ -335,7 +335,7 @@ async def test_a_fault_while_controlnets_are_prefetched_is_logged_and_the_server
     await asyncio.sleep(0)
     fake.failure = None
     shop.start()
-    await eventually(lambda: bool(_prefetches(shop, "asked")))
+    await eventually(lambda: bool(_prefetches(shop, "requested")))
     assert [line.levelname for line in caplog.records if line.exc_info] == ["ERROR"]
 
 
@@ -351,4 +351,4 @@ async def test_only_the_first_of_a_long_queue_have_their_controlnets_loaded_ahea
 
 
 def _prefetches(shop: Shop, outcome: str) -> float | None:
-    return shop.registry.get_sample_value("bottega_controlnet_prefetches_total", {"outcome": outcome})
+    return shop.registry.get_sample_value("bottega_prefetches_total", {"kind": "controlnet", "outcome": outcome})

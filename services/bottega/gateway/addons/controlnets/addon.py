@@ -18,8 +18,8 @@ from bottega.errors import BottegaError, NoControlNet, Violation
 from bottega.gateway.addons.addon import NO_COSTS, PREFETCHED_JOBS, AddOn, AddOnContext, Resolution, WorkerCosts
 from bottega.gateway.addons.controlnets.client import GrpcControlNetClient
 from bottega.gateway.addons.controlnets.hosts import ControlNetHosts, nobody_hosts
-from bottega.gateway.addons.controlnets.prefetch import ControlNetClient, ControlNetPrefetcher
 from bottega.gateway.addons.controlnets.ranking import ServerCandidate, best_first
+from bottega.gateway.addons.prefetch import PrefetchClient, ServicePrefetcher
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
@@ -66,12 +66,12 @@ class ControlNetAddOn(AddOn):
     """All ControlNets of a gateway. connect: makes the client of a server, from its address."""
 
     def __init__(
-        self, *, fleet: Fleet, connect: Callable[[str], ControlNetClient], metrics: GatewayMetrics, clock: Clock
+        self, *, fleet: Fleet, connect: Callable[[str], PrefetchClient], metrics: GatewayMetrics, clock: Clock
     ) -> None:
         self._fleet = fleet
         self._clock = clock
         self._hosts = ControlNetHosts(grace_s=fleet.model_grace_s, clock=clock)
-        self._prefetcher = ControlNetPrefetcher(connect=connect, metrics=metrics)
+        self._prefetcher = ServicePrefetcher(kinds.CONTROLNET, connect, metrics)
         self._given: dict[str, tuple[tuple[str, str], ...]] = {}  # server and ControlNet, by job
         self._sessions: Counter[str] = Counter()
         self._nets: Counter[tuple[str, str]] = Counter()  # by server and ControlNet
@@ -114,7 +114,7 @@ class ControlNetAddOn(AddOn):
     def unavailable(self, job: Job) -> NoControlNet | None:
         """The error of a job with a ControlNet that nobody hosts, nor did within the grace."""
         model = job.bare.model
-        base = self._fleet.base(model)
+        base = self._fleet.last_seen(model).base
         gone = [name for name in job.controlnets if not self._hosts.expected(name, model, base)]
         return nobody_hosts(dict.fromkeys(gone)) if gone else None
 
@@ -124,7 +124,7 @@ class ControlNetAddOn(AddOn):
             for choice in self._choices(job, None) if job.controlnets else ():
                 for server, candidate in choice.servers[:1]:
                     if candidate.state == hosted_pb2.HOSTED_STATE_ON_DISK:
-                        self._prefetcher.request(server, choice.name)
+                        self._prefetcher.request(server, [choice.name])
 
     def begin_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
         """Says where the ControlNets are, one entry for each of the spec's."""
@@ -205,13 +205,13 @@ class ControlNetAddOn(AddOn):
     def _servers(self, job: Job, name: str) -> Iterator[tuple[Member, Hosted]]:
         """ControlNet servers that take new sessions with it."""
         now = self._clock.monotonic()
-        for member, net in self._hosts.hosts(name, self._fleet.base(job.bare.model)):
+        for member, net in self._hosts.hosts(name, self._fleet.last_seen(job.bare.model).base):
             if member.kind == kinds.CONTROLNET and not member.load.draining and member.backed_off_until <= now:
                 yield member, net
 
     def _workers(self, job: Job, name: str) -> Iterator[tuple[Member, Hosted]]:
         """Workers of the job's model that have the ControlNet themselves."""
-        for member, net in self._hosts.hosts(name, self._fleet.base(job.bare.model)):
+        for member, net in self._hosts.hosts(name, self._fleet.last_seen(job.bare.model).base):
             if member.serves(job.bare.model):
                 yield member, net
 

@@ -12,7 +12,7 @@ from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc
 
 
 class GrpcControlNetClient:
-    """The ControlNetClient of the prefetcher. Connects by itself and reconnects."""
+    """The PrefetchClient of ControlNet servers. Connects by itself and reconnects."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)

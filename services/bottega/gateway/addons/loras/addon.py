@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from bottega import kinds
 from bottega.errors import BottegaError, LoraUnusable, NoLora, Violation
 from bottega.gateway.addons.addon import AddOn, AddOnContext, RequiredModel, Resolution, WorkerCosts
 from bottega.gateway.addons.loras import defaults
 from bottega.gateway.addons.loras.client import GrpcLoraClient
 from bottega.gateway.addons.loras.costs import LoraSizes, lora_costs
 from bottega.gateway.addons.loras.resolver import LoraClient, LoraResolver
+from bottega.gateway.addons.prefetch import ServicePrefetcher
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
+from bottega.gateway.metrics import GatewayMetrics
 from bottega.lora.set_key import LoraSetKey
 from bottega.rules import check_lateness, check_lora_steps, check_loras
 from bottega.v1 import image_pb2
@@ -23,14 +26,15 @@ from bottega.v1.lora_pb2 import StoredLora
 
 def create(context: AddOnContext) -> LoraAddOn:
     """The add-on that the manifest names."""
-    return LoraAddOn(fleet=context.fleet, connect=GrpcLoraClient)
+    return LoraAddOn(fleet=context.fleet, connect=GrpcLoraClient, metrics=context.metrics)
 
 
 class LoraAddOn(AddOn):
     """All LoRAs of a gateway. connect: makes the client of a store, from its address."""
 
-    def __init__(self, *, fleet: Fleet, connect: Callable[[str], LoraClient]) -> None:
+    def __init__(self, *, fleet: Fleet, connect: Callable[[str], LoraClient], metrics: GatewayMetrics) -> None:
         self._resolver = LoraResolver(connect=connect, fleet=fleet)
+        self._prefetcher = ServicePrefetcher(kinds.LORAS, connect, metrics)
         self._sizes = LoraSizes()
 
     def is_named(self, spec: GenerationSpec) -> bool:
@@ -72,7 +76,8 @@ class LoraAddOn(AddOn):
 
     def job_queued(self, job: Job) -> None:
         """Has the stores load what a worker will fetch soon."""
-        self._resolver.prefetch(job.loras)
+        for store in self._resolver.stores() if job.loras else ():
+            self._prefetcher.request(store, job.loras)
 
     def pin_parameters(self, provenance: Provenance) -> None:
         """The step at which each went in."""
@@ -87,8 +92,13 @@ class LoraAddOn(AddOn):
         """From now on no store deletes what a job needs."""
         self._resolver.start(lambda: (digest for job in live_jobs() for digest in job.loras))
 
+    def member_lost(self, member: Member) -> None:
+        """Nothing is prefetched from a store that is lost."""
+        self._prefetcher.remove(member)
+
     async def close(self) -> None:
         """Ends every call to a store."""
+        await self._prefetcher.close()
         await self._resolver.close()
 
 

@@ -30,14 +30,20 @@ class GrpcLoraClient:
             raise from_rpc_error(error) from None
         return response.lora
 
-    async def prefetch(self, digests: Sequence[str], *, only_keep: bool, deadline_s: float) -> None:
-        """Has it load these, the most wanted first, and delete none of them for a while. only_keep: loads none."""
-        request = lora_pb2.PrefetchLorasRequest(digests=digests, only_keep=only_keep)
-        try:
-            await self._store.PrefetchLoras(request, timeout=deadline_s)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+    async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
+        """Has it load these, by digest, the most wanted first, and delete none of them for a while."""
+        await self._prefetch(lora_pb2.PrefetchLorasRequest(digests=names), deadline_s)
+
+    async def keep(self, digests: Sequence[str], *, deadline_s: float) -> None:
+        """Has it delete none of them for a while."""
+        await self._prefetch(lora_pb2.PrefetchLorasRequest(digests=digests, only_keep=True), deadline_s)
 
     async def close(self, *, grace_s: float = 0.0) -> None:
         """Ends every call; those that end by themselves within the grace do."""
         await self._channel.close(grace_s or None)
+
+    async def _prefetch(self, request: lora_pb2.PrefetchLorasRequest, deadline_s: float) -> None:
+        try:
+            await self._store.PrefetchLoras(request, timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None

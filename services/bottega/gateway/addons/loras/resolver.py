@@ -1,4 +1,4 @@
-"""Asks the LoRA stores of the fleet: which weights a name stands for; to load some ahead; to keep what jobs need."""
+"""Calls the LoRA stores of the fleet: which weights a name stands for, and to keep what jobs need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 # A store answers at once; a request waits for it.
 _GET_S = 2.0
-_PREFETCH_S = 2.0
+_KEEP_S = 2.0
 # A store comes back, or another one joins, within some seconds.
 _RETRY_AFTER_S = 3.0
 # A store whose leases are not renewed for its lease_s (10 s) lets LoRAs be deleted: three tries are within that.
@@ -34,8 +34,11 @@ class LoraClient(Protocol):
     async def get(self, name: str, *, deadline_s: float) -> StoredLora:
         """What the store has of that name. Raises LoraNotFound among others."""
 
-    async def prefetch(self, digests: Sequence[str], *, only_keep: bool, deadline_s: float) -> None:
-        """Has it load these, the most wanted first, and delete none of them for a while. only_keep: loads none."""
+    async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
+        """Has it load these, by digest, the most wanted first, and delete none of them for a while."""
+
+    async def keep(self, digests: Sequence[str], *, deadline_s: float) -> None:
+        """Has it delete none of them for a while."""
 
     async def close(self, *, grace_s: float = 0.0) -> None:
         """Ends every call; those that end by themselves within the grace do."""
@@ -75,12 +78,6 @@ class LoraResolver:
                 )
         return stored
 
-    def prefetch(self, digests: Iterable[str]) -> None:
-        """These will be fetched soon. Returns at once; a store that is slow or gone holds up nobody."""
-        wanted = list(dict.fromkeys(digests))
-        for store in self.stores() if wanted else ():
-            self._calls.start(self._prefetch(store, wanted, only_keep=False))
-
     def stores(self) -> list[Member]:
         """Those that are here, one that is about to stop last."""
         return sorted(self._fleet.services(kinds.LORAS), key=lambda member: member.load.draining)
@@ -117,7 +114,7 @@ class LoraResolver:
             here = {member.registration.address for member in self.stores()}
             for gone in self._clients.keys() - here:
                 # A caller that still waits for it gets its answer, or the error.
-                self._calls.start(self._clients.pop(gone).close(grace_s=max(_GET_S, _PREFETCH_S)))
+                self._calls.start(self._clients.pop(gone).close(grace_s=max(_GET_S, _KEEP_S)))
             client = self._clients[address] = self._connect(address)
         return client
 
@@ -129,17 +126,9 @@ class LoraResolver:
             await asyncio.sleep(_PROTECT_S)
 
     async def _protect(self, store: Member, digests: Sequence[str]) -> None:
-        for first in range(0, len(digests), _MOST_DIGESTS):
-            if not await self._prefetch(store, digests[first : first + _MOST_DIGESTS], only_keep=True):
-                return
-
-    async def _prefetch(self, store: Member, digests: Sequence[str], *, only_keep: bool) -> bool:
-        """Whether the store has answered."""
         try:
-            await self._client(store).prefetch(digests, only_keep=only_keep, deadline_s=_PREFETCH_S)
+            for first in range(0, len(digests), _MOST_DIGESTS):
+                await self._client(store).keep(digests[first : first + _MOST_DIGESTS], deadline_s=_KEEP_S)
         except BottegaError as error:
-            # They are loaded then when a worker fetches them, and are there still unless somebody deletes them now.
-            facts = {"member": store.name, "only_keep": only_keep, "text": error.message}
-            _log.info("LoRAs are not prefetched", extra=facts)
-            return False
-        return True
+            # They are there still unless somebody deletes them now.
+            _log.info("LoRAs are not kept", extra={"member": store.name, "text": error.message})
