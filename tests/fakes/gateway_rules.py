@@ -16,7 +16,6 @@ from bottega.errors import BottegaError, WorkerLost
 from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
 from bottega.gateway.addons.loras.addon import LoraAddOn
-from bottega.gateway.addons.loras.resolver import LoraClient
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
@@ -124,7 +123,7 @@ class Shop:
         config = GatewayConfig(
             max_queued=1000, max_attempts=self._max_attempts, max_result_bytes=1 << 20, hold_s=self._hold_s
         )
-        addons = (LoraAddOn(fleet=self.fleet, connect=_no_store, metrics=metrics), self.controlnets, *self._addons)
+        addons = (LoraAddOn(self.fleet, metrics), self.controlnets, *self._addons)
         self.controller = JobController(
             config=config,
             fleet=self.fleet,
@@ -273,7 +272,3 @@ class Shop:
 
     def _connect(self, address: str) -> FakeClient:
         return self.clients.setdefault(address, FakeClient())
-
-
-def _no_store(address: str) -> LoraClient:
-    raise AssertionError(f"no LoRA store has joined, at {address} or elsewhere")

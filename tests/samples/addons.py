@@ -21,7 +21,7 @@ def sample_addons() -> tuple[AddOn, ...]:
     fleet = Fleet(lease_s=1, model_grace_s=1, bounds=bounds(1), clock=clock)
     metrics = GatewayMetrics(CollectorRegistry())
     return (
-        LoraAddOn(fleet=fleet, connect=_nowhere, metrics=metrics),
+        LoraAddOn(fleet, metrics),
         ControlNetAddOn(fleet=fleet, connect=_nowhere, metrics=metrics, clock=clock),
     )
 

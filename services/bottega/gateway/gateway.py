@@ -190,14 +190,14 @@ def _fleet(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Flee
         joins_per_s_by_name=config.fleet.joins_per_s_by_name,
     )
     fleet = Fleet(lease_s=config.lease_s, model_grace_s=config.model_grace_s, bounds=bounds, clock=clock)
-    metrics.watch_members(lambda: (member.kind for member in fleet.members()))
+    metrics.register_members(lambda: (member.kind for member in fleet.members()))
     return fleet
 
 
 def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Storage:
     folder = Path(config.state) if config.state else state_folder() / "gateway"
-    jobs = SqliteJobStore(folder / "jobs.sqlite", on_commit=metrics.committed)
-    metrics.watch_store(lambda: jobs.waiting)
+    jobs = SqliteJobStore(folder / "jobs.sqlite", on_commit=metrics.commit_s.observe)
+    metrics.store_waiting.set_function(lambda: jobs.waiting)
     return Storage(
         folder=folder,
         jobs=jobs,

@@ -18,13 +18,13 @@ _COMMIT_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0
 
 
 class GatewayMetrics:
-    """The gateway's own metrics."""
+    """The gateway's own metrics: what happens counts itself in them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._jobs = Counter("bottega_jobs", "Jobs that ended, by outcome.", ("outcome",), registry=registry)
-        self._refused = Counter("bottega_refused", "Orders refused, by reason.", ("reason",), registry=registry)
-        self._lost = Counter("bottega_attempts_lost", "Attempts whose worker was lost.", registry=registry)
-        self._returned = Counter(
+        self.jobs_ended = Counter("bottega_jobs", "Jobs that ended, by outcome.", ("outcome",), registry=registry)
+        self.refused = Counter("bottega_refused", "Orders refused, by reason.", ("reason",), registry=registry)
+        self.attempts_lost = Counter("bottega_attempts_lost", "Attempts whose worker was lost.", registry=registry)
+        self.attempts_returned = Counter(
             "bottega_attempts_returned", "Attempts that a worker did not take, or gave back.", registry=registry
         )
         self._queue_s = Histogram(
@@ -39,24 +39,24 @@ class GatewayMetrics:
             buckets=_ROUTE_BUCKETS,
             registry=registry,
         )
-        self._acknowledged = Counter("bottega_jobs_acknowledged", "Jobs that became durable.", registry=registry)
-        self._commit_s = Histogram(
+        self.acknowledged = Counter("bottega_jobs_acknowledged", "Jobs that became durable.", registry=registry)
+        self.commit_s = Histogram(
             "bottega_store_commit_seconds",
             "Seconds of each commit of the job store, of a group of operations.",
             buckets=_COMMIT_BUCKETS,
             registry=registry,
         )
-        self._store_waiting = Gauge(
+        self.store_waiting = Gauge(
             "bottega_store_waiting", "Operations that wait for the next commit of the job store.", registry=registry
         )
-        self._queued = Gauge("bottega_queued_jobs", "Jobs that wait.", registry=registry)
-        self._prefetches = Counter(
+        self.queued = Gauge("bottega_queued_jobs", "Jobs that wait.", registry=registry)
+        self.prefetches = Counter(
             "bottega_prefetches",
             "Requests to services to load what queued jobs will need, by kind of service and by outcome.",
             ("kind", "outcome"),
             registry=registry,
         )
-        self._controlnets = Gauge(
+        self.controlnets = Gauge(
             "bottega_controlnets",
             "ControlNets that servers host, by state; each counts for each of its servers.",
             ("state",),
@@ -64,53 +64,13 @@ class GatewayMetrics:
         )
         self._registry = registry
 
-    def acknowledged(self) -> None:
-        """Counts a job that is durable."""
-        self._acknowledged.inc()
-
-    def committed(self, seconds: float) -> None:
-        """Takes in what a commit of the job store took; from any thread."""
-        self._commit_s.observe(seconds)
-
-    def watch_store(self, waiting: Callable[[], float]) -> None:
-        """Where to read how many operations wait for the job store."""
-        self._store_waiting.set_function(waiting)
-
-    def watch_queue(self, length: Callable[[], float]) -> None:
-        """Where to read the length of the queue."""
-        self._queued.set_function(length)
-
-    def watch_controlnets(self, state: str, count: Callable[[], float]) -> None:
-        """Where to read how many ControlNets are in a state."""
-        self._controlnets.labels(state).set_function(count)
-
-    def prefetched(self, kind: str, outcome: str) -> None:
-        """Counts a request to load ahead."""
-        self._prefetches.labels(kind, outcome).inc()
-
-    def job_ended(self, outcome: str) -> None:
-        """Counts a job that ended."""
-        self._jobs.labels(outcome).inc()
-
-    def refused(self, reason: str) -> None:
-        """Counts an order that was not taken."""
-        self._refused.labels(reason).inc()
-
-    def attempt_lost(self) -> None:
-        """Counts an attempt whose worker was lost."""
-        self._lost.inc()
-
-    def attempt_returned(self) -> None:
-        """Counts an attempt that its worker did not take, or gave back."""
-        self._returned.inc()
-
     def routed(self, *, queue_s: float, route_s: float) -> None:
         """Takes in how long a job waited for a worker, and how long it took from there to the call of it."""
         self._queue_s.observe(queue_s)
         self._route_s.observe(route_s)
 
-    def watch_members(self, kinds: Callable[[], Iterable[str]]) -> None:
-        """Where to read the kinds of the services that are here, one for each service."""
+    def register_members(self, kinds: Callable[[], Iterable[str]]) -> None:
+        """kinds: of the services that are here, one for each service."""
         self._registry.register(_Members(kinds))
 
 

@@ -92,5 +92,5 @@ class ServicePrefetcher:
                 facts = {"member": service.name, "kind": self._kind, "text": error.message}
                 _log.info("what jobs will need is not prefetched", extra=facts)
             finally:
-                self._metrics.prefetched(self._kind, outcome)
+                self._metrics.prefetches.labels(self._kind, outcome).inc()
             await asyncio.sleep(_PAUSE_S)

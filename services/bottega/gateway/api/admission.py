@@ -124,7 +124,7 @@ class Admission:
         try:
             return await self._admit(command)
         except BottegaError as error:
-            self._metrics.refused(error.reason_name)
+            self._metrics.refused.labels(error.reason_name).inc()
             raise
 
     async def _admit(self, command: GenerateCommand) -> Admitted:
@@ -205,7 +205,7 @@ class Admission:
             self._storage.check_writable()
             if await self._jobs.add(job, replaces=replaces) is not job:
                 return False
-            self._metrics.acknowledged()
+            self._metrics.acknowledged.inc()
             self._controller.submit(job)
             return True
         finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bottega.background_tasks import BackgroundTasks
@@ -21,6 +21,7 @@ from bottega.v1.generation_pb2 import Provenance
 
 _CANCEL_DEADLINE_S = 2.0
 _PREVIEW_DEADLINE_S = 2.0
+_LIST_DEADLINE_S = 2.0
 _WATCH_PAUSE_S = 0.5
 # Calls to one worker, at once; it runs some tens of attempts, and may report thousands.
 MOST_STALE = 64
@@ -65,7 +66,7 @@ class DispatchedAttempt:
 class WorkerConnection:
     """calls: where calls to the worker run. on_checkpoint: called with the worker and each checkpoint of its attempts.
 
-    attempts: by job, first come first. revision: counts the changes of these and their steps.
+    attempts: by job. revision: counts the changes of these and of their steps.
     """
 
     def __init__(
@@ -84,6 +85,11 @@ class WorkerConnection:
         self._stale = 0
         self._checkpoints = calls.start(self._watch_checkpoints())
 
+    @property
+    def jobs(self) -> list[Job]:
+        """Jobs whose attempt is with the worker, first come first."""
+        return [attempt.job for attempt in self.attempts.values()]
+
     def add(self, attempt: DispatchedAttempt) -> None:
         """The worker gets it."""
         self.attempts[attempt.job.job_id] = attempt
@@ -98,6 +104,10 @@ class WorkerConnection:
         """Watches anew, and so gets the newest checkpoint of every attempt once more."""
         self._checkpoints.cancel()
         self._checkpoints = self._calls.start(self._watch_checkpoints())
+
+    async def list_attempts(self) -> Sequence[worker_pb2.AttemptSummary]:
+        """The attempts that the worker has, of earlier lives of the gateway too. Raises BottegaError."""
+        return await self.client.list_attempts(deadline_s=_LIST_DEADLINE_S)
 
     def stop_attempt(self, attempt: worker_pb2.AttemptId) -> None:
         """Has the worker stop an attempt that nobody waits for."""

@@ -24,7 +24,6 @@ from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.rpc.status import from_job_error
 from bottega.v1 import worker_pb2
 
-_LIST_DEADLINE_S = 2.0
 # Attempts that have just completed, which reports on their way may still name.
 _JUST_COMPLETED = 256
 # Ample: one of a picture is under 1 MiB.
@@ -77,23 +76,13 @@ class Dispatcher:
             self._report_loss(attempt, WorkerLost("the worker was cut off"))
         connection.close()
 
-    def is_connected(self, member: Member) -> bool:
-        """Whether the worker can be called: from its joining until it is lost."""
-        return member in self._connections
-
-    def jobs_on(self, member: Member) -> Sequence[Job]:
-        """Jobs whose attempt is with that worker, first come first."""
-        connection = self._connections.get(member)
-        return [attempt.job for attempt in connection.attempts.values()] if connection else ()
+    def connection(self, member: Member) -> WorkerConnection | None:
+        """That of a worker, from its joining until it is lost."""
+        return self._connections.get(member)
 
     def has_completed(self, attempt: worker_pb2.AttemptId) -> bool:
         """Whether it has just brought all images, so that its worker may still report that it runs."""
         return (attempt.job_id, attempt.number) in self._completed
-
-    def revision(self, member: Member) -> int:
-        """A number that differs whenever the attempts of that worker have changed or denoised further."""
-        connection = self._connections.get(member)
-        return connection.revision if connection else -1
 
     def start_attempt(self, job: Job, member: Member, *, free_at: float, exclusive: bool = False) -> None:
         """Starts an attempt at a queued job: the worker is called before this returns.
@@ -107,17 +96,11 @@ class Dispatcher:
         self._call(job, connection)
         self._observer.attempt_sent(job)
 
-    def adopt_attempt(self, job: Job, member: Member) -> None:
+    def adopt_attempt(self, job: Job, connection: WorkerConnection) -> None:
         """Follows the attempt that a worker still has from before, which the job counts as its current one."""
-        connection = self._connections[member]
         self._call(job, connection)
         # Its newest checkpoint came when nobody knew of the attempt; whoever watches anew gets it again.
         connection.watch_checkpoints()
-
-    async def list_attempts(self, member: Member) -> Sequence[worker_pb2.AttemptSummary]:
-        """The attempts that a worker has, of earlier lives of the gateway too. Raises BottegaError."""
-        connection = self._connections.get(member)
-        return await connection.client.list_attempts(deadline_s=_LIST_DEADLINE_S) if connection else ()
 
     def enable_previews(self, job: Job) -> None:
         """Previews of the job are wanted from now on, of an attempt that runs as well."""
@@ -131,16 +114,6 @@ class Dispatcher:
         attempt = self._abandon(job.job_id)
         if attempt is not None:
             attempt.connection.stop_attempt(attempt.id)
-
-    def stop_attempt(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
-        """Has a worker, as far as it can be reached, stop an attempt that nobody waits for."""
-        if member in self._connections:
-            self._connections[member].stop_attempt(attempt)
-
-    def stop_stale_attempt(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
-        """The same for one that the worker reports, now or when it reports it again."""
-        if member in self._connections:
-            self._connections[member].stop_stale_attempt(attempt)
 
     def detach(self) -> None:
         """Follows no attempt any more, and stops none: a later life of the gateway takes them up."""

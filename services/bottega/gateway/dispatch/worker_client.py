@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import grpc
 
@@ -51,33 +51,26 @@ class GrpcWorkerClient:
         """Streams the newest checkpoint of every attempt."""
         call = self._worker.WatchCheckpoints(worker_pb2.WatchCheckpointsRequest())
         try:
-            async for checkpoint in call:
-                yield checkpoint
-        except grpc.aio.AioRpcError as error:
-            raise _typed(error) from None
+            with _typed_failures():
+                async for checkpoint in call:
+                    yield checkpoint
         finally:
             call.cancel()
 
     async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
         """Stops an attempt and forgets it."""
-        try:
+        with _typed_failures():
             await self._worker.CancelAttempt(worker_pb2.CancelAttemptRequest(attempt=attempt), timeout=deadline_s)
-        except grpc.aio.AioRpcError as error:
-            raise _typed(error) from None
 
     async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
         """What it runs, and what is finished and was not forgotten yet."""
-        try:
+        with _typed_failures():
             return (await self._worker.ListAttempts(worker_pb2.ListAttemptsRequest(), timeout=deadline_s)).attempts
-        except grpc.aio.AioRpcError as error:
-            raise _typed(error) from None
 
     async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
         """Asks for previews of an attempt from now on."""
-        try:
+        with _typed_failures():
             await self._worker.PreviewAttempt(worker_pb2.PreviewAttemptRequest(attempt=attempt), timeout=deadline_s)
-        except grpc.aio.AioRpcError as error:
-            raise _typed(error) from None
 
     async def close(self) -> None:
         """Ends every call."""
@@ -117,6 +110,14 @@ async def _ended(call: _AttemptCall) -> None:
     """Waits until the worker has ended a call, for a while; how does not matter any more."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(call.code(), _END_S)
+
+
+@contextlib.contextmanager
+def _typed_failures() -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise _typed(error) from None
 
 
 def _typed(failure: grpc.aio.AioRpcError, *, answered: bool = False) -> BottegaError:

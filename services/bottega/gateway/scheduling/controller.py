@@ -82,7 +82,7 @@ class JobController:
             clock=clock,
         )
         self._recovery = AttemptRecovery(self._dispatcher, self.scheduler, self.queue, jobs, hold_s=config.hold_s)
-        metrics.watch_queue(self.queue.__len__)
+        metrics.queued.set_function(self.queue.__len__)
         fleet.subscribe(self)
 
     # The gateway starts and stops.
@@ -218,7 +218,7 @@ class JobController:
         """The worker is lost, perhaps because of the job."""
         if not job.is_current(number):
             return
-        self._metrics.attempt_lost()
+        self._metrics.attempts_lost.inc()
         log_lines.attempt_lost(job, error)
         job.requeue_lost(number, died=is_death(error), exclusive=died_alone(error))
         self._retry(job, failure_after_loss(job, max_attempts=self._max_attempts))
@@ -227,7 +227,7 @@ class JobController:
         """The worker refused the attempt or returned it: the service that caused that gets nothing for a moment."""
         if not job.is_current(number):
             return
-        self._metrics.attempt_returned()
+        self._metrics.attempts_returned.inc()
         log_lines.attempt_returned(job, error)
         by_addon = any(addon.back_off(job, error) for addon in self._addons)
         if not by_addon:

@@ -42,7 +42,7 @@ class JobFinisher:
     async def _write(self, job: Job) -> None:
         await self._jobs.finish(job)
         log_lines.ended(job)
-        self._metrics.job_ended(JobState.Name(job.state).removeprefix("JOB_STATE_").lower())
+        self._metrics.jobs_ended.labels(JobState.Name(job.state).removeprefix("JOB_STATE_").lower()).inc()
 
 
 def failure_after_loss(job: Job, *, max_attempts: int) -> BottegaError | None:

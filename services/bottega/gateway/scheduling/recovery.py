@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError
+from bottega.gateway.dispatch.connection import WorkerConnection
 from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import Job
@@ -69,14 +70,15 @@ class AttemptRecovery:
 
     def stop_stale_attempts(self, member: Member) -> None:
         """Frees a worker of attempts that count no more, such as after it was frozen for a while."""
-        for running in member.load.running:
+        connection = self._dispatcher.connection(member)
+        for running in member.load.running if connection else ():
             job = self._jobs.find_live(running.attempt.job_id)
             if job is not None:
                 stale = running.attempt.number < job.number  # one that is later than ours may have to be claimed
             else:
                 stale = self._jobs.restored and not self._dispatcher.has_completed(running.attempt)
-            if stale:
-                self._dispatcher.stop_stale_attempt(member, running.attempt)
+            if stale and connection:
+                connection.stop_stale_attempt(running.attempt)
 
     async def close(self) -> None:
         """Holds no job, and lists no attempts any more."""
@@ -97,23 +99,26 @@ class AttemptRecovery:
             self._scheduler.add_worker(member)
 
     async def _claim_all(self, member: Member) -> None:
+        connection = self._dispatcher.connection(member)
+        if connection is None:
+            return
         try:
-            summaries = await self._dispatcher.list_attempts(member)
-            for summary in summaries if self._dispatcher.is_connected(member) else ():
-                self._claim(member, summary.attempt)
+            for summary in await connection.list_attempts():
+                if self._dispatcher.connection(member) is connection:  # it may be lost by now
+                    self._claim(connection, summary.attempt)
         except BottegaError as error:
             _log.warning("a worker does not say what it has", extra={"member": member.name, "text": error.message})
 
-    def _claim(self, member: Member, attempt: worker_pb2.AttemptId) -> None:
-        job = self._jobs.find_live(attempt.job_id)
-        if job is not None and self._counts(job, attempt.number) and job.adopt_attempt(member.name, attempt.number):
+    def _claim(self, connection: WorkerConnection, attempt: worker_pb2.AttemptId) -> None:
+        job, worker = self._jobs.find_live(attempt.job_id), connection.member.name
+        if job is not None and self._counts(job, attempt.number) and job.adopt_attempt(worker, attempt.number):
             self._held.pop(job.job_id, None)
             self._queue.remove(job)
-            _log.info("attempt adopted", extra={"job_id": job.job_id, "request_id": job.log_id, "worker": job.worker})
-            self._dispatcher.adopt_attempt(job, member)
+            _log.info("attempt adopted", extra={"job_id": job.job_id, "request_id": job.log_id, "worker": worker})
+            self._dispatcher.adopt_attempt(job, connection)
             self._jobs.save(job)
         elif job is None or not job.open or job.number != attempt.number:
-            self._dispatcher.stop_attempt(member, attempt)
+            connection.stop_attempt(attempt)
 
     def _counts(self, job: Job, number: int) -> bool:
         """Whether an attempt is current. A higher number than ours began before that could be stored."""

@@ -86,15 +86,15 @@ class FleetSnapshot:
         return functools.reduce(_sum, all_costs, NO_COSTS)
 
     def _worker(self, member: Member) -> WorkerState:
-        cached, revision = self._cache.get(member), self._dispatcher.revision(member)
+        cached, connection = self._cache.get(member), self._dispatcher.connection(member)
+        revision = connection.revision if connection else -1
         if cached is None or cached.load is not member.load or cached.revision != revision:
-            cached = _CachedState(state=self._new_state(member), load=member.load, revision=revision)
-            self._cache[member] = cached
+            state = self._new_state(member, connection.jobs if connection else ())
+            cached = self._cache[member] = _CachedState(state=state, load=member.load, revision=revision)
         return cached.state
 
-    def _new_state(self, member: Member) -> WorkerState:
-        ours = self._dispatcher.jobs_on(member)
-        running = tuple(self._running(member))
+    def _new_state(self, member: Member, ours: Sequence[Job]) -> WorkerState:
+        running = tuple(self._running(member, ours))
         return WorkerState(
             worker=member.name,
             running=running,
@@ -106,11 +106,11 @@ class FleetSnapshot:
             max_rows=member.load.max_rows,
         )
 
-    def _running(self, member: Member) -> list[ResourceRequest]:
+    def _running(self, member: Member, ours: Sequence[Job]) -> list[ResourceRequest]:
         """What still denoises on a worker, as far as is known."""
         reported = dict(member.steps_left)
         requests = []
-        for job in self._dispatcher.jobs_on(member):
+        for job in ours:
             left = min(job.steps.total - job.steps.done, reported.pop(job.job_id, job.steps.total))
             if left > 0:
                 requests.append(_request_for(job, left))

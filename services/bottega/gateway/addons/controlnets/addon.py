@@ -77,7 +77,7 @@ class ControlNetAddOn(AddOn):
         self._nets: Counter[tuple[str, str]] = Counter()  # by server and ControlNet
         for state, number in HostedState.items()[1:]:
             name = state.removeprefix("HOSTED_STATE_").lower()
-            metrics.watch_controlnets(name, functools.partial(self._hosts.count, number))
+            metrics.controlnets.labels(name).set_function(functools.partial(self._hosts.count, number))
 
     def is_named(self, spec: GenerationSpec) -> bool:
         """Whether a request names a ControlNet."""

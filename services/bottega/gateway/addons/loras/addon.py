@@ -11,7 +11,7 @@ from bottega.gateway.addons.addon import AddOn, AddOnContext, RequiredModel, Res
 from bottega.gateway.addons.loras import defaults
 from bottega.gateway.addons.loras.client import GrpcLoraClient
 from bottega.gateway.addons.loras.costs import LoraSizes, lora_costs
-from bottega.gateway.addons.loras.resolver import LoraClient, LoraResolver
+from bottega.gateway.addons.loras.resolver import LoraResolver
 from bottega.gateway.addons.prefetch import ServicePrefetcher
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
@@ -26,15 +26,15 @@ from bottega.v1.lora_pb2 import StoredLora
 
 def create(context: AddOnContext) -> LoraAddOn:
     """The add-on that the manifest names."""
-    return LoraAddOn(fleet=context.fleet, connect=GrpcLoraClient, metrics=context.metrics)
+    return LoraAddOn(context.fleet, context.metrics)
 
 
 class LoraAddOn(AddOn):
-    """All LoRAs of a gateway. connect: makes the client of a store, from its address."""
+    """All LoRAs of a gateway."""
 
-    def __init__(self, *, fleet: Fleet, connect: Callable[[str], LoraClient], metrics: GatewayMetrics) -> None:
-        self._resolver = LoraResolver(connect=connect, fleet=fleet)
-        self._prefetcher = ServicePrefetcher(kinds.LORAS, connect, metrics)
+    def __init__(self, fleet: Fleet, metrics: GatewayMetrics) -> None:
+        self._resolver = LoraResolver(fleet)
+        self._prefetcher = ServicePrefetcher(kinds.LORAS, GrpcLoraClient, metrics)
         self._sizes = LoraSizes()
 
     def is_named(self, spec: GenerationSpec) -> bool:

@@ -14,7 +14,7 @@ from bottega.v1.lora_pb2 import StoredLora
 
 
 class GrpcLoraClient:
-    """The LoraClient of the resolver. Connects by itself and reconnects."""
+    """Connects by itself and reconnects."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from bottega import kinds
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, LoraNotFound, LoraUnusable, NoLora
+from bottega.gateway.addons.loras.client import GrpcLoraClient
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.v1.generation_pb2 import Lora
@@ -28,29 +28,12 @@ _PROTECT_S = 3.0
 _MOST_DIGESTS = 256
 
 
-class LoraClient(Protocol):
-    """Calls to one LoRA store. Every failure is a BottegaError."""
-
-    async def get(self, name: str, *, deadline_s: float) -> StoredLora:
-        """What the store has of that name. Raises LoraNotFound among others."""
-
-    async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
-        """Has it load these, by digest, the most wanted first, and delete none of them for a while."""
-
-    async def keep(self, digests: Sequence[str], *, deadline_s: float) -> None:
-        """Has it delete none of them for a while."""
-
-    async def close(self, *, grace_s: float = 0.0) -> None:
-        """Ends every call; those that end by themselves within the grace do."""
-
-
 class LoraResolver:
-    """connect: makes the client of a store, from its address. `start` it where jobs may wait."""
+    """`start` it where jobs may wait."""
 
-    def __init__(self, *, connect: Callable[[str], LoraClient], fleet: Fleet) -> None:
-        self._connect = connect
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._clients: dict[str, LoraClient] = {}
+        self._clients: dict[str, GrpcLoraClient] = {}
         self._calls = BackgroundTasks("calls of LoRA stores")
 
     def start(self, needed: Callable[[], Iterable[str]]) -> None:
@@ -107,7 +90,7 @@ class LoraResolver:
             f"no LoRA store can be asked for {name}{why}", metadata={"loras": name}, retry_after_s=_RETRY_AFTER_S
         )
 
-    def _client(self, store: Member) -> LoraClient:
+    def _client(self, store: Member) -> GrpcLoraClient:
         address = store.registration.address
         client = self._clients.get(address)
         if client is None:
@@ -115,7 +98,7 @@ class LoraResolver:
             for gone in self._clients.keys() - here:
                 # A caller that still waits for it gets its answer, or the error.
                 self._calls.start(self._clients.pop(gone).close(grace_s=max(_GET_S, _KEEP_S)))
-            client = self._clients[address] = self._connect(address)
+            client = self._clients[address] = GrpcLoraClient(address)
         return client
 
     async def _protect_all(self, needed: Callable[[], Iterable[str]]) -> None:
