@@ -6,13 +6,12 @@ the job accordingly, has that written, and has the scheduler hand out what may r
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock
-from bottega.errors import BottegaError, DeadlinePassed, Draining
+from bottega.errors import BottegaError, DeadlinePassed
 from bottega.gateway.addons.addon import PREFETCHED_JOBS, AddOn
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.dispatch.attempts import WorkerClient, died_alone, is_death
@@ -24,8 +23,9 @@ from bottega.gateway.jobs.deadlines import Deadlines
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.values import QueuePosition, StoredImage
+from bottega.gateway.jobs.values import StoredImage
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.scheduling.drain import detach_when_idle, draining
 from bottega.gateway.scheduling.estimates import QueueEstimates
 from bottega.gateway.scheduling.outcomes import JobFinisher, failure_after_loss, failure_after_return
 from bottega.gateway.scheduling.queue import JobQueue
@@ -33,7 +33,7 @@ from bottega.gateway.scheduling.recovery import AttemptRecovery
 from bottega.gateway.scheduling.scheduler import Scheduler
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
 from bottega.v1.generation_pb2 import Provenance
-from bottega.v1.image_pb2 import JOB_STATE_QUEUED, JOB_STATE_RUNNING
+from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 
 _log = logging.getLogger(__name__)
 
@@ -94,20 +94,14 @@ class JobController:
         """
         orphans = [job for job in jobs if job.open and job.request.ends_with_caller]
         kept = [job for job in jobs if job.open and not job.request.ends_with_caller]
-        running = [job for job in kept if job.state == JOB_STATE_RUNNING]
         for job in jobs:
             if not job.open:
                 self._finish(job)  # it cannot be drawn any more
         for job in kept:
             self._deadlines.watch(job, self._pass_deadline)
-            if job.state == JOB_STATE_QUEUED:
-                self.queue.add(job)
-                # Its watchers see its place at once; the estimates of all follow within a second.
-                place = len(self.queue.line(job.bare.model)) - 1
-                job.set_queue_position(QueuePosition(place=place, estimate_s=None))
-        self._recovery.hold(running)
+        self._recovery.restore(kept)
         if jobs:
-            log_lines.restored(len(jobs), len(running), seconds)
+            log_lines.restored(len(jobs), sum(map(self._recovery.is_held, kept)), seconds)
         for member in self._fleet.members():
             if member.is_worker:
                 self._recovery.add_worker(member)
@@ -128,10 +122,10 @@ class JobController:
         """
         self.draining = self.scheduler.draining = True
         try:
-            await asyncio.gather(*(self._detach_when_idle(job) for job in self._jobs.live()))
+            await detach_when_idle(self._jobs.live(), is_held=self._recovery.is_held)
         finally:
             for job in list(self._jobs.live()):
-                job.detach(_draining())
+                job.detach(draining())
             self._dispatcher.detach()
             self._fleet.close()
 
@@ -153,7 +147,7 @@ class JobController:
         """Takes a job, which is durable: it waits or runs. The queue's bounds were checked."""
         log_lines.accepted(job)
         if self.draining:
-            job.detach(_draining())
+            job.detach(draining())
             return
         for addon in self._addons:
             addon.job_queued(job)
@@ -304,26 +298,3 @@ class JobController:
                     self.submit(job)
             except Exception:  # noqa: BLE001 - the boundary of the task: without it no other job is found
                 _log.exception("a job that was found could not be queued", extra=log_lines.job_fields(job))
-
-    async def _detach_when_idle(self, job: Job) -> None:
-        """Ends the watching of a job as soon as it cannot end here: at once where no worker has it."""
-        if not self._recovery.is_held(job):
-            await _without_worker(job)
-        if job.live:
-            job.detach(_draining())
-
-
-async def _without_worker(job: Job) -> None:
-    """Returns when no worker has the job and nothing of it has to be written."""
-    changed = asyncio.Event()
-    job.listeners.add(changed.set)
-    try:
-        while job.live and (job.state == JOB_STATE_RUNNING or not job.open):
-            changed.clear()
-            await changed.wait()
-    finally:
-        job.listeners.discard(changed.set)
-
-
-def _draining() -> Draining:
-    return Draining("the gateway is stopping; ask again", retry_after_s=1.0)

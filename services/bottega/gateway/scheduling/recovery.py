@@ -18,6 +18,7 @@ from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
+from bottega.gateway.jobs.values import QueuePosition
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.scheduler import Scheduler
 from bottega.v1 import worker_pb2
@@ -45,9 +46,16 @@ class AttemptRecovery:
         self._expiry: asyncio.TimerHandle | None = None
         self._listing = BackgroundTasks("lists of the attempts of workers")
 
-    def hold(self, jobs: Sequence[Job]) -> None:
-        """Jobs that were running when the gateway ended, the oldest first."""
-        self._held.update((job.job_id, job) for job in jobs)
+    def restore(self, jobs: Sequence[Job]) -> None:
+        """Jobs of an earlier life, the oldest first: they wait as before, and those that were running are held."""
+        for job in jobs:
+            if job.state == JOB_STATE_QUEUED:
+                self._queue.add(job)
+                # Its watchers see its place at once; the estimates of all follow within a second.
+                place = len(self._queue.line(job.bare.model)) - 1
+                job.set_queue_position(QueuePosition(place=place, estimate_s=None))
+            else:
+                self._held[job.job_id] = job
         if self._held:
             self._expire_later()
 
