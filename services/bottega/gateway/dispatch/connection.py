@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, TooLarge, WorkerLost
-from bottega.gateway.dispatch.attempts import WorkerClient
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs import log_lines
 from bottega.gateway.jobs.job import Job
@@ -27,6 +27,45 @@ _WATCH_PAUSE_S = 0.5
 MOST_STALE = 64
 
 _log = logging.getLogger(__name__)
+
+
+AttemptEvents = AsyncGenerator[worker_pb2.RunAttemptResponse, None]
+
+
+def is_death(error: BottegaError) -> bool:
+    """Whether an attempt ended with its worker's death, or its engine's: then it may have been the job's doing."""
+    return isinstance(error, WorkerLost) and "died" in error.metadata
+
+
+def died_alone(error: BottegaError) -> bool:
+    """Whether nothing else is known to have died with the attempt."""
+    return error.metadata.get("held_together", "1") == "1"
+
+
+class WorkerClient(Protocol):
+    """Calls to one worker. Every failure is a BottegaError.
+
+    WorkerLost is a connection that broke, as at the worker's death (see is_death), or an attempt that it gave up;
+    another Unavailable, or QueueFull, a worker that did not take the attempt.
+    """
+
+    def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AttemptEvents:
+        """Starts an attempt before it returns, and streams its events."""
+
+    def checkpoints(self) -> AsyncGenerator[worker_pb2.WatchCheckpointsResponse, None]:
+        """Streams the newest checkpoint of every attempt."""
+
+    async def cancel_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
+        """Stops an attempt and forgets it."""
+
+    async def list_attempts(self, *, deadline_s: float) -> Sequence[worker_pb2.AttemptSummary]:
+        """What it runs, and what is finished and was not forgotten yet."""
+
+    async def preview_attempt(self, attempt: worker_pb2.AttemptId, *, deadline_s: float) -> None:
+        """Asks for previews of an attempt from now on."""
+
+    async def close(self) -> None:
+        """Ends every call."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -9,20 +9,21 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, InternalError, ModelNotFound, QueueFull, Unavailable, WorkerLost
 from bottega.gateway.addons.addon import AddOn
-from bottega.gateway.dispatch.attempts import AttemptEvents, AttemptObserver, WorkerClient
-from bottega.gateway.dispatch.connection import DispatchedAttempt, WorkerConnection
+from bottega.gateway.dispatch.connection import AttemptEvents, DispatchedAttempt, WorkerClient, WorkerConnection
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs import log_lines
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.provenance import completed_provenance
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.values import JobCheckpoint
+from bottega.gateway.jobs.values import JobCheckpoint, StoredImage
 from bottega.rpc.status import from_job_error
 from bottega.v1 import worker_pb2
+from bottega.v1.generation_pb2 import Provenance
 
 # Attempts that have just completed, which reports on their way may still name.
 _JUST_COMPLETED = 256
@@ -32,6 +33,33 @@ _MAX_CHECKPOINT_BYTES = 16 << 20
 _MAX_DECISIONS_BYTES = 4 << 10
 
 _log = logging.getLogger(__name__)
+
+
+class AttemptObserver(Protocol):
+    """Who is told how attempts end. Called in the event loop; must not block."""
+
+    def attempt_sent(self, job: Job) -> None:
+        """The worker is called now."""
+
+    def attempt_advanced(self, job: Job) -> None:
+        """Denoising went on."""
+
+    def attempt_decided(self, job: Job) -> None:
+        """It has decided something that later attempts keep to."""
+
+    def attempt_lost(self, job: Job, number: int, error: BottegaError) -> None:
+        """The worker, or the way to it, is lost; the job is not, though it may have been its doing."""
+
+    def attempt_returned(self, job: Job, number: int, error: BottegaError) -> None:
+        """The worker did not take the attempt, or stops and gives it back: not the job's doing."""
+
+    def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
+        """The worker says that the job cannot be drawn."""
+
+    def attempt_completed(
+        self, job: Job, number: int, pictures: tuple[StoredImage, ...], provenance: Provenance
+    ) -> None:
+        """All images are on the disk."""
 
 
 class Dispatcher:

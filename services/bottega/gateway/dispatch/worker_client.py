@@ -18,7 +18,7 @@ from bottega.errors import (
     Unavailable,
     WorkerLost,
 )
-from bottega.gateway.dispatch.attempts import AttemptEvents, is_death
+from bottega.gateway.dispatch.connection import AttemptEvents, is_death
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import worker_pb2, worker_pb2_grpc

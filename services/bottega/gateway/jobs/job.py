@@ -302,8 +302,9 @@ class Job:
         self.deadline = deadline
         return True
 
-    def set_queue_position(self, position: QueuePosition) -> None:
+    def set_queue_position(self, place: int, estimate_s: float | None = None) -> None:
         """Says where the job is in the queue."""
+        position = QueuePosition(place=place, estimate_s=estimate_s)
         if self.open and self.state == JOB_STATE_QUEUED and position != self.queue_position:
             self.queue_position = position
             self._notify()

@@ -14,7 +14,7 @@ from bottega.clocks import Clock
 from bottega.errors import BottegaError, DeadlinePassed
 from bottega.gateway.addons.addon import PREFETCHED_JOBS, AddOn
 from bottega.gateway.config import GatewayConfig
-from bottega.gateway.dispatch.attempts import WorkerClient, died_alone, is_death
+from bottega.gateway.dispatch.connection import WorkerClient, died_alone, is_death
 from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
@@ -25,9 +25,14 @@ from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.values import StoredImage
 from bottega.gateway.metrics import GatewayMetrics
-from bottega.gateway.scheduling.drain import detach_when_idle, draining
 from bottega.gateway.scheduling.estimates import QueueEstimates
-from bottega.gateway.scheduling.outcomes import JobFinisher, failure_after_loss, failure_after_return
+from bottega.gateway.scheduling.outcomes import (
+    JobFinisher,
+    detach_when_idle,
+    draining,
+    failure_after_loss,
+    failure_after_return,
+)
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.recovery import AttemptRecovery
 from bottega.gateway.scheduling.scheduler import Scheduler

@@ -6,16 +6,14 @@ A queue and a fleet may be large: the estimates of all jobs are made once a seco
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bottega.clocks import Clock
 from bottega.errors import DeadlineUnmeetable
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.jobs.values import QueuePosition
-from bottega.gateway.scheduling.forecast import QueueForecast, forecast
 from bottega.gateway.scheduling.outcomes import unmeetable
-from bottega.gateway.scheduling.policy import ResourceRequest
+from bottega.gateway.scheduling.policy import ResourceRequest, WorkerPlan, WorkerState
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.snapshot import FleetSnapshot, resource_request
 
@@ -26,6 +24,68 @@ _TOLERANCE = 0.1
 # A job that would wait for others is admitted only with this share of its time to spare. In a queue as long as
 # deadlines allow every job ends at the last moment, and one that takes longer than expected makes all of them late.
 _SPARE = 0.3
+
+
+class QueueForecast:
+    """When each pending job would complete if nobody came any more: the least loaded worker takes the next one.
+
+    For what callers are told, and for deadlines; it assigns nothing.
+    """
+
+    def __init__(self, workers: Sequence[WorkerState]) -> None:
+        measured = not all(worker.unmeasured for worker in workers)
+        self._plans = [WorkerPlan(worker) for worker in workers] if measured else []
+        self._loads_s = [plan.load_s for plan in self._plans]
+        self._lines: list[list[int]] = [[] for _ in self._plans]
+        self._size = 0
+
+    @property
+    def size(self) -> int:
+        """How many jobs were added."""
+        return self._size
+
+    def add(self, request: ResourceRequest) -> None:
+        """Adds one job, last."""
+        if self._plans:
+            least = self._least_loaded()
+            self._loads_s[least] += self._plans[least].alone_s(request)
+            self._plans[least].add(request, bound=False)
+            self._lines[least].append(self._size)
+        self._size += 1
+
+    def next_completion_s(self, request: ResourceRequest) -> float | None:
+        """Expected seconds until a job that came now would complete. None while nothing was measured."""
+        if not self._plans:
+            return None
+        plan = self._plans[self._least_loaded()]
+        return plan.completions_s(request)[-1] + plan.state.fixed_s
+
+    def least_s(self, request: ResourceRequest) -> float | None:
+        """Seconds of a job on the fastest worker and alone. None while that is not measured."""
+        if not self._plans or any(plan.unmeasured(request) for plan in self._plans):
+            return None
+        return min(plan.alone_s(request) + plan.state.fixed_s for plan in self._plans)
+
+    def completions_s(self) -> list[float | None]:
+        """Expected seconds until each of the added jobs completes."""
+        ends: list[float | None] = [None] * self._size
+        for plan, line in zip(self._plans, self._lines, strict=True):
+            if not line:
+                continue
+            for index, end_s in zip(line, plan.completions_s()[len(plan.state.running) :], strict=True):
+                ends[index] = end_s + plan.state.fixed_s
+        return ends
+
+    def _least_loaded(self) -> int:
+        return self._loads_s.index(min(self._loads_s))
+
+
+def forecast(requests: Iterable[ResourceRequest], workers: Sequence[WorkerState]) -> list[float | None]:
+    """Expected seconds until each of the pending jobs completes; None while nothing was measured."""
+    queue = QueueForecast(workers)
+    for request in requests:
+        queue.add(request)
+    return queue.completions_s()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +110,7 @@ class QueueEstimates:
         timed = self._forecasts.get(model) or self._forecast(model, without=job)
         request = resource_request(job)
         estimate_s = timed.forecast.next_completion_s(request)
-        job.set_queue_position(QueuePosition(place=place, estimate_s=estimate_s))
+        job.set_queue_position(place, estimate_s)
         timed.forecast.add(request)
 
     async def publish_all(self) -> None:
@@ -64,7 +124,7 @@ class QueueEstimates:
             by_job = {job.job_id: end for job, end in zip(jobs, ends, strict=True)}
             for place, job in enumerate(self._queue.line(model)):
                 if job.job_id in by_job:  # one that came meanwhile has its position
-                    job.set_queue_position(QueuePosition(place=place, estimate_s=by_job[job.job_id]))
+                    job.set_queue_position(place, by_job[job.job_id])
 
     def check_deadline(self, job: Job) -> None:
         """Raises DeadlineUnmeetable for a job that, lined up last, would end after its deadline.

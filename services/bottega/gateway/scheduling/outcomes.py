@@ -1,16 +1,21 @@
-"""How jobs end, and the retry policy: whether a job whose attempt came to nothing waits for another one, or fails."""
+"""How jobs end, or are left to a later life of the gateway, and the retry policy: whether a job whose attempt came to
+nothing waits for another one, or fails.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Iterable
+
 from bottega.background_tasks import BackgroundTasks
-from bottega.errors import BottegaError, DeadlineUnmeetable, NoWorker, Poisoned, WorkerLost
+from bottega.errors import BottegaError, DeadlineUnmeetable, Draining, NoWorker, Poisoned, WorkerLost
 from bottega.gateway.jobs import log_lines
 from bottega.gateway.jobs.deadlines import Deadlines
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.queue import JobQueue
-from bottega.v1.image_pb2 import JobState
+from bottega.v1.image_pb2 import JOB_STATE_RUNNING, JobState
 
 # How often each worker of a model may refuse a job, or return it: as it is backed off each time, that is half a minute.
 _MOST_RETURNS = 60
@@ -43,6 +48,35 @@ class JobFinisher:
         await self._jobs.finish(job)
         log_lines.ended(job)
         self._metrics.jobs_ended.labels(JobState.Name(job.state).removeprefix("JOB_STATE_").lower()).inc()
+
+
+async def detach_when_idle(jobs: Iterable[Job], *, is_held: Callable[[Job], bool]) -> None:
+    """Returns when no worker has any of the jobs. is_held: whether a job waits for its worker, and may not get it."""
+
+    async def detach(job: Job) -> None:
+        if not is_held(job):
+            await _without_worker(job)
+        if job.live:
+            job.detach(draining())
+
+    await asyncio.gather(*map(detach, jobs))
+
+
+def draining() -> Draining:
+    """Why nobody follows a job here any more."""
+    return Draining("the gateway is stopping; call again", retry_after_s=1.0)
+
+
+async def _without_worker(job: Job) -> None:
+    """Returns when no worker has the job and nothing of it has to be written."""
+    changed = asyncio.Event()
+    job.listeners.add(changed.set)
+    try:
+        while job.live and (job.state == JOB_STATE_RUNNING or not job.open):
+            changed.clear()
+            await changed.wait()
+    finally:
+        job.listeners.discard(changed.set)
 
 
 def failure_after_loss(job: Job, *, max_attempts: int) -> BottegaError | None:

@@ -18,7 +18,6 @@ from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.jobs.values import QueuePosition
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.scheduler import Scheduler
 from bottega.v1 import worker_pb2
@@ -53,7 +52,7 @@ class AttemptRecovery:
                 self._queue.add(job)
                 # Its watchers see its place at once; the estimates of all follow within a second.
                 place = len(self._queue.line(job.bare.model)) - 1
-                job.set_queue_position(QueuePosition(place=place, estimate_s=None))
+                job.set_queue_position(place)
             else:
                 self._held[job.job_id] = job
         if self._held:

@@ -16,7 +16,6 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.values import QueuePosition
 from bottega.gateway.scheduling.outcomes import JobFinisher, unmeetable
 from bottega.gateway.scheduling.policy import assign
 from bottega.gateway.scheduling.queue import JobQueue
@@ -106,7 +105,7 @@ class Scheduler:
         self._queue.add(job, first=True)
         self.schedule(job.spec.model)
         if job.state == JOB_STATE_QUEUED:
-            job.set_queue_position(QueuePosition(place=0, estimate_s=None))
+            job.set_queue_position(0)
 
     def hold_back(self, member: Member) -> None:
         """The worker gets nothing until `add_worker`, or `stop_holding_back`."""
@@ -143,7 +142,7 @@ class Scheduler:
                 job.fail(unmeetable(assignment.estimate_s, left_s))
                 continue
             self._queue.remove(job)
-            job.set_queue_position(QueuePosition(place=0, estimate_s=assignment.estimate_s))
+            job.set_queue_position(0, assignment.estimate_s)
             worker = members[assignment.worker]
             self._dispatcher.start_attempt(job, worker, free_at=free_at, exclusive=assignment.exclusive)
         for job in late:

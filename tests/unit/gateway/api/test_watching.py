@@ -21,7 +21,7 @@ async def _next(watch: object) -> WatchEvent:
 
 async def test_a_watch_begins_with_the_current_state_and_ends_with_the_job() -> None:
     job = sample_job()
-    job.set_queue_position(QueuePosition(place=3, estimate_s=None))
+    job.set_queue_position(3)
     watch = JobWatch(job).events()
     assert await _next(watch) == QueuePosition(place=3, estimate_s=None)
     job.start_attempt("w1")

@@ -8,8 +8,7 @@ from typing import cast
 
 from bottega import kinds
 from bottega.background_tasks import BackgroundTasks
-from bottega.gateway.dispatch.attempts import WorkerClient
-from bottega.gateway.dispatch.connection import MOST_STALE, WorkerConnection
+from bottega.gateway.dispatch.connection import MOST_STALE, WorkerClient, WorkerConnection
 from bottega.gateway.fleet.members import Member
 from bottega.v1.fleet_pb2 import Registration
 from bottega.v1.worker_pb2 import AttemptId, WatchCheckpointsResponse

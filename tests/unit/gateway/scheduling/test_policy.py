@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from bottega.gateway.scheduling.forecast import forecast
+from bottega.gateway.scheduling.estimates import forecast
 from bottega.gateway.scheduling.policy import PendingJob, ResourceRequest, WorkerState, assign
 from bottega.planning import StepTimes
 
