@@ -23,7 +23,7 @@ ResultT = TypeVar("ResultT")
 # Calls over which the time of one is measured.
 _PACE_CALLS = 16
 _MIN_RETRY_S = 0.5
-# A caller that comes back after this share of the queue has gone finds room beside the others who wait.
+# A caller that comes back after this share of the queue has gone finds room beside the others that wait.
 _RETRY_SHARE = 0.1
 # Longest time that is asked for, over the shortest: callers that were refused together should not come back together.
 _SPREAD = 1.5
@@ -185,7 +185,7 @@ class _Waiter:
 
 
 class _ProcessQueue:
-    """Hands processes to those who wait, first come, first served; the first of several goes to small calls alone."""
+    """Gives processes to calls, first come, first served; the first of several goes to small calls alone."""
 
     def __init__(self, processes: Sequence[LimitedProcess], max_waiting: int) -> None:
         self._for_small = processes[0] if len(processes) > 1 else None
@@ -226,7 +226,7 @@ class _ProcessQueue:
         self._free.insert(0 if process is self._for_small else len(self._free), process)
 
     def acquire_free(self) -> list[LimitedProcess]:
-        """Those that nobody has. Release them."""
+        """Those that serve no call. Release them."""
         free, self._free = self._free, []
         return free
 

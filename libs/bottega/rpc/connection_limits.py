@@ -1,7 +1,7 @@
 """The connections to a server's port: how many there may be, and whose go first where one host has too many.
 
-gRPC takes so many connections and no more, whoever has them: one host could have all, and do nothing with them. So
-those that carry no call are ended where their host has more than its share.
+gRPC bounds all connections, not those of one host, which could have all and do nothing with them. So connections
+that carry no call are ended where their host has more than its share.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def connections(port: int) -> list[InboundConnection]:
 
 
 def end(connection: InboundConnection) -> bool:
-    """Ends a connection, as if its other end had gone: who owns the descriptor notices, and closes it.
+    """Ends a connection, as if its other end had gone: the owner of the descriptor notices, and closes it.
 
     False when that descriptor is another one's by now.
     """

@@ -36,21 +36,21 @@ _log = logging.getLogger(__name__)
 
 
 def _with_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registration:
-    """What tells this process from any other that comes under its name: nobody can guess it."""
+    """With an instance that tells this process from any other of its name, and that cannot be guessed."""
     whole = fleet_pb2.Registration(instance=secrets.token_hex(_INSTANCE_BYTES))
     whole.MergeFrom(registration)
     return whole
 
 
 def _ignore(_: object) -> None:
-    """For services that have no use for it."""
+    """For services that do not use it."""
 
 
 class FleetMembership:
     """Joins the fleet, reports load on change and twice a second, rejoins with back-off when cut off.
 
-    gateway: host:port of its fleet listener. registration: who joins; sent first on every stream, with an instance of
-    its own where it has none.
+    gateway: host:port of its fleet listener. registration: of this service; sent first on every stream, with an
+    instance of its own where it has none.
     load: called in the event loop for every report; must be quick.
     on_backlog: called in the event loop with the number of requests that wait for this service.
     on_services: called in the event loop with the services of the kinds that it uses, again and again.

@@ -1,4 +1,4 @@
-"""Who is at the other end of a call, as far as gRPC and the system say it."""
+"""The caller of a call: its host and its end of the connection, as gRPC and the system write them."""
 
 from __future__ import annotations
 

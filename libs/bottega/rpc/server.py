@@ -30,7 +30,7 @@ from bottega.rpc.interceptor.memory_quota import MemoryQuota
 from bottega.rpc.interceptor.response_flow import ResponseFlowControl
 from bottega.rpc.operation.metrics import CallMetrics, MetricsEndpoint
 
-# Time for whoever watches health to turn away, before anything is refused.
+# For clients that watch health to go elsewhere before anything is refused.
 _DRAIN_PAUSE_S = 0.2
 # After the grace: for calls to end that were told to.
 _STOP_GRACE_S = 0.5
@@ -68,7 +68,7 @@ class ListenerConfig:
     peer_share: the part of each of these that one host may have, and of that again one connection, while no other
         has any: 1,024 and 512 of 2,048 streams. Each has less when others have many, so that some are left for a host
         that has none. A host with a gateway of its own before this one, or with hundreds of callers that wait, needs
-        more max_streams, or 1.0: then nobody is kept from having all.
+        more max_streams, or 1.0: then one host may have all.
     max_connections: open at once; at most a third of the limit of open files. Where one host has more than peer_share
         of them, those that carry no call are ended; so is every one without a call after some minutes.
     max_answers_mib: of large answers, such as images that travel with the news of them, that their callers have not
@@ -269,8 +269,8 @@ def _kinds(config: ListenerConfig) -> CallLimits:
 def _options(config: ListenerConfig, *, max_connections: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_allowed_incoming_connections", max_connections),
-        # Of calls that nobody has looked at yet: gRPC would cut off some of a burst of a thousand, without a word, and
-        # callers take that for a cancelled job.
+        # Of calls that are not served yet: gRPC would cut off some of a burst of a thousand without an error, which
+        # callers take for a cancelled job.
         ("grpc.server.max_pending_requests", _MOST_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_PENDING),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
@@ -280,7 +280,7 @@ def _options(config: ListenerConfig, *, max_connections: int) -> list[tuple[str,
         # What is listed may be longer than what is asked.
         ("grpc.max_send_message_length", max(config.max_message_mib, MAX_MESSAGE_MIB) << 20),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-        # Of a message that nobody reads yet, 64 KiB are taken in; with the probe it would be some MiB of every call.
+        # Of a message that is not read yet, 64 KiB are received; with the probe it would be some MiB of every call.
         ("grpc.http2.bdp_probe", 0),
         # A second instance on the same port is an error, not a silent sharing of it.
         ("grpc.so_reuseport", 0),

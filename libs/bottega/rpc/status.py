@@ -1,6 +1,6 @@
 """Translates the error tree to the wire and back: statuses with google.rpc details, and JobError.
 
-It does not know who raises or who asks.
+It does not know which service raises, or which client calls.
 """
 
 from __future__ import annotations

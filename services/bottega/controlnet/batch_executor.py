@@ -1,6 +1,6 @@
 """The engine's one compute thread: steps of all links, in the order in which they came, in as few forwards as possible.
 
-Rows of one ControlNet and one shape share a forward, whoever they belong to.
+Rows of one ControlNet and one shape share a forward, also those of different workers.
 """
 
 from __future__ import annotations

@@ -267,8 +267,8 @@ class ControlNetServer:
 
 
 def lock_catalogue(config: ControlNetConfig, state_folder: Path) -> ProcessLock:
-    """Makes the file that remembers what was added, and the profiles, this process's own: of two servers that
-    write the same one, each would forget what the other was told.
+    """Makes the file that remembers what was added, and the profiles, this process's own: two servers that
+    write the same one would lose each other's changes.
 
     Raises Unavailable naming the file and the other process, StorageUnavailable.
     """

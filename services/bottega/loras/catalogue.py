@@ -77,13 +77,13 @@ class LoraCatalogue:
         return {record.digest: record.size_bytes for record in records}
 
     async def known(self, digests: Collection[str]) -> set[str]:
-        """Those of these digests that somebody has; a few hundred may be asked for."""
+        """Those of these digests that a LoRA has; a few hundred at most."""
         query = f"{_ALL} WHERE digest IN ({', '.join('?' * len(digests))})"
         records = await self._database.transact(lambda connection: self._records(connection, query, *digests))
         return {record.digest for record in records}
 
     async def names(self, digest: str) -> list[str]:
-        """Who has that digest."""
+        """Names of the LoRAs with that digest."""
         query = f"{_ALL} WHERE digest = ? ORDER BY name"
         return [
             record.name for record in await self._database.transact(lambda found: self._records(found, query, digest))

@@ -47,7 +47,7 @@ _IMPORTED = (*_READ, *(f"{component}/{name}" for component in COMPONENTS for nam
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportRequest:
-    """What somebody says of the LoRA that he brings. trigger_words: none are those that its file says, or that it has
+    """What a caller says of the LoRA that it brings. trigger_words: none are those that its file says, or that it has
     already."""
 
     name: str
@@ -78,7 +78,7 @@ class LoraImporter:
         self._processes = processes
         self._imports = imports
         self._uploads = UploadLimits(most=config.uploads, most_bytes=config.upload_bytes, max_bytes=config.max_bytes)
-        # Of a digest's file and its row: between them nobody else may think that the file is nobody's.
+        # Held from the write of a digest's file to that of its row: a file without a row goes into quarantine.
         self.write_lock = asyncio.Lock()
 
     async def upload(

@@ -137,7 +137,7 @@ class QuarantineFolder:
         )
 
     def forget(self, id: str) -> None:
-        """Its LoRA is back, or nobody wants it: its description goes. Harmless for an id without one."""
+        """Its LoRA is back or discarded: its description is deleted. Harmless for an id without one."""
         digest = self._described.pop(id, None)
         if digest is not None:
             self._descriptions[digest] -= 1

@@ -26,7 +26,7 @@ from bottega.storage.shielding import run_to_end
 
 _log = logging.getLogger(__name__)
 
-# After a look at all files, for so many times as long as it took nobody has the store look again.
+# After a look at all files there is no other one for so many times as long as it took.
 _REST = 10
 # Of a digest, in the name of a LoRA whose own is not known.
 _NAME_DIGITS = 12
@@ -117,7 +117,7 @@ class LoraRecovery:
         return freed_bytes
 
     async def _bring(self, found: QuarantinedLora, record: CatalogueRecord) -> CatalogueRecord:
-        # First: a row without its weights finds them in quarantine at the next start, weights without a row nobody.
+        # First: a row without its weights finds them in quarantine at the next start; weights without a row stay there.
         kept = await self._catalogue.add(record)
         if kept != record:
             kept = await self._catalogue.change(kept.name, lambda there: _merged(there, record))

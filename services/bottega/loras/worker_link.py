@@ -95,7 +95,7 @@ class LoraWorkerLink(LinkHandler):
         self._cache.borrow(digest).add_done_callback(lambda asked: self._loaded(number, asked))
 
     def _cancel(self, number: int) -> None:
-        """Nobody waits for it any more: it is not sent, or no further. Harmless where it has been."""
+        """The worker does not wait for it any more: it is not sent, or no further. Harmless where it has been."""
         with self._counting:
             self._waiting.discard(number)
         self._connection.post(lambda _link: self._stop_sending(number))
@@ -105,7 +105,7 @@ class LoraWorkerLink(LinkHandler):
             self._drop(sending)
 
     def _loaded(self, number: int, asked: Future[CacheLease]) -> None:
-        """A load has ended; where the link has ended before it, there is nobody to answer to."""
+        """A load has ended, perhaps after the link."""
         if not self._connection.post(lambda link: self._hand_out(link, number, asked)) and asked.exception() is None:
             self._cache.give_back(asked.result())
 

@@ -22,7 +22,7 @@ class CallErrorLog:
         self._refusals.tell({"method": method, "reason": reason}, {"text": text})
 
     def failed(self, method: str, error: Exception, *, expected: bool) -> None:
-        """A call failed by a fault of ours, which whoever found it can repeat as often as they like.
+        """A call failed by a fault of ours, which a caller can repeat as often as it likes.
 
         expected: whether it is an error that was raised on purpose.
         """

@@ -29,8 +29,7 @@ from bottega.rpc.peers import Peer, peer_of
 # and the longest load, are well below a MiB. An upload has chunks of at most 4 MiB, and a head of little over 3 MiB.
 _CONVERSATION_BYTES = 2 << 20
 _UPLOAD_BYTES = 5 << 20
-# Nobody has more to ask of health or reflection, nor so many at once: those who are slow with it are not in each
-# other's way, and least of all in the way of the fleet.
+# Requests of health and reflection are small and few: slow ones delay neither each other nor the fleet.
 _OF_GRPC_BYTES = 64 << 10
 _OF_GRPC_AT_ONCE = 16
 
@@ -154,7 +153,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
 
     def _refusing(self) -> _Handler:
-        """What serves methods that nobody has, all of them as one: there is no end of their names."""
+        """Serves all unknown methods, under one name: a caller may invent any number of names."""
 
         async def call(_: _Raw, context: Context) -> None:
             async with CallGuard(self.calls, self._kinds.short, "unknown", context):
@@ -163,7 +162,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
 
     def _of_grpc(self, handler: _Handler, method: str) -> _Handler:
-        """They answer as they will; only what they are asked is taken in here."""
+        """Their answers are their own; only their requests are received here."""
         parse = handler.request_deserializer
 
         async def unary(_: _Raw, context: Context) -> object:
@@ -210,7 +209,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         raise InvalidRequest("the call carries no request")
 
     async def _messages(self, context: Context, parse: _Parse, limits: _RequestLimits) -> AsyncGenerator[object, None]:
-        """All messages of a caller. Of one that nobody knows yet the first may be large, before it is refused.
+        """All messages of a caller. The first of them may be large before it is refused.
 
         Reads by the context: gRPC's stream of requests, once begun, is a cycle of its own where it is not read out.
         """
@@ -269,7 +268,7 @@ async def _send_all(
     write: Callable[[bytes], Awaitable[None]],
     share: QuotaShare | None = None,
 ) -> None:
-    """share: that of the request, which nobody needs any more when there is an answer."""
+    """share: that of the request, which is not needed any more when there is an answer."""
     async with contextlib.aclosing(responses):
         async for response in responses:
             if share is not None:

@@ -1,4 +1,4 @@
-"""The calls that a server has in its hands: how many there are, and what turns the errors of each into a status."""
+"""The calls that a server is serving: how many there are, and what turns the errors of each into a status."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CallLimits:
     """Limits by kind of call, so that none takes the room of another.
 
     short: of one request and one answer. streams: of one request and answers as they come. streamed: callers that
-    stream their requests. of_grpc, of_grpc_streams: gRPC's own, which nobody waits for.
+    stream their requests. of_grpc, of_grpc_streams: gRPC's own, which a drain does not wait for.
     """
 
     short: CallLimit

@@ -25,13 +25,13 @@ class FairQueue:
         return bool(self._hosts)
 
     def add(self, peer: Peer) -> Turn:
-        """Waits from now on."""
+        """Joins the queue."""
         turn: Turn = asyncio.get_running_loop().create_future()
         self._hosts.setdefault(peer.host, {}).setdefault(peer.connection, deque()).append(turn)
         return turn
 
     def pop(self) -> Turn:
-        """Whose turn it is. There must be one."""
+        """The next in turn. There must be one."""
         host = next(iter(self._hosts))
         connection = next(iter(self._hosts[host]))
         connections = self._hosts.pop(host)
@@ -44,7 +44,7 @@ class FairQueue:
         return turn
 
     def remove(self, peer: Peer, turn: Turn) -> None:
-        """One that waits no longer."""
+        """Leaves the queue."""
         connections = self._hosts[peer.host]
         connections[peer.connection].remove(turn)
         if not connections[peer.connection]:

@@ -1,6 +1,6 @@
 """How much of its calls' requests a service takes in at once: a bound that holds before anything is parsed.
 
-A message that is still coming counts as the largest that it may be, because nobody knows better before it is here.
+A message that is still coming counts as the largest that it may be, as its size is not known before it is here.
 """
 
 from __future__ import annotations

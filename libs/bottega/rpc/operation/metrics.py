@@ -80,7 +80,7 @@ class MetricsEndpoint:
 
 
 class _DroppedLines(Collector):
-    """Read when somebody scrapes: whoever drops lines has no time for more than a sum."""
+    """Read at each scrape: a process that drops lines has no time for more than a sum."""
 
     def collect(self) -> Iterable[Metric]:
         """The number of this moment."""

@@ -44,7 +44,7 @@ class MetricsHttpServer:
         self._serves.wait(_STOP_S)
 
     def stop(self) -> None:
-        """Ends, with whoever is being served; once, and after start."""
+        """Ends, with every connection; once, and after start."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_S)
 
@@ -67,11 +67,11 @@ class MetricsHttpServer:
             oldest.transport.abort()
         self._open[writer] = None
         try:
-            # It is no request, it did not come in time, or whoever asked has gone.
+            # It is no request, it did not come in time, or its client has gone.
             with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
                 async with asyncio.timeout(CONNECTION_S):
                     head = await reader.readuntil(_END_OF_HEAD)
-                    asked_by = writer.get_extra_info("peername") or ("", 0)  # nobody: whoever asked has gone
+                    asked_by = writer.get_extra_info("peername") or ("", 0)  # none: its client has gone
                     writer.write(answered(head, asked_by, self._application))
                     await writer.drain()
                     writer.close()
