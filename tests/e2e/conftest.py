@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +35,12 @@ class Suite:
 @contextmanager
 def running_suite(folder: Path, engine: Mapping[str, object], **store: object) -> Iterator[Suite]:
     """engine: configuration of the worker's. store: that of the LoRA store, beside where it is."""
-    with Services(folder) as services:
+    with Services(folder) as services, ThreadPoolExecutor(1) as pool:
         gateway = services.start("gateway", gateway_config())
-        worker = services.start("worker", worker_config(gateway.fleet, name="w1", engine=engine))
+        starting = pool.submit(services.start, "worker", worker_config(gateway.fleet, name="w1", engine=engine))
         server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
         loras = services.start("loras", {"name": "loras", "gateway": gateway.fleet, "server": server, **store})
+        worker = starting.result()
         with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
             wait_until(lambda: bool(client.models()), "the worker to join")
             wait_until(lambda: kinds.LORAS in _kinds(client), "the store to join")
