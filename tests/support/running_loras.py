@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ from bottega.errors import BottegaError
 from bottega.lora import canonical, messages
 from bottega.loras.__main__ import build
 from bottega.loras.config import ImportConfig, LinksConfig, LoraConfig
+from bottega.loras.importer import ImportRequest
+from bottega.loras.importing.base import Base, read_base
+from bottega.loras.importing.converting import convert
+from bottega.loras.importing.source import sources
 from bottega.loras.store import LoraStore
+from bottega.miniature import WEIGHTS
 from bottega.rpc.channel import open_channel
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_job_error, from_rpc_error
@@ -54,6 +60,17 @@ class Running:
         response: pb.UploadLoraResponse = await self.stub.UploadLora(requests, timeout=PATIENCE_S)
         return response.lora
 
+    async def bring(self, name: str, path: Path, *, trigger_words: Sequence[str] = ()) -> pb.StoredLora:
+        """Has a LoRA as if its file had been uploaded, without a process that imports it."""
+        spool = self.store.importer._files.spool()
+        with spool.open("r+b") as file:
+            canonical.write(file, convert(sources(path), base=_miniature()).modules)
+        request = ImportRequest(name=name, base="miniature", trigger_words=tuple(trigger_words))
+        async with self.store.importer.write_lock:
+            await self.store.importer._keep(request, spool, "kohya", "")
+        answer: pb.GetLoraResponse = await self.call("GetLora", name=name)
+        return answer.lora
+
     async def open_link(self, worker: str = "w") -> LinkOffer:
         """An offer of a link."""
         response = await self.links.OpenLink(OpenLinkRequest(kind=kinds.LORAS, worker=worker), timeout=PATIENCE_S)
@@ -64,6 +81,11 @@ class Running:
         offer = offer_from_wire(await self.open_link(worker))
         limits = Limits(slots=2, slot_bytes=64 << 20)
         return await asyncio.to_thread(connect, offer, Deadline.after(PATIENCE_S), limits=limits)
+
+
+@functools.cache
+def _miniature() -> Base:
+    return read_base(WEIGHTS)
 
 
 def config(**overrides: object) -> LoraConfig:

@@ -64,21 +64,26 @@ def _name(number: int) -> str:
     return f"lora-{number:03}"
 
 
-@pytest.fixture
-def digests(tmp_path: Path) -> list[str]:
-    return asyncio.run(_fill(tmp_path / "loras"))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
 
 
-@pytest.fixture
-def store(digests: list[str], tmp_path: Path) -> Iterator[Service]:
+@pytest.fixture(scope="module")
+def digests(folder: Path) -> list[str]:
+    return asyncio.run(_fill(folder / "loras"))
+
+
+@pytest.fixture(scope="module")
+def store(digests: list[str], folder: Path) -> Iterator[Service]:
     assert len(digests) == _COUNT
-    settings = {"gateway": "", "server": FREE_PORTS, "folder": str(tmp_path / "loras"), "links": {"socket": None}}
+    settings = {"gateway": "", "server": FREE_PORTS, "folder": str(folder / "loras"), "links": {"socket": None}}
     limited = ["prlimit", f"--nofile={_SOFT}:{_HARD}"]
-    with Services(tmp_path) as services:
+    with Services(folder) as services:
         yield services.start("loras", settings, run_by=limited)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def stub(store: Service) -> Iterator[lora_pb2_grpc.LoraServiceStub]:
     with grpc.insecure_channel(store.address) as channel:
         yield lora_pb2_grpc.LoraServiceStub(channel)

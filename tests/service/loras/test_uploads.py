@@ -123,7 +123,7 @@ async def test_an_upload_that_lies_idle_is_ended(tmp_path: Path, chunk: bytes | 
 
 async def test_an_upload_that_comes_slowly_and_does_not_lie_idle_is_taken(tmp_path: Path) -> None:
     """It takes longer in all than it may lie idle."""
-    chunk, idle_s = bytes(300 << 10), 4.0
+    chunk, idle_s = bytes(300 << 10), 2.0
     data = chunk * 7
 
     async def slowly() -> AsyncIterator[bytes]:

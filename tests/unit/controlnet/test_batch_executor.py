@@ -26,11 +26,11 @@ def model() -> Model:
 
 
 @pytest.fixture(scope="module")
-def shelf(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlNetCache]:
+def cache(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlNetCache]:
     nets = {name: random_controlnet(model.backbone.unet, seed) for seed, name in enumerate(("edges", "depth"))}
     folders: dict[str, Path] = save(nets, tmp_path_factory.mktemp("nets"))
-    with shelf_of(model, folders) as shelf:
-        yield shelf
+    with shelf_of(model, folders) as cache:
+        yield cache
 
 
 class Outcomes:
@@ -46,11 +46,11 @@ class Outcomes:
         )
 
 
-def session(shelf: ControlNetCache, net: str = "edges", side: int = 64, scale: float = 1.0) -> ControlSession:
+def session(cache: ControlNetCache, net: str = "edges", side: int = 64, scale: float = 1.0) -> ControlSession:
     embeds = Embeds(prompt=torch.randn(77, 128), pooled=torch.randn(64), time_ids=torch.zeros(6))
     halves = dict.fromkeys(Half, embeds)
     control = ControlInput(name=net, image=control_image(1), height=side, width=side, halves=halves, scale=scale)
-    (loaded,) = shelf.borrow([net]).values.result(LOAD_S)
+    (loaded,) = cache.borrow([net]).values.result(LOAD_S)
     return ControlSession(loaded, control)
 
 
@@ -63,9 +63,9 @@ def rows(*sessions: ControlSession, side: int = 16) -> list[ControlRow]:
     ]
 
 
-def test_steps_of_several_workers_share_a_forward_and_each_gets_its_own_rows(shelf: ControlNetCache) -> None:
+def test_steps_of_several_workers_share_a_forward_and_each_gets_its_own_rows(cache: ControlNetCache) -> None:
     outcomes = Outcomes(BatchExecutor(max_rows=16))
-    asked = {name: rows(session(shelf)) for name in ("one", "two", "three")}
+    asked = {name: rows(session(cache)) for name in ("one", "two", "three")}
     for name, mine in asked.items():
         outcomes.submit(name, mine, owner=name)
     outcomes.executor.run_batch(0.0)
@@ -80,13 +80,13 @@ def test_steps_of_several_workers_share_a_forward_and_each_gets_its_own_rows(she
 
 
 def test_another_controlnet_and_another_size_take_forwards_of_their_own_and_the_oldest_is_first(
-    shelf: ControlNetCache,
+    cache: ControlNetCache,
 ) -> None:
     outcomes = Outcomes(BatchExecutor(max_rows=16))
-    outcomes.submit("edges", rows(session(shelf)))
-    outcomes.submit("depth", rows(session(shelf, "depth")))
-    outcomes.submit("large", rows(session(shelf, side=128), side=32))
-    outcomes.submit("edges too", rows(session(shelf)))
+    outcomes.submit("edges", rows(session(cache)))
+    outcomes.submit("depth", rows(session(cache, "depth")))
+    outcomes.submit("large", rows(session(cache, side=128), side=32))
+    outcomes.submit("edges too", rows(session(cache)))
     order: list[set[str]] = []
     for _ in range(3):
         outcomes.executor.run_batch(0.0)
@@ -95,19 +95,19 @@ def test_another_controlnet_and_another_size_take_forwards_of_their_own_and_the_
     assert not outcomes.executor.busy
 
 
-def test_a_step_with_two_controlnets_is_answered_when_both_are_done(shelf: ControlNetCache) -> None:
+def test_a_step_with_two_controlnets_is_answered_when_both_are_done(cache: ControlNetCache) -> None:
     outcomes = Outcomes(BatchExecutor(max_rows=16))
-    outcomes.submit("both", rows(session(shelf), session(shelf, "depth")))
+    outcomes.submit("both", rows(session(cache), session(cache, "depth")))
     outcomes.executor.run_batch(0.0)
     assert not outcomes.ended
     outcomes.executor.run_batch(0.0)
     assert len(residuals(outcomes, "both")) == 4
 
 
-def test_a_forward_has_no_more_rows_than_it_may(shelf: ControlNetCache) -> None:
+def test_a_forward_has_no_more_rows_than_it_may(cache: ControlNetCache) -> None:
     outcomes = Outcomes(BatchExecutor(max_rows=3))
-    outcomes.submit("one", rows(session(shelf)))
-    outcomes.submit("two", rows(session(shelf)))
+    outcomes.submit("one", rows(session(cache)))
+    outcomes.submit("two", rows(session(cache)))
     outcomes.executor.run_batch(0.0)
     assert set(outcomes.ended) == {"one"}
     outcomes.executor.run_batch(0.0)
@@ -115,24 +115,24 @@ def test_a_forward_has_no_more_rows_than_it_may(shelf: ControlNetCache) -> None:
     assert set(outcomes.ended) == {"one", "two"}
 
 
-def test_a_forward_that_fails_costs_only_the_step_that_makes_it_fail(shelf: ControlNetCache) -> None:
+def test_a_forward_that_fails_costs_only_the_step_that_makes_it_fail(cache: ControlNetCache) -> None:
     outcomes = Outcomes(BatchExecutor(max_rows=16))
-    bad = rows(session(shelf))
+    bad = rows(session(cache))
     bad[0].session.halves[Half.UNCONDITIONAL] = Embeds(
         prompt=torch.randn(77, 128), pooled=torch.randn(7), time_ids=torch.zeros(6)
     )
     outcomes.submit("bad", bad)
-    outcomes.submit("good", rows(session(shelf)))
+    outcomes.submit("good", rows(session(cache)))
     for _ in range(3):
         outcomes.executor.run_batch(0.0)
     assert isinstance(outcomes.ended["bad"], InternalError)
     assert len(residuals(outcomes, "good")) == 2
 
 
-def test_what_waits_of_a_worker_that_has_gone_is_forgotten(shelf: ControlNetCache) -> None:
+def test_what_waits_of_a_worker_that_has_gone_is_forgotten(cache: ControlNetCache) -> None:
     outcomes = Outcomes(BatchExecutor(max_rows=16))
-    outcomes.submit("gone", rows(session(shelf)), owner="gone")
-    outcomes.submit("here", rows(session(shelf)), owner="here")
+    outcomes.submit("gone", rows(session(cache)), owner="gone")
+    outcomes.submit("here", rows(session(cache)), owner="here")
     outcomes.executor.drop_owner("gone")
     outcomes.executor.run_batch(0.0)
     assert set(outcomes.ended) == {"here"}

@@ -160,16 +160,8 @@ def test_tensors_out_of_their_order_are_refused() -> None:
         _parsed(len(swapped).to_bytes(8, "little") + swapped + data[size:])
 
 
-@pytest.mark.parametrize(
-    ("modules", "says"),
-    [
-        ([_module("unet", _LINEAR, 1.0, _weights("F16", 600, 8), _weights("F16", 6, 600))], "rank 600"),
-        ([_module("unet", "a b", 1.0, _weights("F16", 4, 8), _weights("F16", 6, 4))], "no part"),
-        ([_module("unet", _LINEAR, 1.0, _weights("F16", 4, 8), _weights("F16", 6, 3))], "up of unet"),
-        ([_modules()[0], _modules()[0]], "gap"),
-    ],
-    ids=["rank", "path", "shapes", "one module twice"],
-)
-def test_what_would_not_be_read_is_not_written(modules: list[ModuleWeights], says: str) -> None:
-    with pytest.raises(BadLora, match=says):
-        _written(modules)
+def test_what_would_not_be_read_is_not_written() -> None:
+    high_rank = _module("unet", _LINEAR, 1.0, _weights("F16", 600, 8), _weights("F16", 6, 600))
+    for modules, says in (([high_rank], "rank 600"), ([_modules()[0], _modules()[0]], "gap")):
+        with pytest.raises(BadLora, match=says):
+            _written(modules)
