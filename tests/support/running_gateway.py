@@ -46,9 +46,11 @@ class Running:
         """host:port where services join it."""
         return self.gateway.fleet_listener.address
 
-    async def worker(self, name: str = "w1", **kwargs: Any) -> ScriptedWorker:
-        """Adds a scripted worker; it goes when the gateway goes."""
-        worker = await ScriptedWorker(name, self.fleet_address, **kwargs).start()
+    async def worker(self, name: str = "w1", *, hold_at: int | None = None, **kwargs: Any) -> ScriptedWorker:
+        """Adds a scripted worker; it goes when the gateway goes. hold_at: the step at which it waits, for a release."""
+        worker = ScriptedWorker(name, self.fleet_address, **kwargs)
+        worker.script.hold_at = hold_at
+        await worker.start()
         self.workers.append(worker)
         return worker
 
@@ -174,8 +176,8 @@ async def _start(gateway: Gateway) -> None:
     await gateway.server.set_serving(True)
 
 
-async def refusal(call: Callable[[], Any]) -> BottegaError:
-    """The typed error with which a call ends; fails when it does not."""
+async def refusal(call: Callable[[], Any], kind: type[BottegaError] = BottegaError) -> BottegaError:
+    """The error of that kind with which a call ends; fails when it does not."""
     try:
         answer = call()
         if hasattr(answer, "__aiter__"):
@@ -184,7 +186,9 @@ async def refusal(call: Callable[[], Any]) -> BottegaError:
         else:
             await answer
     except grpc.aio.AioRpcError as error:
-        return from_rpc_error(error)
+        typed = from_rpc_error(error)
+        assert isinstance(typed, kind)
+        return typed
     raise AssertionError("the call was not refused")
 
 

@@ -58,8 +58,7 @@ async def test_a_lora_for_another_base_is_refused_and_both_are_named(house: Hous
         {"model": "miniature", "loras": [Lora(name="wash")]},
         {"loras": [Lora(name="ink"), Lora(name="wash")]},
     ):
-        error = await refusal(functools.partial(house.gateway.generate, **spec))
-        assert isinstance(error, errors.LoraUnusable)
+        error = await refusal(functools.partial(house.gateway.generate, **spec), errors.LoraUnusable)
         assert "other" in error.message
         assert "miniature" in error.message
         assert error.metadata == {"lora": "wash", "made_for": "other", "model": "miniature"}
@@ -67,8 +66,7 @@ async def test_a_lora_for_another_base_is_refused_and_both_are_named(house: Hous
 
 async def test_a_lora_whose_base_nobody_serves_is_named_with_it(house: House) -> None:
     await house.gateway.worker()
-    error = await refusal(lambda: house.gateway.generate(loras=[Lora(name="wash")]))
-    assert isinstance(error, errors.ModelNotFound)
+    error = await refusal(lambda: house.gateway.generate(loras=[Lora(name="wash")]), errors.ModelNotFound)
     assert error.message == "wash was made for the base model other, which no worker serves; served: miniature"
     assert error.metadata == {"served": "miniature"}
 
@@ -78,21 +76,18 @@ async def test_a_lora_that_no_store_has_is_not_found_and_without_a_store_nothing
 ) -> None:
     await house.gateway.worker()
     unknown = [Lora(name="ink"), Lora(name="no/such"), Lora(name="nor/this")]
-    error = await refusal(lambda: house.gateway.generate(loras=unknown))
-    assert isinstance(error, errors.LoraNotFound)
+    error = await refusal(lambda: house.gateway.generate(loras=unknown), errors.LoraNotFound)
     assert error.metadata["loras"] == "no/such,nor/this"
     async with running_gateway() as alone:
         await alone.worker()
-        error = await refusal(lambda: alone.generate(loras=[Lora(name="ink")]))
-        assert isinstance(error, errors.NoLora)
+        await refusal(lambda: alone.generate(loras=[Lora(name="ink")]), errors.NoLora)
 
 
 async def test_other_weights_than_those_that_were_pinned_are_refused(house: House) -> None:
     worker = await house.gateway.worker()
     await house.gateway.draw(loras=[Lora(name="ink", digest=house.ink.digest)])
     assert len(worker.requests) == 1
-    error = await refusal(lambda: house.gateway.generate(loras=[Lora(name="ink", digest="0" * 64)]))
-    assert isinstance(error, errors.LoraUnusable)
+    await refusal(lambda: house.gateway.generate(loras=[Lora(name="ink", digest="0" * 64)]), errors.LoraUnusable)
 
 
 async def test_a_lora_may_be_as_late_as_its_profile_says(house: House) -> None:

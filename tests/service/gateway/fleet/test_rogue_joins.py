@@ -82,8 +82,7 @@ async def test_pictures_are_drawn_for_those_who_cannot_reach_the_fleets_port(hou
 
 
 async def test_joins_while_a_worker_is_cut_off_for_a_moment_cost_it_nothing(house: Running) -> None:
-    worker = await house.worker("w1")
-    worker.script.hold_at = 5
+    worker = await house.worker("w1", hold_at=5)
     job = await house.submit(prompt="a star")
     await asyncio.wait_for(worker.arrived.wait(), 2)
     assert worker.membership is not None
@@ -92,8 +91,7 @@ async def test_joins_while_a_worker_is_cut_off_for_a_moment_cost_it_nothing(hous
         rogue = worker.registration()
         rogue.instance = f"rogue {number:020}"
         request = fleet_pb2.JoinRequest(registration=rogue)
-        error = await refusal(functools.partial(house.fleet.Join, iter([request])))
-        assert isinstance(error, errors.Unavailable)
+        error = await refusal(functools.partial(house.fleet.Join, iter([request])), errors.Unavailable)
         assert error.retry_after_s
     worker.membership.start()
     await asyncio.wait_for(worker.membership.joined.wait(), 2)
@@ -104,8 +102,7 @@ async def test_joins_while_a_worker_is_cut_off_for_a_moment_cost_it_nothing(hous
 
 async def test_calls_that_fill_the_public_port_keep_no_worker_out() -> None:
     async with running_gateway(max_streams=8) as house:
-        first = await house.worker("w1")
-        first.script.hold_at = 1
+        await house.worker("w1", hold_at=1)
         held = await house.submit("held", prompt="a star")
         raw = image_pb2.WatchJobRequest(job_id=held.job_id).SerializeToString()
         async with open_channel(house.address) as channel:

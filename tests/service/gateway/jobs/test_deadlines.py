@@ -49,8 +49,7 @@ async def test_every_call_that_draws_can_say_until_when() -> None:
 
 async def test_a_submitted_job_that_waits_past_its_deadline_is_dropped() -> None:
     async with running_gateway() as house:
-        worker = await house.worker()
-        worker.script.hold_at = 1
+        worker = await house.worker(hold_at=1)
         await _submit(house, prompt="first")
         await asyncio.wait_for(worker.arrived.wait(), 2)
         waits = await house.ended((await _submit(house, deadline_s=0.3, prompt="second")).job_id)
@@ -60,8 +59,7 @@ async def test_a_submitted_job_that_waits_past_its_deadline_is_dropped() -> None
 
 async def test_a_direct_call_without_any_deadline_has_the_gateways_default() -> None:
     async with running_gateway(default_deadline_s=0.4) as house:
-        worker = await house.worker()
-        worker.script.hold_at = 1
+        worker = await house.worker(hold_at=1)
         error = await asyncio.wait_for(refusal(lambda: house.generate(timeout=None, prompt="a star")), 5)
         assert isinstance(error, errors.DeadlinePassed)
         assert len(worker.requests) == 1
@@ -87,8 +85,7 @@ async def test_who_attaches_with_a_later_deadline_gives_the_job_that_time_over_r
 ) -> None:
     state = str(tmp_path)
     async with running_gateway(state=state, drain_grace_s=0.1) as house:
-        worker = await house.worker()
-        worker.script.hold_at = 1
+        await house.worker(hold_at=1)
         job = await _submit(house, "order-1", deadline_s=1.0, prompt="a star")
         assert (await _submit(house, "order-1", deadline_s=later_s, prompt="a star")).job_id == job.job_id
         await asyncio.sleep(1.2)
@@ -101,8 +98,7 @@ async def test_who_attaches_with_a_later_deadline_gives_the_job_that_time_over_r
 
 async def test_an_earlier_deadline_takes_no_time_from_those_who_wait() -> None:
     async with running_gateway() as house:
-        worker = await house.worker()
-        worker.script.hold_at = 1
+        worker = await house.worker(hold_at=1)
         job = await _submit(house, "order-1", deadline_s=20.0, prompt="a star")
         await _submit(house, "order-1", deadline_s=0.2, prompt="a star")
         await asyncio.sleep(0.5)
@@ -113,8 +109,7 @@ async def test_an_earlier_deadline_takes_no_time_from_those_who_wait() -> None:
 
 async def test_a_worker_that_gives_a_job_up_by_the_deadline_of_the_first_caller_gets_it_again() -> None:
     async with running_gateway() as house:
-        worker = await house.worker()
-        worker.script.hold_at = 1
+        worker = await house.worker(hold_at=1)
         job = await _submit(house, "order-1", deadline_s=1.0, prompt="a star")
         await asyncio.wait_for(worker.arrived.wait(), 2)
         await told(house.generate("order-1", prompt="a star"))
