@@ -13,6 +13,7 @@ from PIL import Image
 from bottega import errors
 from bottega.client import AsyncClient, ControlNet, ProfileCase, ServedControlNet
 from bottega.client.checkup.gateway import check_gateway
+from bottega.manifest import VARIABLE
 from bottega.v1 import generation_pb2, hosted_pb2
 from bottega.v1.hosted_pb2 import ResidualProfile
 from tests.fakes.scripted_controlnet import ON_DISK, hosted
@@ -133,7 +134,9 @@ async def _said_by_the_doctor(house: Running) -> list[str]:
     return [result.what for result in results]
 
 
-async def test_the_fleet_and_the_doctor_show_controlnet_servers(house: Running) -> None:
+async def test_the_fleet_and_the_doctor_show_controlnet_servers(
+    house: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await house.worker()
     await house.controlnets("s1", hosted("edges", sessions=3), hosted("depth", state=ON_DISK))
     result = await run_at(house, "fleet", "--once")
@@ -147,6 +150,8 @@ async def test_the_fleet_and_the_doctor_show_controlnet_servers(house: Running) 
     said = await _said_by_the_doctor(house)
     assert "ControlNet edges is served in more than one version" in said
     assert "no model that is served can be drawn with ControlNet pose" in said
+    monkeypatch.setenv(VARIABLE, "/no/such/manifest")
+    assert await _said_by_the_doctor(house) == said, "without a manifest that can be read, too"
 
 
 def _png() -> bytes:
