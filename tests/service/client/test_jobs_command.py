@@ -126,23 +126,27 @@ def test_a_picture_without_a_name_is_called_by_its_prompt(
     assert (own_folder / "a-big-red-star-7.png").exists()
 
 
-def test_a_picture_that_is_not_there_yet_is_said_with_how_far_it_is(gateway: ScriptedGateway, address: str) -> None:
-    gateway.looks = [running(12)]
-    result = run("jobs", "get", "job-1", address=address)
-    assert result.exit_code == 1
-    assert "job job-1 is running, 12 of 30 steps done" in result.stderr
-    assert "bottega jobs get job-1 --wait" in result.stderr
+def webp() -> image_pb2.Job:
+    found = job(image_pb2.JOB_STATE_COMPLETED)
+    found.spec.format = generation_pb2.IMAGE_FORMAT_WEBP
+    return found
 
 
-def test_a_name_for_another_format_is_refused_before_the_picture_is_fetched(
-    gateway: ScriptedGateway, address: str, own_folder: Path
+@pytest.mark.parametrize(
+    ("look", "output", "status", "said"),
+    [
+        (running(12), [], 1, "job job-1 is running, 12 of 30 steps done"),
+        (running(12), [], 1, "bottega jobs get job-1 --wait"),
+        (webp(), ["-o", "star.png"], 2, "star.png is a name for png, but the picture is webp."),
+    ],
+)
+def test_a_picture_that_cannot_be_fetched_so_is_refused_before_it_is(
+    gateway: ScriptedGateway, address: str, look: image_pb2.Job, output: list[str], status: int, said: str
 ) -> None:
-    look = job(image_pb2.JOB_STATE_COMPLETED)
-    look.spec.format = generation_pb2.IMAGE_FORMAT_WEBP
     gateway.looks = [look]
-    result = run("jobs", "get", "job-1", "-o", "star.png", address=address)
-    assert result.exit_code == 2
-    assert "star.png is a name for png, but the picture is webp." in result.stderr
+    result = run("jobs", "get", "job-1", *output, address=address)
+    assert result.exit_code == status
+    assert said in result.stderr
 
 
 @pytest.mark.parametrize("seconds", ["8", "0.01"])
