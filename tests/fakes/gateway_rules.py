@@ -169,7 +169,7 @@ class Shop:
     async def _restore(self) -> None:
         if not self.log.restored:
             self.controller.restore(await self.log.restore())
-            self.periodic.begin_grace()
+            self.periodic.start_grace()
 
     def worker(self, name: str = "w1", *, seconds: float = 0.1) -> Member:
         """A worker joins and reports turns whose time doubles with their rows. seconds: of one row."""

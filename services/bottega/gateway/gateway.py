@@ -150,7 +150,7 @@ class Gateway:
         began = time.perf_counter()
         jobs = await self._jobs.restore()
         self._controller.restore(jobs, seconds=time.perf_counter() - began)
-        self._periodic.begin_grace()
+        self._periodic.start_grace()
 
     async def _keep_health(self) -> None:
         """The gateway serves while it can take jobs, and fleet and queue are checked.

@@ -121,7 +121,7 @@ class AddOn:
 
     # Dispatch: an attempt runs.
 
-    def begin_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+    def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
         """Fills in `addons[kind]`: what the add-on of that kind in the worker's engine is told."""
 
     def end_attempt(self, job: Job) -> None:

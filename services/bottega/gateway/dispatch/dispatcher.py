@@ -176,7 +176,7 @@ class Dispatcher:
             decisions=job.decisions,
         )
         for addon in self._addons:
-            addon.begin_attempt(job, attempt.connection.member, request)
+            addon.prepare_attempt(job, attempt.connection.member, request)
         if job.checkpoint is not None:  # which an add-on may have dropped: it may be of no use with what is there now
             request.checkpoint = job.checkpoint.data
         if job.deadline is not None:

@@ -87,8 +87,8 @@ def _hosted(load: fleet_pb2.Load) -> Iterator[Violation]:
         return
     counts = Counter(item.kind for item in load.hosted)
     applied = Counter(item.kind for item in load.hosted if item.state == HOSTED_STATE_APPLIED)
-    at_hand = [(item.kind, item.name or item.digest) for item in load.hosted if item.state != HOSTED_STATE_APPLIED]
-    if len(set(at_hand)) < len(at_hand) or max(counts.values(), default=0) > MAX_HOSTED:
+    loadable = [(item.kind, item.name or item.digest) for item in load.hosted if item.state != HOSTED_STATE_APPLIED]
+    if len(set(loadable)) < len(loadable) or max(counts.values(), default=0) > MAX_HOSTED:
         yield Violation(field="load.hosted", description=f"at most {MAX_HOSTED} of a kind, each once")
     elif max(applied.values(), default=0) > rules.MAX_ADAPTERS or not all(map(_can_be_hosted, load.hosted)):
         rule = f"kinds, and names such as a request may have, else digests; at most {rules.MAX_ADAPTERS} applied"

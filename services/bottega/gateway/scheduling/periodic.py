@@ -63,7 +63,7 @@ class PeriodicChecks:
         faults = self._faults
         return len(faults) < _MOST_FAULTS or self._clock.monotonic() - faults[0] > _FAULTS_S
 
-    def begin_grace(self) -> None:
+    def start_grace(self) -> None:
         """The jobs of an earlier life are queued now."""
         self._grace_until = self._clock.monotonic() + self._worker_grace_s
 

@@ -39,24 +39,6 @@ async def test_a_job_whose_worker_dies_is_taken_up_elsewhere_from_its_checkpoint
     assert (request.attempt.number, request.checkpoint, request.spec.seed) == (2, b"15", 7)
 
 
-async def test_a_job_that_two_workers_die_of_is_a_poison_pill_and_is_not_drawn_again(
-    house: Running,
-) -> None:
-    job = None
-    for name in ("w1", "w2"):
-        worker = await house.worker(name)
-        worker.script.hold_at = 1
-        job = job or await house.submit("order-1", prompt="a star")
-        await asyncio.wait_for(worker.arrived.wait(), 3)
-        await worker.die()
-    assert job is not None
-    ended = await house.ended(job.job_id)
-    assert ended.state == image_pb2.JOB_STATE_FAILED
-    assert errors.Poisoned.reason == ended.error.reason
-    await house.worker("w3")
-    assert (await house.submit("order-1", prompt="a star")).job_id == job.job_id
-
-
 async def test_a_connection_that_breaks_while_its_worker_lives_is_nobodys_death(house: Running) -> None:
     worker = ScriptedWorker("w1", house.fleet_address)
     house.workers.append(worker)

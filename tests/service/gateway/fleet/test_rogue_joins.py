@@ -42,6 +42,7 @@ async def test_the_public_port_serves_no_fleet(house: Running) -> None:
         ):
             error = await refusal(call)
             assert type(error) is errors.MethodNotServed
+            assert (error.metadata, "fleet.listen" in error.message) == ({"listener": "fleet"}, True)
     assert await _names(house) == set()
 
 
@@ -64,13 +65,6 @@ async def test_a_service_that_looks_for_the_fleet_at_the_public_port_says_what_t
     assert house.address in said
     assert "Set `gateway`" in said
     assert "127.0.0.1:8472" in said
-
-
-async def test_a_client_that_asks_the_public_port_for_the_fleet_is_told_where_it_is(house: Running) -> None:
-    async with AsyncClient(house.address, fleet_address=house.address) as client:
-        with pytest.raises(errors.MethodNotServed, match=r"fleet\.listen") as caught:
-            await client.fleet()
-    assert caught.value.metadata == {"listener": "fleet"}
 
 
 async def test_pictures_are_drawn_for_those_who_cannot_reach_the_fleets_port(house: Running) -> None:

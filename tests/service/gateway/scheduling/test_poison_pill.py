@@ -15,8 +15,9 @@ async def _served(house: Running) -> bool:
     return bool((await house.images.ListModels(image_pb2.ListModelsRequest(), timeout=5)).models)
 
 
-async def _submit(house: Running, prompt: str) -> str:
+async def _submit(house: Running, prompt: str, request_id: str = "") -> str:
     job = await house.submit(
+        request_id,
         prompt=prompt,
         num_inference_steps=40,
         guidance_scale=4.0,
@@ -34,10 +35,11 @@ async def test_of_eight_requests_the_poison_pill_fails_and_seven_complete() -> N
         await eventually(lambda: _served(house))
         innocent = [await _submit(house, "slow") for _ in range(7)]
         await eventually(lambda: sum(attempt.steps_done > 0 for attempt in running.worker.attempts) == 7)
-        pill = await _submit(house, "slow dies")
+        pill = await _submit(house, "slow dies", "pill")
         ended = await house.ended(pill)
         assert (ended.state, ended.error.reason) == (image_pb2.JOB_STATE_FAILED, errors.Poisoned.reason)
         others = [await house.ended(job_id) for job_id in innocent]
         assert [job.state for job in others] == [image_pb2.JOB_STATE_COMPLETED] * 7
         # Each was beside the poison pill once, and then exclusive until it was further.
         assert all(job.provenance.attempts <= 2 for job in others)
+        assert await _submit(house, "slow dies", "pill") == pill, "it is not drawn again"

@@ -33,7 +33,7 @@ class Easels(AddOn):
     def job_queued(self, job: Job) -> None:
         self.calls.append("queued")
 
-    def begin_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+    def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
         self.calls.append(f"begin at {worker.name}")
         request.addons["easel"] = b"oak"
 

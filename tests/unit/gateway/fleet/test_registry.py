@@ -55,15 +55,6 @@ def test_a_silent_member_is_lost_after_the_lease_and_a_talking_one_is_not() -> N
     assert watcher.told[-1] == "lost w1"
 
 
-def test_a_gateway_that_was_late_itself_declares_nobody_dead() -> None:
-    fleet, watcher = _fleet()
-    fleet.join(worker())
-    watcher.now += 60
-    fleet.renew_leases()
-    fleet.expire()
-    assert len(fleet.members()) == 1
-
-
 def test_a_member_that_left_takes_nothing_and_is_lost_only_if_it_does_not_come_back() -> None:
     fleet, watcher = _fleet()
     member = fleet.join(worker())
@@ -129,14 +120,6 @@ def test_who_comes_under_a_members_name_takes_nothing_from_it_not_even_at_its_ad
                 fleet.join(rogue)
     assert "lost w1" not in watcher.told
     assert fleet.join(worker(port=1)) is member
-
-
-def test_the_instance_of_a_member_is_kept_where_nobody_lists_it() -> None:
-    fleet, _ = _fleet()
-    member = fleet.join(worker())
-    assert member.instance
-    assert not member.registration.instance
-    assert member.instance not in repr(member.registration)
 
 
 def test_the_end_of_a_replaced_stream_changes_nothing() -> None:

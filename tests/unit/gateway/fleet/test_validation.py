@@ -5,14 +5,16 @@ The corpus has every field at its limit and one past (tests/fuzz/joining.py and 
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from bottega import kinds
-from bottega.gateway.fleet.validation import check_load, check_registration
+from bottega.gateway.fleet.members import hosted_by_kind
+from bottega.gateway.fleet.validation import MAX_USED_KINDS, check_load, check_registration
 from bottega.v1.fleet_pb2 import Load, Registration, SwitchTime
-from bottega.v1.hosted_pb2 import Hosted
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
 from tests.samples.hosted_loras import applied, at_hand
 
 
@@ -52,3 +54,41 @@ def test_what_is_hosted_is_bounded_kind_by_kind() -> None:
     loras = at_hand(*(f"{number:064x}" for number in range(1016)))
     assert _of_load(hosted=[*nets, *loras, *[applied("a" * 64)] * 8]) == []
     assert _of_load(hosted=[Hosted(kind="no kind", name="n")]) == ["load.hosted"]
+
+
+def _hosted(kind: str, name: str = "", digest: str = "") -> Hosted:
+    return Hosted(kind=kind, name=name, digest=digest, state=HOSTED_STATE_LOADED)
+
+
+def _violated(*items: Hosted) -> set[str]:
+    return set(_of_load(hosted=items))
+
+
+def test_a_lora_may_have_its_digest_alone_and_a_controlnet_has_a_name() -> None:
+    assert _violated(_hosted(kinds.LORAS, digest="ab" * 32), _hosted(kinds.CONTROLNET, name="edges")) == set()
+    assert _violated(_hosted(kinds.CONTROLNET, digest="ab" * 32)) == {"load.hosted"}
+
+
+@pytest.mark.parametrize("number", [MAX_USED_KINDS, MAX_USED_KINDS + 1])
+def test_kinds_are_bounded(number: int) -> None:
+    items = [_hosted("k" + "abcdefghijklmnopqrstuvwxyz"[index], name="one") for index in range(number)]
+    assert bool(_violated(*items)) == (number > MAX_USED_KINDS)
+
+
+def test_a_report_of_a_hundred_thousand_kinds_is_refused_at_once() -> None:
+    load = Load(hosted=[_hosted(f"k{index}", name="one") for index in range(100_000)])
+    began_s = time.process_time()
+    assert {violation.field for violation in check_load(load)} == {"load.hosted"}
+    assert time.process_time() - began_s < 2
+
+
+def test_each_kind_has_its_own_items_and_what_it_takes_to_switch() -> None:
+    load = Load(hosted=[_hosted(kinds.LORAS, digest="ab" * 32), _hosted(kinds.CONTROLNET, name="edges")])
+    load.switch_times.add(kind=kinds.LORAS, seconds=0.5)
+    load.switch_times.add(kind="other", seconds=0.25)
+    found = hosted_by_kind(load)
+    assert {kind: (len(each.items), each.switch_s) for kind, each in found.items()} == {
+        kinds.LORAS: (1, 0.5),
+        kinds.CONTROLNET: (1, 0.0),
+        "other": (0, 0.25),
+    }

@@ -126,7 +126,7 @@ class ControlNetAddOn(AddOn):
                     if candidate.state == hosted_pb2.HOSTED_STATE_ON_DISK:
                         self._prefetcher.request(server, [choice.name])
 
-    def begin_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+    def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
         """Says where the ControlNets are, one entry for each of the spec's."""
         if not job.controlnets:
             return
