@@ -57,7 +57,7 @@ def _done(call: codec_pb2.CodecCall) -> codec_pb2.CodecAnswer:
             return _with_pixels(pixels)
         case "encode":
             return _encoded(call.encode)
-    raise ValueError("a codec call must say what is asked")
+    raise ValueError("a codec call names no operation")
 
 
 def _encoded(call: codec_pb2.CodecEncode) -> codec_pb2.CodecAnswer:

@@ -165,7 +165,7 @@ def _checked(header: Header) -> CanonicalLora:
     if not 0 < len(header.tensors) <= len(_PARTS) * MAX_MODULES:
         _refuse(f"it has {len(header.tensors)} tensors, not three for each of 1 to {MAX_MODULES} modules")
     if header.size_bytes + header.data_bytes > MAX_FILE_BYTES:
-        _refuse(f"it has {header.data_bytes} bytes; at most {MAX_FILE_BYTES} are taken")
+        _refuse(f"it has {header.data_bytes} bytes; at most {MAX_FILE_BYTES} are accepted")
     names = [_order(entry.name, entry.dtype) for entry in header.tensors]
     if names != sorted(names):
         _refuse("its tensors are not in their order")
@@ -205,10 +205,10 @@ def _check_shapes(name: str, parts: Mapping[str, TensorEntry]) -> None:
     if down.dtype not in DTYPES or up.dtype not in DTYPES:
         _refuse(f"{name[:80]} has elements that are none of {', '.join(sorted(DTYPES))}")
     if len(down.shape) not in {2, 4} or 0 in down.shape or 0 in up.shape:
-        _refuse(f"down of {name[:80]} has the shape {list(down.shape)}; [rank, in] or a convolution's is taken")
+        _refuse(f"down of {name[:80]} has the shape {list(down.shape)}; [rank, in] or a convolution's is accepted")
     rank = down.shape[0]
     if rank > MAX_RANK:
-        _refuse(f"{name[:80]} has rank {rank}; at most {MAX_RANK} is taken")
+        _refuse(f"{name[:80]} has rank {rank}; at most {MAX_RANK} is accepted")
     if up.shape[1:] != (rank, *(1 for _ in down.shape[2:])):
         _refuse(f"up of {name[:80]} has the shape {list(up.shape)}, which does not follow down's, {list(down.shape)}")
 

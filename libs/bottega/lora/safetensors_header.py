@@ -90,7 +90,7 @@ def header_bytes(beginning: bytes) -> int:
         _refuse("it is shorter than the length of a header")
     length = int.from_bytes(beginning[:LENGTH_BYTES], "little")
     if not 2 <= length <= MAX_HEADER_BYTES:
-        _refuse(f"it says that its header has {length} bytes; 2 to {MAX_HEADER_BYTES} are taken")
+        _refuse(f"it says that its header has {length} bytes; 2 to {MAX_HEADER_BYTES} are accepted")
     return LENGTH_BYTES + length
 
 
@@ -105,7 +105,7 @@ def parse_header(head: bytes, *, file_bytes: int) -> Header:
     fields = _decoded(head[LENGTH_BYTES:])
     metadata = _metadata(fields.pop("__metadata__", {}))
     if len(fields) > MAX_TENSORS:
-        _refuse(f"it has {len(fields)} tensors; at most {MAX_TENSORS} are taken")
+        _refuse(f"it has {len(fields)} tensors; at most {MAX_TENSORS} are accepted")
     entries = [_entry(name, value) for name, value in fields.items()]
     tensors = tuple(sorted(entries, key=lambda entry: (entry.begin, entry.end)))
     _check_spans(tensors, file_bytes - size_bytes)
@@ -143,7 +143,7 @@ def _metadata(value: object) -> dict[str, str]:
 
 def _entry(name: str, value: object) -> TensorEntry:
     if not (name.isprintable() and 0 < len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES):
-        _refuse(f"a tensor has the name {name[:80]!r}; 1 to {MAX_NAME_BYTES} printable bytes are taken")
+        _refuse(f"a tensor has the name {name[:80]!r}; 1 to {MAX_NAME_BYTES} printable bytes are accepted")
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         _refuse(f"tensor {name[:80]} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -178,4 +178,4 @@ def _check_spans(tensors: tuple[TensorEntry, ...], data_bytes: int) -> None:
 
 
 def _refuse(what: str) -> NoReturn:
-    raise BadLora(f"the file is no safetensors file that can be taken: {what}")
+    raise BadLora(f"the file is no acceptable safetensors file: {what}")

@@ -122,7 +122,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         try:
             self._commands.put_nowait(_Command(command.SerializeToString, size_bytes))
         except asyncio.QueueFull:
-            raise self.lost("the engine takes no commands") from None
+            raise self.lost("the engine does not read its commands") from None
 
     async def stop(self) -> int | None:
         """Ends the process: a pause to exit by itself, then by force. Harmless when there is none.

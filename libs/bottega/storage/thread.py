@@ -136,7 +136,7 @@ class StorageThread:
             self._started = True
             self._thread.start()
         if self._queue.qsize() >= self._max_waiting:
-            raise unavailable("more waits for the disk than it can take", cause=BUSY)
+            raise unavailable("too many operations wait for the disk", cause=BUSY)
         self._queue.put(work)
 
     def _serve_all(self) -> None:

@@ -145,7 +145,7 @@ class Layout:
         stream = io.BytesIO(encoded)
         (count,) = _COUNT.unpack(_read(stream, _COUNT.size))
         if count > MAX_TENSORS:
-            raise ValueError(f"a layout's description speaks of {count} tensors; at most {MAX_TENSORS} can be sent")
+            raise ValueError(f"a layout's description has {count} tensors; at most {MAX_TENSORS} can be sent")
         specs = tuple(_read_spec(stream) for _ in range(count))
         if stream.read(1):
             raise ValueError("a layout's description has bytes behind its end")
@@ -158,7 +158,7 @@ _KNOWN = frozenset(int(dtype) for dtype in DType)
 def _read_spec(stream: io.BytesIO) -> TensorSpec:
     name_bytes, dtype, rank = _TENSOR.unpack(_read(stream, _TENSOR.size))
     if rank > MAX_RANK:
-        raise ValueError(f"a layout's description speaks of {rank} dimensions; at most {MAX_RANK} can be sent")
+        raise ValueError(f"a layout's description has {rank} dimensions; at most {MAX_RANK} can be sent")
     name = _read(stream, name_bytes).decode()  # what is no UTF-8 is a ValueError too
     if dtype not in _KNOWN:
         raise ValueError(f"tensor {name[:80]!r} has the unknown element type {dtype}")

@@ -37,7 +37,7 @@ _RETRY_S = (0.5, 1.5)
 _log = logging.getLogger(__name__)
 # Any process that may request offers could cause as many of these lines as it likes.
 _NOT_TAKEN_UP = SampledLog(
-    _log, "an offer of a link was not taken up", more="more offers of links were not taken up", counted="offers"
+    _log, "an offer of a link was not used", more="more offers of links were not used", counted="offers"
 )
 _LINKED = SampledLog(_log, "a worker is linked", more="more links were opened", counted="links")
 _ENDED = SampledLog(_log, "a worker's link has ended", more="more links have ended", counted="links")

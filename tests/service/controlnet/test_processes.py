@@ -237,8 +237,8 @@ def answer_of(server: ControlNetServer) -> str:
 def not_taken_up(server: ControlNetServer) -> tuple[int, int]:
     """Offers, as the log counts them: one by one, and in sums."""
     events = server.service.events()
-    one_by_one = sum(event["event"] == "an offer of a link was not taken up" for event in events)
-    sums = (int(event["offers"]) for event in events if event["event"] == "more offers of links were not taken up")
+    one_by_one = sum(event["event"] == "an offer of a link was not used" for event in events)
+    sums = (int(event["offers"]) for event in events if event["event"] == "more offers of links were not used")
     return one_by_one, sum(sums)
 
 

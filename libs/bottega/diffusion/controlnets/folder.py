@@ -107,7 +107,7 @@ def _sha256(file: BufferedReader, size_bytes: int) -> str:
 def _opened(path: Path, file: BufferedReader) -> WeightsFile:
     try:
         if (size_bytes := header_bytes(file.read(LENGTH_BYTES))) > _MAX_HEADER_BYTES:
-            raise ValueError(f"{path.name}: its header has {size_bytes} bytes; at most {_MAX_HEADER_BYTES} are taken")
+            raise ValueError(f"{path.name}: its header has {size_bytes} bytes; {_MAX_HEADER_BYTES} may be read")
         header = read_header(file)
     except BadLora as error:
         raise ValueError(f"{path.name}: {error.message}") from None
@@ -126,5 +126,5 @@ def _weights(folder: Path) -> list[Path]:
     if not parts:
         raise ValueError(f"its folder has no {whole.name}; weights are read as safetensors only")
     if len(parts) > _MOST_PARTS:
-        raise ValueError(f"its weights are in {len(parts)} parts; at most {_MOST_PARTS} are taken")
+        raise ValueError(f"its weights are in {len(parts)} parts; at most {_MOST_PARTS} are accepted")
     return parts

@@ -186,7 +186,7 @@ def read_step(layout: Layout, views: Sequence[memoryview]) -> ControlStep:
         raise ValueError("a step has not one float32 timestep for each sample")
     (number, _, _), *rows = table.tolist()  # a copy: what is checked stays
     if any(not 0 <= sample < len(samples) or half not in (0, 1) for _, half, sample in rows):
-        raise ValueError("a step's table names a half or a sample that there is not")
+        raise ValueError("a step's table names a half or a sample that does not exist")
     entries = tuple(StepEntry(session=session, half=Half(half), sample=sample) for session, half, sample in rows)
     if len({(entry.session, entry.half, entry.sample) for entry in entries}) < len(entries):
         raise ValueError("a step asks for the same row twice")

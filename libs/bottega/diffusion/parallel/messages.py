@@ -192,7 +192,7 @@ def read_step(layout: Layout, views: Sequence[memoryview]) -> RemoteStep:
         raise ValueError("a step has not one float32 timestep for each row")
     (number, *_), *rows = table.tolist()
     if any(min(row) < 0 or row[2] > 1 or row[4] >> _MOST_CONTROLS or row[5] > 1 for row in rows):
-        raise ValueError("a step's table names a half or a ControlNet that there is not, or its LoRAs neither way")
+        raise ValueError("a step's table has a number that is out of its bounds")
     return RemoteStep(
         number=number,
         rows=tuple(

@@ -166,7 +166,7 @@ class RemoteJobs:
         loras = admitted.loras.loras if admitted is not None and admitted.loras is not None and row.loras else None
         lacks = row.loras and loras is None
         if admitted is None or not known or lacks or max(row.controls, default=-1) >= len(admitted.handles):
-            raise ValueError(f"a row is of job {row.remote_job}, which is not here as it says")
+            raise ValueError(f"a row is of job {row.remote_job}, which is not here, or not with all that it names")
         return Row(
             # Rows of one image belong together, and no other engine's do.
             owner=(id(self), row.remote_job, row.image),

@@ -54,7 +54,7 @@ class TcpSender(FrameStream):
         return pieces
 
     def attach_file(self, index: int, file: SealedFile, deadline: Deadline) -> None:
-        raise ValueError("a network passes no files")
+        raise ValueError("links over TCP pass no files")
 
     def send_data(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
         self.write([memoryview(frame.pack()), *pieces], deadline)

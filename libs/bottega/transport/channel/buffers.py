@@ -30,7 +30,7 @@ def checked(layout: Layout, buffers: Sequence[Buffer]) -> list[memoryview]:
 def check_file(file: SealedFile, *, passes: bool, most_bytes: int) -> None:
     """passes: whether the link does. Raises ValueError where it does not, or there is nothing in the file; TooLarge."""
     if not passes:
-        raise ValueError("this link passes no files: ask passes_files first")
+        raise ValueError("this link passes no files: check passes_files first")
     if file.size_bytes < 1:
         raise ValueError("an empty file needs no passing")
     if file.size_bytes > most_bytes:

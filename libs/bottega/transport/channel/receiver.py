@@ -95,7 +95,7 @@ class Receiver:
     def check_lease(self) -> None:
         """Raises LeaseExpired when the link has been dead for longer than messages may be kept."""
         if self.lifecycle.dead_for_s() > self._lease_s:
-            raise LeaseExpired(f"the link died more than {self._lease_s:g} s ago; what it brought is given up")
+            raise LeaseExpired(f"the link ended more than {self._lease_s:g} s ago; its messages are no longer valid")
 
     def close(self) -> None:
         """Gives memory and descriptors back, after the link's end."""
@@ -138,7 +138,7 @@ class Receiver:
             self._end(current)
             return
         if not current.arrived < frame.ready <= len(current.layout.specs):
-            raise BadFrame(f"the sender speaks of {frame.ready} tensors of {len(current.layout.specs)}")
+            raise BadFrame(f"the sender announces {frame.ready} tensors of {len(current.layout.specs)}")
         start, stop = current.layout.span(current.arrived, frame.ready)
         if frame.size != stop - start:
             raise BadFrame(f"the sender announces {frame.size} bytes for tensors of {stop - start} bytes")
@@ -274,7 +274,7 @@ class Incoming:
         if self._lifecycle.cause is not None:
             self._receiver.check_lease()
         if self.released:
-            raise LeaseExpired("the message was given back; copy what is needed for longer before releasing it")
+            raise LeaseExpired("the message was released; copy what is needed for longer before that")
         if not 0 <= index < self.arrived:
             raise IndexError(f"tensor {index} has not arrived: wait for {index + 1} first")
         return views[index]

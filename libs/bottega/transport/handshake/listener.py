@@ -128,7 +128,7 @@ class LinkListener:
                     return link
                 left_s = min(deadline.left_s(), max(pending.until - time.monotonic(), 0.0))
                 if not pending.changed.wait(left_s) and deadline.left_s() == 0:
-                    raise DeadlineExceeded("nobody took up the offer of a link in time")
+                    raise DeadlineExceeded("the offer of a link was not used in time")
 
     def close(self) -> None:
         """Opens no more links; those that are open stay open."""
@@ -176,7 +176,7 @@ class LinkListener:
         pending = self._pending.get(offer.link_id)
         if pending is None:
             raise AuthFailed(
-                f"nobody took up the offer of a link within {self._pending.token_s:g} s, or before others came"
+                f"the offer of a link was not used within {self._pending.token_s:g} s, or was given up for others"
             )
         return pending
 

@@ -78,11 +78,11 @@ def parse_request(encoded: bytes) -> HandshakeRequest:
     """What an unproven peer sent. Raises BadFrame when it is no request."""
     magic, backend, direction, link_id, epoch, slots, slot_bytes, layouts, _ = _REQUEST.unpack(encoded)
     if magic != _MAGIC or backend >= len(_BACKENDS) or direction not in set(Direction) or epoch > MAX_EPOCH:
-        raise BadFrame("somebody connected and sent what is no handshake of a link")
+        raise BadFrame("a process connected and sent bytes that are no handshake of a link")
     try:
         limits = Limits(slots=slots, slot_bytes=slot_bytes, layouts=layouts)
     except ValueError as error:
-        raise BadFrame(f"somebody connected with limits that no link has: {error}") from error
+        raise BadFrame(f"a process connected with limits that no link has: {error}") from error
     return HandshakeRequest(
         backend=_BACKENDS[backend],
         direction=Direction(direction),

@@ -107,7 +107,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         if self._fleet.closed.is_set():
             raise Draining("the gateway is stopping")
         if crowded_out.done():
-            raise full("others join as well, and this stream has not said yet who does", limit="joins")
+            raise full("too many streams have not sent their registration yet, this one included", limit="joins")
         raise DeadlinePassed(f"no registration came within {self._fleet.lease_s:g} s")
 
     async def _listen(self, requests: _Requests, member: Member, stream: int) -> None:

@@ -1,7 +1,7 @@
 """Which modules a key of PEFT's alpha_pattern names. PEFT takes any regular expression; an untrusted one is never run
 here.
 
-What is taken is a module's name, and around it what PEFT and its documentation write: `^` and `.*` before it, `$`
+What is accepted is a module's name, and around it what PEFT and its documentation write: `^` and `.*` before it, `$`
 behind it, escaped characters in it. It matches as in PEFT, where a dot that is not escaped stands for any character.
 Source: PEFT's `get_pattern_key`, which looks for (.*\\.)?(KEY)$, and `re.escape`, by which it writes names as keys.
 """
@@ -72,7 +72,7 @@ def module_patterns(keys: Iterable[str]) -> tuple[ModulePattern, ...]:
     """Those of all keys, in their order. Raises BadLora as module_pattern does, and where there are too many."""
     listed = tuple(keys)
     if len(listed) > MAX_PATTERNS:
-        raise BadLora(f"alpha_pattern has {len(listed)} keys; at most {MAX_PATTERNS} are taken")
+        raise BadLora(f"alpha_pattern has {len(listed)} keys; at most {MAX_PATTERNS} are accepted")
     return tuple(module_pattern(key) for key in listed)
 
 

@@ -56,7 +56,7 @@ class FailingStore(SqliteJobStore):
 
     def _check(self) -> None:
         if self.busy:
-            raise os_errors.unavailable("more waits for the disk than it can take", cause=os_errors.BUSY)
+            raise os_errors.unavailable("too many operations wait for the disk", cause=os_errors.BUSY)
         if self.full or self.lies:
             raise os_errors.unavailable("the disk is full", cause="ENOSPC")
 

@@ -125,7 +125,7 @@ async def test_a_disk_with_room_for_a_probe_only_is_still_full(storage: Storage)
 
 
 async def test_a_busy_disk_is_no_broken_one(storage: Storage) -> None:
-    storage.report_failure(os_errors.unavailable("more waits than it can take", cause=os_errors.BUSY))
+    storage.report_failure(os_errors.unavailable("too many operations wait", cause=os_errors.BUSY))
     storage.check_writable()
 
 

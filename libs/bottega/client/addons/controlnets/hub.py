@@ -57,7 +57,7 @@ def fetch(repo: str, revision: str | None, root: Path) -> Path:
     except (errors.RevisionNotFoundError, UnicodeEncodeError):
         raise HubError(f"{repo} has no revision {revision}") from None
     except errors.RepositoryNotFoundError:
-        raise HubError(f"the hub has no {repo}, or not for everybody", todo="A private one needs HF_TOKEN.") from None
+        raise HubError(f"the hub has no {repo}, or it is private", todo="A private one needs HF_TOKEN.") from None
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
         raise _unreachable(repo, error) from None
     if not (folder / "config.json").is_file():
