@@ -119,18 +119,18 @@ class GrpcListener:
         self.listener_name = name
         self.address = ""
         self._listen = config.listen
-        answers = ResponseFlowControl(max_bytes=config.max_answers_mib << 20, wait_s=config.answer_wait_s)
-        kinds = _kinds(config)
+        responses = ResponseFlowControl(max_bytes=config.max_answers_mib << 20, wait_s=config.answer_wait_s)
+        limits = _call_limits(config)
         self._interceptor = CallInterceptor(
             metrics,
             config.default_deadline_s,
-            requests=_budget(config),
-            streamed=_budget(config),
-            answers=answers,
-            kinds=kinds,
+            requests=_memory_quota(config),
+            streamed=_memory_quota(config),
+            responses=responses,
+            limits=limits,
         )
         most = most_connections(config.max_connections)
-        self._connections = ConnectionGuard(most=most, share=config.peer_share, busy=kinds.connections)
+        self._connections = ConnectionGuard(most=most, share=config.peer_share, busy=limits.connections)
         self._guarding = contextlib.AsyncExitStack()
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
@@ -254,11 +254,11 @@ class Server(GrpcListener):
         await asyncio.to_thread(self._metrics.stop)
 
 
-def _budget(config: ListenerConfig) -> MemoryQuota:
+def _memory_quota(config: ListenerConfig) -> MemoryQuota:
     return MemoryQuota(max_bytes=config.max_requests_mib << 20, message_bytes=config.max_message_mib << 20)
 
 
-def _kinds(config: ListenerConfig) -> CallLimits:
+def _call_limits(config: ListenerConfig) -> CallLimits:
     def calls() -> CallLimit:
         return CallLimit(most=config.max_calls, share=config.peer_share, limit="max_calls")
 

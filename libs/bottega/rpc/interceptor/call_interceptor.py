@@ -45,7 +45,7 @@ _Raw = AsyncIterator[bytes]
 class _RequestLimits:
     """How the messages of one kind of caller come in. most_bytes: of one of them.
 
-    each: they all come by the budget, and not the first alone.
+    each: they all count towards the quota, and not the first alone.
     """
 
     quota: MemoryQuota
@@ -56,11 +56,13 @@ class _RequestLimits:
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every method of every service.
 
-    default_deadline_s: of unary calls whose caller set none. requests: the budget of all that are one message. A method
-    that streams its answers holds nothing of a large request from its first answer on. streamed: the budget of first
-    messages of callers that stream them, which are the suite's own and must get through when others cannot. Their later
-    messages are refused by size when they are here, and are as many as the services let callers in. Of what gRPC's own
-    services are asked every message comes by a small budget of their own. answers: of all calls. kinds: their places.
+    default_deadline_s: of unary calls whose caller set none.
+    requests: the quota of requests that are one message. A method that streams its answers holds nothing of a large
+    request from its first answer on.
+    streamed: the quota of first messages of callers that stream them, which are the suite's own and must get through
+    when others cannot. Their later messages are refused by size when they are here, and are as many as the services let
+    callers in. Every message to gRPC's own services counts towards a small quota of their own.
+    responses: of all calls. limits: of calls that are served at once.
     """
 
     def __init__(
@@ -70,15 +72,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         *,
         requests: MemoryQuota,
         streamed: MemoryQuota,
-        answers: ResponseFlowControl,
-        kinds: CallLimits,
+        responses: ResponseFlowControl,
+        limits: CallLimits,
     ) -> None:
         self._default_deadline_s = default_deadline_s
         self._requests = requests
-        self._responses = answers
+        self._responses = responses
         self._wrapped: dict[str, _Handler] = {}
-        self.calls = CallTracker(metrics, answers, kinds)
-        self._kinds = kinds
+        self.calls = CallTracker(metrics, responses, limits)
+        self._limits = limits
         self._conversations = _RequestLimits(quota=streamed, most_bytes=_CONVERSATION_BYTES)
         self._uploads = _RequestLimits(quota=streamed, most_bytes=_UPLOAD_BYTES)
         self._grpcs = _RequestLimits(quota=_small(), most_bytes=_OF_GRPC_BYTES, each=True)
@@ -110,10 +112,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         parse, pack = _translators(handler)
 
         async def call(_: _Raw, context: Context) -> bytes | None:
-            async with CallGuard(self.calls, self._kinds.short, method, context) as guard, self._deadline(context):
+            async with CallGuard(self.calls, self._limits.short, method, context) as guard, self._deadline(context):
                 with await self._reserve(guard) as share:
                     answer = await handler.unary_unary(await self._receive(context, parse, share), context)
-                return guard.answers.admit(_packed(answer, pack))
+                return guard.responses.admit(_packed(answer, pack))
             return None  # it was refused, and gRPC knows
 
         return _taking_streams(grpc.stream_unary_rpc_method_handler, call)
@@ -122,10 +124,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         parse, pack = _translators(handler)
 
         async def call(_: _Raw, context: Context) -> None:
-            async with CallGuard(self.calls, self._kinds.streams, method, context) as guard:
+            async with CallGuard(self.calls, self._limits.streams, method, context) as guard:
                 with await self._reserve(guard) as share:
                     responses = handler.unary_stream(await self._receive(context, parse, share), context)
-                    await _send_all(responses, pack, guard.answers, context.write, share)
+                    await _send_all(responses, pack, guard.responses, context.write, share)
 
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
 
@@ -133,10 +135,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         parse, pack = _translators(handler)
 
         async def call(_: _Raw, context: Context) -> bytes | None:
-            async with CallGuard(self.calls, self._kinds.streamed, method, context) as guard, self._deadline(context):
+            async with CallGuard(self.calls, self._limits.streamed, method, context) as guard, self._deadline(context):
                 guard.acquire_slot()
                 requests = self._messages(context, parse, self._uploads)
-                return guard.answers.admit(_packed(await handler.stream_unary(requests, context), pack))
+                return guard.responses.admit(_packed(await handler.stream_unary(requests, context), pack))
             return None
 
         return _taking_streams(grpc.stream_unary_rpc_method_handler, call)
@@ -145,10 +147,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         parse, pack = _translators(handler)
 
         async def call(_: _Raw, context: Context) -> None:
-            async with CallGuard(self.calls, self._kinds.streamed, method, context) as guard:
+            async with CallGuard(self.calls, self._limits.streamed, method, context) as guard:
                 guard.acquire_slot()
                 requests = self._messages(context, parse, self._conversations)
-                await _send_all(handler.stream_stream(requests, context), pack, guard.answers, context.write)
+                await _send_all(handler.stream_stream(requests, context), pack, guard.responses, context.write)
 
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
 
@@ -156,7 +158,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Serves all unknown methods, under one name: a caller may invent any number of names."""
 
         async def call(_: _Raw, context: Context) -> None:
-            async with CallGuard(self.calls, self._kinds.short, "unknown", context):
+            async with CallGuard(self.calls, self._limits.short, "unknown", context):
                 raise MethodNotServed("the service has no such method")
 
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
@@ -166,18 +168,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         parse = handler.request_deserializer
 
         async def unary(_: _Raw, context: Context) -> object:
-            async with CallGuard(self.calls, self._kinds.of_grpc, method, context) as guard:
+            async with CallGuard(self.calls, self._limits.of_grpc, method, context) as guard:
                 guard.acquire_slot()
                 return await handler.unary_unary(await self._only_message(context, parse), context)
             return None
 
         async def watch(_: _Raw, context: Context) -> None:
-            async with CallGuard(self.calls, self._kinds.of_grpc_streams, method, context) as guard:
+            async with CallGuard(self.calls, self._limits.of_grpc_streams, method, context) as guard:
                 guard.acquire_slot()
                 await handler.unary_stream(await self._only_message(context, parse), context)
 
         async def conversation(_: _Raw, context: Context) -> None:
-            async with CallGuard(self.calls, self._kinds.of_grpc_streams, method, context) as guard:
+            async with CallGuard(self.calls, self._limits.of_grpc_streams, method, context) as guard:
                 guard.acquire_slot()
                 async for response in handler.stream_stream(self._messages(context, parse, self._grpcs), context):
                     await context.write(response)
@@ -214,10 +216,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         Reads by the context: gRPC's stream of requests, once begun, is a cycle of its own where it is not read out.
         """
         peer = peer_of(context.peer())
-        raw = _within(limits.most_bytes, await _by_budget(limits, context, peer))
+        raw = _within(limits.most_bytes, await _within_quota(limits, context, peer))
         while raw is not grpc.aio.EOF:
             yield await _parsed(raw, parse)
-            reading = _by_budget(limits, context, peer) if limits.each else context.read()
+            reading = _within_quota(limits, context, peer) if limits.each else context.read()
             raw = _within(limits.most_bytes, await reading)
 
     def _deadline(self, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
@@ -242,7 +244,7 @@ def _small() -> MemoryQuota:
     return MemoryQuota(max_bytes=most_bytes, message_bytes=_OF_GRPC_BYTES)
 
 
-async def _by_budget(limits: _RequestLimits, context: Context, peer: Peer) -> Any:
+async def _within_quota(limits: _RequestLimits, context: Context, peer: Peer) -> Any:
     with await limits.quota.reserve(peer):
         return await limits.quota.receive(context.read)
 
@@ -264,7 +266,7 @@ def _packed(answer: Any, pack: _Pack) -> bytes:
 async def _send_all(
     responses: AsyncGenerator[object, None],
     pack: _Pack,
-    answers: CallResponses,
+    flow: CallResponses,
     write: Callable[[bytes], Awaitable[None]],
     share: QuotaShare | None = None,
 ) -> None:
@@ -275,7 +277,7 @@ async def _send_all(
                 share.release()
             raw = _packed(response, pack)
             del response  # the next one may be long in coming, and this one in going
-            await answers.send(raw, write)
+            await flow.send(raw, write)
             del raw
 
 

@@ -46,18 +46,18 @@ class CallLimits:
 
     def connections(self) -> frozenset[str]:
         """Connections that have calls, as in Peer.connection."""
-        kinds = (self.short, self.streams, self.streamed, self.of_grpc, self.of_grpc_streams)
-        return frozenset(connection for limit in kinds for connection in limit.connections())
+        limits = (self.short, self.streams, self.streamed, self.of_grpc, self.of_grpc_streams)
+        return frozenset(connection for limit in limits for connection in limit.connections())
 
 
 class CallTracker:
     """All calls."""
 
-    def __init__(self, metrics: CallMetrics, answers: ResponseFlowControl, kinds: CallLimits) -> None:
-        self.kinds = kinds
+    def __init__(self, metrics: CallMetrics, responses: ResponseFlowControl, limits: CallLimits) -> None:
+        self._limits = limits
         self.errors = CallErrorLog()
         self._metrics = metrics
-        self._answers = answers
+        self._responses = responses
         self._active = 0  # without gRPC's own
         self._idle = asyncio.Event()
         self._idle.set()
@@ -70,15 +70,15 @@ class CallTracker:
         """A call begins."""
         # Every call runs in a task of its own, so what is bound here is bound for this call only. It ends when gRPC has
         # sent all that was answered, or the caller has gone.
-        answers = CallResponses(self._answers)
-        at_end(answers.release)
-        answers.bind()
+        responses = CallResponses(self._responses)
+        at_end(responses.release)
+        responses.bind()
         logs.bind(**_request_id(context))
         if not self._is_of_grpc(limit):
             self._active += 1
             self._idle.clear()
             self._metrics.on_start()
-        return answers
+        return responses
 
     def leave(self, limit: CallLimit, method: str, code: Code | None, seconds: float) -> None:
         """It has ended, but for what its caller has not read. code: None is OK."""
@@ -90,7 +90,7 @@ class CallTracker:
         self._metrics.on_end(method, code.name if code else "OK", seconds)
 
     def _is_of_grpc(self, limit: CallLimit) -> bool:
-        return limit in (self.kinds.of_grpc, self.kinds.of_grpc_streams)
+        return limit in (self._limits.of_grpc, self._limits.of_grpc_streams)
 
 
 class CallGuard:
@@ -111,7 +111,7 @@ class CallGuard:
 
     async def __aenter__(self) -> CallGuard:
         self.peer = peer_of(self._context.peer())
-        self.answers = self._calls.enter(self._limit, self._context)
+        self.responses = self._calls.enter(self._limit, self._context)
         return self
 
     def acquire_slot(self) -> None:

@@ -24,7 +24,7 @@ _WAIT_S = 3.0
 
 
 class QuotaShare:
-    """What the request of one call takes of the budget, until the block ends or it is released."""
+    """What the request of one call takes of the quota, until the block ends or it is released."""
 
     def __init__(self, quota: MemoryQuota, size_bytes: int) -> None:
         self._quota = quota

@@ -1,7 +1,7 @@
 """Responses that their callers have not read yet: how many bytes of them a service holds, and for how long.
 
 gRPC takes an answer when there is room on the way to its caller. Where the caller does not read, there is none, and the
-answer stays in memory: for every call there is room for a small one, large ones share a budget.
+answer stays in memory: for every call there is room for a small one, large ones share `max_bytes`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from contextvars import ContextVar
 from bottega.errors import ReaderStalled
 from bottega.rpc.interceptor.call_limits import full
 
-# Of an answer that needs no room in the budget; gRPC itself buffers 64 KiB of every call.
+# Of an answer that needs no room in `max_bytes`; gRPC itself buffers 64 KiB of every call.
 SMALL_BYTES = 96 << 10
 
 # For a caller that does not read, while others are refused for want of what it holds: a MiB on a slow line.
 _CONTENDED_S = 5.0
 
-_answers: ContextVar[CallResponses | None] = ContextVar("bottega_answers", default=None)
+_responses: ContextVar[CallResponses | None] = ContextVar("bottega_responses", default=None)
 
 
 def reserve(size_bytes: int) -> bool:
     """Whether the call that is served in this task may build an answer of that size: else it sends a smaller one."""
-    answers = _answers.get()
-    return answers is None or answers.reserve(size_bytes)
+    responses = _responses.get()
+    return responses is None or responses.reserve(size_bytes)
 
 
 class ResponseFlowControl:
@@ -80,7 +80,7 @@ class CallResponses:
 
     def bind(self) -> None:
         """`reserve` is for this call, in the current task and those that it starts from now on."""
-        _answers.set(self)
+        _responses.set(self)
 
     def reserve(self, size_bytes: int) -> bool:
         """Room for the next answer, what there is already included, until it is taken; False when there is none."""
