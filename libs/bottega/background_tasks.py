@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
@@ -112,8 +113,12 @@ async def running(work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
 
 
 def _cancel_when_begun(task: asyncio.Task[Any]) -> None:
-    """One that is cancelled before its first step runs no line of its work, nor any `finally`."""
-    task.get_loop().call_soon(task.cancel)  # its first step was scheduled before this
+    """At once, unless it is still to begin: cancelled before that, no line of its work would run, nor any `finally`."""
+    work = task.get_coro()
+    if isinstance(work, Coroutine) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+        task.get_loop().call_soon(task.cancel)  # its first step was scheduled before this
+    else:
+        task.cancel()
 
 
 async def run_until_first_ends(*works: Coroutine[Any, Any, object]) -> None:

@@ -117,3 +117,21 @@ async def test_of_several_the_first_that_ends_ends_the_others_and_its_error_is_r
     with pytest.raises(ValueError, match="a fault"):
         await run_until_first_ends(_forever(ended), _fail())
     assert ended == ["ended"] * 2
+
+
+async def test_one_that_has_begun_makes_no_further_step_when_it_is_cancelled() -> None:
+    steps: list[str] = []
+    tasks = BackgroundTasks("tests")
+    news = asyncio.Event()
+
+    async def work() -> None:
+        steps.append("begun")
+        await news.wait()
+        steps.append("heard")
+
+    tasks.start(work())
+    await asyncio.sleep(0)
+    news.set()  # its next step is due
+    tasks.cancel_soon()
+    await tasks.join()
+    assert steps == ["begun"]
