@@ -23,7 +23,7 @@ from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Requests = AsyncIterator[fleet_pb2.JoinRequest]
-# Services of a kind that a member is told of; a fleet has one, or a few.
+# Services of a kind that a member is given; a fleet has one, or a few.
 _MOST_SERVICES = 8
 # Between two words to a member on how many wait for it: a fraction of a turn, which is all that they can move. Under a
 # flood of submissions the number is another one each time.

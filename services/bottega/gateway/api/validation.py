@@ -39,8 +39,7 @@ _FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
 # image, mask_image and as many ControlNets as a request may have.
 _MAX_INPUT_IMAGES = 2 + MAX_ADAPTERS
 
-# Fields that are designed and not served yet, in the order in which they are named; and the techniques that are.
-_UNSERVED = ("mask_image", "techniques")
+# Other techniques are designed and not served yet, and neither is mask_image.
 _SERVED_TECHNIQUES = frozenset({"bounded_lora_loading", "stale_residuals", "latent_parallelism"})
 
 
@@ -93,7 +92,9 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
 
 def refuse_unserved(spec: GenerationSpec) -> None:
     """Raises FieldNotServed for a spec that uses what a later version will serve. After everything else."""
-    used = [name for name in _UNSERVED if _uses(spec, name)]
+    used = ["mask_image"] if spec.HasField("mask_image") else []
+    if {field.name for field, _ in spec.techniques.ListFields()} - _SERVED_TECHNIQUES:
+        used.append("techniques")
     if used:
         fields = ",".join(f"spec.{name}" for name in used)
         raise FieldNotServed(f"not served yet: {', '.join(used)}", metadata={"field": fields})
@@ -156,12 +157,6 @@ def _check_encoded(path: str, image: bytes, max_bytes: int) -> Iterator[Violatio
         yield Violation(field=path, description="is empty; a PNG, JPEG or WebP is wanted")
     elif len(image) > max_bytes:
         yield Violation(field=path, description=f"is {len(image)} bytes; at most {max_bytes}")
-
-
-def _uses(spec: GenerationSpec, name: str) -> bool:
-    if name == "techniques":
-        return bool({field.name for field, _ in spec.techniques.ListFields()} - _SERVED_TECHNIQUES)
-    return spec.HasField("mask_image") if name == "mask_image" else bool(getattr(spec, name))
 
 
 def _violation(name: str, description: str, *, spec: bool = True) -> Violation:

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class AttemptObserver(Protocol):
-    """Who is told how attempts end. Called in the event loop; must not block."""
+    """Observes how attempts go and end. Called in the event loop; must not block."""
 
     def attempt_sent(self, job: Job) -> None:
         """The worker is called now."""
@@ -65,7 +65,7 @@ class AttemptObserver(Protocol):
 class Dispatcher:
     """All attempts that run.
 
-    connect: makes the client of a worker, from its address. observer: is told how attempts go, and how they end.
+    connect: makes the client of a worker, from its address. observer: of how attempts go, and how they end.
     """
 
     def __init__(

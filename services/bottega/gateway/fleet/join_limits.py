@@ -27,7 +27,7 @@ _MAX_COUNTED = 4096
 _PART_OF_ONE_HOST = 0.75
 # For which an instance is known that was a member, as long as there is room.
 _KNOWN_S = 3600.0
-# When to ask again where members have to go first: nobody knows when that is.
+# When to retry where members have to go first: nobody knows when that is.
 _FULL_RETRY_S = 5.0
 
 MemberKey = tuple[str, str]
@@ -61,12 +61,12 @@ class JoinLimits:
         Too many joins over one connection do not count against other connections of its host, nor joins of a host
         against the same name at another host.
         """
-        asked = (
+        buckets = (
             (self._connections, peer, "over one connection"),
             (self._names, f"{host} {name}", f"by the name {name}"),
             (self._hosts, host, f"from {host}"),
         )
-        for rates, key, what in asked:
+        for rates, key, what in buckets:
             wait_s = rates.wait_s(key)
             if wait_s:
                 limit = "joins_per_s" if rates is self._hosts else "joins_per_s_by_name"
@@ -75,8 +75,8 @@ class JoinLimits:
                     metadata={"limit": f"fleet.{limit}"},
                     retry_after_s=wait_s,
                 )
-        for rates, key, _ in asked:  # only now: a refused join does not count
-            rates.take(key)
+        for rates, key, _ in buckets:  # only now: a refused join does not count
+            rates.consume(key)
 
     def check_room(self, host: str, hosts: Iterable[str], *, known: bool) -> None:
         """hosts: of the members, one each. known: whether it was a member before. Raises FleetFull with the time to
@@ -138,8 +138,8 @@ class _TokenBuckets:
         left = self._now(key)
         return 0.0 if left >= 1 else (1 - left) / self._rate
 
-    def take(self, key: str) -> None:
-        """Takes one that there is."""
+    def consume(self, key: str) -> None:
+        """Removes one that there is."""
         left = self._now(key) - 1
         self._left.pop(key, None)  # so that it is the newest
         self._left[key] = (left, self._clock.monotonic())

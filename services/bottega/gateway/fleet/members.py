@@ -58,7 +58,7 @@ class Member:
     backlog: int = 0
     backed_off_until: float = 0.0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    # Asked for of every member at every look of the scheduler, where a message would be too slow to ask.
+    # The scheduler reads these of every member in every round, where reading a message would be too slow.
     name: str = field(init=False)
     kind: str = field(init=False)
     is_worker: bool = field(init=False)
@@ -116,7 +116,7 @@ def _hosted(reported: Iterable[Hosted], switch_s: float) -> HostedKind:
 
 
 class FleetObserver(Protocol):
-    """Is told when members come, change and go. Called in the event loop; must not block."""
+    """Observes members that come, change and go. Called in the event loop; must not block."""
 
     def member_joined(self, member: Member) -> None:
         """A member has joined, or is back within its lease."""

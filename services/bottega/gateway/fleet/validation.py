@@ -19,7 +19,7 @@ MAX_MODELS = 256
 """Of one service, and names that are remembered after their last worker has left."""
 
 MAX_USED_KINDS = 16
-"""Of services, that a service asks to be told of."""
+"""Of services, whose addresses a service wants."""
 
 MAX_HOSTED = 1024
 """Of a kind, by one service."""

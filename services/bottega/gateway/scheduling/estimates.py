@@ -29,7 +29,7 @@ _SPARE = 0.3
 class QueueForecast:
     """When each pending job would complete if nobody came any more: the least loaded worker takes the next one.
 
-    For what callers are told, and for deadlines; it assigns nothing.
+    For queue positions and deadlines; it assigns nothing.
     """
 
     def __init__(self, workers: Sequence[WorkerState]) -> None:

@@ -39,7 +39,7 @@ _REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceRequest:
-    """What a job asks of a worker. rows: in each turn. steps: turns to go. shape: of its latent; (0, 0) is unknown."""
+    """What a job needs of a worker. rows: in each turn. steps: turns to go. shape: of its latent; (0, 0) is unknown."""
 
     rows: int
     steps: int
@@ -69,7 +69,7 @@ class PendingJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """A worker at the begin of a round.
+    """A worker at the start of a round.
 
     running: what still denoises there, first come first. finishing: attempts there that do not denoise any more.
     exclusive: a job there must be left alone. fixed_s: seconds that a job takes beside its turns.

@@ -16,7 +16,7 @@ _RATE_WINDOW_S = 60.0
 _MIN_RETRY_S, _MAX_RETRY_S = 0.5, 60.0
 # A caller that comes back after this share of the queue has gone finds room beside the others who wait.
 _RETRY_SHARE = 0.1
-# Longest time that is asked for, over the shortest.
+# Longest time until a retry, over the shortest.
 _SPREAD = 1.5
 
 
@@ -38,7 +38,7 @@ class JobQueue:
         return len(self._bytes)
 
     def check_room(self, size_bytes: int) -> None:
-        """Raises QueueFull, with the time after which to ask again, when no job of that size fits."""
+        """Raises QueueFull, with the time after which to retry, when no job of that size fits."""
         if len(self) + len(self._reserved) >= self._max_jobs or self._size_bytes + size_bytes > self._budget_bytes:
             raise QueueFull(f"{len(self)} jobs wait already", retry_after_s=self.retry_after_s())
 

@@ -1,4 +1,4 @@
-"""Workers and jobs as the scheduling policy sees them: what still denoises where, and what pending jobs ask for.
+"""Workers and jobs as the scheduling policy sees them: what still denoises where, and what pending jobs need.
 
 The state of a worker is made anew only when it has changed: the queue is looked at after every step of every job, and
 from one look to the next most workers have not moved.
@@ -25,7 +25,7 @@ from bottega.v1 import fleet_pb2
 _TRUST_AFTER_S = 0.25
 # Rows of an attempt that another gateway gave to a worker: unknown, so those of a guided image.
 _FOREIGN_ROWS = 2
-# Most jobs ask for what others ask for: a queue is gone through every second, and these need not be made again.
+# Most jobs need the same as others: a queue is gone through every second, and these need not be made again.
 _REQUESTS = 1024
 
 
@@ -61,7 +61,7 @@ class FleetSnapshot:
         self._cache.pop(member, None)
 
     def pending(self, line: Iterable[Job], members: Mapping[str, Member]) -> Iterator[PendingJob]:
-        """The jobs of a model's queue that some worker may have now, made one by one as they are asked for.
+        """The jobs of a model's queue that some worker may have now, made one by one as they are needed.
 
         Others wait for an add-on that is away, and do not hold up those behind them.
         """
@@ -121,7 +121,7 @@ class FleetSnapshot:
 
 
 def resource_request(job: Job) -> ResourceRequest:
-    """What a pending job asks for; a checkpoint saves it steps."""
+    """What a pending job needs; a checkpoint saves it steps."""
     return _request_for(job, job.steps.total - (job.checkpoint.steps_done if job.checkpoint else 0))
 
 

@@ -30,7 +30,7 @@ from bottega.v1.controlnet_pb2 import ControlNetPlacements
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.hosted_pb2 import Hosted, HostedState
 
-# Servers that an attempt is told of for one ControlNet; more failures than that are no accident.
+# Servers that an attempt is given for one ControlNet; more failures than that are no accident.
 _MOST_SERVERS = 8
 # Of weights that come from a disk into memory: a guess, for comparing a worker that has them with one that has not.
 _LOADED_BYTES_PER_S = 1e9
