@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -14,6 +12,7 @@ from bottega.diffusion.parallel.offload import RemoteJob
 from bottega.diffusion.rows import Embeds, Half
 from bottega.transport import Limits, LinkCounters, LinkListener, Offer, ServiceOffer, connect
 from bottega.worker.peer import Leader
+from tests.support.offers import OffersAtOnce
 from tests.support.pair_follower import FollowerThread
 from tests.support.transport_backends import listening, patience
 from tests.support.waiting import wait_until
@@ -23,21 +22,17 @@ WITHIN_S = 3.0
 ONE_MESSAGE = Limits(slots=1)
 
 
-class OffersOf:
+class OffersOf(OffersAtOnce):
     """Offers of one listener."""
 
     def __init__(self, listener: LinkListener) -> None:
-        self._listener = listener
+        super().__init__()
         self.made: list[Offer] = []
+        self._listener = listener
 
-    def request(
-        self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
-    ) -> Future[ServiceOffer]:
-        """See OfferSource."""
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
         self.made.append(self._listener.offer(link_id or None))
-        answer = Future[ServiceOffer]()
-        answer.set_result(ServiceOffer(offer=self.made[-1], service="follower"))
-        return answer
+        return ServiceOffer(offer=self.made[-1], service="follower")
 
 
 def _job() -> RemoteJob:

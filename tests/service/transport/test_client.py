@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -27,25 +26,30 @@ from bottega.transport import (
     read_number,
 )
 from tests.support.echo_links import EchoServer
+from tests.support.offers import OffersAtOnce
 from tests.support.waiting import wait_until
 
 RETRY_S = 0.1
 
 
-class Worker(LinkClientHandler):
+class Worker(OffersAtOnce, LinkClientHandler):
     """A worker's end. away: why the service makes no offers."""
 
     def __init__(self, server: EchoServer) -> None:
+        super().__init__()
         self.wanted = False
         self.away: BottegaError | None = None
-        self.requested: list[str] = []
         self.epochs: list[int] = []
         self.heard: list[int] = []
         self.ended: list[BottegaError] = []
         self._server = server
         settings = LinkClientSettings(silence_s=2.0, limits=Limits(), retry_s=RETRY_S)
         self.client = LinkClient(
-            self, peer="the server", request=self._request, settings=settings, counters=LinkCounters()
+            self,
+            peer="the server",
+            request=lambda link_id: self.request("echo", "", link_id),
+            settings=settings,
+            counters=LinkCounters(),
         )
         self.client.start()
 
@@ -69,14 +73,10 @@ class Worker(LinkClientHandler):
     def on_end(self, cause: BottegaError) -> None:
         self.ended.append(cause)
 
-    def _request(self, link_id: str) -> Future[ServiceOffer]:
-        self.requested.append(link_id)
-        answer = Future[ServiceOffer]()
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
         if self.away is not None:
-            answer.set_exception(self.away)
-        else:
-            answer.set_result(ServiceOffer(offer=self._server.offer("w", link_id, caller=""), service="echo"))
-        return answer
+            raise self.away
+        return ServiceOffer(offer=self._server.offer("w", link_id, caller=""), service="echo")
 
 
 @pytest.fixture
@@ -93,33 +93,36 @@ def worker(server: EchoServer) -> Iterator[Worker]:
     worker.client.close()
 
 
+@pytest.fixture
+def linked(worker: Worker) -> Worker:
+    worker.want()
+    wait_until(lambda: worker.heard == [1], "an echo")
+    return worker
+
+
 def test_no_link_is_asked_for_until_one_is_wanted(worker: Worker) -> None:
     time.sleep(2 * RETRY_S)
-    assert not worker.requested
+    assert not worker.asked
     worker.want()
     wait_until(lambda: worker.heard == [1], "an echo")
     assert worker.client.service == "echo"
 
 
-def test_a_link_that_is_lost_is_opened_again_with_the_next_epoch(server: EchoServer, worker: Worker) -> None:
-    worker.want()
-    wait_until(lambda: worker.heard == [1], "an echo")
-    worker.client.connection.close(PeerDead("cut off"))
-    wait_until(lambda: worker.heard == [1, 2], "an echo of the next link")
-    assert worker.epochs == [1, 2]
-    assert worker.requested == ["", worker.client.link_id]
-    assert [error.message for error in worker.ended] == ["cut off"]
+def test_a_link_that_is_lost_is_opened_again_with_the_next_epoch(server: EchoServer, linked: Worker) -> None:
+    linked.client.connection.close(PeerDead("cut off"))
+    wait_until(lambda: linked.heard == [1, 2], "an echo of the next link")
+    assert linked.epochs == [1, 2]
+    assert linked.asked == [("", ""), ("", linked.client.link_id)]
+    assert [error.message for error in linked.ended] == ["cut off"]
     assert len(server.open) == 1
 
 
-def test_one_that_is_not_wanted_any_more_is_not_opened_again(worker: Worker) -> None:
-    worker.want()
-    wait_until(lambda: worker.heard == [1], "an echo")
-    worker.wanted = False
-    worker.client.connection.close(PeerDead("cut off"))
-    wait_until(lambda: bool(worker.ended), "the link to end")
+def test_one_that_is_not_wanted_any_more_is_not_opened_again(linked: Worker) -> None:
+    linked.wanted = False
+    linked.client.connection.close(PeerDead("cut off"))
+    wait_until(lambda: bool(linked.ended), "the link to end")
     time.sleep(3 * RETRY_S)
-    assert worker.epochs == [1]
+    assert linked.epochs == [1]
 
 
 def test_a_service_that_is_away_is_asked_again_until_it_is_there(worker: Worker) -> None:
@@ -131,26 +134,22 @@ def test_a_service_that_is_away_is_asked_again_until_it_is_there(worker: Worker)
     assert {error.message for error in worker.ended} == {"the service is away"}
 
 
-def test_a_message_that_cannot_be_sent_is_told_and_the_link_lives(worker: Worker) -> None:
-    worker.want()
-    wait_until(lambda: worker.heard == [1], "an echo")
+def test_a_message_that_cannot_be_sent_is_told_and_the_link_lives(linked: Worker) -> None:
     size = Limits().slot_bytes + 64
     layout = Layout.of(TensorSpec(name="large", dtype=DType.UINT8, shape=(size,)))
     failures: list[BottegaError] = []
-    connection = worker.client.connection
+    connection = linked.client.connection
     connection.send(BytesMessage(layout=layout, buffers=(bytes(size),)), on_failure=failures.append)
     connection.send(number_message("echo", 9))
-    wait_until(lambda: worker.heard == [1, 9], "an echo behind it")
+    wait_until(lambda: linked.heard == [1, 9], "an echo behind it")
     assert [type(error) for error in failures] == [TooLarge]
 
 
-def test_a_client_that_is_closed_ends_its_link_and_opens_none(server: EchoServer, worker: Worker) -> None:
-    worker.want()
-    wait_until(lambda: worker.heard == [1], "an echo")
+def test_a_client_that_is_closed_ends_its_link_and_opens_none(server: EchoServer, linked: Worker) -> None:
     handler = server.open[0]
-    worker.client.close()
-    worker.client.join()
+    linked.client.close()
+    linked.client.join()
     wait_until(lambda: isinstance(handler.ended, LinkClosed), "the service to hear of it")
     time.sleep(2 * RETRY_S)
-    assert len(worker.requested) == 1
-    assert not worker.client.connection.send(number_message("echo", 3))
+    assert len(linked.asked) == 1
+    assert not linked.client.connection.send(number_message("echo", 3))
