@@ -1,7 +1,7 @@
-"""Log lines that others can cause at will: the first of a kind in a second one by one, the rest as a number.
+"""Log lines that callers can cause at will: the first of a kind in a second one by one, the rest as a number.
 
-A crowd would else write so many lines that journald drops some of the service's, errors among them: it takes 10,000 in
-30 s. Any thread may use it.
+Without this, many callers would cause so many lines that journald drops some of the service's, errors among them: it
+keeps 10,000 in 30 s. Any thread may use it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 # Of a kind, in a second: with two dozen kinds at once it stays below half of what journald takes.
-TOLD_PER_SECOND = 5
+LINES_PER_SECOND = 5
 
 _SECOND_S = 1.0
 # Counted apart in one second. Callers give facts of which there are only so many; beyond it all count as one kind.
@@ -22,7 +22,7 @@ _Kind = tuple[tuple[str, str], ...]
 
 
 class SampledLog:
-    """One event's lines: `tell` every one of them, `sum_up` at the end; meanwhile it sums up by itself.
+    """One event's lines: `log_event` each of them, `sum_up` at the end; meanwhile it sums up by itself.
 
     log: where they go. event: what each says. more: what the line says that has the number of those that were left
     out, which its field `counted` has.
@@ -40,7 +40,7 @@ class SampledLog:
         self._kinds: Counter[_Kind] = Counter()  # of this second
         self._timer: threading.Timer | None = None
 
-    def tell(
+    def log_event(
         self,
         kind: Mapping[str, str] | None = None,
         details: Mapping[str, object] | None = None,
@@ -54,10 +54,10 @@ class SampledLog:
             if facts not in self._kinds and len(self._kinds) >= _MOST_KINDS:
                 facts = ()
             self._kinds[facts] += 1
-            told = self._kinds[facts] <= TOLD_PER_SECOND
+            logged = self._kinds[facts] <= LINES_PER_SECOND
             if self._timer is None:
                 self._timer = self._begun_timer()
-        if told:
+        if logged:
             self._log.log(self._level, self._event, exc_info=error, extra={**dict(facts), **(details or {})})
 
     def _begun_timer(self) -> threading.Timer | None:
@@ -81,5 +81,5 @@ class SampledLog:
                 self._timer.cancel()
                 self._timer = None
         for kind, count in kinds.items():
-            if count > TOLD_PER_SECOND:
-                self._log.log(self._level, self._more, extra={**dict(kind), self._counted: count - TOLD_PER_SECOND})
+            if count > LINES_PER_SECOND:
+                self._log.log(self._level, self._more, extra={**dict(kind), self._counted: count - LINES_PER_SECOND})

@@ -36,7 +36,7 @@ _RETRY_S = (0.5, 1.5)
 
 _log = logging.getLogger(__name__)
 # Any process that may request offers could cause as many of these lines as it likes.
-_NOT_TAKEN_UP = SampledLog(
+_NOT_USED = SampledLog(
     _log, "an offer of a link was not used", more="more offers of links were not used", counted="offers"
 )
 _LINKED = SampledLog(_log, "a worker is linked", more="more links were opened", counted="links")
@@ -157,7 +157,7 @@ class LinkServer(ABC, Generic[H]):
         try:
             link = self._listener.accept(offer, Deadline.after(_ACCEPT_S))
         except LinkError as error:
-            _NOT_TAKEN_UP.tell(details={**facts, "text": error.message})
+            _NOT_USED.log_event(details={**facts, "text": error.message})
             return
         connection = Connection(
             ConnectionSettings(
@@ -176,12 +176,12 @@ class LinkServer(ABC, Generic[H]):
             closed = self._closed
         if closed:
             connection.close(self._stopping())
-        _LINKED.tell({"backend": link.backend_choice.backend}, facts)
+        _LINKED.log_event({"backend": link.backend_choice.backend}, facts)
         cause = connection.serve(link, handler)
         handler.on_end(cause)
         with self._lock:
             self._open.remove(served)
-        _ENDED.tell({"cause": type(cause).__name__}, {**facts, "text": cause.message})
+        _ENDED.log_event({"cause": type(cause).__name__}, {**facts, "text": cause.message})
 
     def _stopping(self) -> LinkClosed:
         return LinkClosed(f"{self._service} is stopping")
@@ -189,5 +189,5 @@ class LinkServer(ABC, Generic[H]):
 
 def sum_up_logs() -> None:
     """Logs how many lines about links were left out."""
-    for lines in (_NOT_TAKEN_UP, _LINKED, _ENDED):
+    for lines in (_NOT_USED, _LINKED, _ENDED):
         lines.sum_up()

@@ -16,7 +16,7 @@ import pytest
 from bottega import errors
 from bottega.rpc.interceptor.calls import REQUEST_ID_KEY
 from bottega.rpc.status import from_rpc_error
-from bottega.sampled_log import TOLD_PER_SECOND
+from bottega.sampled_log import LINES_PER_SECOND
 from bottega.v1 import image_pb2
 from tests.fakes.scripted_images import NAME, Served, scripted_images, stub
 from tests.support.waiting import eventually
@@ -40,7 +40,7 @@ async def test_a_crowd_that_is_refused_is_a_few_lines_in_the_log_and_its_number(
     await eventually(lambda: _refusals(caplog) == crowd + 1)
     lines = _told(caplog, "call refused"), _told(caplog, "more calls refused")
     # In at most three of the seconds that the log counts by.
-    assert len(lines[0]) <= 3 * TOLD_PER_SECOND + 1
+    assert len(lines[0]) <= 3 * LINES_PER_SECOND + 1
     assert 1 <= len(lines[1]) <= 3
     for line in lines[1]:
         assert (line.__dict__["method"], line.__dict__["reason"]) == (f"/{NAME}/GetJob", "JOB_NOT_FOUND")
@@ -59,7 +59,7 @@ async def test_a_fault_that_a_crowd_repeats_is_a_few_lines_too(
     crowd, event = 60, "call failed unexpectedly"
     await asyncio.gather(*(_refused(served[2], "caller", "break") for _ in range(crowd)))
     await eventually(lambda: len(_told(caplog, event)) + _counted(_told(caplog, f"more times: {event}")) == crowd)
-    assert len(_told(caplog, event)) <= 3 * TOLD_PER_SECOND
+    assert len(_told(caplog, event)) <= 3 * LINES_PER_SECOND
     assert all(line.exc_info and line.levelno == logging.ERROR for line in _told(caplog, event))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bottega.errors import AuthFailed, Code, ConfigError, DeadlineExceeded, LinkClosed, LinksFull, PeerDead
-from bottega.sampled_log import TOLD_PER_SECOND
+from bottega.sampled_log import LINES_PER_SECOND
 from bottega.transport import (
     Backend,
     Deadline,
@@ -142,7 +142,7 @@ def test_a_crowd_of_unknown_peers_is_a_few_lines_in_the_log_and_its_number(
         seconds = time.monotonic() - began
     told = [line for line in caplog.records if line.message == "a connection for a link was refused"]
     more = [line for line in caplog.records if line.message == "more connections for links were refused"]
-    assert len(told) <= TOLD_PER_SECOND * (seconds + 2)
+    assert len(told) <= LINES_PER_SECOND * (seconds + 2)
     assert len(told) + sum(line.__dict__["connections"] for line in more) == _CROWD
     assert {line.__dict__["backend"] for line in told + more} == {way}
 

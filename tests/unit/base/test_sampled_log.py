@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from bottega.rpc.operation import logs
-from bottega.sampled_log import TOLD_PER_SECOND, SampledLog
+from bottega.sampled_log import LINES_PER_SECOND, SampledLog
 from tests.support.waiting import wait_until
 
 _log = logging.getLogger("crowd")
@@ -39,7 +39,7 @@ def test_a_crowd_from_many_threads_is_a_few_lines_and_its_number(
 ) -> None:
     def come() -> None:
         for _ in range(CROWD // 5):
-            log.tell()
+            log.log_event()
 
     threads = [threading.Thread(target=come) for _ in range(5)]
     for thread in threads:
@@ -47,7 +47,7 @@ def test_a_crowd_from_many_threads_is_a_few_lines_and_its_number(
     for thread in threads:
         thread.join(10)
     log.sum_up()
-    assert len(caplog.records) <= 4 * TOLD_PER_SECOND  # in two or three of its seconds, on a busy machine
+    assert len(caplog.records) <= 4 * LINES_PER_SECOND  # in two or three of its seconds, on a busy machine
     assert _guests(caplog) == CROWD
 
 
@@ -63,7 +63,7 @@ def test_it_sums_up_by_itself_and_without_the_fields_of_whoever_it_counts(
     def come() -> None:
         logs.bind(request_id="one of them")
         for _ in range(CROWD):
-            log.tell()
+            log.log_event()
 
     caplog.handler.addFilter(note)
     try:
@@ -80,8 +80,8 @@ def test_kinds_are_counted_apart_and_a_rare_one_is_not_hidden(
     log: SampledLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(CROWD):
-        log.tell({"by": "memfd"})
-    log.tell({"by": "tcp"}, {"why": "its proof is wrong"})
+        log.log_event({"by": "memfd"})
+    log.log_event({"by": "tcp"}, {"why": "its proof is wrong"})
     assert [line.__dict__["why"] for line in caplog.records if line.__dict__["by"] == "tcp"] == ["its proof is wrong"]
     log.sum_up()
     assert {line.__dict__["by"] for line in caplog.records if line.message == "more came"} == {"memfd"}
@@ -91,14 +91,14 @@ def test_callers_that_are_all_of_another_kind_are_bounded_too(
     log: SampledLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(20 * CROWD):
-        log.tell({"by": str(number)})
+        log.log_event({"by": str(number)})
     log.sum_up()
     assert len(caplog.records) < CROWD
     assert _guests(caplog) == 20 * CROWD
 
 
 def test_few_are_told_one_by_one_and_summed_up_by_nobody(log: SampledLog, caplog: pytest.LogCaptureFixture) -> None:
-    log.tell()
+    log.log_event()
     log.sum_up()
     log.sum_up()
     assert _told(caplog) == ["came"]

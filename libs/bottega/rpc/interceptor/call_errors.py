@@ -19,14 +19,14 @@ class CallErrorLog:
 
     def refused(self, method: str, reason: str, text: str) -> None:
         """A call was refused. The line has what is bound for that call."""
-        self._refusals.tell({"method": method, "reason": reason}, {"text": text})
+        self._refusals.log_event({"method": method, "reason": reason}, {"text": text})
 
     def failed(self, method: str, error: Exception, *, expected: bool) -> None:
         """A call failed by a fault of ours, which a caller can repeat as often as it likes.
 
         expected: whether it is an error that was raised on purpose.
         """
-        (self._expected if expected else self._unexpected).tell({"method": method}, error=error)
+        (self._expected if expected else self._unexpected).log_event({"method": method}, error=error)
 
     def sum_up(self) -> None:
         """Says how many more there were since the last time, a line for each kind. Harmless when there were none."""

@@ -123,12 +123,12 @@ class Acceptor:
         except BlockingIOError:
             return  # the process that connected has left again
         except OSError as error:
-            self._not_taken.tell({"why": error.strerror or "unknown"})
+            self._not_taken.log_event({"why": error.strerror or "unknown"})
             time.sleep(_FULL_PAUSE_S)
             return
         # The folder and the socket's mode should keep other users out; this check holds if they do not.
         if backend == Backend.MEMFD and (why := distrust_reason(connection, self._group)):
-            self._refused.tell({"backend": backend}, {"why": why})
+            self._refused.log_event({"backend": backend}, {"why": why})
             connection.close()
             return
         connection.setblocking(False)
@@ -141,7 +141,7 @@ class Acceptor:
         try:
             proven = pending.read()
         except (BadFrame, OSError) as error:
-            self._refused.tell({"backend": pending.backend}, {"why": str(error)})
+            self._refused.log_event({"backend": pending.backend}, {"why": str(error)})
             self._forget(pending).close()
             return
         if proven is not None:

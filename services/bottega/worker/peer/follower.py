@@ -171,7 +171,7 @@ class Follower(LinkServer[LeaderLink]):
         """Tells the leader of jobs whose rows can be computed now, or cannot any more. From the engine's thread."""
         for status in self._remote_jobs.changed_statuses():
             if status.error is not None:
-                _REFUSED.tell(details={"text": status.error.message})
+                _REFUSED.log_event(details={"text": status.error.message})
             kind = PairMessageKind.READY if status.ready else PairMessageKind.REFUSED
             self._send(number_message(kind, status.remote_job))
 
@@ -200,7 +200,7 @@ class Follower(LinkServer[LeaderLink]):
                 if link is self._link:
                     self._remote_jobs.admit(number, remote_job)
             except BottegaError as error:
-                _REFUSED.tell(details={"text": error.message})
+                _REFUSED.log_event(details={"text": error.message})
                 link.connection.send(number_message(PairMessageKind.REFUSED, number))
 
         self._post(admit)
