@@ -18,4 +18,7 @@ class FakeTime:
     wrong_s: float = 0.0
 
     def clock(self) -> Clock:
-        return Clock(monotonic=lambda: self.now, wall=lambda: self.now + 1e9 + self.wrong_s)
+        return Clock(monotonic=self.monotonic, wall=lambda: self.now + 1e9 + self.wrong_s)
+
+    def monotonic(self) -> float:
+        return self.now

@@ -22,20 +22,20 @@ from bottega.worker.attempts import (
     StartedEvent,
 )
 from bottega.worker.checkpoints import AttemptCheckpoint, CheckpointWatch
-from tests.support.manual_clock import ManualClock
+from tests.fakes.fake_time import FakeTime
 
 KEY = AttemptKey(job_id="job", number=1)
 STARTED = StartedEvent(steps_total=10, steps_resumed=0)
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
+def clock() -> FakeTime:
+    return FakeTime()
 
 
 @pytest.fixture
-def attempts(clock: ManualClock) -> Attempts:
-    return Attempts(max_attempts=2, result_grace_s=10, result_bytes=100, clock=clock)
+def attempts(clock: FakeTime) -> Attempts:
+    return Attempts(max_attempts=2, result_grace_s=10, result_bytes=100, clock=clock.monotonic)
 
 
 def held(attempts: Attempts, job_id: str, number: int = 1) -> Attempt:
@@ -140,24 +140,24 @@ def test_only_so_many_are_held_that_have_not_ended(attempts: Attempts) -> None:
     held(attempts, "c")
 
 
-def test_results_are_forgotten_after_their_grace(attempts: Attempts, clock: ManualClock) -> None:
+def test_results_are_forgotten_after_their_grace(attempts: Attempts, clock: FakeTime) -> None:
     ended, running = held(attempts, "a"), held(attempts, "b")
     ended.complete(Provenance())
-    clock.now_s += 9
+    clock.now += 9
     attempts.sweep()
     assert list(attempts) == [ended, running]
-    clock.now_s += 2
+    clock.now += 2
     attempts.sweep()
     assert list(attempts) == [running]
 
 
-def test_beyond_the_bytes_what_was_fetched_goes_first_then_the_oldest(attempts: Attempts, clock: ManualClock) -> None:
+def test_beyond_the_bytes_what_was_fetched_goes_first_then_the_oldest(attempts: Attempts, clock: FakeTime) -> None:
     ended = []
     for job_id in "abc":
         attempt = held(attempts, job_id)
         attempt.add_picture(PictureEvent(index=0, data=bytes(40)))
         attempt.complete(Provenance())
-        clock.now_s += 1
+        clock.now += 1
         ended.append(attempt)
     ended[1].fetched = True
     attempts.sweep()

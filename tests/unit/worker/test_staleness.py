@@ -9,7 +9,7 @@ import torch
 
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput
 from bottega.worker.controlnets import StalenessPolicy
-from tests.support.manual_clock import ManualClock
+from tests.fakes.fake_time import FakeTime
 
 CONTROL = ControlInput(
     name="edges",
@@ -24,14 +24,14 @@ CONTROL = ControlInput(
 
 def measured(*, encoder_s: float = 0.1, step_s: float = 0.5) -> StalenessPolicy:
     """After some steps of these times."""
-    clock = ManualClock()
-    policy = StalenessPolicy(clock)
+    clock = FakeTime()
+    policy = StalenessPolicy(clock.monotonic)
     for _ in range(3):
         policy.on_turn()
-        clock.now_s += encoder_s
+        clock.now += encoder_s
         policy.on_residuals_needed()
         policy.on_residuals_needed()  # asked again and again until they are there
-        clock.now_s += step_s - encoder_s
+        clock.now += step_s - encoder_s
     policy.on_turn()
     return policy
 
@@ -60,14 +60,14 @@ def test_before_anything_was_measured_steps_wait() -> None:
 
 
 def test_a_rest_between_requests_is_no_long_step() -> None:
-    clock = ManualClock()
-    policy = StalenessPolicy(clock)
+    clock = FakeTime()
+    policy = StalenessPolicy(clock.monotonic)
     for _ in range(2):
         policy.on_turn()
-        clock.now_s += 0.1
+        clock.now += 0.1
         policy.on_residuals_needed()
-        clock.now_s += 0.4
+        clock.now += 0.4
     policy.on_idle()
-    clock.now_s += 3600
+    clock.now += 3600
     policy.on_turn()
     assert policy.allows(CONTROL, answer_s=0.4, transfer_s=0.4)

@@ -20,7 +20,7 @@ from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
-from tests.support.manual_clock import ManualClock
+from tests.fakes.fake_time import FakeTime
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import Pixels, Stock, assert_same_image
 from tests.support.torch_threads import torch_threads
@@ -83,17 +83,17 @@ def test_a_fixed_number_of_rows_that_the_threads_cannot_share_evenly_is_refused(
 
 
 def test_progress_is_told_at_most_once_in_an_interval_and_at_the_end(model: Model) -> None:
-    clock = ManualClock()
-    easel = ManualEngine(Engine(model, replace(TOGETHER, progress_interval_s=0.1), clock=clock))
+    clock = FakeTime()
+    easel = ManualEngine(Engine(model, replace(TOGETHER, progress_interval_s=0.1), clock=clock.monotonic))
     steps = {"long": 20, "short": 13}
     for key, count in steps.items():
         easel.submit(EngineOrder(key=key, spec=replace(SPEC, num_inference_steps=count, guidance_scale=1.0)))
     told: dict[object, list[tuple[float, int]]] = {key: [] for key in steps}
     while easel.engine.busy:
-        clock.now_s += 0.03
+        clock.now += 0.03
         for event in easel.turn():
             if isinstance(event, JobAdvanced):
-                told[event.key].append((clock.now_s, event.steps_done))
+                told[event.key].append((clock.now, event.steps_done))
     for key, count in steps.items():
         # With the first turn, every fourth after it, and with the last.
         assert [done for _, done in told[key]] == [*range(1, count, 4), count]

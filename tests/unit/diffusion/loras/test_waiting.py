@@ -17,9 +17,9 @@ from bottega.diffusion.loras.addon import JobLoras
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import DataLoss, InvalidRequest, LoraUnusable, NotFinite, Unavailable
+from tests.fakes.fake_time import FakeTime
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
 from tests.support.addon_messages import loras_at
-from tests.support.manual_clock import ManualClock
 from tests.support.manual_engine import Drawing, ManualEngine
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=5, width=64, height=64, seed=1)
@@ -43,13 +43,13 @@ def loras(components: dict[str, Components]) -> LorasByHand:
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
+def clock() -> FakeTime:
+    return FakeTime()
 
 
 @pytest.fixture
-def easel(model: Model, loras: LorasByHand, clock: ManualClock) -> Iterator[ManualEngine]:
-    engine = Engine(model, EAGER, loras=loras, clock=clock)
+def easel(model: Model, loras: LorasByHand, clock: FakeTime) -> Iterator[ManualEngine]:
+    engine = Engine(model, EAGER, loras=loras, clock=clock.monotonic)
     yield ManualEngine(engine)
     engine.lora_weights.restore()  # the next test's engine has the same model
 
@@ -71,14 +71,14 @@ def steps_done(drawing: Drawing) -> int:
 
 
 def test_an_exact_job_waits_before_its_first_step_and_nobody_else_does(
-    easel: ManualEngine, loras: LorasByHand, clock: ManualClock
+    easel: ManualEngine, loras: LorasByHand, clock: FakeTime
 ) -> None:
     loras.text.add("outline")
     waiting = easel.submit(styled("outline"))
     other = easel.submit(EngineOrder(key="plain", spec=SPEC))
     turn_until(easel, lambda: other.ended)
     assert not waiting.events
-    clock.now_s += 2.5
+    clock.now += 2.5
     easel.turn()
     assert loras.settled  # it pauses instead of spinning
     loras.come("outline")
@@ -120,7 +120,7 @@ def test_a_prompt_is_encoded_with_the_text_part_in_place_and_other_prompts_witho
 
 
 def test_a_bounded_job_starts_at_once_and_waits_at_its_bound_while_others_go_on(
-    easel: ManualEngine, loras: LorasByHand, clock: ManualClock
+    easel: ManualEngine, loras: LorasByHand, clock: FakeTime
 ) -> None:
     loras.text |= {"outline", "pastel"}
     bounded = easel.submit(replace_bounds(styled("outline", "pastel"), 4, 2))
@@ -128,7 +128,7 @@ def test_a_bounded_job_starts_at_once_and_waits_at_its_bound_while_others_go_on(
     turn_until(easel, lambda: other.ended)
     assert steps_done(bounded) == 2
     loras.come("outline")
-    clock.now_s += 3.0
+    clock.now += 3.0
     easel.turn()
     assert steps_done(bounded) == 2  # all go in together
     loras.come("pastel")
@@ -195,14 +195,14 @@ def test_all_images_of_a_job_get_their_loras_at_one_step(model: Model, loras: Lo
 
 @pytest.mark.parametrize("text_here", [False, True], ids=["its text never comes", "all but its text never comes"])
 def test_a_lora_that_never_comes_fails_its_job_after_the_bound_on_waiting(
-    model: Model, easel: ManualEngine, loras: LorasByHand, clock: ManualClock, text_here: bool
+    model: Model, easel: ManualEngine, loras: LorasByHand, clock: FakeTime, text_here: bool
 ) -> None:
     before = {name: tensor.clone() for name, tensor in model.backbone.unet.state_dict().items()}
     loras.text |= {"outline"} if text_here else set()
     drawing = easel.submit(styled("outline", bound=2))
     other = easel.submit(EngineOrder(key="plain", spec=LONG))
     turn_until(easel, lambda: steps_done(other) == 9)
-    clock.now_s += EAGER.lora_timeout_s + 0.1
+    clock.now += EAGER.lora_timeout_s + 0.1
     easel.turn()
     assert isinstance(drawing.error, Unavailable)
     assert "within 10 s: LoRA outline" in drawing.error.message
