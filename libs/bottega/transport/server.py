@@ -102,7 +102,7 @@ class LinkServer(ABC, Generic[H]):
         """What serves one link."""
 
     @property
-    def open(self) -> list[H]:
+    def handlers(self) -> list[H]:
         """Handlers of the links that are open."""
         with self._lock:
             return [link.handler for link in self._open]

@@ -120,7 +120,7 @@ class ControlNetEngineLoop:
             evictions=counts.evictions,
             rows=self._executor.rows,
             forward_s=self._executor.seconds,
-            links=link_counts(self._links.counters, open_links=len(self._links.open)),
+            links=link_counts(self._links.counters, open_links=len(self._links.handlers)),
             draining=draining,
         )
 

@@ -226,7 +226,7 @@ class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
     @property
     def sessions(self) -> Counter[str]:
         """Sessions of all links, by ControlNet."""
-        return sum((link.sessions for link in self.open), Counter[str]())
+        return sum((link.sessions for link in self.handlers), Counter[str]())
 
 
 def _latent_shape(opened: SessionSpec, session: ControlSession) -> tuple[int, int, int]:

@@ -268,7 +268,7 @@ class LoraStore:
             disk_bytes=self._files.used_bytes,
             quarantined_bytes=self._files.quarantine.used_bytes,
             reserved_bytes=self._files.room.reserved_bytes,
-            links=link_counts(self._links.counters, open_links=len(self._links.open)),
+            links=link_counts(self._links.counters, open_links=len(self._links.handlers)),
         )
 
 

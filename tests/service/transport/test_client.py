@@ -114,7 +114,7 @@ def test_a_link_that_is_lost_is_opened_again_with_the_next_epoch(server: EchoSer
     assert linked.epochs == [1, 2]
     assert linked.asked == [("", ""), ("", linked.client.link_id)]
     assert [error.message for error in linked.ended] == ["cut off"]
-    assert len(server.open) == 1
+    assert len(server.handlers) == 1
 
 
 def test_one_that_is_not_wanted_any_more_is_not_opened_again(linked: Worker) -> None:
@@ -146,7 +146,7 @@ def test_a_message_that_cannot_be_sent_is_told_and_the_link_lives(linked: Worker
 
 
 def test_a_client_that_is_closed_ends_its_link_and_opens_none(server: EchoServer, linked: Worker) -> None:
-    handler = server.open[0]
+    handler = server.handlers[0]
     linked.client.close()
     linked.client.join()
     wait_until(lambda: isinstance(handler.ended, LinkClosed), "the service to hear of it")

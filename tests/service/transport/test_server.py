@@ -33,9 +33,9 @@ def server(tmp_path: Path) -> Iterator[EchoServer]:
 
 
 def link_to(server: EchoServer, *, caller: str = "10.0.0.1") -> Link:
-    before = len(server.open)
+    before = len(server.handlers)
     link = connect(server.offer("w", "", caller=caller), patience())
-    wait_until(lambda: len(server.open) > before, "the link to be served")
+    wait_until(lambda: len(server.handlers) > before, "the link to be served")
     return link
 
 
@@ -68,13 +68,13 @@ def test_all_hosts_together_have_so_many_links_and_no_more(server: EchoServer) -
             links.enter_context(link_to(server, caller=f"10.0.0.{number}"))
         with pytest.raises(LinksFull, match="6 workers are linked"):
             server.offer("w", "", caller="10.0.0.9")
-    wait_until(lambda: not server.open, "the links to be forgotten")
+    wait_until(lambda: not server.handlers, "the links to be forgotten")
     link_to(server, caller="10.0.0.9").close()
 
 
 def test_a_server_that_drains_keeps_its_links_and_one_that_closes_ends_them(server: EchoServer) -> None:
     with link_to(server) as link:
-        handler = server.open[0]
+        handler = server.handlers[0]
         server.drain()
         with pytest.raises(Draining):
             server.offer("w", "", caller="10.0.0.1")

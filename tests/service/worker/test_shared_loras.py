@@ -114,7 +114,7 @@ def test_workers_killed_while_they_fetch_leave_no_descriptor_in_the_store(tmp_pa
             # Up to what its credit allows waits in its socket, unread.
             wait_until(lambda: store.links.counters.snapshot().sent.file_bytes > sent, "the file to be sent")  # noqa: B023 - called at once
             os.kill(pid, 9)
-            wait_until(lambda: not store.links.open, "the links to end")
+            wait_until(lambda: not store.links.handlers, "the links to end")
             assert store.tiers.leases(digest) == 0
             if number > 1:
                 descriptors.append(open_descriptors())
