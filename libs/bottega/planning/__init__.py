@@ -5,7 +5,7 @@ The gateway's scheduler and the worker's engine decide by the same functions, so
 
 from bottega.planning.cost import Shape, StepTimes
 from bottega.planning.lora_bounds import LEAST_LATENT_SIMILARITY, latest_step
-from bottega.planning.pairing import rows_to_lend
+from bottega.planning.pairing import rows_to_offload
 from bottega.planning.residuals import LEAST_SIMILARITY, pipelines
 from bottega.planning.width import best_width, completion_times, most_on_trial
 from bottega.planning.work import RemainingWork, control_steps, rows_per_image, steps_to_run
@@ -22,7 +22,7 @@ __all__ = [
     "latest_step",
     "most_on_trial",
     "pipelines",
-    "rows_to_lend",
+    "rows_to_offload",
     "rows_per_image",
     "steps_to_run",
 ]

@@ -11,24 +11,24 @@ Seconds = Callable[[int], float | None]
 """Seconds of a forward by the number of its rows; None while nothing was measured."""
 
 
-def rows_to_lend(rows: int, lendable: int, *, own: Seconds, theirs: Seconds, backlog: int) -> int:
+def rows_to_offload(rows: int, offloadable: int, *, own: Seconds, theirs: Seconds, backlog: int) -> int:
     """Of `rows` rows, those to be computed by the other worker meanwhile: those with which the turn ends first.
 
-    lendable: how many may be. own: seconds of a local forward; theirs: of one at the peer, with transfer.
+    offloadable: how many may be. own: seconds of a local forward; theirs: of one at the peer, with transfer.
     backlog: requests that wait for a worker. Two workers that halve one request between them do less in all than two
-    that have one each, because a forward of half the rows takes more than half the time; so nothing is lent while
+    that have one each, because a forward of half the rows takes more than half the time; so nothing is offloaded while
     somebody waits.
     Returns 0 where sharing saves less than 5 % of the turn.
     """
-    if backlog > 0 or lendable < 1 or rows < 2:
+    if backlog > 0 or offloadable < 1 or rows < 2:
         return 0
     alone_s = own(rows)
     if alone_s is None:
-        return min(lendable, rows // 2)  # nothing is known: in equal parts
+        return min(offloadable, rows // 2)  # nothing is known: in equal parts
     best, best_s = 0, alone_s * (1 - _LEAST_GAIN)
-    for lent in range(1, min(lendable, rows - 1) + 1):
-        here_s, there_s = own(rows - lent), theirs(lent)
-        shared_s = max(here_s or 0.0, there_s if there_s is not None else own(lent) or 0.0)
+    for offloaded in range(1, min(offloadable, rows - 1) + 1):
+        here_s, there_s = own(rows - offloaded), theirs(offloaded)
+        shared_s = max(here_s or 0.0, there_s if there_s is not None else own(offloaded) or 0.0)
         if shared_s < best_s:
-            best, best_s = lent, shared_s
+            best, best_s = offloaded, shared_s
     return best

@@ -246,7 +246,8 @@ class LosableControlNets(LocalControlNets):
 def test_a_job_whose_controlnets_the_follower_loses_goes_on_here_beside_rows_that_it_still_computes(
     model: Model, shelf: ControlNetCache, lost: bool | NoControlNet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair, "rows_to_lend", lambda rows, able, **__: min(able, rows - 1, 3))  # whatever was measured
+    # Whatever was measured.
+    monkeypatch.setattr(pair, "rows_to_offload", lambda rows, able, **__: min(able, rows - 1, 3))
     order = controlled()
     order = replace(order, spec=replace(order.spec, num_inference_steps=16))
     theirs = LosableControlNets(shelf)
@@ -304,7 +305,8 @@ def styled() -> tuple[Any, dict[str, Components]]:
 def test_rows_with_loras_are_lent_too_once_they_are_there_and_go_in_at_the_leaders_step(
     model: Model, styled: tuple[Any, dict[str, Components]], patches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair, "rows_to_lend", lambda _, able, **__: min(able, 1))  # whatever was measured
+    # Whatever was measured.
+    monkeypatch.setattr(pair, "rows_to_offload", lambda _, able, **__: min(able, 1))
     pipeline, components = styled
     scales = {"pastel": 1.0, "outline": 0.8}
     ours, theirs = LorasByHand.of(components), LorasByHand.of(components)

@@ -103,8 +103,8 @@ class LoraRecord:
 class PairRecord:
     """What the other worker of a pair, named `worker`, did for a job.
 
-    steps: of all images, in which it computed rows. taken_back_steps: in which it was lent rows that did not come.
-    waited_s: for its rows, when all others were done.
+    steps: of all images, in which it computed rows. taken_back_steps: in which rows were offloaded that did not come
+    back. waited_s: for its rows, when all others were done.
     """
 
     worker: str

@@ -15,7 +15,7 @@ from bottega.diffusion.spec import LoraSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteJob:
-    """A job whose rows may be lent. The follower is told of it once, and keeps it.
+    """A job whose rows may be offloaded. The follower is told of it once, and keeps it.
 
     halves: its conditions. controls: its ControlNets; the follower opens sessions of its own with the same ones.
     handles: by which rows name those here, in the same order. loras: in force in the rows that say so; when, the leader
@@ -39,7 +39,7 @@ class OffloadedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OffloadResult:
-    """What the follower made of the rows that it was lent.
+    """The follower's result for the rows that were offloaded to it.
 
     noise: [channels, height, width] by row; those whose residuals were late there are missing. seconds: from lending to
     the answer, without waiting for residuals there: this engine waits for its own meanwhile.
@@ -59,11 +59,11 @@ class OffloadTarget(Protocol):
 
     @property
     def free(self) -> bool:
-        """Whether it can be lent rows now: it is there, has nothing of its own to do, and owes no answer."""
+        """Whether rows can be offloaded to it now: it is linked, has nothing of its own to do, and owes no answer."""
         ...
 
     def accepts(self, remote_job: RemoteJob) -> bool:
-        """Whether rows of this job can be lent; it is told of the job if it was not."""
+        """Whether rows of this job can be offloaded; the job is sent to it first where it was not."""
         ...
 
     def forget(self, remote_job: RemoteJob) -> None:
@@ -75,10 +75,10 @@ class OffloadTarget(Protocol):
         ...
 
     def result(self, timeout_s: float) -> OffloadResult | None:
-        """What it made of the rows that it was lent last; None where that has not come within the timeout."""
+        """The result of the rows that were offloaded last; None where that has not come within the timeout."""
         ...
 
     @property
     def awaits_result(self) -> bool:
-        """Whether its answer to the rows that it was lent last may still come."""
+        """Whether its answer to the rows that were offloaded last may still come."""
         ...

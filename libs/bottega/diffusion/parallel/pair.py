@@ -16,7 +16,7 @@ from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, OffloadTarget, RemoteJob
 from bottega.diffusion.rows import Row
-from bottega.planning import Shape, StepTimes, rows_to_lend
+from bottega.planning import Shape, StepTimes, rows_to_offload
 
 # How long the leader waits for rows when its own are done: so many times what they should take, and this at least.
 # A follower that is dead is noticed sooner; this is for one that is stopped, or slowed down by others on its cores.
@@ -33,7 +33,7 @@ _TRIES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Offloadable:
-    """A request whose rows may be lent. image: its place in its job."""
+    """A request whose rows may be offloaded. image: its place in its job."""
 
     remote_job: RemoteJob
     image: int
@@ -43,7 +43,7 @@ class Offloadable:
 class PairPrediction(Prediction):
     """What a turn of a pair made, see Prediction; its seconds are all but the waiting for residuals.
 
-    offloaded: owners of rows that the follower computed. taken_back: of rows that it was lent and that did not come.
+    offloaded: owners of rows that the follower computed. taken_back: of rows that were offloaded and did not come back.
     peer_wait_s: for them, when everything else was done.
     """
 
@@ -89,20 +89,20 @@ class Pair:
 
         Raises as `predict` does.
         """
-        lent = self._offload(rows, offloadable)
-        if not lent:
+        offloaded = self._offload(rows, offloadable)
+        if not offloaded:
             return self._here(rows)
         began_s = perf_counter()
-        own = self._here([row for row in rows if row not in lent])
+        own = self._here([row for row in rows if row not in offloaded])
         waiting_s = perf_counter()
-        returned = self._wait(_shape(rows[0]), len(lent), own.waited_s)
+        returned = self._wait(_shape(rows[0]), len(offloaded), own.waited_s)
         if returned is not None:
             self._judge(_shape(rows[0]), len(rows), max(own.seconds, returned.seconds))
         peer_wait_s = perf_counter() - waiting_s
-        rest = self._here(lent) if returned is None else None
+        rest = self._here(offloaded) if returned is None else None
         theirs = rest.noise if rest is not None else returned.noise if returned is not None else {}
         waited_s = own.waited_s + (rest.waited_s if rest is not None else 0.0)
-        owners = frozenset(row.owner for row in lent)
+        owners = frozenset(row.owner for row in offloaded)
         return PairPrediction(
             noise=_whole(rows, {**own.noise, **theirs}),
             seconds=perf_counter() - began_s - waited_s,
@@ -122,14 +122,14 @@ class Pair:
             if free and (known := offloadable.get(row.owner)) and self._target.accepts(known.remote_job)
         ]
         count = self._count(_shape(rows[0]), len(rows), len(able)) if able else 0
-        lent = able[len(able) - count :]
-        if not lent or not self._target.offload(lent):
+        offloaded = able[len(able) - count :]
+        if not offloaded or not self._target.offload(offloaded):
             return []
-        return [each.row for each in lent]
+        return [each.row for each in offloaded]
 
     def _count(self, shape: Shape, rows: int, able: int) -> int:
         trying = self._tries > 0
-        count = rows_to_lend(
+        count = rows_to_offload(
             rows,
             able,
             own=lambda count: None if trying else self._times.seconds(shape, count),
@@ -144,7 +144,7 @@ class Pair:
         return count
 
     def _wait(self, shape: Shape, rows: int, residuals_s: float) -> OffloadResult | None:
-        """What was lent; None when it does not come. residuals_s: that this engine has waited for residuals."""
+        """What was offloaded; None when it does not come. residuals_s: that this engine has waited for residuals."""
         expected_s = self._theirs.seconds(shape, rows) or self._times.seconds(shape, rows) or 0.0
         until_s = perf_counter() + max(_LEAST_PATIENCE_S, _PATIENCE * (expected_s + residuals_s))
         while (left_s := until_s - perf_counter()) > 0:

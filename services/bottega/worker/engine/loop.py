@@ -140,7 +140,7 @@ class WorkerEngineLoop:
         match command.WhichOneof("command"):
             case "start":
                 self._engine.submit(order_of(command.start, self._engine.model.defaults.sampler))
-                self._update_leader()  # before the next turn: what it has lent until then is computed before it, too
+                self._update_leader()  # before the next turn: rows that it offloaded until then are computed first
             case "cancel":
                 self._engine.cancel(key_of(command.cancel.attempt))
             case "backlog":

@@ -1,7 +1,8 @@
-"""What this engine does for its peer: takes its link, and computes what it lends between turns of its own.
+"""What this engine does for its peer: takes its link, and computes what it offloads between turns of its own.
 
 A thread of the link receives; what has to be computed goes to the engine's thread. While the engine has something of
-its own to do the link's thread declines at once, so that two engines that lend to each other never wait for each other.
+its own to do the link's thread declines at once, so that two engines that offload to each other never wait for each
+other.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ class Follower(LinkServer[LeaderLink]):
             computed = self._remote_jobs.compute(step.rows, step.samples, step.timesteps)
         except Exception as error:  # noqa: BLE001 - the boundary of a step: the leader computes it itself
             _log.warning("rows of the peer could not be computed", extra={"why": f"{type(error).__name__}: {error}"})
-        self.report_jobs()  # before the answer: rows that were late for good are not lent again
+        self.report_jobs()  # before the answer: rows that were late for good are not offloaded again
         if computed is None:
             link.decline(step)
         else:

@@ -26,7 +26,7 @@ FROM_STEP = 3
 def test_a_follower_with_another_lora_in_its_weights_computes_rows_as_they_are(
     monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    monkeypatch.setattr(pair, "rows_to_lend", lambda rows, able, **_: min(rows - 1, able, count))
+    monkeypatch.setattr(pair, "rows_to_offload", lambda rows, able, **_: min(rows - 1, able, count))
     stock, components = styled_stock()
     late = EngineOrder(key="late", spec=replace(SPEC, loras=(lora_spec("pastel", from_step=FROM_STEP),)))
     plain = EngineOrder(key="plain", spec=replace(SPEC, seed=4))
