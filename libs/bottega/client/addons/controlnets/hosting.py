@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from bottega import kinds
 from bottega.client.addons.controlnets.types import ControlNetHost, Readiness, ResidualProfile, ServedControlNet
@@ -28,12 +28,13 @@ def controlnets_of(fleet: fleet_pb2.ListMembersResponse) -> tuple[ServedControlN
 
 def _served(fleet: fleet_pb2.ListMembersResponse, hosted: list[tuple[fleet_pb2.Member, Hosted]]) -> ServedControlNet:
     net = hosted[0][1]
+    models = (model for member in fleet.members for model in member.registration.models)
     hosts = sorted((_host(member, one) for member, one in hosted), key=lambda host: (not host.server, host.name))
     return ServedControlNet(
         name=net.name,
         digest=net.digest,
         base=net.base,
-        models=tuple(sorted(set(_models(fleet, net.base)))),
+        models=tuple(sorted({model.name for model in models if not net.base or model.base in ("", net.base)})),
         size_bytes=net.size_bytes,
         hosts=tuple(hosts),
         profiles=_profiles(one for _, one in hosted),
@@ -63,10 +64,3 @@ def _host(member: fleet_pb2.Member, net: Hosted) -> ControlNetHost:
         popularity=net.popularity,
         sessions=net.sessions,
     )
-
-
-def _models(fleet: fleet_pb2.ListMembersResponse, base: str) -> Iterator[str]:
-    for member in fleet.members:
-        for model in member.registration.models:
-            if not base or model.base in ("", base):
-                yield model.name
