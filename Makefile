@@ -67,7 +67,8 @@ clean: ## Remove everything that the commands made
 	@echo "Setting up .venv. torch is a large download (on Linux, the CUDA build with its libraries: several GB);"
 	@echo "the CPU build is far smaller: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ..."
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -r requirements-dev.txt \
+	# What is imported is compiled then: of all files of torch and transformers, which take a minute, few ever are.
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -r requirements-dev.txt \
 		-e protos -e 'libs[client,diffusion]' -e 'services[controlnet,gateway,loras,worker]'
 	@touch $@
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import PIL.Image
@@ -64,8 +65,15 @@ def _options(scene: Scene, scales: Mapping[str, float]) -> dict[str, Any]:
     return {"num_inference_steps": _STEPS[scene], "guidance_scale": _GUIDANCE, "seed": _SEEDS[scene], "lora": lora}
 
 
-def _draw(client: Client, scene: Scene, **scales: float) -> Picture:
-    return client.generate(caption(scene), **_options(scene, scales))
+@pytest.fixture(scope="module")
+def draw(client: Client) -> Callable[..., Picture]:
+    """Draws a scene with LoRAs of these scales while nothing else is drawn, each once."""
+
+    @cache
+    def drawn(scene: Scene, **scales: float) -> Picture:
+        return client.generate(caption(scene), **_options(scene, scales))
+
+    return drawn
 
 
 def _rgb(picture: Picture) -> PIL.Image.Image:
@@ -80,9 +88,9 @@ def test_every_form_is_in_the_store(client: Client) -> None:
     "scales", [{"checked": 1.0}, {"striped": 0.8, "dusk": 1.0}], ids=lambda scales: "+".join(scales)
 )
 def test_a_picture_with_it_is_the_one_that_stock_draws_with_its_file(
-    client: Client, stock: Any, scales: dict[str, float]
+    draw: Callable[..., Picture], stock: Any, scales: dict[str, float]
 ) -> None:
-    drawn = _draw(client, _HEART, **scales)
+    drawn = draw(_HEART, **scales)
 
     use(stock, scales)
     generator = torch.Generator().manual_seed(_SEEDS[_HEART])
@@ -95,12 +103,12 @@ def test_a_picture_with_it_is_the_one_that_stock_draws_with_its_file(
 
 @pytest.mark.parametrize(("one", "other"), [("checked", "dusk"), ("striped", PLAIN)])
 def test_two_clients_at_once_get_each_its_own_scene_in_its_own_style(
-    client: Client, stock: Any, clip: Clip, one: str, other: str
+    client: Client, draw: Callable[..., Picture], stock: Any, clip: Clip, one: str, other: str
 ) -> None:
     wanted = {one: _HEART, other: _SQUARE}
     scales = {style: {} if style == PLAIN else {style: 1.0} for style in wanted}
-    alone = {style: _draw(client, scene, **scales[style]) for style, scene in wanted.items()}
-    plain = {scene: _rgb(_draw(client, scene)) for scene in wanted.values()}
+    alone = {style: draw(scene, **scales[style]) for style, scene in wanted.items()}
+    plain = {scene: _rgb(draw(scene)) for scene in wanted.values()}
     for _ in range(_TRIES):
         together = _together(client, {style: (scene, scales[style]) for style, scene in wanted.items()})
         for style, picture in together.items():
