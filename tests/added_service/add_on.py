@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 
 import grpc
 
+from bottega.background_tasks import BackgroundTasks
 from bottega.gateway.addons.addon import AddOn, AddOnContext
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
@@ -31,7 +31,7 @@ class ColourAddOn(AddOn):
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._calls: set[asyncio.Task[None]] = set()
+        self._calls = BackgroundTasks("prefetching of colours")
 
     def job_queued(self, job: Job) -> None:
         """A worker may be free for it at once."""
@@ -43,15 +43,11 @@ class ColourAddOn(AddOn):
         for store in self._fleet.services(KIND):
             cold = [item.name for item in store.hosts(KIND).items if item.state == HOSTED_STATE_ON_DISK]
             if names := [name for name in cold if name in prompts]:
-                call = asyncio.create_task(self._call(store.registration.address, names))
-                self._calls.add(call)
-                call.add_done_callback(self._calls.discard)
+                self._calls.start(self._call(store.registration.address, names))
 
     async def close(self) -> None:
         """Ends every call."""
-        for call in self._calls:
-            call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await self._calls.cancel()
 
     async def _call(self, address: str, names: Sequence[str]) -> None:
         async with open_channel(address) as channel:

@@ -1,25 +1,49 @@
-"""`bottega up` for real: a gateway and a worker of the embedded model, as a newcomer starts them."""
+"""`bottega up` for real: the suite of the embedded model as newcomers start it, with a service of another manifest."""
 
 from __future__ import annotations
 
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import PIL.Image
 import psutil
 import pytest
 
+from bottega.client import Client
 from bottega.client.instance import InstanceRecord, StateFolder
+from bottega.errors import BottegaError
+from bottega.manifest import VARIABLE
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES, Placed, SceneLayout, Thing, draw_edges
+from bottega.transport import (
+    Connection,
+    Incoming,
+    LinkClient,
+    LinkClientHandler,
+    LinkClientSettings,
+    LinkCounters,
+    ServiceOffer,
+    number_message,
+    offer_from_wire,
+    read_number,
+)
+from bottega.v1 import link_pb2, link_pb2_grpc
+from bottega.v1.fleet_pb2 import Member
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED
+from tests.added_service.calls import ASK, COLOURS
+from tests.added_service.service_spec import KIND
+from tests.support.waiting import wait_until
 
+ROOT = Path(__file__).resolve().parents[3]
 BOTTEGA = [sys.executable, "-m", "bottega.client.cli"]
 
 # A worker of the miniature is warm in 7 s with free cores; tests share theirs.
@@ -28,10 +52,11 @@ START_S = 90.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Up:
-    """A `bottega up` in the foreground, and what it printed."""
+    """A `bottega up` in the foreground with the added service of the tests, and what it printed."""
 
     process: subprocess.Popen[bytes]
     state: StateFolder
+    environment: dict[str, str]
     printed: Path
 
     def record(self) -> InstanceRecord:
@@ -48,46 +73,117 @@ class Up:
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     folder = tmp_path_factory.mktemp("up")
     state = StateFolder(folder / "state")
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in ("BOTTEGA_ADDRESS", "BOTTEGA_FLEET")},
+        VARIABLE: str(ROOT / "tests" / "added_service" / "services.txt"),
+        # A user would have installed it.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "BOTTEGA_STATE": str(state.root),
+    }
     printed = folder / "printed"
+    options = ["--port", "0", "--threads", "1", "--device", "cpu"]
     with printed.open("wb") as output:
         process = subprocess.Popen(
-            [*BOTTEGA, "up", "--port", "0", "--threads", "1", "--device", "cpu", "--state", str(state.root)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            [*BOTTEGA, "up", *options], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
         )
-    started = Up(process=process, state=state, printed=printed)
     try:
-        until(lambda: "Ready after" in printed.read_text() or process.poll() is not None, START_S, printed)
+        started = lambda: "Ready after" in printed.read_text() or process.poll() is not None  # noqa: E731
+        wait_until(started, "the suite to be ready", within_s=START_S)
         assert process.poll() is None, printed.read_text()
-        yield started
+        yield Up(process=process, state=state, environment=environment, printed=printed)
     finally:
         process.terminate()
         process.wait(30)
 
 
-def bottega(up: Up, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "BOTTEGA_STATE": str(up.state.root)}
-    environment.pop("BOTTEGA_ADDRESS", None)
-    environment.pop("BOTTEGA_FLEET", None)
-    return subprocess.run(
-        [*BOTTEGA, *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=cwd, env=environment
+@pytest.fixture(scope="module")
+def client(up: Up) -> Iterator[Client]:
+    with Client(up.record().address, fleet_address=up.record().fleet_address) as client:
+        yield client
+
+
+def bottega(up: Up, *arguments: str, cwd: Path | None = None, status: int = 0) -> str:
+    """What a command prints."""
+    done = subprocess.run(
+        [*BOTTEGA, *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=cwd, env=up.environment
     )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
 
 
 def _job_ids(up: Up) -> list[str]:
-    listed = bottega(up, "jobs")
-    assert listed.returncode == 0, listed.stderr
-    return re.findall(r"\b[0-9a-f]{24}\b", listed.stdout)
+    return re.findall(r"\b[0-9a-f]{24}\b", bottega(up, "jobs"))
+
+
+def test_a_service_of_another_manifest_starts_with_the_suite_and_joins(up: Up) -> None:
+    assert "1 store of colours" in up.printed.read_text()
+    assert f"{KIND:<12} serves at" in up.printed.read_text()
+    listed = bottega(up, "fleet", "--once")
+    assert KIND in listed
+    assert "blue (not loaded)" in listed
+    assert "joined the fleet" in bottega(up, "logs", KIND)
+
+
+def store_of_colours(client: Client) -> Member:
+    """As the gateway knows it."""
+    (member,) = (member for member in client.fleet().members if member.registration.kind == KIND)
+    return member
+
+
+def test_what_a_job_names_is_loaded_before_it_runs(client: Client) -> None:
+    client.generate("a red star", num_inference_steps=2, seed=1)
+
+    def loaded() -> set[str]:
+        return {item.name for item in store_of_colours(client).load.hosted if item.state == HOSTED_STATE_LOADED}
+
+    wait_until(lambda: loaded() == {"red"}, "what the job named", within_s=10.0)
+
+
+class _Answers(LinkClientHandler):
+    """Asks for nothing by itself, and keeps what is answered."""
+
+    def __init__(self) -> None:
+        self.answers: queue.Queue[int] = queue.Queue()
+
+    @property
+    def wants_link(self) -> bool:
+        return True
+
+    def on_message(self, connection: Connection, incoming: Incoming) -> None:
+        with incoming:
+            self.answers.put(read_number(incoming.layout, connection.wait_all(incoming)))
+
+    def on_end(self, cause: BottegaError) -> None:
+        """The test ends it."""
+
+
+def test_it_answers_over_a_link(client: Client) -> None:
+    def offered(link_id: str) -> Future[ServiceOffer]:
+        with grpc.insecure_channel(store_of_colours(client).registration.address) as channel:
+            request = link_pb2.OpenLinkRequest(kind=KIND, worker="w", link_id=link_id)
+            opened = link_pb2_grpc.LinkServiceStub(channel).OpenLink(request, timeout=10)
+        found: Future[ServiceOffer] = Future()
+        found.set_result(ServiceOffer(offer=offer_from_wire(opened.offer), service=opened.service))
+        return found
+
+    handler = _Answers()
+    link = LinkClient(
+        handler, peer="the store of colours", request=offered, settings=LinkClientSettings(), counters=LinkCounters()
+    )
+    link.connection.send(number_message(ASK, list(COLOURS).index("green")))
+    link.start()
+    try:
+        assert handler.answers.get(timeout=10) == COLOURS["green"]
+    finally:
+        link.close()
+        link.join()
 
 
 def test_a_newcomer_draws_a_picture_and_draws_it_again(up: Up, tmp_path: Path) -> None:
     drawn = bottega(up, "generate", "a big red star", "-o", "star.png", "--seed", "7", "--steps", "4", cwd=tmp_path)
-    assert drawn.returncode == 0, drawn.stderr
-    assert "star.png  64x64  seed 7" in drawn.stdout
-    assert "denoise" in drawn.stdout
-    again = bottega(up, "generate", "--like", "star.png", "-o", "again.png", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
+    assert "star.png  64x64  seed 7" in drawn
+    assert "denoise" in drawn
+    bottega(up, "generate", "--like", "star.png", "-o", "again.png", cwd=tmp_path)
     with PIL.Image.open(tmp_path / "star.png") as first, PIL.Image.open(tmp_path / "again.png") as second:
         assert first.tobytes() == second.tobytes()
 
@@ -99,58 +195,50 @@ def test_a_newcomer_draws_with_a_control_image_at_once(up: Up, tmp_path: Path) -
     )
     control = ["--control", "edges=e.png:0.8", "--steps", "4", "--seed", "2"]
     drawn = bottega(up, "generate", "a big red star on a blue background", *control, "-o", "star.png", cwd=tmp_path)
-    assert drawn.returncode == 0, drawn.stderr
-    assert "control edges: by controlnet-0, scale 0.8, waited" in drawn.stdout
-    assert "ControlNets ran beside" in drawn.stdout
+    assert "control edges: by controlnet-0, scale 0.8, waited" in drawn
+    assert "ControlNets ran beside" in drawn
     profiled = bottega(up, "controlnets", "profile", "edges", "--steps", "20")
-    assert profiled.returncode == 0, profiled.stderr
-    found = re.match(r"edges: (0\.\d+) from step to step, of 20; controlnet-0 will remember it", profiled.stdout)
+    found = re.match(r"edges: (0\.\d+) from step to step, of 20; controlnet-0 will remember it", profiled)
     assert found
     assert 0.99 < float(found[1]) < 1.0, "the embedded model's own are alike from step to step"
     listed = bottega(up, "controlnets")
-    assert {line.split()[0] for line in listed.stdout.splitlines() if "miniature" in line} == {"edges", "layout"}
-    assert found[1] in listed.stdout
-    assert "edges" in bottega(up, "fleet", "--once").stdout
-    assert "engine ready" in bottega(up, "logs", "controlnet-0").stdout
+    assert {line.split()[0] for line in listed.splitlines() if "miniature" in line} == {"edges", "layout"}
+    assert found[1] in listed
+    assert "edges" in bottega(up, "fleet", "--once")
+    assert "engine ready" in bottega(up, "logs", "controlnet-0")
 
 
 def test_a_newcomer_draws_with_the_models_own_loras_at_once(up: Up, tmp_path: Path) -> None:
     listed = bottega(up, "loras")
-    assert listed.returncode == 0, listed.stderr
-    assert {line.split()[0] for line in listed.stdout.splitlines() if "miniature" in line} == set(STYLES)
+    assert {line.split()[0] for line in listed.splitlines() if "miniature" in line} == set(STYLES)
     drawing = ["generate", "a big red star", "--steps", "4", "--seed", "2", "-o"]
-    one, other = list(STYLES)[:2]
-    drawn = bottega(up, *drawing, "styled.png", "--lora", f"{one}:0.8", "--lora", other, cwd=tmp_path)
-    assert drawn.returncode == 0, drawn.stderr
-    for style in STYLES:
-        added = bottega(up, "loras", "add", f"my/{style}", str(WEIGHTS / "loras" / style))
-        assert added.returncode == 0, added.stderr
-    again = bottega(up, *drawing, "again.png", "--lora", f"my/{one}:0.8", "--lora", f"my/{other}", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    plain = bottega(up, *drawing, "plain.png", cwd=tmp_path)
-    assert plain.returncode == 0, plain.stderr
+    style = next(iter(STYLES))
+    bottega(up, *drawing, "styled.png", "--lora", f"{style}:0.8", cwd=tmp_path)
+    bottega(up, "loras", "add", "my/style", str(WEIGHTS / "loras" / style))
+    bottega(up, *drawing, "again.png", "--lora", "my/style:0.8", cwd=tmp_path)
+    bottega(up, *drawing, "plain.png", cwd=tmp_path)
     pixels = [PIL.Image.open(tmp_path / f"{name}.png").tobytes() for name in ("styled", "again", "plain")]
     assert pixels[0] == pixels[1] != pixels[2]
 
 
 def test_the_doctor_finds_a_healthy_suite(up: Up) -> None:
     checked = bottega(up, "doctor")
-    assert checked.returncode == 0, checked.stdout
-    assert f"the gateway at {up.record().address} serves" in checked.stdout
-    assert "1 joined, for miniature" in checked.stdout
-    assert "1 ControlNet server joined, with edges, layout" in checked.stdout
+    assert f"the gateway at {up.record().address} serves" in checked
+    assert "1 joined, for miniature" in checked
+    assert "1 ControlNet server joined, with edges, layout" in checked
+    assert "1 LoRA store joined" in checked
+    assert "1 store of colours joined" in checked
 
 
 def test_a_killed_gateway_is_started_again_and_knows_its_jobs(up: Up, tmp_path: Path) -> None:
-    drawn = bottega(up, "generate", "a star", "-o", "star.png", "--steps", "2", cwd=tmp_path)
-    assert drawn.returncode == 0, drawn.stderr
+    bottega(up, "generate", "a star", "-o", "star.png", "--steps", "2", cwd=tmp_path)
     listed = _job_ids(up)
     served = up.printed.read_text().count("gateway      serves")
     os.kill({child.name: child.pid for child in up.record().children}["gateway"], signal.SIGKILL)
-    until(lambda: up.printed.read_text().count("gateway      serves") > served, START_S, up.printed)
+    again = lambda: up.printed.read_text().count("gateway      serves") > served  # noqa: E731
+    wait_until(again, "the gateway to serve again", within_s=START_S)
     assert _job_ids(up) == listed != []
-    drawn = bottega(up, "generate", "a star", "-o", "other.png", "--steps", "2", cwd=tmp_path)
-    assert drawn.returncode == 0, drawn.stderr
+    bottega(up, "generate", "a star", "-o", "other.png", "--steps", "2", cwd=tmp_path)
 
 
 def test_ctrl_c_leaves_nothing(up: Up) -> None:
@@ -161,7 +249,7 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
     assert [member for member in family if member.is_running()] == []
     assert up.printed.read_text().endswith("Stopped; nothing is left running.\n")
     assert not up.state.is_held()
-    assert bottega(up, "models").returncode == 1
+    bottega(up, "models", status=1)
 
 
 def test_a_suite_in_the_background_that_does_not_start_says_why(tmp_path: Path) -> None:
@@ -183,10 +271,3 @@ def test_a_folder_that_is_no_model_is_refused_before_anything_starts(tmp_path: P
     assert refused.returncode == 1
     assert "model_index.json" in refused.stderr
     assert not state.exists()
-
-
-def until(true: Callable[[], bool], timeout_s: float, printed: Path) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline_s, printed.read_text()
-        time.sleep(0.05)
