@@ -14,6 +14,7 @@ from typing import Any
 
 from load.bench.lora_files import LoraFiles
 from load.bench.side_process import SideProcess, serve, stock_pipeline
+from tests.support.engines import make_engine
 
 PROMPT = "a big red star on the left on a blue background"
 GUIDANCE_SCALE = 5.0
@@ -80,7 +81,7 @@ def suite_side(model: Path) -> Answers:
     """Fetch, patch, restore; and pictures all at once, by an engine that gets its LoRAs from files."""
     import torch
 
-    from bottega.diffusion.engine.engine import Engine, EngineLimits
+    from bottega.diffusion.engine.engine import EngineLimits
     from bottega.diffusion.engine.events import JobFailed
     from bottega.diffusion.engine.job import EngineOrder
     from bottega.diffusion.loras import LoraAtScale, LoraRef, LoraWeights
@@ -93,7 +94,7 @@ def suite_side(model: Path) -> Answers:
     files: dict[str, Path] = {}
     source = LocalLoras(files)
     weights = LoraWeights(loaded)
-    engine = Engine(loaded, EngineLimits(), loras=source)
+    engine = make_engine(loaded, EngineLimits(), loras=source)
     engine.warm_up()
 
     def swap(said: Any) -> dict[str, float]:

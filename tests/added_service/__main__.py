@@ -33,7 +33,7 @@ from bottega.transport import (
 from bottega.v1 import fleet_pb2
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, HOSTED_STATE_ON_DISK, Hosted
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
-from tests.added_service.calls import ANSWER, ASK, COLOURS, SERVICE, PrefetchRequest, PrefetchResponse
+from tests.added_service.calls import ANSWER, ASK, COLOURS, SERVICE, messages
 from tests.added_service.service_spec import KIND
 
 
@@ -103,12 +103,12 @@ class ColourStore:
         states = {name: HOSTED_STATE_LOADED if name in self._loaded else HOSTED_STATE_ON_DISK for name in COLOURS}
         return fleet_pb2.Load(hosted=[Hosted(kind=KIND, name=name, state=state) for name, state in states.items()])
 
-    async def prefetch(self, request: PrefetchRequest, context: grpc.aio.ServicerContext[Any, Any]) -> PrefetchResponse:
+    async def prefetch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         """Loads these colours."""
         self._loaded |= COLOURS.keys() & set(request.names)
         if self._membership:
             self._membership.report_soon()
-        return PrefetchResponse(accepted=request.names)
+        return messages.PrefetchResponse(accepted=request.names)
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
         """A link's offer for a worker."""
@@ -121,8 +121,8 @@ async def _hooks(config: ColourConfig) -> AsyncIterator[ServiceHooks]:
     store = ColourStore(config, server)
     prefetch = grpc.unary_unary_rpc_method_handler(
         store.prefetch,
-        request_deserializer=PrefetchRequest.FromString,
-        response_serializer=PrefetchResponse.SerializeToString,
+        request_deserializer=messages.PrefetchRequest.FromString,
+        response_serializer=messages.PrefetchResponse.SerializeToString,
     )
     server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Prefetch": prefetch}),))
     add_link_service(server, KIND, store)

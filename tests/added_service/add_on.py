@@ -1,22 +1,26 @@
-"""What the gateway does for jobs with colours in their prompt: has them loaded before the jobs run."""
+"""What the gateway does for jobs with colours in their prompt: has them loaded before the jobs run, and says which."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import grpc
 
 from bottega.background_tasks import BackgroundTasks
+from bottega.errors import QueueFull
 from bottega.gateway.addons.addon import AddOn, AddOnContext
+from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.rpc.channel import open_channel
 from bottega.v1.hosted_pb2 import HOSTED_STATE_ON_DISK
-from tests.added_service.calls import SERVICE, PrefetchRequest, PrefetchResponse
+from bottega.v1.worker_pb2 import RunAttemptRequest
+from tests.added_service.calls import COLOURS, SERVICE, messages
 from tests.added_service.service_spec import KIND
 
 _DEADLINE_S = 2.0
+_MOST_CALLS = 8
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +35,7 @@ class ColourAddOn(AddOn):
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._calls = BackgroundTasks("prefetching of colours")
+        self._calls = BackgroundTasks("prefetching colours", max_tasks=_MOST_CALLS)
 
     def job_queued(self, job: Job) -> None:
         """A worker may be free for it at once."""
@@ -39,24 +43,36 @@ class ColourAddOn(AddOn):
 
     def prefetch(self, jobs: Sequence[Job]) -> None:
         """Has the stores load the colours that these name and that are on the disk only."""
-        prompts = " ".join(job.bare.prompt for job in jobs)
+        wanted = {name for job in jobs for name in _named(job)}
         for store in self._fleet.services(KIND):
             cold = [item.name for item in store.hosts(KIND).items if item.state == HOSTED_STATE_ON_DISK]
-            if names := [name for name in cold if name in prompts]:
-                self._calls.start(self._call(store.registration.address, names))
+            if names := wanted.intersection(cold):
+                try:
+                    self._calls.start(self._call(store.registration.address, names))
+                except QueueFull:
+                    return  # it loads them when they are needed
+
+    def begin_attempt(self, job: Job, worker: Member, request: RunAttemptRequest) -> None:
+        """Says which colours the prompt names."""
+        if names := _named(job):
+            request.addons[KIND] = messages.ColourOrder(names=names).SerializeToString()
 
     async def close(self) -> None:
         """Ends every call."""
         await self._calls.cancel()
 
-    async def _call(self, address: str, names: Sequence[str]) -> None:
+    async def _call(self, address: str, names: Iterable[str]) -> None:
         async with open_channel(address) as channel:
             prefetch = channel.unary_unary(
                 f"/{SERVICE}/Prefetch",
-                request_serializer=PrefetchRequest.SerializeToString,
-                response_deserializer=PrefetchResponse.FromString,
+                request_serializer=messages.PrefetchRequest.SerializeToString,
+                response_deserializer=messages.PrefetchResponse.FromString,
             )
             try:
-                await prefetch(PrefetchRequest(names=names), timeout=_DEADLINE_S)
+                await prefetch(messages.PrefetchRequest(names=names), timeout=_DEADLINE_S)
             except grpc.aio.AioRpcError as error:
                 _log.info("colours are not prefetched", extra={"text": error.details()})
+
+
+def _named(job: Job) -> list[str]:
+    return [name for name in COLOURS if name in job.bare.prompt]

@@ -17,4 +17,5 @@ SPEC = ServiceSpec(
     module="tests.added_service",
     configure=_configure,
     add_on="tests.added_service.add_on:create",
+    engine_add_on="tests.added_service.engine_add_on:create",
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bottega.diffusion.controlnets import LocalControlNets
 from bottega.diffusion.controlnets.provider import ControlHosts
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobAdvanced
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
@@ -24,6 +24,7 @@ from tests.fakes.scripted_controlnet_link import ScriptedServer
 from tests.samples.controlnets import control_image, control_spec, layout_of, random_controlnet, save
 from tests.support import linked_servers
 from tests.support.addon_messages import placed
+from tests.support.engines import make_engine
 from tests.support.linked_servers import LinkedServer
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.offers import OffersAtOnce
@@ -51,13 +52,12 @@ class Desk:
         )
         self.controlnets = RemoteControlNets(
             base=options.pop("base", layout_of(model)),
-            dtype=model.dtype,
-            device=model.device,
+            model=model,
             offers=offers,
             settings=settings,
             **options,
         )
-        self.easel = ManualEngine(Engine(model, limits, controlnets=self.controlnets))
+        self.easel = ManualEngine(make_engine(model, limits, controlnets=self.controlnets))
         self.open.append(self)
 
     def draw(self, order: EngineOrder) -> Drawing:
@@ -93,7 +93,7 @@ def on(order: EngineOrder, *servers: LinkedServer | ScriptedServer, **options: A
 
 def alone(model: Model, local: LocalControlNets, order: EngineOrder) -> Tensor:
     """The latent where all ControlNets are in the engine's process, which is stock's to the last bit."""
-    (latent,) = ManualEngine(Engine(model, ALONE, controlnets=local)).draw(order).latents
+    (latent,) = ManualEngine(make_engine(model, ALONE, controlnets=local)).draw(order).latents
     return latent
 
 

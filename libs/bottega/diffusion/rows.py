@@ -6,14 +6,40 @@ a turn sees of a request.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from bottega.diffusion.loras.lora_set import LoraSet, SetKey
+SetKey = tuple[tuple[str, float], ...]
+"""Digests and scales, sorted: the order in which a request names its LoRAs changes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Factors:
+    """What a module's weight gets: up @ down. down: [rank, in] or [rank, in, kernel, kernel]; up: [out, rank]."""
+
+    down: Tensor
+    up: Tensor
+
+    @property
+    def rank(self) -> int:
+        """Of the product."""
+        return int(self.up.shape[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class LoraSet:
+    """components: by component and module path, on the model's device and in its element type; copies of their own."""
+
+    key: SetKey
+    components: Mapping[str, Mapping[str, Factors]] = field(repr=False)
+
+    def of(self, component: str) -> Mapping[str, Factors]:
+        """The factors of one component; none where no LoRA touches it."""
+        return self.components.get(component, {})
 
 
 class Half(Enum):

@@ -78,7 +78,8 @@ class ServiceSpec:
     folders: names below the state that it uses besides its own. requires: distributions that it imports, and that a
     machine without it need not have. install: what `pip install` is given for all of them.
     add_on: what the gateway does for jobs with it: "MODULE:FUNCTION", which makes an AddOn from an AddOnContext
-    (bottega.gateway.addons.addon); empty: nothing.
+    (bottega.gateway.addons.addon); empty: nothing. engine_add_on: what the engines of workers do for them, likewise: it
+    makes an EngineAddOn of this kind from an EngineAddOnContext (bottega.worker.engine.addons).
     """
 
     kind: str
@@ -92,6 +93,7 @@ class ServiceSpec:
     requires: tuple[str, ...] = ()
     install: str = ""
     add_on: str = ""
+    engine_add_on: str = ""
     unit: UnitSettings = field(default_factory=UnitSettings)
 
     def names(self, options: Mapping[str, int]) -> list[str]:

@@ -40,6 +40,7 @@ SPEC = ServiceSpec(
     configure=_configure,
     count=_COUNT,
     add_on="bottega.gateway.addons.controlnets.addon:create",
+    engine_add_on="bottega.worker.controlnets.addon:create",
     folders=("controlnets",),
     requires=("accelerate", "diffusers", "safetensors", "torch", "transformers"),
     install="bottega-services[controlnet]",

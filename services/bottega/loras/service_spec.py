@@ -36,6 +36,7 @@ SPEC = ServiceSpec(
     module="bottega.loras",
     configure=_configure,
     add_on="bottega.gateway.addons.loras.addon:create",
+    engine_add_on="bottega.worker.loras.addon:create",
     requires=("numpy",),
     install="bottega-services[loras]",
     unit=UnitSettings(links=True, reads_models=True),

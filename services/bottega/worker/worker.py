@@ -28,6 +28,7 @@ from bottega.errors import (
     Unavailable,
     WorkerLost,
 )
+from bottega.manifest import read_services
 from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.status import from_job_error
@@ -308,7 +309,7 @@ class Worker:
             version=self._version,
             models=[ready.model],
             device=ready.device,
-            uses=[kinds.LORAS],
+            uses=[service.kind for service in read_services() if service.engine_add_on],
         )
         return FleetMembership(
             self._config.gateway,

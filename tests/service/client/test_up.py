@@ -139,6 +139,12 @@ def test_what_a_job_names_is_loaded_before_it_runs(client: Client) -> None:
     wait_until(lambda: loaded() == {"red"}, "what the job named", within_s=10.0)
 
 
+def test_a_workers_engine_has_its_add_on_and_is_told_of_the_stores(client: Client) -> None:
+    for prompt, named in (("a green star", True), ("a star", False)):
+        drawn = client.generate(prompt, num_inference_steps=2, seed=1)
+        assert (KIND in {time.stage for time in drawn.provenance.times}) == named
+
+
 class _Answers(LinkClientHandler):
     """Asks for nothing by itself, and keeps what is answered."""
 

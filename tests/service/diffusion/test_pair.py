@@ -12,7 +12,7 @@ import pytest
 from diffusers import ControlNetModel
 
 from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import PairRecord
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
@@ -25,6 +25,7 @@ from bottega.transport import LinkCounters
 from bottega.worker.peer import Leader
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, save, shelf_of
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
+from tests.support.engines import lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import Stock, assert_close, load_stock
@@ -54,7 +55,7 @@ def stock() -> Stock:
 
 @pytest.fixture
 def follower(model: Model) -> Iterator[FollowerThread]:
-    with FollowerThread(Engine(model, TOGETHER)) as follower:
+    with FollowerThread(make_engine(model, TOGETHER)) as follower:
         yield follower
 
 
@@ -72,7 +73,7 @@ def easel(model: Model, peer: Leader) -> ManualEngine:
 
 def leader(model: Model, peer: Leader) -> ManualEngine:
     """An engine that has measured nothing, so that it lends whenever it may: the two share this process's cores."""
-    return ManualEngine(Engine(model, TOGETHER, peer=peer))
+    return ManualEngine(make_engine(model, TOGETHER, peer=peer))
 
 
 def pair_of(drawing: Drawing) -> PairRecord:
@@ -209,9 +210,9 @@ def test_rows_with_controlnets_are_lent_too_and_end_as_stock_does(
     model: Model, shelf: ControlNetCache, nets: Mapping[str, ControlNetModel], options: dict[str, Any]
 ) -> None:
     order = controlled(**options)
-    with FollowerThread(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf))) as follower:
+    with FollowerThread(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf))) as follower:
         peer = led(follower)
-        easel = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
+        easel = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
         drawing = easel.draw(order)
         peer.stop()
     assert_close(drawing.latents[0], controlled_latent(load_stock(), nets, order.spec, IMAGES))
@@ -221,8 +222,8 @@ def test_rows_with_controlnets_are_lent_too_and_end_as_stock_does(
 def test_a_job_whose_controlnets_the_follower_does_not_have_is_drawn_here(
     model: Model, shelf: ControlNetCache, peer: Leader
 ) -> None:
-    easel = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
-    alone = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
+    easel = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
+    alone = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
     drawing = easel.draw(controlled())
     assert drawing.record.pair is None
     assert_close(drawing.latents[0], alone.draw(controlled()).latents[0])
@@ -251,9 +252,9 @@ def test_a_job_whose_controlnets_the_follower_loses_goes_on_here_beside_rows_tha
     order = controlled()
     order = replace(order, spec=replace(order.spec, num_inference_steps=16))
     theirs = LosableControlNets(shelf)
-    with FollowerThread(Engine(model, TOGETHER, controlnets=theirs)) as follower:
+    with FollowerThread(make_engine(model, TOGETHER, controlnets=theirs)) as follower:
         peer = led(follower)
-        easel = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
+        easel = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
         drawing = easel.submit(order)
         plain = easel.submit(EngineOrder(key="plain", spec=replace(PLAIN, num_inference_steps=30)))
         while plain.job is None or drawing.job is None or drawing.job.pair is None:
@@ -270,7 +271,7 @@ def test_a_job_whose_controlnets_the_follower_loses_goes_on_here_beside_rows_tha
         theirs.lost = False
         easel.run()
         peer.stop()
-    alone = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
+    alone = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
     assert_close(drawing.latents[0], alone.draw(order).latents[0])
     assert (pair_of(drawing).steps > shared) == (lost is True), "it comes back where somebody goes on with it"
 
@@ -286,9 +287,9 @@ class SlowControlNets(LocalControlNets):
 def test_waiting_for_residuals_does_not_make_a_follower_slow_nor_let_it_be_given_up(
     model: Model, shelf: ControlNetCache
 ) -> None:
-    with FollowerThread(Engine(model, TOGETHER, controlnets=SlowControlNets(shelf))) as follower:
+    with FollowerThread(make_engine(model, TOGETHER, controlnets=SlowControlNets(shelf))) as follower:
         peer = led(follower)
-        easel = ManualEngine(Engine(model, TOGETHER, controlnets=SlowControlNets(shelf), peer=peer))
+        easel = ManualEngine(make_engine(model, TOGETHER, controlnets=SlowControlNets(shelf), peer=peer))
         drawing = easel.draw(controlled())
         peer.stop()
     assert pair_of(drawing).taken_back_steps == 0
@@ -311,11 +312,11 @@ def test_rows_with_loras_are_lent_too_once_they_are_there_and_go_in_at_the_leade
     scales = {"pastel": 1.0, "outline": 0.8}
     ours, theirs = LorasByHand.of(components), LorasByHand.of(components)
     ours.here.clear()
-    other = Engine(load(), TOGETHER, loras=theirs)  # it has weights of its own, as another process has
+    other = make_engine(load(), TOGETHER, loras=theirs)  # it has weights of its own, as another process has
     with FollowerThread(other) as follower:
         peer = led(follower)
-        easel = ManualEngine(Engine(model, TOGETHER, loras=ours, peer=peer))
-        easel.engine.lora_weights.costs.pays = lambda *_, **__: patches  # type: ignore[method-assign]
+        easel = ManualEngine(make_engine(model, TOGETHER, loras=ours, peer=peer))
+        lora_weights(easel.engine).costs.pays = lambda *_, **__: patches  # type: ignore[method-assign]
         loras = tuple(lora_spec(name, scale, bound=6) for name, scale in scales.items())
         drawing = easel.submit(EngineOrder(key="a", spec=replace(PLAIN, num_inference_steps=9, loras=loras)))
         while drawing.job is None or drawing.job.steps_done < 4:
@@ -324,7 +325,7 @@ def test_rows_with_loras_are_lent_too_once_they_are_there_and_go_in_at_the_leade
         easel.run()
         wait_until(lambda: not theirs.open, "the follower to let go of them")
         peer.stop()
-    easel.engine.lora_weights.restore()
+    lora_weights(easel.engine).restore()
     assert [each.from_step for each in drawing.record.loras] == [4, 4]
     spec = replace(PLAIN, num_inference_steps=9)
     assert_close(drawing.latents[0], styled_latent(pipeline, spec, scales, 4))
@@ -337,12 +338,12 @@ def test_a_job_whose_loras_do_not_come_to_the_follower_is_drawn_here(
     pipeline, components = styled
     theirs = LorasByHand.of(components, here=False)
     theirs.failed["outline"] = STORE_DOWN
-    with FollowerThread(Engine(load(), TOGETHER, loras=theirs)) as follower:
+    with FollowerThread(make_engine(load(), TOGETHER, loras=theirs)) as follower:
         peer = led(follower)
-        easel = ManualEngine(Engine(model, TOGETHER, loras=LorasByHand.of(components), peer=peer))
+        easel = ManualEngine(make_engine(model, TOGETHER, loras=LorasByHand.of(components), peer=peer))
         drawing = easel.draw(EngineOrder(key="a", spec=replace(PLAIN, loras=(lora_spec("outline"),))))
         peer.stop()
-    easel.engine.lora_weights.restore()
+    lora_weights(easel.engine).restore()
     assert drawing.record.pair is None
     assert_close(drawing.latents[0], styled_latent(pipeline, PLAIN, {"outline": 1.0}))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from diffusers import ControlNetModel
 
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
@@ -16,6 +16,7 @@ from bottega.diffusion.spec import ResolvedSpec
 from bottega.worker.controlnets import RemoteControlNets
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, layout_of, save
 from tests.support.addon_messages import placed
+from tests.support.engines import make_engine
 from tests.support.linked_servers import LinkedServer, Offers, linked_server
 from tests.support.manual_engine import MOST_TURNS, ManualEngine
 from tests.support.pair_follower import FollowerThread, led
@@ -52,7 +53,7 @@ def server(nets: Mapping[str, ControlNetModel], tmp_path_factory: pytest.TempPat
 
 
 def remote(model: Model, server: LinkedServer) -> RemoteControlNets:
-    return RemoteControlNets(base=layout_of(model), dtype=model.dtype, device=model.device, offers=Offers(server))
+    return RemoteControlNets(base=layout_of(model), model=model, offers=Offers(server))
 
 
 def controlled(
@@ -85,9 +86,9 @@ def test_a_mixed_batch_with_controlnets_ends_as_stock_does_with_a_peer_that_dies
     ours, theirs = remote(model, server), remote(model, server)
     arrivals = mixed(server)
     orders = [order for several in arrivals.values() for order in several]
-    with FollowerThread(Engine(model, TOGETHER, controlnets=theirs)) as follower:
+    with FollowerThread(make_engine(model, TOGETHER, controlnets=theirs)) as follower:
         mortal = led(follower, lambda turn: follower.go() if turn == FATAL else None)
-        easel = ManualEngine(Engine(model, TOGETHER, controlnets=ours, peer=mortal))
+        easel = ManualEngine(make_engine(model, TOGETHER, controlnets=ours, peer=mortal))
         for turn in range(MOST_TURNS):
             for order in arrivals.pop(turn, ()):
                 easel.submit(order)

@@ -5,20 +5,23 @@ A provider holds the sessions; the forward adds the residuals.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from bottega import kinds, rules
 from bottega.diffusion.controlnets.hosts import HOSTS_FIELD, read_hosts
+from bottega.diffusion.controlnets.offload import RemoteControls, controls_part, read_controls
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlNetProvider, ControlRecord
-from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
+from bottega.diffusion.controlnets.similarity import MeasuredControlNets
+from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import ControlUse, EngineRecord
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import ActiveControl, Request
-from bottega.diffusion.parallel.offload import RemoteJob
-from bottega.diffusion.rows import Half
+from bottega.diffusion.engine.residuals import ResidualProvider
+from bottega.diffusion.parallel.offload import OffloadedPart
+from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.diffusion.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InternalError, Unavailable, Violation
 
@@ -35,7 +38,17 @@ class EngineControlNets(EngineAddOn):
     kind = kinds.CONTROLNET
 
     def __init__(self, provider: ControlNetProvider | None) -> None:
-        self._provider = provider
+        self._provider = MeasuredControlNets(provider) if provider is not None else None
+
+    @property
+    def residuals(self) -> ResidualProvider | None:
+        return self._provider
+
+    def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
+        """Sessions of its own with the same ControlNets."""
+        if self._provider is None:
+            raise Unavailable("this worker has no ControlNets")
+        return RemoteControls(self._provider, read_controls(part, halves))
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
         """The sessions of an order with ControlNets, not begun yet. Raises InvalidRequest, see `read_hosts`."""
@@ -135,9 +148,13 @@ class JobControlNets(JobAddOn):
         self._encoder_s += prediction.encoder_s
         return prediction.waited_s
 
-    def offload(self, remote: RemoteJob) -> RemoteJob:
+    def offload(self) -> OffloadedPart | None:
         """The other worker opens sessions of its own with the same ControlNets."""
-        return replace(remote, controls=self.begun, handles=tuple(self.handles))
+        return controls_part(self.begun) if self.begun else None
+
+    def active_in(self, row: Row) -> int:
+        """A bit for each session."""
+        return sum(1 << place for place, handle in enumerate(self.handles) if handle in row.controls)
 
     def report(self, record: EngineRecord) -> EngineRecord:
         """What the ControlNets came to, in the spec's order; those that took no part included."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from bottega.diffusion.controlnets.residuals import ResidualProvider
+from bottega.diffusion.engine.residuals import ResidualProvider
 from bottega.diffusion.rows import Embeds, Half
 
 

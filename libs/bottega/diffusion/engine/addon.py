@@ -18,19 +18,23 @@ ControlNets (bottega.diffusion.controlnets.addon) and LoRAs (bottega.diffusion.l
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from bottega.diffusion.rows import Row
+from bottega.diffusion.rows import Embeds, Half, Row
+from bottega.errors import Unavailable
 from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.v1.hosted_pb2 import Hosted
 
 if TYPE_CHECKING:
     from bottega.diffusion.engine.encode import Conditions
     from bottega.diffusion.engine.events import EngineRecord
-    from bottega.diffusion.engine.forward import Prediction
+    from bottega.diffusion.engine.forward import Prediction, RowWeights
     from bottega.diffusion.engine.job import EngineJob, EngineOrder
     from bottega.diffusion.engine.request import Request
-    from bottega.diffusion.parallel.offload import RemoteJob
+    from bottega.diffusion.engine.residuals import ResidualProvider
+    from bottega.diffusion.parallel.offload import OffloadedPart
 
 
 class JobAddOn:
@@ -78,9 +82,13 @@ class JobAddOn:
     def after_step(self, request: Request) -> None:
         """A request of the job has made a step."""
 
-    def offload(self, remote: RemoteJob) -> RemoteJob:
-        """What the other worker of a pair has to know to compute rows of this job, with this add-on's part in it."""
-        return remote
+    def offload(self) -> OffloadedPart | None:
+        """What the add-on of the other worker of a pair has to know to compute rows of this job; None for nothing."""
+        return None
+
+    def active_in(self, row: Row) -> int:
+        """What of the offloaded part is active in a row, for RemoteAddOn.activate; from 0 to 2^31."""
+        return 0
 
     def report(self, record: EngineRecord) -> EngineRecord:
         """What happened to the job, with this add-on's part in it."""
@@ -88,6 +96,22 @@ class JobAddOn:
 
     def close(self) -> None:
         """The job is over, or was never begun. Harmless the second time."""
+
+
+class RemoteAddOn(Protocol):
+    """What this engine has of an add-on for a job of the other worker of its pair, whose rows it computes."""
+
+    def ready(self, now_s: float) -> bool:
+        """Whether rows can be computed. Raises the BottegaError for which they never can be."""
+        ...
+
+    def activate(self, row: Row, active: int) -> Row:
+        """The row, with what is active in it. Raises ValueError where there is no such thing."""
+        ...
+
+    def close(self) -> None:
+        """The job is over."""
+        ...
 
 
 class EngineAddOn:
@@ -98,6 +122,16 @@ class EngineAddOn:
 
     kind: ClassVar[str]
 
+    @property
+    def row_weights(self) -> RowWeights | None:
+        """What forwards enter with the LoRAs of their rows; one add-on has some at most."""
+        return None
+
+    @property
+    def residuals(self) -> ResidualProvider | None:
+        """Where forwards get residuals for the controls of their rows; one add-on has some at most."""
+        return None
+
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
         """The services of its kind that are there now, the best first."""
 
@@ -105,11 +139,19 @@ class EngineAddOn:
         """What a submitted job has of it; None where it needs nothing. Raises BottegaError where it can never be."""
         return None
 
+    def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
+        """What a job of the other worker of the pair has of it. halves: the job's conditions.
+
+        Raises BottegaError where it can never be, ValueError for a part that breaks a rule.
+        """
+        raise Unavailable(f"no row with {self.kind} is computed for another worker")
+
     def before_prompt(self, part: JobAddOn | None) -> None:
         """The prompt of a job with this part, or with none, is encoded next. Raises BottegaError where it cannot be."""
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
         """Returns when more has come of what these wait for, or after the timeout. parts: some that are waiting."""
+        time.sleep(timeout_s)
 
     def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
         """A group is chosen next. Whether a request shares groups with others than before: its key has changed.
@@ -127,6 +169,25 @@ class EngineAddOn:
 
     def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:
         """The engine is about to serve. row: of the model's usual size. predict: runs a forward of such rows."""
+
+    # What the worker reports of it.
+
+    def hosted(self) -> Sequence[Hosted]:
+        """What this process has at hand itself."""
+        return ()
+
+    @property
+    def switch_s(self) -> float | None:
+        """Seconds that it takes to apply other ones to all that is computed; None where nothing is."""
+        return None
+
+    @property
+    def open_links(self) -> int:
+        """How many links to services there are."""
+        return 0
+
+    def stop(self) -> None:
+        """The process ends: closes links. From any thread."""
 
 
 Parts = Mapping[EngineAddOn, JobAddOn]

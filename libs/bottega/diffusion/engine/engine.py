@@ -15,9 +15,6 @@ from types import MappingProxyType
 import torch
 
 from bottega import rules
-from bottega.diffusion.controlnets.addon import EngineControlNets
-from bottega.diffusion.controlnets.provider import ControlNetProvider
-from bottega.diffusion.controlnets.similarity import MeasuredControlNets
 from bottega.diffusion.engine.addon import EngineAddOn, Parts, close_parts, open_parts
 from bottega.diffusion.engine.batcher import Batcher
 from bottega.diffusion.engine.checkpoint import write_checkpoint
@@ -38,8 +35,6 @@ from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.step import Stepper
 from bottega.diffusion.errors import not_finite, to_job_failure
 from bottega.diffusion.heartbeat import Heartbeat, call_after_blocks
-from bottega.diffusion.loras import LoraSource, LoraWeights
-from bottega.diffusion.loras.addon import EngineLoras
 from bottega.diffusion.model.decode import decode_latent
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import OffloadTarget
@@ -67,7 +62,6 @@ class EngineLimits:
     max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
     checkpoint_interval_s: a job that runs has a checkpoint at least so often.
     progress_interval_s: progress is reported at most so often.
-    lora_timeout_s: how long a job waits for its LoRAs. pristine_on_host: what restores weights is kept in host memory.
     """
 
     max_rows: int = 16
@@ -76,8 +70,6 @@ class EngineLimits:
     max_pixels: int = 0
     checkpoint_interval_s: float = 2.0
     progress_interval_s: float = 0.1
-    lora_timeout_s: float = 60.0
-    pristine_on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,11 +83,11 @@ class _WaitingOrder:
 class Engine:
     """Draws jobs on one device. One thread calls everything.
 
-    controlnets: runs its jobs' ControlNets. loras: brings their LoRAs. addons: what jobs may need beside these.
+    addons: what jobs may need beside the model: ControlNets, LoRAs.
     peer: the other worker of a pair, to which rows of its groups may be offloaded. heartbeat: beats while a turn runs.
 
     fixed_s: seconds that a job takes beside its steps: encoding, and decoding one image.
-    lora_weights: which LoRAs are in the weights. remote_jobs: the rows that this engine computes for its peer.
+    remote_jobs: the rows that this engine computes for its peer.
     """
 
     def __init__(
@@ -103,8 +95,6 @@ class Engine:
         model: Model,
         limits: EngineLimits,
         *,
-        controlnets: ControlNetProvider | None = None,
-        loras: LoraSource | None = None,
         addons: Sequence[EngineAddOn] = (),
         peer: OffloadTarget | None = None,
         heartbeat: Heartbeat | None = None,
@@ -121,29 +111,29 @@ class Engine:
         self._jobs_by_request: dict[Request, EngineJob] = {}
         self._preview = LatentPreview.fit(model)
 
-        provider = MeasuredControlNets(controlnets) if controlnets is not None else None
-        self.lora_weights = LoraWeights(model, patches=not limits.fixed_rows, pristine_on_host=limits.pristine_on_host)
-        lora_addon = EngineLoras(model, loras, self.lora_weights, timeout_s=limits.lora_timeout_s, clock=clock)
-        self._addons = (lora_addon, EngineControlNets(provider), *addons)
-
+        self.addons = tuple(addons)
         self._batcher: Batcher[Request] = Batcher(
             self.step_times, max_rows=limits.fixed_rows or limits.max_rows, max_wait_turns=limits.max_wait_turns
         )
-        self._readiness = ReadinessGate(self._batcher, self._addons)
-        denoiser = Denoiser(model.backbone, self.lora_weights, provider, fixed_rows=limits.fixed_rows)
-        self._forward = MeasuredForward(denoiser, self.step_times, self._addons)
+        self._readiness = ReadinessGate(self._batcher, self.addons)
+        denoiser = Denoiser(
+            model.backbone,
+            next((addon.row_weights for addon in self.addons if addon.row_weights is not None), None),
+            next((addon.residuals for addon in self.addons if addon.residuals is not None), None),
+            fixed_rows=limits.fixed_rows,
+        )
+        self._forward = MeasuredForward(denoiser, self.step_times, self.addons)
         if heartbeat is not None:
             call_after_blocks((model.backbone.unet, model.vae, *model.text_encoders), heartbeat.beat)
         self._pair = None
         if peer is not None:
             self._pair = Pair(self._forward.predict, peer, self.step_times, heartbeat or Heartbeat())
-        self._stepper = Stepper(self._forward, self._batcher, self._jobs_by_request, self._addons, self._pair)
+        self._stepper = Stepper(self._forward, self._batcher, self._jobs_by_request, self.addons, self._pair)
         self.remote_jobs = RemoteJobs(
             self._forward.predict,
             device=model.device,
             dtype=model.dtype,
-            controlnets=controlnets,
-            loras=lora_addon,
+            addons=self.addons,
             clock=clock,
         )
 
@@ -182,7 +172,7 @@ class Engine:
                 f"{self.max_pixels} (max_pixels)",
                 metadata={"limit": "max_pixels", "max_pixels": str(self.max_pixels)},
             )
-        self._waiting.append(_WaitingOrder(order=order, addons=open_parts(self._addons, order)))
+        self._waiting.append(_WaitingOrder(order=order, addons=open_parts(self.addons, order)))
 
     def cancel(self, key: Hashable) -> None:
         """Drops a job. Harmless when it is not here."""
@@ -204,7 +194,7 @@ class Engine:
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
         """These services are there now, the best first. Each add-on is told of those of its kind."""
-        for addon in self._addons:
+        for addon in self.addons:
             addon.set_services([service for service in services if service.kind == addon.kind])
 
     def set_backlog(self, requests: int) -> None:
@@ -261,7 +251,7 @@ class Engine:
 
     def _open(self, waiting: _WaitingOrder, now_s: float) -> Iterator[Event]:
         try:
-            for addon in self._addons:
+            for addon in self.addons:
                 addon.before_prompt(waiting.addons.get(addon))
             began_s = perf_counter()
             job = open_job(self.model, waiting.order, waiting.addons, now_s)

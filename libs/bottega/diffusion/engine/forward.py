@@ -11,14 +11,14 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bottega.diffusion.controlnets.residuals import ResidualProvider
-from bottega.diffusion.loras.weights import LoraWeights
+from bottega.diffusion.engine.residuals import ResidualProvider
 from bottega.diffusion.model.backbone import Activations, Backbone, Inputs
-from bottega.diffusion.rows import Row
+from bottega.diffusion.rows import LoraSet, Row
 from bottega.errors import Unavailable
 
 # How long a forward waits for residuals when none of its rows can go on without them: for a server that is busy or
@@ -45,22 +45,35 @@ class Prediction:
     encoder_s: float = 0.0
 
 
+class RowWeights(Protocol):
+    """What makes the LoRAs of rows count in a forward, beside the weights."""
+
+    def enter(self, sets: Sequence[LoraSet | None]) -> None:
+        """A forward of rows with these sets follows, or goes on with them. Raises what an add-on raises."""
+        ...
+
+    def leave(self) -> None:
+        """The forward is over."""
+        ...
+
+
 class Denoiser:
     """Predicts noise for groups of rows.
 
+    row_weights: makes their LoRAs count; None where none has some. residuals: where those of their ControlNets are.
     fixed_rows: every forward has so many rows, whatever comes, for results that are equal byte for byte; 0 is off.
     """
 
     def __init__(
         self,
         backbone: Backbone,
-        loras: LoraWeights,
+        row_weights: RowWeights | None = None,
         residuals: ResidualProvider | None = None,
         *,
         fixed_rows: int = 0,
     ) -> None:
         self._backbone = backbone
-        self._loras = loras
+        self._row_weights = row_weights
         self._residuals = residuals
         self._fixed_rows = fixed_rows
         self._waited_s = 0.0
@@ -80,11 +93,12 @@ class Denoiser:
         if controlled:
             with self._waiting():  # in this process, ControlNets run now
                 self._provider().ask(controlled)
-        self._loras.enter([row.loras for row in group])
+        self._enter(group)
         try:
             group, late, prediction = self._run(group, self._backbone.begin(inputs))
         finally:
-            self._loras.leave()
+            if self._row_weights is not None:
+                self._row_weights.leave()
         _finish(prediction)
         noise = {row: predicted for row, predicted in zip(group, prediction, strict=True) if row.owner not in late}
         return Prediction(
@@ -154,8 +168,12 @@ class Denoiser:
         kept = [index for index, row in enumerate(group) if row.owner not in late]
         activations.select(kept)
         remaining = [group[index] for index in kept]
-        self._loras.enter([row.loras for row in remaining])
+        self._enter(remaining)
         return remaining
+
+    def _enter(self, group: Sequence[Row]) -> None:
+        if self._row_weights is not None:
+            self._row_weights.enter([row.loras for row in group])
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import RemoteJob
 from bottega.diffusion.parallel.pair import PairPrediction
-from bottega.diffusion.rows import Half
+from bottega.diffusion.rows import Half, Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import InternalError
 
@@ -158,6 +158,11 @@ class EngineJob:
             waited_s=before.waited_s + prediction.peer_wait_s,
         )
 
+    def active_parts(self, row: Row) -> tuple[int, ...]:
+        """What is active in a row, of each part of its remote job."""
+        parts = self.remote_job.parts if self.remote_job is not None else {}
+        return tuple(part.active_in(row) for addon, part in self.addons.items() if addon.kind in parts)
+
     def previewed(self) -> Request:
         """The image that a preview shows: the first that is under way, else the last."""
         return next((request for request in self.requests if not request.done), self.requests[-1])
@@ -236,7 +241,6 @@ def _remote_job(job: EngineJob, conditions: Conditions) -> RemoteJob | None:
     """What another worker must know to compute rows of the job. Without guidance there is nothing to halve."""
     if conditions.unconditional is None or not job.order.latent_parallelism:
         return None
-    remote = RemoteJob(halves={Half.UNCONDITIONAL: conditions.unconditional, Half.CONDITIONAL: conditions.conditional})
-    for part in job.addons.values():
-        remote = part.offload(remote)
-    return remote
+    halves = {Half.UNCONDITIONAL: conditions.unconditional, Half.CONDITIONAL: conditions.conditional}
+    told = {addon.kind: part.offload() for addon, part in job.addons.items()}
+    return RemoteJob(halves=halves, parts={kind: part for kind, part in told.items() if part is not None})

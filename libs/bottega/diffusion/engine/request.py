@@ -15,10 +15,9 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from bottega.diffusion.engine.encode import Conditions, LatentDistribution, to_latent
-from bottega.diffusion.loras.lora_set import LoraSet, SetKey
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import Sampler, SamplerState
-from bottega.diffusion.rows import GroupKey, Half, Row
+from bottega.diffusion.rows import GroupKey, Half, LoraSet, Row, SetKey
 from bottega.diffusion.spec import ResolvedSpec
 
 

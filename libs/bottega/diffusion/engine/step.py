@@ -91,7 +91,7 @@ class Stepper:
         if self._pair is None:
             return self._forward.predict(rows)
         offloadable: dict[Hashable, Offloadable] = {
-            request: Offloadable(remote_job=job.remote_job, image=request.index)
+            request: Offloadable(remote_job=job.remote_job, image=request.index, active=job.active_parts)
             for job in jobs
             if job.remote_job is not None
             for request in job.requests

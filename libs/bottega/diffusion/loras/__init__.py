@@ -2,11 +2,12 @@
 
 from bottega.diffusion.loras.costs import SwapCosts
 from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, Layers, LoraAtScale, LoraLayer
-from bottega.diffusion.loras.lora_set import Factors, LoraSet, SetKey, make_set, set_key
+from bottega.diffusion.loras.lora_set import make_set, set_key
 from bottega.diffusion.loras.patching import Patcher
 from bottega.diffusion.loras.source import LoraHandle, LoraRef, LoraSource
 from bottega.diffusion.loras.unmerged import UnmergedLoras
 from bottega.diffusion.loras.weights import LoraWeights
+from bottega.diffusion.rows import Factors, LoraSet, SetKey
 
 __all__ = [
     "TEXT_ENCODERS",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from google.protobuf.message import DecodeError
 
 from bottega import kinds, rules
-from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
+from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn, RemoteAddOn
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import EngineRecord, LoraRecord
+from bottega.diffusion.engine.forward import RowWeights
 from bottega.diffusion.engine.job import EngineJob, EngineOrder, new_requests
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.loras import (
@@ -23,10 +25,11 @@ from bottega.diffusion.loras import (
     LoraSource,
     LoraWeights,
 )
+from bottega.diffusion.loras.offload import RemoteLoras, loras_part, read_loras
 from bottega.diffusion.loras.similarity import LatentMeter
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.parallel.offload import RemoteJob
-from bottega.diffusion.rows import Row
+from bottega.diffusion.parallel.offload import OffloadedPart
+from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.diffusion.spec import LoraSpec, ResolvedSpec
 from bottega.errors import InvalidRequest, NoLora, Unavailable, Violation
 from bottega.v1.fleet_pb2 import ServiceAddress
@@ -37,7 +40,10 @@ LORAS = "loras"
 
 
 class EngineLoras(EngineAddOn):
-    """source: brings LoRAs, where somebody does. weights: what they go into. timeout_s: how long a job's may take."""
+    """source: brings LoRAs, where somebody does. timeout_s: how long a job's may take.
+
+    patches, pristine_on_host: see LoraWeights. weights: what LoRAs go into.
+    """
 
     kind = kinds.LORAS
 
@@ -45,17 +51,27 @@ class EngineLoras(EngineAddOn):
         self,
         model: Model,
         source: LoraSource | None,
-        weights: LoraWeights,
         *,
-        timeout_s: float,
-        clock: Callable[[], float],
+        patches: bool = True,
+        pristine_on_host: bool = False,
+        timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.weights = weights
+        self.weights = LoraWeights(model, patches=patches, pristine_on_host=pristine_on_host)
         self._model = model
         self._source = source
         self._timeout_s = timeout_s
         self._clock = clock
         self._parts: dict[Request, JobLoras] = {}
+
+    @property
+    def row_weights(self) -> RowWeights | None:
+        return self.weights
+
+    @property
+    def switch_s(self) -> float | None:
+        """Of putting others into the weights."""
+        return self.weights.swap_s
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
         """The stores."""
@@ -84,6 +100,12 @@ class EngineLoras(EngineAddOn):
             bound=bound,
             step=step,
         )
+
+    def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
+        """Fetches the same LoRAs; from which step on a row has them, is said row by row."""
+        loras = self.ask(read_loras(part), step=0)
+        assert loras is not None, "a part names one at least"
+        return RemoteLoras(loras)
 
     def before_prompt(self, part: JobAddOn | None) -> None:
         """Makes the text encoders have this job's LoRAs in them, or none. Raises LoraUnusable."""
@@ -232,9 +254,13 @@ class JobLoras(JobAddOn):
         """Where it is measured, compares the latents with and without."""
         self._meter.observe(request)
 
-    def offload(self, remote: RemoteJob) -> RemoteJob:
-        """The other worker fetches them itself; from which step on a row has them, is said row by row."""
-        return replace(remote, loras=self.specs)
+    def offload(self) -> OffloadedPart | None:
+        """The other worker fetches them itself."""
+        return loras_part(self.specs)
+
+    def active_in(self, row: Row) -> int:
+        """Whether they are in force."""
+        return int(row.loras is not None)
 
     def report(self, record: EngineRecord) -> EngineRecord:
         """What they came to; nothing before they are in."""

@@ -5,7 +5,7 @@ Plain numbers.
 
 from __future__ import annotations
 
-from bottega.diffusion.loras.lora_set import SetKey
+from bottega.diffusion.rows import SetKey
 
 # Until something is measured. A share: the miniature, rank 16 in all attention layers. Seconds for a byte: half a pass
 # of a slow core's memory for every read and write of patching and restoring.

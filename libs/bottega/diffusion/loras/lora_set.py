@@ -7,41 +7,13 @@ divided. Side path and patching both start from here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from bottega.diffusion.loras.lora import LoraAtScale, LoraLayer
+from bottega.diffusion.rows import Factors, LoraSet, SetKey
 from bottega.errors import LoraUnusable
-
-SetKey = tuple[tuple[str, float], ...]
-"""Digests and scales, sorted: the order in which a request names its LoRAs changes nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Factors:
-    """What a module's weight gets: up @ down. down: [rank, in] or [rank, in, kernel, kernel]; up: [out, rank]."""
-
-    down: Tensor
-    up: Tensor
-
-    @property
-    def rank(self) -> int:
-        """Of the product."""
-        return int(self.up.shape[1])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
-class LoraSet:
-    """components: by component and module path, on the model's device and in its element type; copies of their own."""
-
-    key: SetKey
-    components: Mapping[str, Mapping[str, Factors]] = field(repr=False)
-
-    def of(self, component: str) -> Mapping[str, Factors]:
-        """The factors of one component; none where no LoRA touches it."""
-        return self.components.get(component, {})
 
 
 def make_set(uses: Sequence[LoraAtScale], networks: Mapping[str, nn.Module], components: Sequence[str]) -> LoraSet:

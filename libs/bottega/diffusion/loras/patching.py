@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from bottega.diffusion.loras.lora_set import Factors, LoraSet
+from bottega.diffusion.rows import Factors, LoraSet
 
 # Of weights. Below, waking threads, a tenth of a millisecond each, takes longer than what they take over.
 _WORTH_THREADS_BYTES = 4 << 20

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bottega.diffusion.loras.lora import UNET
-from bottega.diffusion.loras.lora_set import Factors, LoraSet, SetKey
+from bottega.diffusion.rows import Factors, LoraSet, SetKey
 
 # Plans hold the factors once more, stacked: of groups that take turns, as many are kept as fit into so many bytes.
 _PLANS_BYTES = 512 << 20

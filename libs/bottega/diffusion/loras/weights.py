@@ -16,10 +16,11 @@ from torch import nn
 
 from bottega.diffusion.loras.costs import SwapCosts
 from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, LoraAtScale, LoraLayer
-from bottega.diffusion.loras.lora_set import LoraSet, SetKey, make_set, set_key
+from bottega.diffusion.loras.lora_set import make_set, set_key
 from bottega.diffusion.loras.patching import Patcher
 from bottega.diffusion.loras.unmerged import UnmergedLoras
 from bottega.diffusion.model.model import Model
+from bottega.diffusion.rows import LoraSet, SetKey
 
 _log = logging.getLogger(__name__)
 

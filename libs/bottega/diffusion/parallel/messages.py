@@ -3,8 +3,8 @@
 The first tensor of a message has the name of its kind. The receiver checks it here, from a copy, before anything is
 done with it; what breaks a rule raises ValueError. Jobs go by number.
 
-    leader -> follower    job: its conditions and control images           ready, or refused: with ControlNets or LoRAs,
-                                                                           and again whenever that changes
+    leader -> follower    job: its conditions, and what its add-ons say    ready, or refused: with add-ons, and again
+                                                                           whenever that changes
                           step: latents and timesteps of rows              noise, or declined
                           leave: a job has ended                           -
     follower -> leader    state: whether it has something of its own to do
@@ -19,26 +19,34 @@ from typing import Annotated
 
 import pydantic
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 from torch import Tensor
 
-from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlServer
-from bottega.diffusion.parallel.offload import OffloadedRow, RemoteJob
+from bottega import kinds
+from bottega.diffusion.parallel.offload import OffloadedPart, OffloadedRow, RemoteJob
 from bottega.diffusion.parallel.remote_rows import RemoteRow
 from bottega.diffusion.rows import Embeds, Half
-from bottega.diffusion.spec import LoraSpec
 from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, unpacked
 from bottega.transport import Layout
 
 _MAX_NUMBER = 2**53
-# The best ones: a follower that finds none of these refuses, and the leader computes the rows itself.
-_MOST_SERVERS = 8
-_MOST_CONTROLS = 8
-_MOST_LORAS = 8
+# Add-ons that have a part in one job.
+_MOST_PARTS = 8
+# What a step's table says of a row, before what is active in it.
+_FACTS = 4
 # Times go as microseconds.
 _PER_S = 1_000_000
 # Of one step; a group of any size that is run has some tens.
 _MOST_ROWS = 512
+
+
+def _check_kind(text: str) -> str:
+    if not kinds.is_kind(text):
+        raise ValueError("is no kind")
+    return text
+
+
+_Kind = Annotated[str, AfterValidator(_check_kind)]
 _Number = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
 
 
@@ -56,39 +64,12 @@ class PairMessageKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Control:
-    """A ControlNet of a job, without its image and conditions. See ControlInput.
-
-    Whether its residuals may be stale is not said: a follower always waits for its own, which is exact.
-    """
-
-    name: Annotated[str, Field(min_length=1, max_length=200)]
-    height: Annotated[int, Field(ge=1, le=1 << 14)]
-    width: Annotated[int, Field(ge=1, le=1 << 14)]
-    halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
-    scale: Annotated[float, Field(allow_inf_nan=False)]
-    guess_mode: bool
-    digest: Annotated[str, Field(max_length=128)]
-    servers: Annotated[tuple[tuple[str, str], ...], Field(max_length=_MOST_SERVERS)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Lora:
-    """A LoRA of a job. See LoraSpec; the step at which it goes in is the leader's to say, row by row."""
-
-    name: Annotated[str, Field(min_length=1, max_length=200)]
-    digest: Annotated[str, Field(max_length=128)]
-    scale: Annotated[float, Field(allow_inf_nan=False)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _JobHeader:
-    """What a job message says beside its tensors. halves: of the conditions, in the tensors' order."""
+    """What a job message says beside its tensors. halves: of the conditions, in the tensors' order. parts: kinds."""
 
     number: _Number
     halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
-    controls: Annotated[tuple[_Control, ...], Field(max_length=_MOST_CONTROLS)]
-    loras: Annotated[tuple[_Lora, ...], Field(max_length=_MOST_LORAS)]
+    parts: Annotated[tuple[_Kind, ...], Field(max_length=_MOST_PARTS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,33 +98,18 @@ class RemoteNoise:
 def job_message(number: int, remote_job: RemoteJob) -> TensorMessage:
     """The message that tells the other worker of a job."""
     embeds = list(remote_job.halves.values())
-    controls = tuple(
-        _Control(
-            name=control.name,
-            height=control.height,
-            width=control.width,
-            halves=tuple(control.halves),
-            scale=control.scale,
-            guess_mode=control.guess_mode,
-            digest=control.hosts.digest,
-            servers=tuple((server.name, server.address) for server in control.hosts.servers[:_MOST_SERVERS]),
-        )
-        for control in remote_job.controls
-    )
-    header = _JobHeader(
-        number=number,
-        halves=tuple(remote_job.halves),
-        controls=controls,
-        loras=tuple(_Lora(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in remote_job.loras),
-    )
-    images = {f"image.{place}": control.image for place, control in enumerate(remote_job.controls)}
+    header = _JobHeader(number=number, halves=tuple(remote_job.halves), parts=tuple(remote_job.parts))
+    parts: dict[str, Tensor] = {}
+    for kind, part in remote_job.parts.items():
+        parts[f"{kind}."] = packed(part.header)
+        parts |= {f"{kind}.{name}": tensor for name, tensor in part.tensors.items()}
     return message_of(
         {
             PairMessageKind.JOB.value: packed(_HEADER.dump_json(header)),
             "prompt": torch.stack([each.prompt for each in embeds]),
             "pooled": torch.stack([each.pooled for each in embeds]),
             "time_ids": torch.stack([each.time_ids for each in embeds]),
-            **images,
+            **parts,
         }
     )
 
@@ -155,22 +121,17 @@ def read_job(layout: Layout, views: Sequence[memoryview]) -> tuple[int, RemoteJo
         header = _HEADER.validate_json(unpacked(parts[PairMessageKind.JOB.value]))
     except pydantic.ValidationError as error:
         raise ValueError(f"a job message's header: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from None
-    halves = _conditions(header, parts)
-    return header.number, RemoteJob(
-        halves=halves,
-        controls=tuple(_control(control, parts, place, halves) for place, control in enumerate(header.controls)),
-        loras=tuple(LoraSpec(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in header.loras),
-    )
+    told = {kind: _part(kind, parts) for kind in header.parts}
+    return header.number, RemoteJob(halves=_conditions(header, parts), parts=told)
 
 
 def step_message(number: int, rows: Sequence[OffloadedRow], remote_jobs: Mapping[RemoteJob, int]) -> TensorMessage:
     """A step message. remote_jobs: the numbers of their jobs."""
-    table = [[number, 0, 0, 0, 0, 0]]
+    parts = max(len(each.active) for each in rows)
+    table = [[number, *[0] * (_FACTS - 1 + parts)]]
     for each in rows:
-        active = [each.remote_job.handles.index(handle) for handle in each.row.controls]
-        mask = sum(1 << place for place in active)
-        styled = int(each.row.loras is not None)
-        table.append([remote_jobs[each.remote_job], each.image, each.row.half.value, each.row.step, mask, styled])
+        active = [*each.active, *[0] * (parts - len(each.active))]
+        table.append([remote_jobs[each.remote_job], each.image, each.row.half.value, each.row.step, *active])
     return message_of(
         {
             PairMessageKind.STEP.value: torch.tensor(table),
@@ -184,27 +145,22 @@ def read_step(layout: Layout, views: Sequence[memoryview]) -> RemoteStep:
     """What a step message says; its tensors are copies."""
     parts = parts_of(layout, views)
     table, samples, timesteps = parts[PairMessageKind.STEP.value], parts.get("samples"), parts.get("timesteps")
-    if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 6 or not 2 <= len(table) <= _MOST_ROWS:
-        raise ValueError("a step's table is no int64 [1 + rows, 6]")
+    if table.dtype != torch.int64 or table.dim() != 2 or not 2 <= len(table) <= _MOST_ROWS:
+        raise ValueError("a step's table is no int64 [1 + rows, facts]")
+    if not _FACTS <= table.shape[1] <= _FACTS + _MOST_PARTS:
+        raise ValueError(f"a step's table has {table.shape[1]} facts of a row")
     if samples is None or samples.dim() != 4 or samples.dtype not in DTYPES or len(samples) != len(table) - 1:
         raise ValueError("a step's samples are not [rows, channels, height, width]")
     if timesteps is None or timesteps.dtype != torch.float32 or timesteps.shape != samples.shape[:1]:
         raise ValueError("a step has not one float32 timestep for each row")
     (number, *_), *rows = table.tolist()
-    if any(min(row) < 0 or row[2] > 1 or row[4] >> _MOST_CONTROLS or row[5] > 1 for row in rows):
+    if any(min(row) < 0 or row[2] > 1 for row in rows):
         raise ValueError("a step's table has a number that is out of its bounds")
     return RemoteStep(
         number=number,
         rows=tuple(
-            RemoteRow(
-                remote_job=remote_job,
-                image=image,
-                half=Half(half),
-                step=step,
-                controls=_places(mask),
-                loras=bool(styled),
-            )
-            for remote_job, image, half, step, mask, styled in rows
+            RemoteRow(remote_job=remote_job, image=image, half=Half(half), step=step, active=tuple(active))
+            for remote_job, image, half, step, *active in rows
         ),
         samples=samples.clone(),
         timesteps=timesteps.clone(),
@@ -241,27 +197,13 @@ def _conditions(header: _JobHeader, parts: Mapping[str, Tensor]) -> dict[Half, E
     }
 
 
-def _control(said: _Control, parts: Mapping[str, Tensor], place: int, halves: Mapping[Half, Embeds]) -> ControlInput:
-    image = parts.get(f"image.{place}")
-    if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
-        raise ValueError(f"control image {place} is no uint8 [height, width, 3]")
-    if not set(said.halves) <= set(halves):
-        raise ValueError(f"ControlNet {place} controls a half whose conditions are not there")
-    servers = tuple(ControlServer(name=name, address=address) for name, address in said.servers)
-    return ControlInput(
-        name=said.name,
-        image=image.clone(),
-        height=said.height,
-        width=said.width,
-        halves={half: halves[half] for half in said.halves},
-        scale=said.scale,
-        guess_mode=said.guess_mode,
-        hosts=ControlHosts(digest=said.digest, servers=servers),
-    )
-
-
-def _places(mask: int) -> tuple[int, ...]:
-    return tuple(place for place in range(_MOST_CONTROLS) if mask >> place & 1)
+def _part(kind: str, parts: Mapping[str, Tensor]) -> OffloadedPart:
+    """What the message says of an add-on; its tensors are copies."""
+    own = {name.removeprefix(f"{kind}."): tensor for name, tensor in parts.items() if name.startswith(f"{kind}.")}
+    if "" not in own:
+        raise ValueError(f"a job message has nothing of {kind}")
+    header = unpacked(own.pop(""))
+    return OffloadedPart(header=header, tensors={name: tensor.clone() for name, tensor in own.items()})
 
 
 _HEADER = TypeAdapter(_JobHeader)

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from bottega.diffusion.controlnets.provider import ControlInput
 from bottega.diffusion.rows import Embeds, Half, Row
-from bottega.diffusion.spec import LoraSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OffloadedPart:
+    """What an add-on tells the one of its kind at the follower about a job. header: JSON. tensors: by name."""
+
+    header: bytes
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteJob:
     """A job whose rows may be offloaded. The follower is told of it once, and keeps it.
 
-    halves: its conditions. controls: its ControlNets; the follower opens sessions of its own with the same ones.
-    handles: by which rows name those here, in the same order. loras: in force in the rows that say so; when, the leader
-    decides.
+    halves: its conditions. parts: what its add-ons tell those of the follower, by kind.
     """
 
     halves: Mapping[Half, Embeds]
-    controls: tuple[ControlInput, ...] = ()
-    handles: tuple[Hashable, ...] = ()
-    loras: tuple[LoraSpec, ...] = ()
+    parts: Mapping[str, OffloadedPart] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OffloadedRow:
-    """A row that the follower is to compute. image: its place among the job's."""
+    """A row that the follower is to compute. image: its place among the job's.
+
+    active: of each part, see JobAddOn.active_in.
+    """
 
     row: Row
     remote_job: RemoteJob
     image: int
+    active: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

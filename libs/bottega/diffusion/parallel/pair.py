@@ -33,10 +33,11 @@ _TRIES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Offloadable:
-    """A request whose rows may be offloaded. image: its place in its job."""
+    """A request whose rows may be offloaded. image: its place in its job. active: of a row, see OffloadedRow."""
 
     remote_job: RemoteJob
     image: int
+    active: Callable[[Row], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,7 +118,7 @@ class Pair:
         """Sends away what the other should compute; those rows."""
         free = self._target.free
         able = [
-            OffloadedRow(row=row, remote_job=known.remote_job, image=known.image)
+            OffloadedRow(row=row, remote_job=known.remote_job, image=known.image, active=known.active(row))
             for row in rows
             if free and (known := offloadable.get(row.owner)) and self._target.accepts(known.remote_job)
         ]

@@ -1,36 +1,33 @@
 """What this engine computes for the other worker of its pair: rows of jobs that are not its own.
 
-It keeps their conditions, sessions with their ControlNets, and LoRAs; latents, samplers and steps are the other's. All
-calls come from the engine's thread.
+It keeps their conditions, and what their add-ons need; latents, samplers and steps are the other's. All calls come from
+the engine's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bottega.diffusion.controlnets.provider import ControlNetProvider
+from bottega.diffusion.engine.addon import EngineAddOn, RemoteAddOn
 from bottega.diffusion.engine.forward import Prediction
-from bottega.diffusion.loras.addon import EngineLoras, JobLoras
-from bottega.diffusion.parallel.offload import RemoteJob
+from bottega.diffusion.parallel.offload import OffloadedPart, RemoteJob
 from bottega.diffusion.rows import Embeds, Half, Row
-from bottega.errors import BottegaError, Unavailable
+from bottega.errors import BottegaError, InvalidRequest, Unavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteRow:
-    """One row of a step. controls: places of its job's ControlNets that are active in it. loras: whether its
-    LoRAs are."""
+    """One row of a step. active: of each part of its job, see RemoteAddOn.activate."""
 
     remote_job: int
     image: int
     half: Half
     step: int
-    controls: tuple[int, ...] = ()
-    loras: bool = False
+    active: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,18 +54,19 @@ class RemoteJobStatus:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _AdmittedJob:
-    """A job of the peer. handles: of its sessions. opened: whether its rows can be computed, as the peer was told."""
+    """A job of the peer. opened: whether its rows can be computed, as the peer was told."""
 
-    remote_job: RemoteJob
-    loras: JobLoras | None
-    handles: tuple[Hashable, ...] = ()
-    opened: bool = False
+    halves: Mapping[Half, Embeds]
+    parts: list[RemoteAddOn]
+    opened: bool
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
 
 
 class RemoteJobs:
-    """predict: a forward of this engine. controlnets: where sessions are opened; none where there are none. loras: who
-    brings theirs.
-    """
+    """predict: a forward of this engine. device, dtype: of its model. addons: of this engine."""
 
     def __init__(
         self,
@@ -76,15 +74,13 @@ class RemoteJobs:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        controlnets: ControlNetProvider | None,
-        loras: EngineLoras,
+        addons: Sequence[EngineAddOn],
         clock: Callable[[], float],
     ) -> None:
         self._predict = predict
         self._device = device
         self._dtype = dtype
-        self._controlnets = controlnets
-        self._loras = loras
+        self._addons = {addon.kind: addon for addon in addons}
         self._clock = clock
         self._admitted: dict[int, _AdmittedJob] = {}
 
@@ -99,32 +95,26 @@ class RemoteJobs:
         return any(not admitted.opened for admitted in self._admitted.values())
 
     def admit(self, number: int, remote_job: RemoteJob) -> None:
-        """Takes a job in. Raises BottegaError where its ControlNets or LoRAs can never be here."""
-        handles: tuple[Hashable, ...] = ()
-        if remote_job.controls:
-            if self._controlnets is None:
-                raise Unavailable("this worker has no ControlNets")
-            handles = self._controlnets.open(remote_job.controls)
+        """Takes a job in. Raises BottegaError where what its add-ons need can never be here."""
         halves = {half: self._here(embeds) for half, embeds in remote_job.halves.items()}
+        job = _AdmittedJob(halves=halves, parts=[], opened=not remote_job.parts)
         try:
-            loras = self._loras.ask(remote_job.loras, step=0)
+            for kind, part in remote_job.parts.items():
+                job.parts.append(self._open(kind, part, halves))
         except BottegaError:
-            self._close(handles)
+            job.close()
             raise
-        opened = not handles and loras is None
-        self._admitted[number] = _AdmittedJob(
-            remote_job=RemoteJob(halves=halves), loras=loras, handles=handles, opened=opened
-        )
+        self._admitted[number] = job
 
     def changed_statuses(self) -> list[RemoteJobStatus]:
-        """What has changed since the last call: ControlNets and LoRAs have come, or never will, or a ControlNet's
-        server was lost, and the next one has to begin first.
+        """What has changed since the last call: what add-ons need has come, or never will, or was lost and has to come
+        again.
         """
         news: list[RemoteJobStatus] = []
         for number, admitted in list(self._admitted.items()):
             before = admitted.opened
             try:
-                admitted.opened = (before or self._loras_here(admitted)) and self._sessions_open(admitted)
+                admitted.opened = all(part.ready(self._clock()) for part in admitted.parts)
             except BottegaError as error:
                 self.dismiss(number)
                 news.append(RemoteJobStatus(remote_job=number, ready=False, error=error))
@@ -137,9 +127,7 @@ class RemoteJobs:
         """Forgets a job. Harmless when it is not here."""
         admitted = self._admitted.pop(number, None)
         if admitted is not None:
-            self._close(admitted.handles)
-            if admitted.loras is not None:
-                admitted.loras.close()
+            admitted.close()
 
     def clear(self) -> None:
         """Forgets all."""
@@ -160,37 +148,31 @@ class RemoteJobs:
             return None
         return ComputedRows(places=tuple(noise), noise=torch.stack(list(noise.values())), waited_s=prediction.waited_s)
 
-    def _row(self, row: RemoteRow, sample: Tensor, timestep: Tensor) -> Row:
-        admitted = self._admitted.get(row.remote_job)
-        known = admitted is not None and row.half in admitted.remote_job.halves
-        loras = admitted.loras.loras if admitted is not None and admitted.loras is not None and row.loras else None
-        lacks = row.loras and loras is None
-        if admitted is None or not known or lacks or max(row.controls, default=-1) >= len(admitted.handles):
-            raise ValueError(f"a row is of job {row.remote_job}, which is not here, or not with all that it names")
-        return Row(
+    def _open(self, kind: str, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
+        addon = self._addons.get(kind)
+        if addon is None:
+            raise Unavailable(f"this worker has no {kind}")
+        try:
+            return addon.open_remote(part, halves)
+        except ValueError as error:
+            raise InvalidRequest(f"what the peer says of {kind} breaks a rule: {error}") from None
+
+    def _row(self, said: RemoteRow, sample: Tensor, timestep: Tensor) -> Row:
+        admitted = self._admitted.get(said.remote_job)
+        if admitted is None or said.half not in admitted.halves or len(said.active) < len(admitted.parts):
+            raise ValueError(f"a row is of job {said.remote_job}, which is not here as it says")
+        row = Row(
             # Rows of one image belong together, and no other engine's do.
-            owner=(id(self), row.remote_job, row.image),
-            step=row.step,
-            half=row.half,
+            owner=(id(self), said.remote_job, said.image),
+            step=said.step,
+            half=said.half,
             sample=sample,
             timestep=timestep,
-            embeds=admitted.remote_job.halves[row.half],
-            controls=tuple(admitted.handles[place] for place in row.controls),
-            loras=loras,
+            embeds=admitted.halves[said.half],
         )
-
-    def _loras_here(self, admitted: _AdmittedJob) -> bool:
-        """Raises the BottegaError for which they never will be."""
-        if admitted.loras is not None:
-            admitted.loras.update(self._clock())
-        return admitted.loras is None or not admitted.loras.waiting
-
-    def _sessions_open(self, admitted: _AdmittedJob) -> bool:
-        return self._controlnets is None or not admitted.handles or self._controlnets.opened(admitted.handles)
-
-    def _close(self, handles: tuple[Hashable, ...]) -> None:
-        if handles and self._controlnets is not None:
-            self._controlnets.close(handles)
+        for part, active in zip(admitted.parts, said.active, strict=False):
+            row = part.activate(row, active)
+        return row
 
     def _here(self, embeds: Embeds) -> Embeds:
         return Embeds(

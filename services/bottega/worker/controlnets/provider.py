@@ -19,6 +19,7 @@ from bottega.diffusion.controlnets import ControlLayout, LocalControlNets
 from bottega.diffusion.controlnets.messages import ControlStep, StepEntry, residuals_layout
 from bottega.diffusion.controlnets.provider import ControlInput, ControlRecord
 from bottega.diffusion.heartbeat import Heartbeat
+from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
 from bottega.transport import LinkCounters, OfferSource
 from bottega.worker.controlnets.server_link import ControlLinkSettings, ServerLink
@@ -34,7 +35,7 @@ _LOOK_S = 0.1
 class RemoteControlNets:
     """A ControlNetProvider, see there.
 
-    base, dtype, device: of the model. local: those of this process. heartbeat: beats while a forward waits.
+    base: of the model. local: those of this process. counters: of all links. heartbeat: beats while a forward waits.
     staleness: decides who may go on with residuals of the step before.
     """
 
@@ -42,24 +43,25 @@ class RemoteControlNets:
         self,
         *,
         base: ControlLayout,
-        dtype: torch.dtype,
-        device: torch.device,
+        model: Model,
         offers: OfferSource,
         local: LocalControlNets | None = None,
         settings: ControlLinkSettings | None = None,
+        counters: LinkCounters | None = None,
         staleness: StalenessPolicy | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
         self._base = base
-        self._dtype = dtype
-        self._device = device
+        self._dtype = model.dtype
+        self._device = model.device
         self._local = local
         self._manager = SessionManager(
             base=base,
-            dtype=dtype,
+            dtype=model.dtype,
             offers=offers,
             local=local,
             settings=settings or ControlLinkSettings(),
+            counters=counters or LinkCounters(),
         )
         self._staleness = staleness or StalenessPolicy()
         self._heartbeat = heartbeat or Heartbeat()

@@ -27,7 +27,7 @@ _FINAL = (ControlNetUnusable, TooLarge)
 
 
 class SessionManager:
-    """base, dtype: of the model. local: the ControlNets of this process, where it has some."""
+    """base, dtype: of the model. local: the ControlNets of this process, where it has some. counters: of all links."""
 
     def __init__(
         self,
@@ -37,8 +37,9 @@ class SessionManager:
         offers: OfferSource,
         local: LocalControlNets | None,
         settings: ControlLinkSettings,
+        counters: LinkCounters,
     ) -> None:
-        self.counters = LinkCounters()
+        self.counters = counters
         self.changes = ChangeCondition()
         self._base = base
         self._dtype = dtype

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _BEAT_S = 0.1
 _IDLE_BEAT_S = 0.5
-# While ControlNets of the peer's jobs are opened.
+# While what the peer's jobs need is on its way.
 _LOOK_S = 0.05
 
 
@@ -44,7 +44,7 @@ def run(channel: FramedPipe, config: EngineConfig) -> int:
         return 1
     try:
         process = WorkerEngineLoop(channel, runtime, link_requests)
-        channel.send(ready_of(runtime.engine, runtime.local_controlnets.base).SerializeToString())
+        channel.send(ready_of(runtime.engine).SerializeToString())
         process.run()
     except Unavailable:
         return 0  # the front is gone
@@ -85,8 +85,8 @@ class WorkerEngineLoop:
                 self._open_link(command.open_link)
             else:
                 self._commands.put(command)
-        self._runtime.controlnets.stop()
-        self._runtime.loras.stop()
+        for addon in self._engine.addons:
+            addon.stop()
         if self._follower is not None:
             self._follower.close()  # its socket leaves no file behind
         os._exit(0)  # the front is gone: there is nobody to finish for, and a turn may take long

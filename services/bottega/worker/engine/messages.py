@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from bottega import kinds
-from bottega.diffusion.controlnets import ControlLayout
+from bottega.diffusion.controlnets import base_layout
 from bottega.diffusion.controlnets.hosts import read_hosts
 from bottega.diffusion.controlnets.provider import ControlHosts
 from bottega.diffusion.engine.engine import Engine
@@ -28,13 +28,13 @@ from bottega.diffusion.engine.events import (
     PairRecord,
 )
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.loras.addon import EngineLoras
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ControlSpec, LoraSpec, ResolvedSpec
 from bottega.errors import BottegaError
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2
-from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED, Hosted
 from bottega.v1.worker_pb2 import AttemptDecisions, AttemptId
 from bottega.worker.engine.runtime import Runtime
 
@@ -54,9 +54,6 @@ _OPTIONAL = frozenset(
         "strength",
     }
 )
-
-# The most local ones that are reported: by the contract.
-_MOST_LORAS = 256
 
 _OPTIONAL_OF_CONTROL = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
 
@@ -135,8 +132,8 @@ def failed(attempt: AttemptId, error: BottegaError) -> engine_pb2.EngineEvent:
     return engine_pb2.EngineEvent(failed=engine_pb2.EngineFailed(attempt=attempt, error=to_job_error(error)))
 
 
-def ready_of(engine: Engine, base: ControlLayout) -> engine_pb2.EngineEvent:
-    """The message that the engine is warm. base: of its model."""
+def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
+    """The message that the engine is warm."""
     model, defaults = engine.model, engine.model.defaults
     said = image_pb2.Model(
         name=model.name,
@@ -150,14 +147,15 @@ def ready_of(engine: Engine, base: ControlLayout) -> engine_pb2.EngineEvent:
         default_guidance_scale=defaults.guidance_scale,
         default_sampler=next(number for number, kind in _SAMPLERS.items() if kind is defaults.sampler),
         vae_scale_factor=model.latent_scale,
-        base=base.base,
+        base=base_layout(model.backbone.unet.config, model.latent_scale).base,
     )
     return engine_pb2.EngineEvent(ready=engine_pb2.EngineReady(model=said, device=str(model.device)))
 
 
 def beat_of(runtime: Runtime, *, peer_links: int) -> engine_pb2.EngineEvent:
     """The message that the engine is alive, and how busy. peer_links: with the other worker of its pair."""
-    engine, controlnets, loras = runtime.engine, runtime.controlnets, runtime.loras
+    engine = runtime.engine
+    links = peer_links + sum(addon.open_links for addon in engine.addons)
     beat = engine_pb2.EngineBeat(
         turns=engine.turns,
         running=[
@@ -174,20 +172,18 @@ def beat_of(runtime: Runtime, *, peer_links: int) -> engine_pb2.EngineEvent:
             for shape, rows, seconds in engine.step_times.entries()
         ],
         fixed_s=engine.fixed_s,
-        hosted=[*runtime.local_controlnets.report(), *_hosted_loras(engine, loras.resident[-_MOST_LORAS:])],
-        switch_times=[fleet_pb2.SwitchTime(kind=kinds.LORAS, seconds=engine.lora_weights.swap_s)],
-        links=link_counts(controlnets.counters, open_links=len(controlnets.servers) + loras.linked + peer_links),
-        lora_swaps=engine.lora_weights.swaps,
-        lora_pristine_bytes=engine.lora_weights.pristine_bytes,
+        hosted=[item for addon in engine.addons for item in addon.hosted()],
+        switch_times=[
+            fleet_pb2.SwitchTime(kind=addon.kind, seconds=addon.switch_s)
+            for addon in engine.addons
+            if addon.switch_s is not None
+        ],
+        links=link_counts(runtime.counters, open_links=links),
     )
+    for addon in engine.addons:
+        if isinstance(addon, EngineLoras):
+            beat.lora_swaps, beat.lora_pristine_bytes = addon.weights.swaps, addon.weights.pristine_bytes
     return engine_pb2.EngineEvent(beat=beat)
-
-
-def _hosted_loras(engine: Engine, digests: Iterable[str]) -> Iterator[Hosted]:
-    for digest in digests:
-        yield Hosted(kind=kinds.LORAS, digest=digest, state=HOSTED_STATE_LOADED)
-    for digest, scale in engine.lora_weights.patched_key:
-        yield Hosted(kind=kinds.LORAS, digest=digest, state=HOSTED_STATE_APPLIED, scale=scale)
 
 
 def _spec(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> ResolvedSpec:

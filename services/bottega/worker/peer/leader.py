@@ -125,7 +125,7 @@ class Leader(LinkClientHandler):
             return False
         if remote_job not in state.remote_jobs:
             number = state.remote_jobs[remote_job] = next(self._numbers)
-            if not remote_job.controls and not remote_job.loras:
+            if not remote_job.parts:
                 state.ready.add(number)  # the link keeps order: rows come after this
             state.connection.send(job_message(number, remote_job))
         return state.remote_jobs[remote_job] in state.ready

@@ -16,7 +16,7 @@ from torch import Tensor
 from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
 from bottega.diffusion.engine.checkpoint import CheckpointMismatch, SavedJob, read_checkpoint, write_checkpoint
 from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobCheckpointed
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.request import Request
@@ -24,6 +24,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from tests.samples.controlnets import control_spec, controlled_latent, random_controlnet, save, shelf_of, stock_options
 from tests.support.controlled_engine import IMAGES, NAMES, PLAIN, controlled
+from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.stock import assert_close, latent_of, load_stock, variant
 
@@ -55,7 +56,7 @@ def shelf(model: Model, folders: Mapping[str, Path]) -> Iterator[ControlNetCache
 @pytest.fixture(scope="module")
 def easel(model: Model, shelf: ControlNetCache) -> ManualEngine:
     """An engine that is idle between the tests."""
-    return ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
+    return ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
 
 
 Reference = Callable[[EngineOrder], Tensor]
@@ -155,7 +156,7 @@ RESUMED = {
 
 def cut(model: Model, shelf: ControlNetCache, order: EngineOrder) -> JobCheckpointed:
     """What is left of a job whose engine is gone in the middle."""
-    easel = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
+    easel = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
     drawing = easel.submit(order)
     while not drawing.all(JobCheckpointed) or drawing.all(JobCheckpointed)[-1].steps_done < order.spec.steps // 2:
         easel.turn()
@@ -248,7 +249,7 @@ def test_in_bfloat16_it_ends_as_the_stock_pipeline_does(folders: Mapping[str, Pa
     order = controlled((0, 0.8), (2, 1.1))
     guessing = controlled((1, 1.2), guess_mode=True)
     with shelf_of(model, folders) as shelf:
-        easel = ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
+        easel = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf)))
         for each in (order, guessing):
             assert torch.equal(
                 easel.draw(each).latents[0], controlled_latent(stock, nets, each.spec, each.control_images)

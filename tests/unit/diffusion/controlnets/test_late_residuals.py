@@ -13,7 +13,6 @@ from bottega.diffusion.engine import forward
 from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.forward import Denoiser
 from bottega.diffusion.engine.request import ActiveControl, Request
-from bottega.diffusion.loras import LoraWeights
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
@@ -69,7 +68,7 @@ def rows_of(*requests: Request) -> list[Row]:
 
 
 def build(model: Model, residuals: Residuals, fixed_rows: int = 0) -> Denoiser:
-    return Denoiser(model.backbone, LoraWeights(model), residuals, fixed_rows=fixed_rows)
+    return Denoiser(model.backbone, residuals=residuals, fixed_rows=fixed_rows)
 
 
 @pytest.mark.parametrize("fixed_rows", [0, 6])

@@ -16,7 +16,7 @@ from bottega.diffusion.controlnets.addon import JobControlNets
 from bottega.diffusion.controlnets.provider import ControlInput
 from bottega.diffusion.controlnets.similarity import SimilarityMeter
 from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Embeds, Half, Row
@@ -24,6 +24,7 @@ from bottega.diffusion.spec import ResolvedSpec
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import DRAWN, caption, held_out_scenes, random_layout
 from tests.samples.controlnets import control_spec, shelf_of
+from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 
 NETS = {name: WEIGHTS / "controlnets" / name for name in ("edges", "layout")}
@@ -56,7 +57,7 @@ def draw(model: Model, nets: LocalControlNets, names: Sequence[str], *, steps: i
     images = tuple(torch.from_numpy(np.array(DRAWN[name](random_layout(scene, rng)))) for name in names)
     controls = tuple(control_spec(name, image, measured=measured) for name, image in zip(names, images, strict=True))
     spec = ResolvedSpec(prompt=caption(scene), num_inference_steps=steps, width=64, height=64, controlnets=controls)
-    return ManualEngine(Engine(model, EngineLimits(), controlnets=nets)).draw(
+    return ManualEngine(make_engine(model, EngineLimits(), controlnets=nets)).draw(
         EngineOrder(key="job", spec=replace(spec, stale_residuals=True), control_images=images)
     )
 

@@ -16,16 +16,16 @@ from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
 from bottega.diffusion.controlnets.addon import OPENING_TIMEOUT_S, JobControlNets
 from bottega.diffusion.engine import forward, readiness
 from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobStarted
 from bottega.diffusion.engine.forward import Denoiser
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.request import Request
-from bottega.diffusion.loras import LoraWeights
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import BottegaError, ControlNetNotFound, ControlNetUnusable, InvalidRequest, TooLarge, Unavailable
 from tests.samples.controlnets import Gate, control_image, control_spec, shelf_of
+from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine
 
 PLAIN = ResolvedSpec(prompt="a small green circle", num_inference_steps=3, width=64, height=64, seed=1)
@@ -44,7 +44,7 @@ def controlled(*names: str, key: str = "controlled", spec: ResolvedSpec = PLAIN,
 
 
 def easel_of(model: Model, shelf: ControlNetCache, **options: Any) -> ManualEngine:
-    return ManualEngine(Engine(model, TOGETHER, controlnets=LocalControlNets(shelf), **options))
+    return ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf), **options))
 
 
 def assert_all_given_back(shelf: ControlNetCache) -> None:
@@ -149,7 +149,7 @@ def test_what_can_never_be_there_fails_its_job_by_name(model: Model, shelves: Sh
         assert isinstance(refusal(easel, controlled("scribble")), ControlNetNotFound)
         assert isinstance(refusal(easel, controlled("edges", "depth", key="two")), TooLarge)
         assert_all_given_back(shelf)
-    assert isinstance(refusal(ManualEngine(Engine(model, TOGETHER)), controlled()), Unavailable)
+    assert isinstance(refusal(ManualEngine(make_engine(model, TOGETHER)), controlled()), Unavailable)
 
 
 def test_a_guidance_that_ends_before_it_starts_is_refused(model: Model, shelves: Shelves) -> None:
@@ -185,7 +185,7 @@ def test_asked_before_it_is_loaded_a_row_is_late_and_alone_it_is_waited_for(mode
     gate = Gate()
     with shelves(load=gate) as shelf:
         controlnets = LocalControlNets(shelf)
-        predict = Denoiser(model.backbone, LoraWeights(model), controlnets).predict
+        predict = Denoiser(model.backbone, residuals=controlnets).predict
         late = opened(model, controlnets, controlled())
         other = Request(model, PLAIN, encode_prompts(model, PLAIN))
         assert {row.owner for row in predict([*late.rows(), *other.rows()]).noise} == {other}
@@ -208,5 +208,5 @@ def test_asked_for_what_can_never_be_there_it_says_why_at_once(
         late = opened(model, controlnets, controlled())
         began_s = time.monotonic()
         with pytest.raises(ControlNetUnusable, match="ControlNet edges"):
-            Denoiser(model.backbone, LoraWeights(model), controlnets).predict(late.rows())
+            Denoiser(model.backbone, residuals=controlnets).predict(late.rows())
         assert time.monotonic() - began_s < WAIT_S / 2

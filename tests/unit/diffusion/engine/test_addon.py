@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import EngineRecord, ImageDrawn, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import Unavailable
+from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine, load
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=4, width=64, height=64, seed=1)
@@ -102,7 +103,7 @@ def hold() -> Hold:
 @pytest.fixture
 def easel(model: Model, hold: Hold) -> ManualEngine:
     limits = EngineLimits(max_wait_turns=0, progress_interval_s=0.0)
-    return ManualEngine(Engine(model, limits, addons=[hold]))
+    return ManualEngine(make_engine(model, limits, addons=[hold]))
 
 
 def test_a_job_waits_decides_and_reports_by_an_add_on_that_the_engine_does_not_know(

@@ -13,13 +13,14 @@ import torch
 
 from bottega.diffusion.engine import checkpoint
 from bottega.diffusion.engine.checkpoint import CheckpointMismatch, SavedJob, read_checkpoint, write_checkpoint
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobCheckpointed
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.request import RequestState
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
+from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import assert_close
 
@@ -43,12 +44,12 @@ def source() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def easel(model: Model) -> ManualEngine:
     """The engine that draws what another one began, idle between the tests."""
-    return ManualEngine(Engine(model, ONE_BY_ONE))
+    return ManualEngine(make_engine(model, ONE_BY_ONE))
 
 
 def cut(model: Model, order: EngineOrder, turns: int) -> JobCheckpointed:
     """What is left of a job whose engine is gone after so many turns."""
-    easel = ManualEngine(Engine(model, ONE_BY_ONE))
+    easel = ManualEngine(make_engine(model, ONE_BY_ONE))
     drawing = easel.submit(order)
     for _ in range(turns):
         easel.turn()
@@ -110,7 +111,7 @@ def test_beside_others_a_resumed_job_ends_as_an_unbroken_one(model: Model, easel
     order = EngineOrder(key="resumed", spec=replace(SPEC, sampler=SamplerKind.DPMPP_2M))
     left = cut(model, order, 5)
     others = [EngineOrder(key=seed, spec=replace(SPEC, seed=seed)) for seed in (5, 6)]
-    together = ManualEngine(Engine(model, EngineLimits(max_wait_turns=0)))
+    together = ManualEngine(make_engine(model, EngineLimits(max_wait_turns=0)))
     drawings = together.run({0: [*others, replace(order, checkpoint=left.data)]})
     assert drawings["resumed"].record.mean_group_requests > 1
     assert_close(drawings["resumed"].latents[0], easel.draw(order).latents[0])
@@ -120,7 +121,7 @@ def checkpointed_steps(model: Model, order: EngineOrder, *, turn_s: float) -> li
     """At which steps, if every turn takes so long by the engine's clock."""
     now_s = itertools.count(start=0.0, step=turn_s)
     clock_s = 0.0
-    engine = Engine(model, EngineLimits(checkpoint_interval_s=2.0), clock=lambda: clock_s)
+    engine = make_engine(model, EngineLimits(checkpoint_interval_s=2.0), clock=lambda: clock_s)
     easel = ManualEngine(engine)
     drawing = easel.submit(order)
     while engine.busy:

@@ -9,12 +9,13 @@ import PIL.Image
 import pytest
 import torch
 
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobCheckpointed
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model, pick_device
 from bottega.diffusion.model.samplers import KARRAS, SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
+from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.stock import Stock, assert_close, assert_same_image, deviation
 
@@ -68,7 +69,7 @@ def test_a_request_alone_is_equal_to_stock_in_the_same_element_type(
     half: Half, kind: SamplerKind, karras: bool
 ) -> None:
     spec = replace(PLAIN, sampler=kind, use_karras_sigmas=karras)
-    drawing = ManualEngine(Engine(half.model, EngineLimits())).draw(EngineOrder(key=1, spec=spec))
+    drawing = ManualEngine(make_engine(half.model, EngineLimits())).draw(EngineOrder(key=1, spec=spec))
     theirs = half.stock.reference(spec)
     assert drawing.latents[0].dtype == theirs.latent.dtype == half.model.dtype
     assert torch.equal(drawing.latents[0], theirs.latent)
@@ -80,7 +81,7 @@ def test_a_request_from_a_picture_is_equal_to_stock_in_the_same_element_type(
 ) -> None:
     spec = replace(PLAIN, strength=0.7)
     pixels = torch.frombuffer(bytearray(source.tobytes()), dtype=torch.uint8).reshape(64, 64, 3)
-    drawing = ManualEngine(Engine(half.model, EngineLimits())).draw(EngineOrder(key=1, spec=spec, image=pixels))
+    drawing = ManualEngine(make_engine(half.model, EngineLimits())).draw(EngineOrder(key=1, spec=spec, image=pixels))
     theirs = half.stock.reference(spec, image=source, layout=torch.contiguous_format)
     assert torch.equal(drawing.latents[0], theirs.latent)
     assert (drawing.pixels[0] == theirs.pixels).all()
@@ -88,7 +89,7 @@ def test_a_request_from_a_picture_is_equal_to_stock_in_the_same_element_type(
 
 def test_a_request_beside_others_strays_little_further_than_the_element_type_does(half: Half, whole: Stock) -> None:
     specs = [PLAIN, replace(PLAIN, sampler=SamplerKind.EULER_ANCESTRAL, guidance_scale=1.0, seed=2)]
-    drawings = ManualEngine(Engine(half.model, TOGETHER)).run(
+    drawings = ManualEngine(make_engine(half.model, TOGETHER)).run(
         {0: [EngineOrder(key=key, spec=spec) for key, spec in enumerate(specs)]}
     )
     for key, spec in enumerate(specs):
@@ -121,7 +122,7 @@ def exact_products() -> Iterator[None]:
 
 @pytest.mark.gpu
 def test_float32_on_a_gpu_is_the_image_of_stock_there() -> None:
-    easel, stock = ManualEngine(Engine(load(device="cuda:0"), EngineLimits())), Stock(device="cuda:0")
+    easel, stock = ManualEngine(make_engine(load(device="cuda:0"), EngineLimits())), Stock(device="cuda:0")
     for kind, karras in SAMPLERS:
         spec = replace(PLAIN, num_inference_steps=8, sampler=kind, use_karras_sigmas=karras)
         drawing, theirs = easel.draw(EngineOrder(key=1, spec=spec)), stock.reference(spec)
@@ -132,7 +133,7 @@ def test_float32_on_a_gpu_is_the_image_of_stock_there() -> None:
 
 @pytest.mark.gpu
 def test_float16_on_a_gpu_strays_little_further_than_float16_does() -> None:
-    easel = ManualEngine(Engine(load(torch.float16, "cuda:0"), EngineLimits()))
+    easel = ManualEngine(make_engine(load(torch.float16, "cuda:0"), EngineLimits()))
     stock, whole = Stock(dtype=torch.float16, device="cuda:0"), Stock(device="cuda:0")
     for kind, karras in SAMPLERS:
         spec = replace(PLAIN, num_inference_steps=8, sampler=kind, use_karras_sigmas=karras)
@@ -146,9 +147,9 @@ def test_float16_on_a_gpu_strays_little_further_than_float16_does() -> None:
 @pytest.mark.parametrize("kind", [SamplerKind.EULER_ANCESTRAL, SamplerKind.DPMPP_2M], ids=["EULER_ANCESTRAL", "DPMPP"])
 def test_a_checkpoint_from_the_cpu_is_resumed_on_a_gpu(kind: SamplerKind) -> None:
     spec = replace(PLAIN, num_inference_steps=8, sampler=kind)
-    unbroken = ManualEngine(Engine(load(), EngineLimits())).draw(EngineOrder(key=1, spec=spec))
+    unbroken = ManualEngine(make_engine(load(), EngineLimits())).draw(EngineOrder(key=1, spec=spec))
     cut = unbroken.all(JobCheckpointed)[3]
-    resumed = ManualEngine(Engine(load(device="cuda:0"), EngineLimits())).draw(
+    resumed = ManualEngine(make_engine(load(device="cuda:0"), EngineLimits())).draw(
         EngineOrder(key=1, spec=spec, checkpoint=cut.data)
     )
     assert resumed.job is not None

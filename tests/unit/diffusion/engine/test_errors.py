@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import ImageDrawn, JobFinished
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.request import Request
@@ -21,6 +21,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import InternalError, NotFinite, TooLarge
+from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import Pixels, Stock, assert_same_image
 
@@ -40,7 +41,7 @@ TOGETHER = EngineLimits(max_wait_turns=0)
 @pytest.fixture(scope="module")
 def right(model: Model) -> dict[ResolvedSpec, Pixels]:
     """The images, by their specs, when nothing goes wrong and nobody else is there."""
-    easel = ManualEngine(Engine(model, EngineLimits()))
+    easel = ManualEngine(make_engine(model, EngineLimits()))
     return {spec: easel.draw(EngineOrder(key=0, spec=spec)).pixels[0] for spec in SPECS}
 
 
@@ -51,7 +52,7 @@ def stock() -> Stock:
 
 @pytest.fixture
 def easel(model: Model) -> ManualEngine:
-    return ManualEngine(Engine(model, TOGETHER))
+    return ManualEngine(make_engine(model, TOGETHER))
 
 
 @contextmanager
@@ -95,7 +96,7 @@ def assert_right(drawing: Drawing, right: dict[ResolvedSpec, Pixels]) -> None:
 
 
 def test_a_picture_of_too_many_pixels_is_refused_with_the_limit(model: Model) -> None:
-    engine = Engine(model, EngineLimits(max_pixels=64 * 64))
+    engine = make_engine(model, EngineLimits(max_pixels=64 * 64))
     with pytest.raises(TooLarge, match=r"96x64 are 6144 pixels; .* at most 4096 \(max_pixels\)") as caught:
         engine.submit(EngineOrder(key=0, spec=replace(SPEC, width=96)))
     assert caught.value.metadata == {"limit": "max_pixels", "max_pixels": "4096"}

@@ -11,11 +11,12 @@ import PIL.Image
 import pytest
 import torch
 
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import KARRAS, SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
+from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import Pixels, Reference, Stock, assert_close, assert_same_image
 from tests.support.torch_threads import torch_threads
@@ -64,7 +65,7 @@ def stock() -> Stock:
 @pytest.fixture(scope="module")
 def easel(model: Model) -> ManualEngine:
     """A warm engine of usual limits, idle between the tests."""
-    engine = Engine(model, EngineLimits())
+    engine = make_engine(model, EngineLimits())
     engine.warm_up()
     return ManualEngine(engine)
 
@@ -133,7 +134,7 @@ def busy(model: Model) -> dict[Hashable, Drawing]:
     for turn, order in busy_orders():
         arrivals.setdefault(turn, []).append(order)
     assert len(arrivals) > 5
-    return ManualEngine(Engine(model, TOGETHER)).run(arrivals)
+    return ManualEngine(make_engine(model, TOGETHER)).run(arrivals)
 
 
 @pytest.mark.parametrize("index", range(len(SAMPLERS)), ids=NAMES)
@@ -155,7 +156,7 @@ def test_every_option_means_in_a_busy_batch_what_it_means_in_stock(
 
 def test_image_i_of_a_job_is_a_single_run_with_the_seed_plus_i(model: Model, stock: Stock) -> None:
     spec = replace(PLAIN, num_inference_steps=8, num_images=3, sampler=SamplerKind.EULER_ANCESTRAL, seed=40)
-    drawing = ManualEngine(Engine(model, TOGETHER)).draw(EngineOrder(key="three", spec=spec))
+    drawing = ManualEngine(make_engine(model, TOGETHER)).draw(EngineOrder(key="three", spec=spec))
     assert drawing.record.mean_group_requests == 3
     assert_as_stock(drawing, stock)
 
@@ -174,7 +175,9 @@ def test_image_to_image_begins_where_stock_does_and_ends_as_it_does(
 
 def test_every_image_from_a_picture_draws_its_own_noise(model: Model, stock: Stock, source: PIL.Image.Image) -> None:
     spec = replace(PLAIN, num_inference_steps=6, strength=0.7, num_images=2)
-    drawing = ManualEngine(Engine(model, TOGETHER)).draw(EngineOrder(key="two", spec=spec, image=pixels_tensor(source)))
+    drawing = ManualEngine(make_engine(model, TOGETHER)).draw(
+        EngineOrder(key="two", spec=spec, image=pixels_tensor(source))
+    )
     assert drawing.record.mean_group_requests == 2
     assert_as_stock(drawing, stock, source)
 

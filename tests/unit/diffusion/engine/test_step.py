@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobStarted
 from bottega.diffusion.engine.job import STAGES, EngineOrder
 from bottega.diffusion.heartbeat import Heartbeat
@@ -21,6 +21,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from tests.fakes.fake_time import FakeTime
+from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import Pixels, Stock, assert_same_image
 from tests.support.torch_threads import torch_threads
@@ -56,11 +57,11 @@ def unlike_orders() -> list[EngineOrder]:
 
 def test_with_fixed_rows_images_are_equal_byte_for_byte_alone_and_in_a_busy_batch(model: Model) -> None:
     limits = EngineLimits(fixed_rows=8)
-    lonely = ManualEngine(Engine(model, limits))
+    lonely = ManualEngine(make_engine(model, limits))
     alone = {order.key: lonely.draw(order) for order in unlike_orders()}
     chance = random.Random(1)
     turns = chance.sample(range(8), len(alone))
-    busy = ManualEngine(Engine(model, limits)).run(
+    busy = ManualEngine(make_engine(model, limits)).run(
         {turn: [order] for turn, order in zip(turns, unlike_orders(), strict=True)}
     )
     assert max(drawing.record.mean_group_requests for drawing in busy.values()) > 1.5
@@ -72,19 +73,19 @@ def test_with_fixed_rows_images_are_equal_byte_for_byte_alone_and_in_a_busy_batc
 
 def test_a_fixed_row_has_no_room_for_a_guided_request(model: Model) -> None:
     with pytest.raises(ValueError, match="fixed_rows is 1"):
-        Engine(model, EngineLimits(fixed_rows=1))
+        make_engine(model, EngineLimits(fixed_rows=1))
 
 
 def test_a_fixed_number_of_rows_that_the_threads_cannot_share_evenly_is_refused(model: Model) -> None:
     """A picture's last bits would depend on its place in the group."""
     assert torch.get_num_threads() == 2
     with pytest.raises(ValueError, match="fixed_rows is 6; with 2 threads it must be a multiple of 4"):
-        Engine(model, EngineLimits(fixed_rows=6))
+        make_engine(model, EngineLimits(fixed_rows=6))
 
 
 def test_progress_is_told_at_most_once_in_an_interval_and_at_the_end(model: Model) -> None:
     clock = FakeTime()
-    easel = ManualEngine(Engine(model, replace(TOGETHER, progress_interval_s=0.1), clock=clock.monotonic))
+    easel = ManualEngine(make_engine(model, replace(TOGETHER, progress_interval_s=0.1), clock=clock.monotonic))
     steps = {"long": 20, "short": 13}
     for key, count in steps.items():
         easel.submit(EngineOrder(key=key, spec=replace(SPEC, num_inference_steps=count, guidance_scale=1.0)))
@@ -103,12 +104,12 @@ def test_progress_is_told_at_most_once_in_an_interval_and_at_the_end(model: Mode
 
 def progress_of(model: Model, order: EngineOrder) -> tuple[Drawing, list[JobAdvanced]]:
     """Of a job that tells of every step."""
-    drawing = ManualEngine(Engine(model, replace(TOGETHER, progress_interval_s=1e-9))).draw(order)
+    drawing = ManualEngine(make_engine(model, replace(TOGETHER, progress_interval_s=1e-9))).draw(order)
     return drawing, drawing.all(JobAdvanced)
 
 
 def test_previews_asked_for_on_the_way_come_from_then_on(model: Model) -> None:
-    easel = ManualEngine(Engine(model, replace(TOGETHER, progress_interval_s=1e-9)))
+    easel = ManualEngine(make_engine(model, replace(TOGETHER, progress_interval_s=1e-9)))
     for key in (0, 1):
         easel.submit(EngineOrder(key=key, spec=SPEC))
     easel.engine.enable_previews(1)  # which waits to be encoded
@@ -159,12 +160,12 @@ def correlation(ours: Pixels, theirs: NDArray[np.float64]) -> float:
 def test_the_preview_of_several_images_is_of_the_first_that_is_under_way(model: Model) -> None:
     one_by_one = EngineLimits(max_rows=2, max_wait_turns=1000, progress_interval_s=1e-9)
     order = EngineOrder(key=0, spec=replace(SPEC, num_inference_steps=3, num_images=2), preview=True)
-    drawing = ManualEngine(Engine(model, one_by_one)).draw(order)
+    drawing = ManualEngine(make_engine(model, one_by_one)).draw(order)
     assert [event.preview_index for event in drawing.all(JobAdvanced)] == [0, 0, 1, 1, 1, 1]
 
 
 def test_a_turn_encodes_at_most_one_prompt_and_decodes_at_most_one_latent(model: Model) -> None:
-    easel = ManualEngine(Engine(model, TOGETHER))
+    easel = ManualEngine(make_engine(model, TOGETHER))
     for key in range(3):
         easel.submit(EngineOrder(key=key, spec=replace(SPEC, num_inference_steps=1, num_images=2)))
     turns = []
@@ -179,7 +180,7 @@ def test_a_turn_encodes_at_most_one_prompt_and_decodes_at_most_one_latent(model:
 
 
 def test_steps_to_go_count_those_that_wait_as_well(model: Model) -> None:
-    easel = ManualEngine(Engine(model, TOGETHER))
+    easel = ManualEngine(make_engine(model, TOGETHER))
     easel.submit(EngineOrder(key="first", spec=replace(SPEC, num_images=2)))
     easel.submit(EngineOrder(key="second", spec=SPEC))
     easel.turn()
@@ -187,7 +188,7 @@ def test_steps_to_go_count_those_that_wait_as_well(model: Model) -> None:
 
 
 def test_the_record_says_who_shared_the_turns_and_where_the_time_went(model: Model) -> None:
-    easel = ManualEngine(Engine(model, TOGETHER))
+    easel = ManualEngine(make_engine(model, TOGETHER))
     began_s = time.perf_counter()
     drawings = easel.run(
         {0: [EngineOrder(key=0, spec=replace(SPEC, num_inference_steps=4))], 1: [EngineOrder(key=1, spec=SPEC)]}
@@ -204,7 +205,7 @@ def test_the_record_says_who_shared_the_turns_and_where_the_time_went(model: Mod
 
 
 def test_warming_up_measures_turns_of_growing_width_and_the_time_beside_them(model: Model) -> None:
-    engine = Engine(model, EngineLimits(max_rows=16))
+    engine = make_engine(model, EngineLimits(max_rows=16))
     assert engine.fixed_s == 0
     engine.warm_up()
     entries = list(engine.step_times.entries())
@@ -216,7 +217,7 @@ def test_warming_up_measures_turns_of_growing_width_and_the_time_beside_them(mod
 
 def test_drawing_leaves_the_process_own_random_numbers_alone(model: Model) -> None:
     before = torch.random.get_rng_state()
-    ManualEngine(Engine(model, TOGETHER)).draw(
+    ManualEngine(make_engine(model, TOGETHER)).draw(
         EngineOrder(key=0, spec=replace(SPEC, sampler=SamplerKind.EULER_ANCESTRAL))
     )
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -225,7 +226,7 @@ def test_drawing_leaves_the_process_own_random_numbers_alone(model: Model) -> No
 def test_a_turn_tells_that_it_is_alive_from_within(model: Model) -> None:
     """A slow turn must not be taken for a hang."""
     heartbeat = Heartbeat()
-    easel = ManualEngine(Engine(model, EngineLimits(), heartbeat=heartbeat))
+    easel = ManualEngine(make_engine(model, EngineLimits(), heartbeat=heartbeat))
     beats: list[int] = []
     heartbeat.subscribe(lambda: beats.append(easel.engine.turns))
     easel.submit(EngineOrder(key=1, spec=replace(SPEC, num_inference_steps=1)))
@@ -236,5 +237,5 @@ def test_a_turn_tells_that_it_is_alive_from_within(model: Model) -> None:
 
 
 def test_without_a_limit_a_model_draws_up_to_a_few_times_its_own_size(model: Model) -> None:
-    assert Engine(model, EngineLimits()).max_pixels == 512 * 512
-    assert Engine(model, EngineLimits(max_pixels=4096)).max_pixels == 4096
+    assert make_engine(model, EngineLimits()).max_pixels == 512 * 512
+    assert make_engine(model, EngineLimits(max_pixels=4096)).max_pixels == 4096

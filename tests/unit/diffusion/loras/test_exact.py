@@ -20,6 +20,7 @@ from bottega.diffusion.spec import ResolvedSpec
 from tests.samples.controlnets import control_image, control_spec, random_controlnet, save, shelf_of
 from tests.samples.engine_loras import Components, LorasByHand, lora_spec, styled_latent, styled_stock
 from tests.support.addon_messages import loras_at
+from tests.support.engines import lora_weights, make_engine
 from tests.support.manual_engine import ManualEngine
 from tests.support.stock import assert_close, latent_of, load_stock
 
@@ -64,15 +65,15 @@ def easels(model: Model, loras: LorasByHand) -> Iterator[Easels]:
 
     def make(patches: bool | None = None, limits: EngineLimits = TOGETHER, **options: Any) -> ManualEngine:
         for engine in engines:
-            engine.lora_weights.restore()
-        engines.append(Engine(model, limits, loras=loras, **options))
+            lora_weights(engine).restore()
+        engines.append(make_engine(model, limits, loras=loras, **options))
         if patches is not None:
-            engines[-1].lora_weights.costs.pays = lambda *_, **__: patches  # type: ignore[method-assign]
+            lora_weights(engines[-1]).costs.pays = lambda *_, **__: patches  # type: ignore[method-assign]
         return ManualEngine(engines[-1])
 
     yield make
     for engine in engines:
-        engine.lora_weights.restore()
+        lora_weights(engine).restore()
 
 
 @pytest.mark.parametrize("patches", [False, True], ids=["beside", "inside"])
@@ -85,13 +86,13 @@ def test_a_set_of_loras_draws_what_stock_with_peft_draws(
     theirs = styled_latent(stock, SPEC, scales)
     assert_close(drawing.latents[0], theirs)
     assert (theirs - latent_of(load_stock(), SPEC)).abs().max() > 0.05  # the LoRAs matter
-    assert (easel.engine.lora_weights.patched is not None) == patches
+    assert (lora_weights(easel.engine).patched is not None) == patches
     assert [(each.name, each.scale, each.from_step) for each in drawing.record.loras] == [
         (name, scale, 0) for name, scale in scales.items()
     ]
     plain = easel.draw(EngineOrder(key="plain", spec=SPEC))
     assert_close(plain.latents[0], latent_of(load_stock(), SPEC))
-    assert easel.engine.lora_weights.patched is None
+    assert lora_weights(easel.engine).patched is None
 
 
 def test_unlike_sets_plain_rows_and_controlnets_share_groups_and_each_is_its_own_stock_picture(
@@ -113,7 +114,7 @@ def test_unlike_sets_plain_rows_and_controlnets_share_groups_and_each_is_its_own
         easel = easels(patches=True, controlnets=LocalControlNets(shelf))
         orders = [styled_order(scales, spec, key) for key, (spec, scales) in jobs.items()]
         drawings = easel.run({0: [*orders, replace(controlled, control_images=(image,))]})
-        assert easel.engine.lora_weights.swaps <= 2  # for the last ones, when they are alone
+        assert lora_weights(easel.engine).swaps <= 2  # for the last ones, when they are alone
         alone = easels(patches=False, controlnets=LocalControlNets(shelf))
         assert_close(
             drawings["controlled"].latents[0],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import ImageDrawn, JobCheckpointed, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.loras import TEXT_ENCODERS, UNET
@@ -20,6 +20,7 @@ from bottega.diffusion.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
 from tests.samples.engine_loras import Components, LorasByHand, lora_spec, random_layers
 from tests.support.addon_messages import loras_at
+from tests.support.engines import lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=5, width=64, height=64, seed=1, num_images=2)
@@ -40,9 +41,9 @@ def loras(components: dict[str, Components]) -> LorasByHand:
 
 @pytest.fixture
 def easel(model: Model, loras: LorasByHand) -> Iterator[ManualEngine]:
-    engine = Engine(model, EAGER, loras=loras)
+    engine = make_engine(model, EAGER, loras=loras)
     yield ManualEngine(engine)
-    engine.lora_weights.restore()
+    lora_weights(engine).restore()
 
 
 def _order(name: str = "style", *, key: str = "measured", spec: ResolvedSpec = SPEC, **options: Any) -> EngineOrder:
@@ -105,13 +106,15 @@ def test_nothing_is_drawn_before_the_loras_are_there_whatever_their_bound(
 
 
 def test_a_later_attempt_measures_from_the_beginning(model: Model, components: dict[str, Components]) -> None:
-    often = ManualEngine(Engine(model, replace(EAGER, checkpoint_interval_s=0.0), loras=LorasByHand.of(components)))
+    often = ManualEngine(
+        make_engine(model, replace(EAGER, checkpoint_interval_s=0.0), loras=LorasByHand.of(components))
+    )
     first = often.draw(_order())
     checkpoint = first.all(JobCheckpointed)[-1].data
     again = often.draw(replace(_order(key="again"), checkpoint=checkpoint, decisions=loras_at(0)))
     assert again.all(JobStarted)[0].steps_resumed == 0
     assert _measured(again) == pytest.approx(_measured(first), abs=1e-5)
-    often.engine.lora_weights.restore()
+    lora_weights(often.engine).restore()
 
 
 def test_a_cancelled_one_leaves_nothing_behind(easel: ManualEngine) -> None:

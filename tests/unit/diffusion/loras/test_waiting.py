@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.loras import TEXT_ENCODERS, UNET, LoraSet, SwapCosts
@@ -20,11 +20,12 @@ from bottega.errors import DataLoss, InvalidRequest, LoraUnusable, NotFinite, Un
 from tests.fakes.fake_time import FakeTime
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
 from tests.support.addon_messages import loras_at
+from tests.support.engines import LORA_TIMEOUT_S, lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=5, width=64, height=64, seed=1)
 LONG = replace(SPEC, num_inference_steps=30)
-EAGER = EngineLimits(max_rows=64, max_wait_turns=0, progress_interval_s=0.0, lora_timeout_s=10.0)
+EAGER = EngineLimits(max_rows=64, max_wait_turns=0, progress_interval_s=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,9 @@ def clock() -> FakeTime:
 
 @pytest.fixture
 def easel(model: Model, loras: LorasByHand, clock: FakeTime) -> Iterator[ManualEngine]:
-    engine = Engine(model, EAGER, loras=loras, clock=clock.monotonic)
+    engine = make_engine(model, EAGER, loras=loras, clock=clock.monotonic)
     yield ManualEngine(engine)
-    engine.lora_weights.restore()  # the next test's engine has the same model
+    lora_weights(engine).restore()  # the next test's engine has the same model
 
 
 def styled(*names: str, spec: ResolvedSpec = SPEC, key: str = "styled", **options: Any) -> EngineOrder:
@@ -95,13 +96,13 @@ def test_a_prompt_is_encoded_with_the_text_part_in_place_and_other_prompts_witho
     model: Model, easel: ManualEngine, loras: LorasByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[LoraSet | None] = []
-    put = easel.engine.lora_weights.put_in_text
+    put = lora_weights(easel.engine).put_in_text
 
     def noted(each: LoraSet | None) -> float:
         seen.append(each)
         return put(each)
 
-    monkeypatch.setattr(easel.engine.lora_weights, "put_in_text", noted)
+    monkeypatch.setattr(lora_weights(easel.engine), "put_in_text", noted)
     before = {name: tensor.clone() for name, tensor in model.text_encoders[1].state_dict().items()}
     late = easel.submit(styled("pastel", bound=3))
     plain = easel.submit(EngineOrder(key="plain", spec=SPEC))
@@ -176,7 +177,7 @@ def test_a_pinned_step_is_kept_whether_the_lora_is_early_or_late(easel: ManualEn
 
 def test_all_images_of_a_job_get_their_loras_at_one_step(model: Model, loras: LorasByHand) -> None:
     one_by_one = replace(EAGER, max_rows=2, max_wait_turns=1000)
-    easel = ManualEngine(Engine(model, one_by_one, loras=loras))
+    easel = ManualEngine(make_engine(model, one_by_one, loras=loras))
     loras.text.add("outline")
     drawing = easel.submit(styled("outline", spec=replace(SPEC, num_images=2), bound=4))
     turn_until(easel, lambda: steps_done(drawing) == 3)
@@ -185,10 +186,10 @@ def test_all_images_of_a_job_get_their_loras_at_one_step(model: Model, loras: Lo
     loras.come("outline")
     easel.run()
     assert [event.decisions for event in drawing.all(JobDecided)] == [loras_at(3)]
-    easel.engine.lora_weights.restore()
-    again = ManualEngine(Engine(model, one_by_one, loras=loras))
+    lora_weights(easel.engine).restore()
+    again = ManualEngine(make_engine(model, one_by_one, loras=loras))
     pinned = again.draw(styled("outline", spec=replace(SPEC, num_images=2), from_step=3))
-    again.engine.lora_weights.restore()
+    lora_weights(again.engine).restore()
     for ours, theirs in zip(drawing.latents, pinned.latents, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
 
@@ -202,7 +203,7 @@ def test_a_lora_that_never_comes_fails_its_job_after_the_bound_on_waiting(
     drawing = easel.submit(styled("outline", bound=2))
     other = easel.submit(EngineOrder(key="plain", spec=LONG))
     turn_until(easel, lambda: steps_done(other) == 9)
-    clock.now += EAGER.lora_timeout_s + 0.1
+    clock.now += LORA_TIMEOUT_S + 0.1
     easel.turn()
     assert isinstance(drawing.error, Unavailable)
     assert "within 10 s: LoRA outline" in drawing.error.message
@@ -236,7 +237,7 @@ def test_a_lora_that_does_not_fit_the_model_fails_its_job_and_touches_no_weight(
     loras.come("misfit")
     drawing = easel.draw(styled("misfit", bound=2))
     assert isinstance(drawing.error, LoraUnusable)
-    assert easel.engine.lora_weights.pristine_bytes == 0
+    assert lora_weights(easel.engine).pristine_bytes == 0
     assert not loras.open
 
 
@@ -264,7 +265,7 @@ def test_what_can_never_go_in_is_refused_at_once(model: Model, easel: ManualEngi
         easel.submit(styled("outline", from_step=1, measured=True))
     easel.submit(styled("outline", key="at once", from_step=0, measured=True))
     with pytest.raises(Unavailable, match="has no LoRAs"):
-        ManualEngine(Engine(model, EAGER)).submit(styled("outline"))
+        ManualEngine(make_engine(model, EAGER)).submit(styled("outline"))
 
 
 class Cheap(SwapCosts):
@@ -285,7 +286,7 @@ class Dear(SwapCosts):
 def test_loras_that_are_too_strong_are_named_with_their_scales(
     easel: ManualEngine, loras: LorasByHand, costs: type[SwapCosts]
 ) -> None:
-    easel.engine.lora_weights.costs = costs()
+    lora_weights(easel.engine).costs = costs()
     loras.come("outline", "pastel")
     strong = (lora_spec("pastel", scale=0.5), lora_spec("outline", scale=1e38))
     drawing = easel.draw(EngineOrder(key="strong", spec=replace(SPEC, loras=strong)))
@@ -296,7 +297,7 @@ def test_loras_that_are_too_strong_are_named_with_their_scales(
 
 
 def test_a_swap_is_put_down_to_the_jobs_whose_set_went_in(easel: ManualEngine, loras: LorasByHand) -> None:
-    easel.engine.lora_weights.costs = Cheap()
+    lora_weights(easel.engine).costs = Cheap()
     loras.come("outline")
     first = easel.submit(styled("outline", spec=LONG, key="first"))
     turn_until(easel, lambda: steps_done(first) == 4)
@@ -309,7 +310,7 @@ def test_a_swap_is_put_down_to_the_jobs_whose_set_went_in(easel: ManualEngine, l
     turn_until(easel, lambda: with_it.ended)
     beside = easel.submit(styled("outline", key="beside", scale=0.5))
     turn_until(easel, lambda: beside.ended)
-    assert easel.engine.lora_weights.swaps == 2, "in, and out for the sake of both"
+    assert lora_weights(easel.engine).swaps == 2, "in, and out for the sake of both"
     patch_s = [drawing.record.loras[0].patch_s for drawing in (with_it, beside)]
     assert patch_s == [0.0, 0.0], "it was in already; it never went in"
     assert part.patch_s == put_in_s
@@ -318,20 +319,20 @@ def test_a_swap_is_put_down_to_the_jobs_whose_set_went_in(easel: ManualEngine, l
 def test_taking_a_prompts_loras_out_of_the_text_encoders_is_put_down_to_nobody(
     easel: ManualEngine, loras: LorasByHand
 ) -> None:
-    easel.engine.lora_weights.costs = Dear()
+    lora_weights(easel.engine).costs = Dear()
     loras.come("outline", "pastel")
     styled_text = easel.draw(styled("pastel", key="text"))
     unet_alone = easel.draw(styled("outline", key="UNet alone"))
-    assert easel.engine.lora_weights.swaps == 0
+    assert lora_weights(easel.engine).swaps == 0
     assert styled_text.record.loras[0].patch_s > 0
     assert unet_alone.record.loras[0].patch_s == 0.0
 
 
 def test_warming_up_measures_both_ways_and_leaves_the_weights_as_they_were(model: Model, loras: LorasByHand) -> None:
     before = {name: tensor.clone() for name, tensor in model.backbone.unet.state_dict().items()}
-    engine = Engine(model, replace(EAGER, max_rows=2), loras=loras)
+    engine = make_engine(model, replace(EAGER, max_rows=2), loras=loras)
     engine.warm_up()
-    assert engine.lora_weights.swaps == 4
-    assert engine.lora_weights.patched is None
+    assert lora_weights(engine).swaps == 4
+    assert lora_weights(engine).patched is None
     for name, tensor in model.backbone.unet.state_dict().items():
         assert torch.equal(tensor, before[name])

@@ -66,7 +66,7 @@ def rows_of(owner: str) -> list[Row]:
 
 
 def offloadable(*owners: str) -> Mapping[Hashable, Offloadable]:
-    return {owner: Offloadable(remote_job=GUEST, image=0) for owner in owners}
+    return {owner: Offloadable(remote_job=GUEST, image=0, active=lambda _: ()) for owner in owners}
 
 
 def pair_with(*seconds: float, one_row_s: float = OWN_S) -> tuple[Pair, ScriptedFollower]:

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, ControlServer
-from bottega.diffusion.loras import LoraSet
 from bottega.diffusion.parallel.messages import (
     PairMessageKind,
     RemoteNoise,
@@ -20,32 +18,24 @@ from bottega.diffusion.parallel.messages import (
     read_step,
     step_message,
 )
-from bottega.diffusion.parallel.offload import OffloadedRow, RemoteJob
+from bottega.diffusion.parallel.offload import OffloadedPart, OffloadedRow, RemoteJob
 from bottega.diffusion.parallel.remote_rows import RemoteRow
 from bottega.diffusion.rows import Embeds, Half, Row
-from bottega.diffusion.spec import LoraSpec
 from bottega.diffusion.tensor_messages import TensorMessage, message_of
 
 EMBEDS = {
     half: Embeds(prompt=torch.randn(7, 8), pooled=torch.randn(8), time_ids=torch.arange(6.0)) for half in tuple(Half)
 }
-CONTROL = ControlInput(
-    name="edges",
-    image=torch.randint(0, 256, (16, 24, 3), dtype=torch.uint8),
-    height=64,
-    width=64,
-    halves={Half.CONDITIONAL: EMBEDS[Half.CONDITIONAL]},
-    scale=0.5,
-    guess_mode=True,
-    hosts=ControlHosts(digest="abc", servers=(ControlServer(name="s", address="h:1"),)),
-    may_be_stale=True,
-)
-LORA = LoraSpec(name="outline", digest="abc", scale=-0.5)
-GUEST = RemoteJob(halves=EMBEDS, controls=(CONTROL, CONTROL), handles=("first", "second"), loras=(LORA,))
+IMAGE = torch.randint(0, 256, (16, 24, 3), dtype=torch.uint8)
+PARTS = {
+    "controlnet": OffloadedPart(header=b'["edges"]', tensors={"0": IMAGE}),
+    "loras": OffloadedPart(header=b'["outline"]'),
+}
+GUEST = RemoteJob(halves=EMBEDS, parts=PARTS)
 TABLE = [[5, 0, 0, 0, 0, 0], [3, 0, 1, 4, 2, 0]]
 
 
-def lent(half: Half = Half.CONDITIONAL, controls: tuple[str, ...] = (), loras: LoraSet | None = None) -> OffloadedRow:
+def lent(half: Half = Half.CONDITIONAL, active: tuple[int, ...] = ()) -> OffloadedRow:
     row = Row(
         owner="request",
         step=4,
@@ -53,10 +43,8 @@ def lent(half: Half = Half.CONDITIONAL, controls: tuple[str, ...] = (), loras: L
         sample=torch.randn(4, 8, 8),
         timestep=torch.tensor(901),
         embeds=EMBEDS[half],
-        controls=controls,
-        loras=loras,
     )
-    return OffloadedRow(row=row, remote_job=GUEST, image=2)
+    return OffloadedRow(row=row, remote_job=GUEST, image=2, active=active)
 
 
 def step_of(**changed: Tensor) -> TensorMessage:
@@ -69,7 +57,7 @@ def step_of(**changed: Tensor) -> TensorMessage:
     return message_of({**parts, **changed})
 
 
-def test_a_job_comes_as_it_was_sent_but_never_with_stale_residuals() -> None:
+def test_a_job_comes_as_it_was_sent() -> None:
     message = job_message(3, GUEST)
     assert message.layout.specs[0].name == PairMessageKind.JOB
     number, remote_job = read_job(message.layout, message.buffers)
@@ -77,23 +65,21 @@ def test_a_job_comes_as_it_was_sent_but_never_with_stale_residuals() -> None:
     for half in Half:
         for name in ("prompt", "pooled", "time_ids"):
             assert torch.equal(getattr(remote_job.halves[half], name), getattr(EMBEDS[half], name))
-    control = remote_job.controls[1]
-    assert torch.equal(control.image, CONTROL.image)
-    assert (control.name, control.scale, control.guess_mode) == ("edges", 0.5, True)
-    assert (control.hosts, control.height, control.width) == (CONTROL.hosts, 64, 64)
-    assert set(control.halves) == {Half.CONDITIONAL}
-    assert not control.may_be_stale
-    assert remote_job.loras == (LORA,)
+    assert {kind: part.header.strip() for kind, part in remote_job.parts.items()} == {
+        kind: part.header for kind, part in PARTS.items()
+    }
+    assert torch.equal(remote_job.parts["controlnet"].tensors["0"], IMAGE)
+    assert not remote_job.parts["loras"].tensors
 
 
 def test_rows_come_as_they_were_lent() -> None:
-    rows = [lent(), lent(Half.UNCONDITIONAL, ("second",), LoraSet(key=(), components={}))]
+    rows = [lent(), lent(Half.UNCONDITIONAL, (2, 1))]
     message = step_message(5, rows, {GUEST: 3})
     step = read_step(message.layout, message.buffers)
     assert step.number == 5
     assert step.rows == (
-        RemoteRow(remote_job=3, image=2, half=Half.CONDITIONAL, step=4),
-        RemoteRow(remote_job=3, image=2, half=Half.UNCONDITIONAL, step=4, controls=(1,), loras=True),
+        RemoteRow(remote_job=3, image=2, half=Half.CONDITIONAL, step=4, active=(0, 0)),
+        RemoteRow(remote_job=3, image=2, half=Half.UNCONDITIONAL, step=4, active=(2, 1)),
     )
     assert torch.equal(step.samples, torch.stack([each.row.sample for each in rows]))
     assert step.timesteps.tolist() == [901.0, 901.0]
@@ -111,10 +97,10 @@ BROKEN = {
     "no row": step_of(step=torch.tensor(TABLE[:1])),
     "floats": step_of(step=torch.tensor(TABLE).float()),
     "a third half": step_of(step=torch.tensor([TABLE[0], [3, 0, 2, 4, 0, 0]])),
-    "a ninth ControlNet": step_of(step=torch.tensor([TABLE[0], [3, 0, 0, 4, 256, 0]])),
     "a negative job": step_of(step=torch.tensor([TABLE[0], [-1, 0, 0, 4, 0, 0]])),
-    "half LoRAs": step_of(step=torch.tensor([TABLE[0], [3, 0, 0, 4, 0, 2]])),
-    "no LoRAs": step_of(step=torch.tensor(TABLE)[:, :5]),
+    "something below 0 active": step_of(step=torch.tensor([TABLE[0], [3, 0, 0, 4, 0, -1]])),
+    "no step of a row": step_of(step=torch.tensor(TABLE)[:, :3]),
+    "nine parts": step_of(step=torch.zeros(2, 13, dtype=torch.int64)),
     "samples": step_of(samples=torch.zeros(2, 4, 8, 8)),
     "bytes": step_of(samples=torch.zeros(1, 4, 8, 8, dtype=torch.uint8)),
     "timesteps": step_of(timesteps=torch.zeros(2)),
@@ -135,12 +121,17 @@ def test_noise_without_a_number_for_each_row_is_not_taken(table: list[int]) -> N
         read_noise(message.layout, message.buffers)
 
 
-def test_a_job_without_its_conditions_is_not_taken() -> None:
+def test_a_job_without_its_conditions_or_a_part_is_not_taken() -> None:
     whole = job_message(3, GUEST)
-    header = {whole.layout.specs[0].name: whole.tensors[0]}
-    for name in ("prompt", "image.0"):
+    for name in ("prompt", "loras."):
         parts = {spec.name: tensor for spec, tensor in zip(whole.layout.specs, whole.tensors, strict=True)}
         del parts[name]
-        message = message_of(header | parts)
-        with pytest.raises(ValueError, match=r"prompt|image 0"):
+        message = message_of(parts)
+        with pytest.raises(ValueError, match=r"prompt|nothing of loras"):
             read_job(message.layout, message.buffers)
+
+
+def test_a_part_of_no_kind_is_not_taken() -> None:
+    message = job_message(3, RemoteJob(halves=EMBEDS, parts={"no kind": PARTS["loras"]}))
+    with pytest.raises(ValueError, match="no kind"):
+        read_job(message.layout, message.buffers)

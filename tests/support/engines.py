@@ -1,0 +1,44 @@
+"""Engines with ControlNets and LoRAs, as a worker's process makes them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from bottega.diffusion.controlnets.addon import EngineControlNets
+from bottega.diffusion.controlnets.provider import ControlNetProvider
+from bottega.diffusion.engine.addon import EngineAddOn
+from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.heartbeat import Heartbeat
+from bottega.diffusion.loras import LoraSource, LoraWeights
+from bottega.diffusion.loras.addon import EngineLoras
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.parallel.offload import OffloadTarget
+
+# How long a job waits for its LoRAs.
+LORA_TIMEOUT_S = 10.0
+
+
+def make_engine(
+    model: Model,
+    limits: EngineLimits,
+    *,
+    controlnets: ControlNetProvider | None = None,
+    loras: LoraSource | None = None,
+    addons: Sequence[EngineAddOn] = (),
+    peer: OffloadTarget | None = None,
+    heartbeat: Heartbeat | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    """controlnets, loras: where those of jobs come from. addons: further ones."""
+    ours = (
+        EngineLoras(model, loras, patches=not limits.fixed_rows, timeout_s=LORA_TIMEOUT_S, clock=clock),
+        EngineControlNets(controlnets),
+    )
+    return Engine(model, limits, addons=(*ours, *addons), peer=peer, heartbeat=heartbeat, clock=clock)
+
+
+def lora_weights(engine: Engine) -> LoraWeights:
+    """What its LoRAs go into."""
+    (loras,) = (addon for addon in engine.addons if isinstance(addon, EngineLoras))
+    return loras.weights
