@@ -5,6 +5,7 @@ from bottega.process.copying import copied
 from bottega.process.engine_supervisor import EngineListener, EngineSupervisor, EngineTimeouts
 from bottega.process.framed_pipe import MAX_FRAME_BYTES, AsyncFramedPipe, FramedPipe
 from bottega.process.limited_process import Loss, ProcessLost, ProcessSpec
+from bottega.process.pending_calls import PendingCalls
 from bottega.process.process_pool import PoolLimits, PreparedCall, ProcessPool
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "EngineTimeouts",
     "FramedPipe",
     "Loss",
+    "PendingCalls",
     "PoolLimits",
     "PreparedCall",
     "ProcessLost",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 
 from bottega import process
 from bottega.controlnet.config import ControlNetEngineConfig
-from bottega.errors import BottegaError, Unavailable
-from bottega.process import EngineTimeouts
+from bottega.errors import BottegaError
+from bottega.process import EngineTimeouts, PendingCalls
 from bottega.rpc.status import from_job_error
 from bottega.v1 import controlnet_engine_pb2 as pb
 from bottega.v1.hosted_pb2 import Hosted
@@ -34,8 +32,7 @@ class ControlNetEngineClient(
         self, config: ControlNetEngineConfig, *, timeouts: EngineTimeouts, module: str = ENGINE_MODULE
     ) -> None:
         super().__init__(module, "--config-json", json.dumps(dataclasses.asdict(config)), timeouts=timeouts)
-        self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[pb.ControlNetEngineHosted | LinkResult]] = {}
+        self._calls: PendingCalls[pb.ControlNetEngineHosted | LinkResult] = PendingCalls()
 
     def read(self, frame: bytes) -> pb.ControlNetEngineEvent:
         """The event in a frame. Raises DecodeError."""
@@ -62,9 +59,13 @@ class ControlNetEngineClient(
 
         Raises InvalidRequest, ControlNetUnusable, Unavailable when there is no engine.
         """
-        number = next(self._numbers)
-        host = pb.ControlNetEngineHost(request=number, name=name, folder=str(folder), root=str(root or ""))
-        answer = await self._call(number, pb.ControlNetEngineCommand(host=host), _HOST_S)
+        host = pb.ControlNetEngineHost(name=name, folder=str(folder), root=str(root or ""))
+
+        def send(number: int) -> None:
+            host.request = number
+            self.send(pb.ControlNetEngineCommand(host=host))
+
+        answer = await self._calls.call(send, _HOST_S)
         assert isinstance(answer, pb.ControlNetEngineHosted)
         return answer.controlnet
 
@@ -73,9 +74,13 @@ class ControlNetEngineClient(
 
         Raises what the engine refuses it with, Unavailable when there is no engine.
         """
-        number = next(self._numbers)
-        incoming = IncomingLinkRequest(request=number, open=request, caller=caller)
-        answer = await self._call(number, pb.ControlNetEngineCommand(open_link=incoming), _OFFER_S)
+        incoming = IncomingLinkRequest(open=request, caller=caller)
+
+        def send(number: int) -> None:
+            incoming.request = number
+            self.send(pb.ControlNetEngineCommand(open_link=incoming))
+
+        answer = await self._calls.call(send, _OFFER_S)
         assert isinstance(answer, LinkResult)
         return answer.opened.offer
 
@@ -85,31 +90,8 @@ class ControlNetEngineClient(
         if kind not in ("hosted", "link_result"):
             return
         answer = event.hosted if kind == "hosted" else event.link_result
-        call = self._pending.pop(answer.request, None)
-        if call is None or call.done():
-            return
-        if answer.HasField("error"):
-            call.set_exception(from_job_error(answer.error))
-        else:
-            call.set_result(answer)
+        self._calls.answer(answer.request, from_job_error(answer.error) if answer.HasField("error") else answer)
 
     def fail_calls(self, error: BottegaError) -> None:
         """The engine is gone, and answers nothing any more."""
-        for call in self._pending.values():
-            if not call.done():
-                call.set_exception(error)
-        self._pending.clear()
-
-    async def _call(
-        self, number: int, command: pb.ControlNetEngineCommand, timeout_s: float
-    ) -> pb.ControlNetEngineHosted | LinkResult:
-        self.send(command)
-        answer: asyncio.Future[pb.ControlNetEngineHosted | LinkResult]
-        answer = self._pending[number] = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await answer
-        except TimeoutError:
-            raise Unavailable(f"the engine did not answer within {timeout_s:g} s") from None
-        finally:
-            self._pending.pop(number, None)
+        self._calls.fail_all(error)

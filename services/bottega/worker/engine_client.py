@@ -6,15 +6,13 @@ what it ran is lost, and another one is started.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import itertools
 import json
 from typing import ClassVar, Protocol
 
 from bottega import process
 from bottega.errors import Unavailable, WorkerLost
-from bottega.process import EngineListener, EngineTimeouts
+from bottega.process import EngineListener, EngineTimeouts, PendingCalls
 from bottega.rpc.status import from_job_error
 from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EngineReady
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, OpenLinkRequest
@@ -44,8 +42,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         self, config: EngineConfig, *, start_s: float, hang_s: float, stall_s: float, module: str = ENGINE_MODULE
     ) -> None:
         arguments = ("--config-json", json.dumps(dataclasses.asdict(config)))
-        self._numbers = itertools.count(1)
-        self._requested: dict[int, asyncio.Future[LinkOffer]] = {}
+        self._calls: PendingCalls[LinkResult] = PendingCalls()
         super().__init__(module, *arguments, timeouts=EngineTimeouts(start_s=start_s, hang_s=hang_s, stall_s=stall_s))
 
     def read(self, frame: bytes) -> EngineEvent:
@@ -59,27 +56,17 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
 
         Raises what the engine refuses it with, Unavailable when there is no engine.
         """
-        number = next(self._numbers)
-        self.send(EngineCommand(open_link=IncomingLinkRequest(request=number, open=request, caller=caller)))
-        offered: asyncio.Future[LinkOffer] = asyncio.get_running_loop().create_future()
-        self._requested[number] = offered
-        try:
-            async with asyncio.timeout(_OFFER_S):
-                return await offered
-        except TimeoutError:
-            raise Unavailable(f"the engine made no offer within {_OFFER_S:g} s") from None
-        finally:
-            self._requested.pop(number, None)
+        incoming = IncomingLinkRequest(open=request, caller=caller)
+
+        def send(number: int) -> None:
+            incoming.request = number
+            self.send(EngineCommand(open_link=incoming))
+
+        return (await self._calls.call(send, _OFFER_S)).opened.offer
 
     def on_link_result(self, result: LinkResult) -> None:
         """The engine's answer to `open_link`."""
-        offered = self._requested.pop(result.request, None)
-        if offered is None or offered.done():
-            return
-        if result.HasField("error"):
-            offered.set_exception(from_job_error(result.error))
-        else:
-            offered.set_result(result.opened.offer)
+        self._calls.answer(result.request, from_job_error(result.error) if result.HasField("error") else result)
 
     def turns(self, event: EngineEvent) -> int | None:
         """Whatever begins or ends an attempt counts as a turn."""

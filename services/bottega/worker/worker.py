@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from bottega import kinds
+from bottega.background_tasks import BackgroundTasks
 from bottega.codec import CodecPool
 from bottega.errors import (
     BottegaError,
@@ -94,7 +95,7 @@ class Worker:
         self._model: image_pb2.Model | None = None
         self._model_name: str | None = None  # kept while an engine is lost: the next one has the same
         self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = BackgroundTasks("watching the engine")
         self._memory_bytes = 0
         self._backlog = -1
         self._services: list[fleet_pb2.ServiceAddress] = []
@@ -104,7 +105,8 @@ class Worker:
 
     async def start(self) -> None:
         """Returns when the engine is warm. Raises InternalError when the first engine does not get so far."""
-        self._tasks = [asyncio.create_task(self._engine.watch(self)), asyncio.create_task(self._sweep())]
+        self._tasks.start(self._engine.watch(self))
+        self._tasks.start(self._sweep())
         await self._first_ready
 
     def run(self, order: AttemptOrder) -> Attempt:
@@ -203,9 +205,7 @@ class Worker:
         """Leaves the fleet and ends the processes; attempts that still run fail."""
         self.checkpoints.close()
         await self._leave()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         self._hand_over()
         await asyncio.gather(self._engine.stop(), self._pool.stop(), self._link_resolver.stop())
 
