@@ -43,7 +43,7 @@ from tests.support.transport_backends import (
 WAYS = (Backend.MEMFD, Backend.TCP)
 # Workers that come back to one server at once.
 _CROWD = 100
-_CROWD = 400
+_UNKNOWN_PEERS = 400
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_crowd_of_unknown_peers_is_a_few_lines_in_the_log_and_its_number(
     with listening(tmp_path) as listener:
         offer = listener.offer()
         began = time.monotonic()
-        for _ in range(_CROWD):
+        for _ in range(_UNKNOWN_PEERS):
             with _dial(offer, way) as peer:
                 peer.sendall(b"\0" * REQUEST_BYTES)
                 assert _hears_nothing_more(peer)
@@ -143,7 +143,7 @@ def test_a_crowd_of_unknown_peers_is_a_few_lines_in_the_log_and_its_number(
     told = [line for line in caplog.records if line.message == "a connection for a link was refused"]
     more = [line for line in caplog.records if line.message == "more connections for links were refused"]
     assert len(told) <= LINES_PER_SECOND * (seconds + 2)
-    assert len(told) + sum(line.__dict__["connections"] for line in more) == _CROWD
+    assert len(told) + sum(line.__dict__["connections"] for line in more) == _UNKNOWN_PEERS
     assert {line.__dict__["backend"] for line in told + more} == {way}
 
 
