@@ -67,6 +67,7 @@ _UNKNOWN_ENUMS = (99, -1, 2**31 - 1)
 # Numbers of fields that no message of ours has.
 _FIRST_UNKNOWN, _LAST_UNKNOWN = 100, 15_000
 _COPIES = (1, 8, 9, 1000)
+_ENTRIES = (1, 16, 17)
 # Of what is copied, all together: a thousand long texts in each of a thousand messages are no request.
 _MOST_COPIED_BYTES = 32 << 20
 
@@ -89,6 +90,8 @@ def _change(draw: st.DrawFn, message: Message, texts: st.SearchStrategy[str], de
     field: Any = draw(st.sampled_from([*message.DESCRIPTOR.fields]))  # its types are those of two implementations
     if draw(st.integers(0, 5)) == 0:
         message.ClearField(field.name)
+    elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+        _put(draw, message, field, texts)
     elif field.is_repeated:
         _grow(draw, message, field, texts)
     elif field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
@@ -112,6 +115,13 @@ def _grow(draw: st.DrawFn, message: Message, field: FieldDescriptor, texts: st.S
     for _ in range(draw(st.integers(0, 3))):
         _change(draw, item, texts, _MOST_DEEP)
     items.extend([item] * (_at_most(copies, item.ByteSize()) - 1))
+
+
+def _put(draw: st.DrawFn, message: Message, field: Any, texts: st.SearchStrategy[str]) -> None:
+    """Entries of a map."""
+    entry, items = field.message_type.fields_by_name, getattr(message, field.name)
+    for _ in range(draw(st.sampled_from(_ENTRIES))):
+        items[draw(_value(entry["key"], texts))] = draw(_value(entry["value"], texts))
 
 
 def _at_most(copies: int, size_bytes: int) -> int:

@@ -100,7 +100,7 @@ def _paths_in(kind: Descriptor, raw: bytes) -> Iterator[str]:
 def _set_in(message: Message, above: str = "") -> Iterator[str]:
     for known, value in message.ListFields():
         yield above + known.name
-        if known.message_type is not None:
+        if _inner(known) is not None:
             for inner in value if known.is_repeated else (value,):
                 yield from _set_in(inner, f"{above}{known.name}.")
 
@@ -109,8 +109,14 @@ def _fields(kind: Descriptor, above: str = "") -> Iterator[tuple[str, Any]]:
     """Path and descriptor of every field of a message, and of those in it."""
     for known in kind.fields:
         yield above + known.name, known
-        if known.message_type is not None:
-            yield from _fields(known.message_type, f"{above}{known.name}.")
+        if (inner := _inner(known)) is not None:
+            yield from _fields(inner, f"{above}{known.name}.")
+
+
+def _inner(known: Any) -> Descriptor | None:
+    """The message that a field's values are; None for plain values and maps."""
+    kind: Descriptor | None = known.message_type
+    return None if kind is None or kind.GetOptions().map_entry else kind
 
 
 def _valued(method: str) -> set[str]:
