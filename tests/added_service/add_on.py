@@ -52,7 +52,7 @@ class ColourAddOn(AddOn):
                 except QueueFull:
                     return  # it loads them when they are needed
 
-    def begin_attempt(self, job: Job, worker: Member, request: RunAttemptRequest) -> None:
+    def prepare_attempt(self, job: Job, worker: Member, request: RunAttemptRequest) -> None:
         """Says which colours the prompt names."""
         if names := _named(job):
             request.addons[KIND] = messages.ColourOrder(names=names).SerializeToString()
