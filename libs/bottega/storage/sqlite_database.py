@@ -32,9 +32,8 @@ _log = logging.getLogger(__name__)
 class SqliteSchema:
     """What is in a file. what: it is, for people, such as "the catalogue of LoRAs". tables: statements that make them.
 
-    remedy: of a damaged file whose place a new one has taken, for people: what fills that. upgrade: brings a file of an
-    older version, one of `upgradable`, up to this one, within a transaction. journal: with DELETE the file can be read
-    where nothing can be written, with WAL many commits cost less.
+    remedy: of a damaged file whose place a new one has taken, for people: what fills that. journal: with DELETE the
+    file can be read where nothing can be written, with WAL many commits cost less.
     """
 
     what: str
@@ -42,8 +41,6 @@ class SqliteSchema:
     version: int
     tables: tuple[str, ...]
     remedy: str
-    upgradable: tuple[int, ...] = ()
-    upgrade: Callable[[sqlite3.Connection], None] | None = None
     journal: Literal["WAL", "DELETE"] = "WAL"
 
 
@@ -125,35 +122,27 @@ def open_file(path: Path, schema: SqliteSchema) -> sqlite3.Connection:
 def _opened(path: Path, schema: SqliteSchema) -> sqlite3.Connection:
     connection = sqlite_files.connect(path)
     try:
-        version = sqlite_files.version_of(
-            connection,
-            path,
-            application_id=schema.application_id,
-            known=(*schema.upgradable, schema.version),
-            what=schema.what,
+        is_made = sqlite_files.has_tables(
+            connection, path, application_id=schema.application_id, version=schema.version, what=schema.what
         )
-        is_current = version == schema.version
-        if not sqlite_files.is_whole(connection) or (is_current and not _has_tables(connection, schema)):
+        if not sqlite_files.is_whole(connection) or (is_made and not _has_tables(connection, schema)):
             raise _damage()
         for pragma in (f"journal_mode = {schema.journal}", "synchronous = FULL"):
             connection.execute(f"PRAGMA {pragma}")
-        if not is_current:
+        if not is_made:
             with connection:
                 connection.execute("BEGIN IMMEDIATE")
-                _bring_up(connection, version, schema)
+                _make_tables(connection, schema)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _bring_up(connection: sqlite3.Connection, version: int, schema: SqliteSchema) -> None:
-    """Within a transaction. version: 0 is an empty file."""
-    if version and schema.upgrade is not None:
-        schema.upgrade(connection)
-    else:
-        for statement in schema.tables:
-            connection.execute(statement)
+def _make_tables(connection: sqlite3.Connection, schema: SqliteSchema) -> None:
+    """Within a transaction."""
+    for statement in schema.tables:
+        connection.execute(statement)
     connection.execute(f"PRAGMA application_id = {schema.application_id}")
     connection.execute(f"PRAGMA user_version = {schema.version}")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Collection
 from pathlib import Path
 
 from bottega.errors import ConfigError
@@ -48,34 +47,26 @@ def connect(path: Path | str, *pragmas: str) -> sqlite3.Connection:
     return connection
 
 
-def version_of(
-    connection: sqlite3.Connection, path: Path, *, application_id: int, known: Collection[int], what: str
-) -> int:
-    """The version of our tables that the file has; 0 for an empty one.
+def has_tables(connection: sqlite3.Connection, path: Path, *, application_id: int, version: int, what: str) -> bool:
+    """Whether it has our tables, of this version; an empty file has none.
 
-    what: such a file is, for people. Raises ConfigError for somebody else's file, and for a version that is not among
-    those that are known; sqlite3.Error.
+    what: such a file is, for people. Raises ConfigError for somebody else's file and another version; sqlite3.Error.
     """
     ((found,),) = connection.execute("PRAGMA application_id")
-    ((version,),) = connection.execute("PRAGMA user_version")
+    ((written,),) = connection.execute("PRAGMA user_version")
     ((tables,),) = connection.execute("SELECT count(*) FROM sqlite_schema")
     if not tables:
-        return 0
+        return False
     if found != application_id:
         raise ConfigError(f"{path} is a database, but not {what}; configure another place")
-    if version not in known:
-        raise ConfigError(_unknown_version(path, version, known))
-    return int(version)
-
-
-def _unknown_version(path: Path, version: int, known: Collection[int]) -> str:
-    if version > max(known):
-        return f"{path} was written by a later version of Bottega (schema {version}); run that one"
-    return (
-        f"{path} was written by an earlier version of Bottega (schema {version}), which this one does not upgrade: it "
-        f"does from schema {min(known)} on. Open it with a version in between first, or move it away: what is in it is "
-        "lost then"
-    )
+    if written > version:
+        raise ConfigError(f"{path} was written by a later version of Bottega (schema {written}); run that one")
+    if written < version:
+        raise ConfigError(
+            f"{path} was written by an earlier version of Bottega (schema {written}; this one has {version}). Run that "
+            "one, or move the file away: what is in it is lost then"
+        )
+    return True
 
 
 def is_whole(connection: sqlite3.Connection) -> bool:

@@ -17,9 +17,6 @@ from bottega.storage.checksums import Value, checksum
 COLUMNS = (*(field.name for field in fields(CatalogueRecord)), "checksum")
 """In the order of `to_row` and `from_row`."""
 
-# What no checksum is: of a row that could not be read when checksums came.
-NEVER = -1
-
 
 def to_row(record: CatalogueRecord) -> tuple[Value, ...]:
     """The values of COLUMNS."""
@@ -38,11 +35,6 @@ def from_row(row: Sequence[Any]) -> CatalogueRecord:
     *values, expected = row
     if len(row) != len(COLUMNS) or checksum(values) != expected:
         raise damaged_row(str(row[0]))
-    return unchecked(values)
-
-
-def unchecked(values: Sequence[Any]) -> CatalogueRecord:
-    """The record of values without a checksum. Raises DataLoss when they cannot be one."""
     name, digest, base, rank, modules, size_bytes, text_bytes, words, kind, bounds, pinned, added_s = values
     try:
         return CatalogueRecord(

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from bottega.errors import BadLora, DataLoss, InvalidRequest, LoraExists, LoraNotFound, TooLarge
-from bottega.loras.catalogue_schema import APPLICATION_ID
 from bottega.v1 import lora_pb2 as pb
 from tests.support.running_loras import PATIENCE_S, Running, config, fetch, lora_file, refused, running, upload_requests
 
@@ -30,14 +29,18 @@ async def _fill(store: Running, folder: Path, *names: str) -> dict[str, pb.Store
     return await _listed(store)
 
 
-async def _lost(folder: Path, *names: str, version: int = 2) -> dict[str, pb.StoredLora]:
-    """A store with these LoRAs whose catalogue is gone; what it had. version: that wrote it; 1 described no files."""
+async def _lost(folder: Path, *names: str, described: bool = True) -> dict[str, pb.StoredLora]:
+    """A store with these LoRAs whose catalogue is gone; what it had. described: its files."""
     async with running(folder) as store:
         before = await _fill(store, folder.parent, *names)
-    if version == 1:
-        _as_written_by_version_1(folder)
-    (folder / "catalogue.db").unlink()
+    _remove(folder, described=described)
     return before
+
+
+def _remove(folder: Path, *, described: bool) -> None:
+    for path in () if described else folder.glob("files/??/*.json"):
+        path.unlink()
+    (folder / "catalogue.db").unlink()
 
 
 def _change_rows(folder: Path, change: str, *values: object) -> None:
@@ -188,51 +191,11 @@ async def test_a_row_that_is_damaged_while_the_store_runs_comes_back_by_restorin
         assert sorted(await _listed(store)) == ["ink"]
 
 
-def _as_written_by_version_1(folder: Path) -> None:
-    """The store as it was before rows had checksums, and files descriptions."""
-    for path in folder.glob("files/??/*.json"):
-        path.unlink()
-    with closing(sqlite3.connect(folder / "catalogue.db")) as connection, connection:
-        rows = connection.execute("SELECT * FROM loras").fetchall()
-        connection.execute("DROP TABLE loras")
-        connection.execute(
-            """CREATE TABLE loras (
-        name TEXT PRIMARY KEY, digest TEXT NOT NULL, base TEXT NOT NULL, rank INTEGER NOT NULL,
-        modules INTEGER NOT NULL, size_bytes INTEGER NOT NULL, text_bytes INTEGER NOT NULL, trigger_words TEXT NOT NULL,
-        format TEXT NOT NULL, bounds TEXT NOT NULL, pinned INTEGER NOT NULL, added_s REAL NOT NULL
-    ) STRICT, WITHOUT ROWID"""
-        )
-        connection.execute("CREATE INDEX loras_digest ON loras (digest)")
-        connection.executemany(f"INSERT INTO loras VALUES ({', '.join('?' * 12)})", [row[:12] for row in rows])
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute("PRAGMA user_version = 1")
-
-
-async def test_a_catalogue_of_the_first_version_is_taken_over_but_for_rows_that_cannot_be_read(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    async with running(folder) as store:
-        before = await _fill(store, tmp_path, "ink", "wash", "dots")
-    _as_written_by_version_1(folder)
-    _change_rows(folder, "bounds = '[[30,' WHERE name = 'dots'")
-    del before["dots"]
-    async with running(folder) as store:
-        assert await _listed(store) == before
-        error = await refused(store.call("GetLora", name="dots"))
-        assert isinstance(error, DataLoss)
-        assert len(await _quarantine(store)) == 1
-    (folder / "catalogue.db").unlink()
-    async with running(folder) as store:
-        found = await _quarantine(store)
-        for name in before:
-            assert not (await _restore(store, found[name].id)).unknown
-        assert await _listed(store) == before
-
-
 async def test_weights_that_nothing_describes_come_back_for_the_base_that_they_fit_under_a_name_of_their_digest(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "store"
-    before = await _lost(folder, "ink", "wash", version=1)
+    before = await _lost(folder, "ink", "wash", described=False)
     lora, other = before["ink"], before["wash"]
     two = config(bases={"miniature": "miniature", "copy": "miniature"})
     async with running(folder, two) as store:
@@ -254,7 +217,7 @@ async def test_weights_that_nothing_describes_come_back_for_the_base_that_they_f
 
 async def test_weights_that_do_not_fit_the_base_that_is_said_are_refused(tmp_path: Path) -> None:
     folder, other = tmp_path / "store", tmp_path / "other"
-    lora = (await _lost(folder, "ink", version=1))["ink"]
+    lora = (await _lost(folder, "ink", described=False))["ink"]
     (other / "unet").mkdir(parents=True)
     (other / "unet" / "config.json").write_text('{"block_out_channels": [8], "layers_per_block": 1}')
     settings = config(bases={"other": str(other)})

@@ -55,7 +55,7 @@ class SqliteJobStore:
         return self._writer.waiting
 
     async def open(self) -> None:
-        """Checks the file, creates or upgrades its tables, and begins a new life."""
+        """Checks the file, creates its tables, and begins a new life."""
         if self._writable:
             return
         await self._reader.run(self._inspect)
@@ -167,13 +167,11 @@ class SqliteJobStore:
         with os_errors.translated():
             sqlite_files.create_file(self._path)
         self._stop_reading()  # the file may be another one since the last look
-        version = sqlite_schema.VERSION
+        made = True
         try:
             self._reading = sqlite_schema.connect_to_read(self._path)
-            version = sqlite_schema.check_owner(self._reading, self._path)
-            # What an earlier version wrote is read when it is brought up to date, which `open` does.
-            self._readable = version == sqlite_schema.VERSION
-            self._sound = self._is_sound(self._reading, version)
+            made = self._readable = sqlite_schema.has_tables(self._reading, self._path)
+            self._sound = self._is_sound(self._reading, made=made)
         except sqlite3.Error as error:
             typed = self._typed(error)
             if not isinstance(typed, DataLoss):
@@ -181,7 +179,7 @@ class SqliteJobStore:
                 self._read_as_left()
                 raise (typed or error) from error
         if not self._sound:
-            self._readable = version == sqlite_schema.VERSION
+            self._readable = made
             raise DataLoss(
                 f"{self._path} is damaged. Restore it from a backup, or move it and the files beside it that begin "
                 "with its name away: the jobs in it are lost then, and a new one is made"
@@ -194,17 +192,17 @@ class SqliteJobStore:
         """
         try:
             self._reading = sqlite_schema.connect_as_left(self._path)
-            version = sqlite_schema.check_owner(self._reading, self._path)
-            self._readable = version == sqlite_schema.VERSION and self._is_sound(self._reading, version)
+            made = sqlite_schema.has_tables(self._reading, self._path)
+            self._readable = made and self._is_sound(self._reading, made=made)
         except (sqlite3.Error, OSError, StorageUnavailable):
             self._stop_reading()  # why it cannot be opened is told already
 
-    def _is_sound(self, connection: sqlite3.Connection, version: int) -> bool:
+    def _is_sound(self, connection: sqlite3.Connection, *, made: bool) -> bool:
         """Whether the file is whole. It is looked at again when it has changed: a start may try twice a second."""
         with os_errors.translated():
             state = sqlite_schema.state_of(self._path)
         if state != self._sound_state:
-            self._sound_state = state if sqlite_schema.is_sound(connection, version) else None
+            self._sound_state = state if sqlite_schema.is_sound(connection, made=made) else None
         return self._sound_state is not None
 
     def _connect(self) -> sqlite3.Connection:

@@ -8,7 +8,6 @@ import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 
-from bottega.gateway.jobs.store import sqlite_upgrade
 from bottega.gateway.jobs.store.sqlite_rows import TYPES
 from bottega.storage import sqlite_files
 from bottega.v1 import image_pb2
@@ -18,7 +17,7 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": what PRAGMA application_id says of a file of ours.
 APPLICATION_ID = 0x42747467
-VERSION = 6
+_VERSION = 6
 
 # Pages of 4 KiB after which a commit copies the log into the file: 4 MiB, which takes about 10 ms.
 _CHECKPOINT_PAGES = 1000
@@ -28,7 +27,7 @@ _LOG_BYTES = 64 << 20
 # kept_bytes: what remembering an ended job takes, with a guess for the short columns and indexes. finished: whether it
 # completed, and so is forgotten last.
 _FINISHED = f"(state = {image_pb2.JOB_STATE_COMPLETED})"
-_JOBS = (
+_TABLES = (
     f"""
     CREATE TABLE jobs (
         sequence INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -72,15 +71,13 @@ _JOBS = (
         DELETE FROM holders WHERE finished = OLD.finished AND peer = OLD.peer AND jobs < 1;
     END
     """,
-    f"PRAGMA user_version = {VERSION}",
-)
-# request_ids: the newest job of each. inputs: of live jobs only, apart so that a change of a job does not rewrite them.
-# holders: what each peer has of ended jobs, which decides whose are forgotten when there are too many.
-_OTHER_TABLES = (
+    # The newest job of each.
     "CREATE TABLE request_ids (request_id TEXT PRIMARY KEY, sequence INTEGER NOT NULL) STRICT, WITHOUT ROWID",
+    # Of live jobs only, apart so that a change of a job does not rewrite them.
     "CREATE TABLE inputs (sequence INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, data BLOB NOT NULL) STRICT",
     "CREATE TABLE totals (jobs INTEGER NOT NULL, bytes INTEGER NOT NULL) STRICT",
     "INSERT INTO totals VALUES (0, 0)",
+    # What each peer has of ended jobs, which decides whose are forgotten when there are too many.
     """
     CREATE TABLE holders (
         finished INTEGER NOT NULL,
@@ -95,6 +92,7 @@ _OTHER_TABLES = (
     "CREATE TABLE generation (number INTEGER NOT NULL) STRICT",
     "INSERT INTO generation VALUES (0)",
     f"PRAGMA application_id = {APPLICATION_ID}",
+    f"PRAGMA user_version = {_VERSION}",
 )
 
 
@@ -134,40 +132,22 @@ def state_of(path: Path) -> FileState:
     return tuple((part.st_ino, part.st_size, part.st_mtime_ns) for part in parts)
 
 
-def check_owner(connection: sqlite3.Connection, path: Path) -> int:
-    """The version of our tables that the file has; 0 for an empty one. Raises ConfigError for somebody else's, and for
-    a version that can neither be used nor upgraded.
-    """
-    known = (VERSION, *sqlite_upgrade.VERSIONS)
-    return sqlite_files.version_of(
-        connection, path, application_id=APPLICATION_ID, known=known, what="a job store of Bottega"
+def has_tables(connection: sqlite3.Connection, path: Path) -> bool:
+    """Whether the file has our tables; an empty one has none. Raises ConfigError for what is no job store of ours."""
+    return sqlite_files.has_tables(
+        connection, path, application_id=APPLICATION_ID, version=_VERSION, what="a job store of Bottega"
     )
 
 
-def is_sound(connection: sqlite3.Connection, version: int) -> bool:
-    """Whether the file is whole, as far as a look of a second tells, and has our tables. Raises sqlite3.Error.
-
-    version: of its tables, as `check_owner` says.
-    """
-    return sqlite_files.is_whole(connection) and (
-        version != VERSION or sqlite_files.schema_of(connection) == _expected_schema()
-    )
+def is_sound(connection: sqlite3.Connection, *, made: bool) -> bool:
+    """Whether the file is whole, as far as a look of a second tells. made: it has our tables. Raises sqlite3.Error."""
+    return sqlite_files.is_whole(connection) and (not made or sqlite_files.schema_of(connection) == _expected_schema())
 
 
 def adopt(connection: sqlite3.Connection, path: Path) -> int:
-    """Creates the tables where there are none, or brings them up to date, and begins a new life: its generation.
-
-    Within a transaction.
-    """
-    version = check_owner(connection, path)
-    if not version:
-        _create(connection, _OTHER_TABLES)
-    if version in sqlite_upgrade.VERSIONS:
-        sqlite_upgrade.set_old_jobs_aside(connection)
-    if version != VERSION:
-        _create(connection, _JOBS)
-    if version in sqlite_upgrade.VERSIONS:
-        sqlite_upgrade.copy_old_jobs(connection, version)
+    """Creates the tables where there are none, and begins a new life: its generation. Within a transaction."""
+    if not has_tables(connection, path):
+        _create(connection, _TABLES)
     ((generation,),) = connection.execute("UPDATE generation SET number = number + 1 RETURNING number").fetchall()
     return int(generation)
 
@@ -179,5 +159,5 @@ def _create(connection: sqlite3.Connection, statements: Sequence[str]) -> None:
 
 def _expected_schema() -> list[tuple[str, str]]:
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
-        _create(connection, (*_OTHER_TABLES, *_JOBS))
+        _create(connection, _TABLES)
         return sqlite_files.schema_of(connection)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
 import logging
 import random
 import shutil
@@ -13,24 +12,18 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bottega.errors import ConfigError, DataLoss, StorageUnavailable
-from bottega.gateway.jobs.store import EndTime, JobRecord, SqliteJobStore
-from bottega.gateway.jobs.values import StoredImage
+from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
-from bottega.v1.worker_pb2 import AttemptDecisions
 from tests.support import full_disk
-from tests.support.addon_messages import loras_at
-from tests.support.job_store_backends import completed, failed, record, running
+from tests.support.job_store_backends import failed, record, running
 
 ROOT = Path(__file__).resolve().parents[5]
 MIB = 1 << 20
-# Written by version 4: live jobs, ended ones of each kind, a damaged one; the newest has been forgotten.
-EARLIER = Path(__file__).with_name("jobs_version_4.sqlite.gz")
 
 
 @contextlib.asynccontextmanager
@@ -316,104 +309,26 @@ async def test_one_damaged_job_does_not_stop_the_others(tmp_path: Path, caplog: 
     assert sorted(told) == [jobs[30].sequence, jobs[40].sequence], "of each once"
 
 
-async def test_a_file_of_the_version_before_is_brought_up_to_date(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("PRAGMA user_version = 99", "later version"),
+        ("PRAGMA user_version = 5", r"earlier version.*schema 5; this one has 6.*move the file away"),
+        ("PRAGMA application_id = 1", "not a job store of Bottega"),
+    ],
+)
+async def test_the_file_of_another_version_or_of_somebody_else_is_left_alone(
+    tmp_path: Path, change: str, reason: str
+) -> None:
     path = tmp_path / "jobs.sqlite"
-    path.write_bytes(gzip.decompress(EARLIER.read_bytes()))
-    async with _open(path) as store:
-        assert store.generation == 2
-        steps = {job.job_id: AttemptDecisions.FromString(job.decisions) for job in await store.live()}
-        assert steps == {"queued": AttemptDecisions(), "running": AttemptDecisions(by_kind=loras_at(0))}
-        assert await store.inputs("queued") == b"inputs"
-        job = await store.of_request("r-completed")
-        assert job is not None
-        assert (job.job_id, job.provenance) == ("completed", b"how")
-        assert AttemptDecisions.FromString(job.decisions) == AttemptDecisions(by_kind=loras_at(4))
-        assert job.images == (StoredImage(digest="a" * 64, size_bytes=10),)
-        assert (job.peer, job.ended_wall, job.ended_steady) == ("10.0.0.7", 120.0, 120.0)
-        assert await store.last_end() == EndTime(wall=123.0, steady=123.0)
-        with pytest.raises(DataLoss):
-            await store.get("damaged")
-        assert await store.update("running", running(2))
-        assert await store.update("running", completed(2, ended_wall=130.0))
-        added = await store.add(replace(record("new"), peer="10.0.0.8"))
-        assert added.sequence == 8, "7 was that of a job which is forgotten"
-    async with _open(path) as store:
-        assert await store.get("new") == added
-        assert await store.forget(ended_before=0.0, max_jobs=4, max_bytes=1 << 30, limit=9) == 3
-        assert [found.job_id for found in await store.page(size=9)] == ["new", "running", "queued"]
-        assert await store.get("completed") is None, "it ended before the damaged one"
-        assert await store.forget(ended_before=0.0, max_jobs=3, max_bytes=1 << 30, limit=9) == 1
-        assert await store.get("damaged") is None
-
-
-async def test_a_file_of_version_5_counts_what_attempts_decided_from_then_on(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.sqlite"
-    async with _open(path) as store:
-        for name, decisions in (("small", b""), ("large", bytes(30_000))):
-            await store.add(record(name))
-            await store.update(name, running(1, decisions=decisions))
-            await store.update(name, failed(ended_wall=1.0))
+    await _filled(path)
     with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA writable_schema = ON")
-        connection.execute("UPDATE sqlite_schema SET sql = replace(sql, 'length(decisions) + ', '')")
-        connection.execute("UPDATE totals SET bytes = bytes - 30000")
-        connection.execute("UPDATE holders SET bytes = bytes - 30000")
-        connection.execute("PRAGMA user_version = 5")
-        connection.commit()
-    async with _open(path) as store:
-        kept = AttemptDecisions.FromString((await store.page(size=9))[0].decisions)
-        assert kept.by_kind == {"loras": bytes(30_000)}
-        assert await store.forget(ended_before=0.0, max_jobs=9, max_bytes=31_000, limit=9) == 1
-        assert [found.job_id for found in await store.page(size=9)] == ["large"]
-        assert await store.forget(ended_before=0.0, max_jobs=9, max_bytes=30_000, limit=9) == 1
-
-
-async def test_the_file_of_an_older_version_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.sqlite"
-    path.write_bytes(gzip.decompress(EARLIER.read_bytes()))
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA user_version = 3")
+        connection.execute(change)
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"earlier version.*schema 3.*from schema 4 on"):
+    with pytest.raises(ConfigError, match=rf"jobs\.sqlite .*{reason}"):
         async with _open(path):
             pass
     assert path.read_bytes() == before
-
-
-async def test_an_upgrade_that_a_full_disk_stops_leaves_the_file_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "jobs.sqlite"
-    path.write_bytes(gzip.decompress(EARLIER.read_bytes()))
-    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-        names = "request_id, log_id, ends_with_caller, fingerprint, state, latent_height, latent_width, image_digest, "
-        names += "size_bytes, created_wall, attempt, deaths, pictures, provenance, error, checksum, peer, ended_steady"
-        for number in range(100):  # more than there is room for below
-            copy = (
-                f"INSERT INTO jobs (job_id, spec, {names}) SELECT ?, zeroblob(2000), {names} FROM jobs WHERE job_id = ?"
-            )
-            connection.execute(copy, (f"copy{number}", "completed"))
-    async with _closed_at_the_end(path) as store:
-        # Enough for what readers share, 32 KiB, and not for all that is written.
-        with full_disk.files_at_most(64_000), pytest.raises(StorageUnavailable):
-            await store.open()
-        with pytest.raises(StorageUnavailable):
-            await store.get("completed")
-        with contextlib.closing(sqlite3.connect(path)) as connection:
-            assert connection.execute("PRAGMA user_version").fetchall() == [(4,)]
-        await store.open()
-        assert await store.get("completed") is not None
-
-
-async def test_the_file_of_a_later_version_or_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
-    later, other = tmp_path / "later.sqlite", tmp_path / "other.sqlite"
-    await _filled(later)
-    for path, statement in ((later, "PRAGMA user_version = 99"), (other, "CREATE TABLE theirs (a)")):
-        with contextlib.closing(sqlite3.connect(path)) as connection:
-            connection.execute(statement)
-        before = path.read_bytes()
-        with pytest.raises(ConfigError, match=path.name):
-            async with _open(path):
-                pass
-        assert path.read_bytes() == before
 
 
 async def test_only_the_owner_can_read_the_file(tmp_path: Path) -> None:
