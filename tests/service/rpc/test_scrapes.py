@@ -62,7 +62,9 @@ async def test_who_sends_byte_by_byte_or_does_not_read_is_not_waited_for_without
     files = psutil.Process().num_fds()
     with connections(server.metrics_address, 20, says=HALF + b"\r\n"):
         await asyncio.sleep(1.5)  # each is accepted by then, and most of them are given up
-        await eventually(lambda: psutil.Process().num_fds() <= files + 20, "the last of them to be given up", within_s=10)
+        await eventually(
+            lambda: psutil.Process().num_fds() <= files + 20, "the last of them to be given up", within_s=10
+        )
     assert await scraped(server)
 
 
