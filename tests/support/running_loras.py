@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,10 @@ from bottega.errors import BottegaError
 from bottega.lora import canonical, messages
 from bottega.loras.__main__ import build
 from bottega.loras.config import ImportConfig, LinksConfig, LoraConfig
-from bottega.loras.importer import ImportRequest
-from bottega.loras.importing.base import Base, read_base
-from bottega.loras.importing.converting import convert
-from bottega.loras.importing.source import sources
+from bottega.loras.importing import process
+from bottega.loras.importing.import_processes import ImportProcesses
 from bottega.loras.store import LoraStore
-from bottega.miniature import WEIGHTS
+from bottega.process import PreparedCall
 from bottega.rpc.channel import open_channel
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_job_error, from_rpc_error
@@ -33,6 +30,7 @@ from bottega.v1 import link_pb2_grpc, lora_pb2_grpc
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.error_pb2 import JobError
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
+from bottega.v1.lora_import_pb2 import LoraImportCall
 from tests.samples.lora_files import Part, kohya, peft, save
 
 PATIENCE_S = 20.0
@@ -60,17 +58,6 @@ class Running:
         response: pb.UploadLoraResponse = await self.stub.UploadLora(requests, timeout=PATIENCE_S)
         return response.lora
 
-    async def bring(self, name: str, path: Path, *, trigger_words: Sequence[str] = ()) -> pb.StoredLora:
-        """Has a LoRA as if its file had been uploaded, without a process that imports it."""
-        spool = self.store.importer._files.spool()
-        with spool.open("r+b") as file:
-            canonical.write(file, convert(sources(path), base=_miniature()).modules)
-        request = ImportRequest(name=name, base="miniature", trigger_words=tuple(trigger_words))
-        async with self.store.importer.write_lock:
-            await self.store.importer._keep(request, spool, "kohya", "")
-        answer: pb.GetLoraResponse = await self.call("GetLora", name=name)
-        return answer.lora
-
     async def open_link(self, worker: str = "w") -> LinkOffer:
         """An offer of a link."""
         response = await self.links.OpenLink(OpenLinkRequest(kind=kinds.LORAS, worker=worker), timeout=PATIENCE_S)
@@ -83,9 +70,12 @@ class Running:
         return await asyncio.to_thread(connect, offer, Deadline.after(PATIENCE_S), limits=limits)
 
 
-@functools.cache
-def _miniature() -> Base:
-    return read_base(WEIGHTS)
+class _ImportsInThread(ImportProcesses):
+    """Imports as its processes do, without the time that Python takes to start in each, and without their limits."""
+
+    async def call(self, prepare: Callable[[], Awaitable[PreparedCall]], *, large: bool = False) -> bytes:
+        call = LoraImportCall.FromString((await prepare()).frame)
+        return (await asyncio.to_thread(process._answer, call)).SerializeToString()
 
 
 def config(**overrides: object) -> LoraConfig:
@@ -96,9 +86,14 @@ def config(**overrides: object) -> LoraConfig:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, settings: LoraConfig | None = None) -> AsyncIterator[Running]:
-    """A store whose state is in that folder."""
+async def running(
+    folder: Path, settings: LoraConfig | None = None, *, import_processes: bool = False
+) -> AsyncIterator[Running]:
+    """A store whose state is in that folder. import_processes: whether each LoRA is imported by a process of its own,
+    as it is outside of tests; else by a thread of this one."""
     server, store = build(settings or config(), folder)
+    if not import_processes:
+        store.importer._processes = _ImportsInThread(at_once=1, deadline_s=PATIENCE_S, cpu_s=1)
     await server.start()
     channel = open_channel(server.address)
     try:

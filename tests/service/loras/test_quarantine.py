@@ -22,7 +22,7 @@ async def _fill(store: Running, folder: Path, *names: str) -> dict[str, pb.Store
     """Brings LoRAs with everything that may be known of one; the first is pinned and profiled."""
     made = {}
     for seed, name in enumerate(names):
-        made[name] = await store.bring(name, lora_file(folder, seed=seed), trigger_words=[f"in {name}"])
+        made[name] = await store.upload(name, lora_file(folder, seed=seed), trigger_words=[f"in {name}"])
     digest = made[names[0]].digest
     await store.call("SetLoraProfile", name=names[0], digest=digest, bounds=_BOUNDS)
     await store.call("PinLora", name=names[0], pinned=True)
@@ -186,7 +186,7 @@ async def test_a_row_that_is_damaged_while_the_store_runs_comes_back_by_restorin
         await _restore_all(store)
         assert await _listed(store) == before
         _change_rows(tmp_path / "store", "rank = rank + 1")
-        again = await store.bring("ink", lora_file(tmp_path))
+        again = await store.upload("ink", lora_file(tmp_path))
         assert (again.digest, again.rank) == (before["ink"].digest, before["ink"].rank)
         assert sorted(await _listed(store)) == ["ink"]
 
@@ -259,7 +259,7 @@ async def test_several_names_of_the_same_weights_come_back_each_and_share_them_a
     folder = tmp_path / "store"
     async with running(folder) as store:
         for name in ("a", "b"):
-            await store.bring(name, lora_file(tmp_path))
+            await store.upload(name, lora_file(tmp_path))
         before = await _listed(store)
     (folder / "catalogue.db").unlink()
     async with running(folder) as store:
@@ -277,7 +277,7 @@ async def test_what_was_removed_does_not_come_back(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     async with running(folder) as store:
         await _fill(store, tmp_path, "ink", "wash")
-        await store.bring("same", lora_file(tmp_path))
+        await store.upload("same", lora_file(tmp_path))
         for name in ("ink", "wash"):
             await store.call("DeleteLora", name=name)
     (folder / "catalogue.db").unlink()
@@ -292,9 +292,9 @@ async def test_a_lora_that_was_brought_again_meanwhile_gets_what_it_lacks_and_an
     before = await _lost(folder, "ink", "wash")
     async with running(folder) as store:
         found = await _quarantine(store)
-        again = await store.bring("ink", lora_file(tmp_path, seed=0))
+        again = await store.upload("ink", lora_file(tmp_path, seed=0))
         assert not again.pinned
-        other = await store.bring("wash", lora_file(tmp_path, seed=9))
+        other = await store.upload("wash", lora_file(tmp_path, seed=9))
         back = (await _restore(store, found["ink"].id)).lora
         assert (back.pinned, list(back.bounds), list(back.trigger_words)) == (True, _BOUNDS, ["in ink"])
         assert isinstance(await refused(store.call("RestoreLora", id=found["wash"].id)), LoraExists)

@@ -44,7 +44,7 @@ from tests.support.running_loras import (
 
 
 async def test_an_uploaded_lora_is_listed_and_sent_by_its_digest(tmp_path: Path) -> None:
-    async with running(tmp_path / "store") as store:
+    async with running(tmp_path / "store", import_processes=True) as store:
         lora = await store.upload("style/ink", lora_file(tmp_path, text=True), trigger_words=["in ink"])
         assert (lora.name, lora.base, lora.rank, lora.modules) == ("style/ink", "miniature", 2, 2)
         assert (lora.format, list(lora.trigger_words)) == ("kohya", ["in ink"])
@@ -218,10 +218,11 @@ async def test_a_lora_of_its_own_whose_file_is_gone_is_brought_again(tmp_path: P
 async def test_a_store_brings_more_loras_of_its_own_than_may_wait_to_be_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bottega.loras.importing.import_processes._MAX_WAITING", 1)
+    monkeypatch.setattr("bottega.loras.importing.import_processes._MAX_WAITING", 0)
     path = lora_file(tmp_path)
-    own = {f"ink-{number}": OwnLora(path=str(path)) for number in range(3)}
-    async with running(tmp_path / "store", config(loras=own, imports=ImportConfig(at_once=1))) as store:
+    own = {f"ink-{number}": OwnLora(path=str(path)) for number in range(2)}
+    settings = config(loras=own, imports=ImportConfig(at_once=1))
+    async with running(tmp_path / "store", settings, import_processes=True) as store:
         listed = (await store.call("ListLoras")).loras
     assert [lora.name for lora in listed] == sorted(own)
 
@@ -236,7 +237,7 @@ async def test_lists_come_in_pages_and_by_base(tmp_path: Path) -> None:
     path = lora_file(tmp_path)
     async with running(tmp_path / "store") as store:
         for name in ("c", "a", "b"):
-            await store.bring(name, path)
+            await store.upload(name, path)
         first = await store.call("ListLoras", page_size=2)
         assert ([lora.name for lora in first.loras], list(first.bases)) == (["a", "b"], ["miniature"])
         second = await store.call("ListLoras", page_size=2, page_token=first.next_page_token)
@@ -247,7 +248,7 @@ async def test_lists_come_in_pages_and_by_base(tmp_path: Path) -> None:
 
 async def test_a_lora_that_was_asked_for_a_moment_ago_is_not_removed(tmp_path: Path) -> None:
     async with running(tmp_path / "store", config(lease_s=0.5)) as store:
-        lora = await store.bring("a", lora_file(tmp_path))
+        lora = await store.upload("a", lora_file(tmp_path))
         accepted = await store.call("PrefetchLoras", digests=[lora.digest, "0" * 64])
         assert list(accepted.accepted) == [lora.digest]
         error = await refused(store.call("DeleteLora", name="a"))
@@ -261,7 +262,7 @@ async def test_a_lora_that_was_asked_for_a_moment_ago_is_not_removed(tmp_path: P
 
 async def test_what_is_only_kept_is_neither_loaded_nor_removed(tmp_path: Path) -> None:
     async with running(tmp_path / "store", config(lease_s=30.0)) as store:
-        lora = await store.bring("a", lora_file(tmp_path))
+        lora = await store.upload("a", lora_file(tmp_path))
         assert not (await store.call("PrefetchLoras", digests=[lora.digest], only_keep=True)).accepted
         got = await store.call("GetLora", name="a")
         assert got.lora.state == pb.LORA_STATE_ON_DISK
@@ -272,7 +273,7 @@ async def test_what_is_only_kept_is_neither_loaded_nor_removed(tmp_path: Path) -
 async def test_a_lora_that_is_being_sent_is_not_removed(tmp_path: Path) -> None:
     links = LinksConfig(socket=None, bytes_per_s=10_000)
     async with running(tmp_path / "store", config(links=links)) as store:
-        lora = await store.bring("a", lora_file(tmp_path, rank=8))
+        lora = await store.upload("a", lora_file(tmp_path, rank=8))
         with await store.link() as link:
             fetching = asyncio.create_task(asyncio.to_thread(fetch, link, lora.digest))
             while not store.store._cache.leases(lora.digest):  # noqa: ASYNC110 - the moment at which it begins
@@ -285,8 +286,8 @@ async def test_a_lora_that_is_being_sent_is_not_removed(tmp_path: Path) -> None:
 async def test_files_of_a_name_that_others_share_stay(tmp_path: Path) -> None:
     path = lora_file(tmp_path)
     async with running(tmp_path / "store") as store:
-        lora = await store.bring("a", path)
-        await store.bring("b", path)
+        lora = await store.upload("a", path)
+        await store.upload("b", path)
         await store.call("DeleteLora", name="a")
         with await store.link() as link:
             assert len(await asyncio.to_thread(fetch, link, lora.digest)) == lora.size_bytes
@@ -295,9 +296,9 @@ async def test_files_of_a_name_that_others_share_stay(tmp_path: Path) -> None:
 async def test_without_the_name_that_was_pinned_the_others_weights_give_way(tmp_path: Path) -> None:
     path = lora_file(tmp_path)
     async with running(tmp_path / "store", config(budget_bytes=3000)) as store:
-        first, other = await store.bring("a", path), await store.bring("c", lora_file(tmp_path, seed=1))
+        first, other = await store.upload("a", path), await store.upload("c", lora_file(tmp_path, seed=1))
         assert first.size_bytes < 3000 < first.size_bytes + other.size_bytes
-        await store.bring("b", path)
+        await store.upload("b", path)
         await store.call("PinLora", name="a", pinned=True)
         async with asyncio.timeout(PATIENCE_S):
             while store.store.state(await store.store.catalogue.get("a")) is not True:  # noqa: ASYNC110 - loading has no event
@@ -311,8 +312,8 @@ async def test_without_the_name_that_was_pinned_the_others_weights_give_way(tmp_
 async def test_what_does_not_fit_beside_others_that_are_pinned_is_not_pinned(tmp_path: Path) -> None:
     async with running(tmp_path / "store", config(budget_bytes=3000)) as store:
         for seed, name in enumerate("ab"):
-            await store.bring(name, lora_file(tmp_path, seed=seed))
-        await store.bring("same", lora_file(tmp_path))
+            await store.upload(name, lora_file(tmp_path, seed=seed))
+        await store.upload("same", lora_file(tmp_path))
         for name in ("a", "a", "same"):  # one file: it is there once
             await store.call("PinLora", name=name, pinned=True)
         error = await refused(store.call("PinLora", name="b", pinned=True))
@@ -327,7 +328,7 @@ async def test_a_store_whose_budget_is_too_small_now_for_what_is_pinned_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(tmp_path / "store") as store:
-        await store.bring("a", lora_file(tmp_path))
+        await store.upload("a", lora_file(tmp_path))
         await store.call("PinLora", name="a", pinned=True)
     assert "do not fit" not in caplog.text
     async with running(tmp_path / "store", config(budget_bytes=1)):
@@ -352,7 +353,7 @@ async def test_an_upload_that_trickles_is_ended_in_the_time_that_it_has_and_leav
 
 async def test_a_digest_that_is_not_there_is_refused_and_the_link_lives(tmp_path: Path) -> None:
     async with running(tmp_path / "store") as store:
-        lora = await store.bring("a", lora_file(tmp_path))
+        lora = await store.upload("a", lora_file(tmp_path))
         with await store.link() as link:
             with pytest.raises(LoraNotFound):
                 await asyncio.to_thread(fetch, link, "0" * 64)
@@ -364,7 +365,7 @@ async def test_an_import_that_needs_too_much_memory_is_ended_and_the_store_goes_
 ) -> None:
     monkeypatch.setattr("bottega.loras.importing.import_processes._ADDRESS_SPACE_BYTES", 40 << 20)
     before = set(psutil.Process().children(recursive=True))
-    async with running(tmp_path / "store") as store:
+    async with running(tmp_path / "store", import_processes=True) as store:
         requests = upload_requests("a", lora_file(tmp_path).read_bytes())
         error = await refused(store.stub.UploadLora(requests, timeout=60))
         assert error.reason_name in {"BAD_LORA", "INTERNAL"}

@@ -90,15 +90,6 @@ async def test_other_weights_than_those_that_were_pinned_are_refused(house: Hous
     await refusal(lambda: house.gateway.generate(loras=[Lora(name="ink", digest="0" * 64)]), errors.LoraUnusable)
 
 
-async def test_a_lora_may_be_as_late_as_its_profile_says(house: House) -> None:
-    bounds = [pb.LoraBound(num_inference_steps=30, max_step=12)]
-    profile = pb.SetLoraProfileRequest(name="ink", digest=house.ink.digest, bounds=bounds)
-    await house.store.stub.SetLoraProfile(profile, timeout=PATIENCE_S)
-    worker = await house.gateway.worker()
-    await house.gateway.draw(loras=[Lora(name="ink")])
-    assert worker.requests[0].spec.loras[0].max_step == 12
-
-
 async def test_what_a_job_waits_for_is_prefetched_and_leased(house: House) -> None:
     await house.gateway.worker()
     await house.gateway.draw(loras=[Lora(name="ink")])
