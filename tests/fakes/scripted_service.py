@@ -91,9 +91,14 @@ async def lifespan(config: ScriptedConfig, script: Script) -> AsyncIterator[Serv
         script.turn("left")
 
 
+def main() -> int:
+    """Boots it; the exit status."""
+    kept_bytes = int(os.environ.get(KEPT_VARIABLE, "0")) << 20
+    return boot(
+        "scripted", ScriptedConfig, lifespan_of, description="A service that is scripted", kept_bytes=kept_bytes
+    )
+
+
 if __name__ == "__main__":
     memory._REST_S = _LOOK_S
-    kept_bytes = int(os.environ.get(KEPT_VARIABLE, "0")) << 20
-    sys.exit(
-        boot("scripted", ScriptedConfig, lifespan_of, description="A service that is scripted", kept_bytes=kept_bytes)
-    )
+    sys.exit(main())

@@ -21,24 +21,23 @@ from bottega.rpc.operation.sd_notify import SystemdNotifier
 from tests.support.services import gateway_config
 
 WATCHDOG_S = 0.4
-ABSTRACT = f"bottega-test-{os.getpid()}"
 
 
-@pytest.fixture(params=["path", "abstract"])
-def systemd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[socket.socket, str]]:
+@pytest.fixture
+def systemd(tmp_path: Path) -> Iterator[tuple[socket.socket, str]]:
     """A socket that listens as systemd does, and what NOTIFY_SOCKET says."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         path = str(tmp_path / "notify")
-        listener.bind(path if request.param == "path" else f"\0{ABSTRACT}")
+        listener.bind(path)
         listener.settimeout(20)
-        yield listener, path if request.param == "path" else f"@{ABSTRACT}"
+        yield listener, path
 
 
 @contextlib.contextmanager
 def gateway(address: str, folder: Path, first: str = "") -> Iterator[subprocess.Popen[bytes]]:
     """A gateway as systemd starts it, which logs into a pipe. first: what a shell does before."""
     config = folder / "gateway.yaml"
-    config.write_text(json.dumps(gateway_config()))
+    config.write_text(json.dumps(gateway_config(codec_processes=1)))
     process = subprocess.Popen(
         ["bash", "-c", f'{first}exec "$0" -m bottega.gateway --config "$1"', sys.executable, str(config)],
         stderr=subprocess.PIPE,
@@ -98,6 +97,15 @@ def test_a_gateway_whose_disk_is_full_when_it_starts_counts_as_started_and_answe
         process.send_signal(signal.SIGTERM)
         heard_until(listener, "STOPPING=1")
         assert process.wait(20) == 0
+
+
+def test_a_socket_may_be_an_abstract_one() -> None:
+    name = f"bottega-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(f"\0{name}")
+        listener.settimeout(20)
+        SystemdNotifier({"NOTIFY_SOCKET": f"@{name}"}).ready()
+        assert heard(listener) == ["READY=1", "STATUS=serving"]
 
 
 def test_a_process_that_the_watchdog_is_not_for_says_nothing(tmp_path: Path) -> None:

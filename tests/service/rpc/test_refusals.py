@@ -100,9 +100,8 @@ def _refusals(caplog: pytest.LogCaptureFixture) -> int:
     return len(_told(caplog, "call refused")) + _counted(_told(caplog, "more calls refused"))
 
 
-@pytest.mark.parametrize("crowd", [1_500, 4_000])
-async def test_each_of_a_crowd_that_comes_at_once_is_told_why_it_is_refused(crowd: int) -> None:
-    # gRPC itself would cut off what is beyond a thousand, as if somebody had cancelled it.
+async def test_each_of_a_crowd_that_comes_at_once_is_told_why_it_is_refused() -> None:
+    crowd = 1_500  # gRPC itself would cut off what is beyond a thousand, as if somebody had cancelled it
     async with scripted_images(max_calls=1024, max_streams=1, peer_share=1.0) as (_, _, channel):
         request = image_pb2.WatchJobRequest(job_id="wait")
         watches = [stub(channel).WatchJob(request) for _ in range(crowd)]
