@@ -26,7 +26,14 @@ PROFILE = ("controlnets", "profile")
 
 
 @pytest.fixture
+async def fleet() -> AsyncIterator[Running]:
+    async with running_gateway() as running:
+        yield running
+
+
+@pytest.fixture
 async def house() -> AsyncIterator[Running]:
+    """One that can look at images."""
     async with running_gateway(codec_processes=1) as running:
         yield running
 
@@ -36,16 +43,16 @@ async def _served(house: Running) -> tuple[ServedControlNet, ...]:
         return await client.controlnets()
 
 
-async def test_controlnets_are_listed_with_size_model_and_where_they_are_loaded(house: Running) -> None:
-    await house.worker()
+async def test_controlnets_are_listed_with_size_model_and_where_they_are_loaded(fleet: Running) -> None:
+    await fleet.worker()
     size = 24 << 20
-    await house.controlnets("s1", hosted("edges", size_bytes=size, popularity=3), hosted("depth", state=ON_DISK))
-    await house.controlnets("s2", hosted("edges", size_bytes=size, popularity=4), hosted("pose", base="sdxl"))
-    depth, edges, pose = await _served(house)
+    await fleet.controlnets("s1", hosted("edges", size_bytes=size, popularity=3), hosted("depth", state=ON_DISK))
+    await fleet.controlnets("s2", hosted("edges", size_bytes=size, popularity=4), hosted("pose", base="sdxl"))
+    depth, edges, pose = await _served(fleet)
     assert (edges.name, edges.models, edges.popularity, edges.loaded_at) == ("edges", ("miniature",), 7, ("s1", "s2"))
     assert (depth.loaded_at, pose.models) == ((), ())
     for listing in (("controlnets",), ("controlnets", "list")):
-        result = await run_at(house, *listing)
+        result = await run_at(fleet, *listing)
         assert result.exit_code == 0
         rows = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
         assert rows["edges"].split() == ["edges", "24", "MiB", "miniature", "s1,", "s2", "2", "7", "-"]
@@ -53,54 +60,54 @@ async def test_controlnets_are_listed_with_size_model_and_where_they_are_loaded(
         assert "no model here (sdxl)" in rows["pose"]
 
 
-async def test_where_a_controlnet_is_and_how_it_stands_there(house: Running) -> None:
-    server = await house.controlnets("s1", hosted("edges", sessions=2, popularity=5))
-    await house.controlnets("s2", hosted("edges", state=hosted_pb2.HOSTED_STATE_LOADING, digest="f" * 64))
-    result = await run_at(house, "controlnets", "where", "edges")
+async def test_where_a_controlnet_is_and_how_it_stands_there(fleet: Running) -> None:
+    server = await fleet.controlnets("s1", hosted("edges", sessions=2, popularity=5))
+    await fleet.controlnets("s2", hosted("edges", state=hosted_pb2.HOSTED_STATE_LOADING, digest="f" * 64))
+    result = await run_at(fleet, "controlnets", "where", "edges")
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["s1", "controlnet", server.address, "loaded", "2", "5", "hash"] in [row[:7] for row in rows]
     assert any(row[:1] == ["s2"] and "loading" in row and row[-1] == "f" * 12 for row in rows)
     assert "another one" in result.stderr, "two versions under one name"
-    missing = await run_at(house, "controlnets", "where", "lines")
+    missing = await run_at(fleet, "controlnets", "where", "lines")
     assert missing.exit_code == 1
     assert "nobody hosts lines" in missing.stderr
     assert "Hosted: edges" in missing.stderr
 
 
-async def test_without_any_server_it_is_said_what_to_look_at(house: Running) -> None:
-    result = await run_at(house, "controlnets")
+async def test_without_any_server_it_is_said_what_to_look_at(fleet: Running) -> None:
+    result = await run_at(fleet, "controlnets")
     assert (result.exit_code, result.stdout) == (0, "")
     assert "bottega fleet" in result.stderr
-    result = await run_at(house, "controlnets", "add", "edges", "/srv/edges")
+    result = await run_at(fleet, "controlnets", "add", "edges", "/srv/edges")
     assert result.exit_code == 1
     assert "no ControlNet server has joined" in result.stderr
 
 
-async def test_a_folder_is_added_at_every_server_or_at_one(house: Running, tmp_path: Path) -> None:
-    first = await house.controlnets("s1", hosted("edges"))
-    second = await house.controlnets("s2", hosted("edges"))
-    result = await run_at(house, "controlnets", "add", "depth", "nets/depth")
+async def test_a_folder_is_added_at_every_server_or_at_one(fleet: Running, tmp_path: Path) -> None:
+    first = await fleet.controlnets("s1", hosted("edges"))
+    second = await fleet.controlnets("s2", hosted("edges"))
+    result = await run_at(fleet, "controlnets", "add", "depth", "nets/depth")
     assert result.exit_code == 0, result.output
     assert [line.split(",")[0] for line in result.stdout.splitlines()] == ["s1 hosts depth", "s2 hosts depth"]
     assert first.added == second.added == [("depth", "nets/depth")]
-    result = await run_at(house, "controlnets", "add", "pose", str(tmp_path), "--server", "s2")
+    result = await run_at(fleet, "controlnets", "add", "pose", str(tmp_path), "--server", "s2")
     assert result.exit_code == 0
     assert (first.added[1:], second.added[1:]) == ([], [("pose", str(tmp_path))])
     async with asyncio.timeout(5):
-        while [net.name for net in await _served(house)] != ["depth", "edges", "pose"]:  # noqa: ASYNC110
+        while [net.name for net in await _served(fleet)] != ["depth", "edges", "pose"]:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    unknown = await run_at(house, "controlnets", "add", "pose", "pose", "--server", "s9")
+    unknown = await run_at(fleet, "controlnets", "add", "pose", "pose", "--server", "s9")
     assert unknown.exit_code == 2
     assert "joined: s1, s2" in unknown.stderr
 
 
-async def test_a_server_that_refuses_or_is_gone_is_named_and_the_others_have_it(house: Running) -> None:
+async def test_a_server_that_refuses_or_is_gone_is_named_and_the_others_have_it(fleet: Running) -> None:
     for name in ("s1", "s2", "s3"):
-        await house.controlnets(name, hosted("edges"))
-    good, refuses, gone = house.servers
+        await fleet.controlnets(name, hosted("edges"))
+    good, refuses, gone = fleet.servers
     refuses.failure = errors.ControlNetUnusable("ControlNet depth cannot be used: no weights in /srv/depth")
     await gone._server.grpc.stop(0)
-    result = await run_at(house, "controlnets", "add", "depth", "/srv/depth")
+    result = await run_at(fleet, "controlnets", "add", "depth", "/srv/depth")
     assert result.exit_code == 1
     assert result.stdout.startswith("s1 hosts depth")
     assert "s2: ControlNet depth cannot be used: no weights in /srv/depth" in result.stderr
@@ -135,23 +142,23 @@ async def _said_by_the_doctor(house: Running) -> list[str]:
 
 
 async def test_the_fleet_and_the_doctor_show_controlnet_servers(
-    house: Running, monkeypatch: pytest.MonkeyPatch
+    fleet: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await house.worker()
-    await house.controlnets("s1", hosted("edges", sessions=3), hosted("depth", state=ON_DISK))
-    result = await run_at(house, "fleet", "--once")
+    await fleet.worker()
+    await fleet.controlnets("s1", hosted("edges", sessions=3), hosted("depth", state=ON_DISK))
+    result = await run_at(fleet, "fleet", "--once")
     assert result.exit_code == 0, result.output
     (row,) = (line for line in result.stdout.splitlines() if line.split()[:1] == ["s1"])
     assert "edges, depth (not loaded)" in row
     assert row.split("cpu")[1].split()[0] == "3", "its sessions"
-    said = await _said_by_the_doctor(house)
+    said = await _said_by_the_doctor(fleet)
     assert "1 ControlNet server joined, with depth, edges" in said
-    await house.controlnets("s2", hosted("edges", digest="other"), hosted("pose", base="sdxl"))
-    said = await _said_by_the_doctor(house)
+    await fleet.controlnets("s2", hosted("edges", digest="other"), hosted("pose", base="sdxl"))
+    said = await _said_by_the_doctor(fleet)
     assert "ControlNet edges is served in more than one version" in said
     assert "no model that is served can be drawn with ControlNet pose" in said
     monkeypatch.setenv(VARIABLE, "/no/such/manifest")
-    assert await _said_by_the_doctor(house) == said, "without a manifest that can be read, too"
+    assert await _said_by_the_doctor(fleet) == said, "without a manifest that can be read, too"
 
 
 def _png() -> bytes:

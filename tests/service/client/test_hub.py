@@ -18,7 +18,7 @@ import pytest
 from tests.fakes.scripted_controlnet import hosted
 from tests.support.full_disk import fill, small_disk
 from tests.support.running_gateway import Running, running_gateway
-from tests.support.terminal import NO_UNICODE
+from tests.support.terminal import NO_UNICODE, run_at
 
 REVISION = "0" * 40
 FILES = {
@@ -122,9 +122,6 @@ async def test_what_a_server_needs_is_brought_below_its_root_and_hosted(
     [
         (["hub:somebody/lines"], {}, "the hub has no somebody/lines"),
         (["hub:somebody/depth", "--revision", NO_UNICODE], {}, r"somebody/depth has no revision a\udcff"),
-        (["hub:some body/depth"], {}, "is no name on the hub"),
-        (["hub:../../etc"], {}, "is no name on the hub"),
-        (["hub:somebody/depth"], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids it"),
         (["hub:somebody/depth"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub was not reached"),
     ],
 )
@@ -139,17 +136,27 @@ async def test_what_cannot_be_brought_is_said_and_nothing_is_added(
     assert house.servers[0].added == []
 
 
-async def test_a_server_of_another_machine_or_without_a_root_takes_none_from_the_hub(
-    house: Running, tmp_path: Path
-) -> None:
+async def test_what_needs_no_hub_to_be_refused_is_refused_without_one(house: Running, tmp_path: Path) -> None:
+    """In this process, where HF_HUB_OFFLINE is set."""
+
+    async def told(*arguments: str) -> tuple[int, str]:
+        result = await run_at(house, "controlnets", "add", "depth", *arguments)
+        return result.exit_code, result.stderr
+
+    for name in ("some body/depth", "../../etc"):
+        status, said = await told(f"hub:{name}")
+        assert (status, "is no name on the hub" in said) == (1, True)
+    status, said = await told("hub:somebody/depth")
+    assert (status, "HF_HUB_OFFLINE forbids it" in said) == (1, True)
     house.servers[0].root = str(tmp_path / "elsewhere")
-    status, said = await add(house, "depth", "hub:somebody/depth")
+    status, said = await told("hub:somebody/depth")
     assert (status, "cannot be written to from here" in said) == (1, True)
     house.servers[0].root = ""
-    status, said = await add(house, "depth", "hub:somebody/depth")
+    status, said = await told("hub:somebody/depth")
     assert (status, "the configuration has no root" in said) == (2, True)
-    status, said = await add(house, "depth", "somewhere", "--revision", "main")
+    status, said = await told("somewhere", "--revision", "main")
     assert (status, "--revision is of what comes from the hub" in said) == (2, True)
+    assert house.servers[0].added == []
 
 
 def _entry(name: str) -> dict[str, object]:
