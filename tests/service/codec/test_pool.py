@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import pytest_asyncio
 from PIL import Image
 
 from bottega.codec import CodecPool, ImageSize, Pixels
@@ -21,6 +22,8 @@ from bottega.errors import BadImage, Code, InternalError, QueueFull, Unavailable
 from bottega.process import FramedPipe, open_pair
 from bottega.v1 import codec_pb2, generation_pb2
 from tests.samples import hostile_images as hostile
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PNG = generation_pb2.IMAGE_FORMAT_PNG
 # Processor seconds: a process starts with .2, and then decodes the image of the test for a second and more.
@@ -67,8 +70,15 @@ async def stopped_at_work(pool: CodecPool) -> AsyncIterator[None]:
             await stopping
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool() -> AsyncIterator[CodecPool]:
+    async with running(processes=1, deadline_s=10, max_waiting=4) as pool:
+        yield pool
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fresh() -> AsyncIterator[CodecPool]:
+    """One that has served nothing."""
     async with running(processes=1, deadline_s=10, max_waiting=4) as pool:
         yield pool
 
@@ -164,7 +174,7 @@ async def test_an_image_that_reaches_the_limit_of_processor_time_is_bad_and_not_
     assert len(caplog.records) == 1, "it is not tried again"
 
 
-def test_decoding_has_a_limit_of_processor_time_that_ends_the_process() -> None:
+async def test_decoding_has_a_limit_of_processor_time_that_ends_the_process() -> None:
     ours, theirs = open_pair()
     script = "import bottega.codec.process as process; process.DECODE_CPU_S = 0.2; process.main()"
     command = [sys.executable, "-c", script, "--fd", str(theirs.fileno())]
@@ -249,26 +259,26 @@ async def _go_on(pool: CodecPool, busy: list[asyncio.Task[ImageSize]]) -> None:
     await asyncio.gather(*busy)
 
 
-async def test_a_full_queue_says_when_to_come_back_by_what_calls_take(pool: CodecPool) -> None:
-    busy = await _busy(pool, 1)
+async def test_a_full_queue_says_when_to_come_back_by_what_calls_take(fresh: CodecPool) -> None:
+    busy = await _busy(fresh, 1)
     await asyncio.sleep(1.5)
-    await _go_on(pool, busy)
-    busy = await _busy(pool, 5)
-    shortest_s, longest_s = await _told_s(pool)
+    await _go_on(fresh, busy)
+    busy = await _busy(fresh, 5)
+    shortest_s, longest_s = await _told_s(fresh)
     assert 1.5 <= shortest_s < longest_s < 3.5
-    await _go_on(pool, busy)
+    await _go_on(fresh, busy)
     for _ in range(16):
-        await pool.inspect(png(3, 3))
-    busy = await _busy(pool, 5)
-    assert (await _told_s(pool))[1] <= 0.75
-    await _go_on(pool, busy)
+        await fresh.inspect(png(3, 3))
+    busy = await _busy(fresh, 5)
+    assert (await _told_s(fresh))[1] <= 0.75
+    await _go_on(fresh, busy)
 
 
-async def test_a_full_queue_of_which_nothing_was_served_yet_says_the_deadline_of_a_call(pool: CodecPool) -> None:
-    busy = await _busy(pool, 5)
-    shortest_s, longest_s = await _told_s(pool)
+async def test_a_full_queue_of_which_nothing_was_served_yet_says_the_deadline_of_a_call(fresh: CodecPool) -> None:
+    busy = await _busy(fresh, 5)
+    shortest_s, longest_s = await _told_s(fresh)
     assert 10 <= shortest_s < longest_s <= 15
-    await _go_on(pool, busy)
+    await _go_on(fresh, busy)
 
 
 async def test_a_call_waits_for_its_turn_within_a_bound(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with Services(tmp_path_factory.mktemp("gateway")) as services:
-        yield services.start("gateway", gateway_config())
+        yield services.start("gateway", gateway_config(codec_processes=1))
 
 
 @pytest.fixture

@@ -25,21 +25,33 @@ from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.crowds import alive, connections
 from tests.support.cut_cable import laid
 from tests.support.running_gateway import refusal
-from tests.support.services import Service, Services, gateway_config
+from tests.support.services import FREE_PORTS, Service, Services, gateway_config
 from tests.support.waiting import wait_until
 
 IDLE = 1_150
-STREAMS = 2_100
+MAX_STREAMS = 512
 # Enough for a gateway with a crowd that is kept small, and for nothing else: 85 connections.
 LOW = 256
 PATIENCE_S = 20.0
 SPEC = GenerationSpec(prompt="a star", num_inference_steps=4)
 
 
-@pytest.fixture
-def services(tmp_path: Path) -> Iterator[Services]:
-    with Services(tmp_path) as services:
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    with Services(tmp_path_factory.mktemp("services")) as services:
         yield services
+
+
+@pytest.fixture(scope="module")
+def gateway(services: Services) -> Service:
+    """Which a shell gave few files, and which may take more."""
+    return start(services, soft=1024, hard=psutil.Process().rlimit(psutil.RLIMIT_NOFILE)[1])
+
+
+@pytest.fixture(scope="module")
+def low(services: Services) -> Service:
+    """Which may have few files."""
+    return start(services, soft=LOW, hard=LOW)
 
 
 @contextlib.asynccontextmanager
@@ -52,7 +64,8 @@ async def working(gateway: Service) -> AsyncIterator[ScriptedWorker]:
 
 
 def start(services: Services, *, soft: int, hard: int) -> Service:
-    return services.start("gateway", gateway_config(), run_by=["prlimit", f"--nofile={soft}:{hard}"])
+    config = gateway_config(server={**FREE_PORTS, "max_streams": MAX_STREAMS}, codec_processes=1)
+    return services.start("gateway", config, run_by=["prlimit", f"--nofile={soft}:{hard}"])
 
 
 def stub(channel: grpc.aio.Channel) -> image_pb2_grpc.ImageServiceAsyncStub:
@@ -74,10 +87,8 @@ def levels(gateway: Service) -> set[str]:
 
 
 async def test_a_gateway_that_a_shell_gave_few_files_goes_on_beside_a_thousand_idle_connections(
-    services: Services,
+    gateway: Service,
 ) -> None:
-    hard = psutil.Process().rlimit(psutil.RLIMIT_NOFILE)[1]
-    gateway = start(services, soft=1024, hard=hard)
     process = psutil.Process(gateway.process.pid)
     for each in (process, *process.children()):  # what it starts has the limit from it
         assert each.rlimit(psutil.RLIMIT_NOFILE)[0] > IDLE
@@ -88,30 +99,28 @@ async def test_a_gateway_that_a_shell_gave_few_files_goes_on_beside_a_thousand_i
     assert not logged(gateway, level="ERROR")
 
 
-async def test_a_gateway_that_may_have_few_files_says_so_and_lets_others_in_beside_a_crowd(services: Services) -> None:
-    gateway = start(services, soft=LOW, hard=LOW)
-    (warning,) = [event for event in gateway.events() if event["level"] == "WARNING"]
+async def test_a_gateway_that_may_have_few_files_says_so_and_lets_others_in_beside_a_crowd(low: Service) -> None:
+    (warning,) = [event for event in low.events() if event["level"] == "WARNING"]
     assert warning["limit"] == LOW
     assert "LimitNOFILE" in warning["todo"]
-    async with working(gateway):
-        with connections(gateway.address, 2 * LOW, source="127.0.0.2") as crowd:
-            await draw(gateway.address)
+    async with working(low):
+        with connections(low.address, 2 * LOW, source="127.0.0.2") as crowd:
+            await draw(low.address)
             wait_until(lambda: alive(crowd) <= LOW // 3 // 2, "the crowd to have only its host's share")
             for _ in range(3):
-                await draw(gateway.address)
+                await draw(low.address)
             assert alive(crowd), "a host keeps its share"
-        await draw(gateway.address)
-    assert not logged(gateway, level="ERROR")
-    assert "connections without calls were ended: a host had more than its share" in logged(gateway)
+        await draw(low.address)
+    assert not logged(low, level="ERROR")
+    assert "connections without calls were ended: a host had more than its share" in logged(low)
 
 
-async def test_connections_that_carry_calls_are_left_alone_in_a_crowd(services: Services) -> None:
-    gateway = start(services, soft=LOW, hard=LOW)
-    async with working(gateway) as worker, open_channel(gateway.address) as channel:
+async def test_connections_that_carry_calls_are_left_alone_in_a_crowd(low: Service) -> None:
+    async with working(low) as worker, open_channel(low.address) as channel:
         worker.script.hold_at = 1
         held = stub(channel).Generate(image_pb2.GenerateRequest(spec=SPEC))
         await asyncio.wait_for(anext(aiter(held)), PATIENCE_S)
-        with connections(gateway.address, 2 * LOW):  # of the same host
+        with connections(low.address, 2 * LOW):  # of the same host
             await asyncio.sleep(3)
             worker.script.release.set()
             async with asyncio.timeout(PATIENCE_S):
@@ -146,10 +155,9 @@ async def test_no_descriptor_left_is_told_as_what_it_is_and_passes(services: Ser
     assert "disk" not in said
 
 
-async def test_callers_that_watch_by_the_thousand_keep_nobody_from_short_calls_nor_other_hosts_from_drawing(
-    services: Services,
+async def test_callers_that_watch_in_crowds_keep_nobody_from_short_calls_nor_other_hosts_from_drawing(
+    gateway: Service,
 ) -> None:
-    gateway = services.start("gateway", gateway_config())
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(working(gateway))
         worker.script.hold_at = 1
@@ -158,12 +166,13 @@ async def test_callers_that_watch_by_the_thousand_keep_nobody_from_short_calls_n
         beside = await stack.enter_async_context(open_channel(gateway.address))
         other = await stack.enter_async_context(open_channel(cable.address))
         job = (await stub(own).SubmitJob(image_pb2.SubmitJobRequest(spec=SPEC))).job
-        watches = [stub(own).WatchJob(image_pb2.WatchJobRequest(job_id=job.job_id)) for _ in range(STREAMS)]
+        watches = [stub(own).WatchJob(image_pb2.WatchJobRequest(job_id=job.job_id)) for _ in range(MAX_STREAMS)]
         for watch in watches:
             stack.callback(watch.cancel)
         firsts = await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
         refused = [from_rpc_error(first) for first in firsts if isinstance(first, grpc.aio.AioRpcError)]
-        assert len(refused) == STREAMS - 512, "a connection has a quarter of max_streams while there is no other"
+        served = MAX_STREAMS // 4
+        assert len(refused) == MAX_STREAMS - served, "a connection has a quarter of them while there is no other"
         told = {(type(error), error.metadata.get("limit"), bool(error.retry_after_s)) for error in refused}
         assert told == {(QueueFull, "max_streams", True)}
         for channel in (own, beside, other):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from bottega.rpc.channel import open_channel
 from bottega.v1 import image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.fakes.scripted_worker import ScriptedWorker
-from tests.support.services import Service, Services, gateway_config
+from tests.support.services import Service, Services, free_ports, gateway_config
 
 READY_S = 3.0
 
@@ -26,10 +25,7 @@ class House:
     def __init__(self, services: Services, folder: Path) -> None:
         self._services = services
         self.state = folder / "state"
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.fleet = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address, self.fleet = (f"127.0.0.1:{port}" for port in free_ports(2))
         self.gateway: Service | None = None
         self.channel = open_channel(self.address)
         self.images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(self.channel)
