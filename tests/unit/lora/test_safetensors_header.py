@@ -18,7 +18,7 @@ from bottega.lora import canonical
 from bottega.lora.canonical import ModuleWeights, TensorData
 from bottega.lora.safetensors_header import MAX_HEADER_BYTES, parse_header, read_header
 
-_MUTATIONS = 10_000
+_MUTATIONS = 3_000
 # Of one header: it is parsed to Python's objects, some of which are larger than their text.
 _MOST_BYTES = 4 << 20
 
@@ -110,7 +110,7 @@ def test_a_file_that_is_shorter_than_its_header_is_refused_before_the_header_is_
         read_header(file)
 
 
-def test_ten_thousand_mutated_headers_are_read_or_refused_within_a_bound_of_memory() -> None:
+def test_thousands_of_mutated_headers_are_read_or_refused_within_a_bound_of_memory() -> None:
     seeds = [_canonical(), _file({"__metadata__": {"k": "v"}, "a": _tensor(0, 8, 2), "b": _tensor(8, 12)}, b"x" * 12)]
     chance = random.Random(6)
     refused = 0

@@ -31,9 +31,9 @@ def _named() -> dict[str, str]:
     found = {}
     for source in SOURCES:
         for path in sorted((ROOT / source).rglob("*.py")):
-            if not path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
-                names = _names(ast.parse(path.read_text(encoding="utf-8")))
-                found.update({name: str(path.relative_to(ROOT)) for name in names})
+            text = "" if path.name.endswith(("_pb2.py", "_pb2_grpc.py")) else path.read_text(encoding="utf-8")
+            if '"grpc.' in text:
+                found.update({name: str(path.relative_to(ROOT)) for name in _names(ast.parse(text))})
     return found
 
 

@@ -139,7 +139,7 @@ def test_a_known_name_is_no_known_instance() -> None:
 
 def test_what_is_counted_of_joins_is_bounded() -> None:
     gate = Gate()
-    gate.flood(20_000, lambda n: gate.join(f"s{n}", port=1 + n % 60_000, host=f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}"))
+    gate.flood(6_000, lambda n: gate.join(f"s{n}", port=1 + n % 60_000, host=f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}"))
     limits = gate.fleet._limits
     for rates in (limits._hosts, limits._names, limits._connections):
         assert len(rates._left) <= 4096
