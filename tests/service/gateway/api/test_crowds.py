@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import grpc
 import psutil
