@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,13 @@ from load.miniature.training.stages import STEPS
 from load.miniature.training.train import Training
 from tests.support.torch_threads import torch_threads
 
-# A stage of each kind; the others, which learn alike, are slow.
-_QUICK = {"decoder", "vision", "edges"}
-EVERY_STAGE = [pytest.param(name, marks=[] if name in _QUICK else [pytest.mark.slow]) for name in STEPS]
+# A stage of each kind.
+KINDS = frozenset({"decoder", "vision", "edges"})
+
+
+def every_stage(quick: Collection[str] = KINDS) -> list[object]:
+    """Of which the others, which learn alike, are slow."""
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in STEPS]
 
 
 @pytest.fixture(scope="module", autouse=True)

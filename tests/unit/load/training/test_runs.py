@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,30 +20,15 @@ from load.miniature.training.stages import RECIPE
 from load.miniature.training.train import Outcome, Training, export, train, train_all
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """A folder that the whole recipe has trained in, in two runs: what came of one without time, and of the next."""
-
-    folder: Path
-    cut_short: list[Outcome]
-    rest: list[Outcome]
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    training = Training(folder=tmp_path_factory.mktemp("recipe") / "training", steps=1, rows=2, pictures=4)
-    cut_short = list(train_all(replace(training, minutes=0.0)))
-    return Recipe(folder=training.folder, cut_short=cut_short, rest=list(train_all(training)))
-
-
 def _weights(model: Path) -> dict[str, str]:
     """A digest of each network."""
     return {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in model.rglob("*.safetensors")}
 
 
-def test_the_recipe_leaves_a_model_that_the_stock_pipeline_draws_with(recipe: Recipe, tmp_path: Path) -> None:
-    assert recipe.rest == [Outcome(stage=name, steps=1) for name in RECIPE]
-    model = shutil.copytree(recipe.folder / "model", tmp_path / "model")
+@pytest.mark.slow
+def test_the_recipe_leaves_a_model_that_the_stock_pipeline_draws_with(training: Training, tmp_path: Path) -> None:
+    assert list(train_all(training)) == [Outcome(stage=name, steps=1) for name in RECIPE]
+    model = shutil.copytree(training.folder / "model", tmp_path / "model")
 
     pipeline = StableDiffusionXLPipeline.from_pretrained(
         model, dtype=torch.float32, use_safetensors=True, add_watermarker=False
@@ -61,8 +46,8 @@ def test_the_recipe_leaves_a_model_that_the_stock_pipeline_draws_with(recipe: Re
     assert sum(file.stat().st_size for file in (model / "loras").rglob("*") if file.is_file()) < 5e6
 
 
-def test_a_stage_that_minutes_cut_short_is_the_last_one_of_a_run(recipe: Recipe) -> None:
-    assert recipe.cut_short == [Outcome(stage="vae", steps=0)]
+def test_a_stage_that_minutes_cut_short_is_the_last_one_of_a_run(training: Training) -> None:
+    assert list(train_all(replace(training, minutes=0.0))) == [Outcome(stage="vae", steps=0)]
 
 
 def test_a_stage_that_others_trained_on_is_left_alone_or_refused_until_its_checkpoint_is_removed(

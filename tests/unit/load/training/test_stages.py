@@ -22,7 +22,7 @@ from load.miniature.training.noise import ErrorWeights, error_weight
 from load.miniature.training.parts import Parts, load_parts, save_parts
 from load.miniature.training.stages import CHANGED, FRESH, build_stage
 from load.miniature.training.train import Training, train
-from tests.unit.load.training.conftest import EVERY_STAGE
+from tests.unit.load.training.conftest import every_stage
 
 STEPS = 20
 # Tensors of it have shapes and no values; they refuse to meet those of another device, as a GPU's do.
@@ -45,7 +45,7 @@ def _weights(parts: Parts) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", EVERY_STAGE)
+@pytest.mark.parametrize("name", every_stage())
 def test_a_stage_learns_and_changes_nothing_else(name: str, corpus: Corpus, tmp_path: Path) -> None:
     parts = _worn(name)
     before = _weights(parts)
@@ -84,7 +84,7 @@ def _plain_descent(parameters: Iterable[Any], **_: object) -> torch.optim.Optimi
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-@pytest.mark.parametrize("name", EVERY_STAGE)
+@pytest.mark.parametrize("name", every_stage())
 def test_a_whole_step_stays_on_the_networks_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step mixes it with the processor. No GPU is needed to see that."""
     monkeypatch.setattr(torch.optim, "AdamW", _plain_descent)
