@@ -20,11 +20,13 @@ from tests.fuzz.judging import fault
 _METHODS = frozenset({"Generate", "SubmitJob", "GetJob", "ListJobs", "WatchJob", "CancelJob", "GetImage"})
 
 
-def crowd(house: House, methods: Collection[str] = _METHODS, *, callers: int, seed: int) -> list[str]:
-    """What was wrong. methods: of which those that fit are called."""
+def crowd(
+    house: House, methods: Collection[str] = _METHODS, *, callers: int, seed: int, most: int | None = None
+) -> list[str]:
+    """What was wrong. methods: of which those that fit are called. most: cases of each caller; all without it."""
     called = _METHODS.intersection(methods)
     cases = [case for case in corpus(house.draw(), house.digest, house.bring()) if case.method in called]
-    orders = [random.Random(seed + number).sample(cases, len(cases)) for number in range(callers)]
+    orders = [random.Random(seed + number).sample(cases, len(cases))[:most] for number in range(callers)]
     with ThreadPoolExecutor(callers) as pool:
         return [*chain.from_iterable(pool.map(lambda order: list(_wrong(house, order)), orders))]
 
