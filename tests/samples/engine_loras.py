@@ -6,16 +6,17 @@ import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import StableDiffusionXLPipeline
-from peft import LoraConfig
 from torch import Tensor, nn
 
 from bottega.diffusion.loras import TEXT_ENCODERS, UNET, Layers, LoraHandle, LoraLayer, LoraRef
 from bottega.diffusion.spec import LoraSpec
 from bottega.errors import BottegaError, Unavailable
+from bottega.miniature import WEIGHTS
 from bottega.v1.fleet_pb2 import ServiceAddress
 from tests.support.stock import load_stock, said
 
@@ -56,9 +57,11 @@ STYLES: Mapping[str, Mapping[str, dict[str, Any]]] = {
 Components = Mapping[str, Layers]
 
 
-def styled_stock() -> tuple[StableDiffusionXLPipeline, dict[str, Components]]:
+def styled_stock(folder: Path = WEIGHTS) -> tuple[StableDiffusionXLPipeline, dict[str, Components]]:
     """Stock Diffusers with all three as PEFT's adapters, none active; and what is in them."""
-    pipeline = load_stock()
+    from peft import LoraConfig  # takes long to import, which few tests need
+
+    pipeline = load_stock(folder)
     components: dict[str, dict[str, Layers]] = {name: {} for name in STYLES}
     for seed, (name, style) in enumerate(STYLES.items()):
         for component, options in style.items():

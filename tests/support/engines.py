@@ -10,7 +10,7 @@ from bottega.diffusion.controlnets.provider import ControlNetProvider
 from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.heartbeat import Heartbeat
-from bottega.diffusion.loras import LoraSource, LoraWeights
+from bottega.diffusion.loras import LoraSource, LoraWeights, SwapCosts
 from bottega.diffusion.loras.addon import EngineLoras
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import OffloadTarget
@@ -36,6 +36,17 @@ def make_engine(
         EngineControlNets(controlnets),
     )
     return Engine(model, limits, addons=(*ours, *addons), peer=peer, heartbeat=heartbeat, clock=clock)
+
+
+class FixedCosts(SwapCosts):
+    """LoRAs always go into the weights, or never do, whatever was measured."""
+
+    def __init__(self, *, pays: bool) -> None:
+        super().__init__()
+        self._pays = pays
+
+    def pays(self, *_: object, **__: object) -> bool:
+        return self._pays
 
 
 def lora_weights(engine: Engine) -> LoraWeights:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -116,6 +117,6 @@ class ManualEngine:
         return drawing
 
 
-def load(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Model:
-    """The embedded model."""
-    return load_model(WEIGHTS, name="miniature", device=torch.device(device), dtype=dtype)
+def load(folder: Path = WEIGHTS, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Model:
+    """A model; the embedded one without a folder."""
+    return load_model(folder, name="miniature", device=torch.device(device), dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -31,8 +32,8 @@ class Reference:
 class Stock:
     """Draws with the pipelines as Diffusers ships them; `pixels` are uint8 [height, width, 3]."""
 
-    def __init__(self, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        self._text = load_stock(dtype).to(device)
+    def __init__(self, folder: Path = WEIGHTS, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        self._text = load_stock(folder, dtype).to(device)
         self._image = variant(self._text, StableDiffusionXLImg2ImgPipeline)
         self._scheduler_config = self._text.scheduler.config
 
@@ -85,10 +86,10 @@ class Stock:
         return kind.from_config(self._scheduler_config, **extra)
 
 
-def load_stock(dtype: torch.dtype = torch.float32) -> Any:
-    """The text-to-image pipeline of the embedded model."""
+def load_stock(folder: Path = WEIGHTS, dtype: torch.dtype = torch.float32) -> Any:
+    """The text-to-image pipeline of a model; the embedded one without a folder."""
     pipeline = StableDiffusionXLPipeline.from_pretrained(
-        WEIGHTS, use_safetensors=True, dtype=dtype, add_watermarker=False
+        folder, use_safetensors=True, dtype=dtype, add_watermarker=False
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -25,7 +25,8 @@ from bottega.transport import LinkCounters
 from bottega.worker.peer import Leader
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, save, shelf_of
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
-from tests.support.engines import lora_weights, make_engine
+from tests.samples.small_model import small_model
+from tests.support.engines import FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import Stock, assert_close, load_stock
@@ -50,7 +51,7 @@ SLOW_S = 0.8
 
 @pytest.fixture(scope="module")
 def stock() -> Stock:
-    return Stock()
+    return Stock(small_model())
 
 
 @pytest.fixture
@@ -215,7 +216,7 @@ def test_rows_with_controlnets_are_lent_too_and_end_as_stock_does(
         easel = ManualEngine(make_engine(model, TOGETHER, controlnets=LocalControlNets(shelf), peer=peer))
         drawing = easel.draw(order)
         peer.stop()
-    assert_close(drawing.latents[0], controlled_latent(load_stock(), nets, order.spec, IMAGES))
+    assert_close(drawing.latents[0], controlled_latent(load_stock(small_model()), nets, order.spec, IMAGES))
     assert pair_of(drawing).steps > 0
 
 
@@ -299,7 +300,7 @@ def test_waiting_for_residuals_does_not_make_a_follower_slow_nor_let_it_be_given
 
 @pytest.fixture(scope="module")
 def styled() -> tuple[Any, dict[str, Components]]:
-    return styled_stock()
+    return styled_stock(small_model())
 
 
 @pytest.mark.parametrize("patches", [False, True], ids=["beside", "inside"])
@@ -312,11 +313,12 @@ def test_rows_with_loras_are_lent_too_once_they_are_there_and_go_in_at_the_leade
     scales = {"pastel": 1.0, "outline": 0.8}
     ours, theirs = LorasByHand.of(components), LorasByHand.of(components)
     ours.here.clear()
-    other = make_engine(load(), TOGETHER, loras=theirs)  # it has weights of its own, as another process has
+    # It has weights of its own, as another process has.
+    other = make_engine(load(small_model()), TOGETHER, loras=theirs)
     with FollowerThread(other) as follower:
         peer = led(follower)
         easel = ManualEngine(make_engine(model, TOGETHER, loras=ours, peer=peer))
-        lora_weights(easel.engine).costs.pays = lambda *_, **__: patches  # type: ignore[method-assign]
+        lora_weights(easel.engine).costs = FixedCosts(pays=patches)
         loras = tuple(lora_spec(name, scale, bound=6) for name, scale in scales.items())
         drawing = easel.submit(EngineOrder(key="a", spec=replace(PLAIN, num_inference_steps=9, loras=loras)))
         while drawing.job is None or drawing.job.steps_done < 4:
@@ -338,7 +340,7 @@ def test_a_job_whose_loras_do_not_come_to_the_follower_is_drawn_here(
     pipeline, components = styled
     theirs = LorasByHand.of(components, here=False)
     theirs.failed["outline"] = STORE_DOWN
-    with FollowerThread(make_engine(load(), TOGETHER, loras=theirs)) as follower:
+    with FollowerThread(make_engine(load(small_model()), TOGETHER, loras=theirs)) as follower:
         peer = led(follower)
         easel = ManualEngine(make_engine(model, TOGETHER, loras=LorasByHand.of(components), peer=peer))
         drawing = easel.draw(EngineOrder(key="a", spec=replace(PLAIN, loras=(lora_spec("outline"),))))

@@ -15,6 +15,7 @@ from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.worker.controlnets import RemoteControlNets
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, layout_of, save
+from tests.samples.small_model import small_model
 from tests.support.addon_messages import placed
 from tests.support.engines import make_engine
 from tests.support.linked_servers import LinkedServer, Offers, linked_server
@@ -102,7 +103,7 @@ def test_a_mixed_batch_with_controlnets_ends_as_stock_does_with_a_peer_that_dies
         mortal.stop()
         ours.stop()
         theirs.stop()
-    stock = load_stock()
+    stock = load_stock(small_model())
     for order in orders:
         for index, latent in enumerate(easel.drawings[order.key].latents):
             single = replace(order.spec, seed=order.spec.seed + index)

@@ -1,13 +1,14 @@
-"""What most tests of the engine draw with: the embedded model, one for each file, because LoRAs change its weights."""
+"""What most tests of the engine draw with: a small model, one for each file, because LoRAs change its weights."""
 
 from __future__ import annotations
 
 import pytest
 
 from bottega.diffusion.model.model import Model
+from tests.samples.small_model import small_model
 from tests.support.manual_engine import load
 
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return load()
+    return load(small_model())

@@ -1,4 +1,4 @@
-"""An embedded model, ControlNets for it, and servers that host them: in this process, at the ends of real links."""
+"""A small model, ControlNets for it, and servers that host them: in this process, at the ends of real links."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from bottega.diffusion.controlnets import LocalControlNets
 from bottega.diffusion.model.model import Model
 from tests.samples.controlnets import shelf_of
+from tests.samples.small_model import small_model
 from tests.support.controlled_engine import Desk, random_folders
 from tests.support.linked_servers import LinkedServer, linked_server
 from tests.support.manual_engine import load
@@ -25,7 +26,7 @@ def _a_thread_each() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return load()
+    return load(small_model())
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from tests.samples.controlnets import control_spec, controlled_latent, random_controlnet, save, shelf_of, stock_options
+from tests.samples.small_model import small_model
 from tests.support.controlled_engine import IMAGES, NAMES, PLAIN, controlled
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
@@ -34,7 +35,7 @@ TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 
 @pytest.fixture(scope="module")
 def stock() -> Any:
-    return load_stock()
+    return load_stock(small_model())
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +242,7 @@ def test_from_a_picture_it_is_active_in_shares_of_the_steps_that_run(
 
 
 def test_in_bfloat16_it_ends_as_the_stock_pipeline_does(folders: Mapping[str, Path]) -> None:
-    model, stock = load(torch.bfloat16), load_stock(torch.bfloat16)
+    model, stock = load(small_model(), dtype=torch.bfloat16), load_stock(small_model(), torch.bfloat16)
     nets = {
         name: ControlNetModel.from_pretrained(folder, dtype=torch.bfloat16, use_safetensors=True)
         for name, folder in folders.items()

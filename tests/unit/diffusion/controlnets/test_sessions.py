@@ -35,6 +35,7 @@ from bottega.diffusion.rows import Embeds, Half
 from bottega.errors import ControlNetUnusable
 from bottega.miniature import WEIGHTS
 from tests.samples.controlnets import control_image, layout_of, random_controlnet, save, sources
+from tests.support.manual_engine import load
 from tests.support.stock import load_stock
 
 CPU = torch.device("cpu")
@@ -44,6 +45,12 @@ SIDE = 64
 @pytest.fixture(scope="module")
 def stock() -> StableDiffusionXLPipeline:
     return load_stock()
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    """The embedded one, whose sizes are named here."""
+    return load()
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import DRAWN, caption, held_out_scenes, random_layout
 from tests.samples.controlnets import control_spec, shelf_of
 from tests.support.engines import make_engine
-from tests.support.manual_engine import Drawing, ManualEngine
+from tests.support.manual_engine import Drawing, ManualEngine, load
 
 NETS = {name: WEIGHTS / "controlnets" / name for name in ("edges", "layout")}
 NOTHING = Embeds(prompt=torch.zeros(1, 1), pooled=torch.zeros(1), time_ids=torch.zeros(6))
@@ -42,6 +42,12 @@ class Witness(LocalControlNets):
         addends = super().take(row, point)
         self.taken.setdefault((row.step, row.half), []).append(addends[0].flatten().clone())
         return addends
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    """The embedded one, which its own ControlNets fit."""
+    return load()
 
 
 @pytest.fixture(scope="module")

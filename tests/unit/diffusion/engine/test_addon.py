@@ -17,15 +17,10 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import Unavailable
 from tests.support.engines import make_engine
-from tests.support.manual_engine import ManualEngine, load
+from tests.support.manual_engine import ManualEngine
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=4, width=64, height=64, seed=1)
 HOLD_AT = 2
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load()
 
 
 @dataclass(eq=False)

@@ -15,6 +15,7 @@ from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model, pick_device
 from bottega.diffusion.model.samplers import KARRAS, SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
+from tests.samples.small_model import small_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.stock import Stock, assert_close, assert_same_image, deviation
@@ -41,13 +42,13 @@ class Half:
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def half(request: pytest.FixtureRequest) -> Half:
-    return Half(model=load(request.param), stock=Stock(dtype=request.param))
+    return Half(model=load(small_model(), dtype=request.param), stock=Stock(small_model(), dtype=request.param))
 
 
 @pytest.fixture(scope="module")
 def whole() -> Stock:
     """Stock in float32."""
-    return Stock()
+    return Stock(small_model())
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +134,7 @@ def test_float32_on_a_gpu_is_the_image_of_stock_there() -> None:
 
 @pytest.mark.gpu
 def test_float16_on_a_gpu_strays_little_further_than_float16_does() -> None:
-    easel = ManualEngine(make_engine(load(torch.float16, "cuda:0"), EngineLimits()))
+    easel = ManualEngine(make_engine(load(dtype=torch.float16, device="cuda:0"), EngineLimits()))
     stock, whole = Stock(dtype=torch.float16, device="cuda:0"), Stock(device="cuda:0")
     for kind, karras in SAMPLERS:
         spec = replace(PLAIN, num_inference_steps=8, sampler=kind, use_karras_sigmas=karras)

@@ -21,6 +21,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import InternalError, NotFinite, TooLarge
+from tests.samples.small_model import small_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import Pixels, Stock, assert_same_image
@@ -47,7 +48,7 @@ def right(model: Model) -> dict[ResolvedSpec, Pixels]:
 
 @pytest.fixture(scope="module")
 def stock() -> Stock:
-    return Stock()
+    return Stock(small_model())
 
 
 @pytest.fixture

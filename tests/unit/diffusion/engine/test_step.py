@@ -21,8 +21,9 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from tests.fakes.fake_time import FakeTime
+from tests.samples.small_model import small_model
 from tests.support.engines import make_engine
-from tests.support.manual_engine import Drawing, ManualEngine
+from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.stock import Pixels, Stock, assert_same_image
 from tests.support.torch_threads import torch_threads
 
@@ -38,6 +39,11 @@ def two_threads() -> Iterator[None]:
     """Shared evenly, or not: what fixed rows promise depends on it."""
     with torch_threads(2):
         yield
+
+
+@pytest.fixture(scope="module")
+def miniature() -> Model:
+    return load()
 
 
 def unlike_orders() -> list[EngineOrder]:
@@ -68,7 +74,7 @@ def test_with_fixed_rows_images_are_equal_byte_for_byte_alone_and_in_a_busy_batc
     for key, drawing in busy.items():
         for ours, theirs in zip(drawing.pixels, alone[key].pixels, strict=True):
             assert (ours == theirs).all()
-    assert_same_image(alone[0].pixels[0], Stock().reference(unlike_orders()[0].spec).pixels)
+    assert_same_image(alone[0].pixels[0], Stock(small_model()).reference(unlike_orders()[0].spec).pixels)
 
 
 def test_a_fixed_row_has_no_room_for_a_guided_request(model: Model) -> None:
@@ -135,10 +141,10 @@ def test_previews_asked_for_on_the_way_come_from_then_on(model: Model) -> None:
 )
 @pytest.mark.parametrize("kind", [SamplerKind.EULER_ANCESTRAL, SamplerKind.DPMPP_2M], ids=["EULER_ANCESTRAL", "DPMPP"])
 def test_the_preview_of_a_nearly_finished_latent_looks_like_the_picture(
-    model: Model, prompt: str, kind: SamplerKind
+    miniature: Model, prompt: str, kind: SamplerKind
 ) -> None:
     spec = replace(SPEC, prompt=prompt, sampler=kind, num_inference_steps=10)
-    drawing, progress = progress_of(model, EngineOrder(key=0, spec=spec, preview=True))
+    drawing, progress = progress_of(miniature, EngineOrder(key=0, spec=spec, preview=True))
     preview = progress[-2].preview
     assert preview is not None
     assert correlation(preview.numpy(), scaled_down(drawing.pixels[0], 4)) > 0.8
@@ -223,10 +229,10 @@ def test_drawing_leaves_the_process_own_random_numbers_alone(model: Model) -> No
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_a_turn_tells_that_it_is_alive_from_within(model: Model) -> None:
+def test_a_turn_tells_that_it_is_alive_from_within(miniature: Model) -> None:
     """A slow turn must not be taken for a hang."""
     heartbeat = Heartbeat()
-    easel = ManualEngine(make_engine(model, EngineLimits(), heartbeat=heartbeat))
+    easel = ManualEngine(make_engine(miniature, EngineLimits(), heartbeat=heartbeat))
     beats: list[int] = []
     heartbeat.subscribe(lambda: beats.append(easel.engine.turns))
     easel.submit(EngineOrder(key=1, spec=replace(SPEC, num_inference_steps=1)))

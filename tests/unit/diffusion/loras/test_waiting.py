@@ -12,15 +12,15 @@ import torch
 from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.loras import TEXT_ENCODERS, UNET, LoraSet, SwapCosts
+from bottega.diffusion.loras import TEXT_ENCODERS, UNET, LoraSet
 from bottega.diffusion.loras.addon import JobLoras
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.errors import DataLoss, InvalidRequest, LoraUnusable, NotFinite, Unavailable
+from bottega.errors import InvalidRequest, LoraUnusable, NotFinite, Unavailable
 from tests.fakes.fake_time import FakeTime
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
 from tests.support.addon_messages import loras_at
-from tests.support.engines import LORA_TIMEOUT_S, lora_weights, make_engine
+from tests.support.engines import LORA_TIMEOUT_S, FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=5, width=64, height=64, seed=1)
@@ -215,18 +215,17 @@ def test_a_lora_that_never_comes_fails_its_job_after_the_bound_on_waiting(
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["before it is encoded", "in the middle"])
-@pytest.mark.parametrize("error", [STORE_DOWN, DataLoss("the LoRA is not what was asked for")], ids=["down", "damaged"])
 def test_what_the_source_says_fails_the_job_by_that_name_and_nobody_else(
-    easel: ManualEngine, loras: LorasByHand, steps: int, error: Any
+    easel: ManualEngine, loras: LorasByHand, steps: int
 ) -> None:
     if steps:
         loras.text.add("outline")
     drawing = easel.submit(styled("outline", bound=4))
     other = easel.submit(EngineOrder(key="plain", spec=LONG))
     turn_until(easel, lambda: steps_done(other) == 3)
-    loras.failed["outline"] = error
+    loras.failed["outline"] = STORE_DOWN
     easel.run()
-    assert drawing.error is error
+    assert drawing.error is STORE_DOWN
     assert len(other.pixels) == 1
     assert not loras.open
 
@@ -268,25 +267,11 @@ def test_what_can_never_go_in_is_refused_at_once(model: Model, easel: ManualEngi
         ManualEngine(make_engine(model, EAGER)).submit(styled("outline"))
 
 
-class Cheap(SwapCosts):
-    """Any step is worth a patch."""
-
-    def pays(self, *_: object, **__: object) -> bool:
-        return True
-
-
-class Dear(SwapCosts):
-    """No step is worth a patch."""
-
-    def pays(self, *_: object, **__: object) -> bool:
-        return False
-
-
-@pytest.mark.parametrize("costs", [SwapCosts, Cheap], ids=["beside the weights", "inside them"])
+@pytest.mark.parametrize("patches", [False, True], ids=["beside the weights", "inside them"])
 def test_loras_that_are_too_strong_are_named_with_their_scales(
-    easel: ManualEngine, loras: LorasByHand, costs: type[SwapCosts]
+    easel: ManualEngine, loras: LorasByHand, patches: bool
 ) -> None:
-    lora_weights(easel.engine).costs = costs()
+    lora_weights(easel.engine).costs = FixedCosts(pays=patches)
     loras.come("outline", "pastel")
     strong = (lora_spec("pastel", scale=0.5), lora_spec("outline", scale=1e38))
     drawing = easel.draw(EngineOrder(key="strong", spec=replace(SPEC, loras=strong)))
@@ -297,7 +282,7 @@ def test_loras_that_are_too_strong_are_named_with_their_scales(
 
 
 def test_a_swap_is_put_down_to_the_jobs_whose_set_went_in(easel: ManualEngine, loras: LorasByHand) -> None:
-    lora_weights(easel.engine).costs = Cheap()
+    lora_weights(easel.engine).costs = FixedCosts(pays=True)
     loras.come("outline")
     first = easel.submit(styled("outline", spec=LONG, key="first"))
     turn_until(easel, lambda: steps_done(first) == 4)
@@ -319,7 +304,7 @@ def test_a_swap_is_put_down_to_the_jobs_whose_set_went_in(easel: ManualEngine, l
 def test_taking_a_prompts_loras_out_of_the_text_encoders_is_put_down_to_nobody(
     easel: ManualEngine, loras: LorasByHand
 ) -> None:
-    lora_weights(easel.engine).costs = Dear()
+    lora_weights(easel.engine).costs = FixedCosts(pays=False)
     loras.come("outline", "pastel")
     styled_text = easel.draw(styled("pastel", key="text"))
     unet_alone = easel.draw(styled("outline", key="UNet alone"))

@@ -11,7 +11,8 @@ from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.parallel import pair
 from bottega.diffusion.spec import ResolvedSpec
 from tests.samples.engine_loras import LorasByHand, lora_spec, styled_latent, styled_stock
-from tests.support.engines import lora_weights, make_engine
+from tests.samples.small_model import small_model
+from tests.support.engines import FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import assert_close, latent_of, load_stock
@@ -28,16 +29,16 @@ def test_a_follower_with_another_lora_in_its_weights_computes_rows_as_they_are(
     monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     monkeypatch.setattr(pair, "rows_to_offload", lambda rows, able, **_: min(rows - 1, able, count))
-    stock, components = styled_stock()
+    stock, components = styled_stock(small_model())
     late = EngineOrder(key="late", spec=replace(SPEC, loras=(lora_spec("pastel", from_step=FROM_STEP),)))
     plain = EngineOrder(key="plain", spec=replace(SPEC, seed=4))
     with FollowerThread(_patched_engine(LorasByHand.of(components))) as follower:
         peer = led(follower)
-        easel = ManualEngine(make_engine(load(), TOGETHER, loras=LorasByHand.of(components), peer=peer))
+        easel = ManualEngine(make_engine(load(small_model()), TOGETHER, loras=LorasByHand.of(components), peer=peer))
         drawings = easel.run({0: [plain, late]})  # the last rows are lent first
         peer.stop()
     assert_close(drawings["late"].latents[0], styled_latent(stock, SPEC, {"pastel": 1.0}, FROM_STEP))
-    assert_close(drawings["plain"].latents[0], latent_of(load_stock(), plain.spec))
+    assert_close(drawings["plain"].latents[0], latent_of(load_stock(small_model()), plain.spec))
     record = drawings["late"].record.pair
     assert record is not None
     assert record.steps > FROM_STEP, "rows of steps before and after it, or this says little"
@@ -46,8 +47,8 @@ def test_a_follower_with_another_lora_in_its_weights_computes_rows_as_they_are(
 
 def _patched_engine(loras: LorasByHand) -> Engine:
     """A worker's with a model of its own, as a job with a LoRA has left it."""
-    engine = make_engine(load(), TOGETHER, loras=loras)
-    lora_weights(engine).costs.pays = lambda *_, **__: True  # type: ignore[method-assign]
+    engine = make_engine(load(small_model()), TOGETHER, loras=loras)
+    lora_weights(engine).costs = FixedCosts(pays=True)
     ManualEngine(engine).draw(EngineOrder(key="own", spec=replace(SPEC, loras=(lora_spec("outline", 0.8),))))
     assert lora_weights(engine).patched is not None
     return engine
