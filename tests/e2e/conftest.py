@@ -1,60 +1,78 @@
-"""One running suite for many end-to-end tests: gateway, worker of the embedded model and LoRA store, as processes."""
+"""One running suite for all end-to-end tests: gateway, worker of the embedded model and LoRA store, as processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import pytest
 
-from bottega import kinds
 from bottega.client import Client
 from bottega.rpc.channel import channel_options
 from bottega.v1.image_pb2_grpc import ImageServiceStub
-from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, worker_config
+from tests.support.services import FREE_PORTS, Service, Services, gateway_config, worker_config
 from tests.support.stock import Stock
 from tests.support.waiting import wait_until
 
-ENGINE = {**SMALL_ENGINE, "checkpoint_interval_s": 0.2}
+LORA_TIMEOUT_S = 8.0
+LORA_SILENCE_S = 2.0
+# All rows of a turn padded to so many: what runs beside a picture changes none of its bits.
+_ENGINE = {
+    "model": "miniature",
+    "threads": 1,
+    "fixed_rows": 4,
+    "checkpoint_interval_s": 0.2,
+    "lora_timeout_s": LORA_TIMEOUT_S,
+    "lora_silence_s": LORA_SILENCE_S,
+}
+# To a worker: a LoRA of a megabyte takes seconds.
+_STORE_BYTES_PER_S = 400_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Suite:
-    """A gateway with one worker and a LoRA store that have joined it."""
+    """A gateway with one worker and a LoRA store, behind a slow link, that have joined it."""
 
     gateway: Service
     worker: Service
     store: Service
     client: Client
+    services: Services
+
+    def restart_store(self) -> None:
+        """Another life of a store that was killed."""
+        self.store = _start_store(self.services, self.gateway)
+        self.wait_for_store()
+
+    def wait_for_store(self) -> None:
+        """Until it has joined."""
+        wait_until(lambda: self.store.address in _addresses(self.client), "the store to join")
 
 
-@contextmanager
-def running_suite(folder: Path, engine: Mapping[str, object], **store: object) -> Iterator[Suite]:
-    """engine: configuration of the worker's. store: that of the LoRA store, beside where it is."""
-    with Services(folder) as services, ThreadPoolExecutor(1) as pool:
-        gateway = services.start("gateway", gateway_config())
-        starting = pool.submit(services.start, "worker", worker_config(gateway.fleet, name="w1", engine=engine))
-        server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
-        loras = services.start("loras", {"name": "loras", "gateway": gateway.fleet, "server": server, **store})
-        worker = starting.result()
-        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
-            wait_until(lambda: bool(client.models()), "the worker to join")
-            wait_until(lambda: kinds.LORAS in _kinds(client), "the store to join")
-            yield Suite(gateway=gateway, worker=worker, store=loras, client=client)
+def _start_store(services: Services, gateway: Service) -> Service:
+    links = {"bytes_per_s": _STORE_BYTES_PER_S}
+    config = {"name": "loras", "gateway": gateway.fleet, "server": FREE_PORTS, "links": links}
+    return services.start("loras", config, name="loras")
 
 
-def _kinds(client: Client) -> set[str]:
-    return {member.registration.kind for member in client.fleet().members}
+def _addresses(client: Client) -> set[str]:
+    return {member.registration.address for member in client.fleet().members}
 
 
 @pytest.fixture(scope="session")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
-    with running_suite(tmp_path_factory.mktemp("suite"), ENGINE) as suite:
-        yield suite
+    with Services(tmp_path_factory.mktemp("suite")) as services, ThreadPoolExecutor(1) as pool:
+        gateway = services.start("gateway", gateway_config())
+        starting = pool.submit(services.start, "worker", worker_config(gateway.fleet, name="w1", engine=_ENGINE))
+        store = _start_store(services, gateway)
+        worker = starting.result()
+        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
+            suite = Suite(gateway=gateway, worker=worker, store=store, client=client, services=services)
+            wait_until(lambda: bool(client.models()), "the worker to join")
+            suite.wait_for_store()
+            yield suite
 
 
 @pytest.fixture(scope="session")

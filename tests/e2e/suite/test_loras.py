@@ -7,12 +7,8 @@ from typing import Any
 
 import pytest
 
-from bottega import kinds
 from bottega.client import Client
-from bottega.v1 import fleet_pb2
-from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED
 from tests.samples.lora_files import Part, base_shapes, kohya, save
-from tests.support.waiting import wait_until
 
 _PROMPT = "a big red star on the left on a blue background"
 _DRAW: dict[str, Any] = {"seed": 3, "num_inference_steps": 6}
@@ -48,23 +44,3 @@ def test_a_picture_with_a_lora_is_another_one_and_the_same_again(client: Client)
     assert client.generate(_PROMPT, lora=[("strong", 0.8)], **_DRAW).data == drawn.data
     assert client.generate(_PROMPT, **_DRAW).data == plain.data, "nothing of a LoRA stays in the weights"
     assert client.generate(_PROMPT, lora=[("strong", 0.0)], **_DRAW).pil().tobytes() == plain.pil().tobytes()
-
-
-def test_a_worker_tells_the_fleet_what_is_in_its_weights_and_what_a_swap_takes(client: Client) -> None:
-    client.generate(_PROMPT, lora=[("strong", 0.7)], seed=3, num_inference_steps=50)
-    told = [(client.lora("strong").digest, 0.7)]
-    wait_until(lambda: _in_weights(client) == told, "the set to be told")
-    assert 0 < _load(client).switch_times[0].seconds < 1.0
-    client.generate(_PROMPT, **_DRAW)
-    wait_until(lambda: _in_weights(client) == [], "the weights to be told as untouched")
-
-
-def _in_weights(client: Client) -> list[tuple[str, float]]:
-    return [(lora.digest, lora.scale) for lora in _load(client).hosted if lora.state == HOSTED_STATE_APPLIED]
-
-
-def _load(client: Client) -> fleet_pb2.Load:
-    """Of the worker."""
-    kind = kinds.WORKER
-    (worker,) = (member for member in client.fleet().members if member.registration.kind == kind)
-    return worker.load
