@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import grpc
-import pytest
 
+from bottega.controlnet.config import ControlNetConfig
+from bottega.controlnet.server import lock_catalogue
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1 import lora_pb2_grpc
 from tests.support.running_loras import PATIENCE_S, lora_file, upload_requests
@@ -21,12 +22,6 @@ from tests.support.services import FREE_PORTS, Service, Services
 from tests.support.waiting import wait_until
 
 _START_S = 60.0
-
-
-@pytest.fixture
-def services(tmp_path: Path) -> Iterator[Services]:
-    with Services(tmp_path) as started:
-        yield started
 
 
 def _second(folder: Path, module: str, config: Mapping[str, object]) -> subprocess.CompletedProcess[str]:
@@ -66,32 +61,26 @@ def _uploading(store: Service, data: bytes, folder: Path) -> Iterator[None]:
         assert call.result().lora.name == "ink"
 
 
-def test_a_second_lora_store_refuses_to_start_and_leaves_uploads_under_way_alone(
-    services: Services, tmp_path: Path
-) -> None:
+def test_a_second_lora_store_refuses_to_start_and_leaves_uploads_under_way_alone(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     config = {"gateway": "", "server": FREE_PORTS, "folder": str(folder)}
-    store = services.start("loras", config, name="store")
-    with _uploading(store, lora_file(tmp_path, rank=32).read_bytes(), folder):
-        ended = _second(tmp_path, "bottega.loras", config)
-        held = f"{folder} is in use by process {store.process.pid}"
-        todo = "stop that one first, or configure another place (key folder)"
-        assert (ended.returncode, _last_line(ended)) == (1, f"bottega.loras: {held}: {todo}")
-    store.kill()
-    services.start("loras", config, name="next")
+    with Services(tmp_path) as services:
+        store = services.start("loras", config, name="store")
+        with _uploading(store, lora_file(tmp_path, rank=32).read_bytes(), folder):
+            ended = _second(tmp_path, "bottega.loras", config)
+            held = f"{folder} is in use by process {store.process.pid}"
+            todo = "stop that one first, or configure another place (key folder)"
+            assert (ended.returncode, _last_line(ended)) == (1, f"bottega.loras: {held}: {todo}")
+        store.kill()
+        services.start("loras", config, name="next")
 
 
-@pytest.mark.parametrize("other", ["another", "the same"])
-def test_a_second_controlnet_server_refuses_to_start_on_the_file_of_another_one(
-    services: Services, tmp_path: Path, other: str
-) -> None:
-    """Servers in one folder, with a file each, are what `bottega up` starts."""
-    config = {"gateway": "", "server": FREE_PORTS, "engine": {"threads": 1}, "catalogue": str(tmp_path / "nets.db")}
-    first = services.start("controlnet", config, name="first")
-    if other == "another":
-        services.start("controlnet", {**config, "catalogue": str(tmp_path / "others.db")}, name="second")
-        return
-    ended = _second(tmp_path, "bottega.controlnet", config)
-    held = f"{tmp_path / 'nets.db'} is in use by process {first.process.pid}"
+def test_a_controlnet_server_refuses_to_start_on_the_file_of_another_one(tmp_path: Path) -> None:
+    file = tmp_path / "nets.db"
+    settings = ControlNetConfig(gateway="", catalogue=str(file))
+    lock = lock_catalogue(settings, tmp_path)  # as a server that runs has it
+    ended = _second(tmp_path, "bottega.controlnet", {"gateway": "", "server": FREE_PORTS, "catalogue": str(file)})
+    lock.release()
+    held = f"{file} is in use by process {os.getpid()}"
     todo = "stop that one first, or configure another place (key catalogue)"
     assert (ended.returncode, _last_line(ended)) == (1, f"bottega.controlnet: {held}: {todo}")
