@@ -14,15 +14,25 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from bottega.controlnet import inspector
 from bottega.controlnet.inspector import ControlNetInspector
 from bottega.errors import ControlNetUnusable, InvalidRequest, Unavailable
-from bottega.process import ChildProcess
-from bottega.process.limited_process import LimitedProcess
 from tests.samples.hostile_controlnets import HOSTILE, REAL, changed, with_config
+from tests.support.waiting import eventually
 
 # One event loop, and so one process, which takes seconds to import its libraries.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-_GONE_S = 20.0
+_SCRIPT = """
+import sys, time
+from bottega.process import FramedPipe
+
+channel = FramedPipe.from_fd(int(sys.argv[sys.argv.index("--fd") + 1]))
+channel.send(b"")
+while (frame := channel.recv()) is not None:
+    if b"stands still" in frame:
+        time.sleep(60)
+    channel.send(b"")
+"""
 # What is read of a folder is kilobytes.
 _MOST_GROWTH_BYTES = 32 << 20
 
@@ -37,35 +47,21 @@ def root(tmp_path: Path) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared() -> AsyncIterator[ControlNetInspector]:
     """It starts another process where a test has ended the one before."""
-    inspector = ControlNetInspector()
-    yield inspector
-    await inspector.stop()
+    made = ControlNetInspector()
+    yield made
+    await made.stop()
 
 
-async def _gone(pid: int) -> None:
-    async with asyncio.timeout(_GONE_S):
-        while psutil.pid_exists(pid):  # noqa: ASYNC110 - another process's end has no event here
-            await asyncio.sleep(0.02)
-
-
-async def test_it_serves_several_callers_and_ends_when_nobody_has_asked_for_a_while(root: Path) -> None:
-    inspector = ControlNetInspector(idle_s=0.5)
-    try:
-        good = inspector.inspect("good", root / "good", root)
-        bad = inspector.inspect("bad", root / "bad", root)
-        again = inspector.inspect("good", root / "good", root)
-        answers = await asyncio.gather(good, bad, again, return_exceptions=True)
-        (pid,) = inspector.pids
-        process = psutil.Process(pid)
-        limit_bytes, _ = process.rlimit(psutil.RLIMIT_AS)
-        assert limit_bytes <= process.memory_info().vms + (1 << 30)
-        assert [type(answer) for answer in answers] == [type(None), InvalidRequest, type(None)]
-        await _gone(pid)
-        assert not inspector.pids
-    finally:
-        await inspector.stop()
-    with pytest.raises(Unavailable):
-        await inspector.inspect("good", root / "good", root)
+async def test_it_serves_several_callers(shared: ControlNetInspector, root: Path) -> None:
+    good = shared.inspect("good", root / "good", root)
+    bad = shared.inspect("bad", root / "bad", root)
+    again = shared.inspect("good", root / "good", root)
+    answers = await asyncio.gather(good, bad, again, return_exceptions=True)
+    (pid,) = shared.pids
+    process = psutil.Process(pid)
+    limit_bytes, _ = process.rlimit(psutil.RLIMIT_AS)
+    assert limit_bytes <= process.memory_info().vms + (1 << 30)
+    assert [type(answer) for answer in answers] == [type(None), InvalidRequest, type(None)]
 
 
 async def test_hostile_configurations_are_refused_and_its_memory_stays_flat(
@@ -106,19 +102,33 @@ async def test_one_that_reaches_its_limit_of_processor_time_says_that_the_folder
         await asking
 
 
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in the inspection's place, without its libraries."""
+    (tmp_path / "scripted_inspection.py").write_text(_SCRIPT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(inspector, "MODULE", "scripted_inspection")
+
+
+@pytest.mark.usefixtures("scripted")
 async def test_one_that_stands_still_is_given_up_after_one_deadline(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    exchange, pids = LimitedProcess._exchange, list[int]()
-
-    async def stopped(process: LimitedProcess, child: ChildProcess, frame: bytes) -> bytes:
-        psutil.Process(child.pid).suspend()
-        pids.append(child.pid)
-        return await exchange(process, child, frame)
-
-    monkeypatch.setattr(LimitedProcess, "_exchange", stopped)
-    inspector = ControlNetInspector(deadline_s=1)
+    limited = ControlNetInspector(deadline_s=1)
     with pytest.raises(Unavailable, match="not looked at in time"):
-        await inspector.inspect("good", root / "good", root)
-    assert len(pids) == 1, "another process would have a deadline of its own"
-    assert not psutil.pid_exists(pids[0])
+        await limited.inspect("stands still", root / "good", root)
+    (lost,) = (record for record in caplog.records if record.getMessage() == "child process lost")
+    assert lost.why == "stood still"  # type: ignore[attr-defined]
+    assert not limited.pids, "another process would have a deadline of its own"
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_its_process_ends_when_nobody_has_asked_for_a_while(root: Path) -> None:
+    idle = ControlNetInspector(idle_s=0.5)
+    await idle.inspect("good", root / "good", root)
+    (pid,) = idle.pids
+    await eventually(lambda: not psutil.pid_exists(pid))
+    assert not idle.pids
+    await idle.stop()
+    with pytest.raises(Unavailable):
+        await idle.inspect("good", root / "good", root)
