@@ -17,12 +17,14 @@ import grpc
 import PIL.Image
 import psutil
 import pytest
+from click.testing import CliRunner
 
+from bottega import kinds
 from bottega.client import Client
+from bottega.client.cli import main
 from bottega.client.instance import InstanceRecord, StateFolder
 from bottega.errors import BottegaError
 from bottega.manifest import VARIABLE
-from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES, Placed, SceneLayout, Thing, draw_edges
 from bottega.transport import (
     Connection,
@@ -38,7 +40,7 @@ from bottega.transport import (
 )
 from bottega.v1 import link_pb2, link_pb2_grpc
 from bottega.v1.fleet_pb2 import Member
-from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED
+from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED
 from tests.added_service.calls import ASK, COLOURS
 from tests.added_service.service_spec import KIND
 from tests.support.waiting import wait_until
@@ -102,12 +104,18 @@ def client(up: Up) -> Iterator[Client]:
         yield client
 
 
-def bottega(up: Up, *arguments: str, cwd: Path | None = None, status: int = 0) -> str:
-    """What a command prints."""
-    done = subprocess.run(
-        [*BOTTEGA, *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=cwd, env=up.environment
-    )
-    assert done.returncode == status, done.stdout + done.stderr
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where commands write."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def bottega(up: Up, *arguments: str, status: int = 0) -> str:
+    """What a command prints, as in a terminal that knows nothing but where the suite keeps its state."""
+    names = (VARIABLE, "BOTTEGA_STATE", "BOTTEGA_ADDRESS", "BOTTEGA_FLEET")
+    done = CliRunner().invoke(main, arguments, env={name: up.environment.get(name) for name in names})
+    assert done.exit_code == status, done.output
     return done.stdout
 
 
@@ -124,9 +132,9 @@ def test_a_service_of_another_manifest_starts_with_the_suite_and_joins(up: Up) -
     assert "joined the fleet" in bottega(up, "logs", KIND)
 
 
-def store_of_colours(client: Client) -> Member:
-    """As the gateway knows it."""
-    (member,) = (member for member in client.fleet().members if member.registration.kind == KIND)
+def member_of(client: Client, kind: str) -> Member:
+    """The one of this kind, as the gateway knows it."""
+    (member,) = (member for member in client.fleet().members if member.registration.kind == kind)
     return member
 
 
@@ -134,7 +142,7 @@ def test_what_a_job_names_is_loaded_before_it_runs(client: Client) -> None:
     client.generate("a red star", num_inference_steps=2, seed=1)
 
     def loaded() -> set[str]:
-        return {item.name for item in store_of_colours(client).load.hosted if item.state == HOSTED_STATE_LOADED}
+        return {item.name for item in member_of(client, KIND).load.hosted if item.state == HOSTED_STATE_LOADED}
 
     wait_until(lambda: loaded() == {"red"}, "what the job named", within_s=10.0)
 
@@ -165,7 +173,7 @@ class _Answers(LinkClientHandler):
 
 def test_it_answers_over_a_link(client: Client) -> None:
     def offered(link_id: str) -> Future[ServiceOffer]:
-        with grpc.insecure_channel(store_of_colours(client).registration.address) as channel:
+        with grpc.insecure_channel(member_of(client, KIND).registration.address) as channel:
             request = link_pb2.OpenLinkRequest(kind=KIND, worker="w", link_id=link_id)
             opened = link_pb2_grpc.LinkServiceStub(channel).OpenLink(request, timeout=10)
         found: Future[ServiceOffer] = Future()
@@ -185,22 +193,22 @@ def test_it_answers_over_a_link(client: Client) -> None:
         link.join()
 
 
-def test_a_newcomer_draws_a_picture_and_draws_it_again(up: Up, tmp_path: Path) -> None:
-    drawn = bottega(up, "generate", "a big red star", "-o", "star.png", "--seed", "7", "--steps", "4", cwd=tmp_path)
+def test_a_newcomer_draws_a_picture_and_draws_it_again(up: Up, folder: Path) -> None:
+    drawn = bottega(up, "generate", "a big red star", "-o", "star.png", "--seed", "7", "--steps", "4")
     assert "star.png  64x64  seed 7" in drawn
     assert "denoise" in drawn
-    bottega(up, "generate", "--like", "star.png", "-o", "again.png", cwd=tmp_path)
-    with PIL.Image.open(tmp_path / "star.png") as first, PIL.Image.open(tmp_path / "again.png") as second:
+    bottega(up, "generate", "--like", "star.png", "-o", "again.png")
+    with PIL.Image.open(folder / "star.png") as first, PIL.Image.open(folder / "again.png") as second:
         assert first.tobytes() == second.tobytes()
 
 
-def test_a_newcomer_draws_with_a_control_image_at_once(up: Up, tmp_path: Path) -> None:
+def test_a_newcomer_draws_with_a_control_image_at_once(up: Up, folder: Path) -> None:
     star = Thing(shape="star", colour="red")
     draw_edges(SceneLayout(placed=(Placed(thing=star, x=0.7, y=0.5, radius=0.24),), ground="blue")).save(
-        tmp_path / "e.png"
+        folder / "e.png"
     )
     control = ["--control", "edges=e.png:0.8", "--steps", "4", "--seed", "2"]
-    drawn = bottega(up, "generate", "a big red star on a blue background", *control, "-o", "star.png", cwd=tmp_path)
+    drawn = bottega(up, "generate", "a big red star on a blue background", *control, "-o", "star.png")
     assert "control edges: by controlnet-0, scale 0.8, waited" in drawn
     assert "ControlNets ran beside" in drawn
     profiled = bottega(up, "controlnets", "profile", "edges", "--steps", "20")
@@ -210,21 +218,33 @@ def test_a_newcomer_draws_with_a_control_image_at_once(up: Up, tmp_path: Path) -
     listed = bottega(up, "controlnets")
     assert {line.split()[0] for line in listed.splitlines() if "miniature" in line} == {"edges", "layout"}
     assert found[1] in listed
-    assert "edges" in bottega(up, "fleet", "--once")
     assert "engine ready" in bottega(up, "logs", "controlnet-0")
 
 
-def test_a_newcomer_draws_with_the_models_own_loras_at_once(up: Up, tmp_path: Path) -> None:
+def test_a_newcomer_draws_with_the_models_own_loras_at_once(up: Up, folder: Path) -> None:
     listed = bottega(up, "loras")
     assert {line.split()[0] for line in listed.splitlines() if "miniature" in line} == set(STYLES)
     drawing = ["generate", "a big red star", "--steps", "4", "--seed", "2", "-o"]
     style = next(iter(STYLES))
-    bottega(up, *drawing, "styled.png", "--lora", f"{style}:0.8", cwd=tmp_path)
-    bottega(up, "loras", "add", "my/style", str(WEIGHTS / "loras" / style))
-    bottega(up, *drawing, "again.png", "--lora", "my/style:0.8", cwd=tmp_path)
-    bottega(up, *drawing, "plain.png", cwd=tmp_path)
-    pixels = [PIL.Image.open(tmp_path / f"{name}.png").tobytes() for name in ("styled", "again", "plain")]
-    assert pixels[0] == pixels[1] != pixels[2]
+    bottega(up, *drawing, "styled.png", "--lora", f"{style}:0.8")
+    bottega(up, *drawing, "plain.png")
+    styled, plain = (PIL.Image.open(folder / f"{name}.png").tobytes() for name in ("styled", "plain"))
+    assert styled != plain
+
+
+def test_a_worker_tells_the_fleet_what_is_in_its_weights_and_what_a_swap_takes(client: Client) -> None:
+    style = next(iter(STYLES))
+    client.generate("a big red star", lora=[(style, 0.7)], seed=3, num_inference_steps=50)
+    told = [(client.lora(style).digest, 0.7)]
+    wait_until(lambda: _in_weights(client) == told, "the set to be told")
+    assert 0 < member_of(client, kinds.WORKER).load.switch_times[0].seconds < 1.0
+    client.generate("a big red star", seed=3, num_inference_steps=6)
+    wait_until(lambda: _in_weights(client) == [], "the weights to be told as untouched")
+
+
+def _in_weights(client: Client) -> list[tuple[str, float]]:
+    hosted = member_of(client, kinds.WORKER).load.hosted
+    return [(lora.digest, lora.scale) for lora in hosted if lora.state == HOSTED_STATE_APPLIED]
 
 
 def test_the_doctor_finds_a_healthy_suite(up: Up) -> None:
@@ -236,15 +256,15 @@ def test_the_doctor_finds_a_healthy_suite(up: Up) -> None:
     assert "1 store of colours joined" in checked
 
 
-def test_a_killed_gateway_is_started_again_and_knows_its_jobs(up: Up, tmp_path: Path) -> None:
-    bottega(up, "generate", "a star", "-o", "star.png", "--steps", "2", cwd=tmp_path)
+def test_a_killed_gateway_is_started_again_and_knows_its_jobs(up: Up, folder: Path) -> None:
+    bottega(up, "generate", "a star", "-o", "star.png", "--steps", "2")
     listed = _job_ids(up)
     served = up.printed.read_text().count("gateway      serves")
     os.kill({child.name: child.pid for child in up.record().children}["gateway"], signal.SIGKILL)
     again = lambda: up.printed.read_text().count("gateway      serves") > served  # noqa: E731
     wait_until(again, "the gateway to serve again", within_s=START_S)
     assert _job_ids(up) == listed != []
-    bottega(up, "generate", "a star", "-o", "other.png", "--steps", "2", cwd=tmp_path)
+    bottega(up, "generate", "a star", "-o", "other.png", "--steps", "2")
 
 
 def test_ctrl_c_leaves_nothing(up: Up) -> None:
