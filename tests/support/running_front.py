@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -21,10 +22,13 @@ from bottega.worker.config import WorkerConfig
 from bottega.worker.engine_client import WorkerEngineClient
 from bottega.worker.worker import Worker
 from tests.samples.hostile_images import saved
+from tests.support.waiting import eventually
 
 CONFIG = WorkerConfig(name="w", gateway="", hang_s=1.0, stall_s=1.5, start_s=20.0)
 
 ROOT = Path(__file__).resolve().parents[2]
+
+_jobs = itertools.count()
 
 
 class Running:
@@ -46,6 +50,10 @@ class Running:
                 call.cancel()
                 break
         return events
+
+    async def drawing(self) -> None:
+        """Returns when a step is done of an attempt that runs."""
+        await eventually(lambda: any(each.steps_done > 0 and not each.ended for each in self.worker.attempts))
 
     async def is_serving(self) -> bool:
         check = self.channel.unary_unary(
@@ -100,8 +108,9 @@ async def running_workers() -> AsyncIterator[Start]:
 
 
 def request(
-    prompt: str = "flat", *, job_id: str = "job", number: int = 1, image: bytes | None = None, **fields: object
+    prompt: str = "flat", *, job_id: str = "", number: int = 1, image: bytes | None = None, **fields: object
 ) -> worker_pb2.RunAttemptRequest:
+    """An attempt. job_id: by default that of no other."""
     spec = generation_pb2.GenerationSpec(
         model="scripted",
         prompt=prompt,
@@ -114,7 +123,7 @@ def request(
         image=image,
         strength=None if image is None else 0.6,
     )
-    attempt = worker_pb2.AttemptId(job_id=job_id, number=number)
+    attempt = worker_pb2.AttemptId(job_id=job_id or f"job-{next(_jobs)}", number=number)
     return worker_pb2.RunAttemptRequest(attempt=attempt, spec=spec, **fields)  # type: ignore[arg-type]
 
 

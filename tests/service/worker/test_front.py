@@ -11,24 +11,27 @@ from dataclasses import replace
 
 import grpc
 import pytest
+import pytest_asyncio
 from google.protobuf import json_format
 from PIL import Image
 
 from bottega.errors import ModelNotFound, StaleAttempt
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, generation_pb2, worker_pb2
-from tests.support.running_front import CONFIG, Start, images, kinds, png, request, running_workers
+from tests.support.running_front import CONFIG, Running, images, kinds, png, request, running_workers
 from tests.support.waiting import eventually
 
+# One worker for all tests here.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture
-async def start() -> AsyncIterator[Start]:
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Running]:
     async with running_workers() as start:
-        yield start
+        yield await start()
 
 
-async def test_an_attempt_is_drawn_encoded_and_inscribed(start: Start) -> None:
-    running = await start()
+async def test_an_attempt_is_drawn_encoded_and_inscribed(running: Running) -> None:
     order = request("a flat colour, 星")
     order.spec.num_images = 2
     events = await running.events(order)
@@ -56,26 +59,24 @@ async def test_an_attempt_is_drawn_encoded_and_inscribed(start: Start) -> None:
 
 
 async def test_an_attempts_lines_in_the_log_carry_its_request_id(
-    start: Start, caplog: pytest.LogCaptureFixture
+    running: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "bottega.worker")
-    running = await start()
-    await running.events(request(request_id="log-drawn", number=2, checkpoint=b"3"))
-    told = await running.events(request("nan", job_id="bad", request_id="log-failed"))
+    await running.events(request(job_id="logged", request_id="log-drawn", number=2, checkpoint=b"3"))
+    told = await running.events(request("nan", request_id="log-failed"))
     assert told[-1].failed.reason == error_pb2.ERROR_REASON_NOT_FINITE
     lines = [(line.__dict__["request_id"], line) for line in caplog.records if hasattr(line, "request_id")]
     drawn = [line for request_id, line in lines if request_id == "log-drawn"]
     assert [line.message for line in drawn] == ["attempt started", "attempt completed"]
     for line in drawn:
-        assert (line.__dict__["job_id"], line.__dict__["attempt"], line.__dict__["model"]) == ("job", 2, "scripted")
+        assert (line.__dict__["job_id"], line.__dict__["attempt"], line.__dict__["model"]) == ("logged", 2, "scripted")
     assert 0 < drawn[-1].__dict__["seconds"] < 10
     failed = [line for request_id, line in lines if request_id == "log-failed"]
     assert [line.message for line in failed] == ["attempt started", "attempt failed"]
     assert failed[-1].__dict__["reason"] == "NOT_FINITE"
 
 
-async def test_the_source_image_reaches_the_engine_resized_and_no_further(start: Start) -> None:
-    running = await start()
+async def test_the_source_image_reaches_the_engine_resized_and_no_further(running: Running) -> None:
     events = await running.events(request(image=png(50, 40, "teal"), number=3))
     with Image.open(io.BytesIO(images(events)[0])) as picture:
         assert (picture.size, picture.getpixel((8, 4))) == ((16, 8), (0, 128, 128))
@@ -86,8 +87,7 @@ async def test_the_source_image_reaches_the_engine_resized_and_no_further(start:
     assert "decode_image" in {time.stage for time in provenance.times}
 
 
-async def test_formats_and_previews_are_as_asked(start: Start) -> None:
-    running = await start()
+async def test_formats_and_previews_are_as_asked(running: Running) -> None:
     order = request(preview=True)
     order.spec.format = generation_pb2.IMAGE_FORMAT_WEBP
     order.spec.quality = 100
@@ -100,39 +100,35 @@ async def test_formats_and_previews_are_as_asked(start: Start) -> None:
         assert (preview.format, preview.size) == ("JPEG", (8, 8))
 
 
-async def test_previews_may_be_asked_for_later(start: Start) -> None:
-    running = await start()
+async def test_previews_may_be_asked_for_later(running: Running) -> None:
     order = request("slow")
     order.spec.num_inference_steps = 60
     asked = worker_pb2.PreviewAttemptRequest(attempt=order.attempt)
     assert not (await running.stub.PreviewAttempt(asked, timeout=5)).known
     following = asyncio.create_task(running.events(order))
-    await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
+    await running.drawing()
     assert (await running.stub.PreviewAttempt(asked, timeout=5)).known
     previewed = [bool(event.progress.preview_jpeg) for event in await following if event.HasField("progress")]
     assert previewed[0] is False
     assert any(previewed)
 
 
-async def test_previews_asked_for_before_the_engine_has_the_attempt_are_not_forgotten(start: Start) -> None:
-    running = await start()
+async def test_previews_asked_for_before_the_engine_has_the_attempt_are_not_forgotten(running: Running) -> None:
     order = request("slow", image=png(2000, 2000))
     following = asyncio.create_task(running.events(order))
-    await eventually(lambda: any(True for _ in running.worker.attempts))
+    await eventually(lambda: any(not each.ended for each in running.worker.attempts))
     await running.stub.PreviewAttempt(worker_pb2.PreviewAttemptRequest(attempt=order.attempt), timeout=5)
     assert any(event.progress.preview_jpeg for event in await following)
 
 
-async def test_a_bad_source_image_fails_the_attempt_only(start: Start) -> None:
-    running = await start()
+async def test_a_bad_source_image_fails_the_attempt_only(running: Running) -> None:
     events = await running.events(request(image=b"no image"))
     assert kinds(events) == ["failed"]
     assert events[0].failed.reason == error_pb2.ERROR_REASON_BAD_IMAGE
-    assert kinds(await running.events(request(job_id="other")))[-1] == "completed"
+    assert kinds(await running.events(request()))[-1] == "completed"
 
 
-async def test_breaking_the_stream_stops_nothing_and_attaching_gets_the_same_bytes(start: Start) -> None:
-    running = await start()
+async def test_breaking_the_stream_stops_nothing_and_attaching_gets_the_same_bytes(running: Running) -> None:
     order = request("slow")
     assert kinds(await running.events(order, until="progress"))[-1] == "progress"
     first = await running.events(order)
@@ -143,30 +139,29 @@ async def test_breaking_the_stream_stops_nothing_and_attaching_gets_the_same_byt
     assert running.worker.load().running == []
 
 
-async def test_cancelling_stops_and_forgets(start: Start) -> None:
-    running = await start()
+async def test_cancelling_stops_and_forgets(running: Running) -> None:
     order = request("slow")
     order.spec.num_inference_steps = 200
     following = asyncio.create_task(running.events(order))
-    await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
+    await running.drawing()
+    told = running.worker.load().fixed_s
     cancel = worker_pb2.CancelAttemptRequest(attempt=order.attempt)
     assert (await running.stub.CancelAttempt(cancel, timeout=5)).known
     assert (await following)[-1].failed.reason == error_pb2.ERROR_REASON_JOB_CANCELLED
     assert not (await running.stub.CancelAttempt(cancel, timeout=5)).known
     listed = await running.stub.ListAttempts(worker_pb2.ListAttemptsRequest(), timeout=5)
-    assert not listed.attempts
-    await eventually(lambda: running.worker.load().fixed_s == 100)  # the engine was told, once
+    assert order.attempt not in [each.attempt for each in listed.attempts]
+    await eventually(lambda: running.worker.load().fixed_s == told + 100)  # the engine was told, once
     order.spec.num_inference_steps = 5
     assert kinds(await running.events(order))[-1] == "completed"
 
 
-async def test_a_later_attempt_supersedes_and_an_earlier_one_is_refused(start: Start) -> None:
-    running = await start()
-    slow = request("slow")
+async def test_a_later_attempt_supersedes_and_an_earlier_one_is_refused(running: Running) -> None:
+    slow = request("slow", job_id="superseded")
     slow.spec.num_inference_steps = 200
     first = asyncio.create_task(running.events(slow))
-    await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
-    second = await running.events(request(number=2))
+    await running.drawing()
+    second = await running.events(request(job_id="superseded", number=2))
     assert kinds(second)[-1] == "completed"
     assert (await first)[-1].failed.reason == error_pb2.ERROR_REASON_STALE_ATTEMPT
     with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -174,16 +169,14 @@ async def test_a_later_attempt_supersedes_and_an_earlier_one_is_refused(start: S
     assert isinstance(from_rpc_error(refused.value), StaleAttempt)
 
 
-async def test_an_attempt_ends_with_its_deadline(start: Start) -> None:
-    running = await start()
+async def test_an_attempt_ends_with_its_deadline(running: Running) -> None:
     order = request("slow", deadline_s=0.2)
     order.spec.num_inference_steps = 200
     events = await running.events(order)
     assert events[-1].failed.reason == error_pb2.ERROR_REASON_DEADLINE_PASSED
 
 
-async def test_checkpoints_stream_and_resume(start: Start) -> None:
-    running = await start()
+async def test_checkpoints_stream_and_resume(running: Running) -> None:
     order = request("slow")
     order.spec.num_inference_steps = 20
     watching = running.stub.WatchCheckpoints(worker_pb2.WatchCheckpointsRequest(), timeout=15)
@@ -202,29 +195,32 @@ async def test_checkpoints_stream_and_resume(start: Start) -> None:
     assert (events[0].started.steps_total, events[0].started.steps_resumed) == (5, 4)
 
 
-async def test_the_same_order_is_the_same_bytes_in_another_job_and_resumed_on_another_worker(start: Start) -> None:
-    one, other = await start(), await start(replace(CONFIG, name="another"))
+async def test_the_same_order_is_the_same_bytes_in_another_job_and_resumed_on_another_worker(
+    running: Running,
+) -> None:
     order = request("a flat colour, 星")
     order.spec.num_images = 2
     resumed = request("a flat colour, 星", number=2, checkpoint=b"3", request_id="again")
     resumed.spec.num_images = 2
-    again = request("a flat colour, 星", job_id="again")
+    again = request("a flat colour, 星")
     again.spec.num_images = 2
-    first = images(await one.events(order))
+    first = images(await running.events(order))
     assert sorted(first) == [0, 1]
-    assert images(await other.events(resumed)) == first
-    assert images(await other.events(again)) == first
+    async with running_workers() as start:
+        other = await start(replace(CONFIG, name="another"))
+        assert images(await other.events(resumed)) == first
+        assert images(await other.events(again)) == first
 
 
 async def test_an_order_for_another_model_is_refused_and_nothing_of_it_is_kept(
-    start: Start, caplog: pytest.LogCaptureFixture
+    running: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "bottega.worker")
-    running = await start()
     order = request()
     for order.spec.model in ("nobody", "", "Scripted", "m" * 200):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await running.events(order)
         error = from_rpc_error(refused.value)
         assert (type(error), error.metadata["served"]) == (ModelNotFound, "scripted")
-    assert (list(running.worker.attempts), "attempt started" in caplog.messages) == ([], False)
+    assert order.attempt.job_id not in [each.key.job_id for each in running.worker.attempts]
+    assert "attempt started" not in caplog.messages

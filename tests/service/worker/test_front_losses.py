@@ -36,7 +36,7 @@ async def test_a_lost_engine_fails_what_it_held_and_is_replaced(start: Start, pr
     bystander = request("slow", job_id="bystander")
     bystander.spec.num_inference_steps = 200
     beside = asyncio.create_task(running.events(bystander))
-    await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
+    await running.drawing()
     events = await running.events(request(prompt))
     for lost in (events[-1].failed, (await beside)[-1].failed):
         assert (lost.reason, lost.code) == (error_pb2.ERROR_REASON_WORKER_LOST, Code.UNAVAILABLE)
@@ -52,7 +52,7 @@ async def test_a_front_that_was_stopped_itself_kills_no_engine_that_lives(start:
     order = request("slow")
     order.spec.num_inference_steps = 200  # 4 s
     following = asyncio.create_task(running.events(order))
-    await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
+    await running.drawing()
     _be_stopped(CONFIG.stall_s + CONFIG.hang_s)
     assert kinds(await following)[-1] == "completed"
     _be_stopped(2 * CONFIG.hang_s)
@@ -100,7 +100,7 @@ async def test_draining_refuses_new_work_and_finishes_what_runs(start: Start) ->
     order.spec.num_inference_steps = 30
     watching = running.stub.WatchCheckpoints(worker_pb2.WatchCheckpointsRequest(), timeout=15)
     following = asyncio.create_task(running.events(order))
-    await eventually(lambda: any(a.steps_done > 0 for a in running.worker.attempts))
+    await running.drawing()
     draining = asyncio.create_task(running.server.drain(running.worker.drain))
     await eventually(lambda: running.worker.load().draining)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
