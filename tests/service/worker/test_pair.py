@@ -18,13 +18,13 @@ from tests.chaos.peers import kill_peers
 from tests.chaos.tally import Tally
 from tests.samples.lora_files import Part, base_shapes, kohya, save
 from tests.support.running_loras import upload_requests
-from tests.support.services import SMALL_ENGINE, Services
-from tests.support.stock import assert_same_image
+from tests.support.services import FREE_PORTS, SMALL_ENGINE, Services
+from tests.support.stock import Pixels, assert_same_image
 from tests.support.waiting import wait_until
 from tests.support.worker_pair import TIMEOUT_S, WorkerPair
 
 # Long enough to be disturbed in the middle.
-LONG = 60
+LONG = 40
 
 
 class Fleet(fleet_pb2_grpc.FleetServiceServicer):
@@ -56,6 +56,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory, fleet: Fleet) -> Iterator[Wor
     server.stop(0).wait()
 
 
+@pytest.fixture(scope="module")
+def long_alone(pair: WorkerPair) -> Pixels:
+    """LONG steps of one of them."""
+    return pair.alone("a", num_inference_steps=LONG).pixels
+
+
 def test_each_draws_the_same_image_with_the_other_as_alone(pair: WorkerPair) -> None:
     alone = pair.alone("a")
     assert not alone.provenance.HasField("pair")
@@ -72,12 +78,13 @@ def test_the_link_within_a_host_is_shared_memory(pair: WorkerPair) -> None:
     assert linked[-1]["backend"] == "memfd"
 
 
-def test_two_with_requests_of_their_own_draw_alone_and_then_together_again(pair: WorkerPair) -> None:
-    alone = pair.alone("a", num_inference_steps=LONG)
+def test_two_with_requests_of_their_own_draw_alone_and_then_together_again(
+    pair: WorkerPair, long_alone: Pixels
+) -> None:
     drawings = [pair.begin(name, num_inference_steps=LONG) for name in "ab"]
     for drawing in drawings:
         drawn = drawing.result(TIMEOUT_S)
-        assert_same_image(drawn.pixels, alone.pixels)
+        assert_same_image(drawn.pixels, long_alone)
         assert drawn.lent_steps < LONG // 2, "only what was left when the other one had ended, and before it began"
     assert pair.draw("a").lent_steps > 0
 
@@ -117,11 +124,10 @@ def test_a_peer_killed_in_the_middle_of_a_picture_changes_nothing_and_is_used_ag
 
 
 def test_rows_with_a_lora_are_lent_too_though_the_other_has_drawn_nothing_with_one(
-    pair: WorkerPair, fleet: Fleet, tmp_path: Path
+    pair: WorkerPair, fleet: Fleet, long_alone: Pixels, tmp_path: Path
 ) -> None:
-    server = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
     with Services(tmp_path) as services:
-        store = services.start("loras", {"name": "loras", "gateway": "", "server": server})
+        store = services.start("loras", {"name": "loras", "gateway": "", "server": FREE_PORTS})
         fleet.services = [fleet_pb2.ServiceAddress(kind=kinds.LORAS, name="loras", address=store.address)]
         lora = Lora(name="ink", scale=1.0, max_step=0, digest=_brought(store.address, tmp_path))
         options = {"loras": [lora], "num_inference_steps": LONG}
@@ -129,7 +135,7 @@ def test_rows_with_a_lora_are_lent_too_though_the_other_has_drawn_nothing_with_o
         alone = pair.alone("a", **options)
     assert drawn.lent_steps > 0
     assert_same_image(drawn.pixels, alone.pixels)
-    assert (drawn.pixels != pair.alone("a", num_inference_steps=LONG).pixels).any()
+    assert (drawn.pixels != long_alone).any()
 
 
 def _brought(store: str, folder: Path) -> str:
