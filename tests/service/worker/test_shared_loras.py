@@ -108,7 +108,7 @@ def test_workers_killed_while_they_fetch_leave_no_descriptor_in_the_store(tmp_pa
         digest = store.put(canonical_file(SMALL))
         store.tiers.give_back(store.tiers.borrow(digest).result(PATIENCE_S))
         descriptors = []
-        for number in range(12):
+        for number in range(6):
             sent = store.links.counters.snapshot().sent.file_bytes
             pid = others.start(f"fetch:{digest}", store.links.offer("w", "", caller=""), Backend.MEMFD)
             # Up to what its credit allows waits in its socket, unread.
