@@ -31,8 +31,8 @@ from tests.support.services import Services, gateway_config
 
 pytestmark = pytest.mark.alone
 
-ORDERS = 8
-CALLERS = 48
+ORDERS = 12
+CALLERS = 96
 # Six times max_requests_mib. Without that bound, 64 callers took 3.4 GiB.
 MOST_GROWTH_BYTES = 6 * 128 << 20
 READERS = 150
