@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,9 +20,11 @@ from tests.fuzz.specs import FILLED, spec_ranges
 
 def attempt_corpus() -> Iterator[Case]:
     """All of it, of attempts that are stopped at once."""
-    attempt = worker_pb2.AttemptId(job_id="fuzz", number=1)
+    numbers = itertools.count()
 
     def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, whole: Any = None, **spec: Any) -> Case:
+        # Each is an attempt of its own: one that was refused keeps its refusal for whoever orders it again.
+        attempt = worker_pb2.AttemptId(job_id=f"fuzz-{next(numbers)}", number=1)
         drawn = GenerationSpec(**{"prompt": "a star", **FILLED, **spec})
         request = worker_pb2.RunAttemptRequest(**{"attempt": attempt, "spec": drawn, **(whole or {})})
         return case_of("RunAttempt", name, request, code, *fields)

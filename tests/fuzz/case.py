@@ -28,7 +28,8 @@ class Case:
     """One call of a method, by its name in the contract.
 
     raw: the messages of the caller, one but for Join.
-    fields: all that are named as wrong, in any order.
+    fields: all that are named as wrong, in any order. refused_later: of an attempt that the engine refuses, unless it
+    is cancelled before: then `code` is what it gets.
     """
 
     method: str
@@ -36,6 +37,7 @@ class Case:
     raw: tuple[bytes, ...]
     code: grpc.StatusCode
     fields: frozenset[str] = frozenset()
+    refused_later: bool = False
 
 
 def case_of(method: str, name: str, request: Message, code: grpc.StatusCode = OK, *fields: str) -> Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from bottega import kinds
@@ -129,7 +130,8 @@ def control_attempts(case: Any) -> Iterator[Case]:
     many = [ControlNet(name="edges", image=png)] * 9
     yield case("nine ControlNets", INVALID, "spec.controlnets", whole=nine, controlnets=many)
     yield case("hosts of no ControlNet", whole=nine)
-    yield case("hosts that are noise", whole={"addons": {kinds.CONTROLNET: b"\xff" * 9}})
+    noise = case("hosts that are noise", whole={"addons": {kinds.CONTROLNET: b"\xff" * 9}})
+    yield replace(noise, refused_later=True)
     for addons in ({"no kind": b""}, {f"k{number}": b"" for number in range(17)}, {"k": bytes((256 << 10) + 1)}):
         yield case(f"add-ons {shown(''.join(addons))}", INVALID, "addons", whole={"addons": addons})
     yield from _ordered_hosts(ordered)
@@ -170,7 +172,7 @@ def _ordered_hosts(ordered: Any) -> Iterator[Case]:
         **{f"similar by {number}": ("similarity", number) for number in (-1.001, 1.001, NAN, INF, -INF)},
     }
     for name, (field, value) in bad.items():
-        yield ordered(name, hosts={field: value})
+        yield replace(ordered(name, hosts={field: value}), refused_later=True)
 
 
 def _profile(model_hash: str) -> ResidualProfile:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from bottega import kinds
@@ -107,10 +109,11 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
     """Of a gateway, to a worker. filled: fields of a spec that are filled in."""
     whole = _ordered()
     steps = filled["num_inference_steps"]
+    numbers = itertools.count()
 
     def case(name: str, loras: list[Lora], *fields: str, **order: Any) -> Case:
         request = worker_pb2.RunAttemptRequest(
-            attempt=worker_pb2.AttemptId(job_id="fuzz", number=1),
+            attempt=worker_pb2.AttemptId(job_id=f"lora-{next(numbers)}", number=1),
             spec=GenerationSpec(prompt="a star", loras=loras, **filled),
             **order,
         )
@@ -124,13 +127,15 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
     yield case("a bare LoRA", [Lora(name="ink")], *lacking)
     yield case("nine LoRAs", [whole] * 9, "spec.loras")
     for step in (-1, steps, 2**31 - 1):
-        yield case(f"LoRAs that went in at {step}", [whole], decisions=AttemptDecisions(by_kind=loras_at(step)))
+        late = case(f"LoRAs that went in at {step}", [whole], decisions=AttemptDecisions(by_kind=loras_at(step)))
+        yield replace(late, refused_later=True)
     yield case("a LoRA from after the end", [_ordered(from_step=steps)], "spec.loras[0].from_step")
     for step, fields in ((steps, ()), (steps + 1, ("spec.loras[0].max_step",))):
         yield case(f"a LoRA at {step} at the latest", [_ordered(max_step=step)], *fields)
     measured = _ordered(from_step=1, measure_similarity=True)
     yield case("a LoRA that is measured from a later step", [measured], "spec.loras[0].from_step")
-    yield case("a decision that is noise", [whole], decisions=AttemptDecisions(by_kind={kinds.LORAS: b"\xff" * 9}))
+    noise = case("a decision that is noise", [whole], decisions=AttemptDecisions(by_kind={kinds.LORAS: b"\xff" * 9}))
+    yield replace(noise, refused_later=True)
     for kind, size in (("no kind", 0), (kinds.LORAS, (256 << 10) + 1)):
         decisions = AttemptDecisions(by_kind={kind: bytes(size)})
         yield case(f"{size} bytes from {kind}", [whole], "decisions.by_kind", decisions=decisions)
