@@ -12,6 +12,7 @@ GATEWAY = "gateway"
 WORKER = "worker"
 CONTROLNET = "controlnet"
 LORAS = "loras"
+CACHE = "cache"
 
 # It names processes, folders, systemd units and a label of the metrics.
 _KIND = re.compile(r"[a-z][a-z0-9-]{0,31}")

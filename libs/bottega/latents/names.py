@@ -1,0 +1,32 @@
+"""Names of cached latents, and the steps after which there are any."""
+
+from __future__ import annotations
+
+import re
+
+ENTRY_PATTERN = re.compile(r"[0-9a-f]{32}")
+"""An entry: 128 random bits."""
+
+FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5)
+"""Shares of the steps after which a picture's latent is recorded (Nirvana, NSDI'24, section 5: 5 to 25 of 50)."""
+
+_START = re.compile(r"([0-9a-f]{32})@([1-9][0-9]{0,2})")
+
+
+def format_start(entry: str, step: int) -> str:
+    """What a provenance names and a request pins: "ENTRY@STEP"."""
+    return f"{entry}@{step}"
+
+
+def parse_start(text: str) -> tuple[str, int]:
+    """Entry and step of "ENTRY@STEP". Raises ValueError."""
+    found = _START.fullmatch(text)
+    if found is None:
+        raise ValueError("a cached latent is named by 32 hex digits, @ and a step")
+    return found[1], int(found[2])
+
+
+def recorded_steps(steps: int) -> tuple[int, ...]:
+    """After how many of so many steps latents are recorded, ascending; few steps have few of them."""
+    found = {round(fraction * steps) for fraction in FRACTIONS}
+    return tuple(sorted(step for step in found if 0 < step < steps))
