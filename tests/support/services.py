@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from bottega.manifest import read_services
 
 # A worker of the miniature is warm in 7 s with free cores; tests share theirs.
@@ -145,6 +147,14 @@ def free_ports(count: int) -> list[int]:
     for each in found:
         each.close()
     return ports
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; one that has may be left for init to collect."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.is_running()
+    except psutil.NoSuchProcess:
+        return False
 
 
 def tail(log: Path, lines: int = 30) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 from bottega.client.suite.plan import ProcessPlan
 from bottega.client.suite.service_process import DoesNotStart, RestartPolicy, ServiceProcess
+from tests.support.services import runs
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ async def test_a_killed_service_is_started_again_and_its_children_go_with_it(tmp
         first.kill()
         await eventually(lambda: len(reports.served) == 2)
         assert reports.deaths == [("worker-0", "was killed by SIGKILL", 0.05)]
-        await eventually(lambda: not any(alive(child) for child in children))
+        await eventually(lambda: not any(runs(child) for child in children))
     assert '"policy": "thing"' in (tmp_path / "worker-0.log").read_text()
 
 
@@ -85,7 +86,7 @@ async def test_stopping_leaves_nothing(tmp_path: Path, script: str) -> None:
         await eventually(lambda: bool(reports.served))
         assert found.pid is not None
         family = [psutil.Process(found.pid), *psutil.Process(found.pid).children()]
-    await eventually(lambda: not any(alive(member) for member in family))
+    await eventually(lambda: not any(runs(member) for member in family))
     assert reports.deaths == []
 
 
@@ -135,11 +136,7 @@ asyncio.run(service_process(LISTENS, Path({str(tmp_path)!r}), Reports()).run())
     await eventually(lambda: log.exists() and "serving" in log.read_text())
     (service,) = psutil.Process(host.pid).children()
     await asyncio.sleep(0.2)
-    assert alive(service)
+    assert runs(service)
     host.kill()
     await host.wait()
-    await eventually(lambda: not alive(service))
-
-
-def alive(process: psutil.Process) -> bool:
-    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    await eventually(lambda: not runs(service))

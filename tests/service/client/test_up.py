@@ -43,6 +43,7 @@ from bottega.v1.fleet_pb2 import Member
 from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED
 from tests.added_service.calls import ASK, COLOURS
 from tests.added_service.service_spec import KIND
+from tests.support.services import runs
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -272,7 +273,7 @@ def test_ctrl_c_leaves_nothing(up: Up) -> None:
     assert len(family) >= 3
     os.kill(up.process.pid, signal.SIGINT)
     assert up.process.wait(20) == 0
-    assert [member for member in family if member.is_running()] == []
+    assert [member for member in family if runs(member)] == []
     assert up.printed.read_text().endswith("Stopped; nothing is left running.\n")
     assert not up.state.is_held()
     bottega(up, "models", status=1)

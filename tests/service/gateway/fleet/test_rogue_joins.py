@@ -41,6 +41,9 @@ async def test_the_public_port_serves_no_fleet(house: Running) -> None:
             lambda: fleet.Join(timeout=5),
         ):
             error = await refusal(call)
+            if type(error) is errors.InternalError:
+                # grpc.aio says so by itself, seldom, where a server ends a stream that its client still writes to.
+                error = await refusal(call)
             assert type(error) is errors.MethodNotServed
             assert (error.metadata, "fleet.listen" in error.message) == ({"listener": "fleet"}, True)
     assert await _names(house) == set()
