@@ -152,7 +152,7 @@ def free_ports(count: int) -> list[int]:
 def runs(process: psutil.Process) -> bool:
     """Whether it has not ended; one that has may be left for init to collect."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and process.is_running()
+        return bool(process.status() != psutil.STATUS_ZOMBIE and process.is_running())
     except psutil.NoSuchProcess:
         return False
 
