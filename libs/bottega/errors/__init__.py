@@ -11,6 +11,7 @@ BottegaError
 ├── ModelNotFound           NOT_FOUND
 ├── ControlNetNotFound      NOT_FOUND
 ├── LoraNotFound            NOT_FOUND
+├── CacheEntryNotFound      NOT_FOUND
 ├── JobNotFound             NOT_FOUND
 ├── ImageNotFound           NOT_FOUND
 ├── RequestIdReused         ALREADY_EXISTS
@@ -24,6 +25,7 @@ BottegaError
 ├── ControlNetUnusable      FAILED_PRECONDITION  it cannot be loaded, or does not fit the model
 ├── LoraUnusable            FAILED_PRECONDITION  it does not fit the model, or was made for another
 ├── LoraInUse               FAILED_PRECONDITION  it is being sent to workers, or a job needs it
+├── CacheEntryGone          FAILED_PRECONDITION  the cached latent that a request pins
 ├── Poisoned                FAILED_PRECONDITION  workers die of the request
 ├── QueueFull               RESOURCE_EXHAUSTED   retry later
 ├── DeadlineUnmeetable      RESOURCE_EXHAUSTED
@@ -33,6 +35,7 @@ BottegaError
 │   ├── NoWorker            UNAVAILABLE          retry later
 │   ├── NoControlNet        UNAVAILABLE          nobody has it; retry later
 │   ├── NoLora              UNAVAILABLE          the store cannot be reached, or is too slow; retry later
+│   ├── NoCache             UNAVAILABLE          no approximate cache can be reached
 │   ├── LinksFull           UNAVAILABLE          no room for another tensor link now; retry soon or elsewhere
 │   ├── Draining            UNAVAILABLE          retry now, elsewhere or soon
 │   ├── WorkerLost          UNAVAILABLE
@@ -61,6 +64,7 @@ BottegaError
 
 from bottega.errors.availability import *  # noqa: F403
 from bottega.errors.base import *  # noqa: F403
+from bottega.errors.cache import *  # noqa: F403
 from bottega.errors.controlnets import *  # noqa: F403
 from bottega.errors.fleet import *  # noqa: F403
 from bottega.errors.jobs import *  # noqa: F403

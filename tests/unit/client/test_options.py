@@ -48,6 +48,9 @@ FULL: GenerationOptions = {
     "lora": (Lora("pastel", 0.5, from_step=2, digest="a" * 64),),
     "stale_residuals": False,
     "latent_parallelism": True,
+    "approximate_cache": False,
+    "cache_entry": f"{'ab' * 16}@6",
+    "identical_results": True,
     "format": "webp",
     "quality": 80,
     "fidelity": "fast",
@@ -135,8 +138,8 @@ def test_all_wrong_arguments_are_listed_at_once() -> None:
 
 
 def test_a_technique_without_an_argument_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="cache_entry"):
-        options_from(GenerationSpec(techniques=Techniques(cache_entry="x", stale_residuals=True)))
+    with pytest.raises(InvalidRequest, match="masked_blocks"):
+        options_from(GenerationSpec(techniques=Techniques(masked_blocks=True, stale_residuals=True)))
 
 
 def test_the_source_image_may_be_bytes_a_path_or_a_pillow_image(tmp_path: Path) -> None:

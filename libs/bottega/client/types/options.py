@@ -56,6 +56,12 @@ class GenerationOptions(TypedDict, total=False):
     stale_residuals: whether steps may go on with the ControlNets' residuals of the step before, which is approximate;
         absent leaves it to the fidelity.
     latent_parallelism: whether another worker may compute rows of the request, which is exact; absent is yes.
+    approximate_cache: whether pictures may start from the latent of an earlier one whose prompt is similar, which is
+        approximate; absent leaves it to the fidelity. False also keeps this request's own latents out of the cache.
+    cache_entry: the cached latent that the only picture starts from, "ENTRY@STEP" as a provenance names it: with the
+        same seed it draws that picture again, as long as the cache has it.
+    identical_results: whether the stored result of an identical request may be the answer, which is exact; absent is as
+        the gateway is configured.
     format: "png", "jpeg" or "webp".
     quality: of JPEG and WebP, 1 to 100.
     fidelity: "exact", "balanced" or "fast": how far approximate techniques may go.
@@ -81,6 +87,9 @@ class GenerationOptions(TypedDict, total=False):
     bounded_lora_loading: bool | None
     stale_residuals: bool | None
     latent_parallelism: bool | None
+    approximate_cache: bool | None
+    cache_entry: str | None
+    identical_results: bool | None
     format: Format | None
     quality: int | None
     fidelity: FidelityName | None
@@ -89,7 +98,14 @@ class GenerationOptions(TypedDict, total=False):
 _NAMED: dict[str, Mapping[Any, int]] = {"sampler": SAMPLERS, "fidelity": FIDELITIES, "format": FORMATS}
 _OPTIONS = tuple(GenerationOptions.__annotations__)
 # Of the contract's Techniques, those that have an argument.
-_TECHNIQUES = ("bounded_lora_loading", "stale_residuals", "latent_parallelism")
+_TECHNIQUES = (
+    "bounded_lora_loading",
+    "stale_residuals",
+    "latent_parallelism",
+    "approximate_cache",
+    "cache_entry",
+    "identical_results",
+)
 # Of a spec, what becomes of no argument, or of several.
 _LEFT_OUT = frozenset({"prompt", "num_images", "image", "loras", "techniques"})
 
