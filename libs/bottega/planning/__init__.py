@@ -4,25 +4,74 @@ The gateway's scheduler and the worker's engine decide by the same functions, so
 """
 
 from bottega.planning.cost import Shape, StepTimes
+from bottega.planning.eviction import (
+    FIFO,
+    LCBFU,
+    LFU,
+    LRU,
+    EvictionHeap,
+    EvictionPolicy,
+    Usage,
+    decayed_lcbfu,
+)
 from bottega.planning.lora_bounds import LEAST_LATENT_SIMILARITY, latest_step
 from bottega.planning.pairing import rows_to_offload
+from bottega.planning.predictor_use import PredictorRates, PredictorSwitch
 from bottega.planning.residuals import LEAST_SIMILARITY, pipelines
+from bottega.planning.skip_profile import (
+    BALANCED_ALPHA,
+    FAST_ALPHA,
+    NIRVANA_768,
+    LengthClass,
+    QualitySample,
+    SkipProfile,
+    count_words,
+    fallback_profile,
+    least_similarity,
+    measured_class,
+    served_step,
+    skip_step,
+    skip_steps,
+)
 from bottega.planning.width import best_width, completion_times, most_on_trial
 from bottega.planning.work import RemainingWork, control_steps, rows_per_image, steps_to_run
 
 __all__ = [
+    "BALANCED_ALPHA",
+    "FAST_ALPHA",
+    "FIFO",
+    "LCBFU",
     "LEAST_LATENT_SIMILARITY",
     "LEAST_SIMILARITY",
-    "Shape",
-    "StepTimes",
+    "LFU",
+    "LRU",
+    "NIRVANA_768",
+    "EvictionHeap",
+    "EvictionPolicy",
+    "LengthClass",
+    "PredictorRates",
+    "PredictorSwitch",
+    "QualitySample",
     "RemainingWork",
+    "Shape",
+    "SkipProfile",
+    "StepTimes",
+    "Usage",
     "best_width",
     "completion_times",
     "control_steps",
+    "count_words",
+    "decayed_lcbfu",
+    "fallback_profile",
     "latest_step",
+    "least_similarity",
+    "measured_class",
     "most_on_trial",
     "pipelines",
-    "rows_to_offload",
     "rows_per_image",
+    "rows_to_offload",
+    "served_step",
+    "skip_step",
+    "skip_steps",
     "steps_to_run",
 ]

@@ -1,0 +1,184 @@
+"""Policies by their definitions, and the heap against a list that is sorted anew each time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bottega.planning import FIFO, LCBFU, LFU, LRU, EvictionHeap, EvictionPolicy, Usage, decayed_lcbfu
+
+HALF_LIFE = 8.0
+POLICIES = [LCBFU, decayed_lcbfu(HALF_LIFE), LRU, LFU, FIFO]
+
+
+def _filled(policy: EvictionPolicy, uses: dict[str, tuple[int, list[float]]]) -> EvictionHeap[str]:
+    """Items of one byte by name: the step, and when each was recorded and used."""
+    heap = EvictionHeap[str](policy)
+    for name, (step, (created_at, *_)) in uses.items():
+        heap.add(name, Usage(step=step, used_at=created_at, created_at=created_at))
+    for at, name in sorted((at, name) for name, (_, times) in uses.items() for at in times[1:]):
+        heap.use(name, at)
+    return heap
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        (LCBFU, ["new5", "old20", "often5", "new25"]),  # 1 x 5, 1 x 20, 5 x 5 used last of all, 2 x 25
+        (LRU, ["old20", "new5", "new25", "often5"]),
+        (LFU, ["old20", "new5", "new25", "often5"]),
+        (FIFO, ["old20", "often5", "new25", "new5"]),
+        (decayed_lcbfu(1.0), ["old20", "new5", "often5", "new25"]),
+        (decayed_lcbfu(1e9), ["new5", "old20", "often5", "new25"]),
+    ],
+    ids=lambda value: value.name if isinstance(value, EvictionPolicy) else "",
+)
+def test_each_policy_evicts_in_the_order_of_its_definition(policy: EvictionPolicy, order: list[str]) -> None:
+    heap = _filled(
+        policy,
+        {
+            "old20": (20, [0.0]),
+            "often5": (5, [1.0, 2.0, 3.0, 4.0, 9.0]),
+            "new25": (25, [5.0, 8.0]),
+            "new5": (5, [6.0]),
+        },
+    )
+    assert heap.evict(0) == order
+
+
+def test_of_equal_scores_that_which_was_not_used_for_longest_goes() -> None:
+    heap = _filled(LFU, {"a": (1, [1.0, 6.0]), "b": (1, [2.0, 5.0]), "c": (1, [3.0, 4.0])})
+    assert heap.evict(0) == ["c", "b", "a"]
+
+
+def test_a_decayed_frequency_is_the_sum_of_what_each_use_is_worth() -> None:
+    usage = Usage(step=3, used_at=10.0, created_at=10.0)
+    for at in (12.0, 12.0, 20.0):
+        usage = usage.used(at, HALF_LIFE)
+    assert usage.frequency == pytest.approx(sum(0.5 ** ((20.0 - at) / HALF_LIFE) for at in (10.0, 12.0, 12.0, 20.0)))
+    assert usage.used_at == 20.0
+    assert usage.used(15.0).used_at == 20.0, "a clock that goes back is ignored"
+
+
+def test_decayed_scores_stay_apart_on_the_clock_of_a_long_life() -> None:
+    heap = EvictionHeap[str](decayed_lcbfu(3600.0))
+    for name, at in (("second", 1.8e9 + 0.001), ("first", 1.8e9)):
+        heap.add(name, Usage(step=5, used_at=at, created_at=at))
+    assert heap.evict(0) == ["first", "second"]
+
+
+def test_a_batch_goes_down_to_the_bytes_that_may_stay() -> None:
+    heap = EvictionHeap[int](LCBFU)
+    for step in range(1, 11):
+        heap.add(step, Usage(step=step), size_bytes=100)
+    assert heap.evict(1000) == []
+    assert heap.evict(720) == [1, 2, 3]
+    assert heap.size_bytes == 700
+    assert [name in heap for name in (3, 4)] == [False, True]
+    assert heap.evict(-1) == [4, 5, 6, 7, 8, 9, 10]
+    assert (len(heap), heap.size_bytes) == (0, 0)
+
+
+def test_what_is_unknown_or_known_already_is_refused() -> None:
+    heap = EvictionHeap[str](LCBFU)
+    heap.add("a", Usage())
+    with pytest.raises(ValueError, match="'a'"):
+        heap.add("a", Usage())
+    calls: list[Callable[[], object]] = [lambda: heap.use("b", 0.0), lambda: heap.usage("b"), lambda: heap.remove("b")]
+    for call in calls:
+        with pytest.raises(KeyError):
+            call()
+    with pytest.raises(ValueError, match="half-life"):
+        decayed_lcbfu(0.0)
+
+
+def test_an_item_that_comes_back_has_the_place_of_its_new_self() -> None:
+    heap = EvictionHeap[str](LFU)
+    heap.add("back", Usage(frequency=1.0))
+    heap.remove("back")
+    heap.add("back", Usage(frequency=9.0))
+    heap.add("other", Usage(frequency=5.0))
+    assert heap.evict(0) == ["other", "back"]
+
+
+def test_items_that_come_and_go_leave_no_places_behind() -> None:
+    heap = EvictionHeap[int](LRU)
+    for number in range(5000):
+        heap.add(number, Usage(used_at=number))
+        if number >= 10:
+            heap.remove(number - 10)
+    assert len(heap) == 10
+    assert len(heap._places) < 200
+
+
+class _Sorted:
+    """The same without a heap: every use is kept, and scores are as the paper defines them, at the time of eviction."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.items: dict[int, tuple[int, int, list[float]]] = {}
+
+    def score(self, name: int, now: float) -> float:
+        step, _, times = self.items[name]
+        worth: float = sum(0.5 ** ((now - at) / HALF_LIFE) for at in times)
+        scores = {"lcbfu": len(times) * step, "lru": times[-1], "lfu": len(times), "fifo": times[0]}
+        return scores.get(self.policy.name, worth * step)
+
+    def evict(self, until_bytes: int, now: float) -> list[int]:
+        gone = []
+        while sum(size for _, size, _ in self.items.values()) > until_bytes:
+            # Equal scores differ by rounding: they are told apart by their last use, then by their age.
+            least = min(self.items, key=lambda name: (round(self.score(name, now), 9), self.items[name][2][-1], name))
+            del self.items[least]
+            gone.append(least)
+        return gone
+
+
+_steps = st.sampled_from([5, 10, 15, 20, 25])
+_actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), _steps, st.integers(1, 3)),
+        st.tuples(st.just("use"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("remove"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("evict"), st.integers(0, 20), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@given(actions=_actions)
+def test_the_heap_evicts_what_a_list_sorted_each_time_would(
+    policy: EvictionPolicy, actions: list[tuple[str, int, int]]
+) -> None:
+    heap, plain = EvictionHeap[int](policy), _Sorted(policy)
+    for now, (action, what, size) in enumerate(actions):
+        names = sorted(plain.items)
+        if action == "add":
+            heap.add(now, Usage(step=what, used_at=now, created_at=now), size_bytes=size)
+            plain.items[now] = (what, size, [float(now)])
+        elif action == "evict":
+            assert heap.evict(what) == plain.evict(what, now)
+        elif names and action == "use":
+            heap.use(names[what % len(names)], now)
+            plain.items[names[what % len(names)]][2].append(float(now))
+        elif names:
+            heap.remove(names[what % len(names)])
+            del plain.items[names[what % len(names)]]
+        assert heap.size_bytes == sum(size for _, size, _ in plain.items.values())
+        assert len(heap) == len(plain.items)
+    assert heap.evict(0) == plain.evict(0, len(actions))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@given(uses=st.lists(st.floats(0.0, 1e4, allow_subnormal=False), max_size=20).map(sorted), step=_steps)
+def test_a_use_never_lowers_a_score(policy: EvictionPolicy, uses: list[float], step: int) -> None:
+    usage, before = Usage(step=step), -math.inf
+    for at in uses:
+        assert policy.score(usage) >= before
+        before = policy.score(usage)
+        usage = usage.used(at, policy.half_life)
