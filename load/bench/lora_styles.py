@@ -21,12 +21,12 @@ import torch
 
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES, Placed, Scene, SceneLayout, Thing, caption, held_out_scenes, render
+from bottega.quality import oracle
 from load import stock_loras
 from load.bench.miniature import GUIDANCE_SCALE, STEPS, Drawn, shares
 from load.bench.report import report
 from load.bench.side_process import stock_pipeline
 from load.contact_sheet import compose
-from load.miniature import oracle
 from load.miniature.quality import Clip, load_miniature, perceptual_distances
 
 PROMPTS = 100

@@ -19,11 +19,11 @@ import transformers
 from bottega.client import AsyncClient
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import Scene, caption, held_out_scenes
+from bottega.quality import oracle
 from load.bench.report import report
 from load.bench.scratch import scratch
 from load.bench.suite import running
 from load.contact_sheet import compose
-from load.miniature import oracle
 from load.miniature.quality import load_miniature, measure
 
 PROMPTS = 200

@@ -8,8 +8,8 @@ What the CLIP score of the miniature's towers does not see is which thing has wh
 two things it preferred the right caption to one with the colours exchanged in 50 %: chance. The oracle sees it.
 """
 
-from load.miniature.quality.clip import Clip, load_clip, load_miniature
-from load.miniature.quality.distances import clip_scores, frechet_distance, perceptual_distances
+from bottega.quality.clip import Clip, clip_scores, load_clip, load_miniature
+from load.miniature.quality.distances import frechet_distance, perceptual_distances
 from load.miniature.quality.measure import Quality, measure
 from load.miniature.quality.ssim import ssim
 

@@ -1,4 +1,4 @@
-"""Scores and distances in the features of two towers."""
+"""Distances in the features of two towers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,9 @@ from collections.abc import Sequence
 
 import PIL.Image
 import torch
-from torch.nn.functional import cosine_similarity, normalize
+from torch.nn.functional import normalize
 
-from load.miniature.quality.clip import Clip
-
-
-def clip_scores(clip: Clip, pictures: Sequence[PIL.Image.Image], texts: Sequence[str]) -> torch.Tensor:
-    """How well each picture fits its text: 100 times the cosine of their features, 0 at least.
-
-    In the miniature's towers it says nothing of which thing has which colour: see the package.
-    Source: CLIPScore (Hessel et al., 2021), with the factor 100 of torchmetrics.
-    """
-    cosines = cosine_similarity(clip.embed_pictures(pictures), clip.embed_texts(texts), dim=-1)
-    return 100.0 * cosines.clamp(min=0.0)
+from bottega.quality.clip import Clip
 
 
 def perceptual_distances(

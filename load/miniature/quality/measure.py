@@ -8,8 +8,8 @@ from statistics import mean
 
 import PIL.Image
 
-from load.miniature.quality.clip import Clip
-from load.miniature.quality.distances import clip_scores, frechet_distance, perceptual_distances
+from bottega.quality.clip import Clip, clip_scores
+from load.miniature.quality.distances import frechet_distance, perceptual_distances
 from load.miniature.quality.ssim import ssim
 
 

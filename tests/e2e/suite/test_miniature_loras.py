@@ -13,9 +13,9 @@ import torch
 from bottega.client import Client, Picture
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES, Scene, Thing, caption
+from bottega.quality import oracle
 from load import stock_loras
 from load.bench.lora_styles import PLAIN, layout_of, look, use
-from load.miniature import oracle
 from load.miniature.quality import Clip, load_miniature
 from tests.support.stock import assert_same_image, load_stock, pixels_of
 

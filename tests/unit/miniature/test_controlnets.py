@@ -11,7 +11,7 @@ from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import DRAWN, Scene, Thing, caption, random_layout
-from load.miniature import oracle
+from bottega.quality import oracle
 from tests.support.torch_threads import torch_threads
 
 SHOWN = Scene(things=(Thing(shape="circle", colour="red"),), ground="white", size="big", place="right")

@@ -8,7 +8,7 @@ from statistics import mean
 import pytest
 
 from bottega.miniature.scenes import STYLES, held_out_scenes, random_layout, render
-from load.miniature import oracle
+from bottega.quality import oracle
 from load.miniature.quality import ssim
 
 SCENES = held_out_scenes(30, things=1) + held_out_scenes(30, things=2)

@@ -1,6 +1,6 @@
 """The world that the miniature draws: its grammar, its captions, its layouts and their pictures. No torch here."""
 
-from bottega.miniature.scenes.captions import any_caption, caption, unplaced_caption
+from bottega.miniature.scenes.captions import any_caption, caption, placed_caption, unplaced_caption
 from bottega.miniature.scenes.controls import DRAWN, draw_edges, draw_layout, find_edges
 from bottega.miniature.scenes.grammar import (
     COLOURS,
@@ -17,6 +17,8 @@ from bottega.miniature.scenes.grammar import (
     training_scene,
 )
 from bottega.miniature.scenes.layout import Placed, SceneLayout, random_layout
+from bottega.miniature.scenes.reading import read_caption
+from bottega.miniature.scenes.refinement import refine
 from bottega.miniature.scenes.render import SIDE, coverage, render
 from bottega.miniature.scenes.styles import STYLES
 
@@ -42,8 +44,11 @@ __all__ = [
     "find_edges",
     "held_out_scenes",
     "near_miss",
+    "placed_caption",
     "random_layout",
     "random_scene",
+    "read_caption",
+    "refine",
     "render",
     "training_scene",
     "unplaced_caption",

@@ -11,6 +11,7 @@ from bottega.miniature.scenes.grammar import Scene, Thing
 
 _AT = {"left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom"}
 _PLACED = {**_AT, "center": "in the center"}
+_ENDS = {"left of": ("left", "right"), "above": ("top", "bottom")}
 # A short form leaves the rest to chance, as people do.
 _SHORT_SHARE = 0.2
 
@@ -21,6 +22,15 @@ def caption(scene: Scene) -> str:
         return f"{_a(f'{scene.size} {_name(scene.things[0])}')} {_PLACED[scene.place]} on {_ground(scene)}"
     first, second = (_a(_name(thing)) for thing in scene.things)
     return f"{first} {scene.relation} {second} on {_ground(scene)}"
+
+
+def placed_caption(scene: Scene) -> str:
+    """A longer sentence that says all of the scene: of two things where each stands."""
+    if len(scene.things) == 1:
+        return caption(scene)
+    first, second = (_a(_name(thing)) for thing in scene.things)
+    near, far = _ENDS[scene.relation]
+    return f"{first} {_AT[near]} and {second} {_AT[far]} on {_ground(scene)}"
 
 
 def unplaced_caption(scene: Scene) -> str:
@@ -65,11 +75,11 @@ def _any_of_two(scene: Scene, rng: random.Random) -> str:
     if rng.random() < 0.5:
         return caption(scene)
     lateral = scene.relation == "left of"
-    near, far = ("left", "right") if lateral else ("top", "bottom")
+    near, far = _ENDS[scene.relation]
     full = [
         f"{ground} with {first} {scene.relation} {second}",
         f"an image of {first} {scene.relation} {second} on {ground}",
-        f"{first} {_AT[near]} and {second} {_AT[far]} on {ground}",
+        placed_caption(scene),
         f"{second} {_AT[far]} and {first} {_AT[near]} on {ground}",
         f"{names[0]} {scene.relation} {names[1]} {scene.ground} background",
     ]

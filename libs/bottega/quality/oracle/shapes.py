@@ -9,7 +9,7 @@ import numpy as np
 
 from bottega.miniature.scenes import SHAPES, Placed, Thing, coverage
 from bottega.miniature.scenes.outlines import area, centroid
-from load.miniature.oracle.regions import Numbers
+from bottega.quality.oracle.regions import Numbers
 
 # Overlap (intersection over union of soft masks) from which a region is the shape and no blob. Rendered shapes
 # reach .9 and more; the shapes reach up to .87 with each other, and blobs less than .85 with all but a few.

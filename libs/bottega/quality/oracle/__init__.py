@@ -4,6 +4,6 @@ It is strict about edges: a blur of .6 pixels costs it up to a twentieth of the 
 Of what the embedded VAE makes of rendered scenes it reads .89 to .96 (four sets of 300).
 """
 
-from load.miniature.oracle.reading import NOTHING, Reading, Seen, agrees, marks, read
+from bottega.quality.oracle.reading import NOTHING, Reading, Seen, agrees, marks, read
 
 __all__ = ["NOTHING", "Reading", "Seen", "agrees", "marks", "read"]

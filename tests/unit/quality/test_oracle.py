@@ -12,7 +12,7 @@ import PIL.ImageFilter
 import pytest
 
 from bottega.miniature.scenes import COLOURS, Placed, Scene, SceneLayout, Thing, random_layout, random_scene, render
-from load.miniature.oracle import NOTHING, agrees, marks, read
+from bottega.quality.oracle import NOTHING, agrees, marks, read
 
 STAR = Thing(shape="star", colour="red")
 RING = Thing(shape="ring", colour="green")

@@ -9,8 +9,8 @@ import PIL.Image
 
 from bottega.miniature.scenes import Scene, Thing
 from bottega.miniature.scenes.layout import APART, BIG, OFFSET, SMALL
-from load.miniature.oracle.regions import Region, find_ground, find_regions
-from load.miniature.oracle.shapes import recognise
+from bottega.quality.oracle.regions import Region, find_ground, find_regions
+from bottega.quality.oracle.shapes import recognise
 
 _BIG_FROM = (SMALL[1] + BIG[0]) / 2
 # From the middle of the picture: nearer is "center".
