@@ -1,4 +1,4 @@
-"""A gateway, a LoRA store and a ControlNet server that answer every call with hostile words in every field.
+"""A gateway, a LoRA store, a cache and a ControlNet server that answer every call with hostile words in every field.
 
 Answers are made from the contract's descriptors, so that a new field or method is hostile by itself.
 """
@@ -22,7 +22,7 @@ from bottega import kinds
 from bottega.errors import BottegaError
 from bottega.rpc.channel import channel_options
 from bottega.rpc.status import to_grpc_status
-from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2, lora_pb2
+from bottega.v1 import cache_pb2, controlnet_pb2, fleet_pb2, image_pb2, lora_pb2
 from bottega.v1.generation_pb2 import IMAGE_FORMAT_PNG
 
 FORGED = "error: everything is lost"
@@ -42,6 +42,7 @@ _SERVICES: tuple[ServiceDescriptor, ...] = tuple(
         (image_pb2, "ImageService"),
         (fleet_pb2, "FleetService"),
         (lora_pb2, "LoraService"),
+        (cache_pb2, "CacheService"),
         (controlnet_pb2, "ControlNetService"),
     )
 )
@@ -152,7 +153,7 @@ def _make_usable(message: Message, address: str, *, last: bool) -> None:
     match message:
         case fleet_pb2.ListMembersResponse():
             (example, *_) = message.members
-            for kind in (kinds.WORKER, kinds.CONTROLNET, kinds.LORAS):
+            for kind in (kinds.WORKER, kinds.CONTROLNET, kinds.LORAS, kinds.CACHE):
                 message.members.add().CopyFrom(example)
                 message.members[-1].registration.kind = kind
             for member in message.members:

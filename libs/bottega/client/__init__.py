@@ -10,6 +10,7 @@
 AsyncClient is the same for asyncio. What goes wrong is raised as a class of bottega.errors.
 """
 
+from bottega.client.addons.cache.client import CacheFigures
 from bottega.client.addons.controlnets.types import (
     AddedControlNet,
     ControlNetHost,
@@ -36,6 +37,7 @@ __all__ = [
     "AddedControlNet",
     "AsyncClient",
     "AsyncJob",
+    "CacheFigures",
     "Client",
     "Completed",
     "ControlNet",

@@ -35,6 +35,9 @@ LOCAL = {"up", "stop", "logs"}
 FURTHER: dict[str, list[str]] = {
     "generate": ["a star", "-o", "star.png"],
     "jobs get": ["job-1", "-o", "star.png", "--wait"],
+    "cache inspect": ["0f" * 16, "-o", "entry.png"],
+    "cache clear": ["--yes"],
+    "cache warm": ["prompts.txt", "--at-once", "1"],
     "controlnets where": [HOSTILE],
     "controlnets add": ["edges", "folder"],
     "controlnets profile": ["edges", "edges.png"],
@@ -69,6 +72,7 @@ def given(own_folder: Path) -> None:
     """What the commands are given, in the folder that they are run in."""
     PIL.Image.new("RGB", (8, 8)).save("edges.png")
     Path("ink.safetensors").write_bytes(b"weights")
+    Path("prompts.txt").write_text(f"a star\n{HOSTILE}\n", encoding="utf-8")
 
 
 def run_with_arguments(name: str, address: str) -> Result:
@@ -262,5 +266,6 @@ def test_a_picture_of_unknown_origin_is_drawn_again_or_refused_in_plain_text(own
     PIL.Image.new("RGB", (8, 8)).save("odd.png", pnginfo=info)
     with serving(Manner()) as address:
         is_plain(run("generate", "--like", "odd.png", address=address))
-    drawn = [path.name for path in own_folder.iterdir() if path.name not in ("edges.png", "ink.safetensors", "odd.png")]
+    given = ("edges.png", "ink.safetensors", "odd.png", "prompts.txt")
+    drawn = [path.name for path in own_folder.iterdir() if path.name not in given]
     assert all(re.fullmatch(r"[a-z0-9-]+\.png", name) for name in drawn)

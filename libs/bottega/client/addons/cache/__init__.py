@@ -1,0 +1,1 @@
+"""Approximate caches of a suite: calls to them, and what the doctor says of them."""

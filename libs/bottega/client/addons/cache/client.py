@@ -1,0 +1,111 @@
+"""The clients' methods about approximate caches: what they hold, how well they serve, and their profiles.
+
+A fleet has one, as a rule. Where it has several, each is told and asked the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bottega.client.addons.cache.stores import CACHES, CALL_S, cache_services
+from bottega.client.sdk.aio import AsyncGatewayClient
+from bottega.client.sdk.blocking import blocking
+from bottega.client.sdk.sync import GatewayClient
+from bottega.client.types.messages import build_message
+from bottega.errors import BottegaError, CacheEntryNotFound, NoCache
+from bottega.v1 import cache_pb2
+from bottega.v1.cache_pb2 import CacheEntry, CacheProfile, GetCacheEntryResponse, GetCacheStatsResponse
+from bottega.v1.fleet_pb2 import Registration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFigures:
+    """What one cache holds, and how well it serves, as the contract describes it. cache: its name in the fleet."""
+
+    cache: str
+    stats: GetCacheStatsResponse
+
+
+class AsyncCacheMethods(AsyncGatewayClient):
+    """What AsyncClient offers about approximate caches. Every method raises NoCache without one that answers."""
+
+    async def cache_stats(self) -> tuple[CacheFigures, ...]:
+        """Figures of every cache."""
+        found = []
+        for cache in await self._caches():
+            async with CACHES.open(cache) as stub:
+                stats = await stub.GetCacheStats(cache_pb2.GetCacheStatsRequest(), timeout=CALL_S)
+            found.append(CacheFigures(cache=cache.name, stats=stats))
+        return tuple(found)
+
+    async def cache_entry(self, entry: str) -> GetCacheEntryResponse:
+        """One entry, with its picture.
+
+        entry: also as a provenance or a pin names a latent of it, "ENTRY@STEP". Raises CacheEntryNotFound.
+        """
+        request = build_message(cache_pb2.GetCacheEntryRequest(), entry=entry)
+        failure: BottegaError = CacheEntryNotFound(f"no cache has the entry {entry}", metadata={"entry": entry})
+        for cache in await self._caches():
+            try:
+                async with CACHES.open(cache) as stub:
+                    return await stub.GetCacheEntry(request, timeout=CALL_S)
+            except CacheEntryNotFound:
+                continue
+            except NoCache as error:  # it may have it
+                failure = error
+        raise failure
+
+    async def cache_entries(self, model_hash: str = "", *, limit: int = 100) -> tuple[CacheEntry, ...]:
+        """The newest entries, without pictures. model_hash: of the model that is meant; empty is any."""
+        request = build_message(cache_pb2.ListCacheEntriesRequest(), model_hash=model_hash, limit=limit)
+        found: list[CacheEntry] = []
+        for cache in await self._caches():
+            async with CACHES.open(cache) as stub:
+                found += (await stub.ListCacheEntries(request, timeout=CALL_S)).entries
+        newest = sorted(found, key=lambda each: each.recorded_s, reverse=True)  # stable: as they came, where equal
+        return tuple(newest[:limit])
+
+    async def clear_cache(self, model_hash: str = "") -> int:
+        """Forgets entries, all or those of one model; how many."""
+        request = build_message(cache_pb2.ClearCacheRequest(), model_hash=model_hash)
+        number = 0
+        for cache in await self._caches():
+            async with CACHES.open(cache) as stub:
+                number += (await stub.ClearCache(request, timeout=CALL_S)).entries
+        return number
+
+    async def cache_profiles(self) -> tuple[CacheProfile, ...]:
+        """Profiles, one for each model that has one; of several caches, the first one's count."""
+        found: dict[str, CacheProfile] = {}
+        for cache in await self._caches():
+            async with CACHES.open(cache) as stub:
+                answer = await stub.ListCacheProfiles(cache_pb2.ListCacheProfilesRequest(), timeout=CALL_S)
+            for profile in answer.profiles:
+                found.setdefault(profile.model_hash, profile)
+        return tuple(found[model] for model in sorted(found))
+
+    async def set_cache_profile(self, profile: CacheProfile) -> CacheProfile:
+        """Has every cache keep a profile instead of that of the same model; one without classes forgets it.
+
+        Returns it as it counts from now on. Raises InvalidRequest, StorageUnavailable.
+        """
+        request = cache_pb2.SetCacheProfileRequest(profile=profile)
+        for cache in await self._caches():
+            async with CACHES.open(cache) as stub:
+                kept = (await stub.SetCacheProfile(request, timeout=CALL_S)).profile
+        return kept
+
+    async def _caches(self) -> Sequence[Registration]:
+        return cache_services(await self.fleet())
+
+
+class CacheMethods(GatewayClient):
+    """What Client offers about approximate caches."""
+
+    cache_stats = blocking(AsyncCacheMethods.cache_stats)
+    cache_entry = blocking(AsyncCacheMethods.cache_entry)
+    cache_entries = blocking(AsyncCacheMethods.cache_entries)
+    clear_cache = blocking(AsyncCacheMethods.clear_cache)
+    cache_profiles = blocking(AsyncCacheMethods.cache_profiles)
+    set_cache_profile = blocking(AsyncCacheMethods.set_cache_profile)

@@ -1,0 +1,59 @@
+"""`bottega cache profile`: which similarity of prompts is enough to skip how many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import click
+
+from bottega.client.cli.gateway_options import address_option, connect, fleet_option
+from bottega.client.cli.terminal import PlainTable, note, print_table
+from bottega.latents.names import FRACTIONS
+from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile
+
+_HASH_LETTERS = 12
+# A fraction that a store keeps as a number of 64 bits is one of ours.
+_CLOSE = 1e-6
+
+
+@click.group("profile")
+def profile_command() -> None:
+    """Measured thresholds, without which nothing is reused: show."""
+
+
+@profile_command.command("show")
+@address_option
+@fleet_option
+def show(*, address: str) -> None:
+    """List, for each model, the similarity from which so many of the steps are skipped."""
+    with connect(address) as client:
+        profiles = client.cache_profiles()
+        names = {model.model_hash: model.name for model in client.models()}
+    if not profiles:
+        note("No model has a profile, so nothing is reused: bottega cache profile measures one.")
+        return
+    table = PlainTable("model", "fidelity", "words", *(f">{fraction:.0%}" for fraction in FRACTIONS))
+    for profile in profiles:
+        for row in _rows(profile):
+            table.add_row(names.get(profile.model_hash, profile.model_hash[:_HASH_LETTERS]), *row)
+    table.add_caption("Columns are shares of the steps; - is never skipped.")
+    print_table(table)
+    for profile in profiles:
+        if profile.about:
+            note(f"{names.get(profile.model_hash, profile.model_hash[:_HASH_LETTERS])}: {profile.about}")
+
+
+def _rows(profile: CacheProfile) -> Iterator[tuple[str, ...]]:
+    for fidelity, classes in (("balanced", profile.balanced), ("fast", profile.fast)):
+        yield from ((fidelity, *row) for row in _class_rows(classes))
+
+
+def _class_rows(classes: Sequence[CacheLengthClass]) -> Iterator[tuple[str, ...]]:
+    for each in classes:
+        words = f"up to {each.max_words}" if each.max_words else "more" if len(classes) > 1 else "any"
+        yield (words, *(_similarity(each, fraction) for fraction in FRACTIONS))
+
+
+def _similarity(each: CacheLengthClass, fraction: float) -> str:
+    found = [threshold.similarity for threshold in each.thresholds if abs(threshold.fraction - fraction) < _CLOSE]
+    return f"{found[0]:.3f}" if found else "-"
