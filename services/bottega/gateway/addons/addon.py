@@ -18,6 +18,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.v1 import image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
+from bottega.v1.worker_pb2 import AttemptDecisions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,9 @@ class AddOn:
     def complete_again(self, full: GenerationSpec, before: GenerationSpec) -> None:
         """Fills in the add-on's fields as they were when the same request was drawn before."""
 
+    def decide_again(self, decisions: AttemptDecisions, before: Job) -> None:
+        """Adds what a job that draws the same again keeps to, beside what the attempts at the job before decided."""
+
     # Scheduling: a job waits.
 
     def cost_key(self, job: Job) -> Hashable:
@@ -108,6 +112,10 @@ class AddOn:
     def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
         """What the job costs at these workers of its model."""
         return NO_COSTS
+
+    def expected_skipped_steps(self, job: Job) -> float:
+        """Steps, over all images, that a job without a checkpoint is expected not to make; as measured."""
+        return 0.0
 
     def unavailable(self, job: Job) -> BottegaError | None:
         """Why a job waits in vain."""
@@ -129,6 +137,9 @@ class AddOn:
 
     def pin_parameters(self, provenance: Provenance) -> None:
         """Writes what timing decided into the parameters of a provenance: with them the same image is made again."""
+
+    def job_completed(self, job: Job, provenance: Provenance) -> None:
+        """A job has all its images. provenance: what happened to it."""
 
     def is_final(self, error: BottegaError) -> bool:
         """Whether an attempt that ended so would end so at every worker."""

@@ -35,6 +35,7 @@ from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_FAILED, Model
+from bottega.v1.worker_pb2 import AttemptDecisions
 
 # Failures after which the same request is drawn as a new job: they ask for a retry.
 _WORTH_A_RETRY = (Unavailable, DeadlinePassed, DeadlineUnmeetable)
@@ -184,9 +185,18 @@ class Admission:
             bare=without_images(full) if has_images(full) else full,
             life=self._jobs.life,
             deadline=command.deadline(received.at),
+            decisions=AttemptDecisions() if before is None else self._decisions_of(before),
             preview=command.preview,
             times=JobTimes(validate_s=self._controller.clock.monotonic() - received.at),
         )
+
+    def _decisions_of(self, before: Job) -> AttemptDecisions:
+        """What timing decided when the same request was drawn, and the new job keeps to as a later attempt would."""
+        decisions = AttemptDecisions()
+        decisions.CopyFrom(before.decisions)
+        for addon in self._addons:
+            addon.decide_again(decisions, before)
+        return decisions
 
     async def _store_though_cancelled(self, job: Job, *, replaces: str) -> bool:
         """Stores the job even if the caller leaves; then abandons it if it has no request_id."""

@@ -245,6 +245,8 @@ class JobController:
     def attempt_completed(self, job: Job, number: int, images: tuple[StoredImage, ...], provenance: Provenance) -> None:
         """All images are on the disk."""
         if job.complete(number, images, provenance):
+            for addon in self._addons:
+                addon.job_completed(job, provenance)
             self.queue.count_completed()
             self._finish(job)
 

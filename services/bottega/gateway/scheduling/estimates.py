@@ -15,7 +15,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.outcomes import unmeetable
 from bottega.gateway.scheduling.policy import ResourceRequest, WorkerPlan, WorkerState
 from bottega.gateway.scheduling.queue import JobQueue
-from bottega.gateway.scheduling.snapshot import FleetSnapshot, resource_request
+from bottega.gateway.scheduling.snapshot import FleetSnapshot
 
 # Nobody is refused by an older forecast: jobs that have ended since are still in it. A new one costs milliseconds.
 _FRESH_S = 0.05
@@ -108,7 +108,7 @@ class QueueEstimates:
         model = job.bare.model
         place = len(self._queue.line(model)) - 1
         timed = self._forecasts.get(model) or self._forecast(model, without=job)
-        request = resource_request(job)
+        request = self._snapshot.resource_request(job)
         estimate_s = timed.forecast.next_completion_s(request)
         job.set_queue_position(place, estimate_s)
         timed.forecast.add(request)
@@ -118,9 +118,8 @@ class QueueEstimates:
         self._forecasts.clear()
         for model in self._queue.models():
             jobs = list(self._queue.line(model))
-            ends = await asyncio.to_thread(
-                forecast, [resource_request(job) for job in jobs], self._snapshot.workers_of(model)
-            )
+            requests = [self._snapshot.resource_request(job) for job in jobs]
+            ends = await asyncio.to_thread(forecast, requests, self._snapshot.workers_of(model))
             by_job = {job.job_id: end for job, end in zip(jobs, ends, strict=True)}
             for place, job in enumerate(self._queue.line(model)):
                 if job.job_id in by_job:  # one that came meanwhile has its position
@@ -133,7 +132,7 @@ class QueueEstimates:
         """
         if job.deadline is None:
             return
-        model, request = job.bare.model, resource_request(job)
+        model, request = job.bare.model, self._snapshot.resource_request(job)
         left_s = job.deadline - self._clock.monotonic()
         timed = self._forecasts.get(model) or self._forecast(model)
         if _fits(timed.forecast, request, left_s):
@@ -155,7 +154,7 @@ class QueueEstimates:
         idle = QueueForecast(self._snapshot.workers_of(model))
         for job in jobs:
             assert job.deadline is not None
-            least_s = idle.least_s(resource_request(job))
+            least_s = idle.least_s(self._snapshot.resource_request(job))
             left_s = job.deadline - self._clock.monotonic()
             if least_s is not None and _too_long(least_s, left_s):
                 yield job, unmeetable(least_s, left_s)
@@ -165,7 +164,7 @@ class QueueEstimates:
         forecast = QueueForecast(self._snapshot.workers_of(model))
         for other in self._queue.line(model):
             if other is not without:
-                forecast.add(resource_request(other))
+                forecast.add(self._snapshot.resource_request(other))
         timed = self._forecasts[model] = _TimedForecast(forecast=forecast, made_at=self._clock.monotonic())
         return timed
 

@@ -74,12 +74,19 @@ class FleetSnapshot:
             if costs.eligible is None or costs.eligible:
                 yield PendingJob(
                     job_id=job.job_id,
-                    request=resource_request(job),
+                    request=self.resource_request(job),
                     avoid=job.losses.last_worker if _must_avoid(job, members) else "",
                     exclusive=job.quarantined,
                     eligible=costs.eligible,
                     load_s=costs.load_s,
                 )
+
+    def resource_request(self, job: Job) -> ResourceRequest:
+        """What a pending job needs. A checkpoint saves it steps, and so may an add-on."""
+        if job.checkpoint is not None:
+            return _request_for(job, job.steps.total - job.checkpoint.steps_done)
+        skipped = sum(addon.expected_skipped_steps(job) for addon in self._addons)
+        return _request_for(job, job.steps.total - skipped)
 
     def _costs(self, job: Job, members: Mapping[str, Member]) -> WorkerCosts:
         all_costs = [addon.worker_costs(job, members) for addon in self._addons if addon.cost_key(job) is not None]
@@ -120,11 +127,6 @@ class FleetSnapshot:
         return requests
 
 
-def resource_request(job: Job) -> ResourceRequest:
-    """What a pending job needs; a checkpoint saves it steps."""
-    return _request_for(job, job.steps.total - (job.checkpoint.steps_done if job.checkpoint else 0))
-
-
 def _sum(one: WorkerCosts, other: WorkerCosts) -> WorkerCosts:
     load_s = {
         worker: one.load_s.get(worker, 0.0) + other.load_s.get(worker, 0.0)
@@ -141,7 +143,7 @@ def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:
     return len(members) > 1 or lost.heard_at < job.losses.last_at + _TRUST_AFTER_S
 
 
-def _request_for(job: Job, steps_left: int) -> ResourceRequest:
+def _request_for(job: Job, steps_left: float) -> ResourceRequest:
     """steps_left: over all images; they run side by side."""
     steps = math.ceil(max(0, steps_left) / job.num_images)
     return _cached_request(job.rows, steps, job.request.shape)

@@ -7,20 +7,25 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
 import pytest
 
-from bottega.errors import BottegaError, QueueFull, Unavailable
+from bottega.errors import BottegaError, DeadlineUnmeetable, QueueFull, Unavailable
 from bottega.gateway.addons.addon import NO_COSTS, AddOn, WorkerCosts
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import Job
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 from tests.fakes.gateway_rules import Shop
+from tests.samples.jobs import sample_job
 
 
 class Easels(AddOn):
-    """Where easels stand. costs: of every job. final: nobody else has any. calls: what was called, in order."""
+    """Where easels stand.
+
+    costs, skipped: of every job. final: nobody else has any. calls: what was called, in order.
+    """
 
     def __init__(self) -> None:
         self.costs = NO_COSTS
+        self.skipped = 0.0
         self.final = False
         self.calls: list[str] = []
 
@@ -29,6 +34,9 @@ class Easels(AddOn):
 
     def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
         return self.costs
+
+    def expected_skipped_steps(self, job: Job) -> float:
+        return self.skipped
 
     def job_queued(self, job: Job) -> None:
         self.calls.append("queued")
@@ -42,6 +50,9 @@ class Easels(AddOn):
 
     def pin_parameters(self, provenance: Provenance) -> None:
         provenance.parameters.prompt = "at the second easel"
+
+    def job_completed(self, job: Job, provenance: Provenance) -> None:
+        self.calls.append(f"completed {provenance.parameters.prompt}")
 
     def is_final(self, error: BottegaError) -> bool:
         return self.final
@@ -86,9 +97,21 @@ async def test_an_attempt_carries_its_fields_from_its_begin_to_its_end(shop: Sho
     assert request.addons == {"easel": b"oak"}
     assert easels.calls == ["queued", "begin at w1"]
     await shop.complete(job)
-    assert easels.calls[2:] == ["end"]
+    assert easels.calls[2:] == ["end", "completed at the second easel"]
     assert job.provenance is not None
     assert job.provenance.parameters.prompt == "at the second easel"
+
+
+async def test_steps_that_a_job_is_expected_to_skip_take_no_time(shop: Shop, easels: Easels) -> None:
+    shop.worker()  # .1 s a turn, ten of them
+    for skipped, seconds in ((0.0, 1.0), (3.9, 0.7), (9.5, 0.1)):
+        easels.skipped = skipped
+        shop.time.now += 1.0
+        job = sample_job(shop.time)
+        job.deadline = shop.time.now
+        with pytest.raises(DeadlineUnmeetable) as refused:
+            shop.controller.estimates.check_deadline(job)
+        assert float(refused.value.metadata["estimate_s"]) == pytest.approx(seconds)
 
 
 async def test_whoever_caused_it_is_backed_off_and_the_worker_gets_the_job_again(shop: Shop, easels: Easels) -> None:
