@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from bottega.errors import InvalidRequest, Violation
+from bottega.latents import parse_start
 from bottega.planning import steps_to_run
 from bottega.v1.generation_pb2 import (
     SAMPLER_DPMPP_2M,
@@ -41,7 +42,6 @@ MAX_JOBS_PAGE = 100
 MAX_PROMPT_BYTES = 16 << 10
 MAX_MODEL_CHARACTERS = 200
 _MAX_HASH_CHARACTERS = 128
-_MAX_ENTRY_CHARACTERS = 128
 
 # Of a LoRA or a ControlNet. A slash is as in hub names; no name ever becomes a path.
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
@@ -111,10 +111,13 @@ def check_sigmas(spec: GenerationSpec, sampler: Sampler.ValueType) -> Iterator[V
 
 
 def check_techniques(spec: GenerationSpec) -> Iterator[Violation]:
-    """What is wrong with the switches for single techniques."""
-    if len(spec.techniques.cache_entry) > _MAX_ENTRY_CHARACTERS:
-        rule = f"must be at most {_MAX_ENTRY_CHARACTERS} characters"
-        yield Violation(field="spec.techniques.cache_entry", description=rule)
+    """What is wrong with the switches for single techniques, each by itself."""
+    if spec.techniques.HasField("cache_entry"):
+        try:
+            parse_start(spec.techniques.cache_entry)
+        except ValueError:
+            rule = "must be ENTRY@STEP as a provenance reported it: 32 hexadecimal digits, @ and a step"
+            yield Violation(field="spec.techniques.cache_entry", description=rule)
 
 
 def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:

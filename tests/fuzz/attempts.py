@@ -15,7 +15,7 @@ from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, Case, case_of, sho
 from tests.fuzz.controls import control_attempts
 from tests.fuzz.images import bad_images, good_images, largest_image, too_large_image
 from tests.fuzz.loras import lora_attempts
-from tests.fuzz.specs import FILLED, spec_ranges
+from tests.fuzz.specs import FILLED, PIN, spec_ranges
 
 
 def attempt_corpus() -> Iterator[Case]:
@@ -93,7 +93,7 @@ def _ordered_images(case: Any) -> Iterator[Case]:
 
 def _ordered_switches(case: Any) -> Iterator[Case]:
     yield case("previews", whole={"preview": True})
-    yield case("the longest cache entry", techniques=Techniques(cache_entry="x" * 128))
+    yield case("a cache entry", techniques=Techniques(cache_entry=PIN))
     for field in Techniques.DESCRIPTOR.fields:
         if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
             for value in (False, True):

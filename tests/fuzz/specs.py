@@ -57,6 +57,26 @@ _RANGES = (
 )
 
 
+# Of thirty steps, as many as FILLED has and as the embedded model makes by default.
+PIN = "0123456789abcdef0123456789abcdef@15"
+_BAD_PINS = (
+    "",
+    "x",
+    "\0",
+    PIN[1:],
+    f"0{PIN}",
+    PIN.upper(),
+    PIN.replace("@15", ""),
+    PIN.replace("@15", "@"),
+    PIN.replace("@15", "@0"),
+    PIN.replace("@15", "@015"),
+    PIN.replace("@15", "@-3"),
+    PIN.replace("@15", "@1000"),
+    f"{PIN}\n",
+    "x" * 129,
+    "x" * (1 << 20),
+)
+
 # With Karras' sigmas, and without; the embedded model's own is of the first kind.
 _KARRAS = (Sampler.SAMPLER_UNSPECIFIED, Sampler.SAMPLER_EULER, Sampler.SAMPLER_DPMPP_2M)
 _NO_KARRAS = (Sampler.SAMPLER_EULER_ANCESTRAL, Sampler.SAMPLER_DDIM)
@@ -75,6 +95,6 @@ def spec_ranges(case: Any) -> Iterator[Case]:
         field = "spec.use_karras_sigmas"
         yield case(f"Karras' sigmas with sampler {sampler}", INVALID, field, sampler=sampler, use_karras_sigmas=True)
     yield case("Karras' sigmas with none", INVALID, "spec.sampler", sampler=99, use_karras_sigmas=True)
-    for length in (129, 1 << 20):
-        named = Techniques(cache_entry="x" * length)
-        yield case(f"a cache entry of {length}", INVALID, "spec.techniques.cache_entry", techniques=named)
+    for entry in _BAD_PINS:
+        named = Techniques(cache_entry=entry)
+        yield case(f"cache entry {shown(entry)}", INVALID, "spec.techniques.cache_entry", techniques=named)

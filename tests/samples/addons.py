@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from bottega.clocks import Clock
 from bottega.gateway.addons.addon import AddOn
+from bottega.gateway.addons.cache.addon import CacheAddOn
 from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
 from bottega.gateway.addons.loras.addon import LoraAddOn
 from bottega.gateway.fleet.registry import Fleet
@@ -22,6 +23,7 @@ def sample_addons() -> tuple[AddOn, ...]:
     metrics = GatewayMetrics(CollectorRegistry())
     return (
         LoraAddOn(fleet, metrics),
+        CacheAddOn(fleet, metrics),
         ControlNetAddOn(fleet=fleet, connect=_nowhere, metrics=metrics, clock=clock),
     )
 

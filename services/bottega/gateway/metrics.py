@@ -62,6 +62,12 @@ class GatewayMetrics:
             ("state",),
             registry=registry,
         )
+        self.cached_pictures = Counter(
+            "bottega_cached_pictures", "Pictures of completed jobs that started from cached latents.", registry=registry
+        )
+        self.skipped_steps = Counter(
+            "bottega_skipped_steps", "Denoising steps that cached latents saved completed jobs.", registry=registry
+        )
         self._registry = registry
 
     def routed(self, *, queue_s: float, route_s: float) -> None:

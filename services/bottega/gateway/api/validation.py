@@ -40,7 +40,9 @@ _FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
 _MAX_INPUT_IMAGES = 2 + MAX_ADAPTERS
 
 # Other techniques are designed and not served yet, and neither is mask_image.
-_SERVED_TECHNIQUES = frozenset({"bounded_lora_loading", "stale_residuals", "latent_parallelism"})
+_SERVED_TECHNIQUES = frozenset(
+    {"approximate_cache", "bounded_lora_loading", "cache_entry", "latent_parallelism", "stale_residuals"}
+)
 
 
 def check_request_id(request_id: str) -> Iterator[Violation]:

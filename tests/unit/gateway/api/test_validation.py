@@ -152,7 +152,7 @@ def test_all_violations_come_at_once() -> None:
     ("spec", "field"),
     [
         (GenerationSpec(image=PNG, mask_image=PNG), "spec.mask_image"),
-        (GenerationSpec(techniques=Techniques(approximate_cache=True)), "spec.techniques"),
+        (GenerationSpec(techniques=Techniques(masked_blocks=True)), "spec.techniques"),
         (GenerationSpec(techniques=Techniques(stale_residuals=True, masked_blocks=False)), "spec.techniques"),
     ],
 )
@@ -165,5 +165,5 @@ def test_what_is_not_served_yet_is_named(spec: GenerationSpec, field: str) -> No
 def test_controlnets_and_exact_or_asked_for_techniques_are_served() -> None:
     validation.refuse_unserved(GenerationSpec(techniques=Techniques()))
     nets = [ControlNet(name="edges", image=PNG)]
-    techniques = Techniques(stale_residuals=False, latent_parallelism=False)
+    techniques = Techniques(stale_residuals=False, latent_parallelism=False, approximate_cache=True, cache_entry="x")
     validation.refuse_unserved(GenerationSpec(controlnets=nets, techniques=techniques))

@@ -1,0 +1,79 @@
+"""What a request says of the approximate cache: whether its pictures may start from cached latents, whether they may be
+recorded, and what is wrong with its pin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bottega.errors import Violation
+from bottega.latents import parse_start, recorded_steps
+from bottega.v1 import generation_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
+
+_APPROXIMATE = frozenset({generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST})
+_SWITCH = "spec.techniques.approximate_cache"
+_PIN = "spec.techniques.cache_entry"
+
+
+def asks_for_cache(spec: GenerationSpec) -> bool:
+    """Whether a caller asks by name for what an exact request never has: cached latents, or one of them."""
+    return spec.techniques.approximate_cache or spec.techniques.HasField("cache_entry")
+
+
+def may_read(spec: GenerationSpec) -> bool:
+    """Whether the pictures of a complete spec may start from cached latents."""
+    return _is_cacheable(spec) and spec.fidelity in _APPROXIMATE and not _is_off(spec)
+
+
+def may_record(spec: GenerationSpec) -> bool:
+    """Whether latents of the first picture of a complete spec may be kept: of exact ones too, as nobody sees that."""
+    return _is_cacheable(spec) and not _is_off(spec) and not spec.techniques.cache_entry
+
+
+def check_cache(spec: GenerationSpec) -> Iterator[Violation]:
+    """What contradicts a pin, or the switch, whatever the number of steps. spec: as the caller sent it."""
+    # An EXACT that only the seed stands for gives way.
+    exact = spec.fidelity == generation_pb2.FIDELITY_EXACT
+    if exact and spec.techniques.approximate_cache:
+        rule = "must not be true with fidelity EXACT, under which nothing starts from a cached latent"
+        yield Violation(field=_SWITCH, description=rule)
+    if not spec.techniques.HasField("cache_entry"):
+        return
+    if _is_off(spec):
+        yield Violation(field=_SWITCH, description="must not be false with techniques.cache_entry")
+    if exact:
+        rule = "must not be EXACT with techniques.cache_entry: a picture that starts from a cached latent is not"
+        yield Violation(field="spec.fidelity", description=rule)
+    if spec.num_images > 1:
+        rule = "must be 1 with techniques.cache_entry: a pin is for one picture; draw each with its own seed"
+        yield Violation(field="spec.num_images", description=rule)
+    for name in ("prompt_2", "image"):
+        if spec.HasField(name):
+            rule = "must be absent with techniques.cache_entry: such pictures never start from a cached latent"
+            yield Violation(field=f"spec.{name}", description=rule)
+
+
+def check_cached_step(spec: GenerationSpec, steps: int) -> Iterator[Violation]:
+    """Whether latents are recorded after the step of a pin, where pictures have so many steps.
+
+    Silent where other rules have something to say about the pin or about the steps.
+    """
+    try:
+        _, step = parse_start(spec.techniques.cache_entry)
+    except ValueError:
+        return
+    recorded = recorded_steps(steps) if steps > 0 else (step,)
+    if step not in recorded:
+        known = ", ".join(map(str, recorded)) or "none"
+        rule = f"no latent is recorded after step {step} of {steps}; those that are: {known}"
+        yield Violation(field=_PIN, description=rule)
+
+
+def _is_cacheable(spec: GenerationSpec) -> bool:
+    """Whether the prompt alone, by its embedding, stands for what is drawn."""
+    return not spec.HasField("image") and not spec.HasField("prompt_2")
+
+
+def _is_off(spec: GenerationSpec) -> bool:
+    return spec.techniques.HasField("approximate_cache") and not spec.techniques.approximate_cache
