@@ -11,6 +11,8 @@ AsyncClient is the same for asyncio. What goes wrong is raised as a class of bot
 """
 
 from bottega.client.addons.cache.client import CacheFigures
+from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCache
+from bottega.client.addons.cache.prompt_pairs import PromptPair
 from bottega.client.addons.controlnets.types import (
     AddedControlNet,
     ControlNetHost,
@@ -38,6 +40,7 @@ __all__ = [
     "AsyncClient",
     "AsyncJob",
     "CacheFigures",
+    "CacheMeasurement",
     "Client",
     "Completed",
     "ControlNet",
@@ -52,11 +55,13 @@ __all__ = [
     "Lora",
     "LoraBoundMeasured",
     "LoraLike",
+    "MeasuredCache",
     "MeasuredProfile",
     "Picture",
     "Preview",
     "ProfileCase",
     "Progress",
+    "PromptPair",
     "Queued",
     "Readiness",
     "ResidualProfile",

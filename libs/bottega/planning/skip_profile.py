@@ -121,7 +121,7 @@ def skip_steps(profile: SkipProfile, *, similarity: float, words: int, steps: in
     return tuple(
         step
         for step in reversed(recorded_steps(steps))
-        if similarity >= thresholds.get(_fraction_of(step, steps), math.inf)
+        if similarity >= thresholds.get(fraction_of(step, steps), math.inf)
     )
 
 
@@ -177,7 +177,7 @@ def measured_class(
     return LengthClass(max_words=max_words, thresholds=thresholds)
 
 
-def _fraction_of(step: int, steps: int) -> float:
+def fraction_of(step: int, steps: int) -> float:
     """The fraction to which a recorded step belongs: the nearest, of two the larger; NaN where it is too far."""
     nearest = min(reversed(FRACTIONS), key=lambda fraction: round(abs(step / steps - fraction), 9))
     return nearest if abs(step / steps - nearest) <= _MOST_ROUNDING else math.nan

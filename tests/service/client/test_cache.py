@@ -145,7 +145,7 @@ def test_what_would_warm_nothing_is_refused(
 
 
 def test_a_cache_that_is_not_there_is_said_with_where_to_look(address: str) -> None:
-    for words in (["cache"], ["cache", "inspect", ENTRY], ["cache", "clear", "--yes"], ["cache", "profile", "show"]):
+    for words in (["cache"], ["cache", "inspect", ENTRY], ["cache", "clear", "--yes"], ["cache", "profiles"]):
         result = run(*words, address=address)
         assert result.exit_code == 1
         assert "error: no approximate cache has joined; bottega fleet shows who has\n" in result.stderr

@@ -5,15 +5,18 @@ A fleet has one, as a rule. Where it has several, each is told and asked the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+from bottega.client.addons.cache.drawing import PairDrawer
+from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCache, measure_cache
 from bottega.client.addons.cache.stores import CACHES, CALL_S, cache_services
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.blocking import blocking
 from bottega.client.sdk.sync import GatewayClient
 from bottega.client.types.messages import build_message
 from bottega.errors import BottegaError, CacheEntryNotFound, NoCache
+from bottega.quality.scoring import scorer
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheEntry, CacheProfile, GetCacheEntryResponse, GetCacheStatsResponse
 from bottega.v1.fleet_pb2 import Registration
@@ -96,6 +99,25 @@ class AsyncCacheMethods(AsyncGatewayClient):
                 kept = (await stub.SetCacheProfile(request, timeout=CALL_S)).profile
         return kept
 
+    async def profile_cache(
+        self, wanted: CacheMeasurement, *, on_pair: Callable[[int, int], None] = lambda done, pairs: None
+    ) -> MeasuredCache:
+        """Measures from which similarity a cached latent is good enough, and has every cache keep that as a profile.
+
+        Draws both prompts of each pair, and the second one from the latents of the first, through the running suite.
+        on_pair: told how many pairs are done, and how many there are. Raises InvalidRequest for what is wrong with what
+        is wanted or cannot be scored, Unavailable where the cache records nothing, and what drawing raises.
+        """
+        wanted.check()
+        steps, model = wanted.num_inference_steps, wanted.model
+        drawer = PairDrawer(self, self._newest_entries, num_inference_steps=steps, model=model)
+        async with scorer(wanted.clip) as scores:
+            measured = await measure_cache(drawer, scores, wanted, on_pair=on_pair)
+        return replace(measured, profile=await self.set_cache_profile(measured.profile))
+
+    async def _newest_entries(self, model_hash: str, limit: int) -> Sequence[CacheEntry]:
+        return await self.cache_entries(model_hash, limit=limit)
+
     async def _caches(self) -> Sequence[Registration]:
         return cache_services(await self.fleet())
 
@@ -109,3 +131,4 @@ class CacheMethods(GatewayClient):
     clear_cache = blocking(AsyncCacheMethods.clear_cache)
     cache_profiles = blocking(AsyncCacheMethods.cache_profiles)
     set_cache_profile = blocking(AsyncCacheMethods.set_cache_profile)
+    profile_cache = blocking(AsyncCacheMethods.profile_cache)

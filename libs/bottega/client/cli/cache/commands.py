@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from bottega.client.cli.cache.inspect import command as inspect_command
-from bottega.client.cli.cache.profiles import profile_command
+from bottega.client.cli.cache.profile import command as profile_command
+from bottega.client.cli.cache.profiles import command as profiles_command
 from bottega.client.cli.cache.stats import command as stats_command
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.list_group import ListGroup
@@ -32,13 +33,14 @@ class _CacheGroup(ListGroup):
 
 @click.group("cache", cls=_CacheGroup)
 def command() -> None:
-    """Look after the approximate cache: stats, inspect, warm, clear, profile.
+    """Look after the approximate cache: stats, inspect, warm, clear, profile, profiles.
 
     \b
       bottega cache                    what it holds, and how well it serves
       bottega cache inspect ENTRY      one entry; writes its picture
       bottega cache warm prompts.txt   draws a prompt a line, so that later ones may start from theirs
-      bottega cache profile show       which similarity is enough to skip how many steps
+      bottega cache profile            measures which similarity is enough to skip how many steps
+      bottega cache profiles           what was measured
       bottega cache clear              forgets the entries
       bottega generate "a red star" --cache
     """
@@ -66,5 +68,5 @@ def _hash_of(client: Client, model: str) -> str:
     return next((served.model_hash for served in client.models() if served.name == model), model)
 
 
-for each in (stats_command, inspect_command, profile_command):
+for each in (stats_command, inspect_command, profile_command, profiles_command):
     command.add_command(each)

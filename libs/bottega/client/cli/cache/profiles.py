@@ -1,8 +1,8 @@
-"""`bottega cache profile`: which similarity of prompts is enough to skip how many steps."""
+"""`bottega cache profiles`: which similarity of prompts is enough to skip how many steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import click
 
@@ -16,15 +16,10 @@ _HASH_LETTERS = 12
 _CLOSE = 1e-6
 
 
-@click.group("profile")
-def profile_command() -> None:
-    """Measured thresholds, without which nothing is reused: show."""
-
-
-@profile_command.command("show")
+@click.command("profiles")
 @address_option
 @fleet_option
-def show(*, address: str) -> None:
+def command(*, address: str) -> None:
     """List, for each model, the similarity from which so many of the steps are skipped."""
     with connect(address) as client:
         profiles = client.cache_profiles()
@@ -32,6 +27,11 @@ def show(*, address: str) -> None:
     if not profiles:
         note("No model has a profile, so nothing is reused: bottega cache profile measures one.")
         return
+    print_profiles(profiles, names)
+
+
+def print_profiles(profiles: Sequence[CacheProfile], names: Mapping[str, str]) -> None:
+    """A table, and how each was measured. names: of models, by their hash."""
     table = PlainTable("model", "fidelity", "words", *(f">{fraction:.0%}" for fraction in FRACTIONS))
     for profile in profiles:
         for row in _rows(profile):

@@ -1,0 +1,182 @@
+"""Measures from which similarity a cached latent is good enough, with pictures that the running suite draws.
+
+Of each pair of prompts, the first one is drawn exactly, so that it is recorded; the second one from noise, and then
+from each latent of the first one, with the same seed. Seeds differ from draw to draw: whether one picture is right is
+chance, and a pair's qualities are means over its draws.
+Source: Nirvana (NSDI'24), Algorithm 2; bottega.planning.skip_profile says how it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import mean
+from typing import Protocol
+
+from bottega.client.addons.cache.drawing import PairDrawer
+from bottega.client.addons.cache.prompt_pairs import PromptPair
+from bottega.client.addons.cache.samples import Method, PairSample, SampleFile
+from bottega.client.addons.cache.thresholds import profile_message
+from bottega.client.types.messages import as_list, describe
+from bottega.errors import Unavailable, Violation
+from bottega.planning import count_words
+from bottega.planning.skip_profile import LEAST_SAMPLES
+from bottega.rules import refuse
+from bottega.v1.cache_pb2 import CacheProfile
+
+MOST_PAIRS = 5_000
+MOST_DRAWS = 8
+# Pairs that are drawn together: with four draws each they keep a batch full.
+_PAIRS_AT_ONCE = 3
+# Of so many pairs, one in two has to have been recorded: else the store is too small, or records nothing.
+_LEAST_RECORDED = 0.5
+_TRIED = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheMeasurement:
+    """What was asked for. clip: folder of a CLIP that scores pictures; without, the embedded model's oracle does.
+
+    draws: of each pair, with seeds of their own. samples: file in which what was measured is kept as it comes; what it
+    has already is not drawn again. num_inference_steps, model: absent is the default.
+    """
+
+    pairs: Sequence[PromptPair]
+    clip: Path | None = None
+    draws: int = 4
+    num_inference_steps: int | None = None
+    model: str | None = None
+    samples: Path | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest, with all that is wrong."""
+        broken = []
+        pairs = as_list(self.pairs, name="pairs", what="PromptPair")
+        if strange := [each for each in pairs if not isinstance(each, PromptPair)]:
+            broken.append(Violation(field="pairs", description=f"must be PromptPair; got {describe(strange[0])}"))
+        elif not LEAST_SAMPLES <= len(set(pairs)) <= MOST_PAIRS:
+            rule = f"{LEAST_SAMPLES} to {MOST_PAIRS} different ones are needed; got {len(set(pairs))}"
+            broken.append(Violation(field="pairs", description=rule))
+        if not 1 <= self.draws <= MOST_DRAWS:
+            broken.append(Violation(field="draws", description=f"must be 1 to {MOST_DRAWS}; got {self.draws}"))
+        refuse(broken)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCache:
+    """A profile, the samples that it was made of, and how many pairs are missing, as they were not recorded."""
+
+    profile: CacheProfile
+    method: Method
+    samples: tuple[PairSample, ...]
+    unrecorded: int
+
+
+class Scores(Protocol):
+    """Who scores pictures (bottega.quality.scoring.Scorer)."""
+
+    async def score(self, prompt: str, picture: bytes) -> float:
+        """More is better. Raises InvalidRequest where there is no score for such a prompt."""
+        ...
+
+
+async def measure_cache(
+    drawer: PairDrawer, scores: Scores, wanted: CacheMeasurement, *, on_pair: Callable[[int, int], None]
+) -> MeasuredCache:
+    """Draws and scores all pairs, which have been checked. on_pair: told how many are done, and how many there are.
+
+    Raises InvalidRequest where the prompts cannot be scored, Unavailable where the cache records nothing, and what
+    drawing raises.
+    """
+    model_hash, steps = await drawer.begin(wanted.pairs[0].first)
+    method = Method(model_hash=model_hash, num_inference_steps=steps, draws=wanted.draws, judge=_judge(wanted.clip))
+    kept = await asyncio.to_thread(SampleFile, wanted.samples, method)
+    pairs = list(dict.fromkeys(wanted.pairs))
+    progress = _Progress(kept, len(pairs), on_pair)
+
+    async def measure(pair: PromptPair) -> None:
+        await progress.add(await measure_pair(drawer, scores, pair, wanted.draws))
+
+    await _for_each(kept.missing(pairs), measure)
+    samples = tuple(kept.samples)
+    return MeasuredCache(
+        profile=profile_message(model_hash, samples, describe_method(method, samples)),
+        method=method,
+        samples=samples,
+        unrecorded=progress.unrecorded,
+    )
+
+
+def describe_method(method: Method, samples: Sequence[PairSample]) -> str:
+    """How a profile was measured, for people."""
+    return (
+        f"{len(samples)} pairs of prompts, {method.draws} seeds each, {method.num_inference_steps} steps; quality by "
+        f"{method.judge}, the mean over a pair's pictures; {datetime.now(UTC):%Y-%m-%d}"
+    )
+
+
+async def measure_pair(drawer: PairDrawer, scores: Scores, pair: PromptPair, draws: int) -> PairSample | None:
+    """Draws and scores one pair; None where a picture of its first prompt was not recorded."""
+    drawn = await asyncio.gather(*(drawer.draw(pair, number) for number in range(draws)))
+    whole = [each for each in drawn if each is not None]
+    if len(whole) < draws:
+        return None
+    fractions = set.intersection(*(set(each.cached) for each in whole))
+    return PairSample(
+        first=pair.first,
+        second=pair.second,
+        words=count_words(pair.second),
+        similarity=mean(each.similarity for each in whole),
+        uncached=mean([await scores.score(pair.second, each.uncached) for each in whole]),
+        cached={
+            fraction: mean([await scores.score(pair.second, each.cached[fraction]) for each in whole])
+            for fraction in sorted(fractions)
+        },
+    )
+
+
+class _Progress:
+    """Counts pairs. told: after each, how many are done and how many there are."""
+
+    def __init__(self, kept: SampleFile, pairs: int, told: Callable[[int, int], None]) -> None:
+        self._kept = kept
+        self._pairs = pairs
+        self._told = told
+        self._tried = 0
+        self.unrecorded = 0
+
+    async def add(self, sample: PairSample | None) -> None:
+        """A pair is done; without a sample, it was not recorded. Raises Unavailable where most are not."""
+        self._tried += 1
+        if sample is None:
+            self.unrecorded += 1
+            if self._tried >= _TRIED and self.unrecorded > _LEAST_RECORDED * self._tried:
+                missing = f"of {self._tried} pairs {self.unrecorded} were not recorded"
+                raise Unavailable(f"{missing}: is the cache too small, or its disk full?")
+        else:
+            await asyncio.to_thread(self._kept.add, sample)
+        self._told(len(self._kept.samples) + self.unrecorded, self._pairs)
+
+
+async def _for_each(pairs: Sequence[PromptPair], work: Callable[[PromptPair], Awaitable[None]]) -> None:
+    """Some of them together. The first that fails ends it, and its error is raised."""
+    left = list(reversed(pairs))
+
+    async def work_on() -> None:
+        while left:
+            await work(left.pop())
+
+    tasks = [asyncio.create_task(work_on()) for _ in range(_PAIRS_AT_ONCE)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _judge(clip: Path | None) -> str:
+    return f"CLIP score ({clip.resolve().name})" if clip else "the oracle (share of what the prompt says that is right)"

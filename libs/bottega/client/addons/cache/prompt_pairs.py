@@ -1,0 +1,59 @@
+"""Pairs of prompts to measure with: those of a file, in the order in which people sent them, or of the miniature."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+# How many refinements the second prompt is away from the first: mostly one, as in a session, and seldom so many that
+# little is left in common.
+_REFINEMENTS = (1, 1, 1, 2, 2, 3, 4, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPair:
+    """Two prompts; the second one's pictures start from latents of the first one's."""
+
+    first: str
+    second: str
+
+
+def pairs_of_file(text: str) -> list[PromptPair]:
+    """Each line is a prompt, and makes a pair with the line before it, which is another.
+
+    An empty line is between what belongs to different people: no pair goes across it.
+    """
+    lines = [line.strip() for line in text.splitlines()]
+    return [PromptPair(first=one, second=other) for one, other in pairwise(lines) if one and other and one != other]
+
+
+def miniature_pairs(count: int, *, seed: int = 0) -> list[PromptPair]:
+    """So many of the embedded model's grammar: a scene, and the same after one to eight refinements.
+
+    Half of them have one thing and half two; of these, half in the longer sentence, which has more than 15 words.
+    The same seed begins with the same pairs, however many are asked for.
+    """
+    rng = random.Random(seed)
+    return [_miniature_pair(number, rng) for number in range(count)]
+
+
+def thin_out(pairs: Sequence[PromptPair], most: int) -> list[PromptPair]:
+    """At most so many of them, spread evenly over all."""
+    if len(pairs) <= most:
+        return list(pairs)
+    return [pairs[number * len(pairs) // most] for number in range(most)]
+
+
+def _miniature_pair(number: int, rng: random.Random) -> PromptPair:
+    from bottega.miniature.scenes import caption, placed_caption, random_scene, refine
+
+    say = placed_caption if number % 4 == 3 else caption
+    first = random_scene(rng, things=1 + number % 2)
+    second = first
+    for _ in range(rng.choice(_REFINEMENTS)):
+        second = refine(second, rng)
+    while second == first:
+        second = refine(second, rng)
+    return PromptPair(first=say(first), second=say(second))

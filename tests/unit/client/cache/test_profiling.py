@@ -1,0 +1,206 @@
+"""Measuring a profile against a suite that follows a script: what is drawn, what is left out, and what is found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from bottega.client.addons.cache.drawing import PairDrawer
+from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCache, measure_cache
+from bottega.client.addons.cache.prompt_pairs import PromptPair, miniature_pairs
+from bottega.client.sdk.aio import AsyncGatewayClient
+from bottega.client.types.picture import Picture
+from bottega.errors import CacheEntryGone, InvalidRequest, Unavailable
+from bottega.latents import parse_start, recorded_steps
+from bottega.miniature.scenes import Scene, read_caption
+from bottega.v1.cache_pb2 import CacheEntry
+from bottega.v1.generation_pb2 import CacheUse, GenerationSpec, Provenance
+
+HASH = "ab" * 32
+STEPS = 10
+
+
+@dataclass(kw_only=True)
+class ScriptedSuite:
+    """Draws prompts as they are; from a latent, what its own prompt says, where too little similarity skips too much.
+
+    Of two scenes, every part that differs costs .1 of the similarity; a fraction f needs .5 + f.
+    recorded: the share of pictures that are. gone: steps that are evicted before they are started from.
+    """
+
+    recorded: float = 1.0
+    gone: frozenset[int] = frozenset()
+    model_hash: str = HASH
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    entries: list[CacheEntry] = field(default_factory=list)
+
+    async def generate(self, prompt: str, **options: Any) -> Picture:
+        self.asked.append({"prompt": prompt, **options})
+        await asyncio.sleep(0)
+        provenance = Provenance(model_hash=self.model_hash, worker="worker")
+        provenance.parameters.num_inference_steps = STEPS
+        shown = prompt
+        if pin := options.get("cache_entry"):
+            shown = self._start(prompt, pin, provenance)
+        elif options.get("approximate_cache") is not False:
+            self._record(prompt, options["seed"])
+        return _picture(shown, provenance)
+
+    async def score(self, prompt: str, picture: bytes) -> float:
+        return 1.0 if picture == prompt.encode() else 0.5
+
+    async def list_entries(self, model_hash: str, limit: int) -> Sequence[CacheEntry]:
+        assert model_hash == HASH
+        return self.entries[::-1][:limit]
+
+    def _record(self, prompt: str, seed: int) -> None:
+        if (len(self.entries) + 1) * self.recorded >= sum(bool(each.steps) for each in self.entries) + 1:
+            steps = recorded_steps(STEPS)
+        else:
+            steps = ()
+        spec = GenerationSpec(prompt=prompt if steps else "lost", seed=seed)
+        self.entries.append(CacheEntry(entry=f"{len(self.entries):032x}", parameters=spec, steps=steps))
+
+    def _start(self, prompt: str, pin: str, provenance: Provenance) -> str:
+        entry, step = parse_start(pin)
+        if step in self.gone:
+            raise CacheEntryGone(f"{pin} is gone", metadata={"entry": pin})
+        first = self.entries[int(entry, 16)].parameters.prompt
+        similarity = 1.0 - 0.1 * _differences(_scene(first), _scene(prompt))
+        provenance.cached_starts.append(CacheUse(entry=pin, similarity=similarity, from_step=step - 1))
+        return prompt if similarity >= 0.5 + step / STEPS - 1e-9 else first
+
+
+def _measure(suite: ScriptedSuite, **wanted: Any) -> MeasuredCache:
+    async def measure() -> MeasuredCache:
+        measurement.check()
+        client = cast("AsyncGatewayClient", suite)
+        drawer = PairDrawer(client, suite.list_entries, num_inference_steps=None, model=None)
+        return await measure_cache(drawer, suite, measurement, on_pair=lambda done, pairs: told.append((done, pairs)))
+
+    measurement = CacheMeasurement(**{"pairs": miniature_pairs(80), "draws": 1, **wanted})
+    told: list[tuple[int, int]] = []
+    measured = asyncio.run(measure())
+    assert told[-1:] in ([], [(len(measured.samples) + measured.unrecorded, told[-1][1])])
+    return measured
+
+
+@pytest.fixture(autouse=True)
+def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script records at once."""
+    monkeypatch.setattr("bottega.client.addons.cache.drawing._POLL_S", 0.001)
+    monkeypatch.setattr("bottega.client.addons.cache.drawing._RECORDED_S", 0.05)
+
+
+def test_the_least_similarity_is_found_from_which_pictures_show_their_prompt() -> None:
+    measured = _measure(ScriptedSuite())
+
+    assert len(measured.samples) == 80
+    short = measured.profile.balanced[0]
+    found = {each.fraction: each.similarity for each in short.thresholds}
+    # One difference is .9 of similarity, two are .8, and so on: what the script demands, with a twentieth to spare.
+    assert found[0.4] == pytest.approx(0.9)
+    assert found[0.2] <= 0.8
+    assert 0.5 not in found  # no two prompts are the same
+    assert (measured.profile.model_hash, measured.method.num_inference_steps) == (HASH, STEPS)
+    assert "80 pairs of prompts, 1 seeds each, 10 steps; quality by the oracle" in measured.profile.about
+
+
+def test_each_draw_has_seeds_of_its_own_and_a_start_the_seed_of_the_uncached_picture() -> None:
+    suite = ScriptedSuite()
+
+    _measure(suite, pairs=miniature_pairs(20), draws=2)
+
+    first, *pairs = suite.asked  # the first picture makes the kind of request known
+    assert first["fidelity"] == "exact"
+    exact = [each for each in pairs if each["fidelity"] == "exact"]
+    assert len({each["seed"] for each in exact}) == len(exact) == 2 * 2 * 20
+    uncached = {(each["prompt"], each["seed"]) for each in exact if each.get("approximate_cache") is False}
+    started = [each for each in pairs if "cache_entry" in each]
+    assert len(started) == 20 * 2 * 5
+    assert {(each["prompt"], each["seed"]) for each in started} == uncached
+
+
+def test_a_measurement_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    _measure(ScriptedSuite(), pairs=miniature_pairs(25), samples=tmp_path / "samples")
+    again = ScriptedSuite()
+
+    measured = _measure(again, pairs=miniature_pairs(30), samples=tmp_path / "samples")
+
+    assert len(measured.samples) == 30
+    assert len(again.asked) == 1 + 5 * 7
+
+
+def test_latents_that_are_evicted_meanwhile_are_left_out() -> None:
+    measured = _measure(ScriptedSuite(gone=frozenset({4, 5})), pairs=miniature_pairs(20))
+
+    assert {tuple(each.cached) for each in measured.samples} == {(0.1, 0.2, 0.3)}
+
+
+def test_pairs_that_are_not_recorded_are_counted() -> None:
+    measured = _measure(ScriptedSuite(recorded=0.8), pairs=miniature_pairs(20))
+
+    assert measured.unrecorded == 20 - len(measured.samples)
+    assert 2 <= measured.unrecorded <= 6
+
+
+def test_a_cache_that_records_nothing_ends_it() -> None:
+    with pytest.raises(Unavailable, match="were not recorded"):
+        _measure(ScriptedSuite(recorded=0.0))
+
+
+def test_a_model_that_is_replaced_meanwhile_ends_it() -> None:
+    suite = ScriptedSuite()
+
+    async def replaced(prompt: str, **options: Any) -> Picture:
+        picture = await ScriptedSuite.generate(suite, prompt, **options)
+        suite.model_hash = "cd" * 32
+        return picture
+
+    suite.generate = replaced  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match="was replaced"):
+        _measure(suite)
+
+
+def test_what_is_wrong_with_a_measurement_is_said_before_anything_is_drawn() -> None:
+    suite = ScriptedSuite()
+
+    with pytest.raises(InvalidRequest) as refusal:
+        _measure(suite, pairs=[PromptPair(first="a", second="b")] * 30, draws=9)
+
+    assert [each.field for each in refusal.value.violations] == ["pairs", "draws"]
+    assert not suite.asked
+
+
+def _picture(shown: str, provenance: Provenance) -> Picture:
+    """Its bytes say what it shows."""
+    return Picture(
+        data=shown.encode(),
+        format="png",
+        seed=0,
+        width=64,
+        height=64,
+        index=0,
+        digest="",
+        job_id="",
+        provenance=provenance,
+    )
+
+
+def _scene(text: str) -> Scene:
+    scene = read_caption(text)
+    assert scene is not None
+    return scene
+
+
+def _differences(one: Scene, other: Scene) -> int:
+    parts = [(one.ground, other.ground), (one.size, other.size), (one.place, other.place)]
+    parts += [(one.relation, other.relation)]
+    for first, second in zip(one.things, other.things, strict=True):
+        parts += [(first.shape, second.shape), (first.colour, second.colour)]
+    return sum(first != second for first, second in parts)

@@ -1,0 +1,42 @@
+"""Which prompts are measured with each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from bottega.client.addons.cache.prompt_pairs import PromptPair, miniature_pairs, pairs_of_file, thin_out
+from bottega.miniature.scenes import read_caption
+from bottega.planning import count_words
+
+
+def test_lines_of_a_file_make_pairs_with_the_line_before_unless_an_empty_one_is_between() -> None:
+    text = "a star\na red star\n\na dog\n  a dog on the moon \na dog on the moon\na cat\n"
+
+    assert pairs_of_file(text) == [
+        PromptPair(first="a star", second="a red star"),
+        PromptPair(first="a dog", second="a dog on the moon"),
+        PromptPair(first="a dog on the moon", second="a cat"),
+    ]
+
+
+def test_the_embedded_models_pairs_are_sentences_that_the_oracle_reads_and_differ() -> None:
+    pairs = miniature_pairs(200)
+
+    assert all(read_caption(pair.first) and read_caption(pair.second) for pair in pairs)
+    assert all(pair.first != pair.second for pair in pairs)
+    # Both lengths of prompts have enough of them.
+    long = sum(count_words(pair.second) > 15 for pair in pairs)
+    assert long >= 40
+    things = Counter(len(scene.things) for pair in pairs if (scene := read_caption(pair.second)))
+    assert things == {1: 100, 2: 100}
+
+
+def test_more_pairs_begin_with_the_same_ones() -> None:
+    assert miniature_pairs(30)[:20] == miniature_pairs(20)
+
+
+def test_too_many_pairs_are_thinned_out_over_all_of_them() -> None:
+    pairs = [PromptPair(first=str(number), second="x") for number in range(10)]
+
+    assert [pair.first for pair in thin_out(pairs, 4)] == ["0", "2", "5", "7"]
+    assert thin_out(pairs, 10) == pairs
