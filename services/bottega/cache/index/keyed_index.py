@@ -1,0 +1,226 @@
+"""An index for each exact key: what is found for one key was added under it.
+
+A key that has no entries has no index. One thread in the background makes the graphs of all keys, one after the other,
+and makes way for the threads that search.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bottega.cache.index.hnsw_index import HnswIndex
+from bottega.cache.index.settings import IndexSettings
+from bottega.cache.index.vector_index import MAX_COUNT, Match, Numbers, Vectors, unit_vectors
+from bottega.errors import QueueFull
+
+_log = logging.getLogger(__name__)
+
+# Of the thread that builds, on the scale of nice: searches on the same core come first.
+_BUILD_NICENESS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexStatistics:
+    """keys: with entries. graph_entries: of the entries, those in graphs. deleted: nodes of graphs that stand for no
+    entry any more. rebuilds: graphs that were made. size_bytes: of vectors and graphs."""
+
+    keys: int
+    entries: int
+    graph_entries: int
+    deleted: int
+    rebuilds: int
+    size_bytes: int
+
+
+class KeyedIndex:
+    """Any number of threads may use it. Close it.
+
+    max_entries: of all keys. Vectors need no length of 1; their similarity is their cosine.
+    """
+
+    def __init__(self, *, max_entries: int = 2_000_000, settings: IndexSettings | None = None) -> None:
+        self._max_entries = max_entries
+        self._settings = settings or IndexSettings()
+        self._lock = threading.Lock()
+        self._indexes: dict[str, HnswIndex] = {}
+        self._entries = 0
+        self._past_rebuilds = 0
+        self._builder = ThreadPoolExecutor(1, "index-build", initializer=_make_way)
+        self._closed = False
+
+    def __len__(self) -> int:
+        return self._entries
+
+    def load(self, key: str, numbers: Numbers, vectors: NDArray[np.floating]) -> None:
+        """Adds many at once, as a service does that starts. numbers: [n], each once. vectors: [n, width].
+
+        Returns when they are in the graph where the key is to have one; that takes a millisecond or so each, in the
+        calling thread. Give a million in pieces: until a piece is in the graph, its vectors are searched one by one.
+        Raises as `add` does, and then has added none.
+        """
+        made = unit_vectors(vectors)
+        if made.ndim != 2 or len(made) != len(numbers) or len(np.unique(numbers)) != len(numbers):
+            raise ValueError("there is to be one vector for each number, and each number once")
+        if len(numbers):
+            _check_number(int(numbers.min()))
+            self._add(key, numbers, made)
+            index = self._indexes.get(key)
+            if index is not None:
+                index.rebuild()
+
+    def add(self, key: str, number: int, vector: NDArray[np.floating]) -> None:
+        """Adds an entry, in the place of the one with that number of the key. number: at least 0.
+
+        Raises ValueError where the vector is zero, not finite or not as wide as others of the key; QueueFull where
+        there are as many entries as may be.
+        """
+        _check_number(number)
+        self._add(key, np.array([number], np.int64), unit_vectors(vector)[None])
+
+    def remove(self, key: str, number: int) -> bool:
+        """Removes an entry: no search that begins later finds it. Whether it was there."""
+        index = self._indexes.get(key)
+        removed = index is not None and index.remove(number)
+        if removed:
+            with self._lock:
+                self._entries -= 1
+                self._forget_if_empty(key)
+        return removed
+
+    def search(self, key: str, vector: NDArray[np.floating], count: int) -> list[Match]:
+        """Up to `count` of the key's entries that are most similar, the most similar first. count: 1 to 64.
+
+        Raises ValueError where the vector could not be added to the key.
+        """
+        if not 1 <= count <= MAX_COUNT:
+            raise ValueError(f"a search finds 1 to {MAX_COUNT} entries")
+        wanted = unit_vectors(vector)
+        index = self._indexes.get(key)
+        if index is None:
+            return []
+        _check_width(index, wanted)
+        return index.search(wanted, count)
+
+    def similarity(self, key: str, number: int, vector: NDArray[np.floating]) -> float | None:
+        """The cosine of a vector and that of an entry; None where there is no such entry. Raises as `search` does."""
+        index = self._indexes.get(key)
+        stored = None if index is None else index.vector(number)
+        if index is None or stored is None:
+            return None
+        wanted = unit_vectors(vector)
+        _check_width(index, wanted)
+        return min(float(stored @ wanted), 1.0)
+
+    def sample(self, key: str, count: int) -> Vectors:
+        """Vectors of up to so many of the key's entries, any of them with the same chance: [at most count, width]."""
+        index = self._indexes.get(key)
+        if index is None:
+            return np.empty((0, 0), np.float32)
+        numbers = np.random.default_rng().permutation(index.numbers())
+        return index.vectors(numbers[:count])
+
+    def entries(self, key: str) -> int:
+        """Of a key."""
+        index = self._indexes.get(key)
+        return 0 if index is None else len(index)
+
+    def statistics(self) -> IndexStatistics:
+        """As they are now."""
+        with self._lock:
+            indexes = list(self._indexes.values())
+            past = self._past_rebuilds
+        graphs = [index.graph_rows for index in indexes]
+        return IndexStatistics(
+            keys=len(indexes),
+            entries=self._entries,
+            graph_entries=sum(entries for entries, _ in graphs),
+            deleted=sum(deleted for _, deleted in graphs),
+            rebuilds=past + sum(index.rebuilds for index in indexes),
+            size_bytes=sum(index.size_bytes for index in indexes),
+        )
+
+    def close(self) -> None:
+        """Ends what is built, which takes as long as a batch of some thousand vectors. May be called again."""
+        with self._lock:
+            self._closed = True
+            indexes = list(self._indexes.values())
+        for index in indexes:
+            index.close()
+        self._builder.shutdown(cancel_futures=True)
+
+    def _add(self, key: str, numbers: Numbers, vectors: Vectors) -> None:
+        self._reserve(len(numbers))
+        new = 0
+        try:
+            new = self._add_to(key, numbers, vectors)
+        finally:
+            with self._lock:
+                self._entries -= len(numbers) - new
+
+    def _add_to(self, key: str, numbers: Numbers, vectors: Vectors) -> int:
+        """How many of them were new."""
+        while True:
+            index = self._index(key, vectors.shape[1])
+            _check_width(index, vectors)
+            try:
+                if len(numbers) == 1:
+                    return int(index.add(int(numbers[0]), vectors[0]))
+                return index.add_all(numbers, vectors)
+            except LookupError:  # the key lost its last entry in this moment, and has no index, or another one
+                if self._closed:
+                    raise
+
+    def _reserve(self, entries: int) -> None:
+        with self._lock:
+            if self._closed:
+                raise LookupError("the index is closed")
+            if self._entries + entries > self._max_entries:
+                raise QueueFull(f"an index has at most {self._max_entries} entries (max_entries)")
+            self._entries += entries
+
+    def _index(self, key: str, width: int) -> HnswIndex:
+        with self._lock:
+            index = self._indexes.get(key)
+            if index is None:
+                index = self._indexes[key] = HnswIndex(width, self._settings, on_due=self._build_soon)
+            return index
+
+    def _forget_if_empty(self, key: str) -> None:
+        index = self._indexes.get(key)
+        if index is not None and index.close_if_empty():
+            self._past_rebuilds += index.rebuilds
+            del self._indexes[key]
+
+    def _build_soon(self, index: HnswIndex) -> None:
+        with self._lock:
+            if not self._closed:
+                self._builder.submit(index.rebuild).add_done_callback(_log_failure)
+
+
+def _log_failure(build: Future[None]) -> None:
+    if not build.cancelled() and (error := build.exception()) is not None:
+        _log.error("the graph of an index could not be made", exc_info=error)
+
+
+def _make_way() -> None:
+    """Has the threads that search come before the calling one."""
+    if sys.platform == "linux":  # elsewhere, threads have no priority of their own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BUILD_NICENESS)
+
+
+def _check_number(number: int) -> None:
+    if number < 0:
+        raise ValueError("a number is at least 0")
+
+
+def _check_width(index: HnswIndex, vectors: Vectors) -> None:
+    if vectors.shape[-1] != index.width:
+        raise ValueError(f"vectors of this key have {index.width} numbers, not {vectors.shape[-1]}")

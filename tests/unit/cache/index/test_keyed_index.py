@@ -1,0 +1,199 @@
+"""Indexes by exact key: that keys never see each other's entries, and that neither entries nor keys stay behind."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from bottega.cache.index import IndexSettings, KeyedIndex
+from bottega.errors import QueueFull
+from tests.support.waiting import EVENTUALLY_S, wait_until
+
+WIDTH = 8
+SETTINGS = IndexSettings(flat_entries=100, recent_entries=20)
+
+
+@pytest.fixture
+def index() -> Iterator[KeyedIndex]:
+    made = KeyedIndex(max_entries=1000, settings=SETTINGS)
+    yield made
+    made.close()
+
+
+def _random(count: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal((count, WIDTH), dtype=np.float32)
+
+
+def test_an_entry_is_found_under_its_own_key_alone(index: KeyedIndex) -> None:
+    vectors = _random(300)
+    for number, vector in enumerate(vectors):
+        index.add(f"key{number % 7}", number, vector)
+    for number, vector in enumerate(vectors):
+        for key in range(7):
+            found = index.search(f"key{key}", vector, 64)
+            assert {match.number % 7 for match in found} == {key}
+            assert (found[0].number == number) is (number % 7 == key)
+    assert index.search("key7", vectors[0], 1) == []
+
+
+def test_similarity_is_the_cosine_whatever_the_lengths(index: KeyedIndex) -> None:
+    index.add("key", 1, np.array([3.0, 4.0]))
+    assert index.search("key", np.array([0.0, 0.01]), 1)[0].similarity == pytest.approx(0.8)
+    assert index.similarity("key", 1, np.array([70.0, 0.0])) == pytest.approx(0.6)
+    assert index.similarity("key", 2, np.array([7.0, 0.0])) is None
+    assert index.similarity("other", 1, np.array([7.0, 0.0])) is None
+
+
+def test_a_key_vanishes_with_its_last_entry_and_may_come_back_with_another_width(index: KeyedIndex) -> None:
+    index.add("key", 1, _random(1)[0])
+    with pytest.raises(ValueError, match="8 numbers, not 3"):
+        index.add("key", 2, np.ones(3))
+    assert index.statistics().keys == 1
+    assert index.remove("key", 1)
+    assert not index.remove("key", 1)
+    assert index.statistics().keys == 0
+    assert len(index) == index.entries("key") == 0
+    index.add("key", 2, np.ones(3))
+    assert index.entries("key") == 1
+
+
+def test_there_are_at_most_so_many_entries_and_a_replacement_is_none_more(index: KeyedIndex) -> None:
+    vectors = _random(1001)
+    index.load("key", np.arange(999), vectors[:999])
+    index.add("other", 999, vectors[999])
+    with pytest.raises(QueueFull, match="max_entries"):
+        index.add("other", 1000, vectors[1000])
+    with pytest.raises(QueueFull):
+        index.load("key", np.arange(1000, 1003), vectors[:3])
+    assert index.remove("key", 0)
+    index.add("key", 1, vectors[0])
+    assert len(index) == 999
+    index.add("other", 1000, vectors[1000])
+    assert len(index) == 1000
+
+
+@pytest.mark.parametrize(
+    "vector", [np.zeros(8), np.full(8, np.nan), np.array([np.inf, 1.0]), np.empty(0), np.ones((2, 2, 2))]
+)
+def test_what_is_no_direction_is_neither_added_nor_searched(index: KeyedIndex, vector: NDArray[np.float64]) -> None:
+    with pytest.raises(ValueError, match="empty, zero or not finite"):
+        index.add("key", 1, vector)
+    with pytest.raises(ValueError, match="empty, zero or not finite"):
+        index.search("key", vector, 1)
+    assert index.statistics().keys == len(index) == 0
+
+
+@pytest.mark.parametrize("count", [0, 65])
+def test_a_search_is_for_one_to_64_entries(index: KeyedIndex, count: int) -> None:
+    with pytest.raises(ValueError, match="1 to 64"):
+        index.search("key", _random(1)[0], count)
+
+
+def test_a_search_with_another_width_than_the_key_s_is_refused(index: KeyedIndex) -> None:
+    index.add("key", 1, _random(1)[0])
+    with pytest.raises(ValueError, match="8 numbers, not 2"):
+        index.search("key", np.ones(2), 1)
+    with pytest.raises(ValueError, match="8 numbers, not 2"):
+        index.similarity("key", 1, np.ones(2))
+
+
+def test_numbers_are_not_negative_and_loaded_once_each(index: KeyedIndex) -> None:
+    with pytest.raises(ValueError, match="at least 0"):
+        index.add("key", -1, _random(1)[0])
+    with pytest.raises(ValueError, match="at least 0"):
+        index.load("key", np.array([3, -1]), _random(2))
+    with pytest.raises(ValueError, match="each number once"):
+        index.load("key", np.array([3, 3]), _random(2))
+    with pytest.raises(ValueError, match="one vector for each number"):
+        index.load("key", np.array([3, 4]), _random(3))
+    assert len(index) == 0
+
+
+def test_a_load_ends_when_all_are_in_the_graph(index: KeyedIndex) -> None:
+    vectors = _random(700)
+    for first in (0, 300, 600):
+        index.load("key", np.arange(first, min(first + 300, 700)), vectors[first : first + 300])
+        assert index.statistics().graph_entries == index.entries("key") == min(first + 300, 700)
+    index.load("small", np.arange(5), vectors[:5])
+    index.load("none", np.arange(0), vectors[:0])
+    assert index.statistics().keys == 2
+    assert [index.search("key", vector, 1)[0].number for vector in vectors] == list(range(700))
+
+
+def test_what_is_added_one_by_one_gets_its_graph_in_the_background(index: KeyedIndex) -> None:
+    for number, vector in enumerate(_random(130)):
+        index.add("key", number, vector)
+    wait_until(lambda: index.statistics().graph_entries >= 100, "a graph")
+    assert index.statistics().rebuilds >= 1
+    assert index.statistics().size_bytes > 0
+
+
+def test_a_sample_has_each_entry_at_most_once(index: KeyedIndex) -> None:
+    vectors = _random(250)
+    index.load("key", np.arange(250), vectors)
+    index.remove("key", 3)
+    index.add("key", 4, vectors[3])
+    every = index.sample("key", 1000)
+    assert every.shape == (249, WIDTH)
+    np.testing.assert_allclose(np.linalg.norm(every, axis=1), 1.0, atol=1e-3)
+    assert len(np.unique(every, axis=0)) == 249
+    assert index.sample("key", 10).shape == (10, WIDTH)
+    assert not np.array_equal(index.sample("key", 10), index.sample("key", 10))
+    assert index.sample("other", 10).size == 0
+
+
+def test_a_closed_index_takes_nothing_and_closes_again(index: KeyedIndex) -> None:
+    index.add("key", 1, _random(1)[0])
+    index.close()
+    index.close()
+    for key in ("key", "other"):
+        with pytest.raises(LookupError):
+            index.add(key, 2, _random(1)[0])
+    assert len(index) == 1
+
+
+def test_threads_may_change_and_search_the_same_keys() -> None:
+    """Each thread has numbers of its own, so that it knows what has to be there, whatever the others do."""
+    index = KeyedIndex(settings=SETTINGS)
+    vectors = _random(2000)
+    kept: list[set[tuple[str, int]]] = [set() for _ in range(4)]
+    failures: list[BaseException] = []
+
+    def change(thread: int) -> None:
+        rng = random.Random(thread)
+        try:
+            for _ in range(1500):
+                number = 4 * rng.randrange(500) + thread
+                key = f"key{number % 3}"
+                if rng.random() < 0.6:
+                    index.add(key, number, vectors[number])
+                    kept[thread].add((key, number))
+                    assert index.search(key, vectors[number], 1)[0].number == number
+                else:
+                    assert index.remove(key, number) is ((key, number) in kept[thread])
+                    kept[thread].discard((key, number))
+                    assert all(match.number != number for match in index.search(key, vectors[number], 3))
+        except BaseException as error:  # noqa: BLE001 - it is raised below, in the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=change, args=(thread,)) for thread in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(EVENTUALLY_S)
+    try:
+        assert not failures, failures[0]
+        there = set().union(*kept)
+        assert len(index) == len(there) == index.statistics().entries
+        for key, number in there:
+            assert index.search(key, vectors[number], 1)[0].number == number
+        for key, number in there:
+            assert index.remove(key, number)
+        assert index.statistics().keys == 0
+    finally:
+        index.close()
