@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bottega.diffusion.engine.encode import Conditions, LatentDistribution, to_latent
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import Sampler, SamplerState
+from bottega.diffusion.model.samplers import Sampler, SamplerState, draws_noise, first_step_from
 from bottega.diffusion.rows import GroupKey, Half, LoraSet, Row, SetKey
 from bottega.diffusion.spec import ResolvedSpec
 
@@ -50,6 +50,7 @@ class Request:
 
     step: the next step to run; done when it equals `end`. begin: the first one; image-to-image starts later
     than 0, from `image`. resume: goes on from there instead. resumed_from: where it went on; without, `begin`.
+    `start_from` skips steps.
     latent: [1, channels, height, width]. estimate: of the finished latent, as the last step saw it.
     Its add-ons set: controls: its ControlNets, in the order in which their residuals are summed. loras: in force from
     step `loras_from` on; None while they are not here, or where it has none.
@@ -71,20 +72,15 @@ class Request:
         self.controls: tuple[ActiveControl, ...] = ()
         self.loras: LoraSet | None = None
         self.loras_from: int | None = None
+        self._model = model
         self._conditions = conditions
-        self._sampler = Sampler(
-            spec.sampler,
-            model.scheduler_config,
-            steps=spec.num_inference_steps,
-            begin=self.begin,
-            karras=spec.use_karras_sigmas,
-        )
+        self._sampler = self._new_sampler(self.begin)
         self.end = self._sampler.steps
         # Drawn on the CPU whatever the device, so that a seed means the same picture everywhere.
         self._generator = torch.Generator("cpu").manual_seed(spec.seed + index)
         if resume is None:
             self.step = self.begin
-            self.latent = self._start(model, image)
+            self.latent = self._start(image)
         else:
             self.step = resume.step
             self.latent = resume.latent.to(model.device, model.dtype)
@@ -133,6 +129,26 @@ class Request:
             self.key = replace(self.key, weights=key)
         return changed
 
+    def start_from(self, latent: Tensor, steps: int) -> None:
+        """Goes on from the latent that another picture had after so many steps, whatever this one has made so far.
+
+        The other one differs in prompt and seed alone. latent: [channels, height, width]. What is drawn afterwards does
+        not depend on when this is called: the generator is where the picture's own first steps would have left it, and
+        a multi-step sampler begins with its first order. See `first_step_from` for the step that comes next.
+        """
+        first = first_step_from(self.spec.sampler, steps)
+        self._sampler = self._new_sampler(first)
+        self._generator.manual_seed(self.spec.seed + self.index)
+        shape = tuple(self.latent.shape)
+        drawn = 1 + first if draws_noise(self.spec.sampler) else 1
+        for _ in range(drawn):
+            self._draw(shape)
+        started = latent[None].to(self._model.device, self._model.dtype)
+        if first < steps:
+            started = self._sampler.renoise(started, self._draw(shape), steps).to(started.dtype)
+        self.latent = self.estimate = started.contiguous()
+        self.step = first
+
     def rows(self) -> list[Row]:
         """The rows of the current step; asking again for the same step gives equal rows."""
         sample = self._sampler.model_input(self.latent, self.step)[0]
@@ -175,18 +191,30 @@ class Request:
             sampler=self._sampler.state(),
         )
 
-    def _start(self, model: Model, image: LatentDistribution | None) -> Tensor:
+    def _new_sampler(self, begin: int) -> Sampler:
+        return Sampler(
+            self.spec.sampler,
+            self._model.scheduler_config,
+            steps=self.spec.num_inference_steps,
+            begin=begin,
+            karras=self.spec.use_karras_sigmas,
+        )
+
+    def _start(self, image: LatentDistribution | None) -> Tensor:
         """The latent before the first step, drawn in Diffusers' order."""
+        model = self._model
         if image is None:
             height, width = self.spec.height // model.latent_scale, self.spec.width // model.latent_scale
-            noise = self._draw((1, model.latent_channels, height, width), model.device, model.dtype)
-            return noise * self._sampler.init_noise_sigma
-        drawn = image.mean + image.std * self._draw(tuple(image.mean.shape), model.device, image.mean.dtype)
+            return self._draw((1, model.latent_channels, height, width)) * self._sampler.init_noise_sigma
+        drawn = image.mean + image.std * self._draw(tuple(image.mean.shape), image.mean.dtype)
         latent = to_latent(model, drawn.to(model.dtype))
-        noise = self._draw(tuple(latent.shape), model.device, model.dtype)
+        noise = self._draw(tuple(latent.shape))
         # In one layout whatever it came from: groups and checkpoints have one, and a sum's last bits follow the layout.
         return self._sampler.add_noise(latent, noise, self.begin).contiguous()
 
-    def _draw(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-        noise: Tensor = randn_tensor(shape, generator=self._generator, device=device, dtype=dtype)
+    def _draw(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Standard normal. dtype: the model's without one."""
+        noise: Tensor = randn_tensor(
+            shape, generator=self._generator, device=self._model.device, dtype=dtype or self._model.dtype
+        )
         return noise

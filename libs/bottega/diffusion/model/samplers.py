@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -31,6 +32,20 @@ KARRAS = frozenset({SamplerKind.EULER, SamplerKind.DPMPP_2M})
 
 # Those that draw noise at every step.
 _ANCESTRAL = frozenset({SamplerKind.EULER_ANCESTRAL})
+
+
+def draws_noise(kind: SamplerKind) -> bool:
+    """Whether its steps draw noise; else the first latent decides all of a picture."""
+    return kind in _ANCESTRAL
+
+
+def first_step_from(kind: SamplerKind, steps: int) -> int:
+    """The first step of a picture that begins with another one's latent after so many steps.
+
+    A sampler that draws no noise would make the other picture's composition again, so that one step of noise is given
+    back to the latent, and made once more.
+    """
+    return steps if draws_noise(kind) else steps - 1
 
 
 def default_kind(config: Mapping[str, Any]) -> SamplerKind:
@@ -82,6 +97,19 @@ class Sampler:
         noisy: Tensor = self._scheduler.add_noise(latent, noise, timestep)
         return noisy
 
+    def renoise(self, latent: Tensor, noise: Tensor, step: int) -> Tensor:
+        """The latent before `step`, which is not the first one, at the noise level of the step before it.
+
+        noise: standard normal. What the latent has of a picture is scaled as that level has it, and the variance of its
+        noise is that level's: x[k-1] = a[k-1]/a[k] x[k] + sqrt(s[k-1]^2 - (a[k-1]/a[k] s[k])^2) n, where a latent is
+        a x0 + s n.
+        """
+        signal, deviation = self._noise_level(step)
+        signal_before, deviation_before = self._noise_level(step - 1)
+        scale = signal_before / signal
+        fresh = math.sqrt(max(0.0, deviation_before**2 - (scale * deviation) ** 2))
+        return scale * latent + fresh * noise
+
     def model_input(self, latent: Tensor, step: int) -> Tensor:
         """The latent as the model takes it; calling it again for the same step changes nothing."""
         scaled: Tensor = self._scheduler.scale_model_input(latent, self.timestep(step))
@@ -117,6 +145,17 @@ class Sampler:
             if "lower_order_nums" not in state.numbers:
                 raise ValueError("the state of a multi-step sampler is missing")
             self._scheduler.lower_order_nums = state.numbers["lower_order_nums"]
+
+    def _noise_level(self, step: int) -> tuple[float, float]:
+        """Of the latent before a step: what the picture is multiplied by, and the noise's standard deviation."""
+        if self._kind is SamplerKind.DDIM:
+            kept = float(self._scheduler.alphas_cumprod[int(self.timestep(step))])
+            return math.sqrt(kept), math.sqrt(1.0 - kept)
+        sigma = self._scheduler.sigmas[step]
+        if self._kind is SamplerKind.DPMPP_2M:
+            signal, deviation = self._scheduler._sigma_to_alpha_sigma_t(sigma)
+            return float(signal), float(deviation)
+        return 1.0, float(sigma)
 
     def _begin_at(self, step: int) -> None:
         # DDIM finds its place by the timestep; the others count, from here on.
