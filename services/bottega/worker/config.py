@@ -31,6 +31,9 @@ class EngineConfig:
     lora_budget_bytes: of LoRAs that are kept beside those that requests wait for. lora_timeout_s: how long a request
     waits for its LoRAs. lora_silence_s: after which a LoRA store that says nothing is taken for dead. lora_pristine:
     where copies of weights that LoRAs were patched into are kept, as long again as what they touch.
+    cache_timeout_s: how long a request waits for the cached latent that it names itself. cache_silence_s: after which a
+    cache that says nothing is taken for dead. cache_recording_bytes: of recordings that wait to be sent to it; what is
+    more is dropped.
     peer: host:port of the worker that it forms a pair with, which names this one: each computes rows of the other one's
     requests while it has none of its own. Not together with fixed_rows, under which fewer rows take no less time.
     peer_silence_s: after which a peer that says nothing is taken for dead. links_listen: host:port on which the link of
@@ -58,6 +61,9 @@ class EngineConfig:
     lora_timeout_s: Seconds = 60.0
     lora_silence_s: Seconds = 5.0
     lora_pristine: Literal["device", "host"] = "device"
+    cache_timeout_s: Seconds = 10.0
+    cache_silence_s: Seconds = 5.0
+    cache_recording_bytes: NotNegative = 64 << 20
     peer: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
     peer_silence_s: Seconds = 5.0
     links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"

@@ -38,6 +38,12 @@ class _Engine(Collector):
             "Bytes of the copies that put weights back as they were.",
             value=self.beat.lora_pristine_bytes,
         )
+        counts = CounterMetricFamily(
+            "bottega_worker_addon_events", "What add-ons of the engine have counted.", labels=("kind", "event")
+        )
+        for count in self.beat.counts:
+            counts.add_metric((count.kind, count.event), count.count)
+        yield counts
         # What it has forgotten is not told any more: callers choose the sizes.
         step_seconds = GaugeMetricFamily(
             "bottega_worker_step_seconds",

@@ -11,9 +11,11 @@ The engine has a list of add-ons and names none of them. Each gives a job its ow
                    JobAddOn.decision           what a later attempt has to repeat
     each turn      EngineAddOn.before_group, after_forward
                    JobAddOn.after_forward, after_step
-    ended          JobAddOn.report, close
+    decoded        JobAddOn.after_decode
+    ended          JobAddOn.close, report, finish
 
-ControlNets (bottega.diffusion.controlnets.addon) and LoRAs (bottega.diffusion.loras.addon) are two of them.
+ControlNets (bottega.diffusion.controlnets.addon), LoRAs (bottega.diffusion.loras.addon) and cached latents
+(bottega.diffusion.cached_starts.addon) are some of them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from torch import Tensor
 
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.errors import Unavailable
@@ -82,6 +86,9 @@ class JobAddOn:
     def after_step(self, request: Request) -> None:
         """A request of the job has made a step."""
 
+    def after_decode(self, index: int, pixels: Tensor) -> None:
+        """An image of the job is finished. pixels: uint8 [height, width, 3], not to be written to."""
+
     def offload(self) -> OffloadedPart | None:
         """What the add-on of the other worker of a pair has to know to compute rows of this job; None for nothing."""
         return None
@@ -93,6 +100,9 @@ class JobAddOn:
     def report(self, record: EngineRecord) -> EngineRecord:
         """What happened to the job, with this add-on's part in it."""
         return record
+
+    def finish(self, record: EngineRecord) -> None:
+        """All images have been handed out, and the job is told of as finished. record: with every part's report."""
 
     def close(self) -> None:
         """The job is over, or was never begun. Harmless the second time."""
@@ -185,6 +195,11 @@ class EngineAddOn:
     def open_links(self) -> int:
         """How many links to services there are."""
         return 0
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How often what has happened since the start, by its name in snake case."""
+        return {}
 
     def stop(self) -> None:
         """The process ends: closes links. From any thread."""

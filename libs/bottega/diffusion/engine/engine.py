@@ -316,6 +316,8 @@ class Engine:
                 raise not_finite(job.order.spec.loras)
             with job.stage("decode"):
                 pixels = decode_latent(self.model, request.latent)
+            for part in job.addons.values():
+                part.after_decode(request.index, pixels)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
             yield self._fail(job, error)
             return
@@ -325,7 +327,10 @@ class Engine:
             self._forget(job)
             beside_s = job.seconds["encode"] + job.seconds["decode"] / len(job.requests)
             self.fixed_s += _FIXED_WEIGHT * (beside_s - self.fixed_s)
-            yield JobFinished(key=job.key, record=job.record())
+            record = job.record()
+            yield JobFinished(key=job.key, record=record)
+            for part in job.addons.values():
+                part.finish(record)
 
     def _fail(self, job: EngineJob, error: Exception) -> JobFailed:
         self._forget(job)

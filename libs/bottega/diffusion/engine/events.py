@@ -114,6 +114,20 @@ class PairRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CachedStart:
+    """A cached latent that image `image` started from: of an entry, after `step` steps.
+
+    from_step: the first step that the image is made of. similarity: cosine of the two prompts' embeddings.
+    """
+
+    image: int
+    entry: str
+    step: int
+    from_step: int
+    similarity: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
     """What really happened to a job.
 
@@ -121,7 +135,8 @@ class EngineRecord:
     mean_group_requests: images in the groups that its steps ran in, on average.
     encoder_s: of the denoising steps with ControlNets, the time before the first residual was needed.
     exact: whether no add-on has approximated anything.
-    pair: what the other worker of a pair did for it; None where no rows were offloaded.
+    pair: what the other worker of a pair did for it; None where no rows were offloaded. cached_starts: of the images
+    that started from cached latents.
     """
 
     begin_step: int
@@ -133,6 +148,7 @@ class EngineRecord:
     loras: tuple[LoraRecord, ...] = ()
     exact: bool = True
     pair: PairRecord | None = None
+    cached_starts: tuple[CachedStart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

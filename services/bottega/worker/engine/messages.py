@@ -15,6 +15,7 @@ from bottega.diffusion.controlnets.hosts import read_hosts
 from bottega.diffusion.controlnets.provider import ControlHosts
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import (
+    CachedStart,
     ControlUse,
     Event,
     ImageDrawn,
@@ -32,6 +33,7 @@ from bottega.diffusion.loras.addon import EngineLoras
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ControlSpec, LoraSpec, ResolvedSpec
 from bottega.errors import BottegaError
+from bottega.latents import format_start
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2
@@ -178,6 +180,11 @@ def beat_of(runtime: Runtime, *, peer_links: int) -> engine_pb2.EngineEvent:
             for addon in engine.addons
             if addon.switch_s is not None
         ],
+        counts=[
+            engine_pb2.EngineCount(kind=addon.kind, event=event, count=count)
+            for addon in engine.addons
+            for event, count in addon.counts.items()
+        ],
         links=link_counts(runtime.counters, open_links=links),
     )
     for addon in engine.addons:
@@ -262,6 +269,7 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
         loras=[_lora_use(lora) for lora in record.loras],
         encoder_s=record.encoder_s,
         pair=None if record.pair is None else _pair(record.pair),
+        cached_starts=[_start(start) for start in record.cached_starts],
     )
 
 
@@ -275,6 +283,15 @@ def _lora_use(lora: LoraRecord) -> generation_pb2.LoraUse:
         wait_s=lora.wait_s,
         patch_s=lora.patch_s,
         similarities=lora.similarities,
+    )
+
+
+def _start(start: CachedStart) -> generation_pb2.CacheUse:
+    return generation_pb2.CacheUse(
+        entry=format_start(start.entry, start.step),
+        similarity=start.similarity,
+        from_step=start.from_step,
+        image=start.image,
     )
 
 

@@ -1,0 +1,320 @@
+"""Cached latents as an add-on of the engine: asked for when a prompt is encoded, taken if they come in time.
+
+Nobody waits for what is only similar: a job begins from noise, and its pictures go on from latents that come before
+they have made as many steps themselves. What a request names itself is waited for, and so is what an earlier attempt
+has decided, so that a picture is the same in all attempts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bottega import kinds, rules
+from bottega.diffusion.cached_starts.key import has_key, start_key
+from bottega.diffusion.cached_starts.order import PIN_FIELD, StartOrder, read_decision, read_order
+from bottega.diffusion.cached_starts.picture import Picture
+from bottega.diffusion.cached_starts.recorder import LatentRecorder
+from bottega.diffusion.cached_starts.source import LatentAnswer, LatentQuestion, LatentSource
+from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
+from bottega.diffusion.engine.encode import Conditions
+from bottega.diffusion.engine.events import EngineRecord
+from bottega.diffusion.engine.job import EngineJob, EngineOrder
+from bottega.diffusion.engine.request import Request
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.rows import Row
+from bottega.diffusion.spec import ResolvedSpec
+from bottega.errors import CacheEntryGone, NoCache, Violation
+from bottega.latents import ENTRY_PATTERN, format_start, recorded_steps
+from bottega.planning import count_words
+from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheDecision, CacheQuestion, CacheStart
+from bottega.v1.fleet_pb2 import ServiceAddress
+
+EVENTS = ("hits", "steps_skipped", "late_hits", "unfit_hits", "recordings", "dropped_recordings")
+
+# The stage of waiting for a latent that has to be started from.
+CACHE = "cache"
+
+
+class EngineCachedStarts(EngineAddOn):
+    """source: brings latents, and takes recordings. timeout_s: how long what has to be started from may take.
+
+    events: see `counts`. step_s: of the last step of any job; 0 before the first one.
+    """
+
+    kind = kinds.CACHE
+
+    def __init__(
+        self,
+        model: Model,
+        source: LatentSource,
+        *,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self.model = model
+        self.source = source
+        self.timeout_s = timeout_s
+        self.events: Counter[str] = Counter(dict.fromkeys(EVENTS, 0))
+        self.step_s = 0.0
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """hits: pictures that started from a latent, which has saved steps_skipped steps. late_hits, unfit_hits: that
+        came too late, or did not fit. recordings, dropped_recordings: that there was room for, or was none.
+        """
+        return self.events
+
+    def set_services(self, services: Sequence[ServiceAddress]) -> None:
+        """The stores."""
+        self.source.set_stores(services)
+
+    def open(self, order: EngineOrder) -> JobAddOn | None:
+        """Raises InvalidRequest for an order that nobody could carry out."""
+        said = read_order(order)
+        if said is None and kinds.CACHE not in order.decisions:
+            return None
+        said = said or StartOrder()
+        if not has_key(order.spec):
+            if said.pin is not None:
+                rule = "must not be there: a picture like this never starts from a cached latent"
+                rules.refuse([Violation(field=PIN_FIELD, description=rule)])
+            return None
+        if not (said.read or said.record or said.pin or kinds.CACHE in order.decisions):
+            return None
+        return JobCachedStarts(self, said)
+
+    def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
+        """Returns when an answer is here, or after the timeout."""
+        asked = [part.asked for part in parts if isinstance(part, JobCachedStarts) and part.asked is not None]
+        wait(asked, timeout_s, FIRST_COMPLETED)
+
+    def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
+        """Learns what a step takes."""
+        self.step_s = seconds
+        return True
+
+    def key_of(self, spec: ResolvedSpec, tenant: str) -> str:
+        """What has to be equal for one job to start from another's latents."""
+        return start_key(spec, model_hash=self.model.digest, dtype=self.model.dtype_name, tenant=tenant)
+
+
+class JobCachedStarts(JobAddOn):
+    """The pictures of one job. asked: what the store was asked, as long as the answer was not taken in."""
+
+    def __init__(self, addon: EngineCachedStarts, said: StartOrder) -> None:
+        self.asked: Future[LatentAnswer] | None = None
+        self._addon = addon
+        self._said = said
+        self._pictures: list[Picture] = []
+        self._recorder: LatentRecorder | None = None
+        self._key = ""
+        self._embedding = torch.empty(0)
+        self._decided = False
+        self._decision: bytes | None = None
+        self._since_s = 0.0
+        self._waited_s = 0.0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a picture waits for the answer."""
+        return self.asked is not None and any(picture.blocked for picture in self._pictures)
+
+    def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
+        """Asks. Raises InvalidRequest for a decision of another job."""
+        spec = job.order.spec
+        self._since_s = now_s
+        self._pictures = [Picture(request=request) for request in job.requests]
+        self._pin(job, spec)
+        self._key = self._addon.key_of(spec, self._said.tenant)
+        self._embedding = conditions.conditional.pooled.float().cpu()
+        # What the encoder has not read, its embedding does not show.
+        whole = "prompt" not in conditions.truncations
+        recorder = LatentRecorder(spec, job.requests[0])
+        if self._said.record and whole and recorder.keeps and not self._decided and self._said.pin is None:
+            self._recorder = recorder
+        images = self._images_to_ask(spec, whole=whole)
+        if images or self._recorder is not None:
+            self.asked = self._addon.source.ask(
+                LatentQuestion(header=self._question(spec, images), embedding=self._embedding)
+            )
+
+    def update(self, now_s: float) -> None:
+        """Takes in the answer, and lets those pictures start whose time has come.
+
+        Raises CacheEntryGone, or NoCache, where what the request names itself cannot be had.
+        """
+        blocked = any(picture.blocked for picture in self._pictures)
+        if self.asked is not None and self.asked.done():
+            answer, self.asked = self.asked.result(), None
+            self._take(answer)
+        elif self.asked is not None and blocked and now_s - self._since_s > self._addon.timeout_s:
+            self.asked.cancel()
+            self.asked = None
+            self._give_up(NoCache(f"the approximate cache said nothing within {self._addon.timeout_s:g} s"))
+        for picture in self._pictures:
+            if picture.hit is not None:
+                self._start(picture)
+        if blocked and not any(picture.blocked for picture in self._pictures):
+            self._waited_s = now_s - self._since_s
+
+    def blocks(self, request: Request) -> bool:
+        """None but those that have to start from a certain latent, until it is here or is not waited for any more."""
+        return any(picture.blocked for picture in self._pictures if picture.request is request)
+
+    @property
+    def decision(self) -> bytes | None:
+        """What each picture starts from, as a CacheDecision."""
+        return self._decision
+
+    def after_step(self, request: Request) -> None:
+        if self._recorder is not None:
+            self._recorder.after_step(request)
+
+    def after_decode(self, index: int, pixels: Tensor) -> None:
+        if self._recorder is not None:
+            self._recorder.after_decode(index, pixels)
+
+    def report(self, record: EngineRecord) -> EngineRecord:
+        """What its pictures started from."""
+        starts = tuple(picture.started for picture in self._pictures if picture.started is not None)
+        if self._waited_s:
+            record = replace(record, seconds={**record.seconds, CACHE: self._waited_s})
+        return replace(record, cached_starts=starts, exact=record.exact and not starts)
+
+    def finish(self, record: EngineRecord) -> None:
+        """Hands over what later jobs may start from, where the store has said that it wants it."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None or not recorder.confirmed:
+            return
+        recording = recorder.recording(
+            record, key=self._key, model_hash=self._addon.model.digest, embedding=self._embedding
+        )
+        if recording is not None:
+            taken = self._addon.source.record(recording)
+            self._addon.events["recordings" if taken else "dropped_recordings"] += 1
+
+    def close(self) -> None:
+        """Nobody needs the answer any more."""
+        if self.asked is not None:
+            self.asked.cancel()
+            self.asked = None
+
+    def _pin(self, job: EngineJob, spec: ResolvedSpec) -> None:
+        """Notes what pictures have to start from, and what those of a checkpoint have started from."""
+        starts: list[CacheStart | None] = [None] * len(self._pictures)
+        if kinds.CACHE in job.pinned:
+            self._decided = True
+            starts = read_decision(job.pinned[kinds.CACHE], spec)
+        if (pin := self._said.pin) is not None and (starts[0] is None or _name(starts[0]) != _name(pin)):
+            starts = [pin]
+        for picture, start in zip(self._pictures, starts, strict=True):
+            # Between a decision and its step there is no other one, so that who has made it has started there.
+            if start is not None and picture.request.step > picture.request.begin and picture.is_beyond(start):
+                picture.mark_started(start)
+            else:
+                picture.pinned = start
+        self._update_decision()
+
+    def _images_to_ask(self, spec: ResolvedSpec, *, whole: bool) -> int:
+        """How many pictures may still start from a latent."""
+        if self._decided or self._said.pin is not None:
+            return sum(picture.blocked for picture in self._pictures)
+        if not (self._said.read and whole):
+            return 0
+        last = max(recorded_steps(spec.num_inference_steps), default=0)
+        return sum(not picture.is_beyond(CacheStart(step=last)) for picture in self._pictures)
+
+    def _question(self, spec: ResolvedSpec, images: int) -> CacheQuestion:
+        return CacheQuestion(
+            key=self._key,
+            model_hash=self._addon.model.digest,
+            steps=spec.num_inference_steps,
+            images=images,
+            fidelity=self._said.fidelity,
+            words=count_words(spec.prompt),
+            step_s=self._addon.step_s,
+            pinned=[picture.pinned for picture in self._pictures if picture.pinned is not None],
+        )
+
+    def _take(self, answer: LatentAnswer) -> None:
+        """Gives each picture its hit."""
+        if self._recorder is not None:
+            self._recorder.confirm(wanted=answer.header.record)
+        hits = [hit for hit in zip(answer.header.hits, answer.latents, strict=True) if self._fits(*hit)]
+        self._addon.events["unfit_hits"] += len(answer.latents) - len(hits)
+        if not any(picture.blocked for picture in self._pictures):
+            for hit in hits:
+                self._assign(hit)
+            return
+        for picture in self._pictures:
+            if picture.pinned is not None:
+                same = (hit for hit in hits if _name(hit[0]) == _name(picture.pinned))
+                picture.hit = next(same, None)
+        if any(picture.blocked and picture.hit is None for picture in self._pictures):
+            unavailable = answer.header.outcome == CACHE_OUTCOME_UNAVAILABLE
+            self._give_up(NoCache("the approximate cache cannot look for an entry now") if unavailable else None)
+
+    def _assign(self, hit: tuple[CacheStart, Tensor]) -> None:
+        """Gives a hit to the first picture that has none and could use it."""
+        for picture in self._pictures:
+            if picture.hit is None and not picture.is_beyond(hit[0]):
+                picture.hit = hit
+                return
+        self._addon.events["late_hits"] += 1
+
+    def _fits(self, start: CacheStart, latent: Tensor) -> bool:
+        """Whether a picture of this job could start there."""
+        request = self._pictures[0].request
+        return (
+            ENTRY_PATTERN.fullmatch(start.entry) is not None
+            and 0 < start.step < request.end
+            and latent.shape == request.latent.shape[1:]
+            and latent.dtype == request.latent.dtype
+            and bool(torch.isfinite(latent).all())
+        )
+
+    def _start(self, picture: Picture) -> None:
+        """Lets a picture start from its hit where it can."""
+        step = picture.request.step
+        outcome = picture.take_hit()
+        if outcome == "held":
+            return
+        self._addon.events[outcome] += 1
+        if picture.started is not None:
+            self._addon.events["steps_skipped"] += picture.started.from_step - step
+            if self._recorder is not None and picture is self._pictures[0]:
+                self._recorder = None
+            self._update_decision()
+
+    def _give_up(self, why: NoCache | None) -> None:
+        """What pictures have to start from, and does not come, is not waited for: they are drawn from noise.
+
+        Raises CacheEntryGone, or `why`, where the request names it itself: it would be another picture.
+        """
+        if self._said.pin is not None:
+            name = _name(self._said.pin)
+            raise why or CacheEntryGone(f"the cached latent {name} is gone", metadata={"entry": name})
+        for picture in self._pictures:
+            if picture.hit is None and picture.started is None:
+                picture.pinned = None
+        self._update_decision()
+
+    def _update_decision(self) -> None:
+        """Notes what each picture has started from, or still has to by an earlier attempt's decision."""
+        starts = [
+            CacheStart(entry=started.entry, step=started.step, similarity=started.similarity)
+            if (started := picture.started) is not None
+            else (picture.pinned if self._decided else None) or CacheStart()
+            for picture in self._pictures
+        ]
+        if self._decided or any(start.entry for start in starts):
+            self._decision = CacheDecision(starts=starts).SerializeToString()
+
+
+def _name(start: CacheStart) -> str:
+    return format_start(start.entry, start.step)

@@ -1,0 +1,79 @@
+"""What the gateway says of cached latents in its part of an order, and what earlier attempts have decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from bottega import kinds, rules
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.spec import ResolvedSpec
+from bottega.errors import InvalidRequest, Violation
+from bottega.latents import ENTRY_PATTERN, parse_start
+from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
+from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_FAST, Fidelity
+
+_FIELD = f"addons[{kinds.CACHE}]"
+PIN_FIELD = f"{_FIELD}.pin"
+_DECISION_FIELD = f"decisions[{kinds.CACHE}]"
+_MAX_TENANT_CHARACTERS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOrder:
+    """What may be done with cached latents. pin: what the request itself asks its only picture to start from."""
+
+    read: bool = False
+    record: bool = False
+    tenant: str = ""
+    fidelity: Fidelity.ValueType = FIDELITY_BALANCED
+    pin: CacheStart | None = None
+
+
+def read_order(order: EngineOrder) -> StartOrder | None:
+    """None where the gateway says nothing of it. Raises InvalidRequest with all violations."""
+    if kinds.CACHE not in order.addons:
+        return None
+    try:
+        said = CacheOrder.FromString(order.addons[kinds.CACHE])
+    except DecodeError:
+        raise InvalidRequest(f"{_FIELD} is no CacheOrder") from None
+    violations = []
+    if len(said.tenant) > _MAX_TENANT_CHARACTERS:
+        rule = f"must be at most {_MAX_TENANT_CHARACTERS} characters"
+        violations.append(Violation(field=f"{_FIELD}.tenant", description=rule))
+    pin = None
+    if said.pin:
+        try:
+            entry, step = parse_start(said.pin)
+        except ValueError as error:
+            violations.append(Violation(field=PIN_FIELD, description=str(error)))
+        else:
+            pin = CacheStart(entry=entry, step=step)
+            if order.spec.num_images > 1 or not _is_start(pin, order.spec):
+                rule = "must be for one picture, after one of its steps"
+                violations.append(Violation(field=PIN_FIELD, description=rule))
+    rules.refuse(violations)
+    # What is exact, or says nothing of it, never starts from what is similar.
+    approximates = said.fidelity in (FIDELITY_BALANCED, FIDELITY_FAST)
+    return StartOrder(
+        read=said.read and approximates, record=said.record, tenant=said.tenant, fidelity=said.fidelity, pin=pin
+    )
+
+
+def read_decision(data: bytes, spec: ResolvedSpec) -> list[CacheStart | None]:
+    """What each picture starts from; None for noise. Raises InvalidRequest for what no attempt at the spec decides."""
+    try:
+        starts = CacheDecision.FromString(data).starts
+    except DecodeError:
+        raise InvalidRequest(f"{_DECISION_FIELD} is no CacheDecision") from None
+    if len(starts) > spec.num_images or not all(_is_start(start, spec) for start in starts if start.entry):
+        rule = "must name cached latents after steps of the spec, for its pictures"
+        rules.refuse([Violation(field=f"{_DECISION_FIELD}.starts", description=rule)])
+    missing = spec.num_images - len(starts)
+    return [start if start.entry else None for start in starts] + [None] * missing
+
+
+def _is_start(start: CacheStart, spec: ResolvedSpec) -> bool:
+    return bool(ENTRY_PATTERN.fullmatch(start.entry)) and 0 < start.step < spec.num_inference_steps
