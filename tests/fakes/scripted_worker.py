@@ -46,6 +46,7 @@ class Script:
     hold_at: steps after which it waits for `release`; None waits nowhere. pace_s: seconds of a step.
     linger_s: for which a call goes on after its last message.
     loras_step: before which it says that LoRAs go in, of requests that have some.
+    cached_starts: of every attempt, as it reports them.
     similarity: of every ControlNet's residuals, where that is to be measured; similarities: of every LoRA's latents.
     """
 
@@ -56,6 +57,7 @@ class Script:
     failure: BottegaError | None = None
     preview: bytes = b""
     loras_step: int = 0
+    cached_starts: Sequence[generation_pb2.CacheUse] = ()
     similarity: float | None = 0.995
     similarities: tuple[float, ...] = (1.0, 0.995, 0.98)
     release: asyncio.Event = field(default_factory=asyncio.Event)
@@ -223,6 +225,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             model_hash=self._model.model_hash,
             controlnets=_uses(request, script.similarity),
             loras=_lora_uses(request, script),
+            cached_starts=script.cached_starts,
         )
         completed = worker_pb2.AttemptCompleted(provenance=provenance)
         return [*chunks, worker_pb2.RunAttemptResponse(completed=completed)]

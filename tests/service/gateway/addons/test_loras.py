@@ -160,6 +160,19 @@ async def test_the_step_is_kept_though_the_gateway_and_its_workers_die_together(
     assert not second.requests[0].checkpoint
 
 
+async def test_what_is_drawn_again_for_a_request_id_keeps_to_the_step(tmp_path: Path) -> None:
+    async with lora_house(tmp_path, results_bytes=100, max_result_bytes=100) as house:
+        worker = await house.gateway.worker()
+        worker.script.loras_step, worker.script.picture = 4, lambda index: b"x" * 60
+        await house.gateway.draw("order-1", loras=[Lora(name="ink")])
+        worker.script.picture = lambda index: b"y" * 60
+        await house.gateway.draw(prompt="another that needs the room")
+        await house.gateway.draw("order-1", loras=[Lora(name="ink")])
+        first, _, again = worker.requests
+        assert not first.decisions.by_kind
+        assert again.decisions.by_kind == loras_at(4)
+
+
 async def _has_made(house: House, job: image_pb2.Job, *, steps: int) -> bool:
     return (await house.gateway.job(job.job_id)).steps_done >= steps
 

@@ -265,6 +265,15 @@ async def test_what_may_have_begun_from_noise_goes_on_so(
     assert (_order(second).read, _order(second).record) == (read, True)
 
 
+async def test_what_an_earlier_life_of_the_gateway_gave_to_a_worker_may_have_begun(shop: Shop) -> None:
+    shop.worker()
+    job = _job(shop)
+    job.life, job.number = 1, 1  # how far it came is not stored
+    shop.take(job)
+    (request,) = shop.client().requests
+    assert (_order(request).read, _order(request).record) == (False, True)
+
+
 async def test_a_decision_that_nobody_can_read_is_none(shop: Shop) -> None:
     shop.worker()
     job = _job(shop)
