@@ -1,7 +1,8 @@
 """An engine process without a model: speaks the engine's frames and does what the prompt says.
 
 Words of a prompt: "slow" takes 20 ms a step, "hang" falls silent for ever, "stall" makes no step any more but says
-that it lives, "die" exits at once and "dies" at its third step, "nan" fails. A picture is its input image, or one flat
+that it lives, "die" exits at once and "dies" at its third step, "nan" fails, "jumps" starts its first picture from a
+cached latent. A picture is its input image, or one flat
 colour by seed and index.
 """
 
@@ -14,12 +15,16 @@ import queue
 import threading
 import time
 
+from bottega import kinds
 from bottega.process import FramedPipe
 from bottega.v1 import engine_pb2, error_pb2, fleet_pb2, image_pb2, tensor_pb2, worker_pb2
+from bottega.v1.cache_pb2 import CacheDecision, CacheStart
 from bottega.v1.hosted_pb2 import Hosted
 
 MODEL = image_pb2.Model(name="scripted", model_hash="abc", dtype="float32", default_width=64, default_height=64)
 BEAT_S = 0.1
+# What the first picture of a prompt that jumps starts from.
+START = CacheStart(entry="0123456789abcdef" * 2, step=2, similarity=0.9)
 
 
 class Drawing:
@@ -93,6 +98,10 @@ class Engine:
 
     def step(self, drawing: Drawing) -> None:
         drawing.done += 1
+        if drawing.done == 1 and "jumps" in drawing.words:
+            decision = CacheDecision(starts=[START]).SerializeToString()
+            decisions = worker_pb2.AttemptDecisions(by_kind={kinds.CACHE: decision})
+            self.say(decided=engine_pb2.EngineDecided(attempt=drawing.attempt, decisions=decisions))
         progress = engine_pb2.EngineProgress(attempt=drawing.attempt, steps_done=drawing.done)
         if drawing.start.preview:
             progress.preview.CopyFrom(flat(8, 8, drawing.done))

@@ -1,5 +1,15 @@
-"""Cached latents as workers and the approximate cache speak of them: their names, and messages over a link."""
+"""Cached latents: their names, which requests may start from them, and messages of workers and stores over a link."""
 
 from bottega.latents.names import ENTRY_PATTERN, format_start, parse_start, recorded_steps
+from bottega.latents.starts import is_cacheable, is_switched_off, may_start, pin_start
 
-__all__ = ["ENTRY_PATTERN", "format_start", "parse_start", "recorded_steps"]
+__all__ = [
+    "ENTRY_PATTERN",
+    "format_start",
+    "is_cacheable",
+    "is_switched_off",
+    "may_start",
+    "parse_start",
+    "pin_start",
+    "recorded_steps",
+]

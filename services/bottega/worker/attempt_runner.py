@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, replace
 from bottega import kinds
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, TooLarge
+from bottega.latents import format_start, pin_start
 from bottega.planning import steps_to_run
 from bottega.process import MAX_FRAME_BYTES
 from bottega.v1 import engine_pb2
+from bottega.v1.cache_pb2 import CacheDecision, CacheStart
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
 from bottega.v1.lora_pb2 import LoraDecision
 from bottega.v1.worker_pb2 import AttemptDecisions
@@ -224,11 +226,23 @@ class AttemptRunner:
         )
 
     async def _encode(self, picture: engine_pb2.EnginePicture) -> None:
-        encoded = await self._images.encode(picture.pixels, self._order.spec, picture.index)
+        encoded = await self._images.encode(picture.pixels, self._spec_of(picture.index), picture.index)
         self._seconds["handoff"] += max(0.0, encoded.began_s - picture.handed_over_s)
         self._note_time("encode_image", "encode", encoded.seconds)
         self.attempt.add_picture(PictureEvent(index=picture.index, data=encoded.data))
         self._complete_if_ready()
+
+    def _spec_of(self, index: int) -> GenerationSpec:
+        """The spec, with what image `index` started from where that might be a cached latent."""
+        if kinds.CACHE not in self._order.addons:
+            return self._order.spec
+        decisions = self.attempt.decisions or self._order.decisions
+        starts = CacheDecision.FromString(decisions.by_kind.get(kinds.CACHE, b"")).starts
+        start = starts[index] if index < len(starts) else CacheStart()
+        spec = GenerationSpec()
+        spec.CopyFrom(self._order.spec)
+        pin_start(spec, format_start(start.entry, start.step) if start.entry else "")
+        return spec
 
     def _complete_if_ready(self) -> None:
         if self._done is None or len(self.attempt.pictures) < self._order.spec.num_images:

@@ -16,8 +16,11 @@ from google.protobuf import json_format
 from PIL import Image
 
 from bottega.errors import ModelNotFound, StaleAttempt
+from bottega.kinds import CACHE
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, generation_pb2, worker_pb2
+from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
+from tests.fakes.scripted_engine import START
 from tests.support.running_front import CONFIG, Running, images, kinds, png, request, running_workers
 from tests.support.waiting import eventually
 
@@ -56,6 +59,23 @@ async def test_an_attempt_is_drawn_encoded_and_inscribed(running: Running) -> No
     times = {time.stage: time.seconds for time in provenance.times}
     assert times.keys() == {"handoff", "encode_image"}
     assert 0 < times["handoff"] < 1
+
+
+@pytest.mark.parametrize("how", ["by this attempt", "by an earlier one", "by nobody"])
+async def test_a_picture_is_inscribed_with_what_it_started_from(running: Running, how: str) -> None:
+    order = request("jumps" if how == "by this attempt" else "begins", job_id=how)
+    order.spec.num_images, order.spec.fidelity = 2, generation_pb2.FIDELITY_BALANCED
+    order.addons[CACHE] = CacheOrder(read=True).SerializeToString()
+    if how == "by an earlier one":
+        order.decisions.by_kind[CACHE] = CacheDecision(starts=[START, CacheStart()]).SerializeToString()
+    pictures = images(await running.events(order))
+    inscribed = [generation_pb2.Techniques(approximate_cache=False)] * 2
+    if how != "by nobody":
+        inscribed[0] = generation_pb2.Techniques(cache_entry=f"{START.entry}@{START.step}")
+    for index, techniques in enumerate(inscribed):
+        with Image.open(io.BytesIO(pictures[index])) as picture:
+            single = json_format.Parse(picture.info["bottega"], generation_pb2.GenerationSpec())
+        assert single.techniques == techniques
 
 
 async def test_an_attempts_lines_in_the_log_carry_its_request_id(

@@ -38,7 +38,8 @@ class Picture:
     """One finished picture; a notebook shows it by itself.
 
     data: the encoded picture, in `format`.
-    seed: draws this very picture again, alone, with the parameters of `provenance`.
+    seed: draws this very picture again, alone, with the parameters of `provenance`; one of several that started from a
+    cached latent also needs that as `cache_entry`.
     index: its place in the job, from 0.
     digest: SHA-256 of `data`, hex; checked when it arrived.
     provenance: what really happened, as the contract's message (do not change it).

@@ -14,12 +14,12 @@ from bottega import kinds
 from bottega.errors import BottegaError, NoCache, Violation
 from bottega.gateway.addons.addon import AddOn, AddOnContext, Resolution
 from bottega.gateway.addons.cache.hit_rates import HitRates, RateKey, rate_key
-from bottega.gateway.addons.cache.requests import asks_for_cache, check_cache, check_cached_step, may_read, may_record
+from bottega.gateway.addons.cache.requests import asks_for_cache, check_cache, check_cached_step, may_record
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
-from bottega.latents import parse_start
+from bottega.latents import may_start, parse_start, pin_start
 from bottega.v1 import generation_pb2, worker_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.generation_pb2 import CacheUse, GenerationSpec, Provenance
@@ -69,7 +69,7 @@ class CacheAddOn(AddOn):
 
         A pin of the request itself needs no decision.
         """
-        if before.provenance is None or before.bare.techniques.cache_entry or not may_read(before.bare):
+        if before.provenance is None or before.bare.techniques.cache_entry or not may_start(before.bare):
             return
         starts = {start.image: _decided(start) for start in before.provenance.cached_starts}
         decision = CacheDecision(starts=[starts.get(image, CacheStart()) for image in range(before.num_images)])
@@ -82,7 +82,7 @@ class CacheAddOn(AddOn):
         decided = _decision_of(job)
         if decided is not None:
             return sum(start.step - 1 for start in decided.starts if start.entry)
-        if not may_read(job.bare) or _has_drawn(job):
+        if not may_start(job.bare) or _has_drawn(job):
             return 0.0
         return job.num_images * self._rates.skipped_steps(self._key(job))
 
@@ -90,7 +90,7 @@ class CacheAddOn(AddOn):
         """Says whether its pictures may start from cached latents, and may be recorded."""
         spec = job.bare
         order = CacheOrder(
-            read=may_read(spec) and _may_start_from_latents(job),
+            read=may_start(spec) and _may_start_from_latents(job),
             record=may_record(spec),
             fidelity=spec.fidelity,
             pin=spec.techniques.cache_entry,
@@ -103,13 +103,9 @@ class CacheAddOn(AddOn):
 
         There is no pin of several pictures: where some of them started from cached latents, each is made again alone.
         """
-        parameters, starts = provenance.parameters, provenance.cached_starts
-        if not may_read(parameters):
-            return
-        if not starts:
-            parameters.techniques.approximate_cache = False
-        elif parameters.num_images == 1:
-            parameters.techniques.cache_entry = starts[0].entry
+        starts = provenance.cached_starts
+        if not starts or provenance.parameters.num_images == 1:
+            pin_start(provenance.parameters, starts[0].entry if starts else "")
 
     def job_completed(self, job: Job, provenance: Provenance) -> None:
         """Learns what requests like it skip. A pin says nothing of what others find."""
@@ -120,7 +116,7 @@ class CacheAddOn(AddOn):
                 skipped[start.image] = max(0, start.from_step)
         self._metrics.cached_pictures.inc(sum(steps > 0 for steps in skipped))
         self._metrics.skipped_steps.inc(sum(skipped))
-        if may_read(job.bare) and not job.bare.techniques.cache_entry:
+        if may_start(job.bare) and not job.bare.techniques.cache_entry:
             key = key or rate_key(job.bare)
             for steps in skipped:
                 self._rates.record(key, steps)

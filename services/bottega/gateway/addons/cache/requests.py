@@ -1,17 +1,14 @@
-"""What a request says of the approximate cache: whether its pictures may start from cached latents, whether they may be
-recorded, and what is wrong with its pin.
-"""
+"""What a request says of the approximate cache: whether it is recorded, and what is wrong with its pin."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from bottega.errors import Violation
-from bottega.latents import parse_start, recorded_steps
+from bottega.latents import is_cacheable, is_switched_off, parse_start, recorded_steps
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
-_APPROXIMATE = frozenset({generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST})
 _SWITCH = "spec.techniques.approximate_cache"
 _PIN = "spec.techniques.cache_entry"
 
@@ -21,14 +18,9 @@ def asks_for_cache(spec: GenerationSpec) -> bool:
     return spec.techniques.approximate_cache or spec.techniques.HasField("cache_entry")
 
 
-def may_read(spec: GenerationSpec) -> bool:
-    """Whether the pictures of a complete spec may start from cached latents."""
-    return _is_cacheable(spec) and spec.fidelity in _APPROXIMATE and not _is_off(spec)
-
-
 def may_record(spec: GenerationSpec) -> bool:
     """Whether latents of the first picture of a complete spec may be kept: of exact ones too, as nobody sees that."""
-    return _is_cacheable(spec) and not _is_off(spec) and not spec.techniques.cache_entry
+    return is_cacheable(spec) and not is_switched_off(spec) and not spec.techniques.cache_entry
 
 
 def check_cache(spec: GenerationSpec) -> Iterator[Violation]:
@@ -40,7 +32,7 @@ def check_cache(spec: GenerationSpec) -> Iterator[Violation]:
         yield Violation(field=_SWITCH, description=rule)
     if not spec.techniques.HasField("cache_entry"):
         return
-    if _is_off(spec):
+    if is_switched_off(spec):
         yield Violation(field=_SWITCH, description="must not be false with techniques.cache_entry")
     if exact:
         rule = "must not be EXACT with techniques.cache_entry: a picture that starts from a cached latent is not"
@@ -68,12 +60,3 @@ def check_cached_step(spec: GenerationSpec, steps: int) -> Iterator[Violation]:
         known = ", ".join(map(str, recorded)) or "none"
         rule = f"no latent is recorded after step {step} of {steps}; those that are: {known}"
         yield Violation(field=_PIN, description=rule)
-
-
-def _is_cacheable(spec: GenerationSpec) -> bool:
-    """Whether the prompt alone, by its embedding, stands for what is drawn."""
-    return not spec.HasField("image") and not spec.HasField("prompt_2")
-
-
-def _is_off(spec: GenerationSpec) -> bool:
-    return spec.techniques.HasField("approximate_cache") and not spec.techniques.approximate_cache
