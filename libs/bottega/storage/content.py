@@ -148,6 +148,10 @@ class ContentStore:
             raise TooLarge("the image is larger than all that may be kept", metadata=limit)
         await self._writer.run(lambda: self._put(digest, data))
 
+    async def renew(self, digest: str) -> bool:
+        """Renews the time of an image, as another `put` would. False when it has gone, or is not what it was."""
+        return await self._writer.run(lambda: self._renew(digest))
+
     async def get(self, digest: str) -> bytes | None:
         """The image, or None when it has gone. Raises DataLoss when it is not what it was: never wrong bytes."""
         reader = await self.reader(digest)
@@ -208,6 +212,20 @@ class ContentStore:
         old = self._entries.pop(digest, None)
         self._entries[digest] = _Entry(size_bytes=len(data), time=now, trusted=True)
         self.size_bytes += len(data) - (old.size_bytes if old else 0)
+
+    def _renew(self, digest: str) -> bool:
+        self._check_opened()
+        entry, now = self._entries.get(digest), self._steady()
+        if entry is None or entry.time + self._ttl_s <= now:
+            return False
+        with os_errors.translated():
+            if not self._folder.confirm(digest, size_bytes=entry.size_bytes, thoroughly=True):
+                entry.trusted, entry.damaged = False, True
+                return False
+            self._folder.renew(digest, time=max(now, self._clock.wall()))
+        del self._entries[digest]
+        self._entries[digest] = _Entry(size_bytes=entry.size_bytes, time=now, trusted=True)
+        return True
 
     def _read(self, digest: str) -> ContentReader | None:
         self._check_opened()

@@ -376,3 +376,50 @@ async def test_a_probe_tells_whether_the_disk_can_be_written_and_leaves_nothing(
             ballast.unlink()
             await store.probe()
             assert _everything(disk) == set()
+
+
+async def test_an_image_whose_time_is_renewed_stays_as_long_as_a_new_one_also_after_a_restart(tmp_path: Path) -> None:
+    clock = FakeTime()
+    (kept, data), (left, other) = _picture(1), _picture(2)
+    async with _store(tmp_path, clock=clock) as store:
+        await store.put(kept, data)
+        await store.put(left, other)
+        clock.now += 40
+        assert await store.renew(kept)
+        clock.now += 40
+        await _swept(store)
+        assert (await store.get(kept), await store.get(left)) == (data, None)
+        assert not await store.renew(left)
+        assert not await store.renew("0" * 64)
+    async with _store(tmp_path, clock=clock) as store:
+        clock.now += 15
+        assert store.holds(kept)
+        clock.now += 10
+        assert not store.holds(kept)
+        assert not await store.renew(kept), "too late, though its file is still there"
+
+
+async def test_what_is_renewed_is_the_newest_when_room_is_needed(tmp_path: Path) -> None:
+    pictures = [_picture(number) for number in range(4)]
+    async with _store(tmp_path, budget_bytes=3000) as store:
+        for digest, data in pictures[:3]:
+            await store.put(digest, data)
+        assert await store.renew(pictures[0][0])
+        await store.put(*pictures[3])
+        assert [store.holds(digest) for digest, _ in pictures] == [True, False, True, True]
+        assert store.size_bytes == 3000
+
+
+async def test_an_image_that_is_not_what_it_was_is_not_renewed(tmp_path: Path) -> None:
+    digest, data = _picture(1)
+    async with _store(tmp_path) as store:
+        await store.put(digest, data)
+        _file(tmp_path, digest).write_bytes(data[:-1] + b"x")
+        assert not await store.renew(digest)
+        assert not store.holds(digest)
+        await store.put(digest, data)
+        _file(tmp_path, digest).unlink()
+        assert not await store.renew(digest)
+        await store.put(digest, data)
+        assert await store.renew(digest)
+        assert await store.get(digest) == data
