@@ -21,11 +21,11 @@ def running(model: str, threads: int, folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def running_gateway(model: str, threads: int, folder: Path) -> Iterator[Service]:
-    """That gateway."""
+def running_gateway(model: str, threads: int, folder: Path, **gateway_overrides: object) -> Iterator[Service]:
+    """That gateway. gateway_overrides: of its configuration."""
     folder.mkdir(parents=True)
     with Services(folder) as services:
-        gateway = services.start("gateway", gateway_config())
+        gateway = services.start("gateway", gateway_config(**gateway_overrides))
         engine = {"model": model, "threads": threads}
         services.start("worker", worker_config(gateway.fleet, name="worker", engine=engine))
         with Client(gateway.address) as client:
