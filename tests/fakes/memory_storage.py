@@ -97,6 +97,11 @@ class MemoryJobStore:
         self._check()
         return self._shelf.jobs.get(self._shelf.newest.get(request_id, 0))
 
+    async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
+        self._check()
+        found = [record for record in reversed(self._shelf.jobs.values()) if record.result_key == result_key]
+        return found[:limit] if result_key else []
+
     async def inputs(self, job_id: str) -> bytes:
         self._check()
         return self._shelf.inputs.get(job_id, b"")
@@ -183,6 +188,9 @@ class MemoryImages(ContentStore):
 
     async def get(self, digest: str) -> bytes | None:
         return self._data.get(digest)
+
+    async def renew(self, digest: str) -> bool:
+        return digest in self._data
 
     def holds(self, digest: str) -> bool:
         return digest in self._data

@@ -7,6 +7,7 @@ is until the same attempt is asked for again.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class Script:
     linger_s: for which a call goes on after its last message.
     loras_step: before which it says that LoRAs go in, of requests that have some.
     cached_starts: of every attempt, as it reports them.
+    exact: as it says of every picture.
     similarity: of every ControlNet's residuals, where that is to be measured; similarities: of every LoRA's latents.
     """
 
@@ -55,6 +57,7 @@ class Script:
     linger_s: float = 0.0
     picture: Callable[[int], bytes] = lambda index: b"picture %d" % index
     failure: BottegaError | None = None
+    exact: bool = True
     preview: bytes = b""
     loras_step: int = 0
     cached_starts: Sequence[generation_pb2.CacheUse] = ()
@@ -221,8 +224,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 chunks.append(worker_pb2.RunAttemptResponse(image=chunk))
         provenance = generation_pb2.Provenance(
             worker=self.name,
-            exact=True,
+            exact=script.exact,
             model_hash=self._model.model_hash,
+            dtype=self._model.dtype,
             controlnets=_uses(request, script.similarity),
             loras=_lora_uses(request, script),
             cached_starts=script.cached_starts,
@@ -270,6 +274,7 @@ def _uses(request: worker_pb2.RunAttemptRequest, similarity: float | None) -> It
         yield generation_pb2.ControlNetUse(
             name=net.name,
             digest=hosts.digest,
+            image_digest=hashlib.sha256(net.image).hexdigest(),
             scale=net.controlnet_conditioning_scale,
             servers=[server.name for server in hosts.servers[:1]],
             mode=generation_pb2.RESIDUAL_MODE_SYNCHRONOUS,

@@ -110,6 +110,7 @@ def _techniques(case: Any) -> Iterator[Case]:
         ("stale_residuals", OK),
         ("latent_parallelism", OK),
         ("approximate_cache", OK),
+        ("identical_results", OK),
         ("masked_blocks", UNSERVED),
     )
     for name, code in switches:

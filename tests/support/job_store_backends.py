@@ -56,11 +56,24 @@ def queued(attempt: int, *, deaths: int = 0) -> Change:
 
 
 def completed(
-    attempt: int, *, ended_wall: float, images: tuple[StoredImage, ...] = (), provenance: bytes = b"how"
+    attempt: int,
+    *,
+    ended_wall: float,
+    images: tuple[StoredImage, ...] = (),
+    provenance: bytes = b"how",
+    result_key: str = "",
 ) -> Change:
     """The attempt brought all images."""
     end = EndTime(wall=ended_wall, steady=ended_wall)
-    return lambda job: job.completed(attempt, images=images, provenance=provenance, end=end)
+    return lambda job: job.completed(attempt, images=images, provenance=provenance, end=end, result_key=result_key)
+
+
+def answered(
+    new: JobRecord, *, ended_wall: float, images: tuple[StoredImage, ...] = (), result_key: str = ""
+) -> JobRecord:
+    """A new job that an identical one's result answers."""
+    end = EndTime(wall=ended_wall, steady=ended_wall)
+    return new.answered(images=images, provenance=b"how", end=end, result_key=result_key)
 
 
 def failed(*, ended_wall: float, ended_steady: float | None = None, error: bytes = b"why") -> Change:

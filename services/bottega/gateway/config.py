@@ -67,6 +67,8 @@ class GatewayConfig:
     max_members: services that may be in the fleet at once, of all kinds.
     max_attempts: workers that are cut off with one job, or die with it and others, before it fails; one that is
         stopping or full is none of them. Two that die with it alone make it poison, whatever is said here.
+    identical_results: whether a request that gives its seed, and is identical to one that was drawn, is answered with
+        the stored pictures of that; a request may say otherwise.
     codec_processes, max_image_bytes, max_image_pixels: for input images. Of several processes (17 MiB each at rest) one
         looks at small images only, so that large ones hold up nobody else.
     """
@@ -90,6 +92,7 @@ class GatewayConfig:
     model_grace_s: Seconds = 30.0
     max_members: AtLeastOne = 256
     max_attempts: Annotated[int, Field(ge=1, le=MOST_ATTEMPTS)] = 8
+    identical_results: bool = True
     codec_processes: AtLeastOne = 2
     max_image_bytes: AtLeastOne = 8 << 20
     max_image_pixels: AtLeastOne = 4096 * 4096

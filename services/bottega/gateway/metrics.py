@@ -40,6 +40,13 @@ class GatewayMetrics:
             registry=registry,
         )
         self.acknowledged = Counter("bottega_jobs_acknowledged", "Jobs that became durable.", registry=registry)
+        self.identical_results = Counter(
+            "bottega_identical_results",
+            "Requests for which a stored result was looked for, by what was found: answered, none, gone (its pictures"
+            " are), failed (the disk).",
+            ("outcome",),
+            registry=registry,
+        )
         self.commit_s = Histogram(
             "bottega_store_commit_seconds",
             "Seconds of each commit of the job store, of a group of operations.",

@@ -103,6 +103,13 @@ class AddOn:
     def decide_again(self, decisions: AttemptDecisions, before: Job) -> None:
         """Adds what a job that draws the same again keeps to, beside what the attempts at the job before decided."""
 
+    def versions(self, spec: GenerationSpec, model: image_pb2.Model) -> Sequence[str] | None:
+        """Hashes of what a complete request for the model names and does not give a hash of itself, in its order.
+
+        None where it is not certain now what the names stand for.
+        """
+        return ()
+
     # Scheduling: a job waits.
 
     def cost_key(self, job: Job) -> Hashable:

@@ -1,6 +1,9 @@
 """Admission: checks a request, fills in the rest, and makes it a job; or attaches it to the job of its request_id.
 
-Nothing is acknowledged before every check has passed, the pixels of input images included, and the job is durable.
+Nothing is acknowledged before every check has passed, the pixels of input images included, and the job is durable. A
+request that is identical to one that was drawn is a job of its own, completed by that one's stored result: it never
+waits, whether or not there is room in the queue or a worker is here, and images that were drawn from are not decoded
+again. Of identical requests that come while the first is drawn all are drawn.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ from bottega.errors import (
 )
 from bottega.gateway.addons.addon import AddOn, RequiredModel, Resolution
 from bottega.gateway.api import defaults, validation
+from bottega.gateway.api.identical import IdenticalResult, IdenticalResults
 from bottega.gateway.api.validation import ImageInspector
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.provenance import answered_provenance
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.specs import has_images, latent_shape, without_images
 from bottega.gateway.jobs.storage import Storage, digest
@@ -83,10 +88,11 @@ class _Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Checked:
-    """What a request without faults is about: its model, and what its add-ons name."""
+    """What a request without faults is about: its model, what its add-ons name, and what answers it already."""
 
     model: Model
     resolutions: Sequence[Resolution]
+    identical: IdenticalResult | None
 
 
 class Admission:
@@ -110,6 +116,9 @@ class Admission:
         self._jobs = jobs
         self._storage = storage
         self._addons = addons
+        self._identical = IdenticalResults(
+            default=config.identical_results, jobs=jobs, storage=storage, addons=addons, metrics=metrics
+        )
         self._inspector = inspector
         self._metrics = metrics
         self._storing = BackgroundTasks("storing of jobs")
@@ -159,18 +168,36 @@ class Admission:
 
     async def _new_job(self, received: _Received, before: Job | None) -> Job:
         """before: the job of the same request that it replaces; a repeated request gets the same image."""
-        command = received.command
-        spec = command.spec
         checked = await self._check(received, before)
-        if before is not None:
-            full = defaults.as_before(spec, before.bare, self._addons)
-        else:
-            full = defaults.complete(spec, checked.model, checked.resolutions)
+        if checked.identical is not None:
+            return self._answered_job(received, checked.identical, checked.model)
+        spec = received.command.spec
+        full = self._complete(spec, before, checked.model, checked.resolutions)
         image_digest = await digest(spec.image) if spec.HasField("image") else ""
         self._refuse_if_draining()  # which may have begun meanwhile
+        decisions = None if before is None else self._decisions_of(before)
+        return self._job(received, full, checked.model, image_digest=image_digest, decisions=decisions)
+
+    def _answered_job(self, received: _Received, identical: IdenticalResult, model: Model) -> Job:
+        """A job that has its result already."""
+        source = identical.source
+        job = self._job(received, identical.spec, model, image_digest=source.request.image_digest)
+        job.answer(source.images, answered_provenance(job, source))
+        return job
+
+    def _job(
+        self,
+        received: _Received,
+        full: GenerationSpec,
+        model: Model,
+        *,
+        image_digest: str,
+        decisions: AttemptDecisions | None = None,
+    ) -> Job:
+        command = received.command
         request = JobRequest(
             fingerprint=received.fingerprint,
-            shape=latent_shape(full, checked.model),
+            shape=latent_shape(full, model),
             request_id=command.request_id,
             log_id=command.log_id,
             image_digest=image_digest,
@@ -185,7 +212,7 @@ class Admission:
             bare=without_images(full) if has_images(full) else full,
             life=self._jobs.life,
             deadline=command.deadline(received.at),
-            decisions=AttemptDecisions() if before is None else self._decisions_of(before),
+            decisions=decisions or AttemptDecisions(),
             preview=command.preview,
             times=JobTimes(validate_s=self._controller.clock.monotonic() - received.at),
         )
@@ -209,9 +236,12 @@ class Admission:
 
     async def _store(self, job: Job, replaces: str) -> bool:
         """Makes a job durable and submits it. False where another one with its request_id was stored before it."""
-        self._controller.queue.reserve(job)
+        waits = job.open  # else it has its result
+        if waits:
+            self._controller.queue.reserve(job)
         try:
-            self._controller.estimates.check_deadline(job)
+            if waits:
+                self._controller.estimates.check_deadline(job)
             self._storage.check_writable()
             if await self._jobs.add(job, replaces=replaces) is not job:
                 return False
@@ -236,11 +266,13 @@ class Admission:
         wrong = found or (isinstance(likely, Model) and any(validation.check_model(spec, likely, self._addons)))
         resolutions = [] if wrong else await self._resolve(meant)
         model = self._model_of(meant, resolutions)
+        identical: IdenticalResult | None = None
         if isinstance(model, Model):
             found += validation.check_model(spec, model, self._addons)
+            identical = None if found else await self._find_identical(spec, before, model, resolutions)
         elif model is not None:
             found += model.violations
-        if has_images(spec):
+        if has_images(spec) and identical is None:
             if not found:
                 self._refuse_if_draining()
                 self._controller.queue.check_room(received.size_bytes)
@@ -254,7 +286,22 @@ class Admission:
             raise model
         for resolution in resolutions:
             resolution.check_model(model)
-        return _Checked(model=model, resolutions=resolutions)
+        return _Checked(model=model, resolutions=resolutions, identical=identical)
+
+    async def _find_identical(
+        self, spec: GenerationSpec, before: Job | None, model: Model, resolutions: Sequence[Resolution]
+    ) -> IdenticalResult | None:
+        """What answers a request that nothing is wrong with, its images aside."""
+        if before is not None and before.images:
+            return None  # they have gone, and those of another job need not be the same where they are not exact
+        return await self._identical.find(spec, model, lambda spec: self._complete(spec, before, model, resolutions))
+
+    def _complete(
+        self, spec: GenerationSpec, before: Job | None, model: Model, resolutions: Sequence[Resolution]
+    ) -> GenerationSpec:
+        if before is not None:
+            return defaults.as_before(spec, before.bare, self._addons)
+        return defaults.complete(spec, model, resolutions)
 
     async def _resolve(self, spec: GenerationSpec) -> list[Resolution]:
         resolutions = []

@@ -41,7 +41,14 @@ _MAX_INPUT_IMAGES = 2 + MAX_ADAPTERS
 
 # Other techniques are designed and not served yet, and neither is mask_image.
 _SERVED_TECHNIQUES = frozenset(
-    {"approximate_cache", "bounded_lora_loading", "cache_entry", "latent_parallelism", "stale_residuals"}
+    {
+        "approximate_cache",
+        "bounded_lora_loading",
+        "cache_entry",
+        "identical_results",
+        "latent_parallelism",
+        "stale_residuals",
+    }
 )
 
 

@@ -11,6 +11,7 @@ from bottega.clocks import Clock
 from bottega.errors import BottegaError
 from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.result_keys import key_of_result
 from bottega.gateway.jobs.store import Change, EndTime, JobProgress, JobRecord
 from bottega.gateway.jobs.values import JobLosses, JobOutcome, JobRequest
 from bottega.process import copied
@@ -35,9 +36,24 @@ def record_of(job: Job) -> JobRecord:
     )
 
 
+def answered_record_of(job: Job, *, steady: float) -> JobRecord:
+    """The record of a job that was just accepted, and is completed by an identical one's result. steady: its end."""
+    outcome = job.outcome
+    assert outcome is not None
+    assert outcome.provenance is not None
+    return record_of(job).answered(
+        images=outcome.images,
+        provenance=outcome.provenance.SerializeToString(),
+        end=EndTime(wall=outcome.ended_wall, steady=steady),
+        result_key=key_of_result(job.bare, outcome.provenance),
+    )
+
+
 async def inputs_of(job: Job) -> bytes:
     """What a live job needs beside its record; nothing where it has no input images."""
-    return await copied(job.request.size_bytes, job.spec.SerializeToString) if specs.has_images(job.spec) else b""
+    if not job.open or not specs.has_images(job.spec):
+        return b""
+    return await copied(job.request.size_bytes, job.spec.SerializeToString)
 
 
 def progress_of(job: Job) -> JobProgress:
@@ -57,7 +73,10 @@ def change_of(outcome: JobOutcome, *, number: int, bare: GenerationSpec, end: En
     error = _error_of(outcome.error)
     if outcome.state == JOB_STATE_COMPLETED:
         provenance = outcome.provenance.SerializeToString() if outcome.provenance else b""
-        return lambda record: record.completed(number, images=outcome.images, provenance=provenance, end=end)
+        key = key_of_result(bare, outcome.provenance) if outcome.provenance else ""
+        return lambda record: record.completed(
+            number, images=outcome.images, provenance=provenance, end=end, result_key=key
+        )
     if outcome.state == JOB_STATE_CANCELLED:
         spec = specs.with_short_texts(bare).SerializeToString()
         return lambda record: record.cancelled(error=error, end=end, spec=spec)

@@ -4,7 +4,8 @@ Every attempt has a number, and only the newest attempt counts: a late event of 
 of a job is decided first (`outcome`), which stops every other change, and published when it is durable (`finish`).
 
     state      what happens                                     next
-    queued     a worker is free for it                          running, with the next number
+    queued     it is new, and an identical job's result answers completed, before it is stored
+               a worker is free for it                          running, with the next number
                its deadline passes, or cannot be met any more   failed
                no worker of its model within the grace          failed: NO_WORKER
                no server has one of its ControlNets             failed: NO_CONTROLNET, after the grace
@@ -312,6 +313,11 @@ class Job:
     def complete(self, number: int, images: tuple[StoredImage, ...], provenance: Provenance) -> bool:
         """The attempt brought all images, and they are durable."""
         return self.is_current(number) and self._decide(JOB_STATE_COMPLETED, images=images, provenance=provenance)
+
+    def answer(self, images: tuple[StoredImage, ...], provenance: Provenance) -> bool:
+        """The stored result of an identical job is its own, before it is stored itself; no attempt is made."""
+        assert self.sequence == 0
+        return self._decide(JOB_STATE_COMPLETED, images=images, provenance=provenance)
 
     def fail(self, error: BottegaError, number: int | None = None) -> bool:
         """Fails the job; with a number, only if that attempt still counts."""

@@ -43,7 +43,7 @@ def ended(job: Job) -> None:
     """The job has ended, however."""
     facts = {**job_fields(job), "model": job.bare.model, "seconds": round(job.age_s, 3), **_progress(job)}
     if job.error is None:
-        _log.info("job completed", extra=facts)
+        _log.info("job completed", extra={**facts, **_source(job)})
     elif isinstance(job.error, JobCancelled):
         _log.info("job cancelled", extra=facts)
     else:
@@ -52,3 +52,9 @@ def ended(job: Job) -> None:
 
 def _progress(job: Job) -> dict[str, object]:
     return {"attempts": job.attempts, **({"worker": job.worker} if job.worker else {})}
+
+
+def _source(job: Job) -> dict[str, object]:
+    """The job whose stored result it has, where it was not drawn."""
+    identical = job.provenance.identical_job if job.provenance else ""
+    return {"identical_job": identical} if identical else {}

@@ -1,4 +1,4 @@
-"""What the gateway adds to the provenance that a worker reports."""
+"""What the gateway adds to the provenance that a worker reports, and what it says of a job that was not drawn."""
 
 from __future__ import annotations
 
@@ -34,4 +34,20 @@ def completed_provenance(job: Job, reported: Provenance) -> Provenance:
             ("route", job.times.route_s),
         )
     )
+    return full
+
+
+def answered_provenance(job: Job, source: Job) -> Provenance:
+    """The provenance of a job that the stored result of `source` answers: nothing was drawn.
+
+    Of `source`, which may have been answered itself, it has how the pictures were made; attempts and times are the
+    job's own.
+    """
+    assert source.provenance is not None
+    full = Provenance()
+    full.CopyFrom(source.provenance)
+    full.identical_job = source.provenance.identical_job or source.job_id
+    full.attempts = full.repeated_steps = 0
+    del full.times[:]
+    full.times.add(stage="validate", seconds=job.times.validate_s)
     return full

@@ -20,7 +20,15 @@ from bottega.errors import (
     JobNotFound,
     StorageUnavailable,
 )
-from bottega.gateway.jobs.conversion import change_of, inputs_of, job_of, outcome_of, progress_of, record_of
+from bottega.gateway.jobs.conversion import (
+    answered_record_of,
+    change_of,
+    inputs_of,
+    job_of,
+    outcome_of,
+    progress_of,
+    record_of,
+)
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.page_tokens import sequence_of, token_of
 from bottega.gateway.jobs.storage import Storage
@@ -36,6 +44,9 @@ _READY_S = 5.0
 
 # Of an end that was decided; a healthy disk takes milliseconds.
 _WRITTEN_S = 2.0
+
+# Of jobs with the same result, those that are looked at: older ones were drawn again because their images had gone.
+_SAME_RESULT = 4
 
 _log = logging.getLogger(__name__)
 
@@ -92,12 +103,14 @@ class JobRepository:
     async def add(self, job: Job, *, replaces: str = "") -> Job:
         """Makes a new job durable, and returns it; or the one that has its request_id already.
 
-        replaces: job_id of the ended job that this one takes the request_id from.
+        One that is decided already has ended then. replaces: job_id of the ended job that this one takes the request_id
+        from.
         """
         await self._wait_readable()
         self._adding[job.job_id] = job
+        new = record_of(job) if job.outcome is None else answered_record_of(job, steady=self._storage.steady())
         try:
-            record = await self._store.add(record_of(job), inputs=await inputs_of(job), replaces=replaces)
+            record = await self._store.add(new, inputs=await inputs_of(job), replaces=replaces)
         except (StorageUnavailable, DataLoss) as error:
             if error.metadata.get("cause") != os_errors.BUSY:  # in that case it was not even queued to be written
                 self._doubtful.add(job.job_id)
@@ -109,7 +122,10 @@ class JobRepository:
             return await self._known(record)
         job.sequence = record.sequence
         job.mark_durable()
-        self._remember(job)
+        if job.outcome is None:
+            self._remember(job)
+        else:
+            job.finish(job.outcome)
         return job
 
     def save(self, job: Job) -> None:
@@ -176,6 +192,13 @@ class JobRepository:
                 record = await self._store.of_request(request_id)
             job = await self._known(record) if record else None
         return job
+
+    async def with_result(self, result_key: str) -> list[Job]:
+        """The newest of the jobs that completed with that key, for looking at only, newest first."""
+        await self._wait_readable()
+        with self._explained():
+            records = await self._store.with_result(result_key, limit=_SAME_RESULT)
+        return [self._read_only(record) for record in records]
 
     async def page(self, wanted: JobFilter, *, size: int, token: str) -> tuple[list[Job], str]:
         """Up to `size` jobs, newest first, and the token of the next page ("" on the last).

@@ -174,6 +174,12 @@ class Storage:
         finally:
             self._room_bytes += size_bytes
 
+    async def renew_images(self, images: Sequence[StoredImage]) -> bool:
+        """Whether all of these are on the disk and good; then they stay as long as if they were stored now."""
+        if not all(self.images.holds(image.digest) for image in images):
+            return False
+        return all([await self.images.renew(image.digest) for image in images])
+
     async def _open(self) -> None:
         """Opens images first: only the process that has their folder has the jobs, and starts a new generation."""
         try:

@@ -149,8 +149,11 @@ class JobController:
     # What callers want.
 
     def submit(self, job: Job) -> None:
-        """Takes a job, which is durable: it waits or runs. The queue's bounds were checked."""
+        """Takes a job, which is durable: it waits or runs, unless it has ended. The queue's bounds were checked."""
         log_lines.accepted(job)
+        if not job.live:
+            self._finisher.count(job)
+            return
         if self.draining:
             job.detach(draining())
             return

@@ -46,6 +46,10 @@ class JobFinisher:
 
     async def _write(self, job: Job) -> None:
         await self._jobs.finish(job)
+        self.count(job)
+
+    def count(self, job: Job) -> None:
+        """It has ended, and that is durable."""
         log_lines.ended(job)
         self._metrics.jobs_ended.labels(JobState.Name(job.state).removeprefix("JOB_STATE_").lower()).inc()
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
 from bottega.rpc.channel import open_channel
 from bottega.v1 import image_pb2, image_pb2_grpc
-from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.generation_pb2 import GenerationSpec, Techniques
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.services import Service, Services, free_ports, gateway_config
+from tests.support.waiting import eventually
 
 READY_S = 3.0
 
@@ -43,9 +46,13 @@ class House:
         self.gateway.process.kill()  # now, and not when a thread is free
         await asyncio.to_thread(self.gateway.kill)
 
-    async def submit(self, request_id: str) -> str:
-        request = image_pb2.SubmitJobRequest(request_id=request_id, spec=GenerationSpec(prompt="a star"))
+    async def submit(self, request_id: str, **spec: Any) -> str:
+        request = image_pb2.SubmitJobRequest(request_id=request_id, spec=GenerationSpec(prompt="a star", **spec))
         return (await self.images.SubmitJob(request, timeout=10)).job.job_id
+
+    async def knows_a_model(self) -> bool:
+        """Before a worker has said which weights a model has, it is not certain what a request would be drawn with."""
+        return bool((await self.images.ListModels(image_pb2.ListModelsRequest(), timeout=10)).models)
 
     async def ended(self, job_id: str) -> image_pb2.Job:
         async with asyncio.timeout(20):
@@ -80,6 +87,36 @@ async def test_a_worker_brings_what_it_runs_to_the_gateway_that_comes_back(house
     assert len(house.worker.begun) == 2
     assert len(house.worker.requests) == 3, "it was attached to once"
     assert await house.submit("order-1") == job_id
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.slow)])
+async def test_what_is_answered_from_a_stored_result_is_whole_or_not_there_when_the_gateway_dies(
+    house: House, kills: int
+) -> None:
+    """At any moment between looking for the result and telling the caller that the job is stored."""
+    asked = Techniques(identical_results=True)
+    source = await house.ended(await house.submit("", seed=7))
+    rng = random.Random(3)
+    told = 0
+    for kill in range(kills):
+        names = [f"order-{kill}-{number}" for number in range(40)]
+        calls = [asyncio.ensure_future(house.submit(name, seed=7, techniques=asked)) for name in names]
+        await asyncio.wait([calls[rng.randrange(20)]])
+        await asyncio.sleep(rng.uniform(0, 0.004))
+        await house.kill()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        await house.start()
+        await eventually(house.knows_a_model, "the worker to have joined again")
+        for name, answer in zip(names, answers, strict=True):
+            if isinstance(answer, str):
+                told += 1
+                assert await house.submit(name, seed=7, techniques=asked) == answer
+        for job_id in [await house.submit(name, seed=7, techniques=asked) for name in names]:
+            job = await house.ended(job_id)
+            assert (job.state, job.provenance.identical_job) == (image_pb2.JOB_STATE_COMPLETED, source.job_id)
+            assert list(job.images) == list(source.images)
+    assert told > 0
+    assert len(house.worker.requests) == 1, "nothing was drawn again"
 
 
 @pytest.mark.alone

@@ -175,3 +175,24 @@ def test_a_fleet_that_is_full_takes_no_newcomer_but_those_who_come_back(house: H
     assert house.fleet.join(server("s1", port=999)).connected, "one of the same name replaces it"
     house.fleet.expire()
     assert house.server(name="s9").connected
+
+
+def test_which_version_is_drawn_with_is_certain_where_all_that_host_it_have_the_same(house: House) -> None:
+    assert house.nets.version("edges", MODEL) == ""
+    first = house.server(net("edges", digest="v1"), net("depth", digest="v1", base="another"))
+    house.server(net("edges", digest="v1"), name="s2")
+    assert house.nets.version("edges", MODEL) == "v1"
+    assert house.nets.version("depth", MODEL) == "", "for another base"
+    third = house.server(net("edges", digest="v2"), name="s3")
+    assert house.nets.version("edges", MODEL) == ""
+    house.fleet.leave(third, third.stream)
+    assert house.nets.version("edges", MODEL) == "v1"
+    house.fleet.report(first, load(net("edges", digest="")))
+    assert house.nets.version("edges", MODEL) == "", "a server does not say which it has"
+
+
+def test_a_worker_of_the_model_that_has_another_version_itself_makes_it_uncertain(house: House) -> None:
+    house.server(net("edges", digest="v1"))
+    house.fleet.report(house.worker, load(net("edges", digest="v2")))
+    assert house.nets.version("edges", MODEL) == ""
+    assert house.nets.version("edges", image_pb2.Model(name="other", base=BASE)) == "v1"

@@ -165,5 +165,11 @@ def test_what_is_not_served_yet_is_named(spec: GenerationSpec, field: str) -> No
 def test_controlnets_and_exact_or_asked_for_techniques_are_served() -> None:
     validation.refuse_unserved(GenerationSpec(techniques=Techniques()))
     nets = [ControlNet(name="edges", image=PNG)]
-    techniques = Techniques(stale_residuals=False, latent_parallelism=False, approximate_cache=True, cache_entry="x")
+    techniques = Techniques(
+        stale_residuals=False,
+        latent_parallelism=False,
+        approximate_cache=True,
+        cache_entry="x",
+        identical_results=True,
+    )
     validation.refuse_unserved(GenerationSpec(controlnets=nets, techniques=techniques))

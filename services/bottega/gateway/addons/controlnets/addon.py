@@ -95,6 +95,11 @@ class ControlNetAddOn(AddOn):
         """Their defaults are always the same."""
         _complete(full)
 
+    def versions(self, spec: GenerationSpec, model: image_pb2.Model) -> Sequence[str] | None:
+        """Of the weights of each, where all that host it have the same."""
+        found = [self._hosts.version(net.name, model) for net in spec.controlnets]
+        return found if all(found) else None
+
     def cost_key(self, job: Job) -> tuple[str, ...] | None:
         """The names of the ControlNets."""
         return job.controlnets or None

@@ -55,6 +55,11 @@ class ControlNetHosts:
             if _fits(net.base, base):
                 yield member, net
 
+    def version(self, name: str, model: image_pb2.Model) -> str:
+        """The hash that jobs of a model are drawn with; empty where nobody hosts it, or not all in one version."""
+        digests = {net.digest for net in self._hosted_for(name, model.name) if _fits(net.base, model.base)}
+        return digests.pop() if len(digests) == 1 else ""
+
     def sessions(self, member: Member) -> int:
         """Sessions that a member has reported, over all its ControlNets."""
         return self._sessions.get(member, 0)

@@ -43,7 +43,7 @@ class JobStore(Protocol):
         """Ends after what was begun."""
 
     async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
-        """Adds a queued job; returns it with its sequence.
+        """Adds a job, queued or already completed; returns it with its sequence.
 
         When its job_id or its request_id is known and not forgotten, nothing is added, and the known job is returned:
         compare its job_id, and its fingerprint.
@@ -62,6 +62,9 @@ class JobStore(Protocol):
 
     async def of_request(self, request_id: str) -> JobRecord | None:
         """The newest job of an idempotency key, or None."""
+
+    async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
+        """Up to `limit` of the jobs that completed with that key, newest first; none for an empty one."""
 
     async def inputs(self, job_id: str) -> bytes:
         """What was given with a live job; empty when that was nothing, or it has ended."""

@@ -61,6 +61,8 @@ class JobRecord:
     shape: of the latent, height and width. image_digest, size_bytes: of the input image, and of the request.
     *_wall: Unix seconds. ended_steady: see EndTime.
     attempt: number of the newest one, 0 before the first. deaths: workers that died while they ran this job alone.
+    result_key: of a completed one, what it has in common with the requests that its images answer; empty where these
+    answer none.
     decisions, provenance, error: serialized AttemptDecisions, Provenance and JobError; empty is none.
     sequence: place among all jobs, given by the store.
     """
@@ -87,6 +89,7 @@ class JobRecord:
     images: tuple[StoredImage, ...] = ()
     provenance: bytes = b""
     error: bytes = b""
+    result_key: str = ""
     sequence: int = 0
 
     @property
@@ -112,13 +115,20 @@ class JobRecord:
         )
 
     def completed(
-        self, attempt: int, *, images: tuple[StoredImage, ...], provenance: bytes, end: EndTime
+        self, attempt: int, *, images: tuple[StoredImage, ...], provenance: bytes, end: EndTime, result_key: str = ""
     ) -> JobRecord | None:
         """The attempt brought all images. None unless it is the one that runs."""
         if self.state != image_pb2.JOB_STATE_RUNNING or attempt != self.attempt:
             return None
-        ended = self._ended(image_pb2.JOB_STATE_COMPLETED, end)
-        return replace(ended, images=images, provenance=provenance)
+        return self._completed(images, provenance, end, result_key)
+
+    def answered(
+        self, *, images: tuple[StoredImage, ...], provenance: bytes, end: EndTime, result_key: str
+    ) -> JobRecord:
+        """It is new, and the result of an identical job is its own."""
+        assert self.live
+        assert self.sequence == 0
+        return self._completed(images, provenance, end, result_key)
 
     def failed(self, *, error: bytes, end: EndTime) -> JobRecord | None:
         """It failed. None for one that has ended."""
@@ -132,6 +142,12 @@ class JobRecord:
     def is_replaced_by(self, other: JobRecord, *, replaces: str) -> bool:
         """Whether `other`, which has the same request_id, takes it over: it names this job, and that has ended."""
         return self.state in _REPLACEABLE and replaces == self.job_id != other.job_id
+
+    def _completed(
+        self, images: tuple[StoredImage, ...], provenance: bytes, end: EndTime, result_key: str
+    ) -> JobRecord:
+        ended = self._ended(image_pb2.JOB_STATE_COMPLETED, end)
+        return replace(ended, images=images, provenance=provenance, result_key=result_key)
 
     def _ended(self, state: JobState.ValueType, end: EndTime) -> JobRecord:
         return replace(self, state=state, ended_wall=end.wall, ended_steady=end.steady)

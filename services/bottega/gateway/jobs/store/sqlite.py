@@ -93,6 +93,10 @@ class SqliteJobStore:
         """Reads the newest job of a request_id."""
         return await self._find(lambda connection: sqlite_statements.of_request(connection, request_id))
 
+    async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
+        """Reads the newest jobs of a result key."""
+        return await self._list(lambda connection: sqlite_statements.with_result(connection, result_key, limit=limit))
+
     async def inputs(self, job_id: str) -> bytes:
         """Reads the inputs of a live job."""
         return await self._find(lambda connection: sqlite_statements.inputs_of(connection, job_id)) or b""

@@ -40,6 +40,7 @@ TYPES = {
     "error": "BLOB NOT NULL",
     "peer": "TEXT NOT NULL",
     "ended_steady": "REAL",
+    "result_key": "TEXT NOT NULL",
     "checksum": "INTEGER NOT NULL",
 }
 COLUMNS = tuple(TYPES)

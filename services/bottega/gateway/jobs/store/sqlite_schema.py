@@ -17,7 +17,7 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": what PRAGMA application_id says of a file of ours.
 APPLICATION_ID = 0x42747467
-_VERSION = 6
+_VERSION = 7
 
 # Pages of 4 KiB after which a commit copies the log into the file: 4 MiB, which takes about 10 ms.
 _CHECKPOINT_PAGES = 1000
@@ -42,6 +42,7 @@ _TABLES = (
     "CREATE INDEX jobs_of_peer ON jobs (finished, peer, ended_steady, sequence) WHERE ended_steady IS NOT NULL",
     "CREATE INDEX jobs_state ON jobs (state, sequence)",
     "CREATE INDEX jobs_created ON jobs (created_wall)",
+    "CREATE INDEX jobs_result ON jobs (result_key, sequence) WHERE result_key <> ''",
     """
     CREATE TRIGGER jobs_added AFTER INSERT ON jobs BEGIN
         UPDATE totals SET jobs = jobs + 1, bytes = bytes + NEW.kept_bytes;
@@ -55,6 +56,12 @@ _TABLES = (
     """
     CREATE TRIGGER jobs_forgotten AFTER DELETE ON jobs BEGIN
         UPDATE totals SET jobs = jobs - 1, bytes = bytes - OLD.kept_bytes;
+    END
+    """,
+    """
+    CREATE TRIGGER jobs_added_of_peer AFTER INSERT ON jobs WHEN NEW.ended_steady IS NOT NULL BEGIN
+        INSERT INTO holders VALUES (NEW.finished, NEW.peer, 1, NEW.kept_bytes)
+        ON CONFLICT (finished, peer) DO UPDATE SET jobs = jobs + 1, bytes = bytes + excluded.bytes;
     END
     """,
     """

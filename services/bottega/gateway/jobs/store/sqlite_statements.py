@@ -77,6 +77,14 @@ def of_request(connection: sqlite3.Connection, request_id: str) -> JobRecord | N
     return found[0] if found else None
 
 
+def with_result(connection: sqlite3.Connection, result_key: str, *, limit: int) -> Listing:
+    """The newest jobs of a result key."""
+    # Only jobs that have one are in the index, and SQLite uses it only where the query says so too.
+    where = "result_key = ? AND result_key <> ''"
+    query = f"SELECT {_ALL} FROM jobs WHERE {where} ORDER BY jobs.sequence DESC LIMIT ?"
+    return _listing(connection.execute(query, (result_key, limit)).fetchall())
+
+
 def inputs_of(connection: sqlite3.Connection, job_id: str) -> bytes | None:
     """The inputs of a live job; None where there are none."""
     query = "SELECT data, inputs.checksum, sequence FROM inputs JOIN jobs USING (sequence) WHERE job_id = ?"

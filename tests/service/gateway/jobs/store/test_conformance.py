@@ -18,7 +18,7 @@ from bottega.v1.image_pb2 import (
     JOB_STATE_CANCELLED,
     JOB_STATE_COMPLETED,
 )
-from tests.support.job_store_backends import BACKENDS, cancelled, completed, failed, record, running
+from tests.support.job_store_backends import BACKENDS, answered, cancelled, completed, failed, record, running
 
 IMAGES = (StoredImage(digest="a" * 64, size_bytes=10), StoredImage(digest="b" * 64, size_bytes=20))
 
@@ -175,6 +175,51 @@ async def test_jobs_are_forgotten_by_the_steady_time_of_their_end(store: JobStor
     assert found is not None
     assert (found.ended_wall, found.ended_steady) == (20.0, 105.0)
     assert await _left(store, max_jobs=1) == ["j2"]
+
+
+async def test_jobs_with_a_result_are_found_by_its_key_newest_first_until_they_are_forgotten(
+    store: JobStore, another: Opener
+) -> None:
+    for number in range(5):
+        await _running(store, f"j{number}")
+    await store.update("j0", completed(1, ended_wall=1.0, images=IMAGES, result_key="k"))
+    await store.update("j1", completed(1, ended_wall=2.0, images=IMAGES, result_key="other"))
+    await store.update("j2", completed(1, ended_wall=3.0, images=IMAGES))
+    await store.update("j3", completed(1, ended_wall=4.0, images=IMAGES, result_key="k"))
+    for reader in (store, await another()):
+        assert [job.job_id for job in await reader.with_result("k", limit=9)] == ["j3", "j0"]
+        assert await reader.with_result("k", limit=1) == [await reader.get("j3")]
+        assert await reader.with_result("", limit=9) == await reader.with_result("j4", limit=9) == []
+    await store.forget(ended_before=2.0, max_jobs=9, max_bytes=1 << 30, limit=9)
+    assert [job.job_id for job in await store.with_result("k", limit=9)] == ["j3"]
+
+
+async def test_a_job_that_is_completed_when_it_is_added_is_as_one_that_was_drawn(
+    store: JobStore, another: Opener
+) -> None:
+    await _running(store, "drawn")
+    assert await _complete(store, "drawn", 1)
+    new = answered(record("answered", request_id="r"), ended_wall=130.0, images=IMAGES, result_key="k")
+    added = await store.add(new)
+    assert added == replace(new, sequence=added.sequence) == await (await another()).of_request("r")
+    assert await store.live() == []
+    assert await store.inputs("answered") == b""
+    assert await store.last_end() == EndTime(wall=130.0, steady=130.0)
+    assert await store.with_result("k", limit=9) == [added]
+    assert not await store.update("answered", cancelled(ended_wall=140.0))
+    assert (await store.add(replace(new, job_id="again"))).job_id == "answered"
+    taken = replace(new, job_id="again")
+    assert (await store.add(taken, replaces="answered")).job_id == "again", "its images have gone"
+
+
+async def test_jobs_that_were_completed_when_they_were_added_are_forgotten_as_others(store: JobStore) -> None:
+    for number in range(6):
+        peer = "one" if number < 4 else "two"
+        new = replace(record(f"j{number}"), peer=peer)
+        await store.add(answered(new, ended_wall=float(number + 1), images=IMAGES))
+    assert await _left(store, max_jobs=5) == ["j1", "j2", "j3", "j4", "j5"]
+    assert await _left(store, max_jobs=3) == ["j3", "j4", "j5"], "always of the peer that has the most"
+    assert await _left(store, max_jobs=0) == []
 
 
 async def test_every_life_has_a_larger_generation(another: Opener) -> None:

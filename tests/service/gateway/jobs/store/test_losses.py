@@ -313,7 +313,7 @@ async def test_one_damaged_job_does_not_stop_the_others(tmp_path: Path, caplog: 
     ("change", "reason"),
     [
         ("PRAGMA user_version = 99", "later version"),
-        ("PRAGMA user_version = 5", r"earlier version.*schema 5; this one has 6.*move the file away"),
+        ("PRAGMA user_version = 6", r"earlier version.*schema 6; this one has 7.*move the file away"),
         ("PRAGMA application_id = 1", "not a job store of Bottega"),
     ],
 )

@@ -31,7 +31,7 @@ from bottega.v1.image_pb2 import (
     JOB_STATE_RUNNING,
     JobState,
 )
-from tests.support.job_store_backends import BACKENDS, cancelled, completed, failed, record
+from tests.support.job_store_backends import BACKENDS, answered, cancelled, completed, failed, record
 
 # Whether bytes reach the disk is another test's; here are many more calls than a disk would take in the time.
 _MEMORY = Path("/dev/shm")
@@ -40,6 +40,7 @@ LIVE = (JOB_STATE_QUEUED, JOB_STATE_RUNNING)
 # Few of each, so that calls meet.
 NAMES = ("j0", "j1", "j2")
 JOB_IDS = st.sampled_from(NAMES)
+KEYS = st.sampled_from(["k0", "k1", ""])
 REQUEST_IDS = st.sampled_from(["r0", "r1", ""])
 # From the newest attempt: mostly the one that counts, or would be next.
 STEPS = st.sampled_from([0, 0, 1, 1, -1])
@@ -107,6 +108,11 @@ class Machine(RuleBasedStateMachine):
     def add(self, which: int, replaces: str, inputs: bytes, peer: str, **fields: Any) -> None:
         self._add(which, replace(record(**fields), peer=peer), inputs, replaces)
 
+    @rule(which=STORES, replaces=JOB_IDS, peer=PEERS, job_id=JOB_IDS, request_id=REQUEST_IDS, key=KEYS, at=TIMES)
+    def add_answered(self, which: int, replaces: str, peer: str, key: str, at: float, **fields: Any) -> None:
+        new = answered(replace(record(**fields), peer=peer), ended_wall=at, result_key=key)
+        self._add(which, new, b"", replaces)
+
     def _add(self, which: int, new: JobRecord, inputs: bytes, replaces: str) -> None:
         job_id, request_id = new.job_id, new.request_id
         added = self.runner.run(self.stores[which].add(new, inputs=inputs, replaces=replaces))
@@ -144,19 +150,20 @@ class Machine(RuleBasedStateMachine):
                 del fields["started_wall"]
             self.known[job_id] = replace(job, attempt=attempt, **fields)
 
-    @rule(job_id=JOB_IDS, steps=st.lists(STEPS, min_size=1, max_size=3), provenance=BYTES, at=TIMES)
-    def complete_at_once(self, job_id: str, steps: list[int], provenance: bytes, at: float) -> None:
+    @rule(job_id=JOB_IDS, steps=st.lists(STEPS, min_size=1, max_size=3), provenance=BYTES, at=TIMES, key=KEYS)
+    def complete_at_once(self, job_id: str, steps: list[int], provenance: bytes, at: float, key: str) -> None:
         attempts = [self._attempt(job_id, step) for step in steps]
         images = (StoredImage(digest="d", size_bytes=len(provenance)),)
 
         async def race() -> list[bool]:
-            ends = [completed(attempt, images=images, provenance=provenance, ended_wall=at) for attempt in attempts]
+            facts: dict[str, Any] = {"images": images, "provenance": provenance, "ended_wall": at, "result_key": key}
+            ends = [completed(attempt, **facts) for attempt in attempts]
             return await asyncio.gather(*(self.stores[place % 2].update(job_id, end) for place, end in enumerate(ends)))
 
         right = any(self._current(job_id, attempt) for attempt in attempts)
         assert sum(self.runner.run(race())) == right
         if right:
-            self._end(job_id, JOB_STATE_COMPLETED, at, images=images, provenance=provenance)
+            self._end(job_id, JOB_STATE_COMPLETED, at, images=images, provenance=provenance, result_key=key)
 
     @rule(which=STORES, job_id=JOB_IDS, state=ENDS, error=BYTES, at=TIMES)
     def fail(self, which: int, job_id: str, state: JobState.ValueType, error: bytes, at: float) -> None:
@@ -230,6 +237,10 @@ class Machine(RuleBasedStateMachine):
             assert await store.inputs(job_id) == self.inputs.get(job_id, b"")
         for request_id in ("r0", "r1", ""):
             assert await store.of_request(request_id) == self.known.get(self.requests.get(request_id, ""))
+        for key in ("k0", "k1"):
+            same = [job for job in self.known.values() if job.result_key == key]
+            expected = sorted(same, key=lambda job: -job.sequence)[:2]
+            assert await store.with_result(key, limit=2) == expected
 
     def _attempt(self, job_id: str, step: int) -> int:
         return (self.known[job_id].attempt if job_id in self.known else 0) + step

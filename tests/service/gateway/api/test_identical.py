@@ -1,0 +1,377 @@
+"""Identical requests at the real gateway: which are answered from a stored result, and what such a job is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega import errors
+from bottega.v1 import fleet_pb2, generation_pb2, image_pb2
+from bottega.v1.generation_pb2 import ControlNet, Lora, Provenance, Techniques
+from tests.fakes.scripted_controlnet import hosted
+from tests.fakes.scripted_worker import MODEL, ScriptedWorker
+from tests.support.gateway_with_loras import lora_house
+from tests.support.running_front import png
+from tests.support.running_gateway import Running, refusal, running_gateway, told
+from tests.support.running_loras import lora_file
+from tests.support.waiting import eventually
+
+COMPLETED = image_pb2.JOB_STATE_COMPLETED
+STAR: dict[str, Any] = {"prompt": "a star", "seed": 7}
+BALANCED = generation_pb2.FIDELITY_BALANCED
+FAST = generation_pb2.FIDELITY_FAST
+PNG, OTHER_PNG = png(16, 16), png(16, 16, "red")
+DRAWS = Techniques(identical_results=False)
+
+
+@pytest.fixture
+async def worker(house: Running) -> ScriptedWorker:
+    """Its pictures differ from one request to the next."""
+    return various(await house.worker())
+
+
+def various(worker: ScriptedWorker) -> ScriptedWorker:
+    worker.script.picture = lambda index: b"picture %d of request %d" % (index, len(worker.requests))
+    return worker
+
+
+async def _source(house: Running, completed: image_pb2.Completed) -> str:
+    """The job that a picture was drawn by, which is the oldest here."""
+    assert completed.provenance.identical_job == ""
+    return (await house.listed())[-1]
+
+
+async def test_an_identical_request_is_a_job_of_its_own_with_the_stored_pictures(
+    house: Running, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    drawn = await house.draw(**STAR, num_images=2)
+    source = await _source(house, drawn)
+    events = [answer.event async for answer in house.generate(**STAR, num_images=2)]
+    assert [event.WhichOneof("event") for event in events] == ["completed"]
+    (event,) = events
+    assert list(event.completed.images) == list(drawn.images)
+    assert [image.data for image in event.completed.images] == [b"picture 0 of request 1", b"picture 1 of request 1"]
+    assert len(worker.requests) == 1
+    job = await house.job(event.job_id)
+    assert (job.state, job.job_id != source, job.request_id) == (COMPLETED, True, "")
+    assert (job.steps_done, job.HasField("start_time"), job.HasField("end_time")) == (60, False, True)
+    assert await house.listed() == [job.job_id, source]
+    assert await house.image(job.job_id) == b"picture 0 of request 1"
+    assert (await house.ended(job.job_id)).provenance == event.completed.provenance
+    lines = {line.__dict__.get("identical_job") for line in caplog.records if line.message == "job completed"}
+    assert lines == {None, source}
+
+
+async def test_its_provenance_is_that_of_the_drawing_with_its_own_attempts_and_times(
+    house: Running, worker: ScriptedWorker
+) -> None:
+    drawn = await house.draw(**STAR)
+    answered = await house.draw(**STAR)
+    expected = Provenance()
+    expected.CopyFrom(drawn.provenance)
+    expected.identical_job, expected.attempts = await _source(house, drawn), 0
+    del expected.times[:]
+    (validated,) = answered.provenance.times
+    assert (validated.stage, 0 < validated.seconds < 5) == ("validate", True)
+    del answered.provenance.times[:]
+    assert answered.provenance == expected
+    third = await house.draw(**STAR)
+    assert third.provenance.identical_job == expected.identical_job, "the job that drew it, not one that was answered"
+
+
+async def test_a_submitted_one_is_answered_as_well_and_comes_back_for_its_request_id(
+    house: Running, worker: ScriptedWorker
+) -> None:
+    drawn = await house.draw(**STAR)
+    job = await house.submit("order-1", **STAR)
+    assert (job.state, job.request_id, len(job.images)) == (COMPLETED, "order-1", 1)
+    assert job.provenance.identical_job == await _source(house, drawn)
+    assert await house.submit("order-1", **STAR) == job, "a request_id that is known comes first"
+    assert list((await house.draw("order-1", **STAR)).images) == list(drawn.images)
+    await refusal(lambda: house.generate("order-1", prompt="a square", seed=7), errors.RequestIdReused)
+    cancelled = await house.images.CancelJob(image_pb2.CancelJobRequest(job_id=job.job_id))
+    assert cancelled.job == job
+    assert len(worker.requests) == 1
+
+
+async def test_of_the_same_request_id_at_once_one_job_is_made(house: Running, worker: ScriptedWorker) -> None:
+    await house.draw(**STAR)
+    jobs = await asyncio.gather(*(house.submit("order-1", **STAR) for _ in range(20)))
+    assert len({job.job_id for job in jobs}) == 1
+    assert {job.state for job in jobs} == {COMPLETED}
+    assert len(await house.listed()) == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"prompt": "a star "},
+        {"seed": 8},
+        {"num_images": 2},
+        {"negative_prompt": ""},
+        {"guidance_scale": 4.5},
+        {"sampler": generation_pb2.SAMPLER_DDIM},
+        {"format": generation_pb2.IMAGE_FORMAT_JPEG},
+        {"quality": 80},
+        {"fidelity": BALANCED},
+        {"techniques": DRAWS},
+    ],
+)
+async def test_what_differs_in_anything_is_drawn(house: Running, worker: ScriptedWorker, other: dict[str, Any]) -> None:
+    await house.draw(**STAR)
+    assert (await house.draw(**{**STAR, **other})).provenance.identical_job == ""
+    assert len(worker.requests) == 2
+
+
+async def test_what_says_a_default_itself_is_identical_to_what_leaves_it_open(
+    house: Running, worker: ScriptedWorker
+) -> None:
+    await house.draw(**STAR)
+    said: dict[str, Any] = {
+        "model": "miniature",
+        "num_inference_steps": MODEL.default_steps,
+        "sampler": MODEL.default_sampler,
+        "width": 64,
+        "format": generation_pb2.IMAGE_FORMAT_PNG,
+        "fidelity": generation_pb2.FIDELITY_EXACT,
+        "techniques": Techniques(identical_results=True),
+    }
+    assert (await house.draw(**STAR, **said)).provenance.identical_job
+
+
+async def test_a_request_without_a_seed_is_another_picture_each_time_and_who_names_its_seed_gets_it(
+    house: Running, worker: ScriptedWorker
+) -> None:
+    first = await house.draw(prompt="a star")
+    second = await house.draw(prompt="a star", techniques=Techniques(identical_results=True))
+    assert len(worker.requests) == 2
+    for drawn in (first, second):
+        seed = drawn.provenance.parameters.seed
+        again = await house.draw(prompt="a star", seed=seed, fidelity=BALANCED)
+        assert again.provenance.identical_job
+        assert list(again.images) == list(drawn.images)
+    assert len(worker.requests) == 2
+
+
+async def test_a_gateway_may_draw_everything_and_a_request_may_ask_for_what_is_stored() -> None:
+    async with running_gateway(identical_results=False) as house:
+        worker = various(await house.worker())
+        await house.draw(**STAR)
+        await house.draw(**STAR)
+        assert len(worker.requests) == 2
+        answered = await house.draw(**STAR, techniques=Techniques(identical_results=True))
+        assert answered.images[0].data == b"picture 0 of request 2", "of two results the newest"
+        assert len(worker.requests) == 2
+
+
+async def test_exact_is_answered_by_what_is_exact_only(house: Running, worker: ScriptedWorker) -> None:
+    worker.script.exact = False
+    await house.draw(**STAR)
+    await house.draw(**STAR)
+    assert len(worker.requests) == 2
+    await house.draw(**STAR, fidelity=FAST)
+    answered = await house.draw(**STAR, fidelity=FAST)
+    assert answered.provenance.identical_job
+    assert not answered.provenance.exact
+    assert len(worker.requests) == 3
+
+
+async def test_jobs_that_failed_or_were_cancelled_answer_nobody(house: Running, worker: ScriptedWorker) -> None:
+    worker.script.failure = errors.TooLarge("too large")
+    await refusal(lambda: house.generate(**STAR), errors.TooLarge)
+    worker.script.failure, worker.script.hold_at = None, 3
+    job = await house.submit(**STAR)
+    await eventually(lambda: len(worker.requests) == 2)
+    await house.images.CancelJob(image_pb2.CancelJobRequest(job_id=job.job_id))
+    worker.script.release.set()
+    assert (await house.draw(**STAR)).provenance.identical_job == ""
+
+
+async def test_of_identical_requests_at_once_each_is_drawn(house: Running, worker: ScriptedWorker) -> None:
+    """None depends on another that may be cancelled, fail or end late."""
+    worker.script.hold_at = 3
+    jobs = [await house.submit(**STAR) for _ in range(2)]
+    worker.script.release.set()
+    ended = [await house.ended(job.job_id) for job in jobs]
+    assert [job.provenance.identical_job for job in ended] == ["", ""]
+    assert len(worker.requests) == 2
+    assert (await house.draw(**STAR)).provenance.identical_job
+
+
+async def test_neither_a_full_queue_nor_a_fleet_without_workers_is_in_the_way() -> None:
+    async with running_gateway(max_queued=1, codec_processes=1) as house:
+        worker = various(await house.worker(step_s={2: 0.1, 4: 0.2}))
+        await house.draw(**STAR)
+        await house.draw(**STAR, image=PNG)
+        worker.script.hold_at = 1
+        for number in range(2):
+            await house.submit(prompt=f"star {number}")
+        await refusal(lambda: house.generate(prompt="one too many"), errors.QueueFull)
+        await refusal(lambda: house.generate(**STAR, techniques=DRAWS), errors.QueueFull)
+        assert (await house.submit(**STAR)).state == COMPLETED
+        assert (await house.submit(**STAR, image=PNG)).state == COMPLETED
+        await refusal(lambda: house.generate(**STAR, image=OTHER_PNG), errors.QueueFull)
+        await worker.die()
+        await eventually(
+            lambda: house.gateway.server.registry.get_sample_value("bottega_members", {"kind": "worker"}) == 0
+        )
+        assert (await house.draw(**STAR)).provenance.identical_job
+
+
+async def test_a_gateway_that_stops_takes_no_identical_request_either(house: Running, worker: ScriptedWorker) -> None:
+    await house.draw(**STAR)
+    house.gateway._controller.draining = True
+    await refusal(lambda: house.generate(**STAR), errors.Draining)
+
+
+async def test_what_was_drawn_from_another_image_answers_nobody_and_the_same_is_not_decoded_again() -> None:
+    async with running_gateway(codec_processes=1) as house:
+        worker = various(await house.worker())
+        await house.draw(**STAR, image=PNG)
+        await house.draw(**STAR, image=OTHER_PNG)
+        assert len(worker.requests) == 2
+        await house.gateway._codec.stop()
+        answered = await house.draw(**STAR, image=PNG)
+        assert answered.provenance.identical_job
+        assert answered.provenance.image_digest
+        assert answered.images[0].data == b"picture 0 of request 1"
+        assert not answered.provenance.parameters.HasField("image")
+        job = (await house.images.ListJobs(image_pb2.ListJobsRequest())).jobs[0]
+        assert (job.spec.HasField("image"), job.spec.strength) == (False, 0.3)
+
+
+async def test_its_pictures_stay_as_long_as_those_of_a_job_that_was_drawn() -> None:
+    async with running_gateway(results_ttl_s=2.0) as house:
+        worker = various(await house.worker())
+        await house.draw(**STAR)
+        await asyncio.sleep(1.2)
+        job = await house.submit(**STAR)
+        await asyncio.sleep(1.2)
+        assert await house.image(job.job_id) == b"picture 0 of request 1"
+        await asyncio.sleep(1.2)
+        assert (await house.draw(**STAR)).provenance.identical_job == "", "they have gone, and are drawn again"
+        assert len(worker.requests) == 2
+        read = house.gateway.server.registry.get_sample_value
+        counted = {of: read("bottega_identical_results_total", {"outcome": of}) for of in ("answered", "none", "gone")}
+        assert counted == {"answered": 1, "none": 1, "gone": 1}
+        assert read("bottega_jobs_total", {"outcome": "completed"}) == 3
+        assert read("bottega_jobs_acknowledged_total") == 3
+
+
+async def test_a_picture_that_is_damaged_on_the_disk_is_drawn_again(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        worker = various(await house.worker())
+        first = (await house.draw(**STAR)).images[0].digest
+        (tmp_path / "images" / first[:2] / first).write_bytes(b"picture 0 of request 9")
+        assert (await house.draw(**STAR)).images[0].data == b"picture 0 of request 2"
+        assert (await house.draw(**STAR)).images[0].data == b"picture 0 of request 2"
+        assert len(worker.requests) == 2
+
+
+async def test_a_later_life_answers_too_and_knows_the_job(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        various(await house.worker())
+        drawn = await house.draw(**STAR)
+        job = await house.submit("order-1", **STAR)
+    async with running_gateway(state=str(tmp_path)) as house:
+        assert await house.job(job.job_id) == job == await house.submit("order-1", **STAR)
+        worker = await house.worker()
+        assert list((await house.draw(**STAR)).images) == list(drawn.images)
+        assert worker.requests == []
+
+
+async def test_a_disk_that_cannot_be_read_is_in_the_way_of_no_drawing(
+    house: Running, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await house.draw(**STAR)
+    jobs = house.gateway._jobs
+
+    async def unreadable(result_key: str) -> list[Any]:
+        raise errors.StorageUnavailable("the disk does not do what it should")
+
+    monkeypatch.setattr(jobs, "with_result", unreadable)
+    assert (await house.draw(**STAR)).provenance.identical_job == ""
+
+
+async def test_another_model_of_the_same_name_draws_its_own() -> None:
+    async with running_gateway(lease_s=0.3) as house:
+        for number, other in enumerate(({}, {"model_hash": "cd" * 32}, {"dtype": "float16"})):
+            model = image_pb2.Model()
+            model.CopyFrom(MODEL)
+            model.MergeFrom(image_pb2.Model(**other))  # type: ignore[arg-type]
+            worker = await house.worker(f"w{number}", model=model)
+            assert (await house.draw(**STAR)).provenance.identical_job == ""
+            assert len(worker.requests) == 1
+            await worker.die()
+
+
+@pytest.fixture
+async def controlled() -> AsyncIterator[Running]:
+    async with running_gateway(codec_processes=1) as house:
+        yield house
+
+
+def _edges(**facts: Any) -> ControlNet:
+    return ControlNet(**{"name": "edges", "image": PNG, **facts})
+
+
+async def test_a_request_with_controlnets_is_answered_where_their_weights_are_certain(controlled: Running) -> None:
+    worker = various(await controlled.worker())
+    await controlled.controlnets("s1", hosted("edges", digest="v1"))
+    await controlled.draw(**STAR, controlnets=[_edges()])
+    assert (await controlled.draw(**STAR, controlnets=[_edges()])).provenance.identical_job
+    for other in (_edges(image=OTHER_PNG), _edges(controlnet_conditioning_scale=0.5), _edges(guess_mode=True)):
+        assert not (await controlled.draw(**STAR, controlnets=[other])).provenance.identical_job
+    assert len(worker.requests) == 4
+    second = await controlled.controlnets("s2", hosted("edges", digest="v2"))
+    assert not (await controlled.draw(**STAR, controlnets=[_edges()])).provenance.identical_job
+    await second.die()
+    await eventually(lambda: _is_gone(controlled, "s2"), "s2 to be gone", within_s=5.0)
+    assert (await controlled.draw(**STAR, controlnets=[_edges()])).provenance.identical_job
+
+
+async def _is_gone(house: Running, gone: str) -> bool:
+    answer = await house.fleet.ListMembers(fleet_pb2.ListMembersRequest())
+    return gone not in {member.registration.name for member in answer.members}
+
+
+async def test_what_measures_is_always_drawn(controlled: Running) -> None:
+    worker = various(await controlled.worker())
+    await controlled.controlnets("s1", hosted("edges"))
+    for _ in range(2):
+        drawn = await controlled.draw(**STAR, controlnets=[_edges(measure_similarity=True)])
+        assert drawn.provenance.controlnets[0].HasField("similarity")
+    assert len(worker.requests) == 2
+
+
+async def test_a_lora_counts_by_its_weights_and_its_scale(tmp_path: Path) -> None:
+    async with lora_house(tmp_path) as house:
+        worker = various(await house.gateway.worker())
+
+        async def answered(**lora: Any) -> bool:
+            completed = await house.gateway.draw(**STAR, loras=[Lora(**{"name": "ink", **lora})])
+            return bool(completed.provenance.identical_job)
+
+        assert [await answered(), await answered(), await answered(scale=1.0)] == [False, True, True]
+        assert not await answered(scale=0.5)
+        await house.store.upload("quill", lora_file(tmp_path))
+        assert await answered(name="quill"), "the same weights under another name"
+        await house.store.upload("pen", lora_file(tmp_path, seed=3))
+        assert not await answered(name="pen")
+        assert not await answered(measure_similarity=True)
+        assert not await answered(measure_similarity=True)
+        assert len(worker.requests) == 5
+
+
+async def test_whoever_wants_previews_or_has_a_deadline_gets_the_stored_pictures_as_well(
+    house: Running, worker: ScriptedWorker
+) -> None:
+    await house.draw(**STAR)
+    assert (await told(house.generate(preview=True, timeout=0.5, **STAR))).HasField("completed")
+    assert len(worker.requests) == 1
