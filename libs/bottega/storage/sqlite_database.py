@@ -1,4 +1,5 @@
-"""One SQLite file of ours: made, opened or kept aside where it is damaged, and every transaction on it in one thread.
+"""One SQLite file of ours: made, opened or kept aside where it is damaged, and every transaction on it in one thread at
+a time.
 
 A file that is damaged gets another name and stays; a new one takes its place, so that the service starts. Damage to a
 single row is seen by the checksum that each table's owner keeps in its rows.
@@ -44,38 +45,33 @@ class SqliteSchema:
     journal: Literal["WAL", "DELETE"] = "WAL"
 
 
-class SqliteDatabase:
-    """Open it before anything else. Every method may raise StorageUnavailable, or DataLoss for a damaged file."""
+class SqliteFile:
+    """The file in the caller's own thread; calls come one at a time. Open it before anything else.
+
+    Every method may raise StorageUnavailable, or DataLoss for a damaged file.
+    """
 
     def __init__(self, path: Path, schema: SqliteSchema) -> None:
         self.path = path
         self._schema = schema
-        self._thread = StorageThread(path.stem)
         self._connection: sqlite3.Connection | None = None
 
-    async def open(self) -> None:
+    def open(self) -> None:
         """Makes the file where there is none; a damaged one is kept aside.
 
         Raises ConfigError for somebody else's or another version's, DataLoss where too many have been damaged.
         """
-        await self._thread.run(self._open)
+        with self._typed_errors(), os_errors.translated():
+            self._connection = open_file(self.path, self._schema)
 
-    async def close(self) -> None:
-        """Ends after what was begun."""
-        await self._thread.close()
+    def close(self) -> None:
+        """Lets the file go. Harmless where it is not open."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
-    async def transact(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+    def transact(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
         """What `operation` returns, done in a transaction that is on the disk by then, or undone when it raises."""
-        return await self._thread.run(lambda: self._transact(operation))
-
-    def _open(self) -> None:
-        with self._typed_errors(), os_errors.translated():
-            self._connection = open_file(self.path, self._schema)
-
-    def _transact(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
         if self._connection is None:
             raise os_errors.unavailable(f"{self._schema.what} is not open", cause=os_errors.NOT_OPEN)
         with self._typed_errors(), self._connection:
@@ -103,10 +99,32 @@ class SqliteDatabase:
         return os_errors.unavailable(f"{what} cannot be read or written now", cause=error.sqlite_errorname)
 
 
+class SqliteDatabase:
+    """The file for an event loop, in a thread of its own. The same methods, awaited."""
+
+    def __init__(self, path: Path, schema: SqliteSchema) -> None:
+        self.path = path
+        self._file = SqliteFile(path, schema)
+        self._thread = StorageThread(path.stem)
+
+    async def open(self) -> None:
+        """As SqliteFile does."""
+        await self._thread.run(self._file.open)
+
+    async def close(self) -> None:
+        """Ends after what was begun."""
+        await self._thread.close()
+        self._file.close()
+
+    async def transact(self, operation: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+        """As SqliteFile does."""
+        return await self._thread.run(lambda: self._file.transact(operation))
+
+
 def open_file(path: Path, schema: SqliteSchema) -> sqlite3.Connection:
     """A connection whose commits are on the disk when they return, to the file or to a new one in its place.
 
-    Raises as SqliteDatabase.open does, and OSError, sqlite3.Error.
+    Raises as SqliteFile.open does, and OSError, sqlite3.Error.
     """
     sqlite_files.create_file(path)
     try:
