@@ -1,0 +1,227 @@
+"""The entries that are there, in memory: which latents each has, how they were used, and which go first.
+
+Whatever changes here is also to be written; `take_changes` says what. Any thread may call it, and none waits long: it
+knows neither disk nor index.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from bottega.cache.latent import Entry, EntryRecord
+from bottega.cache.latent_files import latent_name, picture_name
+from bottega.cache.records import Changes
+from bottega.cache.selector import Candidate
+from bottega.planning.eviction import EvictionHeap, EvictionPolicy, Usage
+
+
+@dataclass(slots=True, kw_only=True)
+class Removal:
+    """What has gone. entries: whose last latent went. latents: how many. files: to delete."""
+
+    entries: list[Entry] = field(default_factory=list)
+    latents: int = 0
+    files: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCounts:
+    """What there is of a model."""
+
+    entries: int
+    latents: int
+    keys: int
+
+
+@dataclass(slots=True)
+class _Kept:
+    """An entry; digests: of its latents, by step."""
+
+    entry: Entry
+    digests: dict[int, bytes]
+    hits: int
+
+
+class EntryTable:
+    """policy: which latents go first."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._lock = threading.Lock()
+        self._heap: EvictionHeap[tuple[int, int]] = EvictionHeap(policy)
+        self._kept: dict[int, _Kept] = {}
+        self._numbers: dict[str, int] = {}
+        self._keys: Counter[str] = Counter()
+        self._models: Counter[str] = Counter()
+        self._model_latents: Counter[str] = Counter()
+        self._model_keys: Counter[str] = Counter()
+        self._changes = Changes()
+        # The policy's clock: questions, those of earlier times included.
+        self._now = 0.0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all latents."""
+        return self._heap.size_bytes
+
+    @property
+    def now(self) -> float:
+        """The time on the policy's clock: it goes on with every question."""
+        return self._now
+
+    def tick(self) -> None:
+        """A question was asked."""
+        with self._lock:
+            self._now += 1.0
+
+    def add(self, record: EntryRecord) -> None:
+        """Takes in an entry, which is written."""
+        entry = record.entry
+        with self._lock:
+            digests = {step: latent.digest for step, latent in record.latents.items()}
+            self._kept[entry.number] = _Kept(entry=entry, digests=digests, hits=record.hits)
+            self._numbers[entry.name] = entry.number
+            self._model_keys[entry.model_hash] += not self._keys[entry.key]
+            self._keys[entry.key] += 1
+            self._models[entry.model_hash] += 1
+            self._model_latents[entry.model_hash] += len(digests)
+            for step, latent in record.latents.items():
+                self._heap.add((entry.number, step), latent.usage, size_bytes=entry.latent_bytes)
+                self._now = max(self._now, latent.usage.used_at)
+
+    def has_key(self, key: str) -> bool:
+        """Whether there are entries of it."""
+        return key in self._keys
+
+    def named(self, name: str) -> Entry | None:
+        """The entry of that name."""
+        with self._lock:
+            number = self._numbers.get(name)
+            return self._kept[number].entry if number is not None else None
+
+    def newest(self, model_hash: str, limit: int) -> list[Entry]:
+        """The last that were recorded, newest first. model_hash: empty is any."""
+        with self._lock:
+            entries = [kept.entry for kept in self._kept.values()]
+        of_model = (entry for entry in entries if not model_hash or entry.model_hash == model_hash)
+        return heapq.nlargest(limit, of_model, key=lambda entry: entry.number)
+
+    def steps_and_hits(self, number: int) -> tuple[list[int], int]:
+        """After how many steps an entry's latents are, and how often it was started from; of one that is gone none."""
+        with self._lock:
+            kept = self._kept.get(number)
+            return (sorted(kept.digests), kept.hits) if kept is not None else ([], 0)
+
+    def candidates(self, key: str, similarities: Iterable[tuple[int, float]]) -> list[Candidate]:
+        """What there is of these entries, given by number and similarity; one of another key is none."""
+        found = []
+        with self._lock:
+            for number, similarity in similarities:
+                kept = self._kept.get(number)
+                if kept is not None and kept.entry.key == key:
+                    found.append(Candidate(number=number, similarity=similarity, steps=tuple(kept.digests)))
+        return found
+
+    def latent(self, number: int, step: int) -> tuple[Entry, bytes] | None:
+        """The entry of a latent and the latent's digest; None where it is gone."""
+        with self._lock:
+            kept = self._kept.get(number)
+            digest = kept.digests.get(step) if kept is not None else None
+            return (kept.entry, digest) if kept is not None and digest is not None else None
+
+    def use(self, number: int, step: int) -> None:
+        """Counts that it was started from. Harmless where it is gone."""
+        with self._lock:
+            kept = self._kept.get(number)
+            if kept is not None and step in kept.digests:
+                kept.hits += 1
+                self._changes.hits[number] = kept.hits
+                self._changes.usages[number, step] = self._heap.use((number, step), self._now)
+
+    def remove(self, number: int, step: int) -> Removal:
+        """Forgets a latent. Harmless where it is gone."""
+        removal = Removal()
+        with self._lock:
+            if (number, step) in self._heap:
+                self._heap.remove((number, step))
+                self._drop(number, step, removal)
+        return removal
+
+    def evict(self, until_bytes: int, until_entries: int) -> Removal:
+        """Forgets latents, the least first, until there are at most so many bytes of them, and so many entries."""
+        removal = Removal()
+        with self._lock:
+            for place in self._heap.evict(until_bytes):
+                self._drop(*place, removal)
+            while len(self._kept) > max(0, until_entries):
+                for place in self._heap.evict(self._heap.size_bytes - 1):
+                    self._drop(*place, removal)
+        return removal
+
+    def clear(self, model_hash: str) -> Removal:
+        """Forgets all entries of a model; empty is of all."""
+        removal = Removal()
+        with self._lock:
+            wanted = [kept for kept in self._kept.values() if not model_hash or kept.entry.model_hash == model_hash]
+            for kept in wanted:
+                for step in tuple(kept.digests):
+                    self._heap.remove((kept.entry.number, step))
+                    self._drop(kept.entry.number, step, removal)
+        return removal
+
+    def take_changes(self) -> Changes:
+        """What changed since the last time, to be written."""
+        with self._lock:
+            taken, self._changes = self._changes, Changes()
+            return taken
+
+    def models(self) -> Mapping[str, ModelCounts]:
+        """What there is, by model."""
+        with self._lock:
+            return {
+                model: ModelCounts(entries=entries, latents=self._model_latents[model], keys=self._model_keys[model])
+                for model, entries in self._models.items()
+            }
+
+    def _drop(self, number: int, step: int, removal: Removal) -> None:
+        """What is to be done beside the heap."""
+        kept = self._kept[number]
+        entry = kept.entry
+        del kept.digests[step]
+        removal.latents += 1
+        removal.files.append(latent_name(entry.name, step))
+        self._changes.usages.pop((number, step), None)
+        self._model_latents[entry.model_hash] -= 1
+        if kept.digests:
+            self._changes.latents.add((number, step))
+            return
+        del self._kept[number]
+        del self._numbers[entry.name]
+        removal.entries.append(entry)
+        removal.files.append(picture_name(entry.name))
+        self._changes.hits.pop(number, None)
+        self._changes.entries.add(number)
+        if _less(self._keys, entry.key):
+            _less(self._model_keys, entry.model_hash)
+        if _less(self._models, entry.model_hash):
+            del self._model_latents[entry.model_hash]
+
+
+def _less(counts: Counter[str], name: str) -> bool:
+    """One less; whether it was the last one, which vanishes."""
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]
+        return True
+    return False
+
+
+def new_usage(step: int, at: float) -> Usage:
+    """Of a latent that is recorded now."""
+    return Usage(step=step, used_at=at, created_at=at)

@@ -1,0 +1,93 @@
+"""Latents as they come in and go out, and what is known of those that are kept. Plain values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from bottega.planning.eviction import Usage
+from bottega.transport import DType
+from bottega.v1.cache_pb2 import CacheAnswer, CacheEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecordedLatent:
+    """A latent. shape: channels, height, width. data: its elements, row-major."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LatentAnswer:
+    """What a question is answered. latents: one for each of the header's hits, in their order."""
+
+    header: CacheAnswer
+    latents: tuple[RecordedLatent, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EntryDetails:
+    """An entry, for people. picture: uint8 [height, width, 3]; None where its file is gone or damaged."""
+
+    entry: CacheEntry
+    picture: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """The picture of an entry, as RGB in a file. digest: SHA-256 of its bytes."""
+
+    height: int
+    width: int
+    digest: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its file."""
+        return self.height * self.width * 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What latents of one picture have in common. number: unique for the life of the store; name: 32 hex digits.
+
+    dtype, shape: of each of its latents. recorded_s: Unix time.
+    """
+
+    number: int
+    name: str
+    key: str
+    model_hash: str
+    dtype: DType
+    shape: tuple[int, ...]
+    picture: Picture
+    recorded_s: float
+
+    @property
+    def latent_bytes(self) -> int:
+        """Of each of its latents."""
+        return math.prod(self.shape) * self.dtype.item_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptLatent:
+    """A latent of an entry. digest: SHA-256 of its bytes."""
+
+    digest: bytes
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EntryRecord:
+    """An entry as the records have it. embedding: float32, as bytes. parameters: a GenerationSpec, as bytes. hits: how
+    often it was started from. latents: by step."""
+
+    entry: Entry
+    embedding: bytes
+    parameters: bytes
+    hits: int
+    latents: dict[int, KeptLatent]

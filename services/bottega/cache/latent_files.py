@@ -1,0 +1,160 @@
+"""The store's files: one for each latent, one for each picture, checked by SHA-256 when they are read.
+
+    latents/incoming/<name>      being written; whatever is there at the start was interrupted
+    latents/ab/<entry>@<step>    a latent's elements
+    latents/ab/<entry>.rgb       the picture of an entry
+
+Half a file never has its name, whatever kills the process. Nothing waits until a file is on the disk: what a power cut
+tears does not have its checksum, and is a miss. Its calls may wait for the disk and raise StorageUnavailable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from bottega.storage import folders, os_errors
+
+# Of the size of a latent of SDXL.
+_PROBE, _PROBE_BYTES = "probe", 256 << 10
+_INCOMING = "incoming"
+_NAME = re.compile(r"[0-9a-f]{32}(@[0-9]{1,3}|\.rgb)")
+_SHARD_DIGITS = 2
+# On a disk so small that `min_free_bytes` would be most of it, this share of it stays free.
+_FREE_SHARE = 0.05
+_FOREIGN_NAMES_IN_LOG = 5
+
+_log = logging.getLogger(__name__)
+
+
+def latent_name(entry: str, step: int) -> str:
+    """Of the file of an entry's latent."""
+    return f"{entry}@{step}"
+
+
+def picture_name(entry: str) -> str:
+    """Of the file of an entry's picture."""
+    return f"{entry}.rgb"
+
+
+class LatentFiles:
+    """folder: made where there is none. min_free_bytes: of the disk, see StoreSettings.
+
+    One thread at a time writes and removes; any thread reads.
+    """
+
+    def __init__(self, folder: Path, *, min_free_bytes: int = 0) -> None:
+        self._folder = folder
+        self._incoming = folder / _INCOMING
+        self._min_free_bytes = min_free_bytes
+        self._shards: set[str] = set()
+
+    def open(self) -> set[str]:
+        """Removes what was interrupted, and returns the names that are there."""
+        with os_errors.translated():
+            folders.make(self._incoming)
+            for left in self._incoming.iterdir():
+                with contextlib.suppress(OSError):  # what is there is served on a disk that cannot be written, too
+                    left.unlink()
+            names, foreign = self._scan()
+        if foreign:
+            facts = {"folder": str(self._folder), "names": foreign[:_FOREIGN_NAMES_IN_LOG]}
+            _log.warning("left alone what is no latent", extra=facts)
+        return names
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its folder is still there."""
+        return self._incoming.is_dir()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Keeps a file. After an error there is none."""
+        temporary, final = self._incoming / name, self._final(name)
+        with os_errors.translated():
+            self._make_shard(final.parent)
+            try:
+                _write(temporary, data)
+                temporary.replace(final)
+            except OSError:
+                self._shards.discard(final.parent.name)  # it may be gone
+                with contextlib.suppress(OSError):  # the error that led here is the one to tell
+                    temporary.unlink(missing_ok=True)
+                raise
+
+    def read(self, name: str, *, digest: bytes, size_bytes: int) -> bytes | None:
+        """What was written; None where it is not there, or is not that any more."""
+        with os_errors.translated():
+            try:
+                descriptor = os.open(self._final(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return None
+            with os.fdopen(descriptor, "rb", buffering=0) as file:
+                data = file.read(size_bytes + 1)
+        return data if data is not None and hashlib.sha256(data).digest() == digest else None
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Harmless for those that are not there."""
+        with os_errors.translated():
+            for name in names:
+                self._final(name).unlink(missing_ok=True)
+
+    def check_room(self, size_bytes: int) -> None:
+        """Raises StorageUnavailable where so much more would leave others less of the disk than it should."""
+        if not self._min_free_bytes:
+            return  # the system itself says when it is full
+        with os_errors.translated():
+            disk = os.statvfs(self._folder)
+        kept_free_bytes = min(self._min_free_bytes, int(disk.f_blocks * disk.f_frsize * _FREE_SHARE))
+        free_bytes = disk.f_bavail * disk.f_frsize
+        if free_bytes - size_bytes < kept_free_bytes:
+            what = f"the disk is full: {free_bytes} bytes are free, and {kept_free_bytes} stay free (min_free_bytes)"
+            raise os_errors.unavailable(what, cause="ENOSPC")
+
+    def probe(self) -> None:
+        """Returns when something could be written, and was taken away again."""
+        path = self._incoming / _PROBE
+        with os_errors.translated():
+            folders.make(self._incoming)
+            self.check_room(_PROBE_BYTES)
+            try:
+                _write(path, bytes(_PROBE_BYTES))
+            finally:
+                path.unlink(missing_ok=True)
+
+    def _final(self, name: str) -> Path:
+        # Names never become paths: what is none of ours can name no file.
+        if not _NAME.fullmatch(name):
+            raise ValueError("not the name of a latent or a picture")
+        return self._folder / name[:_SHARD_DIGITS] / name
+
+    def _make_shard(self, shard: Path) -> None:
+        if shard.name not in self._shards:
+            shard.mkdir(mode=0o700, exist_ok=True)
+            self._shards.add(shard.name)
+
+    def _scan(self) -> tuple[set[str], list[str]]:
+        names: set[str] = set()
+        foreign: list[str] = []
+        self._shards.clear()
+        for folder in os.scandir(self._folder):
+            if folder.name == _INCOMING or not folder.is_dir(follow_symlinks=False):
+                continue
+            for file in os.scandir(folder.path):
+                ours = _NAME.fullmatch(file.name) and file.name[:_SHARD_DIGITS] == folder.name
+                names.add(file.name) if ours else foreign.append(file.name)
+        return names, foreign
+
+
+def _write(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,77 @@
+"""Which latents a job's pictures start from, of those whose prompts are similar to its own. Knows no files."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bottega.planning.skip_profile import SkipProfile, served_step, skip_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """An entry that a search has found. similarity: cosine of the two prompts' embeddings. steps: of its latents."""
+
+    number: int
+    similarity: float
+    steps: Collection[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """A latent that may be started from. hole: the similarity allows for more steps, whose latent was evicted."""
+
+    number: int
+    similarity: float
+    step: int
+    hole: bool
+
+
+class Selector(Protocol):
+    """Decides by similarity."""
+
+    def select(
+        self, candidates: Sequence[Candidate], *, profile: SkipProfile, words: int, steps: int
+    ) -> list[Selection]:
+        """At most one latent of each candidate, the best first. words: of the new prompt. steps: of the job."""
+        ...
+
+
+class MostStepsSelector:
+    """The latent that saves most steps goes first, of equal ones that of the most similar prompt.
+
+    Each of them is similar enough for its steps, as the profile says.
+    """
+
+    def select(
+        self, candidates: Sequence[Candidate], *, profile: SkipProfile, words: int, steps: int
+    ) -> list[Selection]:
+        """See Selector."""
+        found = []
+        for candidate in candidates:
+            allowed = skip_steps(profile, similarity=candidate.similarity, words=words, steps=steps)
+            step = served_step(allowed, candidate.steps)
+            if step:
+                found.append(
+                    Selection(
+                        number=candidate.number,
+                        similarity=candidate.similarity,
+                        step=step,
+                        hole=step != allowed[0],
+                    )
+                )
+        return sorted(found, key=lambda selection: (-selection.step, -selection.similarity, selection.number))
+
+
+class Exploration:
+    """Has a share of the hits drawn from noise, so that what is recorded, and what people see, stays various."""
+
+    def __init__(self, share: float, seed: int | None) -> None:
+        self._share = share
+        self._random = random.Random(seed)
+
+    def kept(self, hits: int) -> int:
+        """How many of so many hits are served."""
+        return sum(self._random.random() >= self._share for _ in range(hits))
