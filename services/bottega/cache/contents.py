@@ -1,0 +1,96 @@
+"""What a store has in memory: the table of its entries, the index of their embeddings, and the match predictor.
+
+They change together: an entry that is in the table is in the index, too. Any thread may call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from bottega.cache.entry_table import EntryTable
+from bottega.cache.index import KeyedIndex
+from bottega.cache.latent import Entry, EntryRecord
+from bottega.cache.recording import Vector
+
+
+class Prediction(Protocol):
+    """Whether a search will find something. weight: 0 where there is to be none, else what `record` is to be given."""
+
+    @property
+    def hit(self) -> bool: ...
+    @property
+    def weight(self) -> float: ...
+
+
+class Predictor(Protocol):
+    """Says before a search whether it will find something, and learns from those that are made."""
+
+    def changed(self, key: str, entries: int) -> None:
+        """The key has so many entries now."""
+
+    def predict(self, key: str, vector: Vector) -> Prediction:
+        """What a search will find."""
+
+    def record(self, prediction: Prediction, *, hit: bool, lookup_s: float, saved_s: float | None) -> None:
+        """What it has found. lookup_s: what it took. saved_s: what its hit saves; None where that is not known."""
+
+    def close(self) -> None:
+        """Ends what it does in the background."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """predictor: None where there is none."""
+
+    table: EntryTable
+    index: KeyedIndex
+    predictor: Predictor | None
+
+    def load(self, key: str, records: Sequence[EntryRecord]) -> None:
+        """Takes in entries of earlier times, all that there are of a key."""
+        numbers = np.array([record.entry.number for record in records], np.int64)
+        vectors = np.stack([_vector(record) for record in records])
+        self.index.load(key, numbers, vectors)
+        for record in records:
+            self.table.add(record)
+        self._tell_predictor(key)
+
+    def prepare(self, record: EntryRecord) -> None:
+        """Has the index take the entry, before it is written. Raises ValueError, QueueFull where it does not."""
+        self.index.add(record.entry.key, record.entry.number, _vector(record))
+
+    def take_back(self, record: EntryRecord) -> None:
+        """The entry could not be written."""
+        self.index.remove(record.entry.key, record.entry.number)
+
+    def add(self, record: EntryRecord) -> None:
+        """An entry is written: from now on it is served."""
+        self.table.add(record)
+        self._tell_predictor(record.entry.key)
+
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """The table has no latents of these any more."""
+        keys = set()
+        for entry in entries:
+            self.index.remove(entry.key, entry.number)
+            keys.add(entry.key)
+        for key in keys:
+            self._tell_predictor(key)
+
+    def close(self) -> None:
+        """Ends what the index and the predictor do in the background."""
+        if self.predictor is not None:
+            self.predictor.close()
+        self.index.close()
+
+    def _tell_predictor(self, key: str) -> None:
+        if self.predictor is not None:
+            self.predictor.changed(key, self.index.entries(key))
+
+
+def _vector(record: EntryRecord) -> np.ndarray:
+    return np.frombuffer(record.embedding, np.float32)

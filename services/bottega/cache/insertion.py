@@ -1,0 +1,135 @@
+"""How recordings become entries: room is made by the policy, files are written, then records, then they are served.
+
+One thread at a time calls it. Knows no queue: what fails is raised, and none of the recordings is kept then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+
+from bottega.cache.contents import Contents
+from bottega.cache.disk import CacheDisk
+from bottega.cache.entry_table import new_usage
+from bottega.cache.latent import Entry, EntryRecord, KeptLatent, Picture
+from bottega.cache.latent_files import latent_name, picture_name
+from bottega.cache.recording import Recording
+from bottega.cache.settings import StoreSettings
+from bottega.cache.statistics import Counts, Dropped
+from bottega.clocks import Clock
+from bottega.errors import DataLoss, QueueFull, StorageUnavailable
+
+
+class Insertion:
+    """Has the numbers of entries. clock: says when they were recorded."""
+
+    def __init__(
+        self, settings: StoreSettings, *, contents: Contents, disk: CacheDisk, counts: Counts, clock: Clock
+    ) -> None:
+        self._settings = settings
+        self._contents = contents
+        self._disk = disk
+        self._counts = counts
+        self._clock = clock
+        self._next_number = 1
+
+    def go_on_from(self, number: int) -> None:
+        """This number is taken."""
+        self._next_number = max(self._next_number, number + 1)
+
+    def insert(self, recordings: Sequence[Recording]) -> None:
+        """Keeps them, all or none; but one that the index does not take is dropped by itself.
+
+        Raises StorageUnavailable, DataLoss.
+        """
+        self.make_room(recordings)
+        self._disk.make_room()
+        written: list[EntryRecord] = []
+        try:
+            for recording in recordings:
+                record = self._prepare(recording)
+                if record is not None:
+                    written.append(record)
+                    self._write_files(recording, record)
+            self._disk.add(written, self._contents.table.take_changes())
+        except (StorageUnavailable, DataLoss):
+            for record in written:
+                self._contents.take_back(record)
+                self._disk.discard(_files_of(record))
+            raise
+        for record in written:
+            self._contents.add(record)
+        self._counts.add("recorded", len(written))
+
+    def make_room(self, recordings: Sequence[Recording] = ()) -> None:
+        """Evicts until the budgets hold with these; where anything goes, some more goes with it."""
+        table, settings = self._contents.table, self._settings
+        room_bytes = settings.budget_bytes - sum(recording.latent_bytes for recording in recordings)
+        room_entries = settings.max_entries - len(recordings)
+        if table.size_bytes <= room_bytes and len(table) <= room_entries:
+            return
+        if table.size_bytes > room_bytes:
+            room_bytes -= self._spare_bytes(recordings)
+        removal = table.evict(room_bytes, room_entries)
+        self._contents.forget(removal.entries)
+        self._disk.discard(removal.files)
+        self._counts.add("evictions", removal.latents)
+
+    def _spare_bytes(self, recordings: Sequence[Recording]) -> int:
+        """Of whole latents: where the budget is one of a few, none of them is evicted in advance."""
+        spare_bytes = int(self._settings.batch_share * self._settings.budget_bytes)
+        latent_bytes = max((recording.each_bytes for recording in recordings), default=1)
+        return spare_bytes - spare_bytes % latent_bytes
+
+    def _prepare(self, recording: Recording) -> EntryRecord | None:
+        """Its record, of which the index has the embedding; None where it does not take it."""
+        record = _to_record(recording, self._next_number, now=self._clock.wall(), asked=self._contents.table.now)
+        self._next_number += 1
+        try:
+            self._contents.prepare(record)
+        except (QueueFull, ValueError):
+            self._counts.drop(Dropped.UNFIT)
+            return None
+        return record
+
+    def _write_files(self, recording: Recording, record: EntryRecord) -> None:
+        name = record.entry.name
+        self._disk.files.check_room(recording.size_bytes)
+        self._disk.files.write(picture_name(name), recording.picture)
+        for step, data in recording.latents.items():
+            self._disk.files.write(latent_name(name, step), data)
+
+
+def _to_record(recording: Recording, number: int, *, now: float, asked: float) -> EntryRecord:
+    """asked: the time on the policy's clock."""
+    digest = _digest(recording.picture)
+    entry = Entry(
+        number=number,
+        name=secrets.token_hex(16),
+        key=recording.key,
+        model_hash=recording.model_hash,
+        dtype=recording.dtype,
+        shape=recording.shape,
+        picture=Picture(height=recording.height, width=recording.width, digest=digest),
+        recorded_s=now,
+    )
+    return EntryRecord(
+        entry=entry,
+        embedding=recording.embedding.tobytes(),
+        parameters=recording.parameters,
+        hits=0,
+        latents={
+            step: KeptLatent(digest=_digest(data), usage=new_usage(step, asked))
+            for step, data in recording.latents.items()
+        },
+    )
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _files_of(record: EntryRecord) -> list[str]:
+    name = record.entry.name
+    return [picture_name(name), *(latent_name(name, step) for step in record.latents)]

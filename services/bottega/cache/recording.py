@@ -1,0 +1,112 @@
+"""What a worker has recorded, checked, and in memory of its own."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bottega.cache.latent import RecordedLatent
+from bottega.latents.messages import MAX_EMBEDDING, MAX_LATENTS, MAX_PICTURE_SIDE
+from bottega.transport import DType
+from bottega.v1.cache_pb2 import CacheRecording
+
+Vector = npt.NDArray[np.float32]
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+_MODEL_HASH = re.compile(r"[0-9a-f]{1,128}")
+# A request has at most some hundred (bottega.rules); names of files have room for so many.
+_MAX_STEP = 999
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recording:
+    """embedding: of its prompt. picture: RGB, as bytes. latents: by step."""
+
+    key: str
+    model_hash: str
+    parameters: bytes
+    embedding: Vector
+    picture: bytes
+    height: int
+    width: int
+    dtype: DType
+    shape: tuple[int, ...]
+    latents: dict[int, bytes]
+
+    @property
+    def each_bytes(self) -> int:
+        """Of each of its latents."""
+        return math.prod(self.shape) * self.dtype.item_bytes
+
+    @property
+    def latent_bytes(self) -> int:
+        """Of all its latents."""
+        return self.each_bytes * len(self.latents)
+
+    @property
+    def size_bytes(self) -> int:
+        """What it has in memory, about."""
+        return self.latent_bytes + len(self.picture) + self.embedding.nbytes + len(self.parameters)
+
+
+def to_recording(
+    header: CacheRecording, *, embedding: Vector, picture: npt.NDArray[np.uint8], latents: Sequence[RecordedLatent]
+) -> Recording:
+    """Copies what is not its own. Raises ValueError for what breaks a rule of cache.proto."""
+    check_key(header.key)
+    if not _MODEL_HASH.fullmatch(header.model_hash):
+        raise ValueError("the model of a recording is none: it has a hash in hex")
+    if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+        raise ValueError("the picture of a recording is not RGB")
+    if not 0 < max(picture.shape) <= MAX_PICTURE_SIDE or not picture.size:
+        raise ValueError(f"the picture of a recording has 1 to {MAX_PICTURE_SIDE} pixels a side")
+    dtype, shape = _check_latents(header.steps, latents)
+    return Recording(
+        key=header.key,
+        model_hash=header.model_hash,
+        parameters=header.parameters.SerializeToString(),
+        embedding=checked_embedding(embedding).copy(),
+        picture=picture.tobytes(),
+        height=picture.shape[0],
+        width=picture.shape[1],
+        dtype=dtype,
+        shape=shape,
+        latents={step: bytes(latent.data) for step, latent in zip(header.steps, latents, strict=True)},
+    )
+
+
+def check_key(key: str) -> None:
+    """Raises ValueError for what is no key."""
+    if not _KEY.fullmatch(key):
+        raise ValueError("the key of a cached latent has 64 hex digits")
+
+
+def checked_embedding(embedding: Vector) -> Vector:
+    """The embedding itself. Raises ValueError for one that has no direction."""
+    if embedding.dtype != np.float32 or embedding.ndim != 1 or not 0 < embedding.size <= MAX_EMBEDDING:
+        raise ValueError(f"an embedding is a vector of at most {MAX_EMBEDDING} numbers in float32")
+    # In float64: the squares of large numbers that are finite themselves must be, too.
+    length = float(np.linalg.norm(embedding.astype(np.float64)))
+    if not (math.isfinite(length) and length > 0.0):
+        raise ValueError("an embedding is finite, and not zero")
+    return embedding
+
+
+def _check_latents(steps: Sequence[int], latents: Sequence[RecordedLatent]) -> tuple[DType, tuple[int, ...]]:
+    """Their element type and shape."""
+    if len(steps) != len(latents) or not 1 <= len(latents) <= MAX_LATENTS:
+        raise ValueError(f"a recording has 1 to {MAX_LATENTS} latents, as many as it names steps")
+    if len(set(steps)) != len(steps) or not all(1 <= step <= _MAX_STEP for step in steps):
+        raise ValueError(f"latents are recorded after different steps, 1 to {_MAX_STEP}")
+    first = latents[0]
+    if len(first.shape) != 3 or any((latent.dtype, latent.shape) != (first.dtype, first.shape) for latent in latents):
+        raise ValueError("the latents of a recording differ in shape")
+    size_bytes = math.prod(first.shape) * first.dtype.item_bytes
+    if not size_bytes or any(memoryview(latent.data).nbytes != size_bytes for latent in latents):
+        raise ValueError("a latent of a recording has other bytes than its shape says")
+    return first.dtype, first.shape

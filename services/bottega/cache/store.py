@@ -1,0 +1,233 @@
+"""The approximate cache itself, in one: entries in memory and on the disk, questions, recordings, profiles.
+
+Its calls come from any thread. `service.py` translates between it and gRPC, links bring it questions and recordings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from bottega.cache.contents import Contents
+from bottega.cache.disk import CacheDisk
+from bottega.cache.doorkeeper import Doorkeeper
+from bottega.cache.entry_table import EntryTable
+from bottega.cache.index import KeyedIndex
+from bottega.cache.latent import Entry, EntryDetails, LatentAnswer, RecordedLatent
+from bottega.cache.latent_files import LatentFiles, picture_name
+from bottega.cache.lookup import Lookup
+from bottega.cache.profiles import ProfileFolder
+from bottega.cache.recording import Vector, check_key, checked_embedding, to_recording
+from bottega.cache.records import CacheRecords
+from bottega.cache.selector import Exploration, MostStepsSelector
+from bottega.cache.settings import StoreSettings
+from bottega.cache.statistics import Counts, ModelStatistics, StoreStatistics
+from bottega.cache.writer import CacheWriter
+from bottega.clocks import Clock
+from bottega.errors import Unavailable
+from bottega.storage import folders, os_errors
+from bottega.storage.process_lock import HeldElsewhere, ProcessLock
+from bottega.v1 import generation_pb2
+from bottega.v1.cache_pb2 import CacheAnswer, CacheEntry, CacheProfile, CacheQuestion, CacheRecording
+
+_MOST_IMAGES = 8
+# Of entries that are listed at once.
+_MOST_LISTED = 10_000
+_APPROXIMATE = (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
+
+
+class LatentStore:
+    """Start it with `start`, end it with `close`, which ends the index, too. clock: says when entries were recorded."""
+
+    def __init__(self, settings: StoreSettings, *, index: KeyedIndex | None = None, clock: Clock | None = None) -> None:
+        self._settings = settings
+        self._lock = ProcessLock(settings.folder)
+        self._counts = Counts()
+        self._table = EntryTable(settings.policy)
+        index = index if index is not None else KeyedIndex()
+        self._contents = Contents(table=self._table, index=index, predictor=None)
+        self._files = LatentFiles(settings.folder / "latents", min_free_bytes=settings.min_free_bytes)
+        self._profiles = ProfileFolder(settings.folder / "profiles")
+        self._doorkeeper = Doorkeeper() if settings.doorkeeper else None
+        self._writer = CacheWriter(
+            settings,
+            contents=self._contents,
+            disk=CacheDisk(files=self._files, records=CacheRecords(settings.folder / "records.db")),
+            counts=self._counts,
+            clock=clock or Clock(),
+        )
+        self._lookup = Lookup(
+            contents=self._contents,
+            files=self._files,
+            profiles=self._profiles,
+            selector=MostStepsSelector(),
+            exploration=Exploration(settings.exploration, settings.seed),
+            counts=self._counts,
+            lost=self._writer.lose,
+        )
+
+    def start(self) -> None:
+        """Takes the folder. What is there is served soon: it is read in the background.
+
+        A disk that fails is told of in the statistics, and tried again. Raises Unavailable where another process has
+        the folder, StorageUnavailable where there can be none, ConfigError where its records are somebody else's.
+        """
+        with os_errors.translated():
+            folders.make_own(self._settings.folder)
+            try:
+                self._lock.acquire()
+            except HeldElsewhere as held:
+                raise Unavailable(f"{held} (key folder)") from None
+        self._profiles.open()
+        self._writer.start()
+
+    def close(self) -> None:
+        """Writes what waits, and ends. Harmless when it was not started."""
+        self._writer.close()
+        self._contents.close()
+        self._lock.release()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Whether what is there was read, and what was recorded before is written, within that time."""
+        return self._writer.flush(timeout_s)
+
+    def ask(self, question: CacheQuestion, embedding: Vector) -> LatentAnswer:
+        """What a job's pictures may start from, and whether its first one is to be recorded.
+
+        embedding: of its prompt. Raises ValueError for what breaks a rule of cache.proto.
+        """
+        _check(question)
+        checked_embedding(embedding)
+        self._table.tick()
+        if question.pinned:
+            answer = self._lookup.pinned(question, embedding)
+            self._counts.lookup(answer.header.outcome)
+            return answer
+        repeated = self._is_repeated(question.key)
+        if question.images and question.fidelity in _APPROXIMATE:
+            answer = self._lookup.similar(question, embedding)
+            self._counts.lookup(answer.header.outcome)
+        else:
+            answer = LatentAnswer(header=CacheAnswer(), latents=())
+        answer.header.record = repeated and not answer.latents and not self._writer.trouble
+        return answer
+
+    def record(
+        self,
+        recording: CacheRecording,
+        *,
+        embedding: Vector,
+        picture: npt.NDArray[np.uint8],
+        latents: Sequence[RecordedLatent],
+    ) -> None:
+        """Keeps latents of a picture, soon: it returns at once. What cannot be kept is dropped and counted.
+
+        picture: [height, width, 3]. latents: after the header's steps, in their order. They are copied. Raises
+        ValueError for what breaks a rule of cache.proto.
+        """
+        self._writer.record(to_recording(recording, embedding=embedding, picture=picture, latents=latents))
+
+    def statistics(self) -> StoreStatistics:
+        """Its figures of this moment."""
+        counts, waiting = self._counts, self._writer.waiting
+        return StoreStatistics(
+            models=self._models(),
+            bytes=self._table.size_bytes,
+            budget_bytes=self._settings.budget_bytes,
+            lookups=counts.lookups(),
+            steps_skipped=counts.total("steps_skipped"),
+            recorded=counts.total("recorded"),
+            evictions=counts.total("evictions"),
+            holes=counts.total("holes"),
+            damaged=counts.total("damaged"),
+            dropped=counts.dropped(),
+            trouble=self._writer.trouble,
+            waiting=waiting[0],
+            waiting_bytes=waiting[1],
+        )
+
+    def entry(self, name: str) -> EntryDetails | None:
+        """One entry; None where it is not there. Raises StorageUnavailable, DataLoss."""
+        entry = self._table.named(name)
+        if entry is None:
+            return None
+        found = self._described([entry])
+        return EntryDetails(entry=found[0], picture=self._picture(entry)) if found else None
+
+    def entries(self, model_hash: str, limit: int) -> list[CacheEntry]:
+        """The entries that were recorded last, newest first. model_hash: empty is of any.
+
+        Raises StorageUnavailable, DataLoss.
+        """
+        return self._described(self._table.newest(model_hash, min(limit, _MOST_LISTED)))
+
+    def clear(self, model_hash: str = "") -> int:
+        """Forgets the entries of a model; empty is of all. How many. Raises StorageUnavailable."""
+        return self._writer.clear(model_hash)
+
+    def profiles(self) -> list[CacheProfile]:
+        """Of each model that has one."""
+        return self._profiles.all()
+
+    def set_profile(self, profile: CacheProfile) -> CacheProfile:
+        """Keeps it in place of the model's other one; without classes, that one is forgotten.
+
+        Raises ValueError for what is none, StorageUnavailable.
+        """
+        return self._profiles.set(profile)
+
+    def add_profile(self, profile: CacheProfile) -> None:
+        """Keeps it where the model has none. Raises ValueError, StorageUnavailable."""
+        if not self._profiles.has(profile.model_hash):
+            self._profiles.set(profile)
+
+    def _is_repeated(self, key: str) -> bool:
+        return self._doorkeeper is None or self._doorkeeper.admits(key) or self._table.has_key(key)
+
+    def _models(self) -> tuple[ModelStatistics, ...]:
+        found = self._table.models()
+        return tuple(
+            ModelStatistics(
+                model_hash=model,
+                entries=found[model].entries,
+                latents=found[model].latents,
+                keys=found[model].keys,
+                has_profile=self._profiles.has(model),
+            )
+            for model in sorted(found)
+        )
+
+    def _described(self, entries: Sequence[Entry]) -> list[CacheEntry]:
+        """Those that are still there, in the same order."""
+        parameters = self._writer.parameters(entries)
+        found = []
+        for entry in entries:
+            steps, hits = self._table.steps_and_hits(entry.number)
+            if steps and entry.number in parameters:
+                described = CacheEntry(
+                    entry=entry.name,
+                    model_hash=entry.model_hash,
+                    key=entry.key,
+                    steps=steps,
+                    bytes=len(steps) * entry.latent_bytes,
+                    recorded_s=entry.recorded_s,
+                    hits=hits,
+                )
+                described.parameters.ParseFromString(parameters[entry.number])
+                found.append(described)
+        return found
+
+    def _picture(self, entry: Entry) -> np.ndarray | None:
+        picture = entry.picture
+        data = self._files.read(picture_name(entry.name), digest=picture.digest, size_bytes=picture.size_bytes)
+        return np.frombuffer(data, np.uint8).reshape(picture.height, picture.width, 3) if data is not None else None
+
+
+def _check(question: CacheQuestion) -> None:
+    check_key(question.key)
+    if not 0 <= question.images <= _MOST_IMAGES or len(question.pinned) > _MOST_IMAGES:
+        raise ValueError(f"a question is for at most {_MOST_IMAGES} pictures")
+    if question.steps < 1 or question.words < 0:
+        raise ValueError("a question is of a job with at least one step, and words")

@@ -1,0 +1,230 @@
+"""All that a store writes, in one thread: recordings, evictions, deletions, uses; and what it reads at its start.
+
+A disk that is full or fails makes the store read-only: recordings are dropped, what is there is served, and every
+`retry_s` seconds the disk is tried again. Recordings that wait are bounded in number and bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from bottega.cache.contents import Contents
+from bottega.cache.disk import CacheDisk
+from bottega.cache.entry_table import Removal
+from bottega.cache.insertion import Insertion
+from bottega.cache.latent import Entry, EntryRecord
+from bottega.cache.recording import Recording
+from bottega.cache.settings import StoreSettings
+from bottega.cache.statistics import Counts, Dropped
+from bottega.cache.store_thread import StoreThread
+from bottega.clocks import Clock
+from bottega.errors import DataLoss, StorageUnavailable
+
+# Recordings that are written at once, and the share of the budgets that they may have together.
+_MOST_AT_ONCE = 64
+_SHARE_AT_ONCE = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+class _Closing(Exception):
+    """Ends the reading of what is there."""
+
+
+class CacheWriter:
+    """Start it with `start`, end it with `close`. Any thread may call it."""
+
+    def __init__(
+        self, settings: StoreSettings, *, contents: Contents, disk: CacheDisk, counts: Counts, clock: Clock
+    ) -> None:
+        self._settings = settings
+        self._contents = contents
+        self._table = contents.table
+        self._disk = disk
+        self._counts = counts
+        self._thread = StoreThread("cache-writer", tick=self._tick, every_s=settings.retry_s)
+        self._lock = threading.Lock()
+        self._waiting: deque[Recording] = deque()
+        self._waiting_bytes = 0
+        self._trouble = ""
+        self._closing = False
+        # Of the thread alone.
+        self._insertion = Insertion(settings, contents=contents, disk=disk, counts=counts, clock=clock)
+        self._opened = self._loaded = False
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be recorded now; empty when all is well."""
+        return self._trouble
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Recordings that wait, and their bytes."""
+        with self._lock:
+            return len(self._waiting), self._waiting_bytes
+
+    def start(self) -> None:
+        """What is there is read soon. Raises ConfigError where the records are somebody else's."""
+        self._thread.start()
+        self._thread.call(self._open)
+        self._thread.post(self._load)
+
+    def close(self) -> None:
+        """Ends after what waits."""
+        self._closing = True
+        self._thread.post(self._tidy)
+        if self._thread.end():
+            self._disk.records.close()
+        else:
+            _log.error("the disk of the cache does not answer; what waits for it is lost")
+
+    def flush(self, timeout_s: float) -> bool:
+        """Whether all that was handed in before is written, in that time."""
+        try:
+            self._thread.call(self._tidy, wait_s=timeout_s)
+        except StorageUnavailable:
+            return False
+        return self._loaded and not self._trouble
+
+    def record(self, recording: Recording) -> None:
+        """Has it written soon, or drops it."""
+        reason = self._enqueue(recording)
+        if reason is None:
+            self._thread.post(self._write_waiting)
+        else:
+            self._counts.drop(reason)
+
+    def lose(self, removal: Removal) -> None:
+        """The table has forgotten what is damaged: its files go soon."""
+        self._contents.forget(removal.entries)
+        self._thread.post(lambda: self._disk.discard(removal.files))
+        self._thread.post(self._tidy)
+
+    def clear(self, model_hash: str) -> int:
+        """Forgets the entries of a model; empty is of all. How many. Raises StorageUnavailable."""
+        return self._thread.call(lambda: self._clear(model_hash))
+
+    def parameters(self, entries: Sequence[Entry]) -> dict[int, bytes]:
+        """What was drawn, by number of the entry. Raises StorageUnavailable, DataLoss."""
+        numbers = [entry.number for entry in entries]
+        return self._thread.call(lambda: self._disk.records.parameters(numbers))
+
+    def _enqueue(self, recording: Recording) -> Dropped | None:
+        """Why it is dropped; None where it waits."""
+        if self._trouble:
+            return Dropped.TROUBLE
+        if recording.latent_bytes > self._settings.budget_bytes:
+            return Dropped.TOO_LARGE
+        with self._lock:
+            size_bytes = self._waiting_bytes + recording.size_bytes
+            if len(self._waiting) >= self._settings.max_waiting or size_bytes > self._settings.max_waiting_bytes:
+                return Dropped.BUSY
+            self._waiting.append(recording)
+            self._waiting_bytes = size_bytes
+        return None
+
+    def _tick(self) -> None:
+        if self._trouble:
+            self._heal()
+        else:
+            self._tidy()
+
+    def _open(self) -> None:
+        """Raises ConfigError."""
+        try:
+            self._disk.open()
+        except (StorageUnavailable, DataLoss) as error:
+            self._fail(error)
+        else:
+            self._opened = True
+
+    def _load(self) -> None:
+        if not self._opened:
+            return
+        try:
+            self._disk.load(self._take)
+        except _Closing:
+            return
+        except (StorageUnavailable, DataLoss) as error:
+            self._fail(error)
+            return
+        self._loaded = True
+        _log.info("the cache has read its entries", extra={"entries": len(self._table)})
+        self._insertion.make_room()
+        self._tidy(probe=True)
+
+    def _take(self, key: str, records: Sequence[EntryRecord]) -> None:
+        if self._closing:
+            raise _Closing
+        self._contents.load(key, records)
+        self._insertion.go_on_from(max(record.entry.number for record in records))
+
+    def _tidy(self, *, probe: bool = False) -> None:
+        """Deletes and notes what is to be. probe: also sees whether the disk can be written."""
+        if not self._opened:
+            return
+        try:
+            if probe:
+                self._disk.files.probe()
+            self._disk.tidy(self._table.take_changes())
+        except (StorageUnavailable, DataLoss) as error:
+            self._fail(error)
+
+    def _write_waiting(self) -> None:
+        while batch := self._next_batch():
+            if self._trouble:
+                self._counts.drop(Dropped.TROUBLE, len(batch))
+                continue
+            try:
+                self._insertion.insert(batch)
+            except (StorageUnavailable, DataLoss) as error:
+                self._counts.drop(Dropped.TROUBLE, len(batch))
+                self._fail(error)
+
+    def _next_batch(self) -> list[Recording]:
+        batch: list[Recording] = []
+        left_bytes = _SHARE_AT_ONCE * self._settings.budget_bytes
+        most = min(_MOST_AT_ONCE, max(1, int(_SHARE_AT_ONCE * self._settings.max_entries)))
+        with self._lock:
+            while self._waiting and len(batch) < most:
+                left_bytes -= self._waiting[0].latent_bytes
+                if batch and left_bytes < 0:
+                    break
+                batch.append(self._waiting.popleft())
+                self._waiting_bytes -= batch[-1].size_bytes
+        return batch
+
+    def _clear(self, model_hash: str) -> int:
+        removal = self._table.clear(model_hash)
+        self._contents.forget(removal.entries)
+        self._disk.discard(removal.files)
+        self._tidy()
+        return len(removal.entries)
+
+    def _fail(self, error: StorageUnavailable | DataLoss) -> None:
+        if isinstance(error, DataLoss):
+            self._loaded = False  # the records are to be opened anew, and read
+        if not self._trouble:
+            _log.error("the cache records nothing until its disk can be written", extra={"text": error.message})
+        self._trouble = error.message
+
+    def _heal(self) -> None:
+        """Tries the disk again. Where the records have failed, or are gone, what is there then is read anew."""
+        try:
+            self._loaded = self._disk.open() and self._loaded
+            self._disk.files.probe()
+            if self._loaded:
+                self._disk.tidy(self._table.take_changes())
+        except (StorageUnavailable, DataLoss) as error:
+            self._fail(error)
+            return
+        self._trouble = ""
+        _log.info("the disk of the cache can be written again")
+        if not self._loaded:
+            self._contents.forget(self._table.clear("").entries)
+            self._table.take_changes()
+            self._opened = True
+            self._load()
