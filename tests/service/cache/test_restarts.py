@@ -1,0 +1,176 @@
+"""What a store had it has again after a restart, without what was interrupted, damaged or put there by others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from bottega.cache.store import LatentStore
+from bottega.errors import ConfigError, Unavailable
+from bottega.v1.cache_pb2 import CacheAnswer
+from tests.support.cached_latents import (
+    LATENT_BYTES,
+    MODEL,
+    digest,
+    pins,
+    profile,
+    question,
+    record,
+    running,
+    settings,
+    similar,
+    vector,
+    written,
+)
+
+KEYS = tuple(f"{number:064x}" for number in range(5))
+
+
+def _fill(folder: Path) -> None:
+    with running(folder) as store:
+        for seed in range(20):
+            record(store, vector(seed), key=KEYS[seed % 5], seed=seed, steps=(5, 10 + seed % 3))
+        written(store)
+
+
+def _answers(store: LatentStore) -> list[tuple[CacheAnswer, list[str]]]:
+    asked = [store.ask(question(key, images=2), similar(vector(seed), 0.9)) for seed in range(20) for key in KEYS[:2]]
+    return [(answer.header, digest(answer)) for answer in asked]
+
+
+def test_a_restart_serves_the_same(tmp_path: Path) -> None:
+    _fill(tmp_path)
+    with running(tmp_path) as store:
+        answers, entries = _answers(store), store.entries("", 100)
+        assert sum(len(found) for _, found in answers) == 8
+    with running(tmp_path) as store:
+        assert _answers(store) == answers
+        again = store.entries("", 100)
+        assert [entry.entry for entry in again] == [entry.entry for entry in entries]
+        assert store.profiles() == [profile()]
+
+
+def test_how_often_something_was_used_outlives_a_restart(tmp_path: Path) -> None:
+    with running(tmp_path) as store:
+        record(store, vector(0), steps=(5, 10))
+        written(store)
+        (entry,) = store.entries(MODEL, 1)
+        for _ in range(3):
+            store.ask(pins((entry.entry, 5)), vector(0))
+    with running(tmp_path, budget_bytes=2 * LATENT_BYTES) as store:
+        assert store.entries(MODEL, 1)[0].hits == 3
+        record(store, vector(1), seed=1, steps=(10,))
+        written(store)
+        assert list(store.entries(MODEL, 2)[1].steps) == [5]
+
+
+def test_files_without_a_record_are_swept_and_foreign_ones_are_not(tmp_path: Path) -> None:
+    _fill(tmp_path)
+    latents = tmp_path / "latents"
+    (latents / "00").mkdir(exist_ok=True)
+    orphans = [latents / "00" / f"{0:032x}@5", latents / "00" / f"{0:032x}.rgb", latents / "incoming" / f"{1:032x}@5"]
+    foreign = [latents / "00" / "notes.txt", latents / "notes.txt"]
+    for path in (*orphans, *foreign):
+        path.write_bytes(b"something")
+    with running(tmp_path) as store:
+        written(store)
+        assert not any(path.exists() for path in orphans)
+        assert all(path.exists() for path in foreign)
+        assert len(store.entries("", 100)) == 20
+
+
+def test_a_record_without_its_file_is_dropped(tmp_path: Path) -> None:
+    _fill(tmp_path)
+    with running(tmp_path) as store:
+        first, second, *_ = store.entries("", 100)
+    for step in first.steps:
+        (tmp_path / "latents" / first.entry[:2] / f"{first.entry}@{step}").unlink()
+    (tmp_path / "latents" / second.entry[:2] / f"{second.entry}@{second.steps[0]}").unlink()
+    with running(tmp_path) as store:
+        entries = {entry.entry: entry for entry in store.entries("", 100)}
+        assert len(entries) == 19
+        assert first.entry not in entries
+        assert entries[second.entry].steps == second.steps[1:]
+    with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as records:
+        assert records.execute("SELECT count(*) FROM latents").fetchone() == (37,)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE entries SET key = replace(key, '0', '1') WHERE number = 1",
+        "UPDATE entries SET model_hash = 'ff' WHERE number = 1",
+        "UPDATE entries SET embedding = zeroblob(256) WHERE number = 1",
+        "UPDATE entries SET shape = '[4, 4, 16]' WHERE number = 1",
+        "UPDATE entries SET number = 1000 WHERE number = 1",
+        "UPDATE latents SET digest = zeroblob(32) WHERE number = 1",
+        "UPDATE latents SET step = step + 1 WHERE number = 1",
+    ],
+)
+def test_a_damaged_record_is_dropped_alone(tmp_path: Path, damage: str) -> None:
+    _fill(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as records, records:
+        records.execute(damage)
+    with running(tmp_path) as store:
+        assert len(store.entries("", 100)) == 19
+        assert not store.ask(question(KEYS[0]), vector(0)).header.hits
+        record(store, vector(0), key=KEYS[0])
+        written(store)
+        assert store.ask(question(KEYS[0]), vector(0)).header.hits
+    with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as records:
+        assert records.execute("SELECT count(*) FROM entries").fetchone() == (20,)
+        assert records.execute("SELECT count(*) FROM latents").fetchone() == (43,)
+    assert len([path for path in (tmp_path / "latents").glob("??/*") if "@" in path.name]) == 43
+
+
+def test_counts_of_use_that_are_nonsense_harm_nothing(tmp_path: Path) -> None:
+    _fill(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as records, records:
+        records.execute("UPDATE latents SET frequency = -1e300, used_at = 9e999")
+        records.execute("UPDATE entries SET hits = -5")
+    with running(tmp_path) as store:
+        entries = store.entries("", 100)
+        assert [entry.hits for entry in entries] == [0] * 20
+        assert store.ask(question(KEYS[0]), vector(0)).header.hits
+
+
+def test_damaged_records_are_kept_aside_and_the_store_starts_empty(tmp_path: Path) -> None:
+    _fill(tmp_path)
+    file = tmp_path / "records.db"
+    file.write_bytes(b"\0" * 4096 + file.read_bytes()[4096:])
+    with running(tmp_path) as store:
+        assert store.entries("", 100) == []
+        assert list((tmp_path / "latents").glob("??/*")) == []
+        assert list(tmp_path.glob("records.damaged-*.db"))
+        assert store.profiles() == [profile()]
+        record(store, vector(0))
+        written(store)
+
+
+def test_a_damaged_profile_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _fill(tmp_path)
+    file = tmp_path / "profiles" / f"{MODEL}.json"
+    said = json.loads(file.read_text(encoding="utf-8"))
+    said["profile"]["fast"][0]["thresholds"][0]["similarity"] = 0.0
+    file.write_text(json.dumps(said), encoding="utf-8")
+    with running(tmp_path, measured=False) as store:
+        assert store.profiles() == []
+    assert "bottega cache profile makes it again" in caplog.text
+
+
+def test_a_folder_has_one_store_at_a_time(tmp_path: Path) -> None:
+    with running(tmp_path), pytest.raises(Unavailable, match="in use by process"):
+        LatentStore(settings(tmp_path)).start()
+
+
+def test_records_of_somebody_else_are_refused(tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as records, records:
+        records.execute("CREATE TABLE things (name TEXT)")
+    store = LatentStore(settings(tmp_path))
+    with pytest.raises(ConfigError, match="not the records of cached latents"):
+        store.start()
+    store.close()
