@@ -1,0 +1,35 @@
+"""Cached latents as an add-on of a worker's engine: from the fleet's approximate caches."""
+
+from __future__ import annotations
+
+from bottega.diffusion.cached_starts.addon import EngineCachedStarts
+from bottega.worker.cache.latent_stores import LatentStores
+from bottega.worker.cache.store_link import CacheLinkSettings
+from bottega.worker.engine.addons import EngineAddOnContext
+
+
+def create(context: EngineAddOnContext) -> WorkerCachedStarts:
+    """The add-on that the manifest names."""
+    return WorkerCachedStarts(context)
+
+
+class WorkerCachedStarts(EngineCachedStarts):
+    """All cached latents of a worker."""
+
+    def __init__(self, context: EngineAddOnContext) -> None:
+        config = context.config
+        self._stores = LatentStores(
+            model_name=context.model.name,
+            offers=context.offers,
+            budget_bytes=config.cache_recording_bytes,
+            settings=CacheLinkSettings(silence_s=config.cache_silence_s),
+            counters=context.counters,
+        )
+        super().__init__(context.model, self._stores, timeout_s=config.cache_timeout_s)
+
+    @property
+    def open_links(self) -> int:
+        return self._stores.linked
+
+    def stop(self) -> None:
+        self._stores.stop()

@@ -1,0 +1,158 @@
+"""The fleet's approximate caches as one source of latents: the first that is linked is asked. See LatentSource.
+
+A question whose cache is lost is asked at the next one, or there again, for as long as somebody needs the answer.
+Recordings wait within a budget of bytes and go to the first cache that is linked; nothing here ever waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from bottega.diffusion.cached_starts import LatentAnswer, LatentQuestion, Recording
+from bottega.latents.messages import CacheMessage
+from bottega.transport import LinkCounters, OfferSource
+from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer
+from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.worker.cache.messages import recording_of
+from bottega.worker.cache.store_link import CacheLinkSettings, StoreLink
+
+_log = logging.getLogger(__name__)
+
+# That wait for their answers: a worker holds at most some tens of jobs.
+_MOST_QUESTIONS = 1024
+# Caches that are linked: a fleet has one, or a few.
+_MOST_STORES = 4
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Question:
+    """link: that was asked it; None while there is none."""
+
+    question: LatentQuestion
+    answer: Future[LatentAnswer]
+    link: StoreLink | None = None
+
+
+class LatentStores:
+    """One thread of the engine's calls it, and those of its links.
+
+    model_name: as requests call the engine's model. budget_bytes: of recordings that wait.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        offers: OfferSource,
+        budget_bytes: int,
+        settings: CacheLinkSettings,
+        counters: LinkCounters,
+    ) -> None:
+        self._model_name = model_name
+        self._offers = offers
+        self._budget_bytes = budget_bytes
+        self._settings = settings
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._links: dict[str, StoreLink] = {}
+        self._questions: dict[int, _Question] = {}
+        self._numbers = itertools.count(1)
+        self._recordings: deque[Recording] = deque()
+        self._waiting_bytes = 0
+
+    @property
+    def linked(self) -> int:
+        """Links that are open."""
+        return sum(link.open for link in list(self._links.values()))
+
+    def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
+        wanted = {store.address: store for store in stores[:_MOST_STORES]}
+        with self._lock:
+            gone = [link for address, link in self._links.items() if address not in wanted]
+            self._links = {address: self._links.get(address) or self._open(store) for address, store in wanted.items()}
+        for link in gone:
+            link.close()
+
+    def ask(self, question: LatentQuestion) -> Future[LatentAnswer]:
+        answer = Future[LatentAnswer]()
+        with self._lock:
+            self._questions = {key: each for key, each in self._questions.items() if not each.answer.done()}
+            if len(self._questions) >= _MOST_QUESTIONS:
+                answer.set_result(LatentAnswer(header=CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE)))
+                return answer
+            number = next(self._numbers)
+            asked = self._questions[number] = _Question(question=question, answer=answer)
+            self._send(number, asked)
+        return answer
+
+    def record(self, recording: Recording) -> bool:
+        with self._lock:
+            link = self._first_open()
+            if link is None or self._waiting_bytes + recording.size_bytes > self._budget_bytes:
+                return False
+            self._recordings.append(recording)
+            self._waiting_bytes += recording.size_bytes
+        link.record()
+        return True
+
+    def stop(self) -> None:
+        """Ends all links."""
+        self.set_stores(())
+
+    def on_link(self, link: StoreLink) -> None:
+        """What nobody was asked yet, it is asked."""
+        with self._lock:
+            self._ask_pending()
+        link.record()
+
+    def on_answer(self, link: StoreLink, number: int, answer: LatentAnswer) -> None:
+        """Late ones, and those to what somebody else was asked, count as well as others."""
+        with self._lock:
+            asked = self._questions.pop(number, None)
+        # Cancelled at this moment, perhaps: then nobody wants it.
+        if asked is not None and asked.answer.set_running_or_notify_cancel():
+            asked.answer.set_result(answer)
+
+    def on_lost(self, link: StoreLink) -> None:
+        """What it was asked, another one is, or the same when it is back."""
+        with self._lock:
+            for asked in self._questions.values():
+                if asked.link is link:
+                    asked.link = None
+            self._ask_pending()
+
+    def next_recording(self) -> CacheMessage | None:
+        while True:
+            with self._lock:
+                if not self._recordings:
+                    return None
+                recording = self._recordings.popleft()
+                self._waiting_bytes -= recording.size_bytes
+            try:
+                return recording_of(recording, model_name=self._model_name)
+            except Exception:  # noqa: BLE001 - the boundary of a recording: the link, and others', go on without it
+                _log.exception("a recording could not be made")
+
+    def _open(self, store: ServiceAddress) -> StoreLink:
+        return StoreLink(store, owner=self, offers=self._offers, settings=self._settings, counters=self._counters)
+
+    def _first_open(self) -> StoreLink | None:
+        return next((link for link in self._links.values() if link.open), None)
+
+    def _ask_pending(self) -> None:
+        """Asks what has no link, and is still wanted. Under the lock."""
+        for number, asked in self._questions.items():
+            if asked.link is None and not asked.answer.done():
+                self._send(number, asked)
+
+    def _send(self, number: int, asked: _Question) -> None:
+        """Asks the first cache that is linked. Under the lock."""
+        link = self._first_open()
+        if link is not None and link.ask(number, asked.question):
+            asked.link = link

@@ -1,0 +1,89 @@
+"""Messages to and from an approximate cache, made of the engine's tensors and read into such."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.cached_starts import LatentAnswer, LatentQuestion, Recording
+from bottega.diffusion.cached_starts.recorder import latents_in_order
+from bottega.diffusion.spec import ResolvedSpec
+from bottega.diffusion.tensor_messages import DTYPES, tensor_at
+from bottega.latents import messages
+from bottega.transport import Layout
+from bottega.v1 import generation_pb2
+from bottega.v1.cache_pb2 import CacheAnswer, CacheRecording
+
+_HEADER_SPECS = 2
+
+
+def question_of(number: int, question: LatentQuestion) -> messages.CacheMessage:
+    """The message that asks."""
+    return messages.question_message(number, question.header, _bytes(question.embedding))
+
+
+def answer_of(layout: Layout, views: Sequence[memoryview]) -> tuple[int, LatentAnswer]:
+    """The number of the question, and copies of what came. Raises ValueError."""
+    number, header = messages.read_header(layout, views, CacheAnswer)
+    messages.check_latents(layout, _HEADER_SPECS, len(header.hits))
+    latents = [tensor_at(layout, views, index).clone() for index in range(_HEADER_SPECS, len(layout.specs))]
+    return number, LatentAnswer(header=header, latents=tuple(latents))
+
+
+def recording_of(recording: Recording, *, model_name: str) -> messages.CacheMessage:
+    """The message that records. It waits for the device, and shrinks the picture: for a thread that has time."""
+    latents = latents_in_order(recording)
+    picture = recording.small_picture()
+    height, width, _ = picture.shape
+    return messages.recording_message(
+        CacheRecording(
+            key=recording.key,
+            model_hash=recording.model_hash,
+            parameters=parameters_of(recording.spec, model_name=model_name),
+            steps=[step for step, _ in latents],
+        ),
+        embedding=_bytes(recording.embedding),
+        picture=(messages.picture_spec(height, width), _bytes(picture)),
+        latents=[
+            (messages.latent_spec(place, DTYPES[latent.dtype], tuple(latent.shape)), _bytes(latent))
+            for place, (_, latent) in enumerate(latents)
+        ],
+    )
+
+
+def parameters_of(spec: ResolvedSpec, *, model_name: str) -> generation_pb2.GenerationSpec:
+    """What was drawn, for people; without images."""
+    pb = generation_pb2
+    return pb.GenerationSpec(
+        model=model_name,
+        prompt=spec.prompt,
+        negative_prompt=spec.negative_prompt,
+        negative_prompt_2=spec.negative_prompt_2,
+        num_inference_steps=spec.num_inference_steps,
+        guidance_scale=spec.guidance_scale,
+        guidance_rescale=spec.guidance_rescale,
+        width=spec.width,
+        height=spec.height,
+        seed=spec.seed,
+        num_images=spec.num_images,
+        sampler=pb.Sampler.Value(f"SAMPLER_{spec.sampler.name}"),
+        use_karras_sigmas=spec.use_karras_sigmas,
+        loras=[pb.Lora(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in spec.loras],
+        controlnets=[
+            pb.ControlNet(
+                name=control.name,
+                controlnet_conditioning_scale=control.controlnet_conditioning_scale,
+                control_guidance_start=control.control_guidance_start,
+                control_guidance_end=control.control_guidance_end,
+                guess_mode=control.guess_mode,
+            )
+            for control in spec.controlnets
+        ],
+    )
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    data: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data

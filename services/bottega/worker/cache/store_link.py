@@ -1,0 +1,157 @@
+"""One approximate cache as a worker's engine sees it: sends questions and recordings, and hears answers.
+
+The link is opened as soon as the cache is known, so that the first question finds it open, and again when it is lost.
+What is still to be asked or recorded, its owner knows.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from bottega import kinds
+from bottega.diffusion.cached_starts import LatentAnswer, LatentQuestion
+from bottega.errors import BottegaError, NoSharedMemory, TooLarge
+from bottega.latents.messages import CacheMessage, CacheMessageKind
+from bottega.transport import (
+    Connection,
+    Incoming,
+    Limits,
+    Link,
+    LinkClient,
+    LinkClientHandler,
+    LinkClientSettings,
+    LinkCounters,
+    OfferSource,
+    kind_of,
+)
+from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.worker.cache import messages
+
+_log = logging.getLogger(__name__)
+
+# Of an answer: eight latents of a picture of 4096 pixels a side are 8 MiB in single precision.
+_ANSWER_BYTES = 64 << 20
+_SLOTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLinkSettings(LinkClientSettings):
+    """Takes in answers."""
+
+    limits: Limits = field(default_factory=lambda: Limits(slots=_SLOTS, slot_bytes=_ANSWER_BYTES))
+    retry_s: float = 1.0
+
+
+class LinkOwner(Protocol):
+    """Who has questions and recordings. Called by the link's threads."""
+
+    def on_link(self, link: StoreLink) -> None:
+        """It is open."""
+        ...
+
+    def on_answer(self, link: StoreLink, number: int, answer: LatentAnswer) -> None:
+        """The answer to the question of this number, which it may not have asked."""
+        ...
+
+    def on_lost(self, link: StoreLink) -> None:
+        """It has ended: what it was asked will not be answered."""
+        ...
+
+    def next_recording(self) -> CacheMessage | None:
+        """The oldest recording; None where there is none. By the thread that sends."""
+        ...
+
+
+class StoreLink(LinkClientHandler):
+    """Any thread may call it. open: whether there is a link."""
+
+    def __init__(
+        self,
+        store: ServiceAddress,
+        *,
+        owner: LinkOwner,
+        offers: OfferSource,
+        settings: CacheLinkSettings,
+        counters: LinkCounters,
+    ) -> None:
+        self.store = store
+        self._owner = owner
+        self._connection: Connection | None = None
+        self._records = False
+        self._told = False
+        self._client = LinkClient(
+            self,
+            peer=f"cache {store.name}",
+            request=lambda link_id: offers.request(kinds.CACHE, store.address, link_id),
+            settings=settings,
+            counters=counters,
+        )
+        self._client.start()
+
+    @property
+    def open(self) -> bool:
+        return self._connection is not None
+
+    @property
+    def wants_link(self) -> bool:
+        """Always: it is closed when the cache is there no more."""
+        return True
+
+    def ask(self, number: int, question: LatentQuestion) -> bool:
+        """Sends a question; False where there is no link."""
+        connection = self._connection
+        return connection is not None and connection.send(messages.question_of(number, question))
+
+    def record(self) -> None:
+        """There is a recording to be sent when there is nothing to ask. Harmless without a link."""
+        connection = self._connection
+        if connection is not None:
+            connection.post(self._begin_recording)
+
+    def close(self) -> None:
+        """Ends the link."""
+        self._client.close()
+
+    def on_open(self, connection: Connection) -> None:
+        self._connection, self._told = connection, False
+        assert connection.link is not None
+        choice = connection.link.backend_choice
+        facts = {"cache": self.store.name, "backend": choice.backend, "why": choice.reason}
+        _log.info("linked to an approximate cache", extra=facts)
+        self._owner.on_link(self)
+
+    def on_message(self, connection: Connection, incoming: Incoming) -> None:
+        with incoming:
+            if kind_of(incoming.layout) != CacheMessageKind.ANSWER:
+                raise ValueError(f"a cache sends no {kind_of(incoming.layout)[:40]} message")
+            number, answer = messages.answer_of(incoming.layout, connection.wait_all(incoming))
+        self._owner.on_answer(self, number, answer)
+
+    def on_end(self, cause: BottegaError) -> None:
+        self._connection = None
+        if not self._told:  # once, however often it is tried again
+            self._told = True
+            _log.warning("an approximate cache is lost", extra={"cache": self.store.name, "text": cause.message})
+        self._owner.on_lost(self)
+
+    @property
+    def idle_s(self) -> float | None:
+        """Questions go before recordings."""
+        return 0.0 if self._records else None
+
+    def send_idle(self, link: Link) -> None:
+        """The next recording."""
+        recording = self._owner.next_recording()
+        self._records = recording is not None
+        connection = self._connection
+        if recording is None or connection is None:
+            return
+        try:
+            connection.send_now(link, recording)
+        except (NoSharedMemory, TooLarge) as error:  # nothing of it was sent, and the link lives
+            _log.warning("a recording is dropped", extra={"cache": self.store.name, "text": error.message})
+
+    def _begin_recording(self, _link: Link) -> None:
+        self._records = True

@@ -1,0 +1,225 @@
+"""A worker's links to approximate caches: who is asked, what comes back, and that nothing ever waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bottega.diffusion.cached_starts import LatentAnswer, LatentQuestion, Recording
+from bottega.diffusion.spec import LoraSpec, ResolvedSpec
+from bottega.diffusion.tensor_messages import DTYPES
+from bottega.latents import messages
+from bottega.latents.messages import CacheMessage
+from bottega.transport import LinkCounters
+from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheStart
+from bottega.v1.generation_pb2 import SAMPLER_EULER
+from bottega.worker.cache import CacheLinkSettings, LatentStores, latent_stores
+from tests.fakes.scripted_cache import CacheOffers, ScriptedCache
+from tests.support.waiting import EVENTUALLY_S, wait_until
+
+ENTRY = "0" * 31 + "1"
+KEY = "a" * 64
+SPEC = ResolvedSpec(
+    prompt="a star", negative_prompt="", seed=7, width=512, height=256, loras=(LoraSpec(name="ink", digest="b" * 64),)
+)
+SETTINGS = CacheLinkSettings(retry_s=0.05)
+# A question is put into a queue; the thread that asks may have to wait for the processor.
+AT_ONCE_S = 5.0
+
+
+def latent(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def answer_with(*latents: Tensor, record: bool = False, number: int | None = None) -> CacheMessage:
+    """As a cache makes it."""
+    header = CacheAnswer(hits=[CacheStart(entry=ENTRY, step=place + 1) for place in range(len(latents))], record=record)
+    said = [
+        (messages.latent_spec(place, DTYPES[each.dtype], tuple(each.shape)), each.flatten().view(torch.uint8).numpy())
+        for place, each in enumerate(latents)
+    ]
+    return messages.answer_message(number or 1, header, [(spec, data.data) for spec, data in said])
+
+
+def replying(*latents: Tensor, name: str = "one") -> ScriptedCache:
+    return ScriptedCache(name, lambda number, _: answer_with(*latents, number=number))
+
+
+def silent(name: str = "one") -> ScriptedCache:
+    return ScriptedCache(name, lambda _number, _question: None)
+
+
+@contextmanager
+def linked(*caches: ScriptedCache, budget_bytes: int = 1 << 20) -> Iterator[tuple[LatentStores, CacheOffers]]:
+    """A worker's links to these, all open."""
+    offers = CacheOffers(*caches)
+    stores = LatentStores(
+        model_name="m", offers=offers, budget_bytes=budget_bytes, settings=SETTINGS, counters=LinkCounters()
+    )
+    try:
+        stores.set_stores(offers.addresses())
+        wait_until(lambda: stores.linked == len(caches), "the links")
+        yield stores, offers
+    finally:
+        stores.stop()
+        for cache in caches:
+            cache.close()
+
+
+def question(**said: object) -> LatentQuestion:
+    header = CacheQuestion(key=KEY, steps=10, images=2, **said)  # type: ignore[arg-type]  # a test's own
+    return LatentQuestion(header=header, embedding=torch.arange(6, dtype=torch.float32))
+
+
+def ask(stores: LatentStores) -> Future[LatentAnswer]:
+    began_s = time.monotonic()
+    asked = stores.ask(question())
+    assert time.monotonic() - began_s < AT_ONCE_S
+    return asked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_an_answer_comes_as_it_was_sent(dtype: torch.dtype) -> None:
+    sent = latent(1, dtype), latent(2, dtype)
+    cache = replying(*sent)
+    with linked(cache) as (stores, _):
+        said = ask(stores).result(EVENTUALLY_S)
+        assert cache.questions.get(timeout=EVENTUALLY_S) == question().header
+        assert all(map(torch.equal, said.latents, sent))
+        assert [start.entry for start in said.header.hits] == [ENTRY, ENTRY]
+
+
+def test_the_first_that_is_linked_is_asked_and_when_it_is_lost_the_next() -> None:
+    first, second = silent("one"), replying(latent(), name="two")
+    with linked(first, second) as (stores, offers):
+        asked = ask(stores)
+        first.questions.get(timeout=EVENTUALLY_S)
+        assert second.questions.empty()
+        del offers.there["one"]
+        first.close()
+        assert len(asked.result(EVENTUALLY_S).latents) == 1
+        assert len(ask(stores).result(EVENTUALLY_S).latents) == 1
+
+
+def test_a_question_waits_for_a_cache_that_is_away_and_a_cancelled_one_is_not_asked_again() -> None:
+    with linked() as (stores, offers):
+        waiting, cancelled = ask(stores), ask(stores)
+        assert cancelled.cancel()
+        cache = offers.there["late"] = replying(latent(), name="late")
+        stores.set_stores(offers.addresses())
+        assert len(waiting.result(EVENTUALLY_S).latents) == 1
+        ask(stores).result(EVENTUALLY_S)
+        asked = [cache.questions.get(timeout=EVENTUALLY_S) for _ in range(2)]
+        assert len(asked) == 2
+        assert cache.questions.empty()
+        cache.close()
+
+
+def test_a_cache_that_is_lost_is_linked_again_and_asked_again() -> None:
+    cache = silent()
+    with linked(cache) as (stores, _):
+        asked = ask(stores)
+        cache.questions.get(timeout=EVENTUALLY_S)
+        cache.reply = lambda number, _: answer_with(latent(), number=number)
+        # A hit without its latent breaks a rule, which ends the link.
+        cache.say(messages.answer_message(99, CacheAnswer(hits=[CacheStart(entry=ENTRY, step=1)]), []))
+        assert len(asked.result(EVENTUALLY_S).latents) == 1
+        assert stores.linked == 1
+
+
+def test_an_answer_to_what_nobody_asks_any_more_is_thrown_away() -> None:
+    cache = silent()
+    with linked(cache) as (stores, _):
+        asked = ask(stores)
+        cache.questions.get(timeout=EVENTUALLY_S)
+        assert asked.cancel()
+        cache.say(answer_with(latent(), number=1))
+        cache.say(answer_with(latent(), number=77))
+        cache.reply = lambda number, _: answer_with(latent(), number=number)
+        assert len(ask(stores).result(EVENTUALLY_S).latents) == 1
+
+
+def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_stores, "_MOST_QUESTIONS", 2)
+    with linked() as (stores, _):
+        first, second, third = (ask(stores) for _ in range(3))
+        assert third.result(0).header.outcome == CACHE_OUTCOME_UNAVAILABLE
+        assert not first.done()
+        second.cancel()
+        assert not ask(stores).done()
+
+
+def test_a_cache_that_has_left_the_fleet_has_no_link_any_more() -> None:
+    cache = replying()
+    with linked(cache) as (stores, _):
+        stores.set_stores([])
+        wait_until(lambda: not cache.handlers, "the link to end")
+        assert stores.linked == 0
+
+
+def recording(side: int = 32, **said: object) -> Recording:
+    pixels = torch.arange(side * side // 2 * 3, dtype=torch.int64).remainder(255).to(torch.uint8)
+    made = {
+        "key": KEY,
+        "model_hash": "h",
+        "spec": SPEC,
+        "embedding": torch.arange(6, dtype=torch.float32),
+        "pixels": pixels.reshape(side // 2, side, 3),
+        "latents": {3: latent(3), 1: latent(1)},
+    }
+    return Recording(**{**made, **said})  # type: ignore[arg-type]  # a test's own
+
+
+def test_a_recording_comes_whole_with_what_was_drawn() -> None:
+    cache = silent()
+    with linked(cache) as (stores, _):
+        assert stores.record(recording())
+        got = cache.recordings.get(timeout=EVENTUALLY_S)
+        said = got.header
+        assert (said.key, said.model_hash, list(said.steps)) == (KEY, "h", [1, 3])
+        drawn = said.parameters
+        assert (drawn.model, drawn.prompt, drawn.negative_prompt, drawn.seed) == ("m", "a star", "", 7)
+        assert (drawn.HasField("negative_prompt"), drawn.HasField("negative_prompt_2")) == (True, False)
+        assert (drawn.sampler, drawn.loras[0].digest) == (SAMPLER_EULER, "b" * 64)
+        embedding, picture, *latents = got.tensors
+        assert np.array_equal(np.frombuffer(embedding, np.float32), np.arange(6))
+        assert picture == recording().pixels.numpy().tobytes()
+        assert [np.frombuffer(each, np.float32).tolist() for each in latents] == [
+            latent(seed).flatten().tolist() for seed in (1, 3)
+        ]
+
+
+def test_a_large_picture_is_sent_small() -> None:
+    cache = silent()
+    with linked(cache, budget_bytes=4 << 20) as (stores, _):
+        assert stores.record(recording(side=1024))
+        got = cache.recordings.get(timeout=EVENTUALLY_S)
+        assert got.layout.specs[3].shape == (128, 256, 3)
+
+
+def test_recordings_are_bounded_in_bytes_and_lost_without_a_link() -> None:
+    with linked() as (stores, _):
+        assert not stores.record(recording())
+    cache = silent()
+    with linked(cache, budget_bytes=recording().size_bytes) as (stores, _):
+        assert not stores.record(recording(side=64))
+        assert stores.record(recording())
+        cache.recordings.get(timeout=EVENTUALLY_S)
+        assert stores.record(recording())  # there is room again
+        cache.recordings.get(timeout=EVENTUALLY_S)
+
+
+def test_a_recording_that_cannot_be_made_is_left_out() -> None:
+    cache = silent()
+    with linked(cache) as (stores, _):
+        assert stores.record(recording(pixels=torch.zeros(2, dtype=torch.uint8)))
+        assert stores.record(recording())
+        assert list(cache.recordings.get(timeout=EVENTUALLY_S).header.steps) == [1, 3]
+        assert stores.linked == 1
