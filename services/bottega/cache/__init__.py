@@ -1,1 +1,4 @@
-"""The approximate cache: entries in memory and on the disk, and their way to workers. Imports no torch."""
+"""The approximate cache: latents of pictures, which those of similar prompts start from, and links that move them.
+
+Its core (store.py and what is below it) knows no gRPC and no event loop; nothing here imports torch.
+"""

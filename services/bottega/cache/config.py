@@ -1,0 +1,67 @@
+"""What an approximate cache may be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from bottega.config import STRICT
+from bottega.rpc.server import ServerConfig
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+HostPort = Annotated[str, Field(pattern=r"^(.+:\d+)?$")]
+
+PolicyName = Literal["lcbfu", "lcbfu-decayed", "lru", "lfu", "fifo"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLinksConfig:
+    """Where workers' links come in.
+
+    listen: host:port for those of other hosts; port 0 is any free one, empty is none. advertised: host:port that
+    workers are told instead, where a relay or an address translation is between. socket: path of the unix socket for
+    those of this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for the
+    unit, else in a private one of this user; null is none; it is for this user, and for the group that
+    BOTTEGA_LINKS_GROUP in the environment names.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    listen: HostPort = "127.0.0.1:0"
+    advertised: HostPort = ""
+    socket: str | None = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """What an approximate cache may be told.
+
+    name: unique in the fleet; empty is "cache-" and the process's id. gateway: its fleet.listen, host:port; empty
+    joins no fleet.
+    folder: of records, latents and pictures; empty is cache in the folder for Bottega's state. budget_bytes: of latents
+    on the disk; a small picture of each entry comes on top. min_free_bytes: of the disk, that are left to others; of
+    one smaller than 20 times that, a twentieth. max_entries: pictures of which there are latents.
+    policy: which latents go first. "lcbfu" is frequency times steps (Nirvana, NSDI'24), "lcbfu-decayed" the same with
+    a frequency that halves every `half_life` questions; the others are for comparison.
+    exploration: share of hits that are drawn from noise all the same, so that pictures stay various.
+    profiles: files of measured profiles (CacheProfile as JSON), for models that have none yet.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    name: Annotated[str, Field(max_length=128)] = ""
+    gateway: str = "127.0.0.1:8472"
+    server: ServerConfig = field(default_factory=ServerConfig)
+    links: CacheLinksConfig = field(default_factory=CacheLinksConfig)
+    folder: str = ""
+    budget_bytes: AtLeastOne = 16 << 30
+    min_free_bytes: NotNegative = 1 << 30
+    max_entries: AtLeastOne = 200_000
+    policy: PolicyName = "lcbfu"
+    half_life: AtLeastOne = 10_000
+    exploration: Share = 0.05
+    profiles: list[str] = field(default_factory=list)

@@ -1,0 +1,107 @@
+"""The approximate cache on the wire: translates CacheService's messages to the store's words and back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import numpy as np
+
+from bottega import rules
+from bottega.cache.statistics import StoreStatistics
+from bottega.cache.store import LatentStore
+from bottega.cache.validation import check_entry, check_limit, check_model_hash, check_profile
+from bottega.codec import Pixels, images
+from bottega.errors import CacheEntryNotFound
+from bottega.v1 import cache_pb2 as pb
+from bottega.v1 import cache_pb2_grpc
+from bottega.v1.generation_pb2 import IMAGE_FORMAT_PNG
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
+
+# By the contract.
+_DEFAULT_LIMIT = 100
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class CacheService(cache_pb2_grpc.CacheServiceServicer):
+    """bottega.v1.CacheService."""
+
+    def __init__(self, store: LatentStore) -> None:
+        self._store = store
+
+    async def GetCacheStats(self, _request: pb.GetCacheStatsRequest, _context: _Context) -> pb.GetCacheStatsResponse:
+        """GetCacheStats."""
+        return _stats(await asyncio.to_thread(self._store.statistics))
+
+    async def GetCacheEntry(self, request: pb.GetCacheEntryRequest, _context: _Context) -> pb.GetCacheEntryResponse:
+        """GetCacheEntry."""
+        entry = request.entry.partition("@")[0]
+        rules.refuse(list(check_entry(entry)))
+        return await asyncio.to_thread(self._entry, entry)
+
+    async def ListCacheEntries(
+        self, request: pb.ListCacheEntriesRequest, _context: _Context
+    ) -> pb.ListCacheEntriesResponse:
+        """ListCacheEntries."""
+        rules.refuse([*check_model_hash(request.model_hash), *check_limit(request.limit)])
+        limit = request.limit or _DEFAULT_LIMIT
+        return pb.ListCacheEntriesResponse(
+            entries=await asyncio.to_thread(self._store.entries, request.model_hash, limit)
+        )
+
+    async def ClearCache(self, request: pb.ClearCacheRequest, _context: _Context) -> pb.ClearCacheResponse:
+        """ClearCache."""
+        rules.refuse(list(check_model_hash(request.model_hash)))
+        return pb.ClearCacheResponse(entries=await asyncio.to_thread(self._store.clear, request.model_hash))
+
+    async def ListCacheProfiles(
+        self, _request: pb.ListCacheProfilesRequest, _context: _Context
+    ) -> pb.ListCacheProfilesResponse:
+        """ListCacheProfiles."""
+        return pb.ListCacheProfilesResponse(profiles=await asyncio.to_thread(self._store.profiles))
+
+    async def SetCacheProfile(
+        self, request: pb.SetCacheProfileRequest, _context: _Context
+    ) -> pb.SetCacheProfileResponse:
+        """SetCacheProfile."""
+        rules.refuse(list(check_profile(request.profile)))
+        return pb.SetCacheProfileResponse(profile=await asyncio.to_thread(self._store.set_profile, request.profile))
+
+    def _entry(self, entry: str) -> pb.GetCacheEntryResponse:
+        details = self._store.entry(entry)
+        if details is None:
+            raise CacheEntryNotFound(f"the cache has no entry {entry}", metadata={"entry": entry})
+        picture = b"" if details.picture is None else _png(details.picture)
+        return pb.GetCacheEntryResponse(entry=details.entry, picture=picture)
+
+
+def _png(picture: np.ndarray) -> bytes:
+    """picture: uint8 [height, width, 3], of at most 256 pixels a side."""
+    height, width, _ = picture.shape
+    return images.encode(Pixels(width=width, height=height, data=picture.tobytes()), IMAGE_FORMAT_PNG, 0, {})
+
+
+def _stats(figures: StoreStatistics) -> pb.GetCacheStatsResponse:
+    models = [
+        pb.CacheModelStats(
+            model_hash=model.model_hash,
+            entries=model.entries,
+            latents=model.latents,
+            keys=model.keys,
+            has_profile=model.has_profile,
+        )
+        for model in figures.models
+    ]
+    return pb.GetCacheStatsResponse(
+        models=models,
+        bytes=figures.bytes,
+        budget_bytes=figures.budget_bytes,
+        lookups=figures.lookups,
+        steps_skipped=figures.steps_skipped,
+        evictions=figures.evictions,
+        holes=figures.holes,
+        dropped=figures.dropped,
+        trouble=figures.trouble,
+    )

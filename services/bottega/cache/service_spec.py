@@ -1,0 +1,30 @@
+"""The approximate cache, as the manifest lists it."""
+
+from __future__ import annotations
+
+from bottega.manifest import ServiceSpec, SuiteSettings, UnitSettings
+
+_PROFILE = "cache_profile.json"
+"""Of a model's folder: which similarity is enough, as it was measured for it."""
+
+
+def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
+    profile = suite.model_folder / _PROFILE
+    return {
+        "name": name,
+        "gateway": suite.fleet_address,
+        "server": suite.server,
+        "folder": str(suite.state / "cache"),
+        "profiles": [str(profile)] if profile.is_file() else [],
+    }
+
+
+SPEC = ServiceSpec(
+    kind="cache",
+    title="approximate cache",
+    module="bottega.cache",
+    configure=_configure,
+    requires=("faiss-cpu", "numpy", "scikit-learn"),
+    install="bottega-services[cache]",
+    unit=UnitSettings(links=True, reads_models=True),
+)

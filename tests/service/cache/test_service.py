@@ -1,0 +1,174 @@
+"""An approximate cache as operators call it: figures, entries and their pictures, profiles; and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+from google.protobuf import json_format
+
+from bottega.cache.server import read_profile
+from bottega.errors import BottegaError, CacheEntryNotFound, ConfigError, InvalidRequest
+from bottega.v1 import cache_pb2 as pb
+from tests.support.running_cache import MODEL_HASH, Running, ask, config, embedding, picture, profile, running
+from tests.support.running_loras import refused
+
+OTHER = "cd" * 32
+
+
+@pytest.fixture
+async def cache(tmp_path: Path) -> AsyncIterator[Running]:
+    async with running(tmp_path / "cache") as made:
+        yield made
+
+
+async def _refused(cache: Running, method: str, **fields: Any) -> BottegaError:
+    return await refused(cache.call(method, **fields))
+
+
+async def test_an_entry_is_shown_with_its_picture_whatever_step_of_it_is_named(cache: Running) -> None:
+    await cache.fill("a red star", "a blue star")
+    newest, oldest = (await cache.call("ListCacheEntries")).entries
+    assert (newest.parameters.prompt, oldest.parameters.prompt) == ("a blue star", "a red star")
+    assert ([*newest.steps], newest.model_hash, newest.hits) == ([2, 4, 6, 8, 10], MODEL_HASH, 0)
+    for name in (newest.entry, f"{newest.entry}@10"):
+        answer = await cache.call("GetCacheEntry", entry=name)
+        assert answer.entry == newest
+        with PIL.Image.open(io.BytesIO(answer.picture)) as image:
+            assert image.format == "PNG"
+            assert np.array_equal(np.asarray(image), picture(1))
+
+
+async def test_what_is_no_entry_is_refused_and_what_is_gone_is_not_found(cache: Running) -> None:
+    gone = await _refused(cache, "GetCacheEntry", entry="0f" * 16)
+    assert (type(gone), gone.metadata["entry"]) == (CacheEntryNotFound, "0f" * 16)
+    for entry in ("", "@10", "0F" * 16, "0f" * 17):
+        wrong = await _refused(cache, "GetCacheEntry", entry=entry)
+        assert isinstance(wrong, InvalidRequest)
+        assert [violation.field for violation in wrong.violations] == ["entry"]
+
+
+async def test_entries_are_listed_and_cleared_by_model(cache: Running) -> None:
+    await cache.fill("one", "two", "three")
+    await cache.fill("other", model_hash=OTHER)
+    assert [entry.parameters.prompt for entry in (await cache.call("ListCacheEntries", limit=2)).entries] == [
+        "other",
+        "three",
+    ]
+    (only,) = (await cache.call("ListCacheEntries", model_hash=OTHER)).entries
+    assert (await cache.call("ClearCache", model_hash=MODEL_HASH)).entries == 3
+    assert [*(await cache.call("ListCacheEntries")).entries] == [only]
+    assert (await cache.call("ClearCache")).entries == 1
+    assert not (await cache.call("GetCacheStats")).models
+
+
+async def test_a_profile_is_kept_over_a_restart_replaced_and_forgotten(tmp_path: Path) -> None:
+    first, second = profile(similarity=0.8), profile(about="again")
+    async with running(tmp_path) as cache:
+        for each in (first, second):
+            assert (await cache.call("SetCacheProfile", profile=each)).profile == each
+    async with running(tmp_path) as cache:
+        assert [*(await cache.call("ListCacheProfiles")).profiles] == [second]
+        await cache.call("SetCacheProfile", profile=pb.CacheProfile(model_hash=MODEL_HASH))
+        assert not (await cache.call("ListCacheProfiles")).profiles
+
+
+async def test_a_configured_profile_counts_where_none_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json_format.MessageToJson(profile(similarity=0.7)))
+    settings = config(profiles=[str(path)])
+    async with running(tmp_path / "cache", settings) as cache:
+        assert [*(await cache.call("ListCacheProfiles")).profiles] == [profile(similarity=0.7)]
+        await cache.call("SetCacheProfile", profile=profile())
+    async with running(tmp_path / "cache", settings) as cache:
+        assert [*(await cache.call("ListCacheProfiles")).profiles] == [profile()]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is no profile"),
+        ('{"colour": "red"}', "is no profile"),
+        ('{"model_hash": "../x"}', "profile.model_hash"),
+    ],
+)
+def test_a_configured_profile_that_cannot_be_is_named(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "profile.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=said) as error:
+        read_profile(path)
+    assert str(path) in error.value.message
+
+
+async def test_figures_say_what_is_there_and_how_it_serves(cache: Running) -> None:
+    await cache.fill("a red star")
+    await cache.call("SetCacheProfile", profile=profile())
+    with await cache.link() as link:
+        for number in (0, 1):
+            await asyncio.to_thread(ask, link, embedding(number))
+    stats = await cache.call("GetCacheStats")
+    (model,) = stats.models
+    assert (model.model_hash, model.entries, model.latents, model.keys) == (MODEL_HASH, 1, 5, 1)
+    assert model.has_profile
+    assert (stats.lookups["hit"], stats.lookups["miss"], stats.steps_skipped) == (1, 1, 10)
+    assert (stats.trouble, stats.bytes, stats.budget_bytes) == ("", 5 * 4 * 4 * 6 * 8, config().budget_bytes)
+    shown = await asyncio.to_thread(_metrics, cache)
+    assert 'bottega_cache_lookups_total{outcome="hit"} 1.0' in shown
+    assert "bottega_cache_steps_skipped_total 10.0" in shown
+    assert f"bottega_cache_bytes {float(stats.bytes)}" in shown
+    assert "bottega_cache_in_trouble 0.0" in shown
+    assert "bottega_links 0.0" in shown or "bottega_links 1.0" in shown
+
+
+def _metrics(cache: Running) -> str:
+    with urllib.request.urlopen(f"http://{cache.server.metrics_address}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def _classes(**facts: Any) -> list[pb.CacheLengthClass]:
+    return [pb.CacheLengthClass(**facts)]
+
+
+_THRESHOLD = pb.CacheThreshold(fraction=0.5, similarity=0.9)
+
+
+@pytest.mark.parametrize(
+    ("facts", "field"),
+    [
+        ({"model_hash": ""}, "model_hash"),
+        ({"model_hash": "x"}, "model_hash"),
+        ({"about": "x" * 1001}, "about"),
+        ({"fast": [pb.CacheLengthClass(max_words=words + 1) for words in range(17)]}, "fast"),
+        ({"fast": _classes(max_words=-1)}, "fast[0].max_words"),
+        ({"fast": [*_classes(), *_classes(max_words=9)]}, "fast[0].max_words"),
+        ({"balanced": [*_classes(max_words=9), *_classes(max_words=9)]}, "balanced[1].max_words"),
+        ({"balanced": _classes(thresholds=[_THRESHOLD] * 6)}, "balanced[0].thresholds"),
+        ({"balanced": _classes(thresholds=[_THRESHOLD] * 2)}, "balanced[0].thresholds[1].fraction"),
+        ({"balanced": _classes(thresholds=[pb.CacheThreshold(fraction=0.25)])}, "balanced[0].thresholds[0].fraction"),
+        (
+            {"balanced": _classes(thresholds=[pb.CacheThreshold(fraction=0.5, similarity=float("nan"))])},
+            "balanced[0].thresholds[0].similarity",
+        ),
+    ],
+)
+async def test_a_profile_that_cannot_be_is_refused_by_the_field(
+    cache: Running, facts: dict[str, Any], field: str
+) -> None:
+    error = await _refused(cache, "SetCacheProfile", profile=pb.CacheProfile(**{"model_hash": MODEL_HASH, **facts}))
+    assert [violation.field for violation in error.violations] == [f"profile.{field}"]
+
+
+async def test_a_second_process_does_not_get_the_folder(tmp_path: Path) -> None:
+    async with running(tmp_path):
+        with pytest.raises(BottegaError, match="is in use by process"):
+            async with running(tmp_path):
+                pass
