@@ -254,6 +254,7 @@ def test_the_doctor_finds_a_healthy_suite(up: Up) -> None:
     assert "1 joined, for miniature" in checked
     assert "1 ControlNet server joined, with edges, layout" in checked
     assert "1 LoRA store joined" in checked
+    assert "approximate cache cache joined, with" in checked
     assert "1 store of colours joined" in checked
 
 

@@ -26,7 +26,8 @@ from bottega.miniature import WEIGHTS
 
 TESTED = {"bottega-libs": "0.1.0", "bottega-services": "0.1.0", "torch": "2.13.0+cpu"}
 WEIGHTS_FILE = "unet/diffusion_pytorch_model.safetensors"
-WORKER = dict.fromkeys(("accelerate", "diffusers", "numpy", "safetensors", "transformers"), "1.0")
+_NAMES = ("accelerate", "diffusers", "faiss-cpu", "numpy", "safetensors", "scikit-learn", "transformers")
+NEEDED = dict.fromkeys(_NAMES, "1.0")
 
 
 @pytest.mark.parametrize(("version", "level"), [((3, 10), Level.FAIL), ((3, 11), Level.OK), ((3, 13), Level.FAIL)])
@@ -37,9 +38,14 @@ def test_python_must_be_one_that_the_suite_supports(version: tuple[int, int], le
 @pytest.mark.parametrize(
     ("installed", "pinned", "levels", "said"),
     [
-        ({**WORKER, **TESTED}, {"torch": "2.13.0"}, [Level.OK, Level.OK], "1 versions that Bottega is tested with"),
-        ({**WORKER, **TESTED, "grpcio": "1.0"}, {"grpcio": "1.85.1"}, [Level.OK, Level.WARN], "grpcio 1.0 instead of"),
-        ({**WORKER, **TESTED, "bottega-protos": "0.2.0"}, {}, [Level.FAIL], "parts are of different versions"),
+        ({**NEEDED, **TESTED}, {"torch": "2.13.0"}, [Level.OK, Level.OK], "1 versions that Bottega is tested with"),
+        (
+            {**NEEDED, **TESTED, "grpcio": "1.0"},
+            {"grpcio": "1.85.1"},
+            [Level.OK, Level.WARN],
+            "grpcio 1.0 instead of",
+        ),
+        ({**NEEDED, **TESTED, "bottega-protos": "0.2.0"}, {}, [Level.FAIL], "parts are of different versions"),
     ],
     ids=["as tested, whatever build of torch", "others", "parts of different releases"],
 )
@@ -54,9 +60,12 @@ def test_versions_are_looked_at(
 def test_a_machine_without_torch_is_told_which_services_cannot_run_there() -> None:
     _, *results = check_packages({"bottega-libs": "0.1.0", "bottega-services": "0.1.0", "numpy": "2.0"}, {})
     assert {result.level for result in results} == {Level.WARN}
-    assert [result.what.partition(" can run here")[0] for result in results] == ["no worker", "no ControlNet server"]
-    assert all("torch" in result.what for result in results)
-    assert "bottega-services[worker]" in results[0].todo
+    cache, *others = results
+    assert cache.what == "no approximate cache can run here: faiss-cpu, scikit-learn not installed"
+    assert "bottega-services[cache]" in cache.todo
+    assert [result.what.partition(" can run here")[0] for result in others] == ["no worker", "no ControlNet server"]
+    assert all("torch" in result.what for result in others)
+    assert "bottega-services[worker]" in others[0].todo
 
 
 def test_a_manifest_that_cannot_be_used_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

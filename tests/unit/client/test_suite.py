@@ -40,7 +40,14 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
     plan = plan_suite(
         SuiteOptions(services={"workers": 2}, port=0, model="some/folder", dtype="bfloat16"), held(tmp_path)
     )
-    assert [process.name for process in plan.processes] == ["gateway", "loras", "worker-0", "worker-1", "controlnet-0"]
+    assert [process.name for process in plan.processes] == [
+        "gateway",
+        "loras",
+        "cache",
+        "worker-0",
+        "worker-1",
+        "controlnet-0",
+    ]
     assert all(process.environment["OMP_WAIT_POLICY"] == "PASSIVE" for process in plan.processes)
     gateway = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())
     worker = yaml.safe_load((tmp_path / "config" / "worker-1.yaml").read_text())
@@ -54,6 +61,8 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
     loras = yaml.safe_load((tmp_path / "config" / "loras.yaml").read_text())
     assert (loras["bases"], loras["loras"]) == ({"folder": str(Path("some/folder").resolve())}, {})
     assert (loras["gateway"], loras["folder"]) == (plan.settings.fleet_address, str(tmp_path / "loras"))
+    cache = yaml.safe_load((tmp_path / "config" / "cache.yaml").read_text())
+    assert (cache["gateway"], cache["folder"]) == (plan.settings.fleet_address, str(tmp_path / "cache"))
     assert (worker["engine"]["dtype"], worker["engine"]["threads"]) == (
         "bfloat16",
         max(1, len(os.sched_getaffinity(0)) // 2),
@@ -63,7 +72,7 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
 def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path: Path) -> None:
     state = held(tmp_path)
     plan = plan_suite(SuiteOptions(services={"controlnet_servers": 2}, port=0, dtype="bfloat16"), state)
-    assert [process.name for process in plan.processes][2:] == ["worker-0", "controlnet-0", "controlnet-1"]
+    assert [process.name for process in plan.processes][3:] == ["worker-0", "controlnet-0", "controlnet-1"]
     first, second = (yaml.safe_load((state.config / f"controlnet-{n}.yaml").read_text()) for n in (0, 1))
     assert first["gateway"] == plan.settings.fleet_address
     assert first["engine"]["dtype"] == "bfloat16"
@@ -89,6 +98,17 @@ def test_the_models_own_loras_are_in_the_store_from_its_start(tmp_path: Path) ->
         "ink": {"path": str(model / "loras" / "ink"), "base": "mine"},
         "wash": {"path": str(model / "loras" / "wash.safetensors"), "base": "mine"},
     }
+
+
+def test_what_was_measured_of_a_model_is_in_its_cache_from_its_start(tmp_path: Path) -> None:
+    state, model = held(tmp_path), tmp_path / "mine"
+    model.mkdir()
+    profiles = []
+    for _ in range(2):
+        plan_suite(SuiteOptions(port=0, model=str(model)), state)
+        profiles.append(yaml.safe_load((state.config / "cache.yaml").read_text())["profiles"])
+        (model / "cache_profile.json").touch()
+    assert profiles == [[], [str(model / "cache_profile.json")]]
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bottega.cache.config import CacheConfig
 from bottega.config import load
 from bottega.controlnet.config import ControlNetConfig
 from bottega.controlnet.server import open_catalogue
@@ -154,6 +155,7 @@ def test_what_computes_does_not_spin_and_downloads_nothing(unit: str) -> None:
         ("bottega-controlnet@.service", "bottega-controlnet/%i"),
         ("bottega-worker@.service", "bottega-worker/%i"),
         ("bottega-loras.service", "bottega-loras"),
+        ("bottega-cache.service", "bottega-cache"),
     ],
 )
 def test_services_of_the_machine_reach_the_socket_of_a_services_links_by_their_group_and_nobody_else_does(
@@ -184,10 +186,13 @@ def test_the_services_take_their_configurations() -> None:
     assert (loras.gateway, loras.bases) == (gateway.fleet.listen, LoraConfig().bases)
     assert {own.path: own.base for own in loras.loras.values()} == {f"miniature/{name}": "miniature" for name in STYLES}
     assert all((WEIGHTS / "loras" / name).is_dir() for name in STYLES)
+    cache = load(CacheConfig, DEPLOY / "config" / "cache.yaml")
+    assert cache == CacheConfig(name="cache", gateway=gateway.fleet.listen), "the file shows the defaults"
     for unit, server in (
         ("bottega-gateway.service", gateway.server),
         ("bottega-worker@.service", worker.server),
         ("bottega-controlnet@.service", net.server),
         ("bottega-loras.service", loras.server),
+        ("bottega-cache.service", cache.server),
     ):
         assert float(setting(unit, "TimeoutStopSec")) > server.drain_grace_s
