@@ -1,0 +1,155 @@
+"""The SDK, the command and the doctor with approximate caches, against a real gateway with one cache or two."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import PIL.Image
+import pytest
+from click.testing import Result
+
+from bottega import errors
+from bottega.client import AsyncClient
+from bottega.client.addons.cache.addon import ADD_ON
+from bottega.client.types.checks import CheckResult, Level
+from tests.support.running_cache import MODEL_HASH, Running, joined_cache, profile
+from tests.support.running_gateway import Running as RunningGateway
+from tests.support.running_gateway import running_gateway
+from tests.support.terminal import run_at
+
+OTHER = "cd" * 32
+
+
+@pytest.fixture
+async def gateway(own_folder: Path) -> AsyncIterator[RunningGateway]:
+    async with running_gateway() as made:
+        await made.worker()
+        yield made
+
+
+@pytest.fixture
+async def cache(gateway: RunningGateway, own_folder: Path) -> AsyncIterator[Running]:
+    async with joined_cache(gateway, own_folder / "cache") as made:
+        await made.fill("a red star", "a blue star")
+        yield made
+
+
+@pytest.fixture
+async def annex(gateway: RunningGateway, own_folder: Path) -> AsyncIterator[Running]:
+    """Another one."""
+    async with joined_cache(gateway, own_folder / "annex", name="second") as made:
+        await made.fill("a ring", model_hash=OTHER)
+        yield made
+
+
+@pytest.fixture
+async def client(gateway: RunningGateway) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(gateway.address, fleet_address=gateway.fleet_address) as made:
+        yield made
+
+
+async def _run(gateway: RunningGateway, *said: object) -> Result:
+    return await run_at(gateway, "cache", *said)
+
+
+async def _doctor(client: AsyncClient) -> list[CheckResult]:
+    fleet = await client.fleet()
+    assert ADD_ON.check_fleet is not None
+    check = ADD_ON.check_fleet
+    return await asyncio.to_thread(lambda: list(check(fleet)))
+
+
+async def test_what_several_caches_have_is_one_list(cache: Running, annex: Running, client: AsyncClient) -> None:
+    assert {figures.cache for figures in await client.cache_stats()} == {"cache", "second"}
+    newest = await client.cache_entries()
+    assert [entry.parameters.prompt for entry in newest] == ["a ring", "a blue star", "a red star"]
+    assert [*await client.cache_entries(limit=1)] == [newest[0]]
+    assert (await client.cache_entry(f"{newest[0].entry}@4")).entry == newest[0]
+    with pytest.raises(errors.CacheEntryNotFound):
+        await client.cache_entry("0f" * 16)
+    assert await client.clear_cache(OTHER) == 1
+    assert len(await client.cache_entries()) == 2
+
+
+async def test_a_profile_is_set_at_every_cache(cache: Running, annex: Running, client: AsyncClient) -> None:
+    assert await client.set_cache_profile(profile()) == profile()
+    assert await client.cache_profiles() == (profile(),)
+    for each in (cache, annex):
+        assert each.cache.store.profiles() == [profile()]
+
+
+async def test_a_cache_that_is_gone_may_have_what_others_have_not(
+    cache: Running, annex: Running, client: AsyncClient
+) -> None:
+    (ring,) = await client.cache_entries(OTHER)
+    await annex.server.stop()
+    with pytest.raises(errors.NoCache, match="second"):
+        await client.cache_entry(ring.entry)
+
+
+async def test_the_command_says_what_is_there_shows_one_and_empties_it(
+    gateway: RunningGateway, cache: Running, own_folder: Path
+) -> None:
+    shown = await _run(gateway)
+    rows = [line.split() for line in shown.stdout.splitlines()]
+    assert ["miniature", "2", "10", "1", "none:", "nothing", "is", "reused"] in rows
+    assert ["trouble"] not in [row[:1] for row in rows]
+    assert "bottega cache profile measures" in shown.stderr
+    (newest, _) = cache.cache.store.entries(MODEL_HASH, 2)
+    said = await _run(gateway, "inspect", f"{newest.entry}@10", "-o", "entry.png")
+    assert said.exit_code == 0, said.output
+    for fact in ("a blue star", "20 steps, guidance 0, 64x64, seed 1", "after 2, 4, 6, 8, 10 steps", "0 times"):
+        assert fact in said.stdout
+    with PIL.Image.open(own_folder / "entry.png") as image:
+        assert image.size == (6, 8)
+    assert (await _run(gateway, "inspect", newest.entry)).stdout.splitlines()[-1] == f"{newest.entry}.png"
+    asked = await _run(gateway, "clear")
+    assert (asked.exit_code, asked.stderr.splitlines()[0]) == (1, "all entries of the cache will be deleted for good")
+    assert (await _run(gateway, "clear", "--yes", "--model", "nobody")).exit_code == 2
+    assert (await _run(gateway, "clear", "--yes", "--model", "miniature")).stdout == "2 entries deleted\n"
+    assert "It holds nothing yet" in (await _run(gateway, "stats")).stderr
+    gone = await _run(gateway, "inspect", newest.entry)
+    assert (gone.exit_code, "It was evicted or cleared" in gone.stderr) == (1, True)
+
+
+async def test_the_command_lists_profiles(gateway: RunningGateway, cache: Running, client: AsyncClient) -> None:
+    assert "nothing is reused" in (await _run(gateway, "profiles")).stderr
+    await client.set_cache_profile(profile(about="200 pairs"))
+    listed = await _run(gateway, "profiles")
+    rows = [line.split() for line in listed.stdout.splitlines() if "miniature" in line]
+    assert rows == [["miniature", fidelity, "any", "-", "-", "-", "-", "0.900"] for fidelity in ("balanced", "fast")]
+    assert "miniature: 200 pairs" in listed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("inspect", "0f" * 15), "32 hex digits are wanted"),
+        (("inspect", "0f" * 16, "-o", "entry.jpg"), "the picture is PNG: name the file entry.png"),
+    ],
+)
+async def test_what_cannot_be_shown_is_said_before_anything_is_asked(
+    gateway: RunningGateway, arguments: tuple[str, ...], said: str
+) -> None:
+    result = await _run(gateway, *arguments)
+    assert (result.exit_code, said in " ".join(result.stderr.split())) == (2, True)
+
+
+async def test_the_doctor_says_for_which_models_nothing_is_reused_and_how_to_change_that(
+    cache: Running, client: AsyncClient
+) -> None:
+    found, missing = await _doctor(client)
+    assert (found.level, found.what) == (Level.OK, "approximate cache cache joined, with 2 entries")
+    assert (missing.level, "no profile of miniature" in missing.what) == (Level.WARN, True)
+    assert missing.todo.startswith("bottega cache profile --model miniature measures")
+    await client.set_cache_profile(profile())
+    assert [result.level for result in await _doctor(client)] == [Level.OK]
+    await cache.server.stop()
+    (gone,) = await _doctor(client)
+    assert (gone.level, "does not answer" in gone.what) == (Level.WARN, True)
+
+
+async def test_the_doctor_has_nothing_to_say_of_a_suite_without_a_cache(client: AsyncClient) -> None:
+    assert await _doctor(client) == []
