@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from bottega import kinds
 from bottega.rpc.channel import MAX_MESSAGE_MIB, channel_options
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import controlnet_pb2, fleet_pb2, image_pb2, link_pb2, lora_pb2, worker_pb2
+from bottega.v1 import cache_pb2, controlnet_pb2, fleet_pb2, image_pb2, link_pb2, lora_pb2, worker_pb2
 from bottega.v1.error_pb2 import ERROR_REASON_NO_CONTROLNET
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.support.services import Service
@@ -39,6 +39,7 @@ SERVICES: Mapping[str, str] = MappingProxyType(
             (worker_pb2.DESCRIPTOR, "WorkerService"),
             (controlnet_pb2.DESCRIPTOR, "ControlNetService"),
             (lora_pb2.DESCRIPTOR, "LoraService"),
+            (cache_pb2.DESCRIPTOR, "CacheService"),
             (link_pb2.DESCRIPTOR, "LinkService"),
         )
         for method in file.services_by_name[service].methods
@@ -63,7 +64,7 @@ _FINE = Outcome(code=grpc.StatusCode.OK)
 
 
 class Caller:
-    """Calls the methods of a gateway, a worker, a ControlNet server and a LoRA store, with bytes as they are.
+    """Calls the methods of a gateway, a worker, a ControlNet server, a LoRA store and a cache, with bytes as they are.
 
     channels: by the service of the contract. See `calling`.
     """
@@ -72,7 +73,8 @@ class Caller:
         self.channels = channels
         self._reader = ThreadPoolExecutor(1)
         nets, store, worker = (channels[name] for name in ("ControlNetService", "LoraService", "WorkerService"))
-        self._linked = {kinds.CONTROLNET: nets, kinds.LORAS: store, kinds.WORKER: worker}
+        cache = channels["CacheService"]
+        self._linked = {kinds.CACHE: cache, kinds.CONTROLNET: nets, kinds.LORAS: store, kinds.WORKER: worker}
         self._special: Mapping[str, Callable[[tuple[bytes, ...]], Outcome]] = {
             "Generate": self._generate,
             "SubmitJob": self._submit,
@@ -209,7 +211,7 @@ class Caller:
 
 
 @contextlib.contextmanager
-def calling(gateway: Service, worker: Service, nets: Service, store: Service) -> Iterator[Caller]:
+def calling(gateway: Service, worker: Service, nets: Service, store: Service, cache: Service) -> Iterator[Caller]:
     """Calls them over channels of its own."""
     addresses = {
         "ImageService": gateway.address,
@@ -217,6 +219,7 @@ def calling(gateway: Service, worker: Service, nets: Service, store: Service) ->
         "WorkerService": worker.address,
         "ControlNetService": nets.address,
         "LoraService": store.address,
+        "CacheService": cache.address,
     }
     options = channel_options(MESSAGE_MIB)
     with contextlib.ExitStack() as stack:

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 from bottega import kinds
-from bottega.v1 import controlnet_pb2, fleet_pb2, generation_pb2, image_pb2, lora_pb2, worker_pb2
+from bottega.v1 import cache_pb2, controlnet_pb2, fleet_pb2, generation_pb2, image_pb2, lora_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import ControlNetHosts
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED
-from tests.fuzz import controlnets, links, lora_store
+from tests.fuzz import cache, controlnets, links, lora_store
 from tests.fuzz.calls import SERVICES
 from tests.fuzz.house import House
 from tests.fuzz.images import good_images
@@ -34,6 +34,7 @@ _SHOWN_BYTES = 300
 # Of one kind, by name: while the lease of one that has left runs, others join.
 _PROCESSES = 20
 _LORAS = lora_pb2.DESCRIPTOR.services_by_name["LoraService"].full_name
+_CACHE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 
 
 class Found(Exception):
@@ -68,6 +69,9 @@ def fuzz(house: House, method: str, requests: int, seed: int, tally: Tally | Non
     tally = tally or Tally()
     if SERVICES[method] == _LORAS:
         strategy = _lora_requests(method, house.lose() if method in lora_store.OF_QUARANTINE else house.bring())
+    elif SERVICES[method] == _CACHE:
+        entry = house.keep()
+        strategy = mutated(cache.valid(method, entry), (*cache.WORDS, entry)).map(lambda raw: (raw,))
     else:
         strategy = _requests(method, house.draw(), house.digest)
 

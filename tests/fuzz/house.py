@@ -1,7 +1,6 @@
-"""What is fuzzed: a gateway, a worker, a ControlNet server and a LoRA store of the embedded model, as real
-processes.
+"""What is fuzzed: a gateway, a worker, a ControlNet server, a LoRA store and an approximate cache, as real processes.
 
-They are small enough to show growth. Server and store stand alone: a ControlNet server that runs nothing has
+They are small enough to show growth. Server, store and cache stand alone: a ControlNet server that runs nothing has
 joined the gateway (hosting.py).
 """
 
@@ -18,14 +17,26 @@ from pathlib import Path
 
 import psutil
 
+from bottega import kinds
 from bottega.client import Client
 from bottega.miniature import WEIGHTS
-from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc, lora_pb2, lora_pb2_grpc
+from bottega.transport import Deadline, Limits, connect, offer_from_wire
+from bottega.v1 import (
+    cache_pb2,
+    cache_pb2_grpc,
+    controlnet_pb2,
+    controlnet_pb2_grpc,
+    link_pb2_grpc,
+    lora_pb2,
+    lora_pb2_grpc,
+)
+from bottega.v1.link_pb2 import OpenLinkRequest
 from tests.fuzz.calls import Caller, calling
 from tests.fuzz.controlnets import NET, ROOT_PREFIX
 from tests.fuzz.hosting import HOSTED, hosting
 from tests.fuzz.lora_store import LOST, ROOT, registered
 from tests.samples.hostile_controlnets import hostile_folders
+from tests.support.running_cache import embedding, record
 from tests.support.services import FREE_PORTS, SMALL_ENGINE, Service, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
 
@@ -52,18 +63,20 @@ _STORE: dict[str, object] = {
     "server": FREE_PORTS,
     "imports": {"root": str(ROOT)},
 }
+_CACHE: Mapping[str, object] = {"name": "cache", "gateway": "", "server": FREE_PORTS}
 _JOIN_S = 10.0
 _IMPORT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class House:
-    """A gateway and its worker, a ControlNet server and a LoRA store. digest: of the ControlNet that is hosted."""
+    """A gateway and its worker, and the others. digest: of the ControlNet that is hosted."""
 
     gateway: Service
     worker: Service
     nets: Service
     store: Service
+    cache: Service
     digest: str
     caller: Caller
     client: Client
@@ -91,6 +104,23 @@ class House:
         wait_until(lambda: bool(found()), "it to be in quarantine")
         return found()[0]
 
+    def keep(self) -> str:
+        """Has the cache have an entry; its name."""
+        channel = self.caller.channels["CacheService"]
+        entries: cache_pb2_grpc.CacheServiceStub = cache_pb2_grpc.CacheServiceStub(channel)
+        opened = link_pb2_grpc.LinkServiceStub(channel).OpenLink(
+            OpenLinkRequest(kind=kinds.CACHE, worker="fuzz"), timeout=_JOIN_S
+        )
+        with connect(offer_from_wire(opened.offer), Deadline.after(_JOIN_S), limits=Limits()) as link:
+            record(link, embedding(0))
+
+            def found() -> list[str]:
+                listed = entries.ListCacheEntries(cache_pb2.ListCacheEntriesRequest(), timeout=_JOIN_S).entries
+                return [entry.entry for entry in listed]
+
+            wait_until(lambda: bool(found()), "the recording to be kept")
+            return found()[0]
+
     def dead(self) -> list[str]:
         """Which of them have ended."""
         return [service.name for service in self.services if service.process.poll() is not None]
@@ -98,7 +128,7 @@ class House:
     @property
     def services(self) -> tuple[Service, ...]:
         """All of them."""
-        return self.gateway, self.worker, self.nets, self.store
+        return self.gateway, self.worker, self.nets, self.store, self.cache
 
     def engines_lost(self) -> int:
         """How often one of them has had to start another engine."""
@@ -137,9 +167,10 @@ def _house(services: Services, root: Path) -> Iterator[House]:
     worker = services.start("worker", worker_config(gateway.fleet, name="fuzzed", engine=_ENGINE), name="worker")
     nets = services.start("controlnet", {**_NETS, "root": str(root)}, name="nets")
     store = services.start("loras", _STORE, name="store")
+    cache = services.start("cache", _CACHE, name="cache")
     with (
         Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client,
-        calling(gateway, worker, nets, store) as caller,
+        calling(gateway, worker, nets, store, cache) as caller,
         hosting(caller.channels["FleetService"]),
     ):
         wait_until(lambda: bool(client.models()), "the worker to join")
@@ -153,6 +184,7 @@ def _house(services: Services, root: Path) -> Iterator[House]:
             worker=worker,
             nets=nets,
             store=store,
+            cache=cache,
             digest=net.digest,
             caller=caller,
             client=client,
