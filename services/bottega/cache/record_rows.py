@@ -138,6 +138,6 @@ def read_latent(row: Sequence[Any], step: int) -> KeptLatent | None:
     if checksum(values) != expected:
         return None
     found = (frequency, used_at, created_at)
-    sound = all(math.isfinite(each) for each in found) and frequency >= 0.0 and used_at >= created_at >= 0.0
+    sound = all(math.isfinite(each) for each in found) and frequency >= 1.0 and used_at >= created_at >= 0.0
     usage = Usage(frequency=frequency, used_at=used_at, created_at=created_at, step=step) if sound else Usage(step=step)
     return KeptLatent(digest=values[2], usage=usage)

@@ -35,7 +35,6 @@ class FlatIndex:
         return self._vectors.nbytes + self._numbers.nbytes
 
     def add(self, number: int, vector: Vectors) -> bool:
-        """See `VectorIndex`."""
         row = self._rows.get(number)
         if row is not None:
             self._vectors[row] = vector
@@ -57,7 +56,7 @@ class FlatIndex:
         self._rows.update(zip(numbers.tolist(), range(first, last), strict=True))
 
     def remove(self, number: int) -> bool:
-        """See `VectorIndex`. The last row moves into the gap."""
+        """The last row moves into the gap."""
         row = self._rows.pop(number, None)
         if row is None:
             return False
@@ -71,7 +70,6 @@ class FlatIndex:
         return True
 
     def search(self, vector: Vectors, count: int) -> list[Match]:
-        """See `VectorIndex`."""
         rows = len(self._rows)
         if rows == 0:
             return []
@@ -84,12 +82,12 @@ class FlatIndex:
         ]
 
     def vector(self, number: int) -> Vectors | None:
-        """See `VectorIndex`; a copy."""
+        """A copy."""
         row = self._rows.get(number)
         return None if row is None else self._vectors[row].copy()
 
     def numbers(self) -> Numbers:
-        """See `VectorIndex`; a copy."""
+        """A copy."""
         return self._numbers[: len(self._rows)].copy()
 
     def vectors(self, numbers: Numbers) -> tuple[Numbers, Vectors]:

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from bottega.cache.index.settings import IndexSettings
 from bottega.cache.index.vector_index import Match, Numbers, Vectors
 
-# Where all candidates of a search were deleted, it is made once more with so many times more of them.
-_WIDER = 8
 _NOBODY = -1
 
 Batches = Iterable[tuple[Numbers, Vectors]]
@@ -42,9 +40,11 @@ class HnswGraph:
         alive = numbers != _NOBODY
         self._alive: NDArray[np.uint8] = np.packbits(alive, bitorder="little")
         self._deleted = len(numbers) - int(np.count_nonzero(alive))
-        selector = faiss.IDSelectorBitmap(self._alive)  # type: ignore[arg-type, call-arg]
-        self._narrow = _search_parameters(settings.search_width, selector)
-        self._wide = _search_parameters(_WIDER * settings.search_width, selector)
+        # FAISS's own types know neither this class nor what its constructors take in Python.
+        self._parameters: faiss.SearchParameters = faiss.SearchParametersHNSW(  # type: ignore[attr-defined]
+            efSearch=settings.search_width,
+            sel=faiss.IDSelectorBitmap(self._alive),  # type: ignore[arg-type, call-arg]
+        )
 
     @classmethod
     def build(cls, width: int, batches: Batches, settings: IndexSettings, *, stopped: Callable[[], bool]) -> HnswGraph:
@@ -92,10 +92,12 @@ class HnswGraph:
 
     def search(self, vector: Vectors, count: int) -> list[Match]:
         """Up to so many of the most similar, the most similar first."""
-        found = self._search(vector, count, self._narrow)
-        if len(found) < min(count, len(self)):
-            found = self._search(vector, count, self._wide)
-        return found
+        similarities, rows = self._index.search(vector[None], count, params=self._parameters)
+        return [
+            Match(number=int(self._numbers[row]), similarity=min(float(similarity), 1.0))
+            for similarity, row in zip(similarities[0], rows[0], strict=True)
+            if row >= 0
+        ]
 
     def __contains__(self, number: int) -> bool:
         return self._row(number) is not None
@@ -120,14 +122,6 @@ class HnswGraph:
         numbers = self.numbers()
         for first in range(0, len(numbers), size):
             yield self.vectors(numbers[first : first + size])
-
-    def _search(self, vector: Vectors, count: int, parameters: faiss.SearchParameters) -> list[Match]:
-        similarities, rows = self._index.search(vector[None], count, params=parameters)
-        return [
-            Match(number=int(self._numbers[row]), similarity=min(float(similarity), 1.0))
-            for similarity, row in zip(similarities[0], rows[0], strict=True)
-            if row >= 0
-        ]
 
     def _row(self, number: int) -> int | None:
         """Of a vector that is there."""
@@ -160,8 +154,3 @@ def _fill(index: faiss.Index, batches: Batches, threads: int, stopped: Callable[
     finally:
         faiss.omp_set_num_threads(threads_before)
     return np.concatenate(added) if added else np.empty(0, np.int64)
-
-
-def _search_parameters(width: int, selector: faiss.IDSelector) -> faiss.SearchParameters:
-    made: faiss.SearchParameters = faiss.SearchParametersHNSW(efSearch=width, sel=selector)  # type: ignore[attr-defined]
-    return made

@@ -64,7 +64,7 @@ class HnswIndex:
         return self._recent.size_bytes + (0 if graph is None else graph.size_bytes)
 
     def add(self, number: int, vector: Vectors) -> bool:
-        """See `VectorIndex`. Raises LookupError after `close`."""
+        """Raises LookupError after `close`."""
         with self._lock:
             self._check_open()
             replaced = self._drop(number)
@@ -86,7 +86,6 @@ class HnswIndex:
         return len(numbers) - replaced
 
     def remove(self, number: int) -> bool:
-        """See `VectorIndex`."""
         with self._lock:
             removed = self._drop(number)
             due = self._newly_due()
@@ -95,7 +94,7 @@ class HnswIndex:
         return removed
 
     def search(self, vector: Vectors, count: int) -> list[Match]:
-        """See `VectorIndex`. It waits for changes and other searches of the flat part, and never for a build."""
+        """It waits for changes and other searches of the flat part, and never for a build."""
         with self._lock:
             graph = self._graph
             found = self._recent.search(vector, count)
@@ -106,13 +105,11 @@ class HnswIndex:
             return best([match for match in found if self._has(match.number)], count)
 
     def vector(self, number: int) -> Vectors | None:
-        """See `VectorIndex`."""
         with self._lock:
             vector = self._recent.vector(number)
             return vector if vector is not None or self._graph is None else self._graph.vector(number)
 
     def numbers(self) -> Numbers:
-        """See `VectorIndex`."""
         with self._lock:
             recent, graph = self._recent.numbers(), self._graph
             return recent if graph is None else np.concatenate([recent, graph.numbers()])

@@ -6,25 +6,17 @@ and makes way for the threads that search.
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bottega.cache.background_thread import BackgroundThread
 from bottega.cache.index.hnsw_index import HnswIndex
 from bottega.cache.index.settings import IndexSettings
 from bottega.cache.index.vector_index import MAX_COUNT, Match, Numbers, Vectors, unit_vectors
 from bottega.errors import QueueFull
-
-_log = logging.getLogger(__name__)
-
-# Of the thread that builds, on the scale of nice: searches on the same core come first.
-_BUILD_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +45,7 @@ class KeyedIndex:
         self._indexes: dict[str, HnswIndex] = {}
         self._entries = 0
         self._past_rebuilds = 0
-        self._builder = ThreadPoolExecutor(1, "index-build", initializer=_make_way)
+        self._builder = BackgroundThread("index-build")
         self._closed = False
 
     def __len__(self) -> int:
@@ -154,7 +146,7 @@ class KeyedIndex:
             indexes = list(self._indexes.values())
         for index in indexes:
             index.close()
-        self._builder.shutdown(cancel_futures=True)
+        self._builder.close()
 
     def _add(self, key: str, numbers: Numbers, vectors: Vectors) -> None:
         self._reserve(len(numbers))
@@ -190,7 +182,7 @@ class KeyedIndex:
         with self._lock:
             index = self._indexes.get(key)
             if index is None:
-                index = self._indexes[key] = HnswIndex(width, self._settings, on_due=self._build_soon)
+                index = self._indexes[key] = HnswIndex(width, self._settings, on_due=self._rebuild_soon)
             return index
 
     def _forget_if_empty(self, key: str) -> None:
@@ -199,21 +191,8 @@ class KeyedIndex:
             self._past_rebuilds += index.rebuilds
             del self._indexes[key]
 
-    def _build_soon(self, index: HnswIndex) -> None:
-        with self._lock:
-            if not self._closed:
-                self._builder.submit(index.rebuild).add_done_callback(_log_failure)
-
-
-def _log_failure(build: Future[None]) -> None:
-    if not build.cancelled() and (error := build.exception()) is not None:
-        _log.error("the graph of an index could not be made", exc_info=error)
-
-
-def _make_way() -> None:
-    """Has the threads that search come before the calling one."""
-    if sys.platform == "linux":  # elsewhere, threads have no priority of their own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BUILD_NICENESS)
+    def _rebuild_soon(self, index: HnswIndex) -> None:
+        self._builder.start(index.rebuild)
 
 
 def _check_number(number: int) -> None:

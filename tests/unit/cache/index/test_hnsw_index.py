@@ -118,16 +118,16 @@ def test_a_key_with_few_entries_left_has_no_graph_any_more() -> None:
 
 def test_a_neighbour_is_found_behind_many_that_were_deleted() -> None:
     """A search meets nothing but deleted nodes at first, more of them than it keeps candidates."""
-    settings = IndexSettings(flat_entries=1000, deleted_share=0.5, search_width=16)
+    settings = IndexSettings(flat_entries=1000, deleted_share=0.5)
     index = HnswIndex(WIDTH, settings, on_due=HnswIndex.rebuild)
     middle = _random(1)[0]
-    near = unit_vectors(middle + 0.1 * _random(120, seed=1))
-    index.add_all(np.arange(1120), np.concatenate([near, _random(1000, seed=2)]))
+    near = unit_vectors(middle + 0.1 * _random(800, seed=1))
+    index.add_all(np.arange(1800), np.concatenate([near, _random(1000, seed=2)]))
     index.rebuild()
-    for number in range(120):
+    for number in range(800):
         index.remove(number)
-    assert index.graph_rows == (1000, 120)
-    assert len(index.search(middle, 4)) == 4
+    assert index.graph_rows == (1000, 800)
+    assert len(index.search(middle, 8)) == 8
 
 
 @pytest.mark.parametrize(("entries", "call"), [(199, "IndexHNSWSQ"), (200, "clone_index")])
@@ -161,6 +161,19 @@ def test_searches_and_changes_go_on_while_a_graph_is_made(
     builds.join()
     assert index.rebuilds
     check()
+
+
+def test_what_is_removed_during_a_search_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, vectors = _filled(200), _random(200)
+    search = faiss.IndexHNSWSQ.search
+
+    def remove_after(*args: Any, **kwargs: Any) -> Any:
+        found = search(*args, **kwargs)
+        index.remove(7)
+        return found
+
+    monkeypatch.setattr(faiss.IndexHNSWSQ, "search", remove_after)
+    assert all(match.number != 7 for match in index.search(vectors[7], 5))
 
 
 def test_one_build_is_asked_for_however_much_changes_meanwhile() -> None:

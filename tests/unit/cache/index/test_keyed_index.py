@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -197,3 +198,30 @@ def test_threads_may_change_and_search_the_same_keys() -> None:
         assert index.statistics().keys == 0
     finally:
         index.close()
+
+
+def test_threads_may_add_to_a_key_while_it_vanishes(index: KeyedIndex) -> None:
+    vectors = _random(2)
+    failures: list[BaseException] = []
+
+    def come_and_go(number: int) -> None:
+        try:
+            for _ in range(1500):
+                index.add("key", number, vectors[number])
+                assert index.similarity("key", number, vectors[number]) == pytest.approx(1.0)
+                assert index.remove("key", number)
+        except BaseException as error:  # noqa: BLE001 - it is raised below, in the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=come_and_go, args=(number,)) for number in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(EVENTUALLY_S)
+    finally:
+        sys.setswitchinterval(before)
+    assert not failures, failures[0]
+    assert index.statistics().keys == len(index) == 0
