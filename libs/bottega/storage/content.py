@@ -219,7 +219,11 @@ class ContentStore:
         if entry is None or entry.time + self._ttl_s <= now:
             return False
         with os_errors.translated():
-            if not self._folder.confirm(digest, size_bytes=entry.size_bytes, thoroughly=True):
+            if entry.trusted:  # it is on the disk for certain: there is nothing to wait for
+                intact = self._folder.is_intact(digest)
+            else:
+                intact = self._folder.confirm(digest, size_bytes=entry.size_bytes, thoroughly=True)
+            if not intact:
                 entry.trusted, entry.damaged = False, True
                 return False
             self._folder.renew(digest, time=max(now, self._clock.wall()))

@@ -103,6 +103,15 @@ class ContentFolder:
             return False
         return True
 
+    def is_intact(self, digest: str) -> bool:
+        """Whether the file is there with its hash."""
+        try:
+            with self.reading(digest) as descriptor:
+                check(descriptor, digest)
+        except (FileNotFoundError, DataLoss):
+            return False
+        return True
+
     def probe(self) -> None:
         """Writes something and takes it away again. Raises OSError where a file could not be written."""
         path = self._path / _INCOMING / _PROBE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import PIL.Image
 import pytest
 
 from bottega.client import Client
@@ -59,6 +60,20 @@ def test_a_seed_that_was_drawn_is_returned_and_draws_the_same_again(client: Clie
     assert first.provenance.parameters.seed == first.seed
     assert again.pil().tobytes() == first.pil().tobytes()
     assert client.generate(PROMPT, **OPTIONS).seed != first.seed
+
+
+@pytest.mark.parametrize("source", [False, True], ids=["text-to-image", "image-to-image"])
+def test_an_identical_request_has_the_stored_picture_where_it_may(client: Client, source: bool) -> None:
+    options: dict[str, Any] = {**OPTIONS, "num_inference_steps": 3, "seed": 12}
+    if source:
+        options |= {"image": PIL.Image.new("RGB", (64, 64), "red"), "strength": 0.7}
+    drawn = client.generate(PROMPT, **options)
+    again = client.generate(PROMPT, identical_results=True, **options)
+
+    assert (drawn.provenance.identical_job, again.provenance.identical_job) == ("", drawn.job_id)
+    assert again.data == drawn.data
+    assert (again.provenance.attempts, again.provenance.model_hash) == (0, drawn.provenance.model_hash)
+    assert client.generate(PROMPT, **options).provenance.attempts == 1
 
 
 def test_a_prompt_beyond_the_tokenizer_is_cut_and_the_provenance_says_so(client: Client, stock: Stock) -> None:

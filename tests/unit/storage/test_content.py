@@ -393,8 +393,10 @@ async def test_an_image_whose_time_is_renewed_stays_as_long_as_a_new_one_also_af
         assert not await store.renew("0" * 64)
     async with _store(tmp_path, clock=clock) as store:
         clock.now += 15
+        assert await store.renew(kept)
+        clock.now += 59
         assert store.holds(kept)
-        clock.now += 10
+        clock.now += 2
         assert not store.holds(kept)
         assert not await store.renew(kept), "too late, though its file is still there"
 

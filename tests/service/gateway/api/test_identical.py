@@ -274,6 +274,18 @@ async def test_a_picture_that_is_damaged_on_the_disk_is_drawn_again(tmp_path: Pa
         assert len(worker.requests) == 2
 
 
+async def test_a_repeated_request_whose_pictures_have_gone_gets_its_own_again_and_not_those_of_another_job() -> None:
+    """What was drawn approximately need not be the same twice, and its decisions are those of its first job."""
+    async with running_gateway(results_bytes=100, max_result_bytes=100) as house:
+        worker = await house.worker()
+        worker.script.picture = lambda index: b"%060d" % len(worker.requests)
+        asked: dict[str, Any] = {**STAR, "fidelity": FAST}
+        await house.draw("order-1", **asked)
+        await house.draw(**asked, techniques=DRAWS)
+        again = await house.draw("order-1", **asked)
+        assert (again.provenance.identical_job, again.images[0].data) == ("", b"%060d" % 3)
+
+
 async def test_a_later_life_answers_too_and_knows_the_job(tmp_path: Path) -> None:
     async with running_gateway(state=str(tmp_path)) as house:
         various(await house.worker())
