@@ -151,6 +151,8 @@ async def test_a_request_without_a_seed_is_another_picture_each_time_and_who_nam
     first = await house.draw(prompt="a star")
     second = await house.draw(prompt="a star", techniques=Techniques(identical_results=True))
     assert len(worker.requests) == 2
+    counted = house.gateway.server.registry.get_sample_value("bottega_identical_results_total", {"outcome": "none"})
+    assert counted is None, "nothing is looked for"
     for drawn in (first, second):
         seed = drawn.provenance.parameters.seed
         again = await house.draw(prompt="a star", seed=seed, fidelity=BALANCED)
