@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bottega.cache.index import KeyedIndex
-from bottega.cache.latent import LatentAnswer, RecordedLatent
+from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.settings import StoreSettings
 from bottega.cache.store import LatentStore
 from bottega.transport import DType
@@ -60,7 +60,7 @@ def latent(seed: int, step: int, shape: tuple[int, ...] = SHAPE) -> RecordedLate
     return RecordedLatent(dtype=DType.FLOAT32, shape=shape, data=data.tobytes())
 
 
-def digest(answer: LatentAnswer) -> list[str]:
+def digest(answer: StoreAnswer) -> list[str]:
     """Of its latents."""
     return [hashlib.sha256(each.data).hexdigest() for each in answer.latents]
 

@@ -17,7 +17,7 @@ from bottega.cache.latent import Entry, EntryRecord
 from bottega.cache.recording import Vector
 
 
-class Prediction(Protocol):
+class MatchPrediction(Protocol):
     """Whether a search will find something. weight: 0 where there is to be none, else what `record` is to be given."""
 
     @property
@@ -32,10 +32,10 @@ class Predictor(Protocol):
     def changed(self, key: str, entries: int) -> None:
         """The key has so many entries now."""
 
-    def predict(self, key: str, vector: Vector) -> Prediction:
+    def predict(self, key: str, vector: Vector) -> MatchPrediction:
         """What a search will find."""
 
-    def record(self, prediction: Prediction, *, hit: bool, lookup_s: float, saved_s: float | None) -> None:
+    def record(self, prediction: MatchPrediction, *, hit: bool, lookup_s: float, saved_s: float | None) -> None:
         """What it has found. lookup_s: what it took. saved_s: what its hit saves; None where that is not known."""
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class Contents:
     predictor: Predictor | None
 
     def load(self, key: str, records: Sequence[EntryRecord]) -> None:
-        """Takes in entries of earlier times, all that there are of a key."""
+        """Takes in entries of earlier times, of one key."""
         numbers = np.array([record.entry.number for record in records], np.int64)
         vectors = np.stack([_vector(record) for record in records])
         self.index.load(key, numbers, vectors)

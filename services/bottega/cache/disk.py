@@ -31,7 +31,7 @@ class CacheDisk:
         return self.records.open() and was_in_place
 
     def load(self, take: Callable[[str, Sequence[EntryRecord]], None]) -> None:
-        """Gives all entries to `take`, those of a key together. What is damaged or incomplete goes with `tidy`."""
+        """Gives all entries to `take`, some thousands of a key at a time. What is damaged goes with `tidy`."""
         self._changes, self._garbage = Changes(), []
         names = self.files.open()
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from bottega.cache.contents import Contents
 from bottega.cache.disk import CacheDisk
 from bottega.cache.entry_table import new_usage
-from bottega.cache.latent import Entry, EntryRecord, KeptLatent, Picture
+from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
 from bottega.cache.latent_files import latent_name, picture_name
-from bottega.cache.recording import Recording
+from bottega.cache.recording import CheckedRecording
 from bottega.cache.settings import StoreSettings
 from bottega.cache.statistics import Counts, Dropped
 from bottega.clocks import Clock
@@ -38,7 +38,7 @@ class Insertion:
         """This number is taken."""
         self._next_number = max(self._next_number, number + 1)
 
-    def insert(self, recordings: Sequence[Recording]) -> None:
+    def insert(self, recordings: Sequence[CheckedRecording]) -> None:
         """Keeps them, all or none; but one that the index does not take is dropped by itself.
 
         Raises StorageUnavailable, DataLoss.
@@ -62,7 +62,7 @@ class Insertion:
             self._contents.add(record)
         self._counts.add("recorded", len(written))
 
-    def make_room(self, recordings: Sequence[Recording] = ()) -> None:
+    def make_room(self, recordings: Sequence[CheckedRecording] = ()) -> None:
         """Evicts until the budgets hold with these; where anything goes, some more goes with it."""
         table, settings = self._contents.table, self._settings
         room_bytes = settings.budget_bytes - sum(recording.latent_bytes for recording in recordings)
@@ -76,13 +76,13 @@ class Insertion:
         self._disk.discard(removal.files)
         self._counts.add("evictions", removal.latents)
 
-    def _spare_bytes(self, recordings: Sequence[Recording]) -> int:
+    def _spare_bytes(self, recordings: Sequence[CheckedRecording]) -> int:
         """Of whole latents: where the budget is one of a few, none of them is evicted in advance."""
         spare_bytes = int(self._settings.batch_share * self._settings.budget_bytes)
         latent_bytes = max((recording.each_bytes for recording in recordings), default=1)
         return spare_bytes - spare_bytes % latent_bytes
 
-    def _prepare(self, recording: Recording) -> EntryRecord | None:
+    def _prepare(self, recording: CheckedRecording) -> EntryRecord | None:
         """Its record, of which the index has the embedding; None where it does not take it."""
         record = _to_record(recording, self._next_number, now=self._clock.wall(), asked=self._contents.table.now)
         self._next_number += 1
@@ -93,7 +93,7 @@ class Insertion:
             return None
         return record
 
-    def _write_files(self, recording: Recording, record: EntryRecord) -> None:
+    def _write_files(self, recording: CheckedRecording, record: EntryRecord) -> None:
         name = record.entry.name
         self._disk.files.check_room(recording.size_bytes)
         self._disk.files.write(picture_name(name), recording.picture)
@@ -101,7 +101,7 @@ class Insertion:
             self._disk.files.write(latent_name(name, step), data)
 
 
-def _to_record(recording: Recording, number: int, *, now: float, asked: float) -> EntryRecord:
+def _to_record(recording: CheckedRecording, number: int, *, now: float, asked: float) -> EntryRecord:
     """asked: the time on the policy's clock."""
     digest = _digest(recording.picture)
     entry = Entry(
@@ -111,7 +111,7 @@ def _to_record(recording: Recording, number: int, *, now: float, asked: float) -
         model_hash=recording.model_hash,
         dtype=recording.dtype,
         shape=recording.shape,
-        picture=Picture(height=recording.height, width=recording.width, digest=digest),
+        picture=EntryPicture(height=recording.height, width=recording.width, digest=digest),
         recorded_s=now,
     )
     return EntryRecord(

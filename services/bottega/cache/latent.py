@@ -22,7 +22,7 @@ class RecordedLatent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LatentAnswer:
+class StoreAnswer:
     """What a question is answered. latents: one for each of the header's hits, in their order."""
 
     header: CacheAnswer
@@ -38,7 +38,7 @@ class EntryDetails:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class EntryPicture:
     """The picture of an entry, as RGB in a file. digest: SHA-256 of its bytes."""
 
     height: int
@@ -64,7 +64,7 @@ class Entry:
     model_hash: str
     dtype: DType
     shape: tuple[int, ...]
-    picture: Picture
+    picture: EntryPicture
     recorded_s: float
 
     @property

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bottega.cache.contents import Contents, Prediction
+from bottega.cache.contents import Contents, MatchPrediction
 from bottega.cache.entry_table import Removal
-from bottega.cache.latent import LatentAnswer, RecordedLatent
+from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.latent_files import LatentFiles, latent_name
 from bottega.cache.profiles import ProfileFolder
 from bottega.cache.recording import Vector
@@ -45,9 +45,9 @@ class _Served:
         """That are skipped."""
         return sum(start.step for start in self.starts)
 
-    def answer(self, outcome: CacheOutcome.ValueType) -> LatentAnswer:
+    def answer(self, outcome: CacheOutcome.ValueType) -> StoreAnswer:
         """It, as the worker is told."""
-        return LatentAnswer(header=CacheAnswer(hits=self.starts, outcome=outcome), latents=tuple(self.latents))
+        return StoreAnswer(header=CacheAnswer(hits=self.starts, outcome=outcome), latents=tuple(self.latents))
 
 
 class Lookup:
@@ -74,7 +74,7 @@ class Lookup:
         self._counts = counts
         self._lost = lost
 
-    def similar(self, question: CacheQuestion, embedding: Vector) -> LatentAnswer:
+    def similar(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
         """Latents of similar prompts, each of another entry; at most one for each picture."""
         fidelity, width = question.fidelity, embedding.size
         profile = self._profiles.skip_profile(question.model_hash, fidelity, width=width)
@@ -90,7 +90,7 @@ class Lookup:
             self._judge(prediction, question, found, time.perf_counter() - began)
         return self._serve(question, matches, profile, found)
 
-    def pinned(self, question: CacheQuestion, embedding: Vector) -> LatentAnswer:
+    def pinned(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
         """The latents that are asked for, whatever their similarity; those that are gone are left out."""
         served, wanted = _Served(), [start for start in question.pinned if start.entry]
         for start in wanted:
@@ -114,7 +114,9 @@ class Lookup:
         candidates = self._table.candidates(question.key, matches)
         return self._selector.select(candidates, profile=profile, words=question.words, steps=question.steps)
 
-    def _judge(self, prediction: Prediction, question: CacheQuestion, found: list[Selection], lookup_s: float) -> None:
+    def _judge(
+        self, prediction: MatchPrediction, question: CacheQuestion, found: list[Selection], lookup_s: float
+    ) -> None:
         steps = sum(selection.step for selection in found[: question.images])
         saved_s = steps * question.step_s if question.step_s > 0.0 else None
         assert self._predictor is not None
@@ -126,7 +128,7 @@ class Lookup:
         matches: list[tuple[int, float]],
         profile: SkipProfile,
         found: list[Selection],
-    ) -> LatentAnswer:
+    ) -> StoreAnswer:
         served = _Served()
         possible = min(question.images, len(found))
         wanted = self._exploration.kept(possible)
@@ -147,7 +149,7 @@ class Lookup:
         explored = wanted < possible and len(served.starts) == wanted
         return self._counted(served, cache_pb2.CACHE_OUTCOME_EXPLORED if explored else _miss(served))
 
-    def _counted(self, served: _Served, outcome: CacheOutcome.ValueType) -> LatentAnswer:
+    def _counted(self, served: _Served, outcome: CacheOutcome.ValueType) -> StoreAnswer:
         self._counts.add("holes", served.holes)
         return served.answer(outcome)
 

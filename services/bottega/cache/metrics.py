@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bottega.cache.statistics import StoreStatistics
+from bottega.cache.statistics import LatentStatistics
 from bottega.rpc.operation.link_metrics import link_metrics
 from bottega.v1.link_pb2 import LinkCounts
 
@@ -21,7 +21,7 @@ from bottega.v1.link_pb2 import LinkCounts
 class CacheStatistics:
     """A cache at one moment."""
 
-    store: StoreStatistics
+    store: LatentStatistics
     links: LinkCounts
 
 

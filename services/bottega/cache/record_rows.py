@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bottega.cache.latent import Entry, EntryRecord, KeptLatent, Picture
+from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
 from bottega.planning.eviction import Usage
 from bottega.storage import SqliteSchema
 from bottega.storage.checksums import Value, checksum
@@ -124,7 +124,7 @@ def read_entry(row: Sequence[Any], latents: Mapping[int, KeptLatent]) -> EntryRe
         model_hash=model_hash,
         dtype=DType(dtype),
         shape=tuple(json.loads(shape)),
-        picture=Picture(height=height, width=width, digest=digest),
+        picture=EntryPicture(height=height, width=width, digest=digest),
         recorded_s=recorded_s,
     )
     return EntryRecord(
@@ -138,6 +138,6 @@ def read_latent(row: Sequence[Any], step: int) -> KeptLatent | None:
     if checksum(values) != expected:
         return None
     found = (frequency, used_at, created_at)
-    sound = all(math.isfinite(each) for each in found) and frequency >= 1.0 and used_at >= created_at >= 0.0
+    sound = all(math.isfinite(each) for each in found) and frequency >= 0.0 and used_at >= created_at >= 0.0
     usage = Usage(frequency=frequency, used_at=used_at, created_at=created_at, step=step) if sound else Usage(step=step)
     return KeptLatent(digest=values[2], usage=usage)

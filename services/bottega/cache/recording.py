@@ -24,7 +24,7 @@ _MAX_STEP = 999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Recording:
+class CheckedRecording:
     """embedding: of its prompt. picture: RGB, as bytes. latents: by step."""
 
     key: str
@@ -56,7 +56,7 @@ class Recording:
 
 def to_recording(
     header: CacheRecording, *, embedding: Vector, picture: npt.NDArray[np.uint8], latents: Sequence[RecordedLatent]
-) -> Recording:
+) -> CheckedRecording:
     """Copies what is not its own. Raises ValueError for what breaks a rule of cache.proto."""
     check_key(header.key)
     if not _MODEL_HASH.fullmatch(header.model_hash):
@@ -66,7 +66,7 @@ def to_recording(
     if not 0 < max(picture.shape) <= MAX_PICTURE_SIDE or not picture.size:
         raise ValueError(f"the picture of a recording has 1 to {MAX_PICTURE_SIDE} pixels a side")
     dtype, shape = _check_latents(header.steps, latents)
-    return Recording(
+    return CheckedRecording(
         key=header.key,
         model_hash=header.model_hash,
         parameters=header.parameters.SerializeToString(),

@@ -33,6 +33,8 @@ _ADD_LATENT = f"REPLACE INTO latents VALUES ({', '.join('?' * len(LATENT_COLUMNS
 _DROP_STRAYS = "DELETE FROM latents WHERE number NOT IN (SELECT number FROM entries)"
 _USE = "UPDATE latents SET frequency = ?, used_at = ? WHERE number = ? AND step = ?"
 _KEY = ENTRY_COLUMNS.index("key")
+# Of a key's entries that are read at once: their embeddings have some tens of megabytes.
+_PIECE = 10_000
 # Of parameters that are asked for in one statement: SQLite takes 32,766 values in one.
 _PAGE = 1000
 
@@ -87,7 +89,7 @@ class CacheRecords:
         return self._inode != 0 and self._found_inode() == self._inode
 
     def read(self, take: Callable[[str, list[EntryRecord]], None]) -> list[int]:
-        """Gives all entries to `take`, those of a key together; returns the numbers of those that are damaged."""
+        """Gives all entries to `take`, some thousands of a key at a time; returns the numbers of damaged ones."""
         return self._file.transact(lambda connection: _read(connection, take))
 
     def drop_strays(self) -> None:
@@ -118,8 +120,11 @@ def _read(connection: sqlite3.Connection, take: Callable[[str, list[EntryRecord]
             record = read_entry(row, _latents(connection, row[0]))
             if record is None or not record.latents:
                 damaged.append(row[0])
-            else:
-                records.append(record)
+                continue
+            records.append(record)
+            if len(records) == _PIECE:
+                take(key, records)
+                records = []
         if records:
             take(key, records)
     return damaged

@@ -48,7 +48,7 @@ class MostStepsSelector:
     def select(
         self, candidates: Sequence[Candidate], *, profile: SkipProfile, words: int, steps: int
     ) -> list[Selection]:
-        """See Selector."""
+        """At most one latent of each candidate, that of the most steps first. words: of the new prompt."""
         found = []
         for candidate in candidates:
             allowed = skip_steps(profile, similarity=candidate.similarity, words=words, steps=steps)

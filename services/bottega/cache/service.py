@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 
 from bottega import rules
-from bottega.cache.statistics import StoreStatistics
+from bottega.cache.statistics import LatentStatistics
 from bottega.cache.store import LatentStore
 from bottega.cache.validation import check_entry, check_limit, check_model_hash, check_profile
 from bottega.codec import Pixels, images
@@ -83,7 +83,7 @@ def _png(picture: np.ndarray) -> bytes:
     return images.encode(Pixels(width=width, height=height, data=picture.tobytes()), IMAGE_FORMAT_PNG, 0, {})
 
 
-def _stats(figures: StoreStatistics) -> pb.GetCacheStatsResponse:
+def _stats(figures: LatentStatistics) -> pb.GetCacheStatsResponse:
     models = [
         pb.CacheModelStats(
             model_hash=model.model_hash,

@@ -26,7 +26,7 @@ class Dropped(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatistics:
-    """See CacheModelStats."""
+    """What there is of a model. keys: entries of different ones never serve the same request."""
 
     model_hash: str
     entries: int
@@ -36,7 +36,7 @@ class ModelStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreStatistics:
+class LatentStatistics:
     """A store at one moment; see GetCacheStatsResponse.
 
     recorded: entries since the start. damaged: latents that were found to be, and deleted. waiting, waiting_bytes:
@@ -68,7 +68,7 @@ class Counts:
         self._dropped: Counter[str] = Counter({reason.value: 0 for reason in Dropped})
 
     def add(self, name: str, number: int = 1) -> None:
-        """Of one of the totals of StoreStatistics."""
+        """Of one of the totals of LatentStatistics."""
         with self._lock:
             self._totals[name] += number
 

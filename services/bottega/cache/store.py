@@ -15,7 +15,7 @@ from bottega.cache.disk import CacheDisk
 from bottega.cache.doorkeeper import Doorkeeper
 from bottega.cache.entry_table import EntryTable
 from bottega.cache.index import KeyedIndex
-from bottega.cache.latent import Entry, EntryDetails, LatentAnswer, RecordedLatent
+from bottega.cache.latent import Entry, EntryDetails, RecordedLatent, StoreAnswer
 from bottega.cache.latent_files import LatentFiles, picture_name
 from bottega.cache.lookup import Lookup
 from bottega.cache.profiles import ProfileFolder
@@ -23,7 +23,7 @@ from bottega.cache.recording import Vector, check_key, checked_embedding, to_rec
 from bottega.cache.records import CacheRecords
 from bottega.cache.selector import Exploration, MostStepsSelector
 from bottega.cache.settings import StoreSettings
-from bottega.cache.statistics import Counts, ModelStatistics, StoreStatistics
+from bottega.cache.statistics import Counts, LatentStatistics, ModelStatistics
 from bottega.cache.writer import CacheWriter
 from bottega.clocks import Clock
 from bottega.errors import Unavailable
@@ -93,7 +93,7 @@ class LatentStore:
         """Whether what is there was read, and what was recorded before is written, within that time."""
         return self._writer.flush(timeout_s)
 
-    def ask(self, question: CacheQuestion, embedding: Vector) -> LatentAnswer:
+    def ask(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
         """What a job's pictures may start from, and whether its first one is to be recorded.
 
         embedding: of its prompt. Raises ValueError for what breaks a rule of cache.proto.
@@ -110,7 +110,7 @@ class LatentStore:
             answer = self._lookup.similar(question, embedding)
             self._counts.lookup(answer.header.outcome)
         else:
-            answer = LatentAnswer(header=CacheAnswer(), latents=())
+            answer = StoreAnswer(header=CacheAnswer(), latents=())
         answer.header.record = repeated and not answer.latents and not self._writer.trouble
         return answer
 
@@ -129,10 +129,10 @@ class LatentStore:
         """
         self._writer.record(to_recording(recording, embedding=embedding, picture=picture, latents=latents))
 
-    def statistics(self) -> StoreStatistics:
+    def statistics(self) -> LatentStatistics:
         """Its figures of this moment."""
         counts, waiting = self._counts, self._writer.waiting
-        return StoreStatistics(
+        return LatentStatistics(
             models=self._models(),
             bytes=self._table.size_bytes,
             budget_bytes=self._settings.budget_bytes,

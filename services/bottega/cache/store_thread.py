@@ -46,10 +46,12 @@ class StoreThread:
 
         Raises StorageUnavailable when that takes too long, or the thread has ended; it may be done all the same then.
         """
+        if not self._thread.is_alive():
+            raise unavailable("the storage is closed", cause="ESHUTDOWN")
         outcome: Future[ResultT] = Future()
         self.post(lambda: _settle(outcome, do))
         try:
-            return outcome.result(wait_s if self._thread.is_alive() else 0.0)
+            return outcome.result(wait_s)
         except FutureTimeoutError:
             outcome.cancel()
             raise unavailable("the disk does not answer", cause="ETIMEDOUT") from None

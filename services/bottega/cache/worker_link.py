@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from bottega.cache.config import CacheLinksConfig
-from bottega.cache.latent import LatentAnswer, RecordedLatent
+from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.store import LatentStore
 from bottega.errors import BottegaError, NoSharedMemory, TooLarge
 from bottega.latents import messages
@@ -122,7 +122,7 @@ def _embedding(views: Sequence[memoryview]) -> np.ndarray:
     return np.frombuffer(bytes(views[_EMBEDDING]), dtype=np.float32)
 
 
-def _message(number: int, answer: LatentAnswer) -> CacheMessage:
+def _message(number: int, answer: StoreAnswer) -> CacheMessage:
     latents = [
         (messages.latent_spec(index, latent.dtype, latent.shape), memoryview(latent.data))
         for index, latent in enumerate(answer.latents)

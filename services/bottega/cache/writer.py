@@ -16,7 +16,7 @@ from bottega.cache.disk import CacheDisk
 from bottega.cache.entry_table import Removal
 from bottega.cache.insertion import Insertion
 from bottega.cache.latent import Entry, EntryRecord
-from bottega.cache.recording import Recording
+from bottega.cache.recording import CheckedRecording
 from bottega.cache.settings import StoreSettings
 from bottega.cache.statistics import Counts, Dropped
 from bottega.cache.store_thread import StoreThread
@@ -47,7 +47,7 @@ class CacheWriter:
         self._counts = counts
         self._thread = StoreThread("cache-writer", tick=self._tick, every_s=settings.retry_s)
         self._lock = threading.Lock()
-        self._waiting: deque[Recording] = deque()
+        self._waiting: deque[CheckedRecording] = deque()
         self._waiting_bytes = 0
         self._trouble = ""
         self._closing = False
@@ -89,7 +89,7 @@ class CacheWriter:
             return False
         return self._loaded and not self._trouble
 
-    def record(self, recording: Recording) -> None:
+    def record(self, recording: CheckedRecording) -> None:
         """Has it written soon, or drops it."""
         reason = self._enqueue(recording)
         if reason is None:
@@ -112,7 +112,7 @@ class CacheWriter:
         numbers = [entry.number for entry in entries]
         return self._thread.call(lambda: self._disk.records.parameters(numbers))
 
-    def _enqueue(self, recording: Recording) -> Dropped | None:
+    def _enqueue(self, recording: CheckedRecording) -> Dropped | None:
         """Why it is dropped; None where it waits."""
         if self._trouble:
             return Dropped.TROUBLE
@@ -184,8 +184,8 @@ class CacheWriter:
                 self._counts.drop(Dropped.TROUBLE, len(batch))
                 self._fail(error)
 
-    def _next_batch(self) -> list[Recording]:
-        batch: list[Recording] = []
+    def _next_batch(self) -> list[CheckedRecording]:
+        batch: list[CheckedRecording] = []
         left_bytes = _SHARE_AT_ONCE * self._settings.budget_bytes
         most = min(_MOST_AT_ONCE, max(1, int(_SHARE_AT_ONCE * self._settings.max_entries)))
         with self._lock:
