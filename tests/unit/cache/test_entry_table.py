@@ -1,0 +1,86 @@
+"""The table of entries: its counts, and that what has gone has gone from everywhere."""
+
+from __future__ import annotations
+
+from bottega.cache.entry_table import EntryTable, new_usage
+from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
+from bottega.planning.eviction import LCBFU
+from bottega.transport import DType
+
+
+def _record(number: int, *, key: str = "a", model: str = "m", steps: tuple[int, ...] = (5, 10)) -> EntryRecord:
+    entry = Entry(
+        number=number,
+        name=f"{number:032x}",
+        key=key,
+        model_hash=model,
+        dtype=DType.FLOAT16,
+        shape=(4, 2, 2),
+        picture=EntryPicture(height=1, width=1, digest=b"p"),
+        recorded_s=1.0,
+    )
+    latents = {step: KeptLatent(digest=b"d%d" % step, usage=new_usage(step, 0.0)) for step in steps}
+    return EntryRecord(entry=entry, embedding=b"", parameters=b"", hits=0, latents=latents)
+
+
+def _table() -> EntryTable:
+    table = EntryTable(LCBFU)
+    for record in (_record(1), _record(2), _record(3, key="b"), _record(4, key="c", model="n")):
+        table.add(record)
+    return table
+
+
+def test_what_there_is_of_a_model_is_counted() -> None:
+    table = _table()
+    models = table.models()
+    assert {model: (of.entries, of.latents, of.keys) for model, of in models.items()} == {
+        "m": (3, 6, 2),
+        "n": (1, 2, 1),
+    }
+    assert (len(table), table.size_bytes) == (4, 8 * 32)
+
+
+def test_keys_and_models_without_entries_vanish() -> None:
+    table = _table()
+    assert [entry.number for entry in table.clear("n").entries] == [4]
+    assert not table.has_key("c")
+    assert table.remove(3, 5).entries == []
+    assert [entry.number for entry in table.remove(3, 10).entries] == [3]
+    assert not table.has_key("b")
+    assert {model: (of.entries, of.latents, of.keys) for model, of in table.models().items()} == {"m": (2, 4, 1)}
+    table.clear("")
+    assert (table.models(), len(table), table.size_bytes, table.named(f"{1:032x}")) == ({}, 0, 0, None)
+
+
+def test_a_candidate_has_the_key_and_the_steps_that_are_left() -> None:
+    table = _table()
+    table.remove(1, 5)
+    found = table.candidates("a", [(1, 0.9), (3, 0.8), (2, 0.7), (9, 0.6)])
+    assert [(each.number, each.similarity, each.steps) for each in found] == [(1, 0.9, (10,)), (2, 0.7, (5, 10))]
+
+
+def test_what_goes_is_told_with_its_files_and_rows() -> None:
+    table = _table()
+    removal = table.evict(7 * 32, 10)
+    assert (removal.latents, len(removal.files), removal.entries) == (1, 1, [])
+    table.take_changes()
+    for _ in range(2):
+        table.tick()
+        table.use(2, 10)
+    removal = table.evict(10**6, 1)
+    assert [entry.number for entry in removal.entries] == [1, 3, 4] == sorted(table.take_changes().entries)
+    assert table.steps_and_hits(2)[1] == 2
+    assert table.newest("", 10)[0].number == 2
+
+
+def test_uses_are_told_once() -> None:
+    table = _table()
+    table.tick()
+    table.use(1, 5)
+    changes = table.take_changes()
+    assert (changes.hits, list(changes.usages)) == ({1: 1}, [(1, 5)])
+    assert changes.usages[1, 5].used_at == 1.0
+    assert not table.take_changes()
+    table.remove(1, 10)
+    table.use(1, 10)  # it has gone
+    assert table.take_changes().usages == {}
