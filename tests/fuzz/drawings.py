@@ -9,7 +9,7 @@ import grpc
 
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Techniques
-from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, UNSERVED, Case, case_of, shown
+from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, UNSERVED, Case, case_of, shown
 from tests.fuzz.controls import control_drawings
 from tests.fuzz.images import bad_images, good_images, largest_image, too_large_image
 from tests.fuzz.loras import lora_drawings
@@ -104,7 +104,7 @@ def _pictures(case: Any) -> Iterator[Case]:
 
 
 def _techniques(case: Any) -> Iterator[Case]:
-    yield case("a cache entry", techniques=Techniques(cache_entry=PIN))
+    yield case("a cache entry, and no cache", UNAVAILABLE, techniques=Techniques(cache_entry=PIN))
     switches = (
         ("bounded_lora_loading", OK),
         ("stale_residuals", OK),

@@ -24,6 +24,8 @@ SPEC = ServiceSpec(
     title="approximate cache",
     module="bottega.cache",
     configure=_configure,
+    add_on="bottega.gateway.addons.cache.addon:create",
+    engine_add_on="bottega.worker.cache.addon:create",
     requires=("faiss-cpu", "numpy", "scikit-learn"),
     install="bottega-services[cache]",
     unit=UnitSettings(links=True, reads_models=True),

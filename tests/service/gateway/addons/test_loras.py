@@ -170,7 +170,7 @@ async def test_what_is_drawn_again_for_a_request_id_keeps_to_the_step(tmp_path: 
         await house.gateway.draw("order-1", loras=[Lora(name="ink")])
         first, _, again = worker.requests
         assert not first.decisions.by_kind
-        assert again.decisions.by_kind == loras_at(4)
+        assert again.decisions.by_kind.items() >= loras_at(4).items()
 
 
 async def _has_made(house: House, job: image_pb2.Job, *, steps: int) -> bool:
