@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,6 @@ from bottega.diffusion.cached_starts.addon import EngineCachedStarts
 from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.loras import LoraSource
 from bottega.diffusion.model.model import Model
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_HIT, CACHE_OUTCOME_MISS, CacheAnswer, CacheOutcome, CacheStart
 from bottega.v1.fleet_pb2 import ServiceAddress
@@ -82,7 +82,7 @@ class ScriptedLatents:
 
 
 class Cached:
-    """An engine whose pictures may start from what `source` says."""
+    """An engine whose pictures may start from what `source` says. after: further add-ons; options: see make_engine."""
 
     def __init__(
         self,
@@ -90,13 +90,12 @@ class Cached:
         source: ScriptedLatents | None = None,
         *,
         limits: EngineLimits = FIXED,
-        loras: LoraSource | None = None,
-        before: Iterable[EngineAddOn] = (),
-        clock: Callable[[], float] = lambda: 0.0,
+        after: Sequence[EngineAddOn] = (),
+        **options: Any,
     ) -> None:
         self.source = source or ScriptedLatents()
         self.starts = EngineCachedStarts(model, self.source, timeout_s=TIMEOUT_S)
-        self.engine: Engine = make_engine(model, limits, loras=loras, addons=(*before, self.starts), clock=clock)
+        self.engine: Engine = make_engine(model, limits, addons=(self.starts, *after), **options)
         self.easel = ManualEngine(self.engine)
 
     def draw(self, order: EngineOrder, *, at_turn: int = 0, hits: Sequence[Hit] = ()) -> Drawing:
