@@ -21,7 +21,7 @@ from bottega import kinds
 from bottega.cache.latent import RecordedLatent
 from bottega.cache.settings import StoreSettings
 from bottega.cache.store import LatentStore
-from bottega.diffusion.cached_starts import LatentAnswer, LatentQuestion, Recording
+from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, LatentReply
 from bottega.diffusion.cached_starts.addon import EngineCachedStarts
 from bottega.diffusion.cached_starts.recorder import latents_in_order
 from bottega.diffusion.engine.engine import Engine, EngineLimits
@@ -104,14 +104,14 @@ class StoreLatents:
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
         """It has its own."""
 
-    def ask(self, question: LatentQuestion) -> Future[LatentAnswer]:
+    def ask(self, question: LatentQuestion) -> Future[LatentReply]:
         embedding = question.embedding.numpy()
-        answer = Future[LatentAnswer]()
+        answer = Future[LatentReply]()
         asked = self._ask_plain if self.plain_bound else self._ask_as_it_is
         answer.set_result(asked(question.header, embedding))
         return answer
 
-    def record(self, recording: Recording) -> bool:
+    def record(self, recording: JobRecording) -> bool:
         latents = latents_in_order(recording)
         spec = GenerationSpec(prompt=recording.spec.prompt, seed=recording.spec.seed)
         self._store.record(
@@ -130,11 +130,11 @@ class StoreLatents:
         )
         return True
 
-    def _ask_as_it_is(self, header: CacheQuestion, embedding: np.ndarray) -> LatentAnswer:
+    def _ask_as_it_is(self, header: CacheQuestion, embedding: np.ndarray) -> LatentReply:
         self._plain_key = header.key
         return self._ask(header, embedding)
 
-    def _ask_plain(self, header: CacheQuestion, embedding: np.ndarray) -> LatentAnswer:
+    def _ask_plain(self, header: CacheQuestion, embedding: np.ndarray) -> LatentReply:
         """Under the key of the last question that was asked as it is, at most at the bound."""
         asked = CacheQuestion()
         asked.CopyFrom(header)
@@ -150,9 +150,9 @@ class StoreLatents:
         asked.pinned.extend(starts)
         return self._ask(asked, embedding)
 
-    def _ask(self, header: CacheQuestion, embedding: np.ndarray) -> LatentAnswer:
+    def _ask(self, header: CacheQuestion, embedding: np.ndarray) -> LatentReply:
         answer = self._store.ask(header, embedding)
-        return LatentAnswer(header=answer.header, latents=tuple(_tensor(each) for each in answer.latents))
+        return LatentReply(header=answer.header, latents=tuple(_tensor(each) for each in answer.latents))
 
 
 class CachedEngine:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bottega.diffusion.cached_starts import LatentAnswer, LatentQuestion, Recording
+from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, LatentReply
 from bottega.diffusion.cached_starts.addon import EngineCachedStarts
 from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.engine import Engine, EngineLimits
@@ -36,12 +36,12 @@ def entry(number: int) -> str:
 
 def answer(
     *hits: Hit, record: bool = False, outcome: CacheOutcome.ValueType | None = None, similarity: float = 0.9
-) -> LatentAnswer:
+) -> LatentReply:
     """Hits by entry, step and latent."""
     starts = [CacheStart(entry=name, step=step, similarity=similarity) for name, step, _ in hits]
     said = (CACHE_OUTCOME_HIT if hits else CACHE_OUTCOME_MISS) if outcome is None else outcome
     header = CacheAnswer(hits=starts, outcome=said, record=record)
-    return LatentAnswer(header=header, latents=tuple(latent for _, _, latent in hits))
+    return LatentReply(header=header, latents=tuple(latent for _, _, latent in hits))
 
 
 @dataclass(eq=False)
@@ -51,20 +51,20 @@ class ScriptedLatents:
     pinned: latents that questions by name are answered with, where they may be.
     """
 
-    answers: list[LatentAnswer] = field(default_factory=list)
+    answers: list[LatentReply] = field(default_factory=list)
     pinned: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     full: bool = False
     asked: list[LatentQuestion] = field(default_factory=list)
-    open: list[Future[LatentAnswer]] = field(default_factory=list)
-    recordings: list[Recording] = field(default_factory=list)
+    open: list[Future[LatentReply]] = field(default_factory=list)
+    recordings: list[JobRecording] = field(default_factory=list)
     stores: list[str] = field(default_factory=list)
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
         self.stores = [store.name for store in stores]
 
-    def ask(self, question: LatentQuestion) -> Future[LatentAnswer]:
+    def ask(self, question: LatentQuestion) -> Future[LatentReply]:
         self.asked.append(question)
-        answered = Future[LatentAnswer]()
+        answered = Future[LatentReply]()
         wanted = [(start.entry, start.step) for start in question.header.pinned]
         if self.answers:
             answered.set_result(self.answers.pop(0))
@@ -75,7 +75,7 @@ class ScriptedLatents:
             self.open.append(answered)
         return answered
 
-    def record(self, recording: Recording) -> bool:
+    def record(self, recording: JobRecording) -> bool:
         if not self.full:
             self.recordings.append(recording)
         return not self.full
@@ -109,7 +109,7 @@ class Cached:
             self.easel.turn()
         raise AssertionError("it does not end")
 
-    def tell(self, said: LatentAnswer) -> None:
+    def tell(self, said: LatentReply) -> None:
         """The answer to the oldest open question, or to the next one."""
         if self.source.open:
             self.source.open.pop(0).set_result(said)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.diffusion.cached_starts import LatentAnswer, LatentQuestion, Recording
+from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, LatentReply
 from bottega.diffusion.spec import LoraSpec, ResolvedSpec
 from bottega.diffusion.tensor_messages import DTYPES
 from bottega.latents import messages
@@ -78,7 +78,7 @@ def question(**said: object) -> LatentQuestion:
     return LatentQuestion(header=header, embedding=torch.arange(6, dtype=torch.float32))
 
 
-def ask(stores: LatentStores) -> Future[LatentAnswer]:
+def ask(stores: LatentStores) -> Future[LatentReply]:
     began_s = time.monotonic()
     asked = stores.ask(question())
     assert time.monotonic() - began_s < AT_ONCE_S
@@ -164,7 +164,7 @@ def test_a_cache_that_has_left_the_fleet_has_no_link_any_more() -> None:
         assert stores.linked == 0
 
 
-def recording(side: int = 32, **said: object) -> Recording:
+def recording(side: int = 32, **said: object) -> JobRecording:
     pixels = torch.arange(side * side // 2 * 3, dtype=torch.int64).remainder(255).to(torch.uint8)
     made = {
         "key": KEY,
@@ -174,7 +174,7 @@ def recording(side: int = 32, **said: object) -> Recording:
         "pixels": pixels.reshape(side // 2, side, 3),
         "latents": {3: latent(3), 1: latent(1)},
     }
-    return Recording(**{**made, **said})  # type: ignore[arg-type]  # a test's own
+    return JobRecording(**{**made, **said})  # type: ignore[arg-type]  # a test's own
 
 
 def test_a_recording_comes_whole_with_what_was_drawn() -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from bottega import kinds, rules
 from bottega.diffusion.cached_starts.key import has_key, start_key
 from bottega.diffusion.cached_starts.order import PIN_FIELD, StartOrder, read_decision, read_order
-from bottega.diffusion.cached_starts.picture import Picture
+from bottega.diffusion.cached_starts.picture import StartingPicture
 from bottega.diffusion.cached_starts.recorder import LatentRecorder
-from bottega.diffusion.cached_starts.source import LatentAnswer, LatentQuestion, LatentSource
+from bottega.diffusion.cached_starts.source import LatentQuestion, LatentReply, LatentSource
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import EngineRecord
@@ -107,10 +107,10 @@ class JobCachedStarts(JobAddOn):
     """The pictures of one job. asked: what the store was asked, as long as the answer was not taken in."""
 
     def __init__(self, addon: EngineCachedStarts, said: StartOrder) -> None:
-        self.asked: Future[LatentAnswer] | None = None
+        self.asked: Future[LatentReply] | None = None
         self._addon = addon
         self._said = said
-        self._pictures: list[Picture] = []
+        self._pictures: list[StartingPicture] = []
         self._recorder: LatentRecorder | None = None
         self._key = ""
         self._embedding = torch.empty(0)
@@ -128,7 +128,7 @@ class JobCachedStarts(JobAddOn):
         """Asks. Raises InvalidRequest for a decision of another job."""
         spec = job.order.spec
         self._since_s = now_s
-        self._pictures = [Picture(request=request) for request in job.requests]
+        self._pictures = [StartingPicture(request=request) for request in job.requests]
         self._pin(job, spec)
         self._key = self._addon.key_of(spec, self._said.tenant)
         self._embedding = conditions.conditional.pooled.float().cpu()
@@ -241,7 +241,7 @@ class JobCachedStarts(JobAddOn):
             pinned=[picture.pinned for picture in self._pictures if picture.pinned is not None],
         )
 
-    def _take(self, answer: LatentAnswer) -> None:
+    def _take(self, answer: LatentReply) -> None:
         """Gives each picture its hit."""
         if self._recorder is not None:
             self._recorder.confirm(wanted=answer.header.record)
@@ -278,7 +278,7 @@ class JobCachedStarts(JobAddOn):
             and bool(torch.isfinite(latent).all())
         )
 
-    def _start(self, picture: Picture) -> None:
+    def _start(self, picture: StartingPicture) -> None:
         """Lets a picture start from its hit where it can."""
         step = picture.request.step
         outcome = picture.take_hit()

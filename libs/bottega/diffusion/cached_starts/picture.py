@@ -15,7 +15,7 @@ from bottega.v1.cache_pb2 import CacheStart
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Picture:
+class StartingPicture:
     """pinned: what it has to start from, which is waited for before its first step; None where any hit will do.
 
     hit: a latent that it may start from, which has come. started: what it has started from.

@@ -19,7 +19,7 @@ from bottega.latents.messages import MAX_PICTURE_SIDE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Recording:
+class JobRecording:
     """A job's first picture, computed exactly, as the engine has it: what takes time is done by whoever sends it.
 
     key, model_hash: see CacheRecording. spec: what was drawn. embedding: the prompt's, float32 [width], on the CPU.
@@ -91,11 +91,11 @@ class LatentRecorder:
         if index == self._request.index and self._latents:
             self._pixels = pixels
 
-    def recording(self, record: EngineRecord, *, key: str, model_hash: str, embedding: Tensor) -> Recording | None:
+    def recording(self, record: EngineRecord, *, key: str, model_hash: str, embedding: Tensor) -> JobRecording | None:
         """Of the job that has ended with this record; None where it was not computed exactly, or there is nothing."""
         if not record.exact or self._pixels is None or not self._latents:
             return None
-        return Recording(
+        return JobRecording(
             key=key,
             model_hash=model_hash,
             spec=self._spec,
@@ -105,6 +105,6 @@ class LatentRecorder:
         )
 
 
-def latents_in_order(recording: Recording) -> Sequence[tuple[int, Tensor]]:
+def latents_in_order(recording: JobRecording) -> Sequence[tuple[int, Tensor]]:
     """Its latents with their steps, ascending, on the CPU. It waits for the device."""
     return [(step, latent.cpu().contiguous()) for step, latent in sorted(recording.latents.items())]

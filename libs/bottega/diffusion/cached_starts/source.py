@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from bottega.diffusion.cached_starts.recorder import Recording
+from bottega.diffusion.cached_starts.recorder import JobRecording
 from bottega.v1.cache_pb2 import CacheAnswer, CacheQuestion
 from bottega.v1.fleet_pb2 import ServiceAddress
 
@@ -23,7 +23,7 @@ class LatentQuestion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LatentAnswer:
+class LatentReply:
     """latents: of the header's hits, in their order, [channels, height, width] on the CPU; nobody writes to them."""
 
     header: CacheAnswer
@@ -37,13 +37,13 @@ class LatentSource(Protocol):
         """The stores that there are now, the best first. What is asked while there are none waits for the next."""
         ...
 
-    def ask(self, question: LatentQuestion) -> Future[LatentAnswer]:
+    def ask(self, question: LatentQuestion) -> Future[LatentReply]:
         """Asks, and returns at once. Whoever does not need the answer any more cancels the future.
 
         It never fails: where nothing can be said, the outcome of its answer says so.
         """
         ...
 
-    def record(self, recording: Recording) -> bool:
+    def record(self, recording: JobRecording) -> bool:
         """Sends a recording in the background; whether there was room for it. One that was not taken is lost."""
         ...

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from bottega.diffusion.cached_starts import LatentAnswer, LatentQuestion, Recording
+from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, LatentReply
 from bottega.latents.messages import CacheMessage
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.cache.messages import recording_of
-from bottega.worker.cache.store_link import CacheLinkSettings, StoreLink
+from bottega.worker.cache.store_link import CacheLinkSettings, CacheStoreLink
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ class _Question:
     """link: that was asked it; None while there is none."""
 
     question: LatentQuestion
-    answer: Future[LatentAnswer]
-    link: StoreLink | None = None
+    answer: Future[LatentReply]
+    link: CacheStoreLink | None = None
 
 
 class LatentStores:
@@ -60,10 +60,10 @@ class LatentStores:
         self._settings = settings
         self._counters = counters
         self._lock = threading.Lock()
-        self._links: dict[str, StoreLink] = {}
+        self._links: dict[str, CacheStoreLink] = {}
         self._questions: dict[int, _Question] = {}
         self._numbers = itertools.count(1)
-        self._recordings: deque[Recording] = deque()
+        self._recordings: deque[JobRecording] = deque()
         self._waiting_bytes = 0
 
     @property
@@ -79,19 +79,19 @@ class LatentStores:
         for link in gone:
             link.close()
 
-    def ask(self, question: LatentQuestion) -> Future[LatentAnswer]:
-        answer = Future[LatentAnswer]()
+    def ask(self, question: LatentQuestion) -> Future[LatentReply]:
+        answer = Future[LatentReply]()
         with self._lock:
             self._questions = {key: each for key, each in self._questions.items() if not each.answer.done()}
             if len(self._questions) >= _MOST_QUESTIONS:
-                answer.set_result(LatentAnswer(header=CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE)))
+                answer.set_result(LatentReply(header=CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE)))
                 return answer
             number = next(self._numbers)
             asked = self._questions[number] = _Question(question=question, answer=answer)
             self._send(number, asked)
         return answer
 
-    def record(self, recording: Recording) -> bool:
+    def record(self, recording: JobRecording) -> bool:
         with self._lock:
             link = self._first_open()
             if link is None or self._waiting_bytes + recording.size_bytes > self._budget_bytes:
@@ -105,13 +105,13 @@ class LatentStores:
         """Ends all links."""
         self.set_stores(())
 
-    def on_link(self, link: StoreLink) -> None:
+    def on_link(self, link: CacheStoreLink) -> None:
         """What nobody was asked yet, it is asked."""
         with self._lock:
             self._ask_pending()
         link.record()
 
-    def on_answer(self, link: StoreLink, number: int, answer: LatentAnswer) -> None:
+    def on_answer(self, link: CacheStoreLink, number: int, answer: LatentReply) -> None:
         """Late ones, and those to what somebody else was asked, count as well as others."""
         with self._lock:
             asked = self._questions.pop(number, None)
@@ -119,7 +119,7 @@ class LatentStores:
         if asked is not None and asked.answer.set_running_or_notify_cancel():
             asked.answer.set_result(answer)
 
-    def on_lost(self, link: StoreLink) -> None:
+    def on_lost(self, link: CacheStoreLink) -> None:
         """What it was asked, another one is, or the same when it is back."""
         with self._lock:
             for asked in self._questions.values():
@@ -139,10 +139,10 @@ class LatentStores:
             except Exception:  # noqa: BLE001 - the boundary of a recording: the link, and others', go on without it
                 _log.exception("a recording could not be made")
 
-    def _open(self, store: ServiceAddress) -> StoreLink:
-        return StoreLink(store, owner=self, offers=self._offers, settings=self._settings, counters=self._counters)
+    def _open(self, store: ServiceAddress) -> CacheStoreLink:
+        return CacheStoreLink(store, owner=self, offers=self._offers, settings=self._settings, counters=self._counters)
 
-    def _first_open(self) -> StoreLink | None:
+    def _first_open(self) -> CacheStoreLink | None:
         return next((link for link in self._links.values() if link.open), None)
 
     def _ask_pending(self) -> None:

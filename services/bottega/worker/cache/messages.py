@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bottega.diffusion.cached_starts import LatentAnswer, LatentQuestion, Recording
+from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, LatentReply
 from bottega.diffusion.cached_starts.recorder import latents_in_order
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.diffusion.tensor_messages import DTYPES, tensor_at
@@ -24,15 +24,15 @@ def question_of(number: int, question: LatentQuestion) -> messages.CacheMessage:
     return messages.question_message(number, question.header, _bytes(question.embedding))
 
 
-def answer_of(layout: Layout, views: Sequence[memoryview]) -> tuple[int, LatentAnswer]:
+def answer_of(layout: Layout, views: Sequence[memoryview]) -> tuple[int, LatentReply]:
     """The number of the question, and copies of what came. Raises ValueError."""
     number, header = messages.read_header(layout, views, CacheAnswer)
     messages.check_latents(layout, _HEADER_SPECS, len(header.hits))
     latents = [tensor_at(layout, views, index).clone() for index in range(_HEADER_SPECS, len(layout.specs))]
-    return number, LatentAnswer(header=header, latents=tuple(latents))
+    return number, LatentReply(header=header, latents=tuple(latents))
 
 
-def recording_of(recording: Recording, *, model_name: str) -> messages.CacheMessage:
+def recording_of(recording: JobRecording, *, model_name: str) -> messages.CacheMessage:
     """The message that records. It waits for the device, and shrinks the picture: for a thread that has time."""
     latents = latents_in_order(recording)
     picture = recording.small_picture()

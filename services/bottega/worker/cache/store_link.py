@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bottega import kinds
-from bottega.diffusion.cached_starts import LatentAnswer, LatentQuestion
+from bottega.diffusion.cached_starts import LatentQuestion, LatentReply
 from bottega.errors import BottegaError, NoSharedMemory, TooLarge
 from bottega.latents.messages import CacheMessage, CacheMessageKind
 from bottega.transport import (
@@ -47,15 +47,15 @@ class CacheLinkSettings(LinkClientSettings):
 class LinkOwner(Protocol):
     """Who has questions and recordings. Called by the link's threads."""
 
-    def on_link(self, link: StoreLink) -> None:
+    def on_link(self, link: CacheStoreLink) -> None:
         """It is open."""
         ...
 
-    def on_answer(self, link: StoreLink, number: int, answer: LatentAnswer) -> None:
+    def on_answer(self, link: CacheStoreLink, number: int, answer: LatentReply) -> None:
         """The answer to the question of this number, which it may not have asked."""
         ...
 
-    def on_lost(self, link: StoreLink) -> None:
+    def on_lost(self, link: CacheStoreLink) -> None:
         """It has ended: what it was asked will not be answered."""
         ...
 
@@ -64,7 +64,7 @@ class LinkOwner(Protocol):
         ...
 
 
-class StoreLink(LinkClientHandler):
+class CacheStoreLink(LinkClientHandler):
     """Any thread may call it. open: whether there is a link."""
 
     def __init__(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.diffusion.cached_starts.picture import Picture
+from bottega.diffusion.cached_starts.picture import StartingPicture
 from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
 from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.job import EngineOrder
@@ -153,7 +153,7 @@ def test_no_start_is_at_the_step_after_one_whose_residuals_may_have_been_asked_f
     spec = replace(SPEC, stale_residuals=stale)
     request = Request(model, spec, encode_prompts(model, spec))
     request.controls = tuple(ActiveControl(handle="net", first=0, last=10) for _ in range(controls))
-    picture = Picture(request=request)
+    picture = StartingPicture(request=request)
     start = CacheStart(entry=entry(1), step=5)
     request.step, picture.hit = 3, (start, LATENT)
     assert picture.take_hit() == outcome

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.diffusion.cached_starts import Recording
+from bottega.diffusion.cached_starts import JobRecording
 from bottega.diffusion.cached_starts.recorder import LatentRecorder
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.encode import encode_prompts
@@ -27,7 +27,7 @@ ANCESTRAL = replace(SPEC, sampler=SamplerKind.EULER_ANCESTRAL)
 ORDER = cached(EngineOrder(key="job", spec=SPEC))
 
 
-def recorded(desk: Cached, order: EngineOrder = ORDER) -> list[Recording]:
+def recorded(desk: Cached, order: EngineOrder = ORDER) -> list[JobRecording]:
     """What was sent when the job had ended."""
     drawing = desk.easel.submit(order)
     while not drawing.ended:
@@ -141,7 +141,7 @@ def test_what_may_have_had_stale_residuals_before_a_checkpoint_is_not_recorded(m
 
 
 def test_a_picture_is_shrunk_to_256_pixels_a_side() -> None:
-    made = Recording(
+    made = JobRecording(
         key="",
         model_hash="",
         spec=SPEC,

@@ -10,7 +10,7 @@ import torch
 
 from bottega.cache.settings import StoreSettings
 from bottega.cache.store import LatentStore
-from bottega.diffusion.cached_starts import LatentQuestion, Recording
+from bottega.diffusion.cached_starts import JobRecording, LatentQuestion
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.latents.names import FRACTIONS
 from bottega.miniature.scenes import random_layout, random_scene, render
@@ -82,7 +82,7 @@ def test_what_is_recorded_without_loras_is_given_to_questions_with_some_up_to_th
         for _ in range(2):  # a key is recorded from its second question on
             source.ask(_question(PLAIN)).result(0)
         source.record(
-            Recording(
+            JobRecording(
                 key=PLAIN,
                 model_hash=HASH,
                 spec=ResolvedSpec(prompt="a red star", seed=5, num_inference_steps=STEPS, width=64, height=64),

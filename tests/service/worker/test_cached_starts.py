@@ -1,0 +1,136 @@
+"""An engine's pictures start from what a real approximate cache holds, over a real link: recorded, found, pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bottega.cache.config import CacheLinksConfig
+from bottega.cache.settings import StoreSettings
+from bottega.cache.store import LatentStore
+from bottega.cache.worker_link import CacheLinks
+from bottega.diffusion.cached_starts.addon import EngineCachedStarts, JobCachedStarts
+from bottega.diffusion.engine.engine import EngineLimits
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.spec import ResolvedSpec
+from bottega.errors import CacheEntryGone
+from bottega.latents import format_start
+from bottega.transport import LinkCounters, ServiceOffer
+from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
+from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.worker.cache import CacheLinkSettings, LatentStores
+from tests.fakes.scripted_latents import cached
+from tests.samples.small_model import small_model
+from tests.support.engines import make_engine
+from tests.support.manual_engine import Drawing, ManualEngine, load
+from tests.support.offers import OffersAtOnce
+from tests.support.waiting import EVENTUALLY_S, wait_until
+
+SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=20, width=32, height=32, seed=5)
+ORDER = EngineOrder(key="first", spec=SPEC)
+
+
+class _Offers(OffersAtOnce):
+    def __init__(self, links: CacheLinks) -> None:
+        super().__init__()
+        self._links = links
+
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
+        return ServiceOffer(offer=self._links.offer("w", link_id, caller=""), service="cache")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desk:
+    store: LatentStore
+    starts: EngineCachedStarts
+    easel: ManualEngine
+
+    def draw(self, order: EngineOrder) -> Drawing:
+        """To the end; the cache has time to answer before the second step."""
+        drawing = self.easel.submit(order)
+        self.easel.turn()
+        if drawing.job is not None:
+            for part in drawing.job.addons.values():
+                asked = part.asked if isinstance(part, JobCachedStarts) else None
+                if asked is not None:
+                    asked.result(EVENTUALLY_S)
+        while not drawing.ended:
+            self.easel.turn()
+        return drawing
+
+    def recorded(self, count: int) -> None:
+        """Returns when so many entries are in the store."""
+        wait_until(lambda: len(self.store.entries(self.starts.model.digest, 10)) == count, "the recording")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load(small_model())
+
+
+@pytest.fixture
+def desk(model: Model, tmp_path: Path) -> Iterator[Desk]:
+    store = LatentStore(
+        StoreSettings(folder=tmp_path / "cache", budget_bytes=1 << 20, exploration=0.0, doorkeeper=False, seed=0)
+    )
+    store.start()
+    any_length = [CacheLengthClass(max_words=0, thresholds=[CacheThreshold(fraction=0.4, similarity=0.999)])]
+    store.set_profile(CacheProfile(model_hash=model.digest, balanced=any_length, fast=any_length))
+    links = CacheLinks(CacheLinksConfig(socket=str(tmp_path / "links.sock")), store=store)
+    stores = LatentStores(
+        model_name="m",
+        offers=_Offers(links),
+        budget_bytes=1 << 20,
+        settings=CacheLinkSettings(),
+        counters=LinkCounters(),
+    )
+    starts = EngineCachedStarts(model, stores)
+    engine = make_engine(model, EngineLimits(fixed_rows=2, max_wait_turns=0), addons=(starts,))
+    try:
+        starts.set_services([ServiceAddress(name="cache", address="cache")])
+        wait_until(lambda: stores.linked == 1, "the link")
+        yield Desk(store=store, starts=starts, easel=ManualEngine(engine))
+    finally:
+        stores.stop()
+        links.close()
+        store.close()
+
+
+def test_a_picture_is_recorded_found_by_another_job_and_pinned_until_it_is_gone(desk: Desk) -> None:
+    first = desk.draw(cached(ORDER))
+    assert first.record.exact, "the cache is cold"
+    desk.recorded(1)
+    (entry,) = desk.store.entries(desk.starts.model.digest, 10)
+    assert list(entry.steps) == [2, 4, 6, 8, 10]
+    assert (entry.parameters.prompt, entry.parameters.seed, entry.parameters.model) == (SPEC.prompt, 5, "m")
+
+    second = desk.draw(cached(replace(ORDER, key="second", spec=replace(SPEC, seed=6))))
+    (start,) = second.record.cached_starts
+    assert (start.entry, start.step, start.from_step) == (entry.entry, 8, 7)
+    assert start.similarity == pytest.approx(1.0, abs=1e-3)
+
+    name = format_start(start.entry, start.step)
+    pinned = cached(replace(ORDER, key="third", spec=replace(SPEC, seed=6)), pin=name)
+    third = desk.draw(pinned)
+    assert torch.equal(third.latents[0], second.latents[0])
+    assert [each.entry for each in third.record.cached_starts] == [entry.entry]
+
+    other = desk.draw(cached(replace(ORDER, key="other", spec=replace(SPEC, guidance_scale=4.0))))
+    assert other.record.exact, "another key"
+    desk.recorded(2)
+
+    desk.store.clear(desk.starts.model.digest)
+    gone = desk.draw(replace(pinned, key="fourth"))
+    assert isinstance(gone.error, CacheEntryGone)
+    assert gone.error.metadata["entry"] == name
+
+
+def test_a_store_that_is_closed_keeps_no_picture_waiting(desk: Desk) -> None:
+    desk.store.close()
+    drawing = desk.draw(cached(ORDER))
+    assert drawing.record.exact
