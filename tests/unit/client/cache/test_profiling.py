@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCach
 from bottega.client.addons.cache.prompt_pairs import PromptPair, miniature_pairs
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.types.picture import Picture
-from bottega.errors import CacheEntryGone, InvalidRequest, Unavailable
+from bottega.errors import CacheEntryGone, InvalidRequest, NoCache, Unavailable
 from bottega.latents import parse_start, recorded_steps
 from bottega.miniature.scenes import Scene, read_caption
 from bottega.v1.cache_pb2 import CacheEntry
@@ -31,12 +31,14 @@ class ScriptedSuite:
 
     Of two scenes, every part that differs costs .1 of the similarity; a fraction f needs .5 + f.
     recorded: the share of pictures that are. gone: steps that are evicted before they are started from; of every
-    second entry alone where gone_of_second.
+    second entry alone where gone_of_second. failing: whether the cache does not answer that call for its entries.
     """
 
     recorded: float = 1.0
     gone: frozenset[int] = frozenset()
     gone_of_second: bool = False
+    failing: Callable[[int], bool] = lambda call: False
+    calls: int = 0
     model_hash: str = HASH
     asked: list[dict[str, Any]] = field(default_factory=list)
     entries: list[CacheEntry] = field(default_factory=list)
@@ -58,6 +60,9 @@ class ScriptedSuite:
 
     async def list_entries(self, model_hash: str, limit: int) -> Sequence[CacheEntry]:
         assert model_hash == HASH
+        self.calls += 1
+        if self.failing(self.calls):
+            raise NoCache("the cache does not answer")
         return self.entries[::-1][:limit]
 
     def _record(self, prompt: str, seed: int) -> None:
@@ -154,6 +159,17 @@ def test_pairs_that_are_not_recorded_are_counted() -> None:
 
     assert measured.unrecorded == 20 - len(measured.samples)
     assert 2 <= measured.unrecorded <= 6
+
+
+def test_a_cache_that_does_not_answer_now_and_then_is_asked_again() -> None:
+    measured = _measure(ScriptedSuite(failing=lambda call: call % 3 > 0), pairs=miniature_pairs(20))
+
+    assert len(measured.samples) == 20
+
+
+def test_a_cache_that_answers_no_more_ends_it() -> None:
+    with pytest.raises(NoCache):
+        _measure(ScriptedSuite(failing=lambda call: call > 5))
 
 
 def test_a_cache_that_records_nothing_ends_it() -> None:

@@ -22,7 +22,7 @@ ListEntries = Callable[[str, int], Awaitable[Sequence[CacheEntry]]]
 """The newest entries of the model with this hash, at most so many."""
 
 # A recording comes after its picture, by a thread of its own.
-_RECORDED_S, _POLL_S = 15.0, 0.1
+_RECORDED_S, _POLL_S = 30.0, 0.5
 _NEWEST = 500
 # Of finished recordings that nobody has asked for yet, so many are remembered.
 _MOST_REMEMBERED = 20_000
@@ -50,12 +50,18 @@ class RecordedEntries:
         self._known: dict[tuple[str, int], CacheEntry] = {}
         self._asking = asyncio.Lock()
         self._asked_s = 0.0
+        self._failure: Unavailable | None = None
 
     async def find(self, model_hash: str, prompt: str, seed: int) -> CacheEntry | None:
-        """Waits for it a while; None where it was not recorded."""
+        """Waits for it a while; None where it was not recorded. Raises Unavailable where the cache cannot be asked.
+
+        A call that fails is made again: a measurement takes hours.
+        """
         deadline = time.monotonic() + _RECORDED_S
         while (found := self._known.pop((prompt, seed), None)) is None and time.monotonic() < deadline:
             await self._refresh(model_hash)
+        if found is None and self._failure is not None:
+            raise self._failure
         return found
 
     async def _refresh(self, model_hash: str) -> None:
@@ -68,7 +74,13 @@ class RecordedEntries:
             self._asked_s = time.monotonic()
             if len(self._known) > _MOST_REMEMBERED:
                 self._known.clear()
-            for entry in await self._list_entries(model_hash, _NEWEST):
+            try:
+                entries = await self._list_entries(model_hash, _NEWEST)
+            except Unavailable as failure:
+                self._failure = failure
+                return
+            self._failure = None
+            for entry in entries:
                 self._known[entry.parameters.prompt, entry.parameters.seed] = entry
 
 
