@@ -11,8 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 _log = logging.getLogger(__name__)
 
-# On the scale of nice: threads that answer somebody come first on the same core.
-_NICENESS = 10
+# On the scale of nice: threads that answer somebody come first on the same core. Not more: where others have all cores,
+# this thread, too, has to go on soon when it holds a lock.
+_NICENESS = 5
 
 
 class BackgroundThread:

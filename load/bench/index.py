@@ -1,0 +1,238 @@
+"""The index of the approximate cache at full size: how long a search takes, what it finds, and what it costs to build.
+
+Vectors as prompts give them: topics of very different size, in them sessions, in these chains of small edits; a search
+is for one more edit of a stored prompt. All are under one key. Searches run in one thread, first alone, and then while
+another one replaces a tenth of the entries, so that graphs are copied and made beside. Recall is the share of searches
+whose first match is as similar as that of a comparison with every vector, half precision aside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import faiss
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from bottega.cache.index import IndexSettings, KeyedIndex
+from bottega.cache.index.vector_index import Vectors, unit_vectors
+from load.bench.report import percentile, report
+
+KEY = "key"
+WIDTHS = (768, 1280)
+WANTED_P99_MS = 5.0
+WANTED_RECALL = 0.98
+# Vectors that are made and loaded at once.
+PIECE = 50_000
+# Of a session; each is an edit of the one before.
+EDITS = 8
+# Lengths of what is added to a topic for a session, and to a prompt for an edit: cosines of .7 and .96.
+SESSION_STEP, EDIT_STEP = 0.9, 0.3
+# Matches that are asked for, as for a job of eight pictures.
+COUNT = 8
+# Replacements a second: hundreds of times what workers record.
+REPLACEMENTS_PER_S = 500.0
+# That a cosine may change in a graph.
+HALF_PRECISION = 5e-4
+_TIMEOUT_S = 7200.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """times_ms: of each search. similarities: of the first match of each."""
+
+    times_ms: list[float]
+    similarities: list[float]
+
+    @property
+    def p99_ms(self) -> float:
+        """Of the searches."""
+        return percentile(self.times_ms, 0.99)
+
+
+class Corpus:
+    """Makes vectors, in pieces. vectors: how many, about. stream: others of the same topics. Not thread-safe."""
+
+    def __init__(self, vectors: int, width: int, *, stream: int = 0) -> None:
+        self._rng = np.random.default_rng(0)
+        self._width = width
+        self._topics = unit_vectors(self._noise(max(vectors // 500, 10)))
+        self._shares = self._rng.zipf(1.5, size=len(self._topics)).astype(np.float64)
+        self._shares /= self._shares.sum()
+        self._rng = np.random.default_rng((1, stream))
+
+    def piece(self, count: int) -> Vectors:
+        """So many vectors of new sessions."""
+        sessions = -(-count // EDITS)
+        topics = self._topics[self._rng.choice(len(self._topics), size=sessions, p=self._shares)]
+        prompt = unit_vectors(topics + SESSION_STEP * self._noise(sessions))
+        chain = [prompt := self.edited(prompt) for _ in range(EDITS)]
+        return np.concatenate(chain)[:count]
+
+    def edited(self, vectors: Vectors) -> Vectors:
+        """Each with one more edit."""
+        return unit_vectors(vectors + EDIT_STEP * self._noise(len(vectors)))
+
+    def _noise(self, count: int) -> NDArray[np.float32]:
+        """Of length 1, nearly."""
+        made = self._rng.standard_normal((count, self._width), dtype=np.float32)
+        made /= np.float32(np.sqrt(self._width))
+        return made
+
+
+class Exact:
+    """The nearest of all vectors that were shown to it, by comparing each."""
+
+    def __init__(self, queries: Vectors) -> None:
+        self.queries = queries
+        self.similarities = np.full(len(queries), -2.0, np.float32)
+
+    def show(self, vectors: Vectors) -> None:
+        """Takes these into account, too."""
+        nearest, _ = faiss.knn(self.queries, vectors, 1, metric=faiss.METRIC_INNER_PRODUCT)
+        np.maximum(self.similarities, nearest[:, 0], out=self.similarities)
+
+
+def main() -> None:
+    """Measures and reports."""
+    options = _options()
+    rows: list[tuple[str, str, str]] = []
+    values: dict[str, float] = {"vectors": options.vectors, "threads": options.threads}
+    for width in options.widths:
+        measured = _measure(width, options)
+        rows += _rows(width, measured)
+        values |= {f"{name}_{width}": value for name, value in measured.items()}
+    for name, worst in (("p99_ms", max), ("recall_at_1", min)):
+        values[name] = worst(value for key, value in values.items() if key.startswith(name))
+    report("index", rows, values)
+
+
+def _measure(width: int, options: argparse.Namespace) -> dict[str, float]:
+    process = psutil.Process()
+    before_bytes = process.memory_info().rss
+    index = KeyedIndex(settings=IndexSettings(build_threads=options.threads))
+    try:
+        build_s, queries, nearest = _build(index, width, options)
+        memory_bytes = process.memory_info().rss - before_bytes
+        _search(index, queries[: len(queries) // 10])  # caches are warm, as in a service that has run a while
+        alone = _search(index, queries)
+        values = {
+            "build_s": build_s,
+            "index_mib": index.statistics().size_bytes / 2**20,
+            "memory_mib": memory_bytes / 2**20,
+            "alone_p50_ms": percentile(alone.times_ms, 0.5),
+            "alone_p99_ms": alone.p99_ms,
+            "alone_recall_at_1": _recall(alone, nearest),
+        }
+        return values | _replaced(index, queries, width, options)
+    finally:
+        index.close()
+
+
+def _build(index: KeyedIndex, width: int, options: argparse.Namespace) -> tuple[float, Vectors, Vectors]:
+    """Seconds that the index took; searches to make, [searches, width]; how similar their nearest is, [searches]."""
+    corpus, edits = Corpus(options.vectors, width), Corpus(options.vectors, width, stream=1)
+    exact: Exact | None = None
+    build_s = 0.0
+    for numbers, vectors in _pieces(corpus, options.vectors):
+        if exact is None:
+            picked = np.random.default_rng(2).integers(len(vectors), size=options.searches)
+            exact = Exact(edits.edited(vectors[picked]))
+        exact.show(vectors)
+        began = time.perf_counter()
+        index.load(KEY, numbers, vectors)
+        build_s += time.perf_counter() - began
+    assert exact is not None
+    return build_s, exact.queries, exact.similarities
+
+
+def _replaced(index: KeyedIndex, queries: Vectors, width: int, options: argparse.Namespace) -> dict[str, float]:
+    """Searches while a share of the entries is replaced by others, and again when that is done."""
+    count = int(options.replaced * options.vectors)
+    gone = np.random.default_rng(3).permutation(options.vectors)[:count]
+    fresh = Corpus(options.vectors, width, stream=2).piece(count)
+    rebuilds = index.statistics().rebuilds
+    replacing = threading.Thread(target=_replace, args=(index, gone, fresh, options.vectors))
+    began = time.perf_counter()
+    replacing.start()
+    times_ms: list[float] = []
+    while replacing.is_alive() and time.perf_counter() - began < _TIMEOUT_S:
+        times_ms += _search(index, queries[: PIECE // 100]).times_ms
+    replacing.join(_TIMEOUT_S)
+    seconds = time.perf_counter() - began
+    exact = Exact(queries)
+    for numbers, vectors in _pieces(Corpus(options.vectors, width), options.vectors):
+        exact.show(vectors[~np.isin(numbers, gone)])
+    exact.show(fresh)
+    statistics = index.statistics()
+    return {
+        "p50_ms": percentile(times_ms, 0.5),
+        "p99_ms": percentile(times_ms, 0.99),
+        "max_ms": max(times_ms),
+        "recall_at_1": _recall(_search(index, queries), exact.similarities),
+        "replaced_per_s": count / seconds,
+        "rebuilds": float(statistics.rebuilds - rebuilds),
+        "deleted": float(statistics.deleted),
+    }
+
+
+def _replace(index: KeyedIndex, gone: NDArray[np.int64], fresh: Vectors, first: int) -> None:
+    """Each of `gone` by one of `fresh`, whose numbers begin at `first`."""
+    began = time.perf_counter()
+    for place, (number, vector) in enumerate(zip(gone.tolist(), fresh, strict=True)):
+        index.remove(KEY, number)
+        index.add(KEY, first + place, vector)
+        time.sleep(max(began + place / REPLACEMENTS_PER_S - time.perf_counter(), 0.0))
+
+
+def _search(index: KeyedIndex, queries: Vectors) -> Searched:
+    times_ms, similarities = [], []
+    for query in queries:
+        began = time.perf_counter()
+        found = index.search(KEY, query, COUNT)
+        times_ms.append((time.perf_counter() - began) * 1e3)
+        similarities.append(found[0].similarity)
+    return Searched(times_ms=times_ms, similarities=similarities)
+
+
+def _recall(searched: Searched, nearest: Vectors) -> float:
+    return float(np.mean(np.array(searched.similarities) >= nearest - HALF_PRECISION))
+
+
+def _pieces(corpus: Corpus, vectors: int) -> Iterator[tuple[NDArray[np.int64], Vectors]]:
+    for first in range(0, vectors, PIECE):
+        count = min(PIECE, vectors - first)
+        yield np.arange(first, first + count), corpus.piece(count)
+
+
+def _rows(width: int, values: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    return [
+        (f"{width} wide: built in", f"{values['build_s']:.0f} s", ""),
+        ("  memory of the index; of the process", f"{values['index_mib']:.0f}, {values['memory_mib']:.0f} MiB", ""),
+        ("  search, alone: p50, p99", f"{values['alone_p50_ms']:.2f}, {values['alone_p99_ms']:.2f} ms", ""),
+        ("  recall at 1, alone", f"{values['alone_recall_at_1']:.4f}", f"at least {WANTED_RECALL:g}"),
+        ("  while replacing: entries a second", f"{values['replaced_per_s']:.0f}", ""),
+        ("  search: p50, longest", f"{values['p50_ms']:.2f}, {values['max_ms']:.1f} ms", ""),
+        ("  search: p99 (p99_ms)", f"{values['p99_ms']:.2f} ms", f"at most {WANTED_P99_MS:g} ms"),
+        ("  recall at 1, afterwards (recall_at_1)", f"{values['recall_at_1']:.4f}", f"at least {WANTED_RECALL:g}"),
+        ("  graphs made; nodes deleted", f"{values['rebuilds']:.0f}, {values['deleted']:.0f}", ""),
+    ]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make bench-index", description=__doc__)
+    parser.add_argument("--vectors", type=int, default=1_000_000, help="in the index (default: 1,000,000)")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of a vector (default: 768 1280)")
+    parser.add_argument("--searches", type=int, default=2000, help="whose recall is measured (default: 2000)")
+    parser.add_argument("--replaced", type=float, default=0.1, help="share of the entries (default: .1)")
+    parser.add_argument("--threads", type=int, default=2, help="that build (default: 2)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
