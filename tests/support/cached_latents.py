@@ -117,11 +117,12 @@ def record(
 
 
 def settings(folder: Path, **changed: Any) -> StoreSettings:
-    """Of a store that explores nothing, without a doorkeeper, with room for 1,000 latents."""
+    """Of a store that explores nothing, without doorkeeper and predictor, with room for 1,000 latents."""
     given = {
         "budget_bytes": 1000 * LATENT_BYTES,
         "exploration": 0.0,
         "doorkeeper": False,
+        "predictor": False,
         "retry_s": 0.05,
     }
     return StoreSettings(folder=folder, **{**given, **changed})

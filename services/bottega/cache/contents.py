@@ -7,39 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from bottega.cache.entry_table import EntryTable
 from bottega.cache.index import KeyedIndex
 from bottega.cache.latent import Entry, EntryRecord
-from bottega.cache.recording import Vector
-
-
-class MatchPrediction(Protocol):
-    """Whether a search will find something. weight: 0 where there is to be none, else what `record` is to be given."""
-
-    @property
-    def hit(self) -> bool: ...
-    @property
-    def weight(self) -> float: ...
-
-
-class Predictor(Protocol):
-    """Says before a search whether it will find something, and learns from those that are made."""
-
-    def changed(self, key: str, entries: int) -> None:
-        """The key has so many entries now."""
-
-    def predict(self, key: str, vector: Vector) -> MatchPrediction:
-        """What a search will find."""
-
-    def record(self, prediction: MatchPrediction, *, hit: bool, lookup_s: float, saved_s: float | None) -> None:
-        """What it has found. lookup_s: what it took. saved_s: what its hit saves; None where that is not known."""
-
-    def close(self) -> None:
-        """Ends what it does in the background."""
+from bottega.cache.predictor import MatchPredictor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +22,20 @@ class Contents:
 
     table: EntryTable
     index: KeyedIndex
-    predictor: Predictor | None
+    predictor: MatchPredictor | None
 
     def load(self, key: str, records: Sequence[EntryRecord]) -> None:
-        """Takes in entries of earlier times, of one key."""
+        """Takes in entries of earlier times, of one key; tell `loaded` when there are no more."""
         numbers = np.array([record.entry.number for record in records], np.int64)
         vectors = np.stack([_vector(record) for record in records])
         self.index.load(key, numbers, vectors)
         for record in records:
             self.table.add(record)
-        self._tell_predictor(key)
+
+    def loaded(self) -> None:
+        """All entries of earlier times were taken in."""
+        for key in self.table.all_keys():
+            self._tell_predictor(key)
 
     def prepare(self, record: EntryRecord) -> None:
         """Has the index take the entry, before it is written. Raises ValueError, QueueFull where it does not."""

@@ -95,6 +95,11 @@ class EntryTable:
                 self._heap.add((entry.number, step), latent.usage, size_bytes=entry.latent_bytes)
                 self._now = max(self._now, latent.usage.used_at)
 
+    def all_keys(self) -> list[str]:
+        """Of which there are entries."""
+        with self._lock:
+            return list(self._keys)
+
     def has_key(self, key: str) -> bool:
         """Whether there are entries of it."""
         return key in self._keys

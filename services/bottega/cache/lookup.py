@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bottega.cache.contents import Contents, MatchPrediction
+from bottega.cache.contents import Contents
 from bottega.cache.entry_table import Removal
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.latent_files import LatentFiles, latent_name
@@ -86,8 +86,10 @@ class Lookup:
         began = time.perf_counter()
         matches = self._matches(question, embedding)
         found = self._select(question, matches, profile)
-        if prediction is not None:
-            self._judge(prediction, question, found, time.perf_counter() - began)
+        if self._predictor is not None and prediction is not None:
+            lookup_s = time.perf_counter() - began
+            saved_s = _saved_s(question, found)
+            self._predictor.record(prediction, hit=bool(found), lookup_s=lookup_s, saved_s=saved_s)
         return self._serve(question, matches, profile, found)
 
     def pinned(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
@@ -113,14 +115,6 @@ class Lookup:
     ) -> list[Selection]:
         candidates = self._table.candidates(question.key, matches)
         return self._selector.select(candidates, profile=profile, words=question.words, steps=question.steps)
-
-    def _judge(
-        self, prediction: MatchPrediction, question: CacheQuestion, found: list[Selection], lookup_s: float
-    ) -> None:
-        steps = sum(selection.step for selection in found[: question.images])
-        saved_s = steps * question.step_s if question.step_s > 0.0 else None
-        assert self._predictor is not None
-        self._predictor.record(prediction, hit=bool(found), lookup_s=lookup_s, saved_s=saved_s)
 
     def _serve(
         self,
@@ -182,6 +176,12 @@ class Lookup:
             _log.error("a cached latent is damaged, and is deleted", extra={"latent": name})
             self._counts.add("damaged")
             self._lost(removal)
+
+
+def _saved_s(question: CacheQuestion, found: list[Selection]) -> float | None:
+    """Seconds that the steps take which these save; None where the worker has not said what a step takes."""
+    steps = sum(selection.step for selection in found[: question.images])
+    return steps * question.step_s if question.step_s > 0.0 else None
 
 
 def _miss(served: _Served) -> CacheOutcome.ValueType:

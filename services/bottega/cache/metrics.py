@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from bottega.cache.predictor import PredictorStatistics
 from bottega.cache.statistics import LatentStatistics
 from bottega.rpc.operation.link_metrics import link_metrics
 from bottega.v1.link_pb2 import LinkCounts
@@ -56,6 +57,22 @@ class CacheMetrics(Collector):
             ("in_trouble", "Whether nothing can be recorded now.", int(bool(store.trouble))),
         ):
             yield GaugeMetricFamily(f"bottega_cache_{name}", text, value=amount)
+        if store.predictor is not None:
+            yield from _predictor(store.predictor)
+
+
+def _predictor(figures: PredictorStatistics) -> Iterator[Metric]:
+    outcomes = {"hit": figures.predicted_hits, "miss": figures.predicted_misses}
+    yield _by("predictions", "Searches that were predicted to find something, or nothing.", "outcome", outcomes)
+    yield CounterMetricFamily(
+        "bottega_cache_searches_spared", "Searches not made, as predicted.", value=figures.skipped
+    )
+    for name, text, value in (
+        ("on", "Whether a prediction may spare a search.", float(figures.on)),
+        ("precision", "Share of the predicted hits that were, of late.", figures.rates.precision),
+        ("recall", "Share of the hits that were predicted, of late.", figures.rates.recall),
+    ):
+        yield GaugeMetricFamily(f"bottega_cache_predictor_{name}", text, value=value)
 
 
 def _by(name: str, text: str, label: str, counts: Mapping[str, int]) -> CounterMetricFamily:

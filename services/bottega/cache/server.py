@@ -123,6 +123,7 @@ def store_settings(config: CacheConfig, folder: Path) -> StoreSettings:
         max_entries=config.max_entries,
         min_free_bytes=config.min_free_bytes,
         exploration=config.exploration,
+        predictor=config.predictor,
     )
 
 

@@ -104,4 +104,5 @@ def _stats(figures: LatentStatistics) -> pb.GetCacheStatsResponse:
         holes=figures.holes,
         dropped=figures.dropped,
         trouble=figures.trouble,
+        predictor_on=figures.predictor is not None and figures.predictor.on,
     )

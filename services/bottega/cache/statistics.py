@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
+from bottega.cache.predictor import PredictorStatistics
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheOutcome
 
@@ -54,6 +55,7 @@ class LatentStatistics:
     damaged: int
     dropped: dict[str, int]
     trouble: str
+    predictor: PredictorStatistics | None
     waiting: int
     waiting_bytes: int
 

@@ -18,6 +18,7 @@ from bottega.cache.index import KeyedIndex
 from bottega.cache.latent import Entry, EntryDetails, RecordedLatent, StoreAnswer
 from bottega.cache.latent_files import LatentFiles, picture_name
 from bottega.cache.lookup import Lookup
+from bottega.cache.predictor import MatchPredictor
 from bottega.cache.profiles import ProfileFolder
 from bottega.cache.recording import Vector, check_key, checked_embedding, to_recording
 from bottega.cache.records import CacheRecords
@@ -47,7 +48,8 @@ class LatentStore:
         self._counts = Counts()
         self._table = EntryTable(settings.policy)
         index = index if index is not None else KeyedIndex()
-        self._contents = Contents(table=self._table, index=index, predictor=None)
+        predictor = MatchPredictor(index.sample) if settings.predictor else None
+        self._contents = Contents(table=self._table, index=index, predictor=predictor)
         self._files = LatentFiles(settings.folder / "latents", min_free_bytes=settings.min_free_bytes)
         self._profiles = ProfileFolder(settings.folder / "profiles")
         self._doorkeeper = Doorkeeper() if settings.doorkeeper else None
@@ -132,6 +134,7 @@ class LatentStore:
     def statistics(self) -> LatentStatistics:
         """Its figures of this moment."""
         counts, waiting = self._counts, self._writer.waiting
+        predictor = self._contents.predictor
         return LatentStatistics(
             models=self._models(),
             bytes=self._table.size_bytes,
@@ -144,6 +147,7 @@ class LatentStore:
             damaged=counts.total("damaged"),
             dropped=counts.dropped(),
             trouble=self._writer.trouble,
+            predictor=predictor.statistics() if predictor is not None else None,
             waiting=waiting[0],
             waiting_bytes=waiting[1],
         )

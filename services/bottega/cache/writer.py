@@ -152,6 +152,7 @@ class CacheWriter:
             self._fail(error)
             return
         self._loaded = True
+        self._contents.loaded()
         _log.info("the cache has read its entries", extra={"entries": len(self._table)})
         self._insertion.make_room()
         self._tidy(probe=True)
