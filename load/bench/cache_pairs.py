@@ -14,7 +14,7 @@ from bottega.quality import oracle
 from load.bench.cache_engine import Ask, CachedEngine, Drawn
 
 # Pairs whose first prompts are drawn before any of their second ones.
-_WAVE = 100
+_WAVE, _LEAST_WAVE = 100, 8
 # So many times as many pairs are tried at most: others find nothing similar enough, and are the same picture anyhow.
 MOST_TRIED = 6
 # None of them is one of those that the profile was measured with.
@@ -59,7 +59,7 @@ def draw_pairs(engine: CachedEngine, wanted: int, tell: Progress) -> CachedSet:
     pairs = miniature_pairs(MOST_TRIED * wanted, seed=_SEED)
     _make_known(engine)
     while len(hits) < wanted and tried < len(pairs):
-        wave = pairs[tried : tried + _WAVE]
+        wave = pairs[tried : tried + min(_WAVE, max(wanted, _LEAST_WAVE))]
         hits += [each for each in _draw_wave(engine, wave, tried) if each.start is not None]
         tried += len(wave)
         tell(f"{tried} pairs drawn, {len(hits)} of them started from a latent")

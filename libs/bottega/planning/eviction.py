@@ -23,14 +23,14 @@ _LEAST_PLACES = 64
 class Usage:
     """How an item was used.
 
-    frequency: uses, its recording being the first: never 0, so that an item's step counts before it was used again.
-    Under a policy with a half-life, uses of long ago count less; it is then their worth at `used_at`.
+    frequency: uses so far, none of a new item: what was never used has saved nothing, and of such items the oldest goes
+    first. Under a policy with a half-life, uses of long ago count less; it is then their worth at `used_at`.
     step: denoising steps that one use of the item saves (Nirvana's K); 1 where items are equal.
     used_at, created_at: on a clock that never goes back, in any unit (lookups, seconds); used_at is not before
     created_at.
     """
 
-    frequency: float = 1.0
+    frequency: float = 0.0
     step: int = 1
     used_at: float = 0.0
     created_at: float = 0.0
@@ -68,13 +68,15 @@ def decayed_lcbfu(half_life: float) -> EvictionPolicy:
         raise ValueError(f"a half-life is more than 0; got {half_life}")
 
     def score(usage: Usage) -> float:
+        if not usage.frequency:
+            return -math.inf
         return math.log2(usage.frequency * usage.step) + usage.used_at / half_life
 
     return EvictionPolicy(name="lcbfu-decayed", score=score, half_life=half_life)
 
 
 LCBFU = EvictionPolicy(name="lcbfu", score=lambda usage: usage.frequency * usage.step)
-"""What saves least: frequency x step (Nirvana's LCBFU score)."""
+"""What has saved least: frequency x step (Nirvana's LCBFU score)."""
 
 LRU = EvictionPolicy(name="lru", score=lambda usage: usage.used_at)
 """What was not used for longest."""
@@ -117,7 +119,7 @@ class EvictionHeap(Generic[NameT]):
     def add(self, name: NameT, usage: Usage, *, size_bytes: int = 1) -> None:
         """Takes an item in. Raises ValueError where there is one of this name.
 
-        Make room before, not after: what is new has been used once, and would be among the first to go.
+        Make room before, not after: what is new was never used, and would be among the first to go.
         """
         if name in self._items:
             raise ValueError(f"there is an item {name!r}")

@@ -28,12 +28,12 @@ def _filled(policy: EvictionPolicy, uses: dict[str, tuple[int, list[float]]]) ->
 @pytest.mark.parametrize(
     ("policy", "order"),
     [
-        (LCBFU, ["new5", "old20", "often5", "new25"]),  # 1 x 5, 1 x 20, 5 x 5 used last of all, 2 x 25
+        (LCBFU, ["old20", "new5", "often5", "new25"]),  # never used, twice; 4 x 5, 1 x 25
         (LRU, ["old20", "new5", "new25", "often5"]),
         (LFU, ["old20", "new5", "new25", "often5"]),
         (FIFO, ["old20", "often5", "new25", "new5"]),
-        (decayed_lcbfu(1.0), ["old20", "new5", "often5", "new25"]),
-        (decayed_lcbfu(1e9), ["new5", "old20", "often5", "new25"]),
+        (decayed_lcbfu(1e9), ["old20", "new5", "often5", "new25"]),
+        (decayed_lcbfu(0.1), ["old20", "new5", "new25", "often5"]),  # 5 at 9 against 25 at 8
     ],
     ids=lambda value: value.name if isinstance(value, EvictionPolicy) else "",
 )
@@ -50,6 +50,12 @@ def test_each_policy_evicts_in_the_order_of_its_definition(policy: EvictionPolic
     assert heap.evict(0) == order
 
 
+def test_what_was_never_used_goes_before_anything_that_was_the_oldest_first() -> None:
+    for policy in (LCBFU, LFU, decayed_lcbfu(1e-3), decayed_lcbfu(1e9)):
+        heap = _filled(policy, {"used5": (5, [0.0, 0.5]), "first25": (25, [1.0]), "last5": (5, [2.0])})
+        assert heap.evict(0) == ["first25", "last5", "used5"]
+
+
 def test_of_equal_scores_that_which_was_not_used_for_longest_goes() -> None:
     heap = _filled(LFU, {"a": (1, [1.0, 6.0]), "b": (1, [2.0, 5.0]), "c": (1, [3.0, 4.0])})
     assert heap.evict(0) == ["c", "b", "a"]
@@ -59,7 +65,7 @@ def test_a_decayed_frequency_is_the_sum_of_what_each_use_is_worth() -> None:
     usage = Usage(step=3, used_at=10.0, created_at=10.0)
     for at in (12.0, 12.0, 20.0):
         usage = usage.used(at, HALF_LIFE)
-    assert usage.frequency == pytest.approx(sum(0.5 ** ((20.0 - at) / HALF_LIFE) for at in (10.0, 12.0, 12.0, 20.0)))
+    assert usage.frequency == pytest.approx(sum(0.5 ** ((20.0 - at) / HALF_LIFE) for at in (12.0, 12.0, 20.0)))
     assert usage.used_at == 20.0
     assert usage.used(15.0).used_at == 20.0, "a clock that goes back is ignored"
 
@@ -67,14 +73,14 @@ def test_a_decayed_frequency_is_the_sum_of_what_each_use_is_worth() -> None:
 def test_decayed_scores_stay_apart_on_the_clock_of_a_long_life() -> None:
     heap = EvictionHeap[str](decayed_lcbfu(3600.0))
     for name, at in (("second", 1.8e9 + 0.001), ("first", 1.8e9)):
-        heap.add(name, Usage(step=5, used_at=at, created_at=at))
+        heap.add(name, Usage(frequency=1.0, step=5, used_at=at, created_at=at))
     assert heap.evict(0) == ["first", "second"]
 
 
 def test_a_batch_goes_down_to_the_bytes_that_may_stay() -> None:
     heap = EvictionHeap[int](LCBFU)
     for step in range(1, 11):
-        heap.add(step, Usage(step=step), size_bytes=100)
+        heap.add(step, Usage(frequency=1.0, step=step), size_bytes=100)
     assert heap.evict(1000) == []
     assert heap.evict(720) == [1, 2, 3]
     assert heap.size_bytes == 700
@@ -124,8 +130,9 @@ class _Sorted:
 
     def score(self, name: int, now: float) -> float:
         step, _, times = self.items[name]
-        worth: float = sum(0.5 ** ((now - at) / HALF_LIFE) for at in times)
-        scores = {"lcbfu": len(times) * step, "lru": times[-1], "lfu": len(times), "fifo": times[0]}
+        uses = times[1:]
+        worth: float = sum(0.5 ** ((now - at) / HALF_LIFE) for at in uses)
+        scores = {"lcbfu": len(uses) * step, "lru": times[-1], "lfu": len(uses), "fifo": times[0]}
         return scores.get(self.policy.name, worth * step)
 
     def evict(self, until_bytes: int, now: float) -> list[int]:

@@ -46,7 +46,7 @@ class CacheMeasurement:
 
     pairs: Sequence[PromptPair]
     clip: Path | None = None
-    draws: int = 4
+    draws: int = 2
     num_inference_steps: int | None = None
     model: str | None = None
     samples: Path | None = None

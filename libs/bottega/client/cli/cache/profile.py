@@ -30,7 +30,7 @@ _PAIRS, _DRAWS = click.IntRange(LEAST_SAMPLES, MOST_PAIRS), click.IntRange(1, MO
     "line is between. The embedded model needs none.",
 )
 @click.option("--pairs", "most", type=_PAIRS, default=200, show_default=True, help="At most.")
-@click.option("--draws", type=_DRAWS, default=4, show_default=True, help="Of each pair, each with other seeds.")
+@click.option("--draws", type=_DRAWS, default=2, show_default=True, help="Of each pair, each with other seeds.")
 @click.option(
     "--clip",
     type=click.Path(exists=True, file_okay=False, path_type=Path),

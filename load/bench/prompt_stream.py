@@ -1,0 +1,88 @@
+"""Prompts as the users of a picture service send them, over the miniature's grammar: the load of an approximate cache.
+
+Many users are at work at once. Each begins a session with a topic's prompt as it stands in a gallery; topics have the
+popularity of ranks (Zipf's law). Then they refine: the same prompt again (for another picture), the same scene in other
+words, or a scene that differs in one part, said in some words. Popularity drifts: now and then a new topic comes in at
+a random rank, which moves those below it down by one, and the last one out.
+
+No public trace has both prompts and their times; the figures of a StreamShape are ours, and the bench says what they
+change. The same shape and seed give the same prompts on every machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from bottega.miniature.scenes import Scene, any_caption, caption, random_scene, refine
+
+# Of the topics, so many show two things; the miniature's training has the same share.
+_TWO_SHARE = 0.55
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamShape:
+    """topics: that are known at any time. exponent: of their popularity, 1 / rank ** exponent.
+
+    drift: new topics a session. users: sessions at a time, whose prompts come in between each other's. session:
+    prompts of one, on average; its length is geometric. again, rephrased: share of a session's later prompts that are
+    the one before, or its scene in other words; the others are refined.
+    """
+
+    topics: int = 300
+    exponent: float = 1.0
+    drift: float = 0.02
+    users: int = 100
+    session: float = 3.0
+    again: float = 0.2
+    rephrased: float = 0.2
+
+
+def prompts(count: int, shape: StreamShape, *, seed: int) -> list[str]:
+    """The first `count` of a stream."""
+    return list(islice(_Stream(shape, random.Random(seed)).prompts(), count))
+
+
+class _Stream:
+    def __init__(self, shape: StreamShape, chance: random.Random) -> None:
+        self._shape = shape
+        self._chance = chance
+        self._topics = [self._scene() for _ in range(shape.topics)]
+        self._popularity = [rank**-shape.exponent for rank in range(1, shape.topics + 1)]
+
+    def prompts(self) -> Iterator[str]:
+        """For ever: whose turn it is is drawn anew for each."""
+        sessions = [self._session() for _ in range(self._shape.users)]
+        while True:
+            user = self._chance.randrange(len(sessions))
+            prompt = next(sessions[user], None)
+            if prompt is None:
+                sessions[user] = self._session()
+            else:
+                yield prompt
+
+    def _session(self) -> Iterator[str]:
+        """At least one prompt."""
+        chance, shape = self._chance, self._shape
+        scene = self._topic()
+        prompt = caption(scene)
+        yield prompt
+        while chance.random() < 1.0 - 1.0 / shape.session:
+            kind = chance.random()
+            if kind >= shape.again:
+                if kind >= shape.again + shape.rephrased:
+                    scene = refine(scene, chance)
+                prompt = any_caption(scene, chance)
+            yield prompt
+
+    def _topic(self) -> Scene:
+        if self._chance.random() < self._shape.drift:
+            self._topics.insert(self._chance.randrange(len(self._topics)), self._scene())
+            self._topics.pop()
+        (topic,) = self._chance.choices(self._topics, self._popularity)
+        return topic
+
+    def _scene(self) -> Scene:
+        return random_scene(self._chance, things=1 + (self._chance.random() < _TWO_SHARE))
