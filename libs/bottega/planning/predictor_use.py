@@ -90,9 +90,11 @@ class PredictorSwitch:
 
     @property
     def on(self) -> bool:
-        """Whether the predictor's word counts now."""
-        seen = self._predicted_hits + self._missed_hits + self._false_alarms + self._predicted_misses
-        return seen >= self.least_lookups and self.rates.pays
+        """Whether the predictor's word counts now. Not where nobody said what hits save: lost ones would be free."""
+        hits = self._predicted_hits + self._missed_hits
+        seen = hits + self._false_alarms + self._predicted_misses
+        known = self._hits > 0.0 or hits == 0.0
+        return seen >= self.least_lookups and known and self.rates.pays
 
     def weight(self, predicted_hit: bool) -> float:
         """Whether to search (more than 0), and for how many questions this one then counts."""

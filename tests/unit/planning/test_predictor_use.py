@@ -97,3 +97,11 @@ def test_nothing_measured_is_no_reason() -> None:
     switch = PredictorSwitch()
     assert not _is_on(switch)
     assert switch.rates == _rates(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_it_stays_off_while_nobody_says_what_a_hit_saves() -> None:
+    switch = PredictorSwitch()
+    for number in range(1000):
+        switch.record(1.0, predicted_hit=False, hit=number % 2 == 0, lookup_s=1.0)
+    assert switch.rates.pays
+    assert not switch.on
