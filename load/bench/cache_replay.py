@@ -72,6 +72,7 @@ def replay(
         policy=policy,
         exploration=0.0,
         doorkeeper=False,
+        predictor=False,
         seed=0,
     )
     store = LatentStore(settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bottega.planning import FIFO, LCBFU
+from bottega.planning import FIFO, LCBFU, PredictorRates
 from load.bench.cache import vs_best_other
+from load.bench.cache_predictor import Predicted
 from load.bench.cache_replay import STEPS, Replayed, profile, replay
 from load.bench.cache_thresholds import NIRVANA_HITS, nearest_recorded, thresholds
 
@@ -73,3 +75,21 @@ def test_lcbfu_is_compared_with_the_best_of_the_others(tmp_path: Path) -> None:
         one.by_step[25] = hits
         found[15, name] = one
     assert vs_best_other(found, 15) == pytest.approx(6 / 5)
+
+
+def test_a_predictor_breaks_even_where_the_rule_says() -> None:
+    outcomes = Counter({(True, True): 85, (False, True): 5, (False, False): 4, (True, False): 6})
+    predicted = Predicted(outcomes=outcomes, on=0.0, lookup_s=0.001)
+    assert [predicted.hit_rate, predicted.recall, predicted.specificity] == pytest.approx([0.9, 85 / 90, 0.4])
+    assert predicted.precision == pytest.approx(85 / 91)
+    assert predicted.break_even == pytest.approx((0.9 * 5 / 90) / (0.1 * 0.4))
+    for factor in (0.99, 1.01):
+        rates = PredictorRates(
+            hit_rate=predicted.hit_rate,
+            recall=predicted.recall,
+            specificity=predicted.specificity,
+            precision=predicted.precision,
+            lookup_s=factor * predicted.break_even * 2.0,
+            saved_s=2.0,
+        )
+        assert rates.pays is (factor > 1)
