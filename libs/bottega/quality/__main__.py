@@ -61,6 +61,8 @@ def _by_oracle() -> Score:
 
 def _by_clip(folder: Path) -> Score:
     """100 times the cosine of picture and prompt, 0 at least."""
+    if not (folder / "config.json").is_file():  # before torch is imported
+        raise ValueError(f"{folder} is no CLIP of transformers: it has no config.json")
     import transformers
 
     from bottega.quality.clip import clip_scores, load_clip

@@ -92,7 +92,7 @@ async def measure_cache(
     drawing raises.
     """
     model_hash, steps = await drawer.begin(wanted.pairs[0].first)
-    method = Method(model_hash=model_hash, num_inference_steps=steps, draws=wanted.draws, judge=_judge(wanted.clip))
+    method = Method(model_hash=model_hash, num_inference_steps=steps, draws=wanted.draws, judge=judge_name(wanted.clip))
     kept = await asyncio.to_thread(SampleFile, wanted.samples, method)
     pairs = list(dict.fromkeys(wanted.pairs))
     progress = _Progress(kept, len(pairs), on_pair)
@@ -138,6 +138,11 @@ async def measure_pair(drawer: PairDrawer, scores: Scores, pair: PromptPair, dra
     )
 
 
+def judge_name(clip: Path | None) -> str:
+    """Who scores pictures, for people: the CLIP of that folder, or the embedded model's oracle."""
+    return f"CLIP score ({clip.resolve().name})" if clip else "the oracle (share of what the prompt says that is right)"
+
+
 class _Progress:
     """Counts pairs. told: after each, how many are done and how many there are."""
 
@@ -176,7 +181,3 @@ async def _for_each(pairs: Sequence[PromptPair], work: Callable[[PromptPair], Aw
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _judge(clip: Path | None) -> str:
-    return f"CLIP score ({clip.resolve().name})" if clip else "the oracle (share of what the prompt says that is right)"

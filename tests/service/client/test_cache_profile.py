@@ -1,0 +1,114 @@
+"""`bottega cache profile` against a real gateway and a real cache; what was measured before is not drawn again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from google.protobuf import json_format
+
+from bottega.client.addons.cache.profiling import judge_name
+from bottega.client.addons.cache.prompt_pairs import miniature_pairs
+from bottega.client.addons.cache.samples import Method, PairSample, SampleFile
+from bottega.latents.names import FRACTIONS
+from bottega.planning import count_words
+from bottega.v1.cache_pb2 import CacheProfile
+from bottega.v1.generation_pb2 import FIDELITY_EXACT
+from tests.support.running_cache import MODEL_HASH, Running, joined_cache
+from tests.support.running_gateway import Running as RunningGateway
+from tests.support.running_gateway import running_gateway
+from tests.support.terminal import run_at
+
+PAIRS = 40
+METHOD = Method(model_hash=MODEL_HASH, num_inference_steps=30, draws=2, judge=judge_name(None))
+
+
+@pytest.fixture
+async def gateway(own_folder: Path) -> AsyncIterator[RunningGateway]:
+    async with running_gateway() as made:
+        yield made
+
+
+@pytest.fixture
+async def cache(gateway: RunningGateway, own_folder: Path) -> AsyncIterator[Running]:
+    async with joined_cache(gateway, own_folder / "cache") as made:
+        yield made
+
+
+def _measured(path: Path, cached: Callable[[float], float]) -> None:
+    """Samples of all pairs. cached: quality by the fraction of the steps that is skipped."""
+    kept = SampleFile(path, METHOD)
+    for number, pair in enumerate(miniature_pairs(PAIRS)):
+        qualities = {fraction: cached(fraction) for fraction in FRACTIONS}
+        words = min(count_words(pair.second), 15)
+        similarity = number / PAIRS
+        kept.add(
+            PairSample(
+                first=pair.first,
+                second=pair.second,
+                words=words,
+                similarity=similarity,
+                uncached=1.0,
+                cached=qualities,
+            )
+        )
+
+
+async def test_the_cache_keeps_what_was_measured_and_it_is_said_what_it_means(
+    gateway: RunningGateway, cache: Running, own_folder: Path
+) -> None:
+    worker = await gateway.worker()
+    _measured(own_folder / "samples", lambda fraction: 1.0 if fraction < 0.25 else 0.85)
+    files = ("--samples", own_folder / "samples", "--output", own_folder / "profile.json")
+
+    result = await run_at(gateway, "cache", "profile", "--pairs", PAIRS, "--draws", 2, *files)
+
+    assert result.exit_code == 0, result.output
+    (profile,) = cache.cache.store.profiles()
+    assert [each.fraction for each in profile.balanced[0].thresholds] == [0.1, 0.2]
+    assert [each.fraction for each in profile.fast[0].thresholds] == [*FRACTIONS]
+    assert json_format.Parse((own_folder / "profile.json").read_text(), CacheProfile()) == profile
+    # All but the picture after which this kind of request is recorded was there already.
+    (first,) = worker.requests
+    assert first.spec.techniques.identical_results is False
+    assert first.spec.fidelity == FIDELITY_EXACT
+    rows = [line.split() for line in result.stdout.splitlines() if "up to 15" in line]
+    assert rows[0][-5:] == ["0.000", "0.000", "-", "-", "-"]
+    assert "balanced: of these pairs 100% would start from a latent and save 20% of all steps" in result.stdout
+    assert "mean quality 1.000, from noise 1.000" in result.stdout
+    assert f"{PAIRS} pairs of prompts, 2 seeds each, 30 steps; quality by the oracle" in result.stderr
+
+
+async def test_where_nothing_is_good_enough_that_is_said_and_nothing_is_reused(
+    gateway: RunningGateway, cache: Running, own_folder: Path
+) -> None:
+    await gateway.worker()
+    _measured(own_folder / "samples", lambda fraction: 0.5)
+
+    samples = ("--samples", own_folder / "samples")
+    result = await run_at(gateway, "cache", "profile", "--pairs", PAIRS, "--draws", 2, *samples)
+
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [
+        f"{fidelity}: nothing is reused; no similarity keeps {alpha} of the quality in 95% of the pairs."
+        for fidelity, alpha in (("balanced", 0.9), ("fast", 0.8))
+    ]
+    assert not cache.cache.store.profiles()
+
+
+async def test_other_models_need_prompts_and_somebody_who_scores(
+    gateway: RunningGateway, cache: Running, own_folder: Path
+) -> None:
+    worker = await gateway.worker()
+    (own_folder / "prompts.txt").write_text("a star\na ring\n")
+
+    result = await run_at(gateway, "cache", "profile", "--model", "other")
+    assert (result.exit_code, "--prompts FILE and --clip FOLDER" in result.stderr) == (2, True)
+    result = await run_at(gateway, "cache", "profile", "--prompts", "prompts.txt")
+    assert (result.exit_code, "20 to 5000 different ones are needed; got 1" in result.stderr) == (2, True)
+    (own_folder / "clip").mkdir()
+    result = await run_at(gateway, "cache", "profile", "--clip", own_folder / "clip")
+    assert (result.exit_code, "it has no config.json" in result.stderr) == (2, True)
+
+    assert not worker.requests
