@@ -84,7 +84,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformers.logging.disable_progress_bar()
     with scratch() as folder:
-        settings = StoreSettings(folder=folder / "store", budget_bytes=1 << 30, exploration=0.0)
+        settings = StoreSettings(folder=folder / "store", budget_bytes=1 << 30, exploration=0.0, predictor=False)
         with cached_engine(folder, settings) as engine:
             if profile.model_hash != engine.model_hash:
                 raise SystemExit(f"{options.profile} is of another model: bottega cache profile measures this one")

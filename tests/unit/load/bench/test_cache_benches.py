@@ -56,7 +56,7 @@ def test_accuracy_is_the_share_of_pictures_that_show_all_of_their_prompt() -> No
 @pytest.fixture
 def store(tmp_path: Path) -> LatentStore:
     """Every similarity is enough for half of the steps."""
-    store = LatentStore(StoreSettings(folder=tmp_path, budget_bytes=1 << 20, exploration=0.0))
+    store = LatentStore(StoreSettings(folder=tmp_path, budget_bytes=1 << 20, exploration=0.0, predictor=False))
     store.start()
     profile = CacheProfile(model_hash=HASH)
     thresholds = profile.balanced.add(max_words=0).thresholds
