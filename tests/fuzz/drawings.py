@@ -104,7 +104,7 @@ def _pictures(case: Any) -> Iterator[Case]:
 
 
 def _techniques(case: Any) -> Iterator[Case]:
-    yield case("a cache entry, and no cache", UNAVAILABLE, techniques=Techniques(cache_entry=PIN))
+    yield from _pins(case)
     switches = (
         ("bounded_lora_loading", OK),
         ("stale_residuals", OK),
@@ -119,3 +119,25 @@ def _techniques(case: Any) -> Iterator[Case]:
             yield case(f"{name} {value}", code, techniques=Techniques(**switched))
     both = Techniques(stale_residuals=True, masked_blocks=True)
     yield case("techniques of both kinds", UNSERVED, techniques=both)
+
+
+def _pins(case: Any) -> Iterator[Case]:
+    pinned = Techniques(cache_entry=PIN)
+    for words in ({}, {"seed": 1}, {"fidelity": 2}, {"fidelity": 3, "num_images": 1}):
+        yield case(f"a cache entry with {words}, and no cache", UNAVAILABLE, techniques=pinned, **words)
+    both = Techniques(cache_entry=PIN, approximate_cache=True)
+    yield case("a cache entry, switched on, and no cache", UNAVAILABLE, techniques=both)
+    against: dict[str, Any] = {"num_images": 2, "prompt_2": "", "image": good_images()["png"], "fidelity": 1}
+    for name, value in against.items():
+        yield case(f"a cache entry and {name}", INVALID, f"spec.{name}", techniques=pinned, **{name: value})
+    for steps in (29, 31, 1, 200):
+        field = "spec.techniques.cache_entry"
+        yield case(
+            f"a cache entry after 15 of {steps} steps", INVALID, field, techniques=pinned, num_inference_steps=steps
+        )
+    off = Techniques(cache_entry=PIN, approximate_cache=False)
+    fields = ("spec.techniques.approximate_cache", "spec.techniques.cache_entry", *(f"spec.{name}" for name in against))
+    all_at_once = {"num_inference_steps": 100, **against}
+    yield case("a cache entry and all that is against it", INVALID, *fields, techniques=off, **all_at_once)
+    on = Techniques(approximate_cache=True)
+    yield case("exact and approximate_cache", INVALID, "spec.techniques.approximate_cache", techniques=on, fidelity=1)
