@@ -15,6 +15,7 @@ from load.bench.cache import vs_best_other
 from load.bench.cache_predictor import Predicted
 from load.bench.cache_replay import STEPS, Replayed, profile, replay
 from load.bench.cache_thresholds import NIRVANA_HITS, nearest_recorded, thresholds
+from load.bench.cache_throughput import Timed
 
 WIDTH = 16
 
@@ -93,3 +94,11 @@ def test_a_predictor_breaks_even_where_the_rule_says() -> None:
             saved_s=2.0,
         )
         assert rates.pays is (factor > 1)
+
+
+def test_the_suite_is_compared_with_what_the_saved_steps_would_give() -> None:
+    timed = Timed(without=[1.0] * 4, with_cache=[1.0, 0.8, 0.8, 0.6], skipped=[0, 10, 10, 20])
+    assert timed.saved == pytest.approx(0.2)
+    assert timed.throughput_ratio == pytest.approx(4.0 / 3.2)
+    assert timed.wanted_ratio == pytest.approx(0.97 / 0.8)
+    assert timed.p99_over_median == pytest.approx(1.25)
