@@ -42,7 +42,7 @@ WANTED_HIT, WANTED_MISS = 0.03, 0.01
 class Timed:
     """Seconds of requests, an entry for each round. full: without the cache; denoise: of its denoising alone.
 
-    hits: by K. from_steps: by K, the first step that a hit was made of.
+    hits: by K. from_steps: by K, the first step that a hit was made of. late: hits whose answer came too late for K.
     """
 
     full: list[float] = field(default_factory=list)
@@ -50,6 +50,7 @@ class Timed:
     misses: list[float] = field(default_factory=list)
     hits: dict[int, list[float]] = field(default_factory=dict)
     from_steps: dict[int, int] = field(default_factory=dict)
+    late: int = 0
 
     @property
     def miss_overhead(self) -> float:
@@ -92,6 +93,9 @@ class Bench:
         for fraction, step in zip(FRACTIONS, recorded_steps(self.steps), strict=True):
             self._set_profile({fraction: _ALWAYS})
             picture, seconds = self._draw(PROMPT, number, approximate_cache=True)
+            if not picture.provenance.cached_starts:  # the answer came after so many steps
+                timed.late += 1
+                continue
             (start,) = picture.provenance.cached_starts
             assert start.entry.endswith(f"@{step}"), "the profile allows this step alone"
             timed.hits[step].append(seconds)
@@ -159,7 +163,8 @@ def _report(timed: Mapping[str, Timed], steps: int) -> None:
         rows.append((f"{sampler}: a request without the cache", f"{full:.2f} s", f"steps of {step_ms:.0f} ms"))
         rows.append((f"    a miss (miss_overhead_{sampler})", f"{each.miss_overhead:+.4f}", f"at most {WANTED_MISS:g}"))
         values |= {f"full_s_{sampler}": full, f"miss_overhead_{sampler}": each.miss_overhead}
-        for step in each.hits:
+        values[f"late_{sampler}"] = each.late
+        for step in (step for step, drawn in each.hits.items() if drawn):
             overhead = each.hit_overhead(step, steps)
             overheads.append(overhead)
             said = f"{median(each.hits[step]):.2f} s, {overhead:+.4f}"
@@ -180,7 +185,7 @@ def _stage_s(picture: Picture, stage: str) -> float:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench-cache-latency", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of all requests, for each sampler (default: 5)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of a picture, from 10 (default: {STEPS})")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of a picture, from 20 (default: {STEPS})")
     parser.add_argument("--samplers", nargs="*", choices=_SAMPLERS, default=_SAMPLERS, help="(default: both)")
     return parser.parse_args()
 

@@ -1,0 +1,34 @@
+"""The embedded model's profile of cached starts is of its weights, and one that a cache takes."""
+
+from __future__ import annotations
+
+from google.protobuf import json_format
+
+from bottega.diffusion.model.model import digest
+from bottega.latents.names import FRACTIONS
+from bottega.miniature import WEIGHTS
+from bottega.planning import LengthClass, SkipProfile, skip_step
+from bottega.v1.cache_pb2 import CacheProfile
+
+
+def test_it_was_measured_with_these_weights_and_allows_more_under_fast() -> None:
+    said = json_format.Parse((WEIGHTS / "cache_profile.json").read_text(encoding="utf-8"), CacheProfile())
+
+    assert said.model_hash == digest(WEIGHTS), "bottega cache profile --output measures it again"
+    assert "pairs of prompts" in said.about
+    balanced, fast = (
+        SkipProfile(
+            classes=tuple(
+                LengthClass(
+                    max_words=each.max_words or float("inf"),
+                    thresholds={threshold.fraction: threshold.similarity for threshold in each.thresholds},
+                )
+                for each in classes
+            )
+        )
+        for classes in (said.balanced, said.fast)
+    )
+    for words in (10, 20):
+        skipped = skip_step(balanced, similarity=1.0, words=words, steps=30)
+        assert 0 < skipped <= skip_step(fast, similarity=1.0, words=words, steps=30)
+        assert skipped / 30 in FRACTIONS
