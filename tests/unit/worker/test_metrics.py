@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from bottega.v1.engine_pb2 import EngineBeat
+from bottega.v1.engine_pb2 import EngineBeat, EngineCount
 from bottega.v1.fleet_pb2 import StepTime
 from bottega.v1.generation_pb2 import LoraUse
 from bottega.worker.metrics import WorkerMetrics
@@ -36,3 +36,10 @@ def test_waiting_and_patching_count_once_for_all_loras_of_an_attempt() -> None:
     assert registry.get_sample_value("bottega_worker_lora_patch_seconds_count") == 1
     assert registry.get_sample_value("bottega_worker_lora_swaps_total") == 3
     assert registry.get_sample_value("bottega_worker_lora_pristine_bytes") == 1 << 20
+
+
+def test_what_add_ons_count_is_a_metric_by_kind_and_event() -> None:
+    registry = CollectorRegistry()
+    WorkerMetrics(registry).set_beat(EngineBeat(counts=[EngineCount(kind="cache", event="late_hits", count=3)]))
+    labels = {"kind": "cache", "event": "late_hits"}
+    assert registry.get_sample_value("bottega_worker_addon_events_total", labels) == 3

@@ -1,0 +1,33 @@
+"""What the engine says of a job that started from cached latents, as its worker's front is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from bottega.diffusion.engine.engine import EngineLimits
+from bottega.diffusion.engine.events import CachedStart, EngineRecord, JobFinished
+from bottega.diffusion.model.model import Model
+from bottega.v1.generation_pb2 import CacheUse
+from bottega.worker.engine.messages import event_of
+from tests.samples.small_model import small_model
+from tests.support.engines import make_engine
+from tests.support.manual_engine import load
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load(small_model())
+
+
+def test_each_picture_that_started_from_a_latent_is_named_with_its_pin(model: Model) -> None:
+    starts = tuple(CachedStart(image=image, entry="a" * 32, step=5, from_step=4, similarity=0.75) for image in (0, 2))
+    record = EngineRecord(
+        begin_step=0, truncations={}, seconds={}, mean_group_requests=1.0, cached_starts=starts, exact=False
+    )
+    event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
+    provenance = event.done.provenance
+    assert not provenance.exact
+    assert list(provenance.cached_starts) == [
+        CacheUse(entry=f"{'a' * 32}@5", similarity=0.75, from_step=4, image=image) for image in (0, 2)
+    ]
+    assert not provenance.HasField("cache")
