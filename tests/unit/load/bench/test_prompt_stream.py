@@ -42,6 +42,8 @@ def test_popularity_drifts() -> None:
     drawn = prompts(8000, shape, seed=4)
     early, late = Counter(drawn[:1000]), Counter(drawn[-1000:])
     assert sum(late[topic] for topic in early) < 400
+    ((favourite, _),) = early.most_common(1)
+    assert Counter(drawn[1000:2000])[favourite] > 50, "a popular topic sinks; it does not vanish"
     steady = prompts(8000, one_user(session=1.0, topics=50), seed=4)
     assert set(steady[-1000:]) <= set(steady)
     assert sum(Counter(steady[-1000:])[topic] for topic in set(steady[:1000])) > 900
