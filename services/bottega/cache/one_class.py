@@ -28,7 +28,10 @@ _STEPS = 50_000
 _MOST_PASSES = 200
 _RATE = 0.1
 _LEAST_EIGENVALUE = 1e-3
-# Of directions; wider ones do not tell clusters apart, and narrower ones do not tell those without a landmark.
+# Of vectors that are all alike.
+_LEAST_SCALE = 1e-6
+# Of deviations whose mean square is 1; wider ones do not tell clusters apart, and narrower ones do not tell those
+# without a landmark.
 _GAMMA = 4.0
 
 
@@ -36,11 +39,13 @@ _GAMMA = 4.0
 class OneClassModel:
     """centre: [width], of the vectors; embeddings have a large part in common, which would hide what they differ in.
 
-    landmarks: [n, width], vectors to which others are compared. weights: [n], of these comparisons.
-    gamma: of the kernel, exp(-gamma |x - y|^2) of the directions from the centre. offset: the least score of the class.
+    scale: of their deviations from it, the root mean square. landmarks: [n, width], scaled deviations to which others
+    are compared. weights: [n], of these comparisons. gamma: of the kernel, exp(-gamma |x - y|^2). offset: the least
+    score of the class.
     """
 
     centre: Vectors
+    scale: float
     landmarks: Vectors
     weights: NDArray[np.float32]
     gamma: float
@@ -53,7 +58,7 @@ class OneClassModel:
 
     def scores(self, vectors: Vectors) -> NDArray[np.float32]:
         """[m], of unit vectors [m, width]: the larger, the more of the kind."""
-        return _kernel(_directions(vectors, self.centre), self.landmarks, self.gamma) @ self.weights
+        return _kernel((vectors - self.centre) / self.scale, self.landmarks, self.gamma) @ self.weights
 
     def contains(self, vector: Vectors) -> bool:
         """Whether a unit vector is of the kind."""
@@ -68,24 +73,19 @@ def train(vectors: Vectors, *, seed: int = 0) -> OneClassModel:
     shuffled = np.random.default_rng(seed).permutation(vectors)
     held_out, rest = np.split(shuffled, [int(_HELD_OUT * len(shuffled))])
     centre = rest.mean(axis=0)
-    directions = _directions(rest, centre)
-    landmarks = directions[:_LANDMARKS]
+    deviations = rest - centre
+    scale = max(float(np.sqrt((deviations**2).sum(axis=1).mean())), _LEAST_SCALE)
+    deviations /= scale
+    landmarks = deviations[:_LANDMARKS]
     normalization = _inverse_root(_kernel(landmarks, landmarks, _GAMMA))
-    features = _kernel(directions, landmarks, _GAMMA) @ normalization
+    features = _kernel(deviations, landmarks, _GAMMA) @ normalization
     passes = min(max(_STEPS // len(rest), 1), _MOST_PASSES)
     machine = SGDOneClassSVM(
         nu=NU, max_iter=passes, tol=None, learning_rate="constant", eta0=_RATE, shuffle=False, random_state=seed
     ).fit(features)
     weights = (normalization @ machine.coef_.ravel()).astype(np.float32)
-    model = OneClassModel(centre=centre, landmarks=landmarks, weights=weights, gamma=_GAMMA, offset=0.0)
+    model = OneClassModel(centre=centre, scale=scale, landmarks=landmarks, weights=weights, gamma=_GAMMA, offset=0.0)
     return replace(model, offset=float(np.quantile(model.scores(held_out), 1.0 - RECALL)))
-
-
-def _directions(vectors: Vectors, centre: Vectors) -> Vectors:
-    """Of unit vectors [n, width] from the centre, as unit vectors."""
-    made: Vectors = vectors - centre
-    made /= np.maximum(np.linalg.norm(made, axis=1, keepdims=True), 1e-6)
-    return made
 
 
 def _inverse_root(kernel: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -101,8 +101,10 @@ def _inverse_root(kernel: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _kernel(vectors: Vectors, landmarks: Vectors, gamma: float) -> NDArray[np.float32]:
-    """[n, landmarks]. Of unit vectors, the squared distance is 2 - 2 cosine."""
-    similarities: NDArray[np.float32] = vectors @ landmarks.T
-    similarities -= 1.0
-    similarities *= 2.0 * gamma
-    return np.exp(similarities, out=similarities)
+    """[n, landmarks], float32."""
+    distances: NDArray[np.float32] = vectors @ landmarks.T
+    distances *= -2.0
+    distances += (vectors**2).sum(axis=1)[:, None]
+    distances += (landmarks**2).sum(axis=1)
+    distances *= -gamma
+    return np.exp(distances, out=distances)

@@ -55,8 +55,16 @@ def test_scores_are_those_of_the_machine_that_was_trained(monkeypatch: pytest.Mo
     assert machine.nu == 0.001
     shuffled = np.random.default_rng(0).permutation(vectors)[10:]
     np.testing.assert_allclose(model.scores(shuffled), machine.score_samples(features), atol=1e-3)
-    directions = unit_vectors(shuffled - model.centre)
-    np.testing.assert_allclose(features @ features.T, rbf_kernel(directions, gamma=model.gamma), atol=0.02)
+    deviations = (shuffled - model.centre) / model.scale
+    np.testing.assert_allclose(features @ features.T, rbf_kernel(deviations, gamma=model.gamma), atol=0.02)
+
+
+def test_what_is_far_from_all_is_not_of_the_kind_whatever_its_direction() -> None:
+    rng = np.random.default_rng(0)
+    centre = rng.standard_normal(16)
+    model = train(unit_vectors(centre + 0.1 * rng.standard_normal((600, 16))))
+    far = unit_vectors(-centre + 0.5 * rng.standard_normal((200, 16)))
+    assert not any(model.contains(vector) for vector in far)
 
 
 def test_training_is_repeatable() -> None:

@@ -75,10 +75,11 @@ def test_without_enough_entries_everything_is_searched_and_nothing_measured(stor
 def test_misses_are_predicted_while_the_switch_is_off_and_searched_all_the_same(store: _Store) -> None:
     store.fill("key", 200)
     predictions = [store.predictor.predict("key", vector) for vector in _far(100)]
-    assert sum(not prediction.hit for prediction in predictions) > 70
+    assert sum(not prediction.hit for prediction in predictions) > 90
     assert all(prediction.weight == 1.0 for prediction in predictions)
-    assert sum(store.predictor.predict("key", vector).hit for vector in _near(100, seed=5)) > 85
-    assert store.predictor.statistics().predicted_misses > 70
+    # .94 on average; the offset comes from twenty vectors, so that one model in some hundred has less than .8.
+    assert sum(store.predictor.predict("key", vector).hit for vector in _near(100, seed=5)) > 75
+    assert store.predictor.statistics().predicted_misses > 90
 
 
 def test_slow_searches_of_misses_are_spared_and_one_of_some_is_made(store: _Store) -> None:
