@@ -51,7 +51,7 @@ class _Served:
 
 
 class Lookup:
-    """lost: is told what has gone as it was damaged."""
+    """lost: is told what has gone as it was damaged. has_read: whether all entries of earlier times are known."""
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class Lookup:
         exploration: Exploration,
         counts: Counts,
         lost: Callable[[Removal], None],
+        has_read: Callable[[], bool],
     ) -> None:
         self._table = contents.table
         self._index = contents.index
@@ -73,6 +74,7 @@ class Lookup:
         self._exploration = exploration
         self._counts = counts
         self._lost = lost
+        self._has_read = has_read
 
     def similar(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
         """Latents of similar prompts, each of another entry; at most one for each picture."""
@@ -93,7 +95,11 @@ class Lookup:
         return self._serve(question, matches, profile, found)
 
     def pinned(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
-        """The latents that are asked for, whatever their similarity; those that are gone are left out."""
+        """The latents that are asked for, whatever their similarity; those that are gone are left out.
+
+        As long as entries are still being read, nothing is known to be gone: UNAVAILABLE.
+        """
+        known = self._has_read()
         served, wanted = _Served(), [start for start in question.pinned if start.entry]
         for start in wanted:
             entry = self._table.named(start.entry)
@@ -104,7 +110,7 @@ class Lookup:
                 self._read(entry.number, start.step, similarity, served)
         if len(served.starts) == len(wanted):
             return served.answer(cache_pb2.CACHE_OUTCOME_HIT)
-        return served.answer(_miss(served))
+        return served.answer(_miss(served) if known else cache_pb2.CACHE_OUTCOME_UNAVAILABLE)
 
     def _matches(self, question: CacheQuestion, embedding: Vector) -> list[tuple[int, float]]:
         count = max(_LEAST_MATCHES, _MATCHES_PER_PICTURE * question.images)

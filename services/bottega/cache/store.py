@@ -68,6 +68,7 @@ class LatentStore:
             exploration=Exploration(settings.exploration, settings.seed),
             counts=self._counts,
             lost=self._writer.lose,
+            has_read=lambda: self._writer.has_read,
         )
 
     def start(self) -> None:

@@ -61,6 +61,11 @@ class CacheWriter:
         return self._trouble
 
     @property
+    def has_read(self) -> bool:
+        """Whether all entries of earlier times have been read: before, one that is not known need not be gone."""
+        return self._loaded
+
+    @property
     def waiting(self) -> tuple[int, int]:
         """Recordings that wait, and their bytes."""
         with self._lock:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bottega.cache.index import KeyedIndex
 from bottega.cache.store import LatentStore
 from bottega.errors import ConfigError, Unavailable
-from bottega.v1.cache_pb2 import CacheAnswer
+from bottega.v1.cache_pb2 import CACHE_OUTCOME_HIT, CACHE_OUTCOME_MISS, CACHE_OUTCOME_UNAVAILABLE, CacheAnswer
 from tests.support.cached_latents import (
     LATENT_BYTES,
     MODEL,
+    WAIT_S,
     digest,
     pins,
     profile,
@@ -52,6 +56,37 @@ def test_a_restart_serves_the_same(tmp_path: Path) -> None:
         again = store.entries("", 100)
         assert [entry.entry for entry in again] == [entry.entry for entry in entries]
         assert store.profiles() == [profile()]
+
+
+class _GatedIndex(KeyedIndex):
+    """Takes entries of earlier times in when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def load(self, *args: Any) -> None:
+        assert self.gate.wait(WAIT_S)
+        super().load(*args)
+
+
+def test_no_pin_is_said_to_be_gone_while_entries_are_still_read(tmp_path: Path) -> None:
+    _fill(tmp_path)
+    with running(tmp_path) as store:
+        pin = pins((store.entries("", 1)[0].entry, 5), key=KEYS[4])
+        assert store.ask(pin, vector(0)).header.outcome == CACHE_OUTCOME_HIT
+    index = _GatedIndex()
+    store = LatentStore(settings(tmp_path), index=index)
+    store.start()
+    try:
+        assert store.ask(pin, vector(0)).header.outcome == CACHE_OUTCOME_UNAVAILABLE
+        index.gate.set()
+        written(store)
+        assert store.ask(pin, vector(0)).header.outcome == CACHE_OUTCOME_HIT
+        assert store.ask(pins(("f" * 32, 5)), vector(0)).header.outcome == CACHE_OUTCOME_MISS
+    finally:
+        index.gate.set()
+        store.close()
 
 
 def test_how_often_something_was_used_outlives_a_restart(tmp_path: Path) -> None:
