@@ -1,8 +1,9 @@
 """Cached latents as an add-on of the engine: asked for when a prompt is encoded, taken if they come in time.
 
-Nobody waits for what is only similar: a job begins from noise, and its pictures go on from latents that come before
-they have made as many steps themselves. What a request names itself is waited for, and so is what an earlier attempt
-has decided, so that a picture is the same in all attempts.
+Nobody waits for what is only similar, but for the moment in which a store answers, a tenth of a step at most: a job
+begins from noise, and its pictures go on from latents that come before they have made as many steps themselves. What a
+request names itself is waited for, and so is what an earlier attempt has decided, so that a picture is the same in all
+attempts.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheDecision, Cache
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 EVENTS = ("hits", "steps_skipped", "late_hits", "unfit_hits", "recordings", "dropped_recordings")
+
+# A first step that is made before a hit comes is made in vain, and a store answers within a millisecond or two: so the
+# turn that asks waits for this share of a step, and for so many seconds at most.
+_ANSWER_STEPS = 0.1
+_MOST_ANSWER_S = 0.02
 
 # The stage of waiting for a latent that has to be started from.
 CACHE = "cache"
@@ -142,6 +148,8 @@ class JobCachedStarts(JobAddOn):
             self.asked = self._addon.source.ask(
                 LatentQuestion(header=self._question(spec, images), embedding=self._embedding)
             )
+        if images and self.asked is not None:
+            wait([self.asked], min(_MOST_ANSWER_S, _ANSWER_STEPS * self._addon.step_s))
 
     def update(self, now_s: float) -> None:
         """Takes in the answer, and lets those pictures start whose time has come.
