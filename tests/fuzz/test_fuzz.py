@@ -16,6 +16,9 @@ from tests.fuzz.house import House, running_house
 from tests.fuzz.judging import fault, mismatch
 from tests.support.services import Services
 
+# A suite is started, and the whole corpus answered, in the set-up of the first test.
+pytestmark = pytest.mark.timeout(300)
+
 REQUESTS = 25
 # Of methods whose every good request is a process that imports.
 FEW_REQUESTS = {"UploadLora": 10, "RegisterLora": 10, "AddControlNet": 10}
