@@ -20,7 +20,7 @@ from load.miniature.quality import Clip, load_miniature
 from tests.support.stock import assert_same_image, load_stock, pixels_of
 
 # Whether two requests share their turns is the scheduler's choice, by what turns took of late on a busy machine.
-_TRIES = 5
+_TRIES = 12
 _FORMS = {"striped": "Diffusers", "checked": "PEFT", "dusk": "kohya"}
 _HEART = Scene(
     things=(Thing(shape="heart", colour="white"), Thing(shape="circle", colour="yellow")),
