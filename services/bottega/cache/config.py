@@ -48,6 +48,8 @@ class CacheConfig:
     policy: which latents go first. "lcbfu" is frequency times steps (Nirvana, NSDI'24), "lcbfu-decayed" the same with
     a frequency that halves every `half_life` questions; the others are for comparison.
     exploration: share of hits that are drawn from noise all the same, so that pictures stay various.
+    plain_for_loras: whether pictures with LoRAs may start from latents that were recorded without any, up to the step
+    that the LoRAs may come late. Set it only where lora_accuracy_drop_points of load/README.md is small enough.
     predictor: whether searches may be spared that are predicted to find nothing; they are where that pays, as measured.
     profiles: files of measured profiles (CacheProfile as JSON), for models that have none yet.
     """
@@ -65,5 +67,6 @@ class CacheConfig:
     policy: PolicyName = "lcbfu"
     half_life: AtLeastOne = 10_000
     exploration: Share = 0.05
+    plain_for_loras: bool = False
     predictor: bool = True
     profiles: list[str] = field(default_factory=list)

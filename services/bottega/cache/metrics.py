@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bottega.cache.predictor import PredictorStatistics
-from bottega.cache.statistics import LatentStatistics
+from bottega.cache.predictor.predictor import PredictorStatistics
+from bottega.cache.store.statistics import LatentStatistics
 from bottega.rpc.operation.link_metrics import link_metrics
 from bottega.v1.link_pb2 import LinkCounts
 

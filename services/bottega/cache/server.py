@@ -18,8 +18,8 @@ from bottega import kinds, rules
 from bottega.background_tasks import BackgroundTasks
 from bottega.cache.config import CacheConfig
 from bottega.cache.metrics import CacheStatistics
-from bottega.cache.settings import StoreSettings
-from bottega.cache.store import LatentStore
+from bottega.cache.store.settings import StoreSettings
+from bottega.cache.store.store import LatentStore
 from bottega.cache.validation import check_profile
 from bottega.cache.worker_link import CacheLinks
 from bottega.errors import ConfigError, Draining, InvalidRequest, StorageUnavailable
@@ -123,6 +123,7 @@ def store_settings(config: CacheConfig, folder: Path) -> StoreSettings:
         max_entries=config.max_entries,
         min_free_bytes=config.min_free_bytes,
         exploration=config.exploration,
+        plain_for_loras=config.plain_for_loras,
         predictor=config.predictor,
     )
 

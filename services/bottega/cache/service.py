@@ -9,8 +9,8 @@ import grpc
 import numpy as np
 
 from bottega import rules
-from bottega.cache.statistics import LatentStatistics
-from bottega.cache.store import LatentStore
+from bottega.cache.store.statistics import LatentStatistics
+from bottega.cache.store.store import LatentStore
 from bottega.cache.validation import check_entry, check_limit, check_model_hash, check_profile
 from bottega.codec import Pixels, images
 from bottega.errors import CacheEntryNotFound

@@ -14,7 +14,7 @@ import numpy as np
 
 from bottega.cache.config import CacheLinksConfig
 from bottega.cache.latent import RecordedLatent, StoreAnswer
-from bottega.cache.store import LatentStore
+from bottega.cache.store.store import LatentStore
 from bottega.errors import BottegaError, NoSharedMemory, TooLarge
 from bottega.latents import messages
 from bottega.latents.messages import CacheMessage, CacheMessageKind

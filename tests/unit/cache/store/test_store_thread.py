@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from bottega.cache.store_thread import StoreThread
+from bottega.cache.store.store_thread import StoreThread
 from bottega.errors import StorageUnavailable
 from tests.support.waiting import wait_until
 
@@ -56,6 +56,22 @@ def test_the_tick_comes_where_nothing_else_does() -> None:
     thread, ticks = _thread(every_s=0.01)
     wait_until(lambda: len(ticks) > 2, "it to tick")
     assert thread.end()
+
+
+def test_the_tick_comes_as_often_where_something_is_always_asked() -> None:
+    thread, ticks = _thread(every_s=0.01)
+    asked = 0
+
+    def ask_again() -> None:
+        nonlocal asked
+        asked += 1
+        if len(ticks) < 3 and asked < 100_000:
+            thread.post(ask_again)
+
+    thread.post(ask_again)
+    wait_until(lambda: len(ticks) > 2, "it to tick")
+    assert thread.end()
+    assert asked < 100_000, "something waited all the time"
 
 
 def test_a_thread_that_has_ended_or_never_began_refuses() -> None:

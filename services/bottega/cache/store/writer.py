@@ -11,15 +11,15 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from bottega.cache.contents import Contents
-from bottega.cache.disk import CacheDisk
-from bottega.cache.entry_table import Removal
-from bottega.cache.insertion import Insertion
+from bottega.cache.disk.disk import CacheDisk
 from bottega.cache.latent import Entry, EntryRecord
-from bottega.cache.recording import CheckedRecording
-from bottega.cache.settings import StoreSettings
-from bottega.cache.statistics import Counts, Dropped
-from bottega.cache.store_thread import StoreThread
+from bottega.cache.store.contents import Contents
+from bottega.cache.store.entry_table import Removal
+from bottega.cache.store.insertion import Insertion
+from bottega.cache.store.recording import CheckedRecording
+from bottega.cache.store.settings import StoreSettings
+from bottega.cache.store.statistics import Counts, Dropped
+from bottega.cache.store.store_thread import StoreThread
 from bottega.clocks import Clock
 from bottega.errors import DataLoss, StorageUnavailable
 
@@ -147,7 +147,7 @@ class CacheWriter:
             self._opened = True
 
     def _load(self) -> None:
-        if not self._opened:
+        if self._loaded or not self._opened:
             return
         try:
             self._disk.load(self._take)

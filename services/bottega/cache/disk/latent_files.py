@@ -93,9 +93,9 @@ class LatentFiles:
                 descriptor = os.open(self._final(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
                 return None
-            with os.fdopen(descriptor, "rb", buffering=0) as file:
+            with os.fdopen(descriptor, "rb") as file:  # buffered: it reads on where a file system gives a part
                 data = file.read(size_bytes + 1)
-        return data if data is not None and hashlib.sha256(data).digest() == digest else None
+        return data if hashlib.sha256(data).digest() == digest else None
 
     def remove(self, names: Iterable[str]) -> None:
         """Harmless for those that are not there."""
@@ -141,12 +141,13 @@ class LatentFiles:
         names: set[str] = set()
         foreign: list[str] = []
         self._shards.clear()
-        for folder in os.scandir(self._folder):
-            if folder.name == _INCOMING or not folder.is_dir(follow_symlinks=False):
-                continue
-            for file in os.scandir(folder.path):
-                ours = _NAME.fullmatch(file.name) and file.name[:_SHARD_DIGITS] == folder.name
-                names.add(file.name) if ours else foreign.append(file.name)
+        with os.scandir(self._folder) as found:
+            shards = [each for each in found if each.name != _INCOMING and each.is_dir(follow_symlinks=False)]
+        for shard in shards:
+            with os.scandir(shard.path) as files:
+                for file in files:
+                    ours = _NAME.fullmatch(file.name) and file.name[:_SHARD_DIGITS] == shard.name
+                    names.add(file.name) if ours else foreign.append(file.name)
         return names, foreign
 
 

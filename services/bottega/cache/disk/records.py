@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bottega.cache.latent import EntryRecord, KeptLatent
-from bottega.cache.record_rows import (
+from bottega.cache.disk.record_rows import (
     ENTRY_COLUMNS,
     LATENT_COLUMNS,
     SCHEMA,
@@ -23,6 +22,7 @@ from bottega.cache.record_rows import (
     read_entry,
     read_latent,
 )
+from bottega.cache.latent import EntryRecord, KeptLatent
 from bottega.planning.eviction import Usage
 from bottega.storage import SqliteFile
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from bottega.cache.background_thread import BackgroundThread
 from bottega.cache.index.vector_index import Vectors, unit_vectors
-from bottega.cache.one_class import OneClassModel, train
+from bottega.cache.predictor.one_class import OneClassModel, train
 from bottega.planning.predictor_use import PredictorRates, PredictorSwitch
 
 

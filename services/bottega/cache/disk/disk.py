@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from bottega.cache.disk.latent_files import LatentFiles, latent_name, picture_name
+from bottega.cache.disk.records import CacheRecords, Changes
 from bottega.cache.latent import EntryRecord
-from bottega.cache.latent_files import LatentFiles, latent_name, picture_name
-from bottega.cache.records import CacheRecords, Changes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,29 +52,23 @@ class CacheDisk:
 
     def tidy(self, changes: Changes) -> None:
         """Deletes what is to be deleted, and notes what changed."""
-        self._delete()
-        self._note((), changes)
-
-    def add(self, records: Collection[EntryRecord], changes: Changes) -> None:
-        """Notes entries whose files are there, and what else changed: all of it or nothing."""
-        self._note(records, changes)
+        self.make_room()
+        self.add((), changes)
 
     def make_room(self) -> None:
         """Deletes what is to be deleted of the files, so that others have room."""
-        self._delete()
-
-    def _delete(self) -> None:
         while self._garbage:
             self.files.remove(self._garbage[-1:])
             self._garbage.pop()
 
-    def _note(self, added: Collection[EntryRecord], changes: Changes) -> None:
+    def add(self, records: Collection[EntryRecord], changes: Changes) -> None:
+        """Notes entries whose files are there, and what else changed: all of it or nothing."""
         self._changes.add(changes)
         if self._strays:
             self.records.drop_strays()
             self._strays = False
-        if added or self._changes:
-            self.records.write(added, self._changes)
+        if records or self._changes:
+            self.records.write(records, self._changes)
             self._changes = Changes()
 
     def _complete(self, record: EntryRecord, names: set[str]) -> EntryRecord:

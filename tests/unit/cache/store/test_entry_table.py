@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from bottega.cache.entry_table import EntryTable, new_usage
 from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
+from bottega.cache.store.entry_table import EntryTable, new_usage
 from bottega.planning.eviction import LCBFU
 from bottega.transport import DType
 
 
-def _record(number: int, *, key: str = "a", model: str = "m", steps: tuple[int, ...] = (5, 10)) -> EntryRecord:
+def _record(
+    number: int, *, key: str = "a", model: str = "m", steps: tuple[int, ...] = (5, 10), used_at: float = 0.0
+) -> EntryRecord:
     entry = Entry(
         number=number,
         name=f"{number:032x}",
@@ -19,7 +21,7 @@ def _record(number: int, *, key: str = "a", model: str = "m", steps: tuple[int, 
         picture=EntryPicture(height=1, width=1, digest=b"p"),
         recorded_s=1.0,
     )
-    latents = {step: KeptLatent(digest=b"d%d" % step, usage=new_usage(step, 0.0)) for step in steps}
+    latents = {step: KeptLatent(digest=b"d%d" % step, usage=new_usage(step, used_at)) for step in steps}
     return EntryRecord(entry=entry, embedding=b"", parameters=b"", hits=0, latents=latents)
 
 
@@ -83,4 +85,17 @@ def test_uses_are_told_once() -> None:
     assert not table.take_changes()
     table.remove(1, 10)
     table.use(1, 10)  # it has gone
-    assert table.take_changes().usages == {}
+    table.use(1, 5)
+    table.remove(1, 5)
+    changes = table.take_changes()
+    assert (changes.usages, changes.hits, changes.entries) == ({}, {}, {1})
+
+
+def test_the_policys_clock_goes_on_from_what_was_used_last() -> None:
+    """Else what is recorded after a restart is older than all that was used before it."""
+    table = EntryTable(LCBFU)
+    for number, used_at in ((1, 7.0), (2, 3.0)):
+        table.add(_record(number, used_at=used_at))
+    assert table.now == 7.0
+    table.tick()
+    assert table.now == 8.0

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from bottega.cache.disk.latent_files import latent_name, picture_name
+from bottega.cache.disk.records import Changes
 from bottega.cache.latent import Entry, EntryRecord
-from bottega.cache.latent_files import latent_name, picture_name
-from bottega.cache.records import Changes
-from bottega.cache.selector import Candidate
+from bottega.cache.store.selector import Candidate
 from bottega.planning.eviction import EvictionHeap, EvictionPolicy, Usage
 
 

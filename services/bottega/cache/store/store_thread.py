@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -21,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoreThread:
-    """tick: called in the thread when nothing came for `every_s` seconds.
+    """tick: called in the thread every `every_s` seconds, between whatever else it does.
 
     Whoever posts bounds what waits: the thread does not.
     """
@@ -64,18 +65,23 @@ class StoreThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while True:
-            try:
-                work = self._queue.get(timeout=self._every_s)
-            except queue.Empty:
-                work = self._tick
-            if work is None:
-                return
+        due_s = time.monotonic() + self._every_s
+        while (work := self._next(due_s)) is not None:
             try:
                 work()
             except Exception as error:  # noqa: BLE001 - whatever it is, later work must be done
                 _log.error("what a cache's thread did failed", exc_info=error)
+            if work is self._tick:
+                due_s = time.monotonic() + self._every_s
             del work  # what it holds goes with it
+
+    def _next(self, due_s: float) -> Callable[[], None] | None:
+        """The tick once it is due, however much waits; else what was posted. None is the end."""
+        left_s = due_s - time.monotonic()
+        try:
+            return self._queue.get(timeout=left_s) if left_s > 0.0 else self._tick
+        except queue.Empty:
+            return self._tick
 
 
 def _settle(outcome: Future[ResultT], do: Callable[[], ResultT]) -> None:

@@ -33,9 +33,12 @@ class Selector(Protocol):
     """Decides by similarity."""
 
     def select(
-        self, candidates: Sequence[Candidate], *, profile: SkipProfile, words: int, steps: int
+        self, candidates: Sequence[Candidate], *, profile: SkipProfile, words: int, steps: int, latest: int
     ) -> list[Selection]:
-        """At most one latent of each candidate, the best first. words: of the new prompt. steps: of the job."""
+        """At most one latent of each candidate, the best first.
+
+        words: of the new prompt. steps: of the job. latest: after which the latents are, at most.
+        """
         ...
 
 
@@ -46,12 +49,13 @@ class MostStepsSelector:
     """
 
     def select(
-        self, candidates: Sequence[Candidate], *, profile: SkipProfile, words: int, steps: int
+        self, candidates: Sequence[Candidate], *, profile: SkipProfile, words: int, steps: int, latest: int
     ) -> list[Selection]:
-        """At most one latent of each candidate, that of the most steps first. words: of the new prompt."""
+        """At most one latent of each candidate, that of the most steps first. See Selector.select."""
         found = []
         for candidate in candidates:
-            allowed = skip_steps(profile, similarity=candidate.similarity, words=words, steps=steps)
+            similar_enough = skip_steps(profile, similarity=candidate.similarity, words=words, steps=steps)
+            allowed = [step for step in similar_enough if step <= latest]
             step = served_step(allowed, candidate.steps)
             if step:
                 found.append(

@@ -16,8 +16,9 @@ class StoreSettings:
     top, at most one of 192 KiB for each entry. policy: which latents go first; its clock counts questions. batch_share:
     of the budget, that an eviction frees beyond what is needed, so that deletions come together. max_entries: pictures
     of which there are latents. min_free_bytes: of the disk, that are left to others; of one smaller than 20 times that,
-    a twentieth. exploration: share of the hits that are drawn from noise all the same. doorkeeper: whether a key is
-    recorded only from its second question on. predictor: whether searches may be spared that are predicted to find
+    a twentieth. exploration: share of the hits that are drawn from noise all the same. plain_for_loras: whether
+    questions are also answered with entries of their plain_key. doorkeeper: whether a key is recorded only from its
+    second question on. predictor: whether searches may be spared that are predicted to find
     nothing. max_waiting, max_waiting_bytes: recordings that wait to be written. retry_s: after which a disk that failed
     is tried again, and after which what was counted is written at the latest. seed: of exploration; None is a different
     one each time.
@@ -30,6 +31,7 @@ class StoreSettings:
     max_entries: int = 200_000
     min_free_bytes: int = 0
     exploration: float = 0.05
+    plain_for_loras: bool = False
     doorkeeper: bool = True
     predictor: bool = True
     max_waiting: int = 256

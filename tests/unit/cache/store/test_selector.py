@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from bottega.cache.selector import Candidate, Exploration, MostStepsSelector
+from bottega.cache.store.selector import Candidate, Exploration, MostStepsSelector
 from bottega.planning.skip_profile import LengthClass, SkipProfile
 
 _PROFILE = SkipProfile(
@@ -18,8 +18,8 @@ _PROFILE = SkipProfile(
 _ALL = (5, 10, 15, 20, 25)
 
 
-def _select(*candidates: Candidate, words: int = 5, steps: int = 50) -> list[tuple[int, int, bool]]:
-    found = MostStepsSelector().select(candidates, profile=_PROFILE, words=words, steps=steps)
+def _select(*candidates: Candidate, words: int = 5, steps: int = 50, latest: int = 50) -> list[tuple[int, int, bool]]:
+    found = MostStepsSelector().select(candidates, profile=_PROFILE, words=words, steps=steps, latest=latest)
     return [(selection.number, selection.step, selection.hole) for selection in found]
 
 
@@ -47,6 +47,12 @@ def test_a_hole_is_served_by_the_largest_below() -> None:
 def test_most_steps_come_first_and_of_equal_ones_the_most_similar() -> None:
     candidates = (_candidate(1, 0.99, (5,)), _candidate(2, 0.91), _candidate(3, 0.93), _candidate(4, 0.3))
     assert _select(*candidates) == [(3, 20, False), (2, 20, False), (1, 5, True)]
+
+
+def test_no_latent_is_later_than_it_may_be_and_that_is_no_hole() -> None:
+    assert _select(_candidate(1, 0.99), latest=12) == [(1, 10, False)]
+    assert _select(_candidate(1, 0.99, (5, 15)), latest=12) == [(1, 5, True)]
+    assert _select(_candidate(1, 0.99), latest=4) == []
 
 
 def test_a_similarity_that_is_no_number_is_never_enough() -> None:

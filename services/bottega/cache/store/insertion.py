@@ -9,14 +9,14 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 
-from bottega.cache.contents import Contents
-from bottega.cache.disk import CacheDisk
-from bottega.cache.entry_table import new_usage
+from bottega.cache.disk.disk import CacheDisk
+from bottega.cache.disk.latent_files import latent_name, picture_name
 from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
-from bottega.cache.latent_files import latent_name, picture_name
-from bottega.cache.recording import CheckedRecording
-from bottega.cache.settings import StoreSettings
-from bottega.cache.statistics import Counts, Dropped
+from bottega.cache.store.contents import Contents
+from bottega.cache.store.entry_table import new_usage
+from bottega.cache.store.recording import CheckedRecording
+from bottega.cache.store.settings import StoreSettings
+from bottega.cache.store.statistics import Counts, Dropped
 from bottega.clocks import Clock
 from bottega.errors import DataLoss, QueueFull, StorageUnavailable
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bottega.cache.profiles import ProfileFolder
+from bottega.cache.disk.profiles import ProfileFolder
 from bottega.v1 import generation_pb2
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 from tests.support.cached_latents import MODEL, profile

@@ -10,22 +10,22 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from bottega.cache.contents import Contents
-from bottega.cache.disk import CacheDisk
-from bottega.cache.doorkeeper import Doorkeeper
-from bottega.cache.entry_table import EntryTable
+from bottega.cache.disk.disk import CacheDisk
+from bottega.cache.disk.latent_files import LatentFiles, picture_name
+from bottega.cache.disk.profiles import ProfileFolder
+from bottega.cache.disk.records import CacheRecords
 from bottega.cache.index import KeyedIndex
 from bottega.cache.latent import Entry, EntryDetails, RecordedLatent, StoreAnswer
-from bottega.cache.latent_files import LatentFiles, picture_name
-from bottega.cache.lookup import Lookup
-from bottega.cache.predictor import MatchPredictor
-from bottega.cache.profiles import ProfileFolder
-from bottega.cache.recording import Vector, check_key, checked_embedding, to_recording
-from bottega.cache.records import CacheRecords
-from bottega.cache.selector import Exploration, MostStepsSelector
-from bottega.cache.settings import StoreSettings
-from bottega.cache.statistics import Counts, LatentStatistics, ModelStatistics
-from bottega.cache.writer import CacheWriter
+from bottega.cache.predictor.predictor import MatchPredictor
+from bottega.cache.store.contents import Contents
+from bottega.cache.store.doorkeeper import Doorkeeper
+from bottega.cache.store.entry_table import EntryTable
+from bottega.cache.store.lookup import Lookup
+from bottega.cache.store.recording import Vector, check_key, checked_embedding, to_recording
+from bottega.cache.store.selector import MostStepsSelector
+from bottega.cache.store.settings import StoreSettings
+from bottega.cache.store.statistics import Counts, LatentStatistics, ModelStatistics
+from bottega.cache.store.writer import CacheWriter
 from bottega.clocks import Clock
 from bottega.errors import Unavailable
 from bottega.storage import folders, os_errors
@@ -34,8 +34,6 @@ from bottega.v1 import generation_pb2
 from bottega.v1.cache_pb2 import CacheAnswer, CacheEntry, CacheProfile, CacheQuestion, CacheRecording
 
 _MOST_IMAGES = 8
-# Of entries that are listed at once.
-_MOST_LISTED = 10_000
 _APPROXIMATE = (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
 
 
@@ -65,7 +63,7 @@ class LatentStore:
             files=self._files,
             profiles=self._profiles,
             selector=MostStepsSelector(),
-            exploration=Exploration(settings.exploration, settings.seed),
+            settings=settings,
             counts=self._counts,
             lost=self._writer.lose,
             has_read=lambda: self._writer.has_read,
@@ -166,7 +164,7 @@ class LatentStore:
 
         Raises StorageUnavailable, DataLoss.
         """
-        return self._described(self._table.newest(model_hash, min(limit, _MOST_LISTED)))
+        return self._described(self._table.newest(model_hash, limit))
 
     def clear(self, model_hash: str = "") -> int:
         """Forgets the entries of a model; empty is of all. How many. Raises StorageUnavailable."""
@@ -232,6 +230,8 @@ class LatentStore:
 
 def _check(question: CacheQuestion) -> None:
     check_key(question.key)
+    if question.plain_key:
+        check_key(question.plain_key)
     if not 0 <= question.images <= _MOST_IMAGES or len(question.pinned) > _MOST_IMAGES:
         raise ValueError(f"a question is for at most {_MOST_IMAGES} pictures")
     if question.steps < 1 or question.words < 0:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bottega.cache.entry_table import EntryTable
 from bottega.cache.index import KeyedIndex
 from bottega.cache.latent import Entry, EntryRecord
-from bottega.cache.predictor import MatchPredictor
+from bottega.cache.predictor.predictor import MatchPredictor
+from bottega.cache.store.entry_table import EntryTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bottega.cache.contents import Contents
-from bottega.cache.entry_table import Removal
+from bottega.cache.disk.latent_files import LatentFiles, latent_name
+from bottega.cache.disk.profiles import ProfileFolder
 from bottega.cache.latent import RecordedLatent, StoreAnswer
-from bottega.cache.latent_files import LatentFiles, latent_name
-from bottega.cache.profiles import ProfileFolder
-from bottega.cache.recording import Vector
-from bottega.cache.selector import Exploration, Selection, Selector
-from bottega.cache.statistics import Counts
+from bottega.cache.store.contents import Contents
+from bottega.cache.store.entry_table import Removal
+from bottega.cache.store.recording import Vector
+from bottega.cache.store.selector import Exploration, Selection, Selector
+from bottega.cache.store.settings import StoreSettings
+from bottega.cache.store.statistics import Counts
 from bottega.errors import StorageUnavailable
 from bottega.planning.skip_profile import SkipProfile
 from bottega.v1 import cache_pb2
@@ -31,10 +32,21 @@ _LEAST_MATCHES = 8
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What a search has found under a key. latest: step after which its latents may be, at most. matches: numbers of
+    entries, with their similarities."""
+
+    key: str
+    latest: int
+    matches: list[tuple[int, float]]
+
+
 @dataclass(slots=True)
 class _Served:
-    """Latents that were read so far. failed: of the disk, places that it did not give."""
+    """Latents that were read so far. key: of the question. failed: of the disk, places that it did not give."""
 
+    key: str = ""
     starts: list[CacheStart] = field(default_factory=list)
     latents: list[RecordedLatent] = field(default_factory=list)
     failed: set[tuple[int, int]] = field(default_factory=set)
@@ -60,7 +72,7 @@ class Lookup:
         files: LatentFiles,
         profiles: ProfileFolder,
         selector: Selector,
-        exploration: Exploration,
+        settings: StoreSettings,
         counts: Counts,
         lost: Callable[[Removal], None],
         has_read: Callable[[], bool],
@@ -71,28 +83,26 @@ class Lookup:
         self._files = files
         self._profiles = profiles
         self._selector = selector
-        self._exploration = exploration
+        self._exploration = Exploration(settings.exploration, settings.seed)
+        self._plain_for_loras = settings.plain_for_loras
         self._counts = counts
         self._lost = lost
         self._has_read = has_read
 
     def similar(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
         """Latents of similar prompts, each of another entry; at most one for each picture."""
-        fidelity, width = question.fidelity, embedding.size
-        profile = self._profiles.skip_profile(question.model_hash, fidelity, width=width)
+        profile = self._profiles.skip_profile(question.model_hash, question.fidelity, width=embedding.size)
         if profile is None:
             return _Served().answer(cache_pb2.CACHE_OUTCOME_NO_PROFILE)
-        prediction = self._predictor.predict(question.key, embedding) if self._predictor else None
-        if prediction is not None and not prediction.weight:
+        searches: list[_Found] = []
+        selected: list[Selection] = []
+        for key, latest in self._keys(question):
+            if len(selected) < question.images and (found := self._search(key, latest, question, embedding, profile)):
+                searches.append(found)
+                selected = self._select(question, searches, profile)
+        if not searches:
             return _Served().answer(cache_pb2.CACHE_OUTCOME_PREDICTED_MISS)
-        began = time.perf_counter()
-        matches = self._matches(question, embedding)
-        found = self._select(question, matches, profile)
-        if self._predictor is not None and prediction is not None:
-            lookup_s = time.perf_counter() - began
-            saved_s = _saved_s(question, found)
-            self._predictor.record(prediction, hit=bool(found), lookup_s=lookup_s, saved_s=saved_s)
-        return self._serve(question, matches, profile, found)
+        return self._serve(question, searches, profile, selected)
 
     def pinned(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
         """The latents that are asked for, whatever their similarity; those that are gone are left out.
@@ -100,10 +110,11 @@ class Lookup:
         As long as entries are still being read, nothing is known to be gone: UNAVAILABLE.
         """
         known = self._has_read()
-        served, wanted = _Served(), [start for start in question.pinned if start.entry]
+        keys = {key for key, _ in self._keys(question)}
+        served, wanted = _Served(key=question.key), [start for start in question.pinned if start.entry]
         for start in wanted:
             entry = self._table.named(start.entry)
-            if entry is None or entry.key != question.key:
+            if entry is None or entry.key not in keys:
                 continue
             similarity = self._index.similarity(entry.key, entry.number, embedding)
             if similarity is not None:
@@ -112,24 +123,50 @@ class Lookup:
             return served.answer(cache_pb2.CACHE_OUTCOME_HIT)
         return served.answer(_miss(served) if known else cache_pb2.CACHE_OUTCOME_UNAVAILABLE)
 
-    def _matches(self, question: CacheQuestion, embedding: Vector) -> list[tuple[int, float]]:
-        count = max(_LEAST_MATCHES, _MATCHES_PER_PICTURE * question.images)
-        return [(match.number, match.similarity) for match in self._index.search(question.key, embedding, count)]
+    def _keys(self, question: CacheQuestion) -> Iterator[tuple[str, int]]:
+        """Whose entries may serve it, the best first, each with the step after which their latents may be at most."""
+        yield question.key, question.steps
+        if self._plain_for_loras and question.plain_key:
+            yield question.plain_key, question.plain_steps
 
-    def _select(
-        self, question: CacheQuestion, matches: list[tuple[int, float]], profile: SkipProfile
-    ) -> list[Selection]:
-        candidates = self._table.candidates(question.key, matches)
-        return self._selector.select(candidates, profile=profile, words=question.words, steps=question.steps)
+    def _search(
+        self, key: str, latest: int, question: CacheQuestion, embedding: Vector, profile: SkipProfile
+    ) -> _Found | None:
+        """None where it is predicted to be in vain."""
+        prediction = self._predictor.predict(key, embedding) if self._predictor else None
+        if prediction is not None and not prediction.weight:
+            return None
+        began = time.perf_counter()
+        count = max(_LEAST_MATCHES, _MATCHES_PER_PICTURE * question.images)
+        matches = [(match.number, match.similarity) for match in self._index.search(key, embedding, count)]
+        found = _Found(key=key, latest=latest, matches=matches)
+        if self._predictor is not None and prediction is not None:
+            hits = self._select(question, [found], profile)
+            lookup_s = time.perf_counter() - began
+            self._predictor.record(prediction, hit=bool(hits), lookup_s=lookup_s, saved_s=_saved_s(question, hits))
+        return found
+
+    def _select(self, question: CacheQuestion, searches: Sequence[_Found], profile: SkipProfile) -> list[Selection]:
+        """Those of the first search come first."""
+        selected: list[Selection] = []
+        for found in searches:
+            selected += self._selector.select(
+                self._table.candidates(found.key, found.matches),
+                profile=profile,
+                words=question.words,
+                steps=question.steps,
+                latest=found.latest,
+            )
+        return selected
 
     def _serve(
         self,
         question: CacheQuestion,
-        matches: list[tuple[int, float]],
+        searches: Sequence[_Found],
         profile: SkipProfile,
         found: list[Selection],
     ) -> StoreAnswer:
-        served = _Served()
+        served = _Served(key=question.key)
         possible = min(question.images, len(found))
         wanted = self._exploration.kept(possible)
         taken: set[int] = set()
@@ -143,7 +180,7 @@ class Lookup:
             elif (selection.number, selection.step) in served.failed:
                 taken.add(selection.number)
             else:  # it is gone, and an earlier latent of its entry may do
-                found = self._select(question, matches, profile)
+                found = self._select(question, searches, profile)
         if len(served.starts) == question.images:
             return self._counted(served, cache_pb2.CACHE_OUTCOME_HIT)
         explored = wanted < possible and len(served.starts) == wanted
@@ -171,7 +208,9 @@ class Lookup:
             return False
         self._table.use(number, step)
         self._counts.add("steps_skipped", step)
-        served.starts.append(CacheStart(entry=entry.name, step=step, similarity=similarity))
+        served.starts.append(
+            CacheStart(entry=entry.name, step=step, similarity=similarity, without_loras=entry.key != served.key)
+        )
         served.latents.append(RecordedLatent(dtype=entry.dtype, shape=entry.shape, data=data))
         return True
 

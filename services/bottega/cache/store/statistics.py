@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bottega.cache.predictor import PredictorStatistics
+from bottega.cache.predictor.predictor import PredictorStatistics
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheOutcome
 
