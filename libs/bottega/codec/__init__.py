@@ -1,7 +1,18 @@
 """Images in and out of the suite: decoded and encoded in processes of their own, within limits."""
 
 from bottega.codec.limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
-from bottega.codec.pixels import ImageSize, Pixels
+from bottega.codec.pixels import Crop, DecodedEdit, ImageSize, MaskOrder, Overlay, Pixels
 from bottega.codec.pool import CodecPool, EncodedImage
 
-__all__ = ["MAX_IMAGE_BYTES", "MAX_IMAGE_PIXELS", "CodecPool", "EncodedImage", "ImageSize", "Pixels"]
+__all__ = [
+    "MAX_IMAGE_BYTES",
+    "MAX_IMAGE_PIXELS",
+    "CodecPool",
+    "Crop",
+    "DecodedEdit",
+    "EncodedImage",
+    "ImageSize",
+    "MaskOrder",
+    "Overlay",
+    "Pixels",
+]

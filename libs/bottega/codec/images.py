@@ -37,7 +37,7 @@ _WEBP_LOSSLESS_METHOD = 0
 
 def inspect(data: bytes) -> ImageSize:
     """Decodes the image completely and says its size. Raises BadImage."""
-    image = _load(data)
+    image, _mode = load(data, "RGB")
     return ImageSize(width=image.width, height=image.height)
 
 
@@ -49,22 +49,29 @@ def decode(data: bytes, width: int, height: int) -> Pixels:
     One difference to Diffusers: 16-bit grey is scaled to 8 bits, where Pillow's convert clips it to white.
     Raises BadImage.
     """
-    image = _load(data)
+    image, _mode = load(data, "RGB")
     try:
         if width and height:
             image = image.resize((width, height), Image.Resampling.LANCZOS)
         return Pixels(width=image.width, height=image.height, data=image.tobytes())
     except MemoryError:
-        raise _too_much_memory() from None
+        raise too_much_memory() from None
 
 
 def encode(pixels: Pixels, image_format: ImageFormat.ValueType, quality: int, text: Mapping[str, str]) -> bytes:
+    """Encodes pixels; see `encode_image`."""
+    image = Image.frombytes("RGB", (pixels.width, pixels.height), pixels.data)
+    return encode_image(image, image_format, quality, text)
+
+
+def encode_image(
+    image: Image.Image, image_format: ImageFormat.ValueType, quality: int, text: Mapping[str, str]
+) -> bytes:
     """Encodes as PNG (also for UNSPECIFIED), JPEG or WebP; the same arguments give the same bytes.
 
-    quality: 1 to 100, of JPEG and WebP; 100 makes WebP lossless.
+    image: RGB. quality: 1 to 100, of JPEG and WebP; 100 makes WebP lossless.
     text: by keyword (latin-1, 1 to 79 characters), goes into a PNG; the others carry none.
     """
-    image = Image.frombytes("RGB", (pixels.width, pixels.height), pixels.data)
     out = io.BytesIO()
     if image_format == generation_pb2.IMAGE_FORMAT_JPEG:
         image.save(out, "JPEG", quality=quality, subsampling=0)  # full colour resolution: flat colours keep their edges
@@ -77,15 +84,23 @@ def encode(pixels: Pixels, image_format: ImageFormat.ValueType, quality: int, te
     return out.getvalue()
 
 
-def _load(data: bytes) -> Image.Image:
-    """The image, decoded, turned and RGB."""
+def load(data: bytes, mode: str) -> tuple[Image.Image, str]:
+    """The image, decoded, turned as EXIF says and in a mode of Pillow's, and the mode that it had (16-bit grey: L).
+
+    Raises BadImage.
+    """
     check_number(len(data), MAX_IMAGE_BYTES, "bytes")
     structure.check(data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image = _open(data)
         _check(image)
-        return _decoded(image)
+        return _decoded(image, mode)
+
+
+def too_much_memory() -> BadImage:
+    """The refusal of an image for which there is not enough."""
+    return BadImage("the image needs more memory than its decoder may have")
 
 
 def _open(data: bytes) -> Image.Image:
@@ -96,7 +111,7 @@ def _open(data: bytes) -> Image.Image:
     except UnidentifiedImageError:
         raise BadImage(f"the bytes are no {FORMATS_FOR_PEOPLE} image") from None
     except MemoryError:
-        raise _too_much_memory() from None
+        raise too_much_memory() from None
     except Exception:  # noqa: BLE001 - Pillow's plugins raise whatever they meet in a broken file
         raise _broken() from None
 
@@ -110,17 +125,17 @@ def _check(image: Image.Image) -> None:
         raise BadImage("the image is animated; send a single picture")
 
 
-def _decoded(image: Image.Image) -> Image.Image:
+def _decoded(image: Image.Image, mode: str) -> tuple[Image.Image, str]:
     try:
         image.load()
         _check_exif(image)
         if image.mode.startswith("I;16") or image.mode == "I":
             image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
-        return ImageOps.exif_transpose(image).convert("RGB")
+        return ImageOps.exif_transpose(image).convert(mode), image.mode
     except BadImage:
         raise
     except MemoryError:
-        raise _too_much_memory() from None
+        raise too_much_memory() from None
     except Exception:  # noqa: BLE001 - see _open
         raise _broken() from None
 
@@ -138,10 +153,6 @@ def _png_text(text: Mapping[str, str]) -> PngInfo:
     for keyword, value in sorted(text.items()):
         info.add_text(keyword, value)  # as tEXt, or as iTXt where the value is beyond latin-1
     return info
-
-
-def _too_much_memory() -> BadImage:
-    return BadImage("the image needs more memory than its decoder may have")
 
 
 def _broken() -> BadImage:

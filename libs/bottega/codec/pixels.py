@@ -1,8 +1,10 @@
-"""Images as they are before and after: their size and their pixels."""
+"""Images as they are before and after: their size, their pixels, and how an edit reads its mask and is put back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from bottega.v1.generation_pb2 import MaskUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,3 +26,72 @@ class Pixels:
     def __post_init__(self) -> None:
         if self.width < 1 or self.height < 1 or len(self.data) != self.width * self.height * 3:
             raise ValueError(f"{len(self.data)} bytes are not {self.width}x{self.height} RGB pixels")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskOrder:
+    """How an edit reads its mask.
+
+    width, height: at which the image is drawn, in pixels. latent_scale: pixels of an element of the latent, a side.
+    alpha: what is transparent is redrawn, instead of what is white.
+    padding: pixels around the mask that are drawn with it, in the image's; None draws the whole image.
+    image_size: the image's own; needed with padding.
+    """
+
+    width: int
+    height: int
+    latent_scale: int
+    alpha: bool = False
+    padding: int | None = None
+    image_size: ImageSize | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crop:
+    """A part of an image, in the pixels of one of image_size."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+    image_size: ImageSize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedEdit:
+    """An edit's image and mask at the size at which it is drawn.
+
+    mask: uint8 [height, width] as `pixels`, 1 where they are redrawn, else 0. use: what the mask was and what it
+    redraws, without its digest. image_size: the image's own, as it is looked at.
+    """
+
+    pixels: Pixels
+    mask: bytes = field(repr=False)
+    use: MaskUse
+    image_size: ImageSize
+
+    @property
+    def crop(self) -> Crop | None:
+        """The part of the image that is drawn; None where that is all of it."""
+        use = self.use
+        if not use.crop_width:
+            return None
+        return Crop(
+            x=use.crop_x, y=use.crop_y, width=use.crop_width, height=use.crop_height, image_size=self.image_size
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlay:
+    """What the drawn pixels of an edit are put into.
+
+    image, mask: encoded. order: how the mask is read; its image_size is not looked at. keep_unmasked: the image's own
+    pixels stay outside the mask, and the drawn ones fade into them over `feather` pixels. Without it, only what was cut
+    out is put back, as Diffusers does.
+    """
+
+    image: bytes = field(repr=False)
+    mask: bytes = field(repr=False)
+    order: MaskOrder
+    keep_unmasked: bool = True
+    feather: int = 0

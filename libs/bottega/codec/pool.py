@@ -9,14 +9,15 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from bottega.codec import structure
 from bottega.codec.limits import ADDRESS_SPACE_BYTES, LARGE_PIXELS
-from bottega.codec.pixels import ImageSize, Pixels
+from bottega.codec.pixels import Crop, DecodedEdit, ImageSize, MaskOrder, Overlay, Pixels
 from bottega.errors import BadImage, BottegaError, InternalError, Unavailable
 from bottega.process import Loss, PoolLimits, PreparedCall, ProcessLost, ProcessPool, ProcessSpec, copied
 from bottega.v1 import codec_pb2, tensor_pb2
-from bottega.v1.generation_pb2 import ImageFormat
+from bottega.v1.generation_pb2 import ImageFormat, MaskUse
 
 _LIMITS = {resource.RLIMIT_AS: ADDRESS_SPACE_BYTES, resource.RLIMIT_CORE: 0}
 
@@ -71,20 +72,53 @@ class CodecPool(ProcessPool):
         )
         return ImageSize(width=answer.width, height=answer.height)
 
-    async def decode(self, image: bytes, width: int = 0, height: int = 0) -> Pixels:
-        """Decodes the image and resizes it; 0 and 0 keep its size. Raises BadImage, QueueFull, Unavailable."""
+    async def inspect_mask(self, mask: bytes, order: MaskOrder) -> MaskUse:
+        """Decodes the mask of an edit and says what it redraws, without its digest.
+
+        Raises BadImage, for a mask that redraws nothing too; QueueFull, Unavailable.
+        """
+        large = structure.is_large(mask) or order.width * order.height > LARGE_PIXELS
+        answer = await self._ask(lambda: _inspect_mask_call(mask, order), len(mask), large=large, blame=BadImage)
+        return answer.mask_use
+
+    async def decode(self, image: bytes, width: int = 0, height: int = 0, *, crop: Crop | None = None) -> Pixels:
+        """Decodes the image, or a part of it, and resizes it; 0 and 0 keep its size. crop: needs a size.
+
+        Raises BadImage, QueueFull, Unavailable.
+        """
         large = structure.is_large(image) or width * height > LARGE_PIXELS
-        answer = await self._ask(lambda: _decode_call(image, width, height), len(image), large=large, blame=BadImage)
-        return await copied(answer.width * answer.height * 3, lambda: _pixels(answer))
+        call = partial(_decode_call, image, width, height, crop)
+        answer = await self._ask(call, len(image), large=large, blame=BadImage)
+        return await copied(answer.width * answer.height * 3, lambda: _pixels(answer.pixels))
+
+    async def decode_edit(self, image: bytes, mask: bytes, order: MaskOrder) -> DecodedEdit:
+        """Decodes an edit's image and mask to what is drawn. order: its image_size is not looked at.
+
+        Raises BadImage, for a mask that redraws nothing too; QueueFull, Unavailable.
+        """
+        large = any(map(structure.is_large, (image, mask))) or order.width * order.height > LARGE_PIXELS
+        size_bytes = len(image) + len(mask)
+        answer = await self._ask(lambda: _decode_edit_call(image, mask, order), size_bytes, large=large, blame=BadImage)
+        return await copied(order.width * order.height * 4, lambda: _decoded_edit(answer))
 
     async def encode(
-        self, pixels: Pixels, image_format: ImageFormat.ValueType, quality: int, text: Mapping[str, str]
+        self,
+        pixels: Pixels,
+        image_format: ImageFormat.ValueType,
+        quality: int,
+        text: Mapping[str, str],
+        *,
+        overlay: Overlay | None = None,
     ) -> EncodedImage:
-        """Encodes pixels; see images.encode. Raises InternalError when that fails, QueueFull, Unavailable."""
+        """Encodes pixels, or the image that they are put into; see images.encode and edits.composed.
+
+        Raises InternalError when that fails, QueueFull, Unavailable.
+        """
+        beside = () if overlay is None else (overlay.image, overlay.mask)
         answer = await self._ask(
-            lambda: _encode_call(pixels, image_format, quality, text),
-            len(pixels.data),
-            large=pixels.width * pixels.height > LARGE_PIXELS,
+            lambda: _encode_call(pixels, image_format, quality, text, overlay),
+            len(pixels.data) + sum(map(len, beside)),
+            large=pixels.width * pixels.height > LARGE_PIXELS or any(map(structure.is_large, beside)),
             blame=InternalError,
         )
         return await copied(len(pixels.data), lambda: _encoded(answer))
@@ -121,12 +155,50 @@ def _inspect_call(image: bytes) -> codec_pb2.CodecCall:
     return codec_pb2.CodecCall(inspect=codec_pb2.CodecInspect(image=image))
 
 
-def _decode_call(image: bytes, width: int, height: int) -> codec_pb2.CodecCall:
-    return codec_pb2.CodecCall(decode=codec_pb2.CodecDecode(image=image, width=width, height=height))
+def _inspect_mask_call(mask: bytes, order: MaskOrder) -> codec_pb2.CodecCall:
+    return codec_pb2.CodecCall(inspect_mask=codec_pb2.CodecInspectMask(mask=mask, order=mask_order_to_wire(order)))
 
 
-def _pixels(answer: codec_pb2.CodecAnswer) -> Pixels:
-    return Pixels(width=answer.width, height=answer.height, data=answer.pixels.data)
+def mask_order_to_wire(order: MaskOrder) -> codec_pb2.MaskOrder:
+    """As a call of a codec process carries it."""
+    size = order.image_size or ImageSize(width=0, height=0)
+    return codec_pb2.MaskOrder(
+        width=order.width,
+        height=order.height,
+        latent_scale=order.latent_scale,
+        alpha=order.alpha,
+        padding_mask_crop=order.padding,
+        image_width=size.width,
+        image_height=size.height,
+    )
+
+
+def _decode_call(image: bytes, width: int, height: int, crop: Crop | None) -> codec_pb2.CodecCall:
+    decode = codec_pb2.CodecDecode(image=image, width=width, height=height)
+    if crop is not None:
+        decode.crop.x, decode.crop.y = crop.x, crop.y
+        decode.crop.width, decode.crop.height = crop.width, crop.height
+        decode.crop.image_width, decode.crop.image_height = crop.image_size.width, crop.image_size.height
+    return codec_pb2.CodecCall(decode=decode)
+
+
+def _decode_edit_call(image: bytes, mask: bytes, order: MaskOrder) -> codec_pb2.CodecCall:
+    decode = codec_pb2.CodecDecodeEdit(image=image, mask=mask, order=mask_order_to_wire(order))
+    return codec_pb2.CodecCall(decode_edit=decode)
+
+
+def _decoded_edit(answer: codec_pb2.CodecAnswer) -> DecodedEdit:
+    return DecodedEdit(
+        pixels=_pixels(answer.pixels),
+        mask=answer.mask.data,
+        use=answer.mask_use,
+        image_size=ImageSize(width=answer.width, height=answer.height),
+    )
+
+
+def _pixels(tensor: tensor_pb2.Tensor) -> Pixels:
+    height, width, _channels = tensor.shape
+    return Pixels(width=width, height=height, data=tensor.data)
 
 
 def _encoded(answer: codec_pb2.CodecAnswer) -> EncodedImage:
@@ -134,10 +206,26 @@ def _encoded(answer: codec_pb2.CodecAnswer) -> EncodedImage:
 
 
 def _encode_call(
-    pixels: Pixels, image_format: ImageFormat.ValueType, quality: int, text: Mapping[str, str]
+    pixels: Pixels,
+    image_format: ImageFormat.ValueType,
+    quality: int,
+    text: Mapping[str, str],
+    overlay: Overlay | None,
 ) -> codec_pb2.CodecCall:
     tensor = tensor_pb2.Tensor(
         data_type=tensor_pb2.DATA_TYPE_UINT8, shape=(pixels.height, pixels.width, 3), data=pixels.data
     )
     encode = codec_pb2.CodecEncode(pixels=tensor, format=image_format, quality=quality, text=text)
+    if overlay is not None:
+        encode.overlay.CopyFrom(_overlay_to_wire(overlay))
     return codec_pb2.CodecCall(encode=encode)
+
+
+def _overlay_to_wire(overlay: Overlay) -> codec_pb2.CodecOverlay:
+    return codec_pb2.CodecOverlay(
+        image=overlay.image,
+        mask=overlay.mask,
+        order=mask_order_to_wire(overlay.order),
+        keep_unmasked=overlay.keep_unmasked,
+        mask_feather=overlay.feather,
+    )

@@ -10,13 +10,19 @@ from __future__ import annotations
 import argparse
 import signal
 import time
+from collections.abc import Mapping
 
-from bottega.codec import images
-from bottega.codec.limits import DECODE_CPU_S, ENCODE_CPU_S
-from bottega.codec.pixels import Pixels
+from PIL import Image
+
+from bottega.codec import edits, images, masks
+from bottega.codec.limits import DECODE_CPU_S, DECODE_EDIT_CPU_S, ENCODE_CPU_S
+from bottega.codec.pixels import Crop, ImageSize, MaskOrder, Overlay, Pixels
 from bottega.errors import BadImage
 from bottega.process import FramedPipe
 from bottega.v1 import codec_pb2, tensor_pb2
+
+# Seconds of a processor that a call may take, where it is not those of decoding.
+_CPU_S: Mapping[str | None, float] = {"encode": ENCODE_CPU_S, "decode_edit": DECODE_EDIT_CPU_S}
 
 
 def main() -> None:
@@ -32,7 +38,7 @@ def main() -> None:
 def _answer(frame: bytes) -> codec_pb2.CodecAnswer:
     began_s = time.monotonic()
     call = codec_pb2.CodecCall.FromString(frame)
-    signal.setitimer(signal.ITIMER_PROF, ENCODE_CPU_S if call.HasField("encode") else DECODE_CPU_S)  # SIGPROF ends it
+    signal.setitimer(signal.ITIMER_PROF, _CPU_S.get(call.WhichOneof("call"), DECODE_CPU_S))  # SIGPROF ends it
     try:
         answer = _done(call)
     except BadImage as refusal:
@@ -53,18 +59,70 @@ def _done(call: codec_pb2.CodecCall) -> codec_pb2.CodecAnswer:
             size = images.inspect(call.inspect.image)
             return codec_pb2.CodecAnswer(width=size.width, height=size.height)
         case "decode":
-            pixels = images.decode(call.decode.image, call.decode.width, call.decode.height)
-            return _with_pixels(pixels)
+            return _with_pixels(_decoded(call.decode))
         case "encode":
             return _encoded(call.encode)
+        case "inspect_mask":
+            use = masks.inspect(call.inspect_mask.mask, _mask_order(call.inspect_mask.order))
+            return codec_pb2.CodecAnswer(mask_use=use)
+        case "decode_edit":
+            return _decoded_edit(call.decode_edit)
     raise ValueError("a codec call names no operation")
+
+
+def _decoded(call: codec_pb2.CodecDecode) -> Pixels:
+    if not call.HasField("crop"):
+        return images.decode(call.image, call.width, call.height)
+    crop = Crop(
+        x=call.crop.x,
+        y=call.crop.y,
+        width=call.crop.width,
+        height=call.crop.height,
+        image_size=ImageSize(width=call.crop.image_width, height=call.crop.image_height),
+    )
+    return edits.decode_part(call.image, call.width, call.height, crop)
+
+
+def _decoded_edit(call: codec_pb2.CodecDecodeEdit) -> codec_pb2.CodecAnswer:
+    edit = edits.decode(call.image, call.mask, _mask_order(call.order))
+    answer = _with_pixels(edit.pixels)
+    answer.width, answer.height = edit.image_size.width, edit.image_size.height
+    answer.mask.data_type = tensor_pb2.DATA_TYPE_UINT8
+    answer.mask.shape.extend((edit.pixels.height, edit.pixels.width))
+    answer.mask.data = edit.mask
+    answer.mask_use.CopyFrom(edit.use)
+    return answer
+
+
+def _mask_order(order: codec_pb2.MaskOrder) -> MaskOrder:
+    cropped = order.HasField("padding_mask_crop")
+    return MaskOrder(
+        width=order.width,
+        height=order.height,
+        latent_scale=order.latent_scale,
+        alpha=order.alpha,
+        padding=order.padding_mask_crop if cropped else None,
+        image_size=ImageSize(width=order.image_width, height=order.image_height) if cropped else None,
+    )
 
 
 def _encoded(call: codec_pb2.CodecEncode) -> codec_pb2.CodecAnswer:
     height, width, _channels = call.pixels.shape
-    pixels = Pixels(width=width, height=height, data=call.pixels.data)
-    image = images.encode(pixels, call.format, call.quality, call.text)
-    return codec_pb2.CodecAnswer(width=width, height=height, image=image)
+    image = Image.frombytes("RGB", (width, height), call.pixels.data)
+    if call.HasField("overlay"):
+        image = edits.composed(image, _overlay(call.overlay))
+    data = images.encode_image(image, call.format, call.quality, call.text)
+    return codec_pb2.CodecAnswer(width=image.width, height=image.height, image=data)
+
+
+def _overlay(overlay: codec_pb2.CodecOverlay) -> Overlay:
+    return Overlay(
+        image=overlay.image,
+        mask=overlay.mask,
+        order=_mask_order(overlay.order),
+        keep_unmasked=overlay.keep_unmasked,
+        feather=overlay.mask_feather,
+    )
 
 
 def _with_pixels(pixels: Pixels) -> codec_pb2.CodecAnswer:

@@ -18,6 +18,7 @@ from bottega.planning.lora_bounds import LEAST_LATENT_SIMILARITY, latest_step
 from bottega.planning.pairing import rows_to_offload
 from bottega.planning.predictor_use import PredictorRates, PredictorSwitch
 from bottega.planning.residuals import LEAST_SIMILARITY, pipelines
+from bottega.planning.row_fractions import RowFractions, rows_in
 from bottega.planning.skip_profile import (
     BALANCED_ALPHA,
     FAST_ALPHA,
@@ -54,6 +55,7 @@ __all__ = [
     "PredictorSwitch",
     "QualitySample",
     "RemainingWork",
+    "RowFractions",
     "Shape",
     "SkipProfile",
     "StepTimes",
@@ -70,6 +72,7 @@ __all__ = [
     "measured_class",
     "most_on_trial",
     "pipelines",
+    "rows_in",
     "rows_per_image",
     "rows_to_offload",
     "served_step",

@@ -68,8 +68,8 @@ class StepTimes:
                 mean.seconds = max(mean.seconds, known[rows].seconds)
         self._curves.pop(shape, None)
 
-    def seconds(self, shape: Shape, rows: int) -> float | None:
-        """Expected seconds of one turn of `rows` rows; None while nothing at all was measured."""
+    def seconds(self, shape: Shape, rows: float) -> float | None:
+        """Expected seconds of one turn of `rows` rows, fractions included; None while nothing at all was measured."""
         if rows <= 0:
             return 0.0
         if shape in self._means:
@@ -120,7 +120,7 @@ class StepTimes:
     def _age(self, mean: _Mean) -> int:
         return self._turns - mean.measured_at
 
-    def _measured(self, shape: Shape, rows: int) -> float:
+    def _measured(self, shape: Shape, rows: float) -> float:
         curve = self._curve(shape)
         lender = self._nearest(shape, row_counts=2) if len(curve) == 1 else None
         if lender is None:
@@ -156,7 +156,7 @@ class _Mean:
         self.seconds += (min(seconds, 2 * self.seconds) - self.seconds) / self.turns
 
 
-_Curve = list[tuple[int, float]]
+_Curve = list[tuple[float, float]]
 
 
 def _rising(known: dict[int, _Mean]) -> _Curve:
@@ -169,7 +169,7 @@ def _rising(known: dict[int, _Mean]) -> _Curve:
     return curve[::-1]
 
 
-def _along(curve: _Curve, rows: int) -> float:
+def _along(curve: _Curve, rows: float) -> float:
     """Reads the piecewise linear `curve` at `rows`."""
     place = bisect_left(curve, (rows, 0.0))
     if place == 0:

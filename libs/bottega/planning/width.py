@@ -19,14 +19,15 @@ _TOLERANCE = 0.05
 _MOST_TOLERANCE = 0.15
 
 
-def completion_times(works: Sequence[RemainingWork], seconds: Callable[[int], float], width: int) -> list[float]:
+def completion_times(works: Sequence[RemainingWork], seconds: Callable[[float], float], width: int) -> list[float]:
     """Seconds until each of `works` ends, first come first served, at most `width` (1 or more) of them at once.
 
     seconds: cost of one turn by the number of its rows.
     """
     ends = [0.0] * len(works)
     running: list[tuple[int, int]] = []  # the turn after which each ends, and its place in `works`
-    clock, turn, rows, arrived = 0.0, 0, 0, 0
+    clock, turn, arrived = 0.0, 0, 0
+    rows = 0.0
     while running or arrived < len(works):
         if arrived < len(works) and len(running) < width:
             heappush(running, (turn + works[arrived].steps, arrived))
@@ -50,7 +51,7 @@ def most_on_trial(width: int) -> int:
     return 2 * width
 
 
-def best_width(works: Sequence[RemainingWork], seconds: Callable[[int], float], *, max_rows: int) -> int:
+def best_width(works: Sequence[RemainingWork], seconds: Callable[[float], float], *, max_rows: int) -> int:
     """How many of `works`, first come first served, should run together: 1 to 32, 0 when there are none.
 
     The widest of those whose mean completion time is within 5 % of the best, and within 15 % of a work's own
@@ -61,13 +62,13 @@ def best_width(works: Sequence[RemainingWork], seconds: Callable[[int], float], 
     seen = works[:_HORIZON]
     cost = cache(seconds)
     sums: list[float] = []
-    rows = 0
+    rows = 0.0
     for width, work in enumerate(seen, start=1):
         rows += work.rows
         if width > 1 and rows > max_rows:
             break
         sums.append(sum(completion_times(seen, cost, width)))
-    best, alone = min(sums, default=0.0), sum(work.steps * cost(work.rows) for work in seen)
+    best, alone = min(sums, default=0.0), sum(work.steps * cost(float(work.rows)) for work in seen)
     bound = best + min(_TOLERANCE * best, _MOST_TOLERANCE * alone)
     # Where turns take no time that there is, such as NaN, nothing is within any bound: one at a time.
     return max((width for width, total in enumerate(sums, start=1) if total <= bound), default=min(1, len(sums)))

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 class RemainingWork:
     """What a request asks of the turns to come.
 
-    rows: rows that it puts into each turn (two when guided, times its images).
+    rows: rows that it puts into each turn (two when guided, times its images), each as what it costs of a plain one.
     steps: turns to go.
     """
 
-    rows: int
+    rows: float
     steps: int
 
 

@@ -62,6 +62,7 @@ class Asked:
     done: int = 0
     key: GroupKey = KEY
     row_count: int = ROWS
+    computed_share: float = 1.0
 
     @property
     def steps_left(self) -> int:

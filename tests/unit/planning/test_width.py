@@ -18,10 +18,10 @@ _costs = st.builds(
     st.floats(1e-3, 0.1),
 )
 
-Cost = Callable[[int], float]
+Cost = Callable[[float], float]
 
 
-def _gaining(rows: int) -> float:
+def _gaining(rows: float) -> float:
     return 0.02 + 0.001 * rows
 
 
@@ -82,7 +82,7 @@ def test_where_a_turn_is_mostly_fixed_cost_as_many_run_as_fit(count: int, width:
 
 
 def test_a_gain_that_ends_at_some_width_is_used_up_to_it() -> None:
-    def until_eight_rows(rows: int) -> float:
+    def until_eight_rows(rows: float) -> float:
         return 0.02 if rows <= 8 else 0.02 * (rows - 7)
 
     assert best_width(_line(16), until_eight_rows, max_rows=64) == 4
@@ -93,9 +93,9 @@ def test_a_queue_of_any_length_is_looked_at_no_further_than_32() -> None:
 
 
 def test_a_cost_is_asked_for_once_per_number_of_rows() -> None:
-    asked: list[int] = []
+    asked: list[float] = []
 
-    def seconds(rows: int) -> float:
+    def seconds(rows: float) -> float:
         asked.append(rows)
         return _gaining(rows)
 

@@ -1,0 +1,137 @@
+"""Edits as pixels: an image cut to what is drawn of it, and what was drawn put back into the image.
+
+Pure functions, meant to run in a codec process. Every pixel is visited by Pillow, never by a loop of Python's.
+Source: diffusers/image_processor.py (VaeImageProcessor.preprocess, _resize_and_crop, apply_overlay).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from PIL import Image, ImageChops, ImageOps
+
+from bottega.codec import masks
+from bottega.codec.images import load
+from bottega.codec.masks import Box
+from bottega.codec.pixels import Crop, DecodedEdit, ImageSize, MaskOrder, Overlay, Pixels
+
+# Directions in which a mask's weight spreads: with a step's length for its cost, no sum of steps is shorter than the
+# straight line, so that nothing spreads farther than it may.
+_DIRECTIONS = ((1, 0), (0, 1), (1, 1), (1, -1))
+
+
+def decode(image: bytes, mask: bytes, order: MaskOrder) -> DecodedEdit:
+    """The image and the mask of an edit, as they are drawn. Raises BadImage, as masks.draw does."""
+    whole, _mode = load(image, "RGB")
+    size = ImageSize(width=whole.width, height=whole.height)
+    drawn = masks.draw(mask, replace(order, image_size=size))
+    pixels = _pixels(_cut(whole, order.width, order.height, drawn.crop))
+    return DecodedEdit(pixels=pixels, mask=drawn.pixels, use=drawn.use, image_size=size)
+
+
+def decode_part(image: bytes, width: int, height: int, crop: Crop) -> Pixels:
+    """The part of an image, at this size: of a control image beside a crop. Raises BadImage.
+
+    An image of another size than the one that the crop is of, which Diffusers would cut somewhere else, is first
+    resized to that one's.
+    """
+    whole, _mode = load(image, "RGB")
+    box = (crop.x, crop.y, crop.x + crop.width, crop.y + crop.height)
+    return _pixels(_cut(masks.fitted(whole, crop.image_size), width, height, box))
+
+
+def composed(drawn: Image.Image, overlay: Overlay) -> Image.Image:
+    """What was drawn, at the order's size, in its image: of the image's own size where only a part of it was drawn.
+
+    With keep_unmasked, the drawn pixels count in full in the mask, and not at all farther outside than the feather.
+    Raises BadImage.
+    """
+    image, _mode = load(overlay.image, "RGB")
+    mask, _converted = masks.read(overlay.mask, alpha=overlay.order.alpha)
+    order = overlay.order
+    if order.padding is None:
+        if not overlay.keep_unmasked:
+            return drawn
+        box = (0, 0, order.width, order.height)
+        image = masks.fitted(image, ImageSize(width=order.width, height=order.height))
+    mask = masks.fitted(mask, ImageSize(width=image.width, height=image.height)).convert("L")
+    if order.padding is not None:
+        found = masks.crop_region(mask, order.width, order.height, padding=order.padding)
+        assert found is not None, "masks that redraw nothing are refused before anything is drawn"
+        box = found
+        drawn = _covering(drawn, box[2] - box[0], box[3] - box[1])
+    if not overlay.keep_unmasked:
+        return _overlaid(drawn, image, mask, box)
+    return _pasted(drawn, image, masks.binary(mask, 255), box, overlay.feather)
+
+
+def feathered(mask: Image.Image, feather: int) -> Image.Image:
+    """Weights of 0 to 255 around a mask of 0 and 255: 255 in it, from there down to 0 in a straight line.
+
+    Of a pixel d pixels outside it is 255 (1 - d / feather), and 0 from d = feather on. Distances are measured along
+    rows, columns and diagonals: at most 9 % longer than the straight line, and never shorter.
+    """
+    weights = mask
+    for x, y in _DIRECTIONS:
+        length, step = math.hypot(x, y), 1
+        while step * length < feather:  # steps of 1, 2, 4, ... reach every distance
+            cost = math.ceil(255 * step * length / feather)
+            lowered = weights.point([max(0, weight - cost) for weight in range(256)])
+            for sign in (-1, 1):
+                weights = ImageChops.lighter(weights, _shifted(lowered, sign * step * x, sign * step * y))
+            step *= 2
+    return weights
+
+
+def _pasted(drawn: Image.Image, image: Image.Image, mask: Image.Image, box: Box, feather: int) -> Image.Image:
+    """The image with what was drawn where its mask is, as far as it was drawn. mask: 0 or 255."""
+    found = mask.getbbox()
+    if found is None:
+        return image
+    left, top = max(found[0] - feather, box[0]), max(found[1] - feather, box[1])
+    right, bottom = min(found[2] + feather, box[2]), min(found[3] + feather, box[3])
+    around = (left, top, right, bottom)
+    weights = feathered(mask.crop(around), feather)
+    image.paste(drawn.crop((left - box[0], top - box[1], right - box[0], bottom - box[1])), around, weights)
+    return image
+
+
+def _overlaid(drawn: Image.Image, image: Image.Image, mask: Image.Image, box: Box) -> Image.Image:
+    """As apply_overlay, in its arithmetic. mask: grey."""
+    kept = Image.new("RGBa", image.size)
+    kept.paste(image.convert("RGBA").convert("RGBa"), mask=ImageOps.invert(mask))
+    kept = kept.convert("RGBA")
+    base = Image.new("RGBA", image.size)
+    base.paste(drawn, (box[0], box[1]))
+    whole = base.convert("RGB").convert("RGBA")
+    whole.alpha_composite(kept)
+    return whole.convert("RGB")
+
+
+def _covering(image: Image.Image, width: int, height: int) -> Image.Image:
+    """The image resized to cover width x height with its aspect ratio kept, and cut. Source: _resize_and_crop."""
+    # The comparisons of Diffusers, in its arithmetic: another rounding is another picture.
+    ratio, own_ratio = width / height, image.width / image.height
+    covering_width = width if ratio > own_ratio else image.width * height // image.height
+    covering_height = height if ratio <= own_ratio else image.height * width // image.width
+    resized = image.resize((covering_width, covering_height), Image.Resampling.LANCZOS)
+    whole = Image.new("RGB", (width, height))
+    whole.paste(resized, box=(width // 2 - covering_width // 2, height // 2 - covering_height // 2))
+    return whole
+
+
+def _cut(image: Image.Image, width: int, height: int, crop: Box | None) -> Image.Image:
+    """As VaeImageProcessor.preprocess."""
+    if crop is None:
+        return masks.fitted(image, ImageSize(width=width, height=height))
+    return masks.filled(image.crop(crop), width, height)
+
+
+def _shifted(image: Image.Image, x: int, y: int) -> Image.Image:
+    """The image, so many pixels to the right and down; black comes in."""
+    return image.crop((-x, -y, image.width - x, image.height - y))
+
+
+def _pixels(image: Image.Image) -> Pixels:
+    return Pixels(width=image.width, height=image.height, data=image.tobytes())

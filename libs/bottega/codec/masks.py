@@ -1,0 +1,174 @@
+"""Masks of edits, read as Diffusers' inpainting pipelines read them: which pixels of an image are redrawn.
+
+Pure functions of bytes, meant to run in a codec process. The order of things is Diffusers': the mask is cut to the part
+of the image that is drawn, resized, made grey and then binarized. Here its own words end: a mask of another size than
+the image, which Diffusers cannot cut, is first resized to that one's, and a mask that redraws nothing is refused.
+Source: diffusers/image_processor.py (VaeImageProcessor), pipeline_stable_diffusion_xl_inpaint.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from PIL import Image, ImageOps
+
+from bottega.codec.images import load, too_much_memory
+from bottega.codec.pixels import ImageSize, MaskOrder
+from bottega.errors import BadImage
+from bottega.v1.generation_pb2 import MaskUse
+
+# Binarization: .5 and above is white, and 127 of 255 is below.
+_WHITE = 128
+_ONE_CHANNEL = frozenset({"1", "L"})
+
+Box = tuple[int, int, int, int]
+"""Left, upper, right and lower edge, in pixels; right and lower are the first that are outside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnMask:
+    """A mask at the size at which the image is drawn.
+
+    use: what it was and what it redraws, without its digest. pixels: uint8 [height, width], 1 where the image is
+    redrawn, else 0, row-major. crop: the part of the image that is drawn, in the image's pixels; None draws all of it.
+    """
+
+    use: MaskUse
+    pixels: bytes
+    crop: Box | None
+
+
+def draw(data: bytes, order: MaskOrder) -> DrawnMask:
+    """Reads a mask. Raises BadImage, for one that redraws nothing too: of the pixels, or of the latent's elements."""
+    try:
+        mask, converted = read(data, alpha=order.alpha)
+        own = ImageSize(width=mask.width, height=mask.height)
+        crop = None
+        if order.padding is not None:
+            assert order.image_size is not None, "a crop needs the image's size"
+            mask = fitted(mask, order.image_size)
+            crop = crop_region(mask.convert("L"), order.width, order.height, padding=order.padding)
+            if crop is None:
+                raise _empty(order)
+            mask = filled(mask.crop(crop), order.width, order.height)
+        mask = fitted(mask, ImageSize(width=order.width, height=order.height)).convert("L")
+        pixels = binary(mask, 1).tobytes()
+    except MemoryError:
+        raise too_much_memory() from None
+    _check(pixels, order)
+    return DrawnMask(use=_use(own, pixels, order, crop, converted=converted), pixels=pixels, crop=crop)
+
+
+def inspect(data: bytes, order: MaskOrder) -> MaskUse:
+    """What a mask redraws, without its digest. Raises BadImage as `draw` does."""
+    return draw(data, order).use
+
+
+def read(data: bytes, *, alpha: bool) -> tuple[Image.Image, bool]:
+    """The mask at its own size, white where it redraws, and whether it had several channels that become one.
+
+    RGB, or grey where it is read from transparency. Raises BadImage.
+    """
+    if alpha:
+        image, _mode = load(data, "RGBA")
+        return ImageOps.invert(image.getchannel("A")), False
+    image, mode = load(data, "RGB")
+    return image, mode not in _ONE_CHANNEL
+
+
+def binary(mask: Image.Image, white: int) -> Image.Image:
+    """A grey mask as 0 and `white`."""
+    return mask.point([0] * _WHITE + [white] * (256 - _WHITE))
+
+
+def fitted(image: Image.Image, size: ImageSize) -> Image.Image:
+    """The image at that size, as VaeImageProcessor.resize makes it; its aspect ratio is not kept."""
+    wanted = (size.width, size.height)
+    return image if image.size == wanted else image.resize(wanted, Image.Resampling.LANCZOS)
+
+
+def crop_region(mask: Image.Image, width: int, height: int, *, padding: int) -> Box | None:
+    """The part of an image around what is not black in its mask, widened to the aspect ratio of width x height.
+
+    mask: grey, of the image's size. Inside it as far as it has room. None where all is black.
+    Source: VaeImageProcessor.get_crop_region.
+    """
+    found = mask.getbbox()
+    if found is None:
+        return None
+    x1, y1 = max(found[0] - padding, 0), max(found[1] - padding, 0)
+    x2, y2 = min(found[2] + padding, mask.width), min(found[3] + padding, mask.height)
+    ratio = width / height
+    if (x2 - x1) / (y2 - y1) > ratio:
+        y1, y2 = _widened(y1, y2, int((x2 - x1) / ratio - (y2 - y1)), mask.height)
+    else:
+        x1, x2 = _widened(x1, x2, int((y2 - y1) * ratio - (x2 - x1)), mask.width)
+    return x1, y1, x2, y2
+
+
+def filled(image: Image.Image, width: int, height: int) -> Image.Image:
+    """The image fitted into width x height with its aspect ratio kept; the rest has the colours of its edges.
+
+    Raises BadImage for an image so narrow that nothing would be left of it.
+    Source: VaeImageProcessor._resize_and_fill.
+    """
+    # The comparisons of Diffusers, in its arithmetic: another rounding is another picture.
+    ratio, own_ratio = width / height, image.width / image.height
+    fitted_width = width if ratio < own_ratio else image.width * height // image.height
+    fitted_height = height if ratio >= own_ratio else image.height * width // image.width
+    if not (fitted_width and fitted_height):
+        raise BadImage(f"the part to be drawn is {image.width}x{image.height} pixels: too narrow for {width}x{height}")
+    inner = image.resize((fitted_width, fitted_height), Image.Resampling.LANCZOS)
+    whole = Image.new("RGB", (width, height))
+    left, top = width // 2 - fitted_width // 2, height // 2 - fitted_height // 2
+    whole.paste(inner, box=(left, top))
+    if ratio < own_ratio and top > 0:
+        whole.paste(inner.resize((width, top), box=(0, 0, width, 0)), box=(0, 0))
+        lowest = inner.resize((width, top), box=(0, inner.height, width, inner.height))
+        whole.paste(lowest, box=(0, top + fitted_height))
+    elif ratio > own_ratio and left > 0:
+        whole.paste(inner.resize((left, height), box=(0, 0, 0, height)), box=(0, 0))
+        rightmost = inner.resize((left, height), box=(inner.width, 0, inner.width, height))
+        whole.paste(rightmost, box=(left + fitted_width, 0))
+    return whole
+
+
+def _widened(low: int, high: int, by: int, end: int) -> tuple[int, int]:
+    """The span, wider by so many pixels on both sides together, moved to where it is inside 0 to end if it can be."""
+    low, high = low - by // 2, high + by - by // 2
+    if high >= end:
+        low, high = low - (high - end), end
+    if low < 0:
+        low, high = 0, high - low
+    return low, min(high, end)
+
+
+def _check(pixels: bytes, order: MaskOrder) -> None:
+    """Raises BadImage where nothing is redrawn: latents are taken where the first pixel of each is, as torch does."""
+    if 1 not in pixels:
+        raise _empty(order)
+    scale, width = order.latent_scale, order.width
+    rows = range(0, len(pixels), width * scale)
+    if not any(1 in pixels[row : row + width : scale] for row in rows):
+        rule = f"nothing is left of it in the latent, of which an element is {scale}x{scale} pixels: make it larger"
+        raise BadImage(f"redraws nothing: {rule}")
+
+
+def _empty(order: MaskOrder) -> BadImage:
+    what = "transparent (less than half opaque)" if order.alpha else "white (.5 and above)"
+    return BadImage(f"redraws nothing: nothing of it is {what} at {order.width}x{order.height}")
+
+
+def _use(own: ImageSize, pixels: bytes, order: MaskOrder, crop: Box | None, *, converted: bool) -> MaskUse:
+    shown = order.image_size if crop is not None else ImageSize(width=order.width, height=order.height)
+    use = MaskUse(
+        width=own.width,
+        height=own.height,
+        resized=own != shown,
+        converted=converted,
+        share=pixels.count(1) / len(pixels),
+    )
+    if crop is not None:
+        use.crop_x, use.crop_y = crop[0], crop[1]
+        use.crop_width, use.crop_height = crop[2] - crop[0], crop[3] - crop[1]
+    return use

@@ -1,0 +1,64 @@
+"""Edits in codec processes: what is drawn, what is encoded, and the largest images within the limits of a call."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from PIL import Image
+
+from bottega.codec import CodecPool, ImageSize, MaskOrder, Overlay, edits
+from bottega.errors import BadImage
+from bottega.v1.generation_pb2 import IMAGE_FORMAT_PNG
+from tests.samples.edits import box_mask, template
+from tests.samples.hostile_images import saved
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CUT = MaskOrder(width=64, height=64, latent_scale=8, padding=6)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool() -> AsyncIterator[CodecPool]:
+    pool = CodecPool(processes=1)
+    await pool.start()
+    yield pool
+    await pool.stop()
+
+
+async def test_an_edit_goes_to_a_process_and_back_as_it_is(pool: CodecPool) -> None:
+    image, mask = saved(template(160, 120), "JPEG"), saved(box_mask((30, 40, 70, 90), 160, 120))
+    edit = await pool.decode_edit(image, mask, CUT)
+    assert edit == edits.decode(image, mask, CUT)
+    assert edit.image_size == ImageSize(width=160, height=120)
+    assert edit.crop is not None
+    assert await pool.decode(image, 64, 64, crop=edit.crop) == edit.pixels
+
+    overlay = Overlay(image=image, mask=mask, order=CUT, feather=3)
+    encoded = await pool.encode(edit.pixels, IMAGE_FORMAT_PNG, 90, {}, overlay=overlay)
+    with Image.open(io.BytesIO(encoded.data)) as result:
+        drawn = Image.frombytes("RGB", (64, 64), edit.pixels.data)
+        assert np.array_equal(np.asarray(result), np.asarray(edits.composed(drawn, overlay)))
+        assert result.size == (160, 120)
+
+
+async def test_a_mask_that_redraws_nothing_is_refused(pool: CodecPool) -> None:
+    with pytest.raises(BadImage, match="redraws nothing"):
+        await pool.decode_edit(saved(template()), saved(Image.new("L", (64, 64), 127)), CUT)
+
+
+@pytest.mark.slow
+async def test_the_largest_images_are_edited_within_the_limits(pool: CodecPool) -> None:
+    """16 megapixels each, with several channels, cut, and faded over the widest feather."""
+    mask = Image.new("RGB", (4096, 4096))
+    mask.paste("white", (300, 300, 3800, 3800))
+    order = MaskOrder(width=1024, height=1024, latent_scale=8, padding=20)
+    large = saved(template(512, 512).resize((4096, 4096))), saved(mask)
+    edit = await pool.decode_edit(*large, order)
+    for keep_unmasked in (True, False):
+        overlay = Overlay(image=large[0], mask=large[1], order=order, keep_unmasked=keep_unmasked, feather=256)
+        encoded = await pool.encode(edit.pixels, IMAGE_FORMAT_PNG, 90, {}, overlay=overlay)
+        assert (await pool.inspect(encoded.data)).width == 4096

@@ -1,0 +1,145 @@
+"""Masks are read as Diffusers' inpainting pipelines read them; one that redraws nothing is refused in our own words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.utils import load_image
+from numpy.typing import NDArray
+from PIL import Image
+
+from bottega.codec import ImageSize, MaskOrder, masks
+from bottega.errors import BadImage
+from tests.samples.hostile_images import saved
+
+DIFFUSERS = VaeImageProcessor(
+    vae_scale_factor=8, do_normalize=False, do_binarize=True, do_convert_grayscale=True
+)  # as the inpainting pipelines make it
+
+
+def blobs(width: int = 96, height: int = 80, *, seed: int = 3) -> Image.Image:
+    """A grey mask with soft edges, black at its border."""
+    noise = np.random.default_rng(seed).integers(0, 256, (5, 6), dtype=np.uint8)
+    mask = Image.new("L", (width, height))
+    mask.paste(Image.fromarray(noise).resize((width // 2, height // 2), Image.Resampling.BICUBIC), (20, 12))
+    return mask
+
+
+def order(width: int = 64, height: int = 64, **said: Any) -> MaskOrder:
+    return MaskOrder(width=width, height=height, latent_scale=8, **said)
+
+
+def as_array(drawn: masks.DrawnMask, width: int = 64, height: int = 64) -> NDArray[np.uint8]:
+    return np.frombuffer(drawn.pixels, np.uint8).reshape(height, width)
+
+
+def as_diffusers(mask: Image.Image, width: int, height: int, padding: int | None = None) -> NDArray[np.uint8]:
+    box = None if padding is None else DIFFUSERS.get_crop_region(mask, width, height, pad=padding)
+    mode = "default" if padding is None else "fill"
+    tensor = DIFFUSERS.preprocess(mask, height=height, width=width, resize_mode=mode, crops_coords=box)
+    pixels: NDArray[np.uint8] = tensor[0, 0].numpy().astype(np.uint8)
+    return pixels
+
+
+@pytest.mark.parametrize("size", [(96, 80), (64, 64), (128, 40)])
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1"])
+def test_a_mask_is_resized_and_binarized_as_diffusers_does(mode: str, size: tuple[int, int]) -> None:
+    mask = blobs().convert(mode)
+
+    drawn = masks.draw(saved(mask), order(*size))
+
+    expected = as_diffusers(load_image(mask), *size)
+    assert np.array_equal(as_array(drawn, *size), expected)
+    assert drawn.use.share == pytest.approx(expected.mean())
+    assert (drawn.use.width, drawn.use.height) == (96, 80)
+    assert drawn.use.resized == (size != (96, 80))
+    assert drawn.use.converted == (mode not in {"1", "L"})
+
+
+@pytest.mark.parametrize("padding", [0, 7, 32, 4096])
+@pytest.mark.parametrize("size", [(64, 64), (96, 48), (40, 72)])
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_the_part_around_a_mask_is_cut_out_as_diffusers_does(size: tuple[int, int], padding: int, seed: int) -> None:
+    mask = blobs(seed=seed)
+
+    drawn = masks.draw(saved(mask), order(*size, padding=padding, image_size=ImageSize(width=96, height=80)))
+
+    box = DIFFUSERS.get_crop_region(mask, *size, pad=padding)
+    assert drawn.crop == box
+    assert np.array_equal(as_array(drawn, *size), as_diffusers(mask, *size, padding))
+    use = drawn.use
+    assert (use.crop_x, use.crop_y, use.crop_x + use.crop_width, use.crop_y + use.crop_height) == box
+    assert not use.resized
+
+
+def test_a_mask_of_another_size_than_the_image_is_resized_to_it_before_it_is_cut() -> None:
+    image = ImageSize(width=192, height=160)
+
+    drawn = masks.draw(saved(blobs()), order(padding=4, image_size=image))
+
+    fitted = load_image(blobs()).resize((192, 160), Image.Resampling.LANCZOS)
+    assert drawn.crop == DIFFUSERS.get_crop_region(fitted, 64, 64, pad=4)
+    assert drawn.use.resized
+    assert (drawn.use.width, drawn.use.height) == (96, 80), "its own size is told"
+
+
+def test_transparency_is_read_where_it_is_asked_for() -> None:
+    image = Image.new("RGBA", (64, 64), (255, 255, 255, 255))
+    image.paste((255, 255, 255, 0), (8, 16, 40, 32))
+
+    drawn = as_array(masks.draw(saved(image), order(alpha=True)))
+
+    assert drawn[16:32, 8:40].all()
+    assert drawn.sum() == 16 * 32
+
+
+@pytest.mark.parametrize(("level", "is_white"), [(127, False), (128, True)])
+def test_half_is_white(level: int, is_white: bool) -> None:
+    mask = saved(Image.new("L", (64, 64), level))
+    if is_white:
+        assert masks.inspect(mask, order()).share == 1
+    else:
+        with pytest.raises(BadImage, match="nothing of it is white"):
+            masks.inspect(mask, order())
+
+
+@pytest.mark.parametrize(
+    ("mask", "said", "text"),
+    [
+        (Image.new("L", (64, 64)), {}, r"nothing of it is white \(\.5 and above\) at 64x64"),
+        (Image.new("RGB", (64, 64), (255, 255, 255)), {"alpha": True}, "nothing of it is transparent"),
+        (
+            Image.new("L", (96, 80)),
+            {"padding": 8, "image_size": ImageSize(width=96, height=80)},
+            "nothing of it is white",
+        ),
+    ],
+    ids=["black", "opaque", "black and cut"],
+)
+def test_a_mask_that_redraws_nothing_is_refused(mask: Image.Image, said: dict[str, Any], text: str) -> None:
+    with pytest.raises(BadImage, match=text):
+        masks.inspect(saved(mask), order(**said))
+
+
+def test_a_mask_of_which_the_latent_has_nothing_is_refused() -> None:
+    """Latents are taken by nearest interpolation: what lies between the pixels that it takes is not there."""
+    mask = Image.new("L", (64, 64))
+    mask.paste(255, (9, 9, 16, 16))
+    assert not torch.nn.functional.interpolate(torch.from_numpy(np.array(mask))[None, None] / 255, size=(8, 8)).any()
+
+    with pytest.raises(BadImage, match="nothing is left of it in the latent, of which an element is 8x8 pixels"):
+        masks.inspect(saved(mask), order())
+    mask.paste(255, (16, 16, 17, 17))
+    assert torch.nn.functional.interpolate(torch.from_numpy(np.array(mask))[None, None] / 255, size=(8, 8)).any()
+    assert masks.inspect(saved(mask), order()).share
+
+
+def test_a_part_that_is_too_narrow_to_be_drawn_is_refused() -> None:
+    line = Image.new("L", (2000, 1), 255)
+
+    with pytest.raises(BadImage, match="the part to be drawn is 2000x1 pixels: too narrow for 64x64"):
+        masks.inspect(saved(line), order(padding=0, image_size=ImageSize(width=2000, height=1)))
