@@ -48,7 +48,7 @@ def scans(count: int, *, side: int = SIDE, components: Sequence[int] = (1,), ref
 
 def jpeg_with(parts: bytes) -> bytes:
     """A small JPEG with these bytes behind its first segment, which says that it is one."""
-    image = saved(Image.new("RGB", (64, 64), "teal"), "JPEG")
+    image = saved(Image.new("RGB", (64, 64), "aqua"), "JPEG")
     return image[:20] + parts + image[20:]
 
 
@@ -71,7 +71,7 @@ def arithmetic() -> bytes:
 
 def png_with(before: bytes = b"", after: bytes = b"") -> bytes:
     """A small PNG with these chunks before its pixels, and behind them."""
-    image = saved(Image.new("RGB", (64, 64), "teal"))
+    image = saved(Image.new("RGB", (64, 64), "aqua"))
     pixels, end = image.index(b"IDAT") - 4, image.index(b"IEND") - 4
     return image[:pixels] + before + image[pixels:end] + after + image[end:]
 
@@ -115,7 +115,7 @@ def png_of(width: int, height: int, *, interlaced: bool = False) -> bytes:
 
 def webp_with(count: int, kind: bytes = b"ABCD", body: bytes = b"") -> bytes:
     """A small WebP with so many chunks behind its pixels."""
-    plain = saved(Image.new("RGB", (64, 64), "teal"), "WEBP")[12:]
+    plain = saved(Image.new("RGB", (64, 64), "aqua"), "WEBP")[12:]
     extended = struct.pack("<4sIB3x", b"VP8X", 10, 0) + struct.pack("<I", 63)[:3] * 2
     whole = b"WEBP" + extended + plain + (kind + struct.pack("<I", len(body)) + body + bytes(len(body) % 2)) * count
     return b"RIFF" + struct.pack("<I", len(whole)) + whole

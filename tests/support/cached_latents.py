@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from bottega.cache.index import KeyedIndex
 from bottega.cache.latent import RecordedLatent, StoreAnswer
-from bottega.cache.settings import StoreSettings
-from bottega.cache.store import LatentStore
+from bottega.cache.store.settings import StoreSettings
+from bottega.cache.store.store import LatentStore
 from bottega.transport import DType
 from bottega.v1 import generation_pb2
 from bottega.v1.cache_pb2 import (

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from bottega.cache.index import IndexSettings, KeyedIndex
-from bottega.cache.store import LatentStore
+from bottega.cache.store.store import LatentStore
 from tests.support.cached_latents import (
     LATENT_BYTES,
     WAIT_S,

@@ -20,6 +20,7 @@ from bottega.diffusion.engine.events import (
     JobDecided,
     JobFailed,
     JobFinished,
+    JobKept,
     JobStarted,
 )
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
@@ -31,7 +32,9 @@ from tests.support.stock import Pixels
 # An engine that never ends must not hang a test.
 MOST_TURNS = 1000
 
-Said = TypeVar("Said", JobStarted, JobDecided, JobAdvanced, JobCheckpointed, ImageDrawn, JobFinished, JobFailed)
+Said = TypeVar(
+    "Said", JobStarted, JobDecided, JobAdvanced, JobCheckpointed, ImageDrawn, JobKept, JobFinished, JobFailed
+)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

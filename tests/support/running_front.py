@@ -1,4 +1,4 @@
-"""A worker's front on a real gRPC server, with an engine that follows a script: for the tests of one event loop."""
+"""A worker's front on a real gRPC server, for the tests of one event loop. Its engine follows a script, or is real."""
 
 from __future__ import annotations
 
@@ -70,16 +70,19 @@ Start = Callable[..., Awaitable[Running]]
 
 @contextlib.asynccontextmanager
 async def running_workers() -> AsyncIterator[Start]:
-    """Gives the function that starts a worker and returns when it serves; all of them end with the block."""
+    """Gives the function that starts a worker and returns when it serves; all of them end with the block.
+
+    module: of the engine process.
+    """
     running: list[Running] = []
 
-    async def start(config: WorkerConfig = CONFIG) -> Running:
+    async def start(config: WorkerConfig = CONFIG, *, module: str = "tests.fakes.scripted_engine") -> Running:
         engine = WorkerEngineClient(
             config.engine,
             start_s=config.start_s,
             hang_s=config.hang_s,
             stall_s=config.stall_s,
-            module="tests.fakes.scripted_engine",
+            module=module,
         )
         await engine.spawn()
         pool = CodecPool()

@@ -11,7 +11,11 @@ import diffusers
 import numpy as np
 import PIL.Image
 import torch
-from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLPipeline
+from diffusers import (
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLInpaintPipeline,
+    StableDiffusionXLPipeline,
+)
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,14 +37,15 @@ class Stock:
     """Draws with the pipelines as Diffusers ships them; `pixels` are uint8 [height, width, 3]."""
 
     def __init__(self, folder: Path = WEIGHTS, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        self._text = load_stock(folder, dtype).to(device)
-        self._image = variant(self._text, StableDiffusionXLImg2ImgPipeline)
-        self._scheduler_config = self._text.scheduler.config
+        self.text = load_stock(folder, dtype).to(device)
+        self._image = variant(self.text, StableDiffusionXLImg2ImgPipeline)
+        self._inpaint = variant(self.text, StableDiffusionXLInpaintPipeline)
+        self._scheduler_config = self.text.scheduler.config
 
     def draw(self, prompt: str, *, seed: int, scheduler: str = "", karras: bool = False, **options: Any) -> Pixels:
         """Text to image. scheduler: name of a class of Diffusers; the model's own without one."""
-        self._text.scheduler = self._scheduler(scheduler, karras)
-        return pixels_of(self._text(prompt, generator=_generator(seed), **options).images[0])
+        self.text.scheduler = self._scheduler(scheduler, karras)
+        return pixels_of(self.text(prompt, generator=_generator(seed), **options).images[0])
 
     def redraw(self, prompt: str, image: PIL.Image.Image, *, seed: int, **options: Any) -> Pixels:
         """Image to image, with the model's own scheduler."""
@@ -60,7 +65,7 @@ class Stock:
         image: source of image-to-image. layout: of the first latent in memory. Diffusers leaves that of a picture as
         the VAE made it, channels last; sums are made in another order then, and differ in their last bits.
         """
-        pipeline = self._text if image is None else self._image
+        pipeline = self.text if image is None else self._image
         options: dict[str, Any] = {"width": spec.width, "height": spec.height}
         if image is not None:
             options = {"image": image, "strength": spec.strength}
@@ -78,6 +83,33 @@ class Stock:
         generator = _generator(spec.seed + index)
         with patch.object(pipeline, "prepare_latents", prepared):
             out = pipeline(**said(spec), **options, generator=generator, callback_on_step_end=keep)
+        return Reference(latent=latents[-1], pixels=pixels_of(out.images[0]))
+
+    def edit(
+        self,
+        spec: ResolvedSpec,
+        image: PIL.Image.Image,
+        mask: PIL.Image.Image,
+        *,
+        index: int = 0,
+        padding_mask_crop: int | None = None,
+    ) -> Reference:
+        """Image `index` of an edit: the inpainting pipeline, with the model's own UNet of four channels."""
+        pipeline = self._inpaint
+        pipeline.scheduler = self._scheduler(spec.sampler.value.__name__, spec.use_karras_sigmas)
+        latents = list[Tensor]()
+
+        def keep(_: Any, __: int, ___: Any, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+            latents.append(kept["latents"])
+            return kept
+
+        out = pipeline(
+            **said(spec),
+            **edit_options(spec, image, mask),
+            padding_mask_crop=padding_mask_crop,
+            generator=_generator(spec.seed + index),
+            callback_on_step_end=keep,
+        )
         return Reference(latent=latents[-1], pixels=pixels_of(out.images[0]))
 
     def _scheduler(self, name: str, karras: bool) -> Any:
@@ -117,6 +149,12 @@ def said(spec: ResolvedSpec) -> dict[str, Any]:
         "guidance_scale": spec.guidance_scale,
         "guidance_rescale": spec.guidance_rescale,
     }
+
+
+def edit_options(spec: ResolvedSpec, image: PIL.Image.Image, mask: PIL.Image.Image) -> dict[str, Any]:
+    """What a spec says of an edit of this image, as arguments of an inpainting pipeline."""
+    size = {"width": spec.width, "height": spec.height}
+    return {"image": image, "mask_image": mask, "strength": spec.strength, **size}
 
 
 def latent_of(pipeline: Any, spec: ResolvedSpec, **options: Any) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -76,6 +77,36 @@ class GroupKey:
     weights: SetKey = ()
 
 
+class StepActivations(Protocol):
+    """What blocks put out at one timestep and in one half, by the path of their module, for one row.
+
+    Tensors are float16: tokens [tokens, channels] in row-major order, feature maps [channels, height, width].
+    """
+
+    def get(self, name: str) -> Tensor | None:
+        """What a block put out, on the model's device; None where that was not recorded."""
+        ...
+
+    def put(self, name: str, output: Tensor) -> None:
+        """Keeps a copy of it, or of what there is room for."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowActivations:
+    """What a row of an edit takes from a recording, and gives to one.
+
+    computed: bool [latent height, latent width], where blocks are computed; None computes all. share: that this is of
+    the tokens at the finest level of attention.
+    recorded: where the rest comes from; None where all is computed. sink: where outputs go; None keeps none.
+    """
+
+    computed: Tensor | None = None
+    share: float = 1.0
+    recorded: StepActivations | None = None
+    sink: StepActivations | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
     """One half of one request at one step.
@@ -85,6 +116,7 @@ class Row:
     controls: the request's ControlNets that control this half at this step, in the request's order: handles
     of whoever provides the residuals.
     loras: its LoRAs, whether they are in the weights or go beside them.
+    activations: of an edit; None for a row that is computed in full and recorded nowhere.
     """
 
     owner: Hashable
@@ -95,3 +127,4 @@ class Row:
     embeds: Embeds
     controls: tuple[Hashable, ...] = ()
     loras: LoraSet | None = None
+    activations: RowActivations | None = None

@@ -46,6 +46,24 @@ class LoraSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EditSpec:
+    """The mask of a job that edits its image.
+
+    mask_digest, image_digest: SHA-256 of mask and image as they were sent, hex. A checkpoint fits no other ones, nor
+    ones that were read in another way: mask_alpha, padding_mask_crop.
+    masked_blocks: whether blocks may be computed for masked tokens alone. any_prompt: whether they
+    may take what was computed with another prompt even where the model's blocks follow it.
+    """
+
+    mask_digest: str
+    image_digest: str
+    mask_alpha: bool = False
+    padding_mask_crop: int | None = None
+    masked_blocks: bool = False
+    any_prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSpec:
     """One job: `num_images` images that differ in their seed alone; image i has seed + i.
 
@@ -53,6 +71,8 @@ class ResolvedSpec:
     where the model says so. strength makes it image-to-image, which needs an image; None is text-to-image.
     controlnets: their residuals are summed in this order. stale_residuals: whether they may be one step old.
     loras: summed; all go in at one step, by the least bound.
+    edit: the mask of an edit, which also needs image and strength; None without one. keep_for_editing: whether to keep
+    the latents of its steps, and to record what edits of its pictures use again.
     """
 
     prompt: str
@@ -72,6 +92,8 @@ class ResolvedSpec:
     controlnets: tuple[ControlSpec, ...] = ()
     stale_residuals: bool = False
     loras: tuple[LoraSpec, ...] = ()
+    edit: EditSpec | None = None
+    keep_for_editing: bool = False
 
     @property
     def guided(self) -> bool:

@@ -118,7 +118,7 @@ class JobCachedStarts(JobAddOn):
         self._said = said
         self._pictures: list[StartingPicture] = []
         self._recorder: LatentRecorder | None = None
-        self._key = ""
+        self._key = self._plain_key = ""
         self._embedding = torch.empty(0)
         self._decided = False
         self._decision: bytes | None = None
@@ -137,6 +137,8 @@ class JobCachedStarts(JobAddOn):
         self._pictures = [StartingPicture(request=request) for request in job.requests]
         self._pin(job, spec)
         self._key = self._addon.key_of(spec, self._said.tenant)
+        if spec.loras and not any(part.changes_prompt for part in job.addons.values()):
+            self._plain_key = self._addon.key_of(replace(spec, loras=()), self._said.tenant)
         self._embedding = conditions.conditional.pooled.float().cpu()
         # What the encoder has not read, its embedding does not show.
         whole = "prompt" not in conditions.truncations
@@ -246,6 +248,9 @@ class JobCachedStarts(JobAddOn):
             fidelity=self._said.fidelity,
             words=count_words(spec.prompt),
             step_s=self._addon.step_s,
+            plain_key=self._plain_key,
+            # Where the step of the LoRAs is given, pictures have them from there on, and in no step before.
+            plain_steps=spec.lora_bound if spec.lora_step is None else 0,
             pinned=[picture.pinned for picture in self._pictures if picture.pinned is not None],
         )
 
@@ -315,7 +320,12 @@ class JobCachedStarts(JobAddOn):
     def _update_decision(self) -> None:
         """Notes what each picture has started from, or still has to by an earlier attempt's decision."""
         starts = [
-            CacheStart(entry=started.entry, step=started.step, similarity=started.similarity)
+            CacheStart(
+                entry=started.entry,
+                step=started.step,
+                similarity=started.similarity,
+                without_loras=started.without_loras,
+            )
             if (started := picture.started) is not None
             else (picture.pinned if self._decided else None) or CacheStart()
             for picture in self._pictures

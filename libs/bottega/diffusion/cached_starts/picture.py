@@ -48,6 +48,7 @@ class StartingPicture:
             step=start.step,
             from_step=self.first_step(start),
             similarity=start.similarity,
+            without_loras=start.without_loras,
         )
 
     def take_hit(self) -> str:
@@ -61,7 +62,7 @@ class StartingPicture:
         if self.pinned is None and request.step + self._least_saved > first:
             self.hit = None
             return "late_hits"
-        if request.spec.loras:
+        if request.spec.loras and not start.without_loras:
             # Its entry was drawn with them from its first step on: what follows it has to have them as well.
             if request.loras_from is None:
                 return "held"

@@ -11,7 +11,7 @@ The engine has a list of add-ons and names none of them. Each gives a job its ow
                    JobAddOn.decision           what a later attempt has to repeat
     each turn      EngineAddOn.before_group, after_forward
                    JobAddOn.after_forward, after_step
-    decoded        JobAddOn.after_decode
+    decoded        JobAddOn.after_decode, keep
     ended          JobAddOn.close, report, finish
 
 ControlNets (bottega.diffusion.controlnets.addon), LoRAs (bottega.diffusion.loras.addon) and cached latents
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.errors import Unavailable
+from bottega.v1.activations_pb2 import ListTemplatesResponse
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.hosted_pb2 import Hosted
 
@@ -53,6 +54,11 @@ class JobAddOn:
     def resumable(self) -> bool:
         """Whether the job may go on from a checkpoint."""
         return True
+
+    @property
+    def changes_prompt(self) -> bool:
+        """Whether the prompt was encoded as without it it would not have been."""
+        return False
 
     def prompt_ready(self, now_s: float) -> bool:
         """Whether the prompt can be encoded. Raises the BottegaError for which it never can."""
@@ -89,9 +95,18 @@ class JobAddOn:
     def after_decode(self, index: int, pixels: Tensor) -> None:
         """An image of the job is finished. pixels: uint8 [height, width, 3], not to be written to."""
 
+    def keep(self, index: int) -> bytes | None:
+        """What is kept of an image that was handed out, with the job; None for nothing."""
+        return None
+
     def offload(self) -> OffloadedPart | None:
         """What the add-on of the other worker of a pair has to know to compute rows of this job; None for nothing."""
         return None
+
+    @property
+    def offloadable(self) -> bool:
+        """Whether the other worker of a pair may compute rows of the job."""
+        return True
 
     def active_in(self, row: Row) -> int:
         """What of the offloaded part is active in a row, for RemoteAddOn.activate; from 0 to 2^31."""
@@ -179,6 +194,16 @@ class EngineAddOn:
 
     def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:
         """The engine is about to serve. row: of the model's usual size. predict: runs a forward of such rows."""
+
+    # What operators ask of it.
+
+    def list_templates(self) -> ListTemplatesResponse:
+        """The images of which it has recorded activations for edits."""
+        return ListTemplatesResponse()
+
+    def drop_templates(self, prefix: str) -> int:
+        """Forgets those whose recordings' ids begin so, but for those in use. Returns how many."""
+        return 0
 
     # What the worker reports of it.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from bottega.diffusion.rows import GroupKey
-from bottega.planning import RemainingWork, Shape, StepTimes, best_width, most_on_trial
+from bottega.planning import RemainingWork, RowFractions, Shape, StepTimes, best_width, most_on_trial
 
 # Turns after which the widths are chosen anew though nobody came or went: step times drift.
 _REPLAN_TURNS = 16
@@ -20,12 +20,17 @@ _MAX_BACKLOG = 16
 
 
 class BatchCandidate(Protocol):
-    """What the batcher sees of a request. row_count: rows of each of its turns. steps: in all."""
+    """What the batcher sees of a request. row_count: rows of each of its turns. steps: in all.
+
+    computed_share: of the tokens of its rows, what the next turn computes.
+    """
 
     @property
     def key(self) -> GroupKey: ...
     @property
     def row_count(self) -> int: ...
+    @property
+    def computed_share(self) -> float: ...
     @property
     def steps(self) -> int: ...
     @property
@@ -58,13 +63,17 @@ class _Slot(Generic[Request]):
 class Batcher(Generic[Request]):
     """The requests being denoised, in order of arrival.
 
+    times: of plain rows. fractions: what rows cost of which a part is computed; the bounds count them as rows.
     max_rows: of one group; a request with more rows runs by itself. max_wait_turns: that a request may be
     passed over once it is admitted. As many are admitted, first come first, as one group more than so many
     turns can hold; the others wait.
     """
 
-    def __init__(self, times: StepTimes, *, max_rows: int, max_wait_turns: int) -> None:
+    def __init__(
+        self, times: StepTimes, fractions: RowFractions | None = None, *, max_rows: int, max_wait_turns: int
+    ) -> None:
         self._times = times
+        self._fractions = fractions or RowFractions()
         self.max_rows = max_rows
         self._max_wait_turns = max_wait_turns
         self._slots: dict[Request, _Slot[Request]] = {}
@@ -149,7 +158,12 @@ class Batcher(Generic[Request]):
         self._trials = {group: width for group, width in trials.items() if width > self._widths[group]}
 
     def _trial(self, slots: Sequence[_Slot[Request]]) -> int:
-        """How many of a group should have one turn together, because what it takes is outdated; 0 when it is not."""
+        """How many of a group should have one turn together, because what it takes is outdated; 0 when it is not.
+
+        Only plain rows measure anything.
+        """
+        if any(slot.request.computed_share < 1.0 for slot in slots):
+            return 0
         width = self._widths[slots[0].group]
         for wider in range(min(most_on_trial(width), len(slots)), width, -1):
             rows = sum(slot.rows for slot in slots[:wider])
@@ -160,16 +174,20 @@ class Batcher(Generic[Request]):
     def _width(self, slots: Sequence[_Slot[Request]]) -> int:
         if slots[0].exclusive:
             return 1
-        works = [_work(slot.request) for slot in slots]
+        works = [self._work(slot.request) for slot in slots]
         typical = RemainingWork(rows=works[-1].rows, steps=slots[-1].request.steps)
         shape = _shape(slots[0].request)
 
-        def seconds(rows: int) -> float:
+        def seconds(rows: float) -> float:
             measured = self._times.seconds(shape, rows)
             return float(rows) if measured is None else measured
 
         width = best_width([*works, *[typical] * self._backlog], seconds, max_rows=self.max_rows)
         return max(1, min(width, len(works)))
+
+    def _work(self, request: BatchCandidate) -> RemainingWork:
+        cost = self._fractions.fraction(_shape(request), request.computed_share)
+        return RemainingWork(rows=request.row_count * cost, steps=request.steps_left)
 
     def _admit(self, slot: _Slot[Request]) -> bool:
         """Admits one more, in wider groups than planned where needed; whether the bound on waiting allows it."""
@@ -260,7 +278,3 @@ class _Filling:
 def _shape(request: BatchCandidate) -> Shape:
     _, height, width = request.key.shape
     return height, width
-
-
-def _work(request: BatchCandidate) -> RemainingWork:
-    return RemainingWork(rows=request.row_count, steps=request.steps_left)

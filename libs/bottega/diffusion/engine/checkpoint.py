@@ -23,7 +23,10 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerState
 from bottega.diffusion.spec import ResolvedSpec
 
-VERSION = 3
+VERSION = 4
+
+# What images of an edit have beside: see Edit.
+_OF_EDITS = ("image_latent", "noise")
 
 _HEADER = "bottega"
 _DIGEST = "digest"
@@ -48,6 +51,10 @@ def write_checkpoint(model: Model, spec: ResolvedSpec, job: SavedJob) -> bytes:
     for index, state in enumerate(job.images):
         tensors[f"{index}.latent"] = state.latent
         tensors[f"{index}.generator"] = state.generator
+        for name in _OF_EDITS:
+            tensor = getattr(state, name)
+            if tensor is not None:
+                tensors[f"{index}.{name}"] = tensor
         tensors |= {f"{index}.sampler.{name}": tensor for name, tensor in state.sampler.tensors.items()}
         images.append({"step": state.step, "sampler": state.sampler.numbers})
     # LoRAs are noted by what they are and their step, never by how they were added.
@@ -119,6 +126,7 @@ def _state(index: int, image: dict[str, Any], tensors: dict[str, Tensor]) -> Req
         latent=tensors[f"{index}.latent"],
         generator=tensors[f"{index}.generator"],
         sampler=SamplerState(tensors=kept, numbers=numbers),
+        **{name: tensors.get(f"{index}.{name}") for name in _OF_EDITS},
     )
 
 
@@ -126,6 +134,11 @@ def _check(state: RequestState, model: Model, spec: ResolvedSpec) -> None:
     shape = (1, model.latent_channels, spec.height // model.latent_scale, spec.width // model.latent_scale)
     if tuple(state.latent.shape) != shape or not torch.isfinite(state.latent).all():
         raise CheckpointMismatch("its latent does not fit")
+    for tensor in (state.image_latent, state.noise):
+        if (tensor is None) != (spec.edit is None):
+            raise CheckpointMismatch("what it has of an edit does not fit")
+        if tensor is not None and (tuple(tensor.shape) != shape or not torch.isfinite(tensor).all()):
+            raise CheckpointMismatch("its image latent or its noise does not fit")
     first, last = spec.begin_step, spec.num_inference_steps
     if not first <= state.step <= last:
         raise CheckpointMismatch(f"its step {state.step} is not between {first} and {last}")

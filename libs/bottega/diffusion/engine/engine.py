@@ -5,6 +5,7 @@ Jobs join and leave between any two turns.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -15,6 +16,10 @@ from types import MappingProxyType
 import torch
 
 from bottega import rules
+from bottega.diffusion.editing.masked.backbone import MaskedBackbone
+from bottega.diffusion.editing.masked.feature_maps import FullMaps
+from bottega.diffusion.editing.masked.support import unsupported
+from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.engine.addon import EngineAddOn, Parts, close_parts, open_parts
 from bottega.diffusion.engine.batcher import Batcher
 from bottega.diffusion.engine.checkpoint import write_checkpoint
@@ -25,6 +30,7 @@ from bottega.diffusion.engine.events import (
     JobCheckpointed,
     JobFailed,
     JobFinished,
+    JobKept,
 )
 from bottega.diffusion.engine.forward import Denoiser
 from bottega.diffusion.engine.job import EngineJob, EngineOrder, open_job
@@ -42,7 +48,7 @@ from bottega.diffusion.parallel.pair import Pair
 from bottega.diffusion.parallel.remote_rows import RemoteJobs
 from bottega.diffusion.spec import ResolvedSpec, undrawable
 from bottega.errors import TooLarge
-from bottega.planning import StepTimes
+from bottega.planning import RowFractions, StepTimes
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 # Beyond a few times the size that it was made for a model draws nonsense, and attention grows with the square: one
@@ -62,6 +68,8 @@ class EngineLimits:
     max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
     checkpoint_interval_s: a job that runs has a checkpoint at least so often.
     progress_interval_s: progress is reported at most so often.
+    sparse_convolutions: whether masked blocks convolve around the mask alone, for about as many bytes of a recording
+    again.
     """
 
     max_rows: int = 16
@@ -70,6 +78,7 @@ class EngineLimits:
     max_pixels: int = 0
     checkpoint_interval_s: float = 2.0
     progress_interval_s: float = 0.1
+    sparse_convolutions: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,8 +121,12 @@ class Engine:
         self._preview = LatentPreview.fit(model)
 
         self.addons = tuple(addons)
+        self._fractions = RowFractions()
         self._batcher: Batcher[Request] = Batcher(
-            self.step_times, max_rows=limits.fixed_rows or limits.max_rows, max_wait_turns=limits.max_wait_turns
+            self.step_times,
+            self._fractions,
+            max_rows=limits.fixed_rows or limits.max_rows,
+            max_wait_turns=limits.max_wait_turns,
         )
         self._readiness = ReadinessGate(self._batcher, self.addons)
         denoiser = Denoiser(
@@ -121,8 +134,9 @@ class Engine:
             next((addon.row_weights for addon in self.addons if addon.row_weights is not None), None),
             next((addon.residuals for addon in self.addons if addon.residuals is not None), None),
             fixed_rows=limits.fixed_rows,
+            masked=_masked_backbone(model, limits, heartbeat),
         )
-        self._forward = MeasuredForward(denoiser, self.step_times, self.addons)
+        self._forward = MeasuredForward(denoiser, self.step_times, self.addons, self._fractions)
         if heartbeat is not None:
             call_after_blocks((model.backbone.unet, model.vae, *model.text_encoders), heartbeat.beat)
         self._pair = None
@@ -204,9 +218,10 @@ class Engine:
             self._pair.backlog = requests
 
     def steps_left(self) -> Iterator[tuple[Hashable, int]]:
-        """Every job that is here, with its steps to go."""
+        """Every job that is here, with its steps to go; one of masked rows counts as what it costs of a plain one."""
         for job in self._jobs.values():
-            yield job.key, job.steps_total - job.steps_done
+            costs = (request.steps_left * self._forward.cost(request) for request in job.requests)
+            yield job.key, math.ceil(sum(costs))
         for waiting in self._waiting:
             yield waiting.order.key, waiting.order.spec.num_images * waiting.order.spec.steps
 
@@ -323,6 +338,9 @@ class Engine:
             return
         job.drawn.add(request.index)
         yield ImageDrawn(key=job.key, index=request.index, pixels=pixels)
+        for part in job.addons.values():
+            if (kept := part.keep(request.index)) is not None:
+                yield JobKept(key=job.key, index=request.index, data=kept)
         if job.finished:
             self._forget(job)
             beside_s = job.seconds["encode"] + job.seconds["decode"] / len(job.requests)
@@ -344,6 +362,14 @@ class Engine:
         for request in job.runs:
             del self._jobs_by_request[request]
             self._batcher.remove(request)
+
+
+def _masked_backbone(model: Model, limits: EngineLimits, heartbeat: Heartbeat | None) -> MaskedBackbone | None:
+    """Over the model's network; None for one of which it does not know all parts."""
+    if unsupported(model.backbone.unet):
+        return None
+    maps = SparseMaps() if limits.sparse_convolutions else FullMaps()
+    return MaskedBackbone(model.backbone.unet, maps=maps, beat=heartbeat.beat if heartbeat else None)
 
 
 def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:

@@ -63,6 +63,18 @@ class ImageDrawn:
     pixels: Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JobKept:
+    """What a job keeps of one of its images for edits of it; said before JobFinished.
+
+    data: safetensors, for an EngineOrder of an edit; at most rules.MAX_KEPT_LATENTS_BYTES.
+    """
+
+    key: Hashable
+    index: int
+    data: bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlUse:
     """A ControlNet as a job used it: in the steps [begin_step, end_step). See ControlSpec and ControlRecord."""
@@ -118,6 +130,7 @@ class CachedStart:
     """A cached latent that image `image` started from: of an entry, after `step` steps.
 
     from_step: the first step that the image is made of. similarity: cosine of the two prompts' embeddings.
+    without_loras: whether the entry was recorded without the job's LoRAs.
     """
 
     image: int
@@ -125,6 +138,25 @@ class CachedStart:
     step: int
     from_step: int
     similarity: float
+    without_loras: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditRecord:
+    """What masked blocks were to a job.
+
+    blocks_reused: transformer blocks that took what is not masked from a recording, of blocks_total, over all steps,
+    rows and images. computed_share: of the tokens, at the finest level of attention, the largest of any step; 0 where
+    all was computed. recording: that was used, hex; empty for none. computed_all_because: why none was, in words.
+    recorded: whether this job has recorded what later ones can use.
+    """
+
+    blocks_reused: int = 0
+    blocks_total: int = 0
+    computed_share: float = 0.0
+    recording: str = ""
+    computed_all_because: str = ""
+    recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +168,7 @@ class EngineRecord:
     encoder_s: of the denoising steps with ControlNets, the time before the first residual was needed.
     exact: whether no add-on has approximated anything.
     pair: what the other worker of a pair did for it; None where no rows were offloaded. cached_starts: of the images
-    that started from cached latents.
+    that started from cached latents. edit: of an edit that may compute masked blocks alone.
     """
 
     begin_step: int
@@ -149,6 +181,7 @@ class EngineRecord:
     exact: bool = True
     pair: PairRecord | None = None
     cached_starts: tuple[CachedStart, ...] = ()
+    edit: EditRecord | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,4 +200,4 @@ class JobFailed:
     error: BottegaError
 
 
-Event = JobStarted | JobDecided | JobAdvanced | JobCheckpointed | ImageDrawn | JobFinished | JobFailed
+Event = JobStarted | JobDecided | JobAdvanced | JobCheckpointed | ImageDrawn | JobKept | JobFinished | JobFailed

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from bottega.diffusion.editing.masked.backbone import MaskedBackbone
+from bottega.diffusion.editing.masked.packing import RowSpans
+from bottega.diffusion.editing.masked.rows import MaskedActivations
 from bottega.diffusion.engine.residuals import ResidualProvider
 from bottega.diffusion.model.backbone import Activations, Backbone, Inputs
 from bottega.diffusion.rows import LoraSet, Row
@@ -37,19 +40,26 @@ class Prediction:
     noise: [channels, height, width] of every row that was not late. A row that is missing is to be asked for
     again, with all rows of its owner. seconds: that the network took, without waiting for residuals.
     waited_s: for residuals. encoder_s: what of `seconds` went by before the first of them was needed.
+    blocks_reused: of rows with activations, how many transformer blocks took what is unmasked from the recording. A row
+    with activations that has none of it was computed in full and recorded nowhere: this network, or a fixed number of
+    rows, does not allow more.
     """
 
     noise: dict[Row, Tensor]
     seconds: float
     waited_s: float = 0.0
     encoder_s: float = 0.0
+    blocks_reused: Mapping[Row, int] = field(default_factory=dict)
 
 
 class RowWeights(Protocol):
     """What makes the LoRAs of rows count in a forward, beside the weights."""
 
-    def enter(self, sets: Sequence[LoraSet | None]) -> None:
-        """A forward of rows with these sets follows, or goes on with them. Raises what an add-on raises."""
+    def enter(self, sets: Sequence[LoraSet | None], spans: RowSpans | None = None) -> None:
+        """A forward of rows with these sets follows, or goes on with them. Raises what an add-on raises.
+
+        spans: where rows lie in each call of a layer; None where every call has them in dimension 0.
+        """
         ...
 
     def leave(self) -> None:
@@ -62,6 +72,7 @@ class Denoiser:
 
     row_weights: makes their LoRAs count; None where none has some. residuals: where those of their ControlNets are.
     fixed_rows: every forward has so many rows, whatever comes, for results that are equal byte for byte; 0 is off.
+    masked: runs the groups in which a row has activations; never with fixed_rows, under which masks would change bits.
     """
 
     def __init__(
@@ -71,8 +82,10 @@ class Denoiser:
         residuals: ResidualProvider | None = None,
         *,
         fixed_rows: int = 0,
+        masked: MaskedBackbone | None = None,
     ) -> None:
         self._backbone = backbone
+        self._masked = None if fixed_rows else masked
         self._row_weights = row_weights
         self._residuals = residuals
         self._fixed_rows = fixed_rows
@@ -86,6 +99,7 @@ class Denoiser:
         Raises Unavailable when residuals do not come within RESIDUAL_TIMEOUT_S.
         """
         group = self._padded(rows)
+        masked = self._masked if any(row.activations for row in group) else None
         inputs = stack(group)
         self._waited_s = self._encoder_s = 0.0
         controlled = [row for row in group if row.controls]
@@ -93,9 +107,11 @@ class Denoiser:
         if controlled:
             with self._waiting():  # in this process, ControlNets run now
                 self._provider().ask(controlled)
-        self._enter(group)
+        backbone = self._backbone if masked is None else masked
+        self._enter(group, backbone)
         try:
-            group, late, prediction = self._run(group, self._backbone.begin(inputs))
+            activations = backbone.begin(inputs)
+            group, late, prediction = self._run(group, backbone, activations)
         finally:
             if self._row_weights is not None:
                 self._row_weights.leave()
@@ -106,6 +122,7 @@ class Denoiser:
             seconds=perf_counter() - began_s - self._waited_s,
             waited_s=self._waited_s,
             encoder_s=self._encoder_s,
+            blocks_reused=_reused(group, activations),
         )
 
     @torch.inference_mode()
@@ -117,16 +134,18 @@ class Denoiser:
 
     def _padded(self, rows: Sequence[Row]) -> list[Row]:
         """The rows, and as many without an owner as are missing."""
-        blank = replace(rows[-1], owner=None, controls=(), loras=None)
+        blank = replace(rows[-1], owner=None, controls=(), loras=None, activations=None)
         return [*_by_set(rows), *[blank] * (self._fixed_rows - len(rows))]
 
-    def _run(self, group: list[Row], activations: Activations) -> tuple[list[Row], set[Hashable], Tensor]:
+    def _run(
+        self, group: list[Row], backbone: Backbone, activations: Activations
+    ) -> tuple[list[Row], set[Hashable], Tensor]:
         """The blocks. Returns the rows that went through, which of their owners were late, and the prediction."""
         late: set[Hashable] = set()
         patience_s = 0.0
         controlled = any(row.controls for row in group)
         began_s = perf_counter()
-        for block in self._backbone.blocks:
+        for block in backbone.blocks:
             if block.needs and controlled:
                 if not self._encoder_s:
                     _finish(activations.hidden)
@@ -137,9 +156,10 @@ class Denoiser:
                     return group, late, activations.hidden  # nobody is left to go on for
                 if late and not self._fixed_rows:
                     group = self._leave(group, late, activations)
+                    self._enter(group, backbone)
                 self._add_residuals(group, late, block.needs, activations)
             block.run(activations)
-        return group, late, self._backbone.finish(activations)
+        return group, late, backbone.finish(activations)
 
     def _late(self, group: list[Row], gone: set[Hashable], points: tuple[int, ...], patience_s: float) -> set[Hashable]:
         """The owners that have a late row after `patience_s`; longer only while that would be all of them.
@@ -167,13 +187,13 @@ class Denoiser:
         """Takes the rows of these owners out of the forward; returns the others."""
         kept = [index for index, row in enumerate(group) if row.owner not in late]
         activations.select(kept)
-        remaining = [group[index] for index in kept]
-        self._enter(remaining)
-        return remaining
+        return [group[index] for index in kept]
 
-    def _enter(self, group: Sequence[Row]) -> None:
+    def _enter(self, group: Sequence[Row], backbone: Backbone) -> None:
+        """Makes the LoRAs of these rows count in what the backbone runs next."""
         if self._row_weights is not None:
-            self._row_weights.enter([row.loras for row in group])
+            spans = backbone.spans if isinstance(backbone, MaskedBackbone) else None
+            self._row_weights.enter([row.loras for row in group], spans)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -210,6 +230,13 @@ def _by_set(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (-counts[row.loras.key], row.loras.key) if row.loras is not None else (1, ()))
 
 
+def _reused(group: Sequence[Row], activations: Activations) -> dict[Row, int]:
+    """By row of an edit, its transformer blocks that took what is unmasked from a recording."""
+    if not isinstance(activations, MaskedActivations):
+        return {}
+    return {row: count for row, count in zip(group, activations.reused, strict=True) if row.activations is not None}
+
+
 def _finish(tensor: Tensor) -> None:
     """Waits until the device has computed it: else a time would be that of the launch."""
     if tensor.device.type == "cuda":
@@ -225,4 +252,6 @@ def stack(rows: Sequence[Row]) -> Inputs:
         prompt_embeds=torch.stack([row.embeds.prompt for row in rows]),
         pooled_embeds=torch.stack([row.embeds.pooled for row in rows]),
         time_ids=torch.stack([row.embeds.time_ids for row in rows]),
+        activations=[row.activations for row in rows],
+        origins=[(row.embeds.prompt, row.loras.key if row.loras is not None else None) for row in rows],
     )

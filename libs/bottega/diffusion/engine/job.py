@@ -11,6 +11,7 @@ from time import perf_counter
 
 from torch import Tensor
 
+from bottega.diffusion.editing.edit import latent_mask
 from bottega.diffusion.engine.addon import Parts
 from bottega.diffusion.engine.checkpoint import SavedJob, read_checkpoint
 from bottega.diffusion.engine.encode import Conditions, encode_image, encode_prompts
@@ -37,6 +38,8 @@ class EngineOrder:
     """What the engine is told to draw.
 
     key: unique among the jobs that it holds. image: source of image-to-image, uint8 [height, width, 3].
+    mask: of an edit of it, uint8 [height, width], 1 where it is redrawn, else 0.
+    kept_latents: of the job that drew the image of an edit, as its JobKept; empty where nothing was kept.
     control_images: one for each of the spec's ControlNets, uint8 [its height, its width, 3].
     addons: what add-ons are told of it, by kind: messages of their own.
     decisions: of earlier attempts. checkpoint: of an earlier attempt; empty to begin at the beginning.
@@ -46,6 +49,8 @@ class EngineOrder:
     key: Hashable
     spec: ResolvedSpec
     image: Tensor | None = None
+    mask: Tensor | None = None
+    kept_latents: bytes = b""
     control_images: tuple[Tensor, ...] = ()
     addons: Mapping[str, bytes] = field(default_factory=dict)
     decisions: Decisions = field(default_factory=dict)
@@ -198,8 +203,9 @@ def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float) -> E
     if state is None:
         requests, pinned = new_requests(model, order, conditions), order.decisions
     else:
+        mask = _latent_mask(model, order)
         requests = [
-            Request(model, order.spec, conditions, index=index, resume=image)
+            Request(model, order.spec, conditions, index=index, mask=mask, resume=image)
             for index, image in enumerate(state.images)
         ]
         pinned = {**order.decisions, **state.decisions}
@@ -223,7 +229,20 @@ def new_requests(model: Model, order: EngineOrder, conditions: Conditions) -> li
     if (spec.strength is None) != (order.image is None):
         raise InternalError("a strength came without an image, or an image without one")
     image = None if order.image is None else encode_image(model, order.image)
-    return [Request(model, spec, conditions, index=index, image=image) for index in range(spec.num_images)]
+    mask = _latent_mask(model, order)
+    return [Request(model, spec, conditions, index=index, image=image, mask=mask) for index in range(spec.num_images)]
+
+
+def _latent_mask(model: Model, order: EngineOrder) -> Tensor | None:
+    """The mask of an edit; None where the order is none."""
+    spec = order.spec
+    if order.mask is None and spec.edit is None:
+        return None
+    if order.mask is None or spec.edit is None or order.image is None:
+        raise InternalError("an edit came without its mask or its image, or a mask without an edit")
+    if order.mask.shape != (spec.height, spec.width):
+        raise InternalError("the mask of an edit came in another size than its picture's")
+    return latent_mask(model, order.mask)
 
 
 def _resumed_state(model: Model, order: EngineOrder) -> SavedJob | None:
@@ -240,6 +259,8 @@ def _resumed_state(model: Model, order: EngineOrder) -> SavedJob | None:
 def _remote_job(job: EngineJob, conditions: Conditions) -> RemoteJob | None:
     """What another worker must know to compute rows of the job. Without guidance there is nothing to halve."""
     if conditions.unconditional is None or not job.order.latent_parallelism:
+        return None
+    if not all(part.offloadable for part in job.addons.values()):
         return None
     halves = {Half.UNCONDITIONAL: conditions.unconditional, Half.CONDITIONAL: conditions.conditional}
     told = {addon.kind: part.offload() for addon, part in job.addons.items()}

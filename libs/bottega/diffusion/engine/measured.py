@@ -7,34 +7,64 @@ from dataclasses import replace
 
 from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.forward import Denoiser, Prediction
+from bottega.diffusion.engine.request import Request
 from bottega.diffusion.rows import Row
-from bottega.planning import StepTimes
+from bottega.planning import RowFractions, StepTimes
 
 # The warm-up measures wider turns until one takes so long: the rest is learnt from real ones.
 _WARM_UP_TURN_S = 1.0
 
 
 class MeasuredForward:
-    """Runs forwards and observes their times. addons: learn from them what their part of a forward takes."""
+    """Runs forwards and observes their times. addons: learn from them what their part of a forward takes.
 
-    def __init__(self, denoiser: Denoiser, step_times: StepTimes, addons: Sequence[EngineAddOn]) -> None:
+    step_times: of plain rows. fractions: what rows cost of which a part is computed.
+    """
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        step_times: StepTimes,
+        addons: Sequence[EngineAddOn],
+        fractions: RowFractions | None = None,
+    ) -> None:
         self.step_times = step_times
+        self._fractions = fractions or RowFractions()
         self._denoiser = denoiser
         self._addons = addons
 
     def predict(self, rows: Sequence[Row]) -> Prediction:
         """A forward of these rows, see Denoiser.predict."""
         prediction = self._denoiser.predict(rows)
-        if len(prediction.noise) == len(rows):  # else some of them ran only half of it
-            _, height, width = rows[0].sample.shape
-            plain_s = self.step_times.seconds((height, width), len(rows))
-            plain = [addon.after_forward(rows, prediction.seconds, plain_s) for addon in self._addons]
-            if all(plain) or plain_s is None:
-                self.step_times.observe((height, width), len(rows), prediction.seconds)
+        if len(prediction.noise) < len(rows):
+            return prediction  # some of them ran only half of it
+        if any(row.activations is not None for row in rows):
+            self._learn_masked(rows, prediction.seconds)
+        else:
+            self._learn_plain(rows, prediction.seconds)
         return prediction
+
+    def cost(self, request: Request) -> float:
+        """What each of a request's rows costs in the next turn, as a fraction of a plain one."""
+        _, height, width = request.key.shape
+        return self._fractions.fraction((height, width), request.computed_share)
 
     def ask_ahead(self, rows: Sequence[Row]) -> None:
         self._denoiser.ask_ahead(rows)
+
+    def _learn_plain(self, rows: Sequence[Row], seconds: float) -> None:
+        _, height, width = rows[0].sample.shape
+        plain_s = self.step_times.seconds((height, width), len(rows))
+        plain = [addon.after_forward(rows, seconds, plain_s) for addon in self._addons]
+        if all(plain) or plain_s is None:
+            self.step_times.observe((height, width), len(rows), seconds)
+
+    def _learn_masked(self, rows: Sequence[Row], seconds: float) -> None:
+        """A turn with masked rows is none of so many plain ones. One that only records says nothing."""
+        shares = [row.activations.share for row in rows if row.activations is not None and row.activations.recorded]
+        if shares:
+            _, height, width = rows[0].sample.shape
+            self._fractions.observe(self.step_times, (height, width), rows=len(rows), shares=shares, seconds=seconds)
 
     def warm_up(self, row: Row, max_rows: int) -> None:
         """Measures forwards of 1, 2, 4, ... rows like this one until one takes a second, and what add-ons cost."""

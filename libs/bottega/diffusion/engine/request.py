@@ -8,27 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import rescale_noise_cfg
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
+from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.engine.encode import Conditions, LatentDistribution, to_latent
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import Sampler, SamplerState, draws_noise, first_step_from
-from bottega.diffusion.rows import GroupKey, Half, LoraSet, Row, SetKey
+from bottega.diffusion.rows import GroupKey, Half, LoraSet, Row, RowActivations, SetKey
 from bottega.diffusion.spec import ResolvedSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestState:
-    """All that another engine needs to go on with a request, beside its spec and its job's decisions."""
+    """All that another engine needs to go on with a request, beside its spec, its mask and its job's decisions.
+
+    image_latent, noise: of an edit.
+    """
 
     step: int
     latent: Tensor
     generator: Tensor
     sampler: SamplerState
+    image_latent: Tensor | None = None
+    noise: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +52,28 @@ class ActiveControl:
     halves: frozenset[Half] = frozenset(Half)
 
 
+class ImageActivations(Protocol):
+    """What one image takes from a recording, and gives to one."""
+
+    def row(self, half: Half) -> RowActivations | None:
+        """Of the step that comes next; asked again where that is tried again. None: it is computed in full."""
+
+    @property
+    def next_share(self) -> float:
+        """Of the tokens of its rows, what the step that comes next computes."""
+
+
 class Request:
     """One image of a job.
 
     step: the next step to run; done when it equals `end`. begin: the first one; image-to-image starts later
     than 0, from `image`. resume: goes on from there instead. resumed_from: where it went on; without, `begin`.
     `start_from` skips steps.
+    mask: of an edit of the image, [1, 1, height, width] as its latents are; see Edit, which `edit` is then.
     latent: [1, channels, height, width]. estimate: of the finished latent, as the last step saw it.
     Its add-ons set: controls: its ControlNets, in the order in which their residuals are summed. loras: in force from
-    step `loras_from` on; None while they are not here, or where it has none.
+    step `loras_from` on; None while they are not here, or where it has none. activations: what
+    its rows take from a recording, and give to one.
     """
 
     def __init__(
@@ -64,6 +84,7 @@ class Request:
         *,
         index: int = 0,
         image: LatentDistribution | None = None,
+        mask: Tensor | None = None,
         resume: RequestState | None = None,
     ) -> None:
         self.index = index
@@ -72,6 +93,8 @@ class Request:
         self.controls: tuple[ActiveControl, ...] = ()
         self.loras: LoraSet | None = None
         self.loras_from: int | None = None
+        self.activations: ImageActivations | None = None
+        self.edit: Edit | None = None
         self._model = model
         self._conditions = conditions
         self._sampler = self._new_sampler(self.begin)
@@ -80,10 +103,11 @@ class Request:
         self._generator = torch.Generator("cpu").manual_seed(spec.seed + index)
         if resume is None:
             self.step = self.begin
-            self.latent = self._start(image)
+            self.latent = self._start(image, mask)
         else:
             self.step = resume.step
             self.latent = resume.latent.to(model.device, model.dtype)
+            self.edit = self._resumed_edit(resume, mask)
             self._generator.set_state(resume.generator)
             self._sampler.restore(resume.sampler, resume.step, model.device)
         self.resumed_from = self.step
@@ -108,6 +132,11 @@ class Request:
         return self.spec.rows
 
     @property
+    def computed_share(self) -> float:
+        """Of the tokens of its rows, what the next turn computes."""
+        return 1.0 if self.activations is None else self.activations.next_share
+
+    @property
     def steps(self) -> int:
         """Steps in all."""
         return self.end - self.begin
@@ -128,6 +157,25 @@ class Request:
         if changed:
             self.key = replace(self.key, weights=key)
         return changed
+
+    @property
+    def timestep(self) -> float:
+        """Of the step that comes next."""
+        return float(self._sampler.timestep(self.step))
+
+    @property
+    def timesteps(self) -> list[float]:
+        """Of all its steps, from `begin` on."""
+        return [float(self._sampler.timestep(step)) for step in range(self.begin, self.end)]
+
+    def use_edit(self, edit: Edit) -> None:
+        """Goes on with another image latent, noise or trajectory.
+
+        Before the first step the latent is made anew from them; later they count for what is put back alone.
+        """
+        self.edit = edit
+        if self.step == self.begin:
+            self.latent = self.estimate = edit.start(self._sampler, self.begin, self._strength)
 
     def start_from(self, latent: Tensor, steps: int) -> None:
         """Goes on from the latent that another picture had after so many steps, whatever this one has made so far.
@@ -164,6 +212,7 @@ class Request:
                 embeds=embeds,
                 controls=tuple(control.handle for control in active if half in control.halves),
                 loras=self.loras_now,
+                activations=self.activations.row(half) if self.activations is not None else None,
             )
             for half, embeds in halves.items()
             if embeds is not None
@@ -178,9 +227,12 @@ class Request:
             combined = unconditional + self.spec.guidance_scale * (conditional - unconditional)
             if self.spec.guidance_rescale > 0.0:
                 combined = rescale_noise_cfg(combined, conditional, guidance_rescale=self.spec.guidance_rescale)
-        latent, self.estimate = self._sampler.step(combined, self.step, self.latent, self._generator)
-        self.latent = latent.to(self.latent.dtype)
+        latent, estimate = self._sampler.step(combined, self.step, self.latent, self._generator)
         self.step += 1
+        latent = latent.to(self.latent.dtype)
+        if self.edit is not None:
+            latent, estimate = self.edit.put_back(latent, self._sampler, self.step), self.edit.paste(estimate)
+        self.latent, self.estimate = latent, estimate
 
     def state(self) -> RequestState:
         """A snapshot between two steps; later steps do not change it."""
@@ -189,6 +241,8 @@ class Request:
             latent=self.latent,
             generator=self._generator.get_state(),
             sampler=self._sampler.state(),
+            image_latent=None if self.edit is None else self.edit.image_latent,
+            noise=None if self.edit is None else self.edit.noise,
         )
 
     def _new_sampler(self, begin: int) -> Sampler:
@@ -200,7 +254,11 @@ class Request:
             karras=self.spec.use_karras_sigmas,
         )
 
-    def _start(self, image: LatentDistribution | None) -> Tensor:
+    @property
+    def _strength(self) -> float:
+        return 1.0 if self.spec.strength is None else self.spec.strength
+
+    def _start(self, image: LatentDistribution | None, mask: Tensor | None) -> Tensor:
         """The latent before the first step, drawn in Diffusers' order."""
         model = self._model
         if image is None:
@@ -209,8 +267,20 @@ class Request:
         drawn = image.mean + image.std * self._draw(tuple(image.mean.shape), image.mean.dtype)
         latent = to_latent(model, drawn.to(model.dtype))
         noise = self._draw(tuple(latent.shape))
+        if mask is not None:
+            # Diffusers' sample of the image without what is masked: only UNets of nine channels take it, but the
+            # generator moves on, and with it what ancestral samplers draw.
+            self._draw(tuple(image.mean.shape), image.mean.dtype)
+            self.edit = Edit(image_latent=latent.contiguous(), noise=noise, mask=mask)
+            return self.edit.start(self._sampler, self.begin, self._strength)
         # In one layout whatever it came from: groups and checkpoints have one, and a sum's last bits follow the layout.
         return self._sampler.add_noise(latent, noise, self.begin).contiguous()
+
+    def _resumed_edit(self, state: RequestState, mask: Tensor | None) -> Edit | None:
+        if mask is None or state.image_latent is None or state.noise is None:
+            return None
+        image_latent, noise = (each.to(mask.device, mask.dtype) for each in (state.image_latent, state.noise))
+        return Edit(image_latent=image_latent, noise=noise, mask=mask)
 
     def _draw(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Standard normal. dtype: the model's without one."""

@@ -81,7 +81,8 @@ class Stepper:
         if not requests:
             return  # what is in the weights stays: the next job may want the same
         height, width = requests[0].key.shape[1:]
-        step_s = self._forward.step_times.seconds((height, width), sum(request.row_count for request in requests))
+        rows = sum(request.row_count * self._forward.cost(request) for request in requests)
+        step_s = self._forward.step_times.seconds((height, width), rows)
         regrouped = [addon.before_group(requests, step_s or 0.0) for addon in self._addons]
         if any(regrouped):
             self._batcher.regroup()

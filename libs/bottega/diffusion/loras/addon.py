@@ -113,6 +113,7 @@ class EngineLoras(EngineAddOn):
         seconds = self.weights.put_in_text(text)
         if isinstance(part, JobLoras) and text is not None:
             part.patch_s = seconds
+            part.in_text = True
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
         """Returns when more of their LoRAs is here, or has failed, or after the timeout."""
@@ -168,7 +169,7 @@ class JobLoras(JobAddOn):
     """The LoRAs of one job. since_s: when they were asked for; timeout_s: how long they may take.
 
     bound: the step that no image makes without them. step: that at which they go in, once it is decided.
-    wait_s, patch_s: see LoraRecord.
+    in_text: whether the prompt was encoded with them. wait_s, patch_s: see LoraRecord.
     """
 
     addon: EngineLoras
@@ -180,6 +181,7 @@ class JobLoras(JobAddOn):
     bound: int = 0
     step: int | None = None
     loras: LoraSet | None = None
+    in_text: bool = False
     wait_s: float = 0.0
     patch_s: float = 0.0
     _requests: Sequence[Request] = ()
@@ -197,6 +199,11 @@ class JobLoras(JobAddOn):
     def resumable(self) -> bool:
         """Not where a LoRA is measured: what was measured before the checkpoint is not in it."""
         return not any(spec.measured for spec in self.specs)
+
+    @property
+    def changes_prompt(self) -> bool:
+        """Whether they have parts in the text encoders."""
+        return self.in_text
 
     def prompt_ready(self, now_s: float) -> bool:
         """Whether what they do to the text encoders is here."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bottega.diffusion.editing.masked.packing import RowSpans
 from bottega.diffusion.loras.lora import UNET
 from bottega.diffusion.rows import Factors, LoraSet, SetKey
 
@@ -21,6 +23,7 @@ from bottega.diffusion.rows import Factors, LoraSet, SetKey
 _PLANS_BYTES = 512 << 20
 
 _Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
+_Offsets = Callable[[], tuple[int, ...] | None]
 _Arrangement = tuple[SetKey | None, ...]
 
 
@@ -28,6 +31,7 @@ class UnmergedLoras:
     """Adds each row's LoRAs to the outputs of the modules they touch, for one forward at a time.
 
     row_by_row: every row has products of its own, so that their last bits do not depend on who stands beside it.
+    Dimension 0 of what a module is called with is the rows, or what `spans` says: packed tokens of all rows, or tiles.
     """
 
     def __init__(self, network: nn.Module, *, row_by_row: bool = False) -> None:
@@ -35,10 +39,15 @@ class UnmergedLoras:
         self._row_by_row = row_by_row
         self._plans: OrderedDict[_Arrangement, _Plan] = OrderedDict()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._spans: RowSpans | None = None
 
-    def enter(self, sets: Sequence[LoraSet | None]) -> None:
-        """Makes row i use sets[i], in place of what was entered before. Rows of one set should stand side by side."""
+    def enter(self, sets: Sequence[LoraSet | None], spans: RowSpans | None = None) -> None:
+        """Makes row i use sets[i], in place of what was entered before. Rows of one set should stand side by side.
+
+        spans: where rows lie in each call; None where every call has them in dimension 0.
+        """
         self.leave()
+        self._spans = spans
         if any(each is not None for each in sets):
             for path, hook in self._plan(sets).hooks.items():
                 self._handles.append(self._modules[path].register_forward_hook(hook))
@@ -48,6 +57,11 @@ class UnmergedLoras:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._spans = None
+
+    def _offsets(self) -> tuple[int, ...] | None:
+        """Of the call in hand."""
+        return None if self._spans is None else self._spans.offsets
 
     def _plan(self, sets: Sequence[LoraSet | None]) -> _Plan:
         arrangement = tuple(None if each is None else each.key for each in sets)
@@ -69,7 +83,8 @@ class UnmergedLoras:
                 for alike in _alike([run for run in runs if path in run.factors], row_by_row=self._row_by_row)
             ]
             size_bytes += sum(stack.size_bytes for stack in stacks)
-            hooks[path] = _convolved(module, stacks) if isinstance(module, nn.Conv2d) else _projected(stacks)
+            hook = _convolved if isinstance(module, nn.Conv2d) else _projected
+            hooks[path] = hook(stacks, self._offsets)
         return _Plan(hooks=hooks, size_bytes=size_bytes)
 
 
@@ -107,6 +122,19 @@ class _Stack:
     @property
     def size_bytes(self) -> int:
         return self.down.nbytes + self.up.nbytes
+
+    def bounds(self, offsets: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Where each set's part of dimension 0 begins, and where the last one ends. offsets: see RowSpans."""
+        rows = (self.last - self.first) // self.sets
+        edges = range(self.first, self.last + 1, rows)
+        return tuple(edges) if offsets is None else tuple(offsets[edge] for edge in edges)
+
+    def of_set(self, place: int) -> tuple[Tensor, Tensor]:
+        """down and up of one set of a convolution."""
+        rank = self.up.shape[-1]
+        each = self.down.view(-1, rank, *self.down.shape[1:])
+        first = place * (len(each) // self.sets)
+        return each[first], self.up[first]
 
 
 def _runs(sets: Sequence[LoraSet | None], *, row_by_row: bool) -> list[_Run]:
@@ -169,28 +197,51 @@ def _filled(tensor: Tensor, dim: int, size: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
 
 
-def _projected(stacks: Sequence[_Stack]) -> _Hook:
+def _projected(stacks: Sequence[_Stack], offsets: _Offsets) -> _Hook:
     def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         # The output is this module's own fresh tensor, and nobody else has seen it yet.
         for stack in stacks:
-            x = inputs[0][stack.first : stack.last].reshape(stack.sets, -1, inputs[0].shape[-1])
-            total = output[stack.first : stack.last].view(stack.sets, -1, output.shape[-1])
-            total.baddbmm_(torch.bmm(x, stack.down), stack.up)
+            bounds = stack.bounds(offsets())
+            if _even(bounds):
+                x = inputs[0][bounds[0] : bounds[-1]].reshape(stack.sets, -1, inputs[0].shape[-1])
+                total = output[bounds[0] : bounds[-1]].view(stack.sets, -1, output.shape[-1])
+                total.baddbmm_(torch.bmm(x, stack.down), stack.up)
+                continue
+            for place, (first, last) in enumerate(pairwise(bounds)):
+                output[first:last].addmm_(inputs[0][first:last] @ stack.down[place], stack.up[place])
         return output
 
     return add
 
 
-def _convolved(module: nn.Conv2d, stacks: Sequence[_Stack]) -> _Hook:
-    def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _convolved(stacks: Sequence[_Stack], offsets: _Offsets) -> _Hook:
+    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        assert isinstance(module, nn.Conv2d), "the hook is a convolution's"
+        x = inputs[0]
         for stack in stacks:
-            x = inputs[0][stack.first : stack.last]
-            rows, groups = x.shape[0], x.shape[0] if stack.sets > 1 else 1
-            if groups > 1:
-                x = x.reshape(1, -1, *x.shape[2:])
-            low = functional.conv2d(x, stack.down, None, module.stride, module.padding, module.dilation, groups)
-            product = stack.up @ low.reshape(rows, stack.up.shape[-1], -1)
-            output[stack.first : stack.last] += product.view(rows, -1, *output.shape[2:])
+            packed = offsets()
+            if packed is None:
+                first, last = stack.first, stack.last
+                _add_convolved(module, x[first:last], output[first:last], stack.down, stack.up)
+                continue
+            for place, (first, last) in enumerate(pairwise(stack.bounds(packed))):
+                _add_convolved(module, x[first:last], output[first:last], *stack.of_set(place))
         return output
 
     return add
+
+
+def _add_convolved(module: nn.Conv2d, x: Tensor, output: Tensor, down: Tensor, up: Tensor) -> None:
+    """Adds to the output of items [items, channels, height, width]. down, up: see _Stack; of all items, or of each."""
+    items, groups = x.shape[0], down.shape[0] // up.shape[-1]
+    if not items:
+        return
+    if groups > 1:
+        x = x.reshape(1, -1, *x.shape[2:])
+    low = functional.conv2d(x, down, None, module.stride, module.padding, module.dilation, groups)
+    output += (up @ low.reshape(items, up.shape[-1], -1)).view_as(output)
+
+
+def _even(bounds: Sequence[int]) -> bool:
+    """Whether all parts are equally long: then they are one batched product."""
+    return len({last - first for first, last in pairwise(bounds)}) == 1

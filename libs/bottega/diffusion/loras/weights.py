@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from bottega.diffusion.editing.masked.packing import RowSpans
 from bottega.diffusion.loras.costs import SwapCosts
 from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, LoraAtScale, LoraLayer
 from bottega.diffusion.loras.lora_set import make_set, set_key
@@ -129,11 +130,11 @@ class LoraWeights:
         self._tell_copies()
         return seconds
 
-    def enter(self, sets: Sequence[LoraSet | None]) -> None:
-        """Row i of the forward that begins now, or goes on with fewer rows, uses sets[i]."""
+    def enter(self, sets: Sequence[LoraSet | None], spans: RowSpans | None = None) -> None:
+        """Row i of the forward that begins now, or goes on with fewer rows, uses sets[i]. spans: see UnmergedLoras."""
         if self.patched is not None and any(each is not self.patched for each in sets):
             self.put_in_unet(None)
-        self._unmerged.enter([None if each is self.patched else each for each in sets])
+        self._unmerged.enter([None if each is self.patched else each for each in sets], spans)
 
     def leave(self) -> None:
         """The forward is over."""

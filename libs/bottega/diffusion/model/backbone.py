@@ -7,13 +7,18 @@ the blocks before the first such place run while the ControlNets do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
+
+from bottega.diffusion.rows import RowActivations
+
+PromptOrigin = tuple[Tensor, Hashable]
+"""A request's own embeddings of its prompt, and its LoRAs: while both stay, so does what is made of them alone."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +29,8 @@ class Inputs:
     timestep: [rows], float32.
     prompt_embeds: [rows, tokens, features].
     pooled_embeds: [rows, features]; time_ids: [rows, 6]. SDXL's added conditions.
+    activations: by row, what it takes from a recording and gives to one; empty where none does.
+    origins: by row, what makes its prompt's projections what they are; empty where they are not kept.
     """
 
     sample: Tensor
@@ -31,6 +38,8 @@ class Inputs:
     prompt_embeds: Tensor
     pooled_embeds: Tensor
     time_ids: Tensor
+    activations: Sequence[RowActivations | None] = ()
+    origins: Sequence[PromptOrigin] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,6 +111,12 @@ class UNetBackbone:
         self.blocks: Sequence[Block] = blocks
 
     def begin(self, inputs: Inputs) -> Activations:
+        sample, embedding = self.embed(inputs)
+        hidden = self.unet.conv_in(sample)
+        return Activations(hidden=hidden, embedding=embedding, context=inputs.prompt_embeds, points={0: hidden})
+
+    def embed(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """What the first convolution takes, and the embedding of timesteps and added conditions."""
         unet = self.unet
         sample = 2 * inputs.sample - 1.0 if unet.config.center_input_sample else inputs.sample
         embedding = unet.time_embedding(unet.get_time_embed(sample=sample, timestep=inputs.timestep))
@@ -114,8 +129,7 @@ class UNetBackbone:
             embedding = embedding + added
         if unet.time_embed_act is not None:
             embedding = unet.time_embed_act(embedding)
-        hidden = unet.conv_in(sample)
-        return Activations(hidden=hidden, embedding=embedding, context=inputs.prompt_embeds, points={0: hidden})
+        return sample, embedding
 
     def finish(self, activations: Activations) -> Tensor:
         unet = self.unet

@@ -109,6 +109,7 @@ class Pair:
             seconds=perf_counter() - began_s - waited_s,
             waited_s=waited_s,
             encoder_s=own.encoder_s,
+            blocks_reused=own.blocks_reused,
             offloaded=owners if rest is None else frozenset(),
             taken_back=owners if rest is not None else frozenset(),
             peer_wait_s=peer_wait_s,
@@ -120,7 +121,11 @@ class Pair:
         able = [
             OffloadedRow(row=row, remote_job=known.remote_job, image=known.image, active=known.active(row))
             for row in rows
-            if free and (known := offloadable.get(row.owner)) and self._target.accepts(known.remote_job)
+            # What it takes from a recording, and what it gives to one, is here.
+            if free
+            and row.activations is None
+            and (known := offloadable.get(row.owner))
+            and self._target.accepts(known.remote_job)
         ]
         count = self._count(_shape(rows[0]), len(rows), len(able)) if able else 0
         offloaded = able[len(able) - count :]

@@ -64,6 +64,7 @@ def test_a_picture_from_a_latent_is_the_same_byte_for_byte_whenever_that_comes(
     drawing = desk.draw(ORDER, at_turn=turn, hits=[HIT])
     assert same(drawing, started)
     assert not same(drawing, exact)
+    assert not drawing.record.exact
     assert desk.starts.counts["hits"] == 1
     assert desk.starts.counts["steps_skipped"] == 4 - turn
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bottega.diffusion.cached_starts import LatentReply
 from bottega.diffusion.cached_starts.picture import StartingPicture
 from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
 from bottega.diffusion.engine.encode import encode_prompts
@@ -23,7 +24,7 @@ from bottega.latents import format_start
 from bottega.v1.cache_pb2 import CacheStart
 from tests.fakes.scripted_latents import Cached, Hit, ScriptedLatents, answer, cached, entry
 from tests.samples.controlnets import control_image, control_spec, random_controlnet, save, shelf_of
-from tests.samples.engine_loras import LorasByHand, lora_spec, random_layers
+from tests.samples.engine_loras import TEXT, LorasByHand, lora_spec, random_layers
 from tests.support.manual_engine import Drawing
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=10, width=32, height=32, seed=5)
@@ -115,6 +116,72 @@ def test_a_hit_before_the_step_of_its_loras_does_not_fit(model: Model, loras: Lo
     desk.easel.run()
     assert drawing.record.cached_starts == ()
     assert desk.starts.counts["unfit_hits"] == 1
+
+
+def without_loras() -> LatentReply:
+    """HIT, from an entry that was recorded without any."""
+    said = answer(HIT)
+    said.header.hits[0].without_loras = True
+    return said
+
+
+def test_a_hit_without_loras_is_taken_before_they_are_here(model: Model, loras: LorasByHand) -> None:
+    desk = Cached(model, ScriptedLatents([without_loras()]), loras=loras)
+    drawing = begun(desk, loras, styled(bound=8), 2)
+    assert drawing.job is not None
+    assert drawing.job.requests[0].step == 6, "from step 4 on, two turns"
+    desk.easel.run()
+    (start,) = drawing.record.cached_starts
+    assert (start.from_step, start.without_loras) == (4, True)
+    assert [lora.from_step for lora in drawing.record.loras] == [6]
+    assert not drawing.record.exact
+
+
+def test_a_picture_from_a_hit_without_loras_is_drawn_again_with_its_pin_and_the_step_of_its_loras(
+    model: Model, loras: LorasByHand
+) -> None:
+    pictures = []
+    for order, turns in (
+        (styled(bound=8), 2),
+        (cached(styled(from_step=6), pin=PIN), 0),  # as its provenance says
+        (styled(bound=8), 0),
+        (cached(styled(from_step=0), pin=PIN), 0),
+    ):
+        loras.here.clear()
+        desk = Cached(model, ScriptedLatents([without_loras()]), loras=loras)
+        drawing = begun(desk, loras, order, turns)
+        desk.easel.run()
+        assert drawing.record.cached_starts[0].from_step == 4
+        pictures.append(drawing.latents[0])
+    assert torch.equal(pictures[0], pictures[1])
+    assert torch.equal(pictures[2], pictures[3])
+    assert not torch.equal(pictures[0], pictures[2])
+
+
+@pytest.mark.parametrize(
+    ("lora", "plain_steps"),
+    [({"bound": 8}, 8), ({"bound": 0}, 0), ({"from_step": 6, "bound": 8}, 0), ({"bound": 50}, 9)],
+)
+def test_the_store_is_asked_for_latents_without_loras_up_to_the_step_that_they_may_come_late(
+    model: Model, loras: LorasByHand, lora: dict[str, int], plain_steps: int
+) -> None:
+    desk = Cached(model, loras=loras)
+    begun(desk, loras, styled(**lora), 0)
+    desk.draw(cached(EngineOrder(key="plain", spec=SPEC)), hits=[HIT])
+    with_lora, plain = (asked.header for asked in desk.source.asked)
+    assert with_lora.plain_key == plain.key != with_lora.key
+    assert with_lora.plain_steps == plain_steps
+    assert not plain.plain_key
+
+
+def test_loras_that_change_the_prompt_are_served_by_their_own_entries_alone(model: Model) -> None:
+    text = random_layers(model.text_encoders[0], 2, targets=TEXT)
+    loras = LorasByHand.of({"ink": {UNET: random_layers(model.backbone.unet, 1), "text_encoder": text}})
+    desk = Cached(model, ScriptedLatents([answer(), answer()]), loras=loras)
+    for order in (styled(bound=8), cached(EngineOrder(key="plain", spec=SPEC))):  # the second takes them out again
+        desk.easel.submit(order)
+        desk.easel.run()
+    assert not desk.source.asked[0].header.plain_key
 
 
 @pytest.fixture(scope="module")

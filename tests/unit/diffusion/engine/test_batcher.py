@@ -32,6 +32,7 @@ class Asked:
     done: int = 0
     waited: int = 0
     turns: int = 0
+    computed_share: float = 1.0
 
     @property
     def steps_left(self) -> int:

@@ -15,6 +15,7 @@ from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model, pick_device
 from bottega.diffusion.model.samplers import KARRAS, SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
+from tests.samples.edits import box_mask, edit_order
 from tests.samples.small_model import small_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine, load
@@ -88,6 +89,15 @@ def test_a_request_from_a_picture_is_equal_to_stock_in_the_same_element_type(
     assert (drawing.pixels[0] == theirs.pixels).all()
 
 
+def test_an_edit_is_equal_to_stock_in_the_same_element_type(half: Half, source: PIL.Image.Image) -> None:
+    spec = replace(PLAIN, strength=0.9999, sampler=SamplerKind.EULER_ANCESTRAL)
+    drawing = ManualEngine(make_engine(half.model, EngineLimits())).draw(edit_order(spec, source, box_mask()))
+    theirs = half.stock.edit(spec, source, box_mask())
+    assert drawing.latents[0].dtype == theirs.latent.dtype == half.model.dtype
+    assert torch.equal(drawing.latents[0], theirs.latent)
+    assert (drawing.pixels[0] == theirs.pixels).all()
+
+
 def test_a_request_beside_others_strays_little_further_than_the_element_type_does(half: Half, whole: Stock) -> None:
     specs = [PLAIN, replace(PLAIN, sampler=SamplerKind.EULER_ANCESTRAL, guidance_scale=1.0, seed=2)]
     drawings = ManualEngine(make_engine(half.model, TOGETHER)).run(
@@ -128,6 +138,16 @@ def test_float32_on_a_gpu_is_the_image_of_stock_there() -> None:
         spec = replace(PLAIN, num_inference_steps=8, sampler=kind, use_karras_sigmas=karras)
         drawing, theirs = easel.draw(EngineOrder(key=1, spec=spec)), stock.reference(spec)
         assert drawing.latents[0].device == torch.device("cuda:0")
+        assert_close(drawing.latents[0], theirs.latent)
+        assert_same_image(drawing.pixels[0], theirs.pixels)
+
+
+@pytest.mark.gpu
+def test_an_edit_on_a_gpu_is_the_image_of_stock_there(source: PIL.Image.Image) -> None:
+    easel, stock = ManualEngine(make_engine(load(device="cuda:0"), EngineLimits())), Stock(device="cuda:0")
+    for kind, karras in SAMPLERS:
+        spec = replace(PLAIN, num_inference_steps=8, sampler=kind, use_karras_sigmas=karras, strength=0.9999)
+        drawing, theirs = easel.draw(edit_order(spec, source, box_mask())), stock.edit(spec, source, box_mask())
         assert_close(drawing.latents[0], theirs.latent)
         assert_same_image(drawing.pixels[0], theirs.pixels)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
 from bottega.diffusion.parallel.pair import Offloadable, Pair, PairPrediction
-from bottega.diffusion.rows import Embeds, Half, Row
+from bottega.diffusion.rows import Embeds, Half, Row, RowActivations
 from bottega.planning import StepTimes
 
 EMBEDS = Embeds(prompt=torch.zeros(7, 8), pooled=torch.zeros(4), time_ids=torch.zeros(6))
@@ -27,7 +28,8 @@ class Network:
 
     def __call__(self, rows: Sequence[Row]) -> Prediction:
         self._times.observe((8, 8), len(rows), OWN_S * len(rows))
-        return Prediction(noise={row: row.sample for row in rows}, seconds=OWN_S * len(rows))
+        reused = {row: 3 for row in rows if row.activations is not None}
+        return Prediction(noise={row: row.sample for row in rows}, seconds=OWN_S * len(rows), blocks_reused=reused)
 
 
 class ScriptedFollower:
@@ -126,3 +128,15 @@ def test_a_wrong_measure_of_fewer_rows_here_does_not_keep_the_pair_apart_for_eve
     assert not shared(pair, 1)[0]
     shared(pair, 60)
     assert all(shared(pair, 20))
+
+
+def test_rows_that_read_recordings_or_make_them_are_computed_where_those_are() -> None:
+    pair, follower = pair_with(OWN_S)
+    edited = [replace(row, activations=RowActivations()) for row in rows_of("edited")]
+    prediction = pair.predict([*edited, *rows_of("plain")], offloadable("edited", "plain"))
+    assert isinstance(prediction, PairPrediction)
+    assert prediction.offloaded == {"plain"}
+    assert prediction.blocks_reused == dict.fromkeys(edited, 3)
+    turns = follower.turns
+    pair.predict(edited, offloadable("edited"))
+    assert follower.turns == turns

@@ -1,0 +1,1 @@
+"""Edits: images of which a masked part is redrawn."""

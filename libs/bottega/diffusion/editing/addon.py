@@ -1,0 +1,152 @@
+"""Masked blocks as an add-on of the engine: which jobs have recordings, and what recordings they may share."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from bottega import kinds
+from bottega.diffusion.editing.edit import Edit
+from bottega.diffusion.editing.job_edits import JobEdits, read_decision
+from bottega.diffusion.editing.keeping import JobKeeping
+from bottega.diffusion.editing.masked.backbone import transformer_blocks
+from bottega.diffusion.editing.masked.support import unsupported
+from bottega.diffusion.editing.masked.tokens import finest_stride
+from bottega.diffusion.editing.prompts import LEAST_COSINE, PromptCosines, measure_prompts
+from bottega.diffusion.editing.recordings.image import MaskLevels
+from bottega.diffusion.editing.recordings.recording import RecordedControl, Recording, RecordingKey
+from bottega.diffusion.editing.recordings.source import ActivationSource
+from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
+from bottega.diffusion.engine.encode import Conditions
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.spec import ResolvedSpec
+from bottega.v1.activations_pb2 import ListTemplatesResponse, Template
+
+_log = logging.getLogger(__name__)
+
+
+class EngineEdits(EngineAddOn):
+    """source: where recordings are. margin: see MaskLevels. fixed_rows: whether groups always have as many rows.
+
+    It stands behind those of ControlNets and LoRAs: what they report says whether a recording is worth anything.
+    unusable: why masked blocks never are; empty where they may be. cosines: how far blocks follow the prompt; None
+    before the first template that would rely on it.
+    """
+
+    kind = kinds.ACTIVATIONS
+
+    def __init__(self, model: Model, source: ActivationSource, *, margin: int = 1, fixed_rows: bool = False) -> None:
+        unet = model.backbone.unet
+        self.model = model
+        self.source = source
+        self.unusable = "fixed_rows is set" if fixed_rows else unsupported(unet)
+        if not self.unusable and not source.budget_bytes:
+            self.unusable = "this worker keeps no activations"
+        self.blocks = () if self.unusable else transformer_blocks(unet)
+        self.levels = MaskLevels(
+            finest=finest_stride(unet),
+            deepest=2 ** (len(unet.down_blocks) - 1),
+            margin=margin,
+            blocks=frozenset(self.blocks),
+        )
+        self.cosines: PromptCosines | None = None
+        self._events: Counter[str] = Counter(blocks_reused=0, blocks_total=0)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """The source's, and the transformer blocks that edits have reused, of all that they have had."""
+        return {**self.source.counts, **self._events}
+
+    def open(self, order: EngineOrder) -> JobAddOn | None:
+        """Raises InvalidRequest for a decision that nobody has made."""
+        spec = order.spec
+        if spec.edit is None:
+            return JobKeeping(self, order) if spec.keep_for_editing else None
+        if not spec.edit.masked_blocks:
+            return None
+        return JobEdits(self, order, read_decision(order.decisions))
+
+    def list_templates(self) -> ListTemplatesResponse:
+        """The one used last first."""
+        recordings = self.source.recordings
+        return ListTemplatesResponse(
+            templates=[self._template(recording) for recording in recordings],
+            used_bytes=sum(recording.size_bytes for recording in recordings),
+            budget_bytes=self.source.budget_bytes,
+        )
+
+    def drop_templates(self, prefix: str) -> int:
+        return self.source.drop(prefix)
+
+    def key(self, order: EngineOrder, template: str = "") -> RecordingKey:
+        """What an order's recordings are found by. template: see RecordingKey; empty is that of the order's image."""
+        spec = order.spec
+        return RecordingKey(
+            model_hash=self.model.digest,
+            dtype=self.model.dtype_name,
+            template=template or ("" if order.image is None else _digest(order.image)),
+            weights=tuple(sorted((lora.digest, float(lora.scale)) for lora in spec.loras)),
+            controls=tuple(
+                RecordedControl(
+                    digest=control.digest,
+                    image_digest=control.image_digest,
+                    scale=float(control.controlnet_conditioning_scale),
+                    guess_mode=control.guess_mode,
+                )
+                for control in spec.controlnets
+            ),
+        )
+
+    def follow_prompts(self, spec: ResolvedSpec, conditions: Conditions, edit: Edit) -> bool:
+        """Whether blocks follow the prompt so far that an edit cannot take what was computed with another one.
+
+        It is measured the first time, in one forward of two rows.
+        """
+        if self.cosines is None:
+            self.cosines = measure_prompts(self.model, spec, conditions, edit, self.blocks)
+            facts = {"cosine": round(self.cosines.mean, 3), "reliable": self.cosines.reliable}
+            _log.info("measured how far blocks follow the prompt", extra=facts)
+        return not self.cosines.reliable
+
+    @property
+    def said_cosine(self) -> str:
+        """How far blocks follow the prompt, in words."""
+        if self.cosines is None:
+            return "not measured"
+        return f"cosine {self.cosines.mean:.2f}, below {LEAST_COSINE:g}"
+
+    def _template(self, recording: Recording) -> Template:
+        height, width = recording.shape
+        return Template(
+            id=recording.id,
+            digest=recording.key.template,
+            model=self.model.name,
+            model_hash=recording.key.model_hash,
+            width=width * self.model.latent_scale,
+            height=height * self.model.latent_scale,
+            size_bytes=recording.size_bytes,
+            steps=recording.timesteps,
+            uses=recording.uses,
+            idle_s=max(0.0, time.monotonic() - recording.used_s),
+            in_use=not recording.is_idle,
+            recording=not recording.complete,
+            valid_share=recording.valid_share,
+        )
+
+    def note_blocks(self, reused: int, total: int) -> None:
+        """An edit's step could have reused so many blocks in all, and did reuse some."""
+        self._events["blocks_reused"] += reused
+        self._events["blocks_total"] += total
+
+
+def _digest(image: Tensor) -> str:
+    """Of an image's pixels, uint8 [height, width, 3], hex."""
+    total = hashlib.sha256(repr(tuple(image.shape)).encode())
+    total.update(image.contiguous().cpu().numpy().data)
+    return total.hexdigest()

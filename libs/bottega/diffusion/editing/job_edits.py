@@ -1,0 +1,269 @@
+"""The images of one edit that may compute masked blocks alone: a template's first edit records, later ones read.
+
+What an edit has in common with its recording outside the mask (the image's latent and the noise) is settled before its
+first step. It is the job's decision: a later attempt draws the same picture, from the recording or without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from google.protobuf.message import DecodeError
+from torch import Tensor
+
+from bottega import kinds, rules
+from bottega.diffusion.editing.edit import Edit
+from bottega.diffusion.editing.kept import KeptLatents, KeptLatentsMismatch, read_kept
+from bottega.diffusion.editing.recordings.image import ImageReader, ImageRecorder
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey
+from bottega.diffusion.engine.addon import JobAddOn
+from bottega.diffusion.engine.encode import Conditions, encode_image
+from bottega.diffusion.engine.events import Decisions, EditRecord, EngineRecord
+from bottega.diffusion.engine.job import EngineJob, EngineOrder
+from bottega.diffusion.engine.request import Request
+from bottega.diffusion.spec import ResolvedSpec
+from bottega.errors import InvalidRequest, Violation
+from bottega.v1.activations_pb2 import EditDecision
+
+if TYPE_CHECKING:
+    from bottega.diffusion.editing.addon import EngineEdits
+
+_log = logging.getLogger(__name__)
+
+_DECISION_FIELD = f"decisions[{kinds.ACTIVATIONS}]"
+_ID = re.compile("([0-9a-f]{32})?")
+_FIRST = "it is the first edit of this image"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What an attempt has decided. recording: empty where the edit has a latent and noise of its own. seed: else, the
+    one that those of the recording were drawn with.
+    """
+
+    recording: str = ""
+    seed: int = 0
+
+
+class JobEdits(JobAddOn):
+    """One job's part. decided: by earlier attempts; None where they have not."""
+
+    def __init__(self, addon: EngineEdits, order: EngineOrder, decided: Decided | None) -> None:
+        self._addon = addon
+        self._order = order
+        self._decided = decided
+        self._because = addon.unusable or _unusable(order.spec)
+        self._job: EngineJob | None = None
+        self._found: Recording | None = None
+        self._readers: dict[Request, ImageReader] = {}
+        self._recorder: ImageRecorder | None = None
+        self._readers_open = False
+        self._any_prompt = False
+        self._common = False  # whether image latent and noise outside the mask are another edit's
+        self._recorded = False
+        self._reused = self._total = 0
+
+    @property
+    def _spec(self) -> ResolvedSpec:
+        return self._order.spec
+
+    def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
+        """Finds the template's recording, or begins one. Raises InvalidRequest for a decision that nobody has made."""
+        self._job = job
+        decided = read_decision(job.pinned) or self._decided
+        if decided is None and any(request.step > request.begin for request in job.requests):
+            decided = Decided()  # it has begun with what it has drawn itself
+        kept = self._use_kept(job)
+        key = self._addon.key(self._order, kept.template if kept is not None else "")
+        found = self._find(key, decided)
+        if found is not None:
+            self._any_prompt = self._takes_any_prompt(job, conditions)
+            self._read(found, job)
+            decided = Decided(recording=found.id, seed=found.drawn.seed if found.drawn is not None else 0)
+        elif decided is not None and decided.recording:
+            self._because = self._because or "the recording that an earlier attempt used is gone"
+            if kept is None:
+                self._draw_again(decided.seed, job, conditions)
+        elif not self._because:
+            self._record(key, job.requests[0], draws=kept is None)
+        self._decided = decided or Decided()
+
+    @property
+    def decision(self) -> bytes | None:
+        """Which recording it has image latent and noise in common with, as an EditDecision."""
+        if self._job is None or self._decided is None:
+            return None
+        return EditDecision(recording=self._decided.recording, seed=self._decided.seed).SerializeToString()
+
+    @property
+    def offloadable(self) -> bool:
+        """The other worker of a pair has no recordings."""
+        return not self._readers and self._recorder is None
+
+    def after_step(self, request: Request) -> None:
+        """Commits what the step has recorded, and counts what it has reused."""
+        if self._recorder is not None and self._recorder.request is request:
+            self._recorder.made_step()
+        reader = self._readers.get(request)
+        if reader is not None:
+            before = reader.reused
+            reader.made_step()
+            reused, total = reader.reused - before, request.row_count * len(self._addon.blocks)
+            self._reused, self._total = self._reused + reused, self._total + total
+            self._addon.note_blocks(reused, total)
+
+    def report(self, record: EngineRecord) -> EngineRecord:
+        """What was reused. Only here it is known whether residuals were stale: a recording with such ones is lost."""
+        if self._recorder is not None:
+            if any(use.stale_steps for use in record.controlnets):
+                self._recorder.give_up("residuals of its ControlNets were stale")
+            self._recorded = self._recorder.complete()
+        elif any(reader.wrote for reader in self._readers.values()):
+            self._recorded = True
+        edit = EditRecord(
+            blocks_reused=self._reused,
+            blocks_total=self._total,
+            computed_share=max((reader.most_share for reader in self._readers.values()), default=0.0),
+            recording=self._found.id if self._found is not None and self._reused else "",
+            computed_all_because="" if self._reused else self._reason(),
+            recorded=self._recorded,
+        )
+        return replace(record, edit=edit, exact=record.exact and not self._reused and not self._common)
+
+    def close(self) -> None:
+        """Gives the recording back; one that was begun is lost where the job has not come to its end."""
+        readers, self._readers_open = self._readers_open, False
+        if readers and self._found is not None:
+            self._addon.source.release(self._found)
+        if self._recorder is not None and not (self._job is not None and self._job.finished):
+            self._recorder.give_up("the edit that recorded it did not come to its end")
+
+    def _use_kept(self, job: EngineJob) -> KeptLatents | None:
+        """Has the images put back the latents that their template was generated with, where those are here and fit."""
+        if not self._order.kept_latents or self._because:
+            return None
+        first = job.requests[0]
+        try:
+            kept = read_kept(self._order.kept_latents, self._addon.model, tuple(first.latent.shape[1:]))
+        except KeptLatentsMismatch as error:
+            _log.warning("kept latents do not fit; the edit does without them", extra={"why": str(error)})
+            return None
+        trajectory = kept.trajectory(first.timesteps)
+        if trajectory is None:
+            return None
+        for request in job.requests:
+            image_latent = kept.image_latent.clone()
+            request.use_edit(replace(_edit(request), image_latent=image_latent, trajectory=trajectory))
+        self._common = True
+        return kept
+
+    def _find(self, key: RecordingKey, decided: Decided | None) -> Recording | None:
+        """The recording to read, in use from now on; None for none."""
+        if self._because or (decided is not None and not decided.recording):
+            return None
+        return self._addon.source.find(key, decided.recording if decided is not None else "")
+
+    def _takes_any_prompt(self, job: EngineJob, conditions: Conditions) -> bool:
+        """Whether what was computed with another prompt is good enough."""
+        edit = self._spec.edit
+        if edit is not None and edit.any_prompt:
+            return True
+        return not self._addon.follow_prompts(self._spec, conditions, _edit(job.requests[0]))
+
+    def _read(self, found: Recording, job: EngineJob) -> None:
+        self._found, self._readers_open = found, True
+        # What stale residuals have made is no part of the template; nobody knows at which steps they will be stale.
+        completes = not (self._spec.stale_residuals and self._spec.controlnets)
+        for request in job.requests:
+            if found.drawn is not None:
+                self._compose(request, found.drawn.image_latent, found.drawn.noise)
+            mask = self._addon.levels.dilated(_edit(request).mask)
+            reader = self._readers[request] = ImageReader(
+                self._addon.source,
+                found,
+                request,
+                mask=mask,
+                levels=self._addon.levels,
+                completes=completes,
+                any_prompt=self._any_prompt,
+            )
+            request.activations = reader
+
+    def _record(self, key: RecordingKey, request: Request, *, draws: bool) -> None:
+        """Begins a recording of the job's first image, where nobody else does."""
+        edit = _edit(request)
+        drawn = DrawnTemplate(
+            image_latent=edit.image_latent.cpu(), noise=edit.noise.cpu(), seed=self._spec.seed + request.index
+        )
+        _, _, height, width = request.latent.shape
+        begun = self._addon.source.begin(key, (height, width), drawn if draws else None)
+        if begun is None:
+            self._because = "another edit is recording this image"
+            return
+        self._recorder = ImageRecorder(self._addon.source, begun, request, ~self._addon.levels.dilated(edit.mask))
+        request.activations = self._recorder
+
+    def _draw_again(self, seed: int, job: EngineJob, conditions: Conditions) -> None:
+        """The image latent and noise of a recording that is not here, for images that are not resumed with them."""
+        if self._order.image is None or all(request.step > request.begin for request in job.requests):
+            self._common = True
+            return
+        spec = replace(self._spec, seed=seed, num_images=1)
+        image = encode_image(self._addon.model, self._order.image)
+        mask = _edit(job.requests[0]).mask
+        drawn = _edit(Request(self._addon.model, spec, conditions, image=image, mask=mask))
+        for request in job.requests:
+            self._compose(request, drawn.image_latent, drawn.noise)
+
+    def _compose(self, request: Request, image_latent: Tensor, noise: Tensor) -> None:
+        """The recording's outside the mask, its own noise inside. One that is resumed has it already."""
+        self._common = True
+        edit = _edit(request)
+        if request.step == request.begin:
+            inside = edit.mask > 0
+            composed = torch.where(inside, edit.noise, noise.to(edit.noise))
+            # Copies: a checkpoint has no two tensors in the same place.
+            own_latent = image_latent.to(edit.image_latent, copy=True)
+            request.use_edit(replace(edit, image_latent=own_latent, noise=composed))
+
+    def _reason(self) -> str:
+        """Why all was computed, in words."""
+        if self._recorder is not None:
+            lost = self._recorder.lost
+            return f"{_FIRST}, and it is not recorded: {lost}" if lost else _FIRST
+        if any(reader.other_prompt for reader in self._readers.values()):
+            return f"it was recorded with another prompt, which this model's blocks follow ({self._addon.said_cosine})"
+        return self._because or "the recording has none of its timesteps"
+
+
+def read_decision(decisions: Decisions) -> Decided | None:
+    """What an earlier attempt has decided; None where it has not. Raises InvalidRequest."""
+    if kinds.ACTIVATIONS not in decisions:
+        return None
+    try:
+        said = EditDecision.FromString(decisions[kinds.ACTIVATIONS])
+    except DecodeError:
+        raise InvalidRequest(f"{_DECISION_FIELD} is no EditDecision") from None
+    if not _ID.fullmatch(said.recording):
+        rules.refuse([Violation(field=f"{_DECISION_FIELD}.recording", description="must be 32 hex digits, or empty")])
+    if said.seed > rules.MAX_SEED + rules.MAX_IMAGES:
+        rules.refuse([Violation(field=f"{_DECISION_FIELD}.seed", description="must be a seed")])
+    return Decided(recording=said.recording, seed=said.seed)
+
+
+def _unusable(spec: ResolvedSpec) -> str:
+    """Why an edit can neither read nor record; empty where it can."""
+    if spec.loras_measured or any(control.measured for control in spec.controlnets):
+        return "what a LoRA or ControlNet changes is measured"
+    if not all(control.digest for control in spec.controlnets):
+        return "the version of a ControlNet is not known"
+    return ""
+
+
+def _edit(request: Request) -> Edit:
+    assert request.edit is not None, "the order has a mask"
+    return request.edit

@@ -1,0 +1,116 @@
+"""A generation whose pictures will be edited: the latents of its steps are kept, and its pictures are recorded."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.editing.kept import KeptLatents, write_kept
+from bottega.diffusion.editing.recordings.image import ImageRecorder
+from bottega.diffusion.engine.addon import JobAddOn
+from bottega.diffusion.engine.encode import Conditions
+from bottega.diffusion.engine.events import EngineRecord
+from bottega.diffusion.engine.job import EngineJob, EngineOrder
+from bottega.diffusion.engine.request import Request
+from bottega.diffusion.rows import Half, RowActivations
+
+if TYPE_CHECKING:
+    from bottega.diffusion.editing.addon import EngineEdits
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Picture:
+    """One image. template: see KeptLatents. latents: before its steps, on the CPU. recorder: where it is recorded."""
+
+    request: Request
+    template: str = field(default_factory=lambda: uuid.uuid4().hex)
+    latents: dict[int, Tensor] = field(default_factory=dict)
+    recorder: ImageRecorder | None = None
+
+    def row(self, half: Half) -> RowActivations | None:
+        """Asked before each step, however often it is tried: what the picture is then, is kept."""
+        request = self.request
+        if request.step not in self.latents:
+            # One that goes on from a cached latent has not made the steps before it.
+            self.latents = {step: latent for step, latent in self.latents.items() if step < request.step}
+            self.latents[request.step] = request.latent[0].cpu()
+        return self.recorder.row(half) if self.recorder is not None else None
+
+    @property
+    def next_share(self) -> float:
+        """It computes all."""
+        return 1.0
+
+    def kept(self) -> KeptLatents:
+        """Of the finished picture: of the steps at its end that follow each other."""
+        request = self.request
+        first = request.end
+        while first - 1 in self.latents:
+            first -= 1
+        latents = [self.latents[step] for step in range(first, request.end)]
+        return KeptLatents(
+            latents=torch.stack([*latents, request.latent[0].cpu()]),
+            timesteps=tuple(request.timesteps[first - request.begin :]),
+            seed=request.spec.seed + request.index,
+            template=self.template,
+        )
+
+
+class JobKeeping(JobAddOn):
+    """One job's pictures. Recordings of them are found by the names that their latents have."""
+
+    def __init__(self, addon: EngineEdits, order: EngineOrder) -> None:
+        self._addon = addon
+        self._order = order
+        self._job: EngineJob | None = None
+        self._pictures: dict[int, _Picture] = {}
+
+    def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
+        self._job = job
+        for request in job.requests:
+            picture = self._pictures[request.index] = _Picture(request=request)
+            if not self._addon.unusable:
+                picture.recorder = self._begin(picture)
+            request.activations = picture
+
+    @property
+    def offloadable(self) -> bool:
+        """The other worker of a pair records nothing."""
+        return not any(picture.recorder is not None for picture in self._pictures.values())
+
+    def after_step(self, request: Request) -> None:
+        picture = self._pictures.get(request.index)
+        if picture is not None and picture.request is request and picture.recorder is not None:
+            picture.recorder.made_step()
+
+    def keep(self, index: int) -> bytes | None:
+        return write_kept(self._addon.model, self._pictures[index].kept())
+
+    def report(self, record: EngineRecord) -> EngineRecord:
+        """Only here it is known whether residuals were stale: recordings with such ones are lost."""
+        for recorder in self._recorders():
+            if any(use.stale_steps for use in record.controlnets):
+                recorder.give_up("residuals of its ControlNets were stale")
+            recorder.complete()
+        return record
+
+    def close(self) -> None:
+        for recorder in self._recorders():
+            if self._job is None or not self._job.finished:
+                recorder.give_up("the job that recorded it did not come to its end")
+
+    def _recorders(self) -> Iterator[ImageRecorder]:
+        return (picture.recorder for picture in self._pictures.values() if picture.recorder is not None)
+
+    def _begin(self, picture: _Picture) -> ImageRecorder | None:
+        _, _, height, width = picture.request.latent.shape
+        key = self._addon.key(self._order, picture.template)
+        begun = self._addon.source.begin(key, (height, width))
+        if begun is None:
+            return None
+        return ImageRecorder(self._addon.source, begun, picture.request, torch.ones(height, width, dtype=torch.bool))

@@ -1,0 +1,162 @@
+"""The denoising network over masked rows: computed tokens alone in its transformers, the rest from recordings.
+
+A second backbone over the same modules as UNetBackbone, with the same blocks and residual points. Rows of edits with
+different masks, rows that record and plain rows share a forward; a plain row's result is that of the other backbone.
+Source: InstGenIE (2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from diffusers import UNet2DConditionModel
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch import Tensor
+
+from bottega.diffusion.editing.masked.cross_attention import PromptCache
+from bottega.diffusion.editing.masked.feature_maps import FeatureMaps, FullMaps
+from bottega.diffusion.editing.masked.packing import RowSpans
+from bottega.diffusion.editing.masked.rows import MaskedActivations
+from bottega.diffusion.editing.masked.support import unsupported
+from bottega.diffusion.editing.masked.tokens import TokenCache
+from bottega.diffusion.editing.masked.transformer import Caching, MaskedTransformer
+from bottega.diffusion.model.backbone import Activations, Inputs, UNetBackbone
+
+
+class UnsupportedNetwork(ValueError):
+    """The network has a part that is not known here. The message says which."""
+
+
+class MaskedBackbone(UNetBackbone):
+    """Raises UnsupportedNetwork for a network of other parts than Stable Diffusion's, with the reason.
+
+    caching: what recordings have of a transformer block. maps: computes feature maps; all of them in full without it.
+    beat: called after each block, see Heartbeat.
+    spans: for hooks of layers. block_names: see `transformer_blocks`.
+    """
+
+    def __init__(
+        self,
+        unet: UNet2DConditionModel,
+        *,
+        caching: Caching = Caching.OUTPUTS,
+        maps: FeatureMaps | None = None,
+        beat: Callable[[], None] | None = None,
+    ) -> None:
+        reason = unsupported(unet)
+        if reason:
+            raise UnsupportedNetwork(reason)
+        self.spans = RowSpans()
+        self._tokens = TokenCache()
+        self._prompts = PromptCache()
+        self._maps: FeatureMaps = maps or FullMaps()
+        self._beat = beat
+        self._transformers = {
+            path: MaskedTransformer(module, path, caching) for path, module in _transformers(unet).items()
+        }
+        self.block_names = transformer_blocks(unet)
+        super().__init__(unet)
+
+    def begin(self, inputs: Inputs) -> MaskedActivations:
+        sample, embedding = self.embed(inputs)
+        forward = MaskedActivations(
+            hidden=sample,
+            embedding=embedding,
+            context=inputs.prompt_embeds,
+            edits=list(inputs.activations) or [None] * len(sample),
+            cache=self._tokens,
+            spans=self.spans,
+            prompts=self._prompts.of(inputs.origins),
+        )
+        forward.hidden = forward.points[0] = self._maps.conv_in(self.unet, sample, forward)
+        return forward
+
+    def finish(self, activations: Activations) -> Tensor:
+        return self._maps.conv_out(self.unet, activations.hidden, _masked(activations))
+
+    def _down(self, index: int, first_point: int) -> Callable[[Activations], None]:
+        block, path = self.unet.down_blocks[index], f"down_blocks.{index}"
+
+        def run(activations: Activations) -> None:
+            forward = _masked(activations)
+            for place, resnet in enumerate(block.resnets):
+                self._resnet(resnet, f"{path}.resnets.{place}", (forward.hidden,), forward)
+                self._attend(f"{path}.attentions.{place}", forward)
+                forward.points[first_point + place] = forward.hidden
+            for place, downsampler in enumerate(block.downsamplers or ()):
+                forward.hidden = self._maps.downsample(
+                    downsampler, f"{path}.downsamplers.{place}", forward.hidden, forward
+                )
+                forward.points[first_point + len(block.resnets) + place] = forward.hidden
+
+        return run
+
+    def _middle(self, activations: Activations) -> None:
+        forward, block = _masked(activations), self.unet.mid_block
+        for place, resnet in enumerate(block.resnets):
+            if place:
+                self._attend(f"mid_block.attentions.{place - 1}", forward)
+            self._resnet(resnet, f"mid_block.resnets.{place}", (forward.hidden,), forward)
+        forward.points[self.middle_point] = forward.hidden
+
+    def _up(self, index: int, taken: tuple[int, ...]) -> Callable[[Activations], None]:
+        block, path = self.unet.up_blocks[index], f"up_blocks.{index}"
+        last = index == len(self.unet.up_blocks) - 1
+        middle = self.middle_point if index == 0 else None
+
+        def run(activations: Activations) -> None:
+            forward = _masked(activations)
+            if middle is not None:
+                forward.hidden = forward.points.pop(middle)
+            size = None if last else forward.points[taken[0] - 1].shape[2:]
+            for place, (resnet, point) in enumerate(zip(block.resnets, reversed(taken), strict=True)):
+                parts = (forward.hidden, forward.points.pop(point))
+                self._resnet(resnet, f"{path}.resnets.{place}", parts, forward)
+                self._attend(f"{path}.attentions.{place}", forward)
+            for place, upsampler in enumerate(block.upsamplers or ()):
+                name = f"{path}.upsamplers.{place}"
+                forward.hidden = self._maps.upsample(upsampler, name, forward.hidden, forward, size=size)
+
+        return run
+
+    def _resnet(self, resnet: ResnetBlock2D, path: str, parts: Sequence[Tensor], forward: MaskedActivations) -> None:
+        forward.hidden = self._maps.resnet(resnet, path, parts, forward)
+
+    def _attend(self, path: str, forward: MaskedActivations) -> None:
+        """The transformer of that name, where there is one."""
+        transformer = self._transformers.get(path)
+        if transformer is None:
+            return
+        hidden = forward.hidden
+        _, _, height, width = hidden.shape
+        whole = self._maps.tokens_in(transformer.module, path, hidden, forward)
+        packed = transformer.run(whole, (height, width), forward)
+        forward.hidden = self._maps.tokens_out(transformer.module, path, packed, hidden, forward)
+        if self._beat is not None:
+            self._beat()
+
+
+def transformer_blocks(unet: UNet2DConditionModel) -> tuple[str, ...]:
+    """Under which names outputs are recorded, one for each transformer block, see MaskedTransformer.names."""
+    return tuple(
+        name
+        for path, module in _transformers(unet).items()
+        for name in MaskedTransformer(module, path, Caching.OUTPUTS).names
+    )
+
+
+def _transformers(unet: UNet2DConditionModel) -> dict[str, Transformer2DModel]:
+    """The network's transformers by path, in the order in which they run."""
+    parts = (("down_blocks", unet.down_blocks), ("mid_block", [unet.mid_block]), ("up_blocks", unet.up_blocks))
+    return {
+        f"{name if name == 'mid_block' else f'{name}.{index}'}.attentions.{place}": transformer
+        for name, blocks in parts
+        for index, block in enumerate(blocks)
+        for place, transformer in enumerate(getattr(block, "attentions", ()))
+    }
+
+
+def _masked(activations: Activations) -> MaskedActivations:
+    assert isinstance(activations, MaskedActivations), "they are what `begin` has made"
+    return activations

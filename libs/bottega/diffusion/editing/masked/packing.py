@@ -1,0 +1,102 @@
+"""Rows' computed tokens side by side, so that rows with different masks share the calls of a network's layers.
+
+"Whole" tensors are [rows, tokens, channels], packed ones [items, channels]: the computed tokens of the first row, then
+those of the second, and so on. Padding would not do: one row that is computed in full would make all rows full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.editing.masked.tokens import TokenSet
+
+
+class RowSpans:
+    """Where the rows of a forward lie in dimension 0 of the layer call in hand, for hooks that treat rows unlike.
+
+    offsets: rows + 1 numbers; row i is [offsets[i], offsets[i + 1]). None: dimension 0 is the rows.
+    """
+
+    __slots__ = ("offsets",)
+
+    def __init__(self) -> None:
+        self.offsets: tuple[int, ...] | None = None
+
+    @contextmanager
+    def packed(self, offsets: tuple[int, ...]) -> Iterator[None]:
+        """In the block, layers are called with packed items: tokens [items, channels], or tiles of feature maps."""
+        self.offsets = offsets
+        try:
+            yield
+        finally:
+            self.offsets = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Rows [first, last) side by side that have `count` items each."""
+
+    first: int
+    last: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packing:
+    """What is computed of each row, at one resolution.
+
+    rows, tokens: of whole tensors. offsets: see RowSpans. runs: rows in groups of equally many items.
+    index: int64 [items], the place of each item among rows * tokens; None where every token of every row is computed.
+    """
+
+    rows: int
+    tokens: int
+    offsets: tuple[int, ...]
+    runs: tuple[Run, ...]
+    index: Tensor | None
+
+    def pack(self, whole: Tensor) -> Tensor:
+        """The items of a whole tensor."""
+        flat = whole.reshape(self.rows * self.tokens, -1)
+        return flat if self.index is None else flat.index_select(0, self.index)
+
+    def merge(self, items: Tensor, recorded: Sequence[Tensor | None]) -> Tensor:
+        """The whole tensor of computed items and, for the rest of each row, what was recorded.
+
+        recorded: by row [tokens, channels] of any element type; None for rows of which every token is computed.
+        """
+        if self.index is None:
+            return items.view(self.rows, self.tokens, -1)
+        whole = items.new_empty(self.rows, self.tokens, items.shape[-1])
+        for row, rest in zip(whole, recorded, strict=True):
+            if rest is not None:
+                row.copy_(rest, non_blocking=True)
+        whole.view(self.rows * self.tokens, -1).index_copy_(0, self.index, items)
+        return whole
+
+
+def pack_rows(sets: Sequence[TokenSet | None], tokens: int, device: torch.device) -> Packing:
+    """sets: by row; None computes all of its `tokens`."""
+    counts = [tokens if each is None else each.count for each in sets]
+    offsets = [0]
+    for count in counts:
+        offsets.append(offsets[-1] + count)
+    index = None
+    if offsets[-1] != len(sets) * tokens:
+        everything = torch.arange(tokens)
+        places = [row * tokens + (everything if each is None else each.index) for row, each in enumerate(sets)]
+        index = torch.cat(places).to(device, non_blocking=True)
+    return Packing(rows=len(sets), tokens=tokens, offsets=tuple(offsets), runs=tuple(_runs(counts)), index=index)
+
+
+def _runs(counts: Sequence[int]) -> Iterator[Run]:
+    first = 0
+    for row, count in enumerate(counts):
+        if row == len(counts) - 1 or counts[row + 1] != count:
+            yield Run(first=first, last=row + 1, count=count)
+            first = row + 1

@@ -1,0 +1,89 @@
+"""Whether a network is made of parts whose arithmetic the masked backbone knows: those of SDXL and its relatives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from diffusers import UNet2DConditionModel
+from diffusers.models.activations import GEGLU
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.unets.unet_2d_blocks import (
+    CrossAttnDownBlock2D,
+    CrossAttnUpBlock2D,
+    DownBlock2D,
+    UNetMidBlock2DCrossAttn,
+    UpBlock2D,
+)
+from diffusers.models.upsampling import Upsample2D
+
+_DOWN, _MIDDLE, _UP = (CrossAttnDownBlock2D, DownBlock2D), (UNetMidBlock2DCrossAttn,), (CrossAttnUpBlock2D, UpBlock2D)
+_PARTS = {
+    "resnets": ResnetBlock2D,
+    "attentions": Transformer2DModel,
+    "downsamplers": Downsample2D,
+    "upsamplers": Upsample2D,
+}
+# Of FreeU, which changes skip connections in the forward of up blocks.
+_FREEU = ("s1", "s2", "b1", "b2")
+# What an attention layer may have beside its four projections.
+_ADDITIONS = ("group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "added_kv_proj_dim")
+
+
+def unsupported(unet: UNet2DConditionModel) -> str:
+    """Why masked blocks cannot be computed for a network, as a clause; empty where they can."""
+    return next(_reasons(unet), "")
+
+
+def _reasons(unet: UNet2DConditionModel) -> Iterator[str]:
+    if type(unet) is not UNet2DConditionModel:
+        yield f"the network is a {type(unet).__name__}"
+        return
+    for known, blocks in ((_DOWN, unet.down_blocks), (_MIDDLE, [unet.mid_block]), (_UP, unet.up_blocks)):
+        for block in blocks:
+            if type(block) not in known:
+                yield f"the network has a {type(block).__name__}"
+                return
+            if any(getattr(block, each, None) for each in _FREEU):
+                yield "FreeU is on"
+            for name, kind in _PARTS.items():
+                for module in getattr(block, name, None) or ():
+                    if type(module) is not kind:
+                        yield f"{name} has a {type(module).__name__}"
+                    elif isinstance(module, Transformer2DModel):
+                        yield from _of_transformer(module)
+            for downsampler in getattr(block, "downsamplers", None) or ():
+                if not downsampler.use_conv or downsampler.padding != 1:
+                    yield "a downsampler is no convolution with padding of 1"
+
+
+def _of_transformer(transformer: Transformer2DModel) -> Iterator[str]:
+    if not transformer.is_input_continuous:
+        yield "a transformer does not read feature maps"
+    for block in transformer.transformer_blocks:
+        if type(block) is not BasicTransformerBlock:
+            yield f"a transformer has a {type(block).__name__}"
+            return
+        if block.norm_type != "layer_norm" or block.pos_embed is not None or hasattr(block, "fuser"):
+            yield f"a transformer block has {block.norm_type} and more than attention and feed-forward"
+        if block.only_cross_attention or block.double_self_attention or block.attn2 is None:
+            yield "a transformer block has not one self-attention and one cross-attention"
+            return
+        if type(block.ff.net[0]) is not GEGLU or block._chunk_size is not None:
+            yield "a feed-forward layer is no GEGLU in one piece"
+        for attention in (block.attn1, block.attn2):
+            yield from _of_attention(attention)
+
+
+def _of_attention(attention: Attention) -> Iterator[str]:
+    if type(attention.processor) is not AttnProcessor2_0:
+        yield f"an attention layer has the processor {type(attention.processor).__name__}"
+    if any(getattr(attention, each, None) is not None for each in _ADDITIONS):
+        yield "an attention layer has norms or projections of its own"
+    if attention.residual_connection or attention.rescale_output_factor != 1.0:
+        yield "an attention layer adds its input or scales its output"
+    if attention.inner_kv_dim != attention.inner_dim or attention.fused_projections or not attention.scale_qk:
+        yield "an attention layer shares or fuses its projections"

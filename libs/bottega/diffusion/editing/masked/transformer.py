@@ -1,0 +1,147 @@
+"""A transformer's blocks for computed tokens alone (InstGenIE): they attend to all tokens of their row.
+
+Layers are called one by one, with the computed tokens of all rows at once, so that LoRAs count whether they are in the
+weights or beside them; attention goes row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bottega.diffusion.editing.masked.cross_attention import project
+from bottega.diffusion.editing.masked.feature_maps import PackedTokens
+from bottega.diffusion.editing.masked.packing import Packing
+from bottega.diffusion.editing.masked.rows import MaskedActivations
+
+
+class Caching(Enum):
+    """What is recorded of a transformer block, for the tokens that are not computed.
+
+    OUTPUTS: what it puts out; the next block projects keys and values from it. KEYS_VALUES: the keys and values of its
+    self-attention, for twice the bytes and less work.
+    """
+
+    OUTPUTS = "outputs"
+    KEYS_VALUES = "keys_values"
+
+
+class MaskedTransformer:
+    """The blocks of one Transformer2DModel. path: of its module, the beginning of the names of what it records.
+
+    names: under which outputs are recorded, one for each block.
+    """
+
+    def __init__(self, transformer: Transformer2DModel, path: str, caching: Caching) -> None:
+        self.module = transformer
+        self._blocks: Sequence[BasicTransformerBlock] = list(transformer.transformer_blocks)
+        self._caching = caching
+        self._paths = [f"{path}.transformer_blocks.{index}" for index in range(len(self._blocks))]
+        # Nothing but the output projection reads the last block: what is recorded behind it need not be projected.
+        self.names = [*self._paths[:-1], f"{path}.proj_out"]
+
+    def run(self, whole: Tensor, size: tuple[int, int], forward: MaskedActivations) -> PackedTokens:
+        """whole: the input of the first block, [rows, tokens, channels]. size: height and width in tokens."""
+        if self._caching is Caching.KEYS_VALUES:
+            return self._run_on_keys_values(whole, size, forward)
+        return self._run_on_outputs(whole, size, forward)
+
+    def _run_on_outputs(self, whole: Tensor, size: tuple[int, int], forward: MaskedActivations) -> PackedTokens:
+        """Each block by itself: a row that has no recording of one is computed in full there."""
+        made: PackedTokens | None = None
+        for place, block in enumerate(self._blocks):
+            if made is not None:
+                whole = made.packing.merge(made.items, made.recorded)
+                forward.put(self.names[place - 1], whole)
+            recorded = forward.recorded(self.names[place])
+            masked = [rest is not None for rest in recorded]
+            forward.count(masked)
+            packing = forward.packing(size, masked)
+            items = made.items if made is not None and made.packing is packing else packing.pack(whole)
+            normed = block.norm1(whole)
+            keys, values = block.attn1.to_k(normed), block.attn1.to_v(normed)
+            queries = _packed(block.attn1.to_q, packing.pack(normed), packing, forward)
+            attended = attend(queries, keys, values, packing, heads=block.attn1.heads)
+            items = self._behind_attention(place, items, attended, packing, forward)
+            made = PackedTokens(items=items, packing=packing, recorded=recorded)
+        assert made is not None, "a transformer has a block"
+        return made
+
+    def _run_on_keys_values(self, whole: Tensor, size: tuple[int, int], forward: MaskedActivations) -> PackedTokens:
+        """All blocks alike: a row that lacks keys or values of one is computed in full in all of them."""
+        recorded = forward.recorded(self.names[-1])
+        keys = [forward.recorded(f"{path}:keys") for path in self._paths]
+        values = [forward.recorded(f"{path}:values") for path in self._paths]
+        masked = [all(rest is not None for rest in row) for row in zip(recorded, *keys, *values, strict=True)]
+        packing = forward.packing(size, masked)
+        items = packing.pack(whole)
+        for place, (block, path) in enumerate(zip(self._blocks, self._paths, strict=True)):
+            forward.count(masked)
+            normed = block.norm1(items)
+            whole_keys = packing.merge(_packed(block.attn1.to_k, normed, packing, forward), _where(keys[place], masked))
+            whole_values = packing.merge(
+                _packed(block.attn1.to_v, normed, packing, forward), _where(values[place], masked)
+            )
+            forward.put(f"{path}:keys", whole_keys)
+            forward.put(f"{path}:values", whole_values)
+            queries = _packed(block.attn1.to_q, normed, packing, forward)
+            attended = attend(queries, whole_keys, whole_values, packing, heads=block.attn1.heads)
+            items = self._behind_attention(place, items, attended, packing, forward)
+        return PackedTokens(items=items, packing=packing, recorded=_where(recorded, masked))
+
+    def _behind_attention(
+        self, place: int, items: Tensor, attended: Tensor, packing: Packing, forward: MaskedActivations
+    ) -> Tensor:
+        """All of a block behind its self-attention, of items [items, channels]. attended: what that has put out."""
+        block = self._blocks[place]
+        cross = block.attn2
+        items = items + _packed(block.attn1.to_out[0], attended, packing, forward)
+        keys, values = project(cross, self._paths[place], forward.context, forward.prompts)
+        queries = _packed(cross.to_q, block.norm2(items), packing, forward)
+        attended = attend(queries, keys, values, packing, heads=cross.heads)
+        items += _packed(cross.to_out[0], attended, packing, forward)
+        items += _packed(block.ff, block.norm3(items), packing, forward)
+        return items
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, packing: Packing, *, heads: int) -> Tensor:
+    """Attention of each row's items to all that the row has: [items, channels].
+
+    queries: [items, channels]; keys, values: [rows, length, channels].
+    """
+    attended = torch.empty_like(queries)
+    for run in packing.runs:
+        if not run.count:
+            continue  # nothing of these rows is computed
+        rows, span = run.last - run.first, slice(packing.offsets[run.first], packing.offsets[run.last])
+        made = functional.scaled_dot_product_attention(
+            _by_head(queries[span].view(rows, run.count, -1), heads),
+            _by_head(keys[run.first : run.last], heads),
+            _by_head(values[run.first : run.last], heads),
+        )
+        attended[span] = made.transpose(1, 2).reshape(rows * run.count, -1)
+    return attended
+
+
+def _packed(layer: nn.Module, items: Tensor, packing: Packing, forward: MaskedActivations) -> Tensor:
+    """What a layer makes of items of all rows."""
+    with forward.spans.packed(packing.offsets):
+        made: Tensor = layer(items)
+    return made
+
+
+def _where(recorded: Sequence[Tensor | None], masked: Sequence[bool]) -> list[Tensor | None]:
+    """What masked rows take, and None for the others."""
+    return [rest if reads else None for rest, reads in zip(recorded, masked, strict=True)]
+
+
+def _by_head(tensor: Tensor, heads: int) -> Tensor:
+    """[rows, length, channels] as [rows, heads, length, channels of a head]."""
+    rows, length, _ = tensor.shape
+    return tensor.view(rows, length, heads, -1).transpose(1, 2)

@@ -1,0 +1,270 @@
+"""What one image's steps take from a recording and give to one: a new one's recorder, and a known one's reader.
+
+Each is asked for the activations of a row as often as its step is tried, and told when the step is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.editing.masked.tokens import dilate, share
+from bottega.diffusion.editing.recordings.recording import (
+    RecordedStep,
+    Recording,
+    StepCompleter,
+    StepKey,
+    StepReader,
+    StepRecorder,
+    prompt_of,
+    whole_cells,
+)
+from bottega.diffusion.editing.recordings.source import ActivationSource
+from bottega.diffusion.engine.request import Request
+from bottega.diffusion.rows import Half, RowActivations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskLevels:
+    """How masks become tokens in a network.
+
+    finest: latent elements a side of a token at its finest level of attention. deepest: of one at its deepest level.
+    margin: tokens of the finest level around a mask that are computed, too.
+    blocks: names of what its transformer blocks put out.
+    """
+
+    finest: int
+    deepest: int
+    margin: int
+    blocks: frozenset[str]
+
+    def dilated(self, mask: Tensor) -> Tensor:
+        """What an edit computes. mask: [1, 1, height, width] of the latent, 1 where it is redrawn; returns bool."""
+        return dilate(mask[0, 0].cpu() > 0, self.margin, self.finest)
+
+
+class ImageRecorder:
+    """Records one image into a recording that was begun. lost: why that came to nothing; empty while it goes well.
+
+    valid: bool [height, width] of the latent, where the template stands.
+    """
+
+    def __init__(self, source: ActivationSource, recording: Recording, request: Request, valid: Tensor) -> None:
+        self.lost = ""
+        self.request = request
+        self.recording = recording
+        self._source = source
+        self._valid = valid
+        self._pending: dict[StepKey, StepRecorder] = {}
+
+    def row(self, half: Half) -> RowActivations | None:
+        """Of the step that comes next; asked again where that is tried again."""
+        if not self.lost and _lacks_loras(self.request):
+            self.give_up("a LoRA came late")
+        if self.lost:
+            return None
+        sink = self._pending[step_key(self.request, half)] = StepRecorder()
+        return RowActivations(sink=sink)
+
+    def made_step(self) -> None:
+        """The step is made."""
+        pending, self._pending = self._pending, {}
+        # Asked ahead, rows of a step that was not made are pending, too: they have put out nothing.
+        made = {key: sink for key, sink in pending.items() if sink.outputs}
+        if self.lost or not made:
+            return
+        size_bytes = sum(sink.size_bytes for sink in made.values())
+        if not all(sink.finite for sink in made.values()):
+            self.give_up("its activations are beyond float16")
+        elif not self._source.reserve(self.recording, self._expected(size_bytes)):
+            self.give_up("its activations have no room")
+        else:
+            for key, sink in made.items():
+                prompt = prompt_of(self.request.spec, key.half)
+                self.recording.add(key, sink.outputs, self._valid, prompt=prompt)
+
+    @property
+    def next_share(self) -> float:
+        """It computes all."""
+        return 1.0
+
+    def complete(self) -> bool:
+        """The image is finished: others may read its recording. Whether there is one."""
+        if not self.lost and not self.recording.steps:
+            self.give_up("no block was recorded")
+        if not self.lost:
+            self._source.complete(self.recording)
+        return not self.lost
+
+    def give_up(self, why: str) -> None:
+        """The recording is worth nothing. Harmless the second time."""
+        if not self.lost:
+            self.lost = why
+            self._source.abandon(self.recording)
+
+    def _expected(self, step_bytes: int) -> int:
+        """Of the whole recording, when a step of so many bytes was just made."""
+        recorded_bytes = sum(step.size_bytes for step in self.recording.steps.values())
+        return recorded_bytes + step_bytes * (1 + self.request.steps_left)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _ValidPlan:
+    """What follows from a map of what is valid. The map is kept: plans are found by the tensor itself.
+
+    computed: bool [height, width]; None computes all. missing: whole cells that this edit completes; None for none.
+    """
+
+    valid: Tensor
+    computed: Tensor | None
+    share: float
+    missing: Tensor | None
+
+
+class ImageReader:
+    """Takes what one image does not redraw from a recording, and completes that.
+
+    mask: what the edit redraws, dilated; bool [height, width] of the latent. completes: whether it may write.
+    any_prompt: whether it takes what was computed with another prompt; else it computes that half in full, and puts it
+    in place of the other. The unconditional half has the same prompt in most edits.
+    reused: transformer blocks that took what they did not compute from it. most_share: the largest share of the tokens
+    that a step has computed, of those that took anything. wrote: whether it has completed anything. other_prompt:
+    whether it has met another prompt that it does not take.
+    """
+
+    def __init__(
+        self,
+        source: ActivationSource,
+        recording: Recording,
+        request: Request,
+        *,
+        mask: Tensor,
+        levels: MaskLevels,
+        completes: bool,
+        any_prompt: bool,
+    ) -> None:
+        self.recording = recording
+        self.other_prompt = False
+        self.reused = 0
+        self.most_share = 0.0
+        self.wrote = False
+        self._source = source
+        self._request = request
+        self._mask = mask
+        self._levels = levels
+        self._completes = completes
+        self._any_prompt = any_prompt
+        self._prompts = {half: prompt_of(request.spec, half) for half in Half}
+        self._plans: dict[int, _ValidPlan] = {}
+        self._readers: dict[StepKey, tuple[StepReader, _ValidPlan]] = {}
+        self._sinks: dict[StepKey, StepRecorder] = {}
+        self._completers: dict[StepKey, StepCompleter] = {}
+
+    def row(self, half: Half) -> RowActivations | None:
+        """Of the step that comes next; asked again where that is tried again."""
+        if _lacks_loras(self._request):
+            return None  # of another set of weights than the recording
+        key = step_key(self._request, half)
+        step = self._step(key)
+        if step is None:
+            return self._new_row(key)
+        plan = self._plan(step)
+        sink = None
+        if plan.missing is not None:
+            sink = self._completers[key] = StepCompleter(step, plan.missing)
+        if plan.computed is None:
+            return None if sink is None else RowActivations(sink=sink)
+        reader = StepReader(step, self._request.latent.device)
+        self._readers[key] = reader, plan
+        return RowActivations(computed=plan.computed, share=plan.share, recorded=reader, sink=sink)
+
+    def made_step(self) -> None:
+        """The step is made."""
+        readers, self._readers = self._readers, {}
+        sinks, self._sinks = self._sinks, {}
+        completers, self._completers = self._completers, {}
+        for reader, plan in readers.values():
+            blocks = len(reader.reused & self._levels.blocks)
+            self.reused += blocks
+            if blocks:
+                self.most_share = max(self.most_share, plan.share)
+        for key, completer in completers.items():
+            if completer.written:
+                self.recording.grow(completer.step, completer.area, prompt=self._prompts[key.half])
+                self.wrote = True
+        for key, sink in sinks.items():
+            self._add(key, sink)
+
+    @property
+    def next_share(self) -> float:
+        """The share of the tokens that the next step computes, at the finest level of attention."""
+        if self._request.done or _lacks_loras(self._request):
+            return 1.0
+        halves = tuple(Half) if self._request.spec.guided else (Half.CONDITIONAL,)
+        steps = [self._step(step_key(self._request, half)) for half in halves]
+        return sum(1.0 if step is None else self._plan(step).share for step in steps) / len(steps)
+
+    def _step(self, key: StepKey) -> RecordedStep | None:
+        """What it may take; None where that was not recorded, or with another prompt."""
+        step = self.recording.steps.get(key)
+        if step is None or self._any_prompt or step.prompt == self._prompts[key.half]:
+            return step
+        self.other_prompt = True
+        return None
+
+    def _new_row(self, key: StepKey) -> RowActivations | None:
+        """Of a timestep that the recording does not have, or with another prompt: computed in full."""
+        if not self._completes:
+            return None
+        sink = self._sinks[key] = StepRecorder()
+        return RowActivations(sink=sink)
+
+    def _add(self, key: StepKey, sink: StepRecorder) -> None:
+        """Takes a timestep into the recording, where there is room; it may be there by now."""
+        if not sink.outputs or self._step(key) is not None or not sink.finite:
+            return
+        others = sum(step.size_bytes for other, step in self.recording.steps.items() if other != key)
+        if self._source.reserve(self.recording, others + sink.size_bytes):
+            self.recording.add(key, sink.outputs, ~self._mask, prompt=self._prompts[key.half])
+            self.wrote = True
+
+    def _plan(self, step: RecordedStep) -> _ValidPlan:
+        plan = self._plans.get(id(step.valid))
+        if plan is None:
+            plan = self._plans[id(step.valid)] = self._made_plan(step.valid)
+        return plan
+
+    def _made_plan(self, valid: Tensor) -> _ValidPlan:
+        computed = self._mask | ~valid
+        # A cell of the deepest level has whole tokens of all levels in it, so that these are the template's alone.
+        clean = whole_cells(~self._mask, self._levels.deepest)
+        missing = clean & _cells_with(~valid, self._levels.deepest)
+        return _ValidPlan(
+            valid=valid,
+            computed=None if bool(computed.all()) else computed,
+            share=share(computed, self._levels.finest),
+            missing=missing if self._completes and bool(missing.any()) else None,
+        )
+
+
+def step_key(request: Request, half: Half) -> StepKey:
+    """Of the step that comes next."""
+    spec = request.spec
+    active = []
+    for place, control in enumerate(spec.controlnets):
+        first, last = spec.control_steps(control)
+        if first <= request.step < last:
+            active.append(place)
+    return StepKey(timestep=request.timestep, half=half, controls=tuple(active))
+
+
+def _lacks_loras(request: Request) -> bool:
+    """Whether the next step is made without LoRAs that the request has."""
+    return bool(request.spec.loras) and request.loras_now is None
+
+
+def _cells_with(area: Tensor, cell: int) -> Tensor:
+    """The cells of so many elements a side in which any element of an area is, bool [height, width]."""
+    return torch.logical_not(whole_cells(~area, cell))

@@ -1,0 +1,87 @@
+"""Recordings in the worker's memory, within a budget of bytes: the template used longest ago goes first, as a whole."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from bottega.caching import LruCache
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey
+from bottega.diffusion.editing.recordings.source import EVENTS
+
+
+class MemoryActivations:
+    """An ActivationSource of this process alone."""
+
+    def __init__(self, budget_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._budget_bytes = budget_bytes
+        self._clock = clock
+        self._events: Counter[str] = Counter(dict.fromkeys(EVENTS, 0))
+        self._cache: LruCache[Recording] = LruCache(budget_bytes=budget_bytes, on_evict=self._note_eviction)
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._budget_bytes
+
+    @property
+    def recordings(self) -> Sequence[Recording]:
+        return [kept[1] for kept in self._cache.items()][::-1]
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self._events
+
+    def find(self, key: RecordingKey, recording: str = "") -> Recording | None:
+        found = self._cache.get(key.digest)
+        if found is None or not found.complete or recording not in ("", found.id):
+            self._events["misses"] += 1
+            return None
+        self._events["hits"] += 1
+        self._cache.use(key.digest)
+        found.readers += 1
+        found.uses += 1
+        found.used_s = self._clock()
+        return found
+
+    def begin(self, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None) -> Recording | None:
+        if self._cache.get(key.digest) is not None or not self._budget_bytes:
+            return None
+        begun = Recording(key, shape, drawn)
+        begun.used_s = self._clock()
+        self._cache.add(key.digest, begun)
+        return begun
+
+    def reserve(self, recording: Recording, size_bytes: int) -> bool:
+        more_bytes = size_bytes - recording.size_bytes
+        if more_bytes > 0 and self._cache.make_room(more_bytes) is None:
+            return False
+        recording.reserved_bytes = size_bytes
+        return True
+
+    def complete(self, recording: Recording) -> None:
+        self._events["recorded"] += 1
+        recording.reserved_bytes = 0
+        recording.complete = True
+        recording.used_s = self._clock()
+        self._cache.use(recording.key.digest)
+
+    def abandon(self, recording: Recording) -> None:
+        self._events["given_up"] += 1
+        self._cache.remove(recording.key.digest)
+
+    def release(self, recording: Recording) -> None:
+        recording.readers -= 1
+        recording.used_s = self._clock()
+        if not recording.readers:
+            recording.reserved_bytes = 0
+
+    def drop(self, prefix: str) -> int:
+        idle = [key for key, each in self._cache.items() if each.is_idle and each.id.startswith(prefix)]
+        for key in idle:
+            self._cache.remove(key)
+        self._events["dropped"] += len(idle)
+        return len(idle)
+
+    def _note_eviction(self, _key: str, _recording: Recording) -> None:
+        self._events["evictions"] += 1

@@ -1,0 +1,273 @@
+"""A template's recording: what blocks put out where the template itself stands, by timestep, half and block.
+
+It knows no job and no budget; who may read or write it, and how long it is kept, its source says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bottega.diffusion.rows import Half, SetKey
+from bottega.diffusion.spec import ResolvedSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedControl:
+    """A ControlNet whose residuals are in the outputs. digest: of its weights; image_digest: of its image; hex."""
+
+    digest: str
+    image_digest: str
+    scale: float
+    guess_mode: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingKey:
+    """What two edits have in common where one uses the other's activations: all but prompt, seed, mask and sampler.
+
+    A sampler's model input is a function of latent, noise and timestep alone, the same one for all that are served.
+    model_hash: hex. dtype: of the model. template: hex digest of the pixels as they are drawn, crop included, or the
+    name that a generation gave its latents. weights: of the LoRAs. tenant: whose it is; empty where nobody says so.
+    """
+
+    model_hash: str
+    dtype: str
+    template: str
+    weights: SetKey = ()
+    controls: tuple[RecordedControl, ...] = ()
+    tenant: str = ""
+
+    @property
+    def digest(self) -> str:
+        """64 hex digits."""
+        said = [
+            self.model_hash,
+            self.dtype,
+            self.template,
+            [[digest, scale] for digest, scale in self.weights],
+            [[each.digest, each.image_digest, each.scale, each.guess_mode] for each in self.controls],
+            self.tenant,
+        ]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepKey:
+    """One forward of a template. controls: places of the ControlNets that are active in it."""
+
+    timestep: float
+    half: Half
+    controls: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RecordedStep:
+    """What blocks put out in one forward. valid: see `Recording`. outputs: float16, by name, on the CPU.
+
+    prompt: what it was computed with, see `prompt_of`; empty where that was more than one.
+    """
+
+    valid: Tensor
+    prompt: str = ""
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.outputs.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DrawnTemplate:
+    """What a template's edits have in common outside their masks: what the first one has drawn, in Diffusers' order.
+
+    image_latent: a sample of the VAE's distribution of the image; noise: standard normal; [1, channels, height, width].
+    seed: that both were drawn with.
+    """
+
+    image_latent: Tensor
+    noise: Tensor
+    seed: int
+
+
+class Recording:
+    """The activations of one template.
+
+    id: 32 hex digits. shape: height and width of the latent. drawn: None where edits put back latents that a generation
+    has kept.
+    A step's `valid`, bool [height, width] of the latent, says where the template stood while it was recorded. Where all
+    elements under a token are valid, the outputs are the template's.
+    uses: edits that have read it. readers: under way. complete: whether it may be read.
+    """
+
+    def __init__(self, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None) -> None:
+        self.id = uuid.uuid4().hex
+        self.key = key
+        self.shape = shape
+        self.drawn = drawn
+        self.steps: dict[StepKey, RecordedStep] = {}
+        self.complete = False
+        self.uses = 0
+        self.readers = 0
+        self.used_s = 0.0
+        self.reserved_bytes = 0
+        self._bytes = 0
+        self._maps: list[Tensor] = []
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its outputs, or of the room that was made for them."""
+        return max(self._bytes, self.reserved_bytes)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may be evicted."""
+        return self.complete and self.readers == 0
+
+    @property
+    def timesteps(self) -> int:
+        """How many it has."""
+        return len({key.timestep for key in self.steps})
+
+    @property
+    def valid_share(self) -> float:
+        """Share of the template that can be taken from it, of the step that has least of it."""
+        return min((float(step.valid.float().mean()) for step in self.steps.values()), default=0.0)
+
+    def add(self, key: StepKey, outputs: Mapping[str, Tensor], valid: Tensor, *, prompt: str = "") -> None:
+        """Takes in a forward that was computed in full, in place of one with another prompt."""
+        before = self.steps.get(key)
+        step = self.steps[key] = RecordedStep(valid=self._shared(valid), outputs=dict(outputs), prompt=prompt)
+        self._bytes += step.size_bytes - (before.size_bytes if before is not None else 0)
+
+    def grow(self, step: RecordedStep, area: Tensor, *, prompt: str) -> None:
+        """A forward has computed the template in this area, too, and written it into a step, here or replaced."""
+        step.valid = self._shared(step.valid | area)
+        step.prompt = prompt if step.prompt == prompt else ""
+
+    def _shared(self, valid: Tensor) -> Tensor:
+        """The map, the same tensor for all steps that have equal ones: what follows from it is kept by tensor."""
+        known = next((each for each in self._maps if torch.equal(each, valid)), None)
+        if known is None:
+            self._maps = [each for each in self._maps if any(step.valid is each for step in self.steps.values())]
+            self._maps.append(known := valid.clone())
+        return known
+
+
+def prompt_of(spec: ResolvedSpec, half: Half) -> str:
+    """What one half's activations follow beside the picture: a digest of its prompts, hex."""
+    said: tuple[str | None, str | None] = (spec.negative_prompt, spec.negative_prompt_2)
+    if half is Half.CONDITIONAL:
+        said = (spec.prompt, spec.prompt_2)
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+class StepReader:
+    """The StepActivations of a row that takes from a recorded step. reused: names that it has taken."""
+
+    def __init__(self, step: RecordedStep, device: torch.device) -> None:
+        self.reused: set[str] = set()
+        self._step = step
+        self._device = device
+
+    def get(self, name: str) -> Tensor | None:
+        output = self._step.outputs.get(name)
+        if output is None:
+            return None
+        self.reused.add(name)
+        return output.to(self._device, non_blocking=True)
+
+    def put(self, name: str, output: Tensor) -> None:
+        """Nothing: who reads gives to another one."""
+
+
+class StepRecorder:
+    """The StepActivations that a row gives to which is computed in full. outputs: so far; the forward may fail."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, Tensor] = {}
+
+    def get(self, name: str) -> Tensor | None:
+        return self.outputs.get(name)
+
+    def put(self, name: str, output: Tensor) -> None:
+        self.outputs[name] = _kept(output)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.outputs.values())
+
+    @property
+    def finite(self) -> bool:
+        """Whether float16 has room for all of it."""
+        return all(bool(torch.isfinite(tensor).all()) for tensor in self.outputs.values())
+
+
+class StepCompleter:
+    """The StepActivations of a row that computes parts of the template which a recorded step lacks.
+
+    area: bool [height, width] of the latent: cells that are computed, and wholly the template's. It is written at once:
+    whatever happens to the forward, what it has put out there is the template's. Whether it is all of it, `grow` says.
+    written: whether anything was.
+    """
+
+    def __init__(self, step: RecordedStep, area: Tensor) -> None:
+        self.step = step
+        self.area = area
+        self.written = False
+        self._pooled: dict[tuple[int, int], Tensor] = {}
+
+    def get(self, name: str) -> Tensor | None:
+        return self.step.outputs.get(name)
+
+    def put(self, name: str, output: Tensor) -> None:
+        stored = self.step.outputs.get(name)
+        if stored is None or stored.shape != output.shape:
+            return  # what was not recorded is computed in full, and remains so
+        self.written = True
+        if output.ndim == 2:
+            # Cells are whole tokens of every level.
+            inside = self._within(level_of(self.area.shape, output.shape[0])).flatten()
+            stored[inside] = _kept(output[inside.to(output.device)])
+        elif output.ndim == 3:
+            inside = self._within((output.shape[1], output.shape[2]))
+            stored[:, inside] = _kept(output[:, inside.to(output.device)])
+
+    def _within(self, size: tuple[int, int]) -> Tensor:
+        """The area at a level."""
+        if size not in self._pooled:
+            area = self.area[None].float()
+            while area.shape[1] > size[0] or area.shape[2] > size[1]:
+                area = functional.max_pool2d(area, 2, ceil_mode=True)
+            self._pooled[size] = area[0] > 0
+        return self._pooled[size]
+
+
+def level_of(shape: tuple[int, ...], tokens: int) -> tuple[int, int]:
+    """Height and width of the level of a latent of this shape that has so many tokens. Raises ValueError."""
+    height, width = shape[-2:]
+    while height * width > tokens:
+        height, width = -(-height // 2), -(-width // 2)
+    if height * width != tokens:
+        raise ValueError(f"a latent of {tuple(shape)} has no level of {tokens} tokens")
+    return height, width
+
+
+def whole_cells(area: Tensor, cell: int) -> Tensor:
+    """What of an area, bool [height, width], is made of whole cells of so many elements a side."""
+    outside = functional.max_pool2d((~area)[None].float(), cell, ceil_mode=True)[0] > 0
+    height, width = area.shape
+    return ~outside.repeat_interleave(cell, 0).repeat_interleave(cell, 1)[:height, :width]
+
+
+def _kept(output: Tensor) -> Tensor:
+    """A copy, on the CPU, where a GPU reads it without help."""
+    copy = torch.empty(output.shape, dtype=torch.float16, pin_memory=output.is_cuda)
+    return copy.copy_(output.detach())

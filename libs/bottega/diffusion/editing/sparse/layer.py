@@ -1,0 +1,121 @@
+"""One layer of a masked forward over feature maps: its pieces, what was recorded of it, and what it records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bottega.diffusion.editing.masked.rows import MaskedActivations
+from bottega.diffusion.editing.sparse.norms import moments, scale_and_shift, scaled
+from bottega.diffusion.editing.sparse.pieces import Piece, Tiles, Whole, of_rows
+from bottega.diffusion.rows import StepActivations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layer:
+    """Lists of tensors are by piece. recorded: by name, of every row; None for rows that are computed whole.
+
+    margin: of tiles, the elements around a rectangle that a list's tensors have.
+    """
+
+    forward: MaskedActivations
+    pieces: Sequence[Piece]
+    recorded: Mapping[str, Sequence[Tensor | None]]
+
+    def take(self, parts: Sequence[Tensor], margin: int) -> list[Tensor]:
+        """Of feature maps that are joined over channels."""
+        return [piece.take(parts, margin) for piece in self.pieces]
+
+    def core(self, maps: Sequence[Tensor], margin: int) -> list[Tensor]:
+        """Without the margin."""
+        return [piece.core(each, margin) for piece, each in zip(self.pieces, maps, strict=True)]
+
+    def convolve(self, convolution: nn.Conv2d, maps: Sequence[Tensor], margin: int) -> list[Tensor]:
+        """A convolution of stride 1 takes as much of the margin as its kernel reads on each side."""
+        return [
+            self.convolve_piece(convolution, piece, each, margin) for piece, each in zip(self.pieces, maps, strict=True)
+        ]
+
+    def convolve_piece(self, convolution: nn.Conv2d, piece: Piece, maps: Tensor, margin: int) -> Tensor:
+        """Of one piece."""
+        with self.forward.spans.packed(piece.offsets):
+            return piece.convolve(convolution, maps, margin)
+
+    def call(self, module: nn.Module, piece: Piece, *inputs: object) -> Tensor:
+        """Any module, with the items of a piece as the first dimension."""
+        with self.forward.spans.packed(piece.offsets):
+            made: Tensor = module(*inputs)
+        return made
+
+    def add(self, maps: Sequence[Tensor], addends: Tensor) -> list[Tensor]:
+        """To every element what its row has: [rows, channels]."""
+        return [
+            each + of_rows(addends, piece.rows)[:, :, None, None] for piece, each in zip(self.pieces, maps, strict=True)
+        ]
+
+    def project(self, linear: nn.Linear, maps: Sequence[Tensor]) -> list[Tensor]:
+        """A linear layer over the channels."""
+        made: list[Tensor] = []
+        for piece, each in zip(self.pieces, maps, strict=True):
+            items, channels, height, width = each.shape
+            tokens = each.permute(0, 2, 3, 1).reshape(-1, channels)
+            with self.forward.spans.packed(tuple(offset * height * width for offset in piece.offsets)):
+                projected: Tensor = linear(tokens)
+            made.append(projected.view(items, height, width, -1).permute(0, 3, 1, 2))
+        return made
+
+    def norm(self, norm: nn.GroupNorm, name: str, maps: Sequence[Tensor], margin: int) -> list[Tensor]:
+        """With the statistics of whole maps: see norms. name: of the recorded moments."""
+        known = self._moments(norm, name, maps, margin)
+        scale, shift = scale_and_shift(norm, torch.stack(list(known.values()))) if known else (None, None)
+        place = {row: place for place, row in enumerate(known)}
+        made: list[Tensor] = []
+        for piece, each in zip(self.pieces, maps, strict=True):
+            if scale is None or shift is None or isinstance(piece, Whole):
+                made.append(norm(each))
+            else:
+                places = [place[row] for row in piece.rows]
+                made.append(scaled(each, of_rows(scale, places), of_rows(shift, places)))
+        return made
+
+    def join(self, name: str, maps: Sequence[Tensor], size: Sequence[int]) -> Tensor:
+        """Whole feature maps of all rows, without margins before: the recorded ones, and in them what was computed."""
+        first = maps[0]
+        rests = self.recorded[name]
+        whole = first.new_empty(len(rests), first.shape[1], *size)
+        for row, rest in zip(whole, rests, strict=True):
+            if rest is not None:
+                row.copy_(rest.view(row.shape), non_blocking=True)
+        for piece, each in zip(self.pieces, maps, strict=True):
+            piece.paste(whole, each)
+        self.forward.put(name, whole)
+        return whole
+
+    def _moments(self, norm: nn.GroupNorm, name: str, maps: Sequence[Tensor], margin: int) -> dict[int, Tensor]:
+        """Of the whole maps of rows with tiles, by row, as they are now: [2 * groups, height, width]. Records them, and
+        those of rows that are computed whole."""
+        known = {row: rest.float() for row, rest in enumerate(self.recorded[name]) if rest is not None}
+        for piece, each in zip(self.pieces, maps, strict=True):
+            if isinstance(piece, Tiles):
+                of_tiles = moments(piece.core(each, margin), norm.num_groups)
+                for row, rectangle, of_tile in zip(piece.rows, piece.rectangles, of_tiles, strict=True):
+                    known[row][:, rectangle.rows, rectangle.columns] = of_tile
+            else:
+                for of_row, row in zip(each, piece.rows, strict=True):
+                    if self._sink(row) is not None:
+                        self._put(row, name, moments(of_row[None], norm.num_groups)[0])
+        for row, of_map in known.items():
+            self._put(row, name, of_map)
+        return known
+
+    def _sink(self, row: int) -> StepActivations | None:
+        edit = self.forward.edits[row]
+        return None if edit is None else edit.sink
+
+    def _put(self, row: int, name: str, output: Tensor) -> None:
+        sink = self._sink(row)
+        if sink is not None:
+            sink.put(name, output)

@@ -1,0 +1,147 @@
+"""Feature maps of which masked rows compute rectangles alone: convolutions and norms in them, the rest recorded.
+
+What a layer puts out is always whole: the recorded map, and in it what was computed. So the next layer reads what lies
+around a rectangle as everybody does, ControlNets add to all of it, and a row that lacks a recording of one layer
+computes that layer in full. Source: SIGE (NeurIPS'22), whose blocks of one size are rectangles here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.upsampling import Upsample2D
+from torch import Tensor, nn
+
+from bottega.diffusion.editing.masked.feature_maps import FullMaps
+from bottega.diffusion.editing.masked.rows import MaskedActivations
+from bottega.diffusion.editing.masked.tokens import MaskTokens
+from bottega.diffusion.editing.sparse.layer import Layer
+from bottega.diffusion.editing.sparse.pieces import Whole, pieces, windows
+from bottega.diffusion.editing.sparse.rectangles import Rectangle, cover, pays
+
+
+class SparseMaps(FullMaps):
+    """Computes rectangles around masks, where that costs less than all of a map."""
+
+    def __init__(self) -> None:
+        self._covers: WeakKeyDictionary[MaskTokens, dict[tuple[int, int], tuple[Rectangle, ...]]] = WeakKeyDictionary()
+
+    def resnet(self, resnet: ResnetBlock2D, path: str, parts: Sequence[Tensor], forward: MaskedActivations) -> Tensor:
+        size = parts[0].shape[2:]
+        layer = self._layer((f"{path}:map", f"{path}.norm1:moments", f"{path}.norm2:moments"), size, forward)
+        if layer is None or resnet.time_embedding_norm != "default" or resnet.upsample or resnet.downsample:
+            return super().resnet(resnet, path, parts, forward)
+        # The second convolution reads one element around the rectangle of what the first one puts out, so the first one
+        # is computed there, too: recording it would take as many bytes again as recording what the block puts out.
+        taken = layer.take(parts, margin=2)
+        hidden = layer.norm(resnet.norm1, f"{path}.norm1:moments", taken, margin=2)
+        hidden = layer.convolve(resnet.conv1, _each(resnet.nonlinearity, hidden), margin=2)
+        if resnet.time_emb_proj is not None:
+            embedding = forward.embedding if resnet.skip_time_act else resnet.nonlinearity(forward.embedding)
+            hidden = layer.add(hidden, resnet.time_emb_proj(embedding))
+        hidden = layer.norm(resnet.norm2, f"{path}.norm2:moments", hidden, margin=1)
+        hidden = layer.convolve(resnet.conv2, _each(resnet.nonlinearity, hidden), margin=1)
+        taken = layer.core(taken, margin=2)
+        if resnet.conv_shortcut is not None:
+            taken = layer.convolve(resnet.conv_shortcut, taken, margin=0)
+        summed = [(before + made) / resnet.output_scale_factor for before, made in zip(taken, hidden, strict=True)]
+        return layer.join(f"{path}:map", summed, size)
+
+    def downsample(self, downsampler: Downsample2D, path: str, hidden: Tensor, forward: MaskedActivations) -> Tensor:
+        size = tuple(-(-length // 2) for length in hidden.shape[2:])
+        layer = self._layer((f"{path}:map",), size, forward)
+        convolution = downsampler.conv
+        if layer is None or downsampler.norm is not None or not isinstance(convolution, nn.Conv2d):
+            return super().downsample(downsampler, path, hidden, forward)
+        padding = downsampler.padding
+        made: list[Tensor] = []
+        for piece in layer.pieces:
+            if isinstance(piece, Whole):
+                made.append(layer.call(downsampler, piece, piece.take((hidden,))))
+                continue
+            height, width = piece.shape
+            corners = [(2 * each.top - padding, 2 * each.left - padding) for each in piece.rectangles]
+            read = windows((hidden,), piece.rows, corners, (2 * height + 1, 2 * width + 1))
+            made.append(layer.convolve_piece(convolution, piece, read, margin=0))
+        return layer.join(f"{path}:map", made, size)
+
+    def upsample(
+        self, upsampler: Upsample2D, path: str, hidden: Tensor, forward: MaskedActivations, *, size: torch.Size | None
+    ) -> Tensor:
+        target = tuple(size or (2 * length for length in hidden.shape[2:]))
+        layer = self._layer((f"{path}:map",), target, forward)
+        convolution = upsampler.conv
+        if layer is None or not _upsamples_plainly(upsampler) or not isinstance(convolution, nn.Conv2d):
+            return super().upsample(upsampler, path, hidden, forward, size=size)
+        made: list[Tensor] = []
+        for piece in layer.pieces:
+            if isinstance(piece, Whole):
+                made.append(layer.call(upsampler, piece, piece.take((hidden,)), size))
+            else:
+                read = piece.take_enlarged(hidden, margin=1)
+                made.append(layer.convolve_piece(convolution, piece, read, margin=1))
+        return layer.join(f"{path}:map", made, target)
+
+    def tokens_in(
+        self, transformer: Transformer2DModel, path: str, hidden: Tensor, forward: MaskedActivations
+    ) -> Tensor:
+        size = hidden.shape[2:]
+        layer = self._layer((f"{path}.norm:moments", f"{path}.proj_in:map"), size, forward)
+        if layer is None:
+            return super().tokens_in(transformer, path, hidden, forward)
+        normed = layer.norm(transformer.norm, f"{path}.norm:moments", layer.take((hidden,), margin=0), margin=0)
+        if transformer.use_linear_projection:
+            projected = layer.project(transformer.proj_in, normed)
+        else:
+            projected = layer.convolve(transformer.proj_in, normed, margin=0)
+        return layer.join(f"{path}.proj_in:map", projected, size).flatten(2).transpose(1, 2)
+
+    def conv_out(self, unet: UNet2DConditionModel, hidden: Tensor, forward: MaskedActivations) -> Tensor:
+        size = hidden.shape[2:]
+        layer = self._layer(("conv_norm_out:moments", "conv_out:map"), size, forward)
+        if layer is None or not unet.conv_norm_out:
+            return super().conv_out(unet, hidden, forward)
+        made = layer.norm(unet.conv_norm_out, "conv_norm_out:moments", layer.take((hidden,), margin=1), margin=1)
+        return layer.join("conv_out:map", layer.convolve(unet.conv_out, _each(unet.conv_act, made), margin=1), size)
+
+    def _layer(self, names: Sequence[str], size: Sequence[int], forward: MaskedActivations) -> Layer | None:
+        """None where every row is computed whole and none records. names: of what a row with tiles needs recorded."""
+        recorded: dict[str, list[Tensor | None]] = {name: [None] * len(forward.edits) for name in names}
+        rectangles: list[Sequence[Rectangle] | None] = [None] * len(forward.edits)
+        for row, edit in enumerate(forward.edits):
+            tokens = forward.tokens_of(row)
+            covered = None if tokens is None else self._cover(tokens, (size[0], size[1]))
+            if covered is None or edit is None or edit.recorded is None:
+                continue
+            rests = [edit.recorded.get(name) for name in names]
+            if all(rest is not None for rest in rests):
+                rectangles[row] = covered
+                for name, rest in zip(names, rests, strict=True):
+                    recorded[name][row] = rest
+        if all(each is None for each in rectangles) and not any(edit and edit.sink for edit in forward.edits):
+            return None
+        return Layer(forward=forward, pieces=pieces(rectangles, (size[0], size[1])), recorded=recorded)
+
+    def _cover(self, tokens: MaskTokens, size: tuple[int, int]) -> tuple[Rectangle, ...] | None:
+        """None where all of a map costs no more."""
+        covers = self._covers.setdefault(tokens, {})
+        if size not in covers:
+            covers[size] = cover(tokens.at(*size).mask.numpy())
+        return covers[size] if pays(covers[size], *size) else None
+
+
+def _each(activation: nn.Module, maps: Sequence[Tensor]) -> list[Tensor]:
+    return [activation(each) for each in maps]
+
+
+def _upsamples_plainly(upsampler: Upsample2D) -> bool:
+    """By repeating elements, then a convolution, as in SDXL."""
+    return bool(
+        upsampler.interpolate and upsampler.use_conv and not upsampler.use_conv_transpose and upsampler.norm is None
+    )

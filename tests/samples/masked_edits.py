@@ -1,0 +1,77 @@
+"""Edits that may compute masked blocks alone, and an engine with recordings in its memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import PIL.Image
+from torch import Tensor
+
+from bottega.diffusion.editing.addon import EngineEdits
+from bottega.diffusion.editing.recordings.memory import MemoryActivations
+from bottega.diffusion.engine.addon import EngineAddOn
+from bottega.diffusion.engine.engine import EngineLimits
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.spec import ResolvedSpec
+from tests.samples.edits import box_mask, edit_order, template
+from tests.support.engines import make_engine
+from tests.support.manual_engine import ManualEngine
+
+SPEC = ResolvedSpec(
+    prompt="a small green circle",
+    num_inference_steps=4,
+    width=64,
+    height=64,
+    seed=5,
+    strength=0.9999,
+    guidance_scale=3.0,
+)
+IMAGE = template()
+LEFT, RIGHT = box_mask((4, 4, 24, 40)), box_mask((44, 20, 60, 60))
+
+
+class EditDesk(ManualEngine):
+    """An engine that records. options: of make_engine."""
+
+    def __init__(
+        self, model: Model, *, mib: int = 64, addons: tuple[EngineAddOn, ...] = (), fixed_rows: int = 0, **options: Any
+    ) -> None:
+        self.source = MemoryActivations(mib << 20)
+        self.edits = EngineEdits(model, self.source, fixed_rows=fixed_rows > 0)
+        limits = EngineLimits(max_rows=64, max_wait_turns=0, fixed_rows=fixed_rows)
+        super().__init__(make_engine(model, limits, addons=(*addons, self.edits), **options))
+
+
+def masked_order(
+    spec: ResolvedSpec = SPEC,
+    mask: PIL.Image.Image = LEFT,
+    *,
+    image: PIL.Image.Image = IMAGE,
+    key: object = "edit",
+    any_prompt: bool = True,
+    **facts: Any,
+) -> EngineOrder:
+    """any_prompt: see EditSpec. facts: of the order."""
+    order = edit_order(spec, image, mask, key=key)
+    assert order.spec.edit is not None
+    edit = replace(order.spec.edit, masked_blocks=True, any_prompt=any_prompt)
+    return replace(order, spec=replace(order.spec, edit=edit), **facts)
+
+
+def redrawn(order: EngineOrder) -> Tensor:
+    """Where its latents are redrawn, bool [height, width], for latents of four pixels an element."""
+    assert order.mask is not None
+    mask: Tensor = order.mask[::4, ::4] > 0
+    return mask
+
+
+def outside(latent: Tensor, order: EngineOrder) -> Tensor:
+    """What of a latent an edit does not redraw."""
+    return latent[0, :, ~redrawn(order)]
+
+
+def inside(latent: Tensor, order: EngineOrder) -> Tensor:
+    """What of a latent an edit redraws."""
+    return latent[0, :, redrawn(order)]

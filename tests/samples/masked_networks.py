@@ -1,0 +1,117 @@
+"""Small networks of Stable Diffusion's parts with rows and recordings, for tests of the masked backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from diffusers import UNet2DConditionModel
+from torch import Tensor
+
+from bottega.diffusion.engine.forward import stack
+from bottega.diffusion.loras.lora import UNET
+from bottega.diffusion.model.backbone import UNetBackbone
+from bottega.diffusion.rows import Embeds, Factors, Half, LoraSet, Row, RowActivations
+
+_TEXT, _PROMPT_TOKENS = 24, 7
+LATENT = (16, 16)
+
+
+def small_unet(seed: int = 0, **options: Any) -> UNet2DConditionModel:
+    """Three levels as SDXL's; the finest has no attention, the others have transformers of two and three blocks."""
+    said = {
+        "sample_size": LATENT[0],
+        "block_out_channels": (16, 32, 32),
+        "layers_per_block": 1,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2, 3),
+        "attention_head_dim": (1, 2, 2),
+        "norm_num_groups": 8,
+        "cross_attention_dim": _TEXT,
+        "use_linear_projection": True,
+    } | options
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        unet = UNet2DConditionModel(**said)
+        for parameter in unet.parameters():
+            if parameter.dim() > 1:  # its own beginnings are small: what attention makes of them would not be seen
+                torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    return unet.eval()
+
+
+@dataclass(eq=False)
+class StepInMemory:
+    """StepActivations. asked: names in the order in which they were asked for."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+
+    def get(self, name: str) -> Tensor | None:
+        self.asked.append(name)
+        return self.outputs.get(name)
+
+    def put(self, name: str, output: Tensor) -> None:
+        assert output.isfinite().all()
+        self.outputs[name] = output.to(torch.float16, copy=True)
+
+
+def plain_row(seed: int, *, size: tuple[int, int] = LATENT, **options: Any) -> Row:
+    """A row with random inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    embeds = Embeds(
+        prompt=torch.randn(_PROMPT_TOKENS, _TEXT, generator=generator), pooled=torch.zeros(1), time_ids=torch.zeros(6)
+    )
+    sample = torch.randn(4, *size, generator=generator)
+    made = Row(owner=seed, step=0, half=Half.CONDITIONAL, sample=sample, timestep=torch.tensor(501.0), embeds=embeds)
+    return replace(made, **options)
+
+
+def recording(row: Row, recorded: StepInMemory) -> Row:
+    """The row, computed in full and recorded."""
+    return replace(row, activations=RowActivations(sink=recorded))
+
+
+def masked(row: Row, recorded: StepInMemory, computed: Tensor, sink: StepInMemory | None = None) -> Row:
+    """The row, computed where the map says, and taken from what was recorded elsewhere."""
+    return replace(row, activations=RowActivations(computed=computed, recorded=recorded, sink=sink))
+
+
+def box(top: int, left: int, height: int, width: int, *, size: tuple[int, int] = LATENT) -> Tensor:
+    """A map that computes this box."""
+    computed = torch.zeros(size, dtype=torch.bool)
+    computed[top : top + height, left : left + width] = True
+    return computed
+
+
+def random_loras(unet: UNet2DConditionModel, seed: int, paths: Sequence[str], rank: int = 3) -> LoraSet:
+    """A set that changes the layers whose path ends so."""
+    generator = torch.Generator().manual_seed(seed)
+    factors: dict[str, Factors] = {}
+    for path, module in unet.named_modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d) and path.endswith(tuple(paths)):
+            out, *rest = module.weight.shape
+            up, down = torch.randn(out, rank, generator=generator), torch.randn(rank, *rest, generator=generator)
+            factors[path] = Factors(down=down * 0.1, up=up * 0.3)
+    assert factors
+    return LoraSet(key=((f"{seed:064x}", 1.0),), components={UNET: factors})
+
+
+def patch(unet: UNet2DConditionModel, loras: LoraSet) -> None:
+    """Puts a set into the weights, from the definition."""
+    factors: Mapping[str, Factors] = loras.of(UNET)
+    for path, each in factors.items():
+        weight = unet.get_submodule(path).weight
+        product = each.up.flatten(1).double() @ each.down.flatten(1).double()
+        weight.data += product.view_as(weight).to(weight.dtype)
+
+
+def point_shapes(unet: UNet2DConditionModel, size: tuple[int, int]) -> list[torch.Size]:
+    """Of the residuals of one row, [channels, height, width] by residual point."""
+    backbone = UNetBackbone(unet)
+    activations = backbone.begin(stack([plain_row(0, size=size)]))
+    for block in backbone.blocks[: len(unet.down_blocks) + 1]:
+        block.run(activations)
+    return [activations.points[point].shape[1:] for point in sorted(activations.points)]

@@ -1,0 +1,153 @@
+"""keep_for_editing: a picture's latents are kept, and the first edit of it puts them back and finds it recorded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import PIL.Image
+import pytest
+import torch
+from torch import Tensor
+
+from bottega.diffusion.editing.kept import KeptLatents, KeptLatentsMismatch, read_kept, write_kept
+from bottega.diffusion.engine.events import JobCheckpointed, JobKept
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.spec import ResolvedSpec
+from tests.samples.edits import edit_order
+from tests.samples.masked_edits import LEFT, SPEC, EditDesk, masked_order, outside
+from tests.support.manual_engine import Drawing
+
+GENERATED = replace(SPEC, strength=None, keep_for_editing=True, num_images=2)
+SHAPE = (4, 16, 16)
+
+
+def generated(desk: EditDesk, spec: ResolvedSpec = GENERATED) -> tuple[Drawing, list[JobKept]]:
+    drawing = desk.draw(EngineOrder(key="generation", spec=spec))
+    return drawing, drawing.all(JobKept)
+
+
+def edit_of(drawing: Drawing, kept: JobKept, spec: ResolvedSpec = SPEC, *, key: str = "edit") -> EngineOrder:
+    """Of one of its pictures, all of whose steps run."""
+    image = PIL.Image.fromarray(drawing.pixels[kept.index])
+    return masked_order(replace(spec, strength=1.0, seed=77), image=image, key=key, kept_latents=kept.data)
+
+
+def random_latents(steps: int) -> KeptLatents:
+    latents = torch.randn(steps + 1, *SHAPE, generator=torch.Generator().manual_seed(3))
+    timesteps = tuple(float(step) for step in range(steps, 0, -1))
+    return KeptLatents(latents=latents, timesteps=timesteps, seed=3, template="ab" * 16)
+
+
+def test_the_latents_of_each_picture_are_kept_and_change_nothing(model: Model) -> None:
+    plain = EditDesk(model).draw(EngineOrder(key="plain", spec=replace(GENERATED, keep_for_editing=False)))
+    drawing, kept = generated(EditDesk(model))
+    assert [each.index for each in kept] == [0, 1]
+    for latent, other, each in zip(drawing.latents, plain.latents, kept, strict=True):
+        torch.testing.assert_close(latent, other, atol=1e-4, rtol=0)
+        read = read_kept(each.data, model, SHAPE)
+        assert len(read.timesteps) == 4
+        assert read.seed == SPEC.seed + each.index
+        assert torch.equal(read.image_latent, latent)
+
+
+def test_the_first_edit_of_a_kept_picture_reuses_blocks_and_puts_its_latents_back(model: Model) -> None:
+    desk = EditDesk(model)
+    drawing, kept = generated(desk)
+    assert len(desk.source.recordings) == 2
+    order = edit_of(drawing, kept[1])
+    edit = desk.draw(order)
+    assert edit.record.edit is not None
+    assert 0 < edit.record.edit.blocks_reused == edit.record.edit.blocks_total
+    assert torch.equal(outside(edit.latents[0], order), outside(drawing.latents[1], order))
+    assert not edit.record.exact
+
+
+def test_where_the_recording_is_gone_the_latents_are_put_back_and_recorded(model: Model) -> None:
+    drawing, kept = generated(EditDesk(model))
+    desk, order = EditDesk(model), edit_of(drawing, kept[0])
+    first, second = desk.draw(order), desk.draw(replace(order, key="second"))
+    assert first.record.edit is not None
+    assert second.record.edit is not None
+    assert (first.record.edit.recorded, first.record.edit.blocks_reused) == (True, 0)
+    assert second.record.edit.blocks_reused == second.record.edit.blocks_total
+    assert torch.equal(outside(first.latents[0], order), outside(drawing.latents[0], order))
+
+
+@pytest.mark.parametrize("why", ["other steps", "damaged", "exact"])
+def test_an_edit_does_without_latents_that_it_cannot_use(model: Model, why: str) -> None:
+    drawing, kept = generated(EditDesk(model))
+    order = edit_of(drawing, kept[0])
+    if why == "other steps":
+        order = replace(order, spec=replace(order.spec, num_inference_steps=7))
+    elif why == "damaged":
+        order = replace(order, kept_latents=order.kept_latents[:-9])
+    else:
+        image = PIL.Image.fromarray(drawing.pixels[0])
+        order = replace(edit_order(replace(SPEC, strength=1.0), image, LEFT), kept_latents=order.kept_latents)
+    latents = [EditDesk(model).draw(each).latents[0] for each in (order, replace(order, kept_latents=b""))]
+    assert torch.equal(*latents)
+
+
+def test_a_resumed_edit_puts_the_same_latents_back(model: Model) -> None:
+    drawing, kept = generated(EditDesk(model))
+    order = edit_of(drawing, kept[0])
+    desk = EditDesk(model)
+    half = desk.submit(order)
+    while not half.all(JobCheckpointed):
+        desk.turn()
+    assert half.job is not None
+    decisions = dict(half.job.decided)
+    again = EditDesk(model).draw(replace(order, checkpoint=half.all(JobCheckpointed)[0].data, decisions=decisions))
+    whole = EditDesk(model).draw(order)
+    torch.testing.assert_close(again.latents[0], whole.latents[0], atol=1e-4, rtol=0)
+
+
+def test_a_generation_that_is_cancelled_leaves_no_recording(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.submit(EngineOrder(key="generation", spec=GENERATED))
+    desk.turn()
+    desk.engine.cancel("generation")
+    assert not desk.source.recordings
+
+
+# As bytes.
+
+
+def test_kept_latents_are_read_as_they_were_written(model: Model) -> None:
+    kept = random_latents(5)
+    data = write_kept(model, kept)
+    assert data is not None
+    read = read_kept(data, model, SHAPE)
+    assert torch.equal(read.latents, kept.latents)
+    assert (read.timesteps, read.seed, read.template) == (kept.timesteps, kept.seed, kept.template)
+    trajectory = read.trajectory([5.0, 4.0, 2.0])
+    assert trajectory is not None
+    assert torch.equal(trajectory[2.0], kept.latents[3][None])
+    assert read.trajectory([5.0, 4.5]) is None
+
+
+def test_what_is_too_much_is_kept_in_half_precision_or_not(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = random_latents(5)
+    whole = write_kept(model, kept)
+    assert whole is not None
+    monkeypatch.setattr("bottega.diffusion.editing.kept.MAX_KEPT_LATENTS_BYTES", len(whole) - 1)
+    half = write_kept(model, kept)
+    assert half is not None
+    assert len(half) < 0.6 * len(whole)
+    read: Tensor = read_kept(half, model, SHAPE).latents
+    torch.testing.assert_close(read, kept.latents, atol=2e-3, rtol=1e-3)
+    monkeypatch.setattr("bottega.diffusion.editing.kept.MAX_KEPT_LATENTS_BYTES", len(half) - 1)
+    assert write_kept(model, kept) is None
+
+
+def test_latents_that_do_not_fit_are_not_read(model: Model) -> None:
+    data = write_kept(model, random_latents(5))
+    assert data is not None
+    for wrong, shape in ((data[:-1], SHAPE), (b"", SHAPE), (b"\xff" * 99, SHAPE), (data, (4, 8, 16))):
+        with pytest.raises(KeptLatentsMismatch):
+            read_kept(wrong, model, shape)
+    other = write_kept(replace(model, digest="00"), random_latents(5))
+    assert other is not None
+    with pytest.raises(KeptLatentsMismatch, match="model_hash"):
+        read_kept(other, model, SHAPE)
