@@ -58,9 +58,11 @@ class GatewayConfig:
         window in which a request_id attaches to its first run, over restarts too. More than max_jobs in jobs_ttl_s make
         it shorter: for cancelled and failed jobs first, then for those of the host that has the most.
     hold_s: how long, after a restart, a job that was running waits for its worker to come back with it.
-    results_bytes, results_ttl_s: bounds on finished images on the disk, which needs that room: 4 GiB are 2,400 of
-        SDXL. What has gone is drawn again for its request_id, with the same seed.
+    results_bytes, results_ttl_s: bounds on finished images, and on what keep_for_editing keeps of them, on the disk,
+        which needs that room: 4 GiB are 2,400 of SDXL, or 500 with the latents of 50 steps. What has gone is drawn
+        again for its request_id, with the same seed.
     max_result_bytes: of one job's images together; at most results_bytes, so that a job has all of them when it ends.
+        Latents are kept in what is left of it.
     lease_s: silence after which a service has left; with a sweep every tenth of a second a silent one
         is out within 2 s.
     model_grace_s: how long jobs of a model, or with a ControlNet, are taken and kept while nobody serves it.

@@ -24,12 +24,14 @@ from bottega.worker.attempts import (
     Attempt,
     AttemptKey,
     FailedEvent,
+    KeptEvent,
     PictureEvent,
     ProgressEvent,
     StartedEvent,
 )
 from bottega.worker.engine_client import CommandSender
 from bottega.worker.image_codec import ImageCodec
+from bottega.worker.input_images import InputImages
 from bottega.worker.metrics import WorkerMetrics
 
 _log = logging.getLogger(__name__)
@@ -43,7 +45,8 @@ class AttemptOrder:
     """An attempt as the gateway orders it.
 
     spec: every default filled in, the seed drawn, input images removed. image: source of image-to-image, encoded, or
-    empty. control_images: one for each of the spec's ControlNets, encoded. addons: what those of the engine are told,
+    empty. mask: of an edit of it, encoded, or empty; kept_latents: of the job that drew the image, or empty.
+    control_images: one for each of the spec's ControlNets, encoded. addons: what those of the engine are told,
     by kind. decisions: of earlier attempts. checkpoint: to resume from, or empty. deadline_s: seconds from now.
     request_id: for logs.
     """
@@ -51,6 +54,8 @@ class AttemptOrder:
     key: AttemptKey
     spec: GenerationSpec
     image: bytes = b""
+    mask: bytes = b""
+    kept_latents: bytes = b""
     control_images: tuple[bytes, ...] = ()
     addons: Mapping[str, bytes] = field(default_factory=dict)
     decisions: AttemptDecisions = field(default_factory=AttemptDecisions)
@@ -80,8 +85,10 @@ class AttemptRunner:
         on_end: Callable[[AttemptRunner], None],
     ) -> None:
         self.attempt = attempt
-        self._order = replace(order, image=b"", control_images=(), checkpoint=b"")  # not kept while the engine works
-        self._image, self._control_images, self._checkpoint = order.image, order.control_images, order.checkpoint
+        # Not kept while the engine works.
+        self._order = replace(order, image=b"", mask=b"", kept_latents=b"", control_images=(), checkpoint=b"")
+        self._inputs = InputImages(order.spec, order.image, order.mask, order.control_images)
+        self._kept_latents, self._checkpoint = order.kept_latents, order.checkpoint
         self._engine = engine
         self._images = images
         self._metrics = metrics
@@ -91,7 +98,6 @@ class AttemptRunner:
         self._began_s = time.monotonic()
         self._facts = _facts(order)
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._digest = ""
         self._done: Provenance | None = None
         self._encodes_preview = False
         self._tasks = BackgroundTasks("work of an attempt")
@@ -154,6 +160,8 @@ class AttemptRunner:
                 self._advance(event.progress)
             case "picture":
                 self._spawn(self._encode(event.picture))
+            case "kept":
+                self.attempt.add_kept(KeptEvent(index=event.kept.index, data=event.kept.latents))
             case "done":
                 self._done = event.done.provenance
                 self._complete_if_ready()
@@ -166,34 +174,18 @@ class AttemptRunner:
         start.checkpoint = self._checkpoint
         start.addons.update(self._order.addons)
         start.decisions.CopyFrom(self._order.decisions)
-        size_bytes = len(self._checkpoint)
-        if self._image:
-            decoded = await self._images.decode(self._image, self._order.spec)
-            self._digest = decoded.digest
-            self._note_time("decode_image", "decode", decoded.seconds)
-            await decoded.write_to(start.image)
-            size_bytes += len(decoded.pixels.data)
-        size_bytes += await self._decode_controls(start)
-        self._image = self._checkpoint = b""
-        self._control_images = ()
+        start.kept_latents = self._kept_latents
+        size_bytes = len(self._checkpoint) + len(self._kept_latents) + self._inputs.decoded_bytes
+        self._kept_latents = self._checkpoint = b""
         if size_bytes > _MAX_START_BYTES:
             raise TooLarge(
                 f"its images take {size_bytes} bytes once decoded; an attempt may have {_MAX_START_BYTES}",
                 metadata={"limit": "start_bytes", "start_bytes": str(_MAX_START_BYTES)},
             )
-        start.preview = self._order.preview  # which may have been asked for while the image was decoded
+        await self._inputs.decode_into(start, self._images, self._note_decoding)
+        start.preview = self._order.preview  # which may have been asked for while images were decoded
         self._engine.send(command, size_bytes)
         self._in_engine = True
-
-    async def _decode_controls(self, start: engine_pb2.EngineStart) -> int:
-        """Adds the control images; returns their bytes."""
-        size_bytes = 0
-        for image in self._control_images:
-            decoded = await self._images.decode(image, self._order.spec)
-            self._note_time("decode_image", "decode", decoded.seconds)
-            await decoded.write_to(start.control_images.add(digest=decoded.digest).pixels)
-            size_bytes += len(decoded.pixels.data)
-        return size_bytes
 
     def _decide(self, new: AttemptDecisions) -> None:
         """Adds to the decisions. With the step of the LoRAs in it, the spec makes the same picture again."""
@@ -226,7 +218,8 @@ class AttemptRunner:
         )
 
     async def _encode(self, picture: engine_pb2.EnginePicture) -> None:
-        encoded = await self._images.encode(picture.pixels, self._spec_of(picture.index), picture.index)
+        spec = self._spec_of(picture.index)
+        encoded = await self._images.encode(picture.pixels, spec, picture.index, self._inputs.overlay)
         self._seconds["handoff"] += max(0.0, encoded.began_s - picture.handed_over_s)
         self._note_time("encode_image", "encode", encoded.seconds)
         self.attempt.add_picture(PictureEvent(index=picture.index, data=encoded.data))
@@ -257,11 +250,14 @@ class AttemptRunner:
         provenance.parameters.CopyFrom(self._order.spec)
         provenance.worker = self._worker
         provenance.bottega_version = self._version
-        provenance.image_digest = self._digest
+        self._inputs.report(provenance)
         for use in provenance.controlnets:
             use.servers[:] = [server or self._worker for server in use.servers]
         provenance.times.extend(StageTime(stage=stage, seconds=seconds) for stage, seconds in self._seconds.items())
         return provenance
+
+    def _note_decoding(self, seconds: float) -> None:
+        self._note_time("decode_image", "decode", seconds)
 
     def _note_time(self, stage: str, work: str, seconds: float) -> None:
         self._seconds[stage] += seconds

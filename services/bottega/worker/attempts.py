@@ -71,6 +71,14 @@ class PictureEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptEvent:
+    """What is kept of an image for edits of it; index is its place in the job."""
+
+    index: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedEvent:
     """All pictures are there."""
 
@@ -84,7 +92,7 @@ class FailedEvent:
     error: BottegaError
 
 
-Event = StartedEvent | AttemptDecisions | ProgressEvent | PictureEvent | CompletedEvent | FailedEvent
+Event = StartedEvent | AttemptDecisions | ProgressEvent | PictureEvent | KeptEvent | CompletedEvent | FailedEvent
 
 
 class AttemptState(Enum):
@@ -107,6 +115,7 @@ class Attempt:
         self.decisions: AttemptDecisions | None = None
         self.progress: ProgressEvent | None = None
         self.pictures: list[PictureEvent] = []
+        self.latents: list[KeptEvent] = []
         self.outcome: CompletedEvent | FailedEvent | None = None
         self.ended_s = 0.0
         self.fetched = False
@@ -125,8 +134,9 @@ class Attempt:
 
     @property
     def size_bytes(self) -> int:
-        """Of its pictures."""
-        return sum(len(picture.data) for picture in self.pictures)
+        """Of its pictures, and of what is kept of them."""
+        pictures = sum(len(picture.data) for picture in self.pictures)
+        return pictures + sum(len(latents.data) for latents in self.latents)
 
     def start(self, started: StartedEvent) -> None:
         """The engine has begun."""
@@ -153,6 +163,12 @@ class Attempt:
             self.pictures.append(picture)
             self._notify()
 
+    def add_kept(self, latents: KeptEvent) -> None:
+        """What is kept of a picture is ready."""
+        if not self.ended:
+            self.latents.append(latents)
+            self._notify()
+
     def complete(self, provenance: Provenance) -> None:
         """All its pictures have been added."""
         self._end(AttemptState.COMPLETED, CompletedEvent(provenance=provenance))
@@ -161,6 +177,7 @@ class Attempt:
         """It ends without pictures."""
         if not self.ended:
             self.pictures.clear()
+            self.latents.clear()
         self._end(AttemptState.FAILED, FailedEvent(error=error))
 
     async def follow(self) -> AsyncIterator[Event]:
@@ -195,7 +212,7 @@ class _EventCursor:
         self._started = False
         self._decisions: AttemptDecisions | None = None
         self._progress: ProgressEvent | None = None
-        self._pictures = 0
+        self._pictures = self._latents = 0
         self._outcome = False
 
     def pending(self) -> Iterator[Event]:
@@ -212,12 +229,22 @@ class _EventCursor:
         if attempt.progress is not None and attempt.progress is not self._progress:
             self._progress = attempt.progress
             yield attempt.progress
-        while self._pictures < len(attempt.pictures):
-            self._pictures += 1
-            yield attempt.pictures[self._pictures - 1]
+        while (part := self._next_part()) is not None:
+            yield part
         if attempt.outcome and not self._outcome:
             self._outcome = True
             yield attempt.outcome
+
+    def _next_part(self) -> PictureEvent | KeptEvent | None:
+        """What comes before the outcome: while one part is sent others come, of either kind."""
+        attempt = self._attempt
+        if self._pictures < len(attempt.pictures):
+            self._pictures += 1
+            return attempt.pictures[self._pictures - 1]
+        if self._latents < len(attempt.latents):
+            self._latents += 1
+            return attempt.latents[self._latents - 1]
+        return None
 
 
 class Attempts:

@@ -25,6 +25,8 @@ class EngineConfig:
     that are equal byte for byte whatever runs beside them; on a CPU a multiple of twice the threads; 0 is off.
     max_wait_turns: that a request may be passed over; one that would make others wait longer waits to begin.
     max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
+    sparse_convolutions: whether masked blocks of edits convolve around the mask alone: faster at small masks, for about
+    as many bytes of each recording again.
     controlnets: by name, folders of ControlNets that it runs itself when no server does, and controlnet_budget_bytes
     the most bytes of their weights that are loaded at once. controlnet_silence_s: after which a ControlNet server that
     says nothing is taken for dead.
@@ -34,6 +36,8 @@ class EngineConfig:
     cache_timeout_s: how long a request waits for the cached latent that it names itself. cache_silence_s: after which a
     cache that says nothing is taken for dead. cache_recording_bytes: of recordings that wait to be sent to it; what is
     more is dropped.
+    activations_mib: of what blocks put out for the images of edits, which later edits of them use again; 0 keeps none.
+    mask_margin: tokens of the finest level of attention around a mask that masked blocks compute, too.
     peer: host:port of the worker that it forms a pair with, which names this one: each computes rows of the other one's
     requests while it has none of its own. Not together with fixed_rows, under which fewer rows take no less time.
     peer_silence_s: after which a peer that says nothing is taken for dead. links_listen: host:port on which the link of
@@ -54,6 +58,7 @@ class EngineConfig:
     fixed_rows: NotNegative = 0
     max_wait_turns: AtLeastOne = 8
     max_pixels: NotNegative = 0
+    sparse_convolutions: bool = True
     controlnets: dict[str, str] = field(default_factory=dict)
     controlnet_budget_bytes: AtLeastOne = 8 << 30
     controlnet_silence_s: Seconds = 5.0
@@ -64,6 +69,8 @@ class EngineConfig:
     cache_timeout_s: Seconds = 10.0
     cache_silence_s: Seconds = 5.0
     cache_recording_bytes: NotNegative = 64 << 20
+    activations_mib: NotNegative = 512
+    mask_margin: Annotated[int, Field(ge=0, le=64)] = 1
     peer: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
     peer_silence_s: Seconds = 5.0
     links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"

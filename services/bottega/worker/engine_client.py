@@ -14,12 +14,15 @@ from bottega import process
 from bottega.errors import Unavailable, WorkerLost
 from bottega.process import EngineListener, EngineTimeouts, PendingCalls
 from bottega.rpc.status import from_job_error
-from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EngineReady
+from bottega.v1.activations_pb2 import DropTemplateRequest, DropTemplateResponse, ListTemplatesResponse
+from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EngineReady, EngineTemplates, EngineTemplatesRequest
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, OpenLinkRequest
 from bottega.worker.config import EngineConfig
 
 # Of an offer: the engine makes it in a thread of its own, at once.
 _OFFER_S = 3.0
+# Of a word on its templates, which comes between two turns: those of a large model take a while.
+_TEMPLATES_S = 60.0
 
 ENGINE_MODULE = "bottega.worker.engine.main"
 
@@ -43,6 +46,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
     ) -> None:
         arguments = ("--config-json", json.dumps(dataclasses.asdict(config)))
         self._calls: PendingCalls[LinkResult] = PendingCalls()
+        self._template_calls: PendingCalls[EngineTemplates] = PendingCalls()
         super().__init__(module, *arguments, timeouts=EngineTimeouts(start_s=start_s, hang_s=hang_s, stall_s=stall_s))
 
     def read(self, frame: bytes) -> EngineEvent:
@@ -67,6 +71,30 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
     def on_link_result(self, result: LinkResult) -> None:
         """The engine's answer to `open_link`."""
         self._calls.answer(result.request, from_job_error(result.error) if result.HasField("error") else result)
+
+    async def list_templates(self) -> ListTemplatesResponse:
+        """What is recorded for edits. Raises Unavailable when there is no engine, or when it says nothing."""
+        return (await self._ask_templates(EngineTemplatesRequest())).listed
+
+    async def drop_template(self, template_id: str) -> DropTemplateResponse:
+        """Forgets recordings whose ids begin so. Raises as `list_templates` does."""
+        drop = DropTemplateRequest(id=template_id)
+        return (await self._ask_templates(EngineTemplatesRequest(drop=drop))).dropped
+
+    def on_templates(self, answer: EngineTemplates) -> None:
+        """The engine's answer to either."""
+        self._template_calls.answer(answer.request, answer)
+
+    def on_lost(self, why: str) -> None:
+        """There is nobody to answer any more."""
+        self._template_calls.fail_all(WorkerLost(f"the worker's engine was lost: {why}"))
+
+    async def _ask_templates(self, question: EngineTemplatesRequest) -> EngineTemplates:
+        def send(number: int) -> None:
+            question.request = number
+            self.send(EngineCommand(templates=question))
+
+        return await self._template_calls.call(send, _TEMPLATES_S)
 
     def turns(self, event: EngineEvent) -> int | None:
         """Whatever begins or ends an attempt counts as a turn."""

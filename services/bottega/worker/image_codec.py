@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from google.protobuf import json_format
 
-from bottega.codec import CodecPool, EncodedImage, Pixels
+from bottega.codec import CodecPool, Crop, DecodedEdit, EncodedImage, MaskOrder, Overlay, Pixels
 from bottega.process import copied
 from bottega.v1 import generation_pb2, tensor_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Sampler
@@ -24,7 +24,7 @@ _PREVIEW_QUALITY = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedImage:
-    """The input of image-to-image, its encoded bytes' SHA-256 (hex), and the seconds that decoding took."""
+    """An input image, its encoded bytes' SHA-256 (hex), and the seconds that decoding took."""
 
     pixels: Pixels
     digest: str
@@ -32,9 +32,23 @@ class DecodedImage:
 
     async def write_to(self, target: Tensor) -> None:
         """Writes it as uint8 [height, width, 3]."""
-        target.data_type = tensor_pb2.DATA_TYPE_UINT8
-        target.shape.extend((self.pixels.height, self.pixels.width, 3))
-        await copied(len(self.pixels.data), lambda: setattr(target, "data", self.pixels.data))
+        await _write(target, self.pixels.data, self.pixels.height, self.pixels.width, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedEditInput:
+    """Image and mask of an edit, their encoded bytes' SHA-256 (hex), and the seconds that decoding took."""
+
+    decoded: DecodedEdit
+    image_digest: str
+    mask_digest: str
+    seconds: float
+
+    async def write_to(self, image: Tensor, mask: Tensor) -> None:
+        """Writes them as uint8 [height, width, 3] and [height, width]."""
+        pixels = self.decoded.pixels
+        await _write(image, pixels.data, pixels.height, pixels.width, 3)
+        await _write(mask, self.decoded.mask, pixels.height, pixels.width)
 
 
 class ImageCodec:
@@ -43,18 +57,35 @@ class ImageCodec:
     def __init__(self, pool: CodecPool) -> None:
         self._pool = pool
 
-    async def decode(self, image: bytes, spec: GenerationSpec) -> DecodedImage:
-        """The image, decoded and resized to the spec's size. Raises BadImage."""
+    async def decode(self, image: bytes, spec: GenerationSpec, crop: Crop | None = None) -> DecodedImage:
+        """The image, or a part of it, decoded and resized to the spec's size. Raises BadImage."""
         began_s = time.monotonic()
-        digest = await copied(len(image), lambda: hashlib.sha256(image).hexdigest())
-        pixels = await self._pool.decode(image, spec.width, spec.height)
+        digest = await _digest(image)
+        pixels = await self._pool.decode(image, spec.width, spec.height, crop=crop)
         return DecodedImage(pixels=pixels, digest=digest, seconds=time.monotonic() - began_s)
 
-    async def encode(self, tensor: Tensor, spec: GenerationSpec, index: int) -> EncodedImage:
-        """Image `index` of the spec in the spec's format, inscribed with what draws it again."""
+    async def decode_edit(self, image: bytes, mask: bytes, order: MaskOrder) -> DecodedEditInput:
+        """Image and mask of an edit, as they are drawn. Raises BadImage."""
+        began_s = time.monotonic()
+        image_digest, mask_digest = await _digest(image), await _digest(mask)
+        return DecodedEditInput(
+            decoded=await self._pool.decode_edit(image, mask, order),
+            image_digest=image_digest,
+            mask_digest=mask_digest,
+            seconds=time.monotonic() - began_s,
+        )
+
+    async def encode(
+        self, tensor: Tensor, spec: GenerationSpec, index: int, overlay: Overlay | None = None
+    ) -> EncodedImage:
+        """Image `index` of the spec in the spec's format, inscribed with what draws it again.
+
+        overlay: what it is put into before.
+        """
         height, width, _channels = tensor.shape
         pixels = await copied(height * width * 3, lambda: Pixels(width=width, height=height, data=tensor.data))
-        return await self._pool.encode(pixels, spec.format, spec.quality, inscription(spec, index))
+        text = inscription(spec, index)
+        return await self._pool.encode(pixels, spec.format, spec.quality, text, overlay=overlay)
 
     async def preview(self, tensor: Tensor) -> bytes:
         """A small JPEG."""
@@ -62,6 +93,16 @@ class ImageCodec:
         pixels = Pixels(width=width, height=height, data=tensor.data)
         encoded = await self._pool.encode(pixels, generation_pb2.IMAGE_FORMAT_JPEG, _PREVIEW_QUALITY, {})
         return encoded.data
+
+
+async def _digest(data: bytes) -> str:
+    return await copied(len(data), lambda: hashlib.sha256(data).hexdigest())
+
+
+async def _write(target: Tensor, data: bytes, *shape: int) -> None:
+    target.data_type = tensor_pb2.DATA_TYPE_UINT8
+    target.shape.extend(shape)
+    await copied(len(data), lambda: setattr(target, "data", data))
 
 
 def inscription(spec: GenerationSpec, index: int) -> Mapping[str, str]:

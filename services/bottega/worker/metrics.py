@@ -38,6 +38,14 @@ class _Engine(Collector):
             "Bytes of the copies that put weights back as they were.",
             value=self.beat.lora_pristine_bytes,
         )
+        yield GaugeMetricFamily(
+            "bottega_worker_recordings", "Templates that are recorded for edits.", value=self.beat.recordings
+        )
+        yield GaugeMetricFamily(
+            "bottega_worker_activation_bytes",
+            "Bytes of what blocks put out for templates.",
+            value=self.beat.activation_bytes,
+        )
         counts = CounterMetricFamily(
             "bottega_worker_addon_events", "What add-ons of the engine have counted.", labels=("kind", "event")
         )

@@ -15,17 +15,18 @@ import grpc
 from bottega.process import copied
 from bottega.rpc.operation import logs
 from bottega.rpc.status import to_job_error
-from bottega.v1 import worker_pb2
+from bottega.v1 import activations_pb2, worker_pb2
 from bottega.worker.attempts import (
     Attempt,
     CompletedEvent,
     Event,
     FailedEvent,
+    KeptEvent,
     PictureEvent,
     ProgressEvent,
     StartedEvent,
 )
-from bottega.worker.validation import checked_key, order_from
+from bottega.worker.validation import checked_key, checked_template_id, order_from
 from bottega.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,16 @@ class WorkerService:
             "PreviewAttempt": cast(Any, grpc.unary_unary_rpc_method_handler)(
                 self.preview_attempt, pb.PreviewAttemptRequest.FromString, pb.PreviewAttemptResponse.SerializeToString
             ),
+            "ListTemplates": cast(Any, grpc.unary_unary_rpc_method_handler)(
+                self.list_templates,
+                activations_pb2.ListTemplatesRequest.FromString,
+                activations_pb2.ListTemplatesResponse.SerializeToString,
+            ),
+            "DropTemplate": cast(Any, grpc.unary_unary_rpc_method_handler)(
+                self.drop_template,
+                activations_pb2.DropTemplateRequest.FromString,
+                activations_pb2.DropTemplateResponse.SerializeToString,
+            ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
@@ -103,6 +114,18 @@ class WorkerService:
         """PreviewAttempt."""
         return worker_pb2.PreviewAttemptResponse(known=self._worker.preview(checked_key(request.attempt)))
 
+    async def list_templates(
+        self, _request: activations_pb2.ListTemplatesRequest, _context: _Context
+    ) -> activations_pb2.ListTemplatesResponse:
+        """ListTemplates."""
+        return await self._worker.list_templates()
+
+    async def drop_template(
+        self, request: activations_pb2.DropTemplateRequest, _context: _Context
+    ) -> activations_pb2.DropTemplateResponse:
+        """DropTemplate."""
+        return await self._worker.drop_template(checked_template_id(request.id))
+
     async def _started(self, raw: bytes) -> Attempt:
         order = await copied(len(raw), lambda: order_from(raw))
         ids = {"job_id": order.key.job_id, "request_id": order.request_id}
@@ -121,19 +144,23 @@ def _responses(event: Event) -> Iterator[worker_pb2.RunAttemptResponse]:
             progress = pb.AttemptProgress(steps_done=done, preview_index=index, preview_jpeg=jpeg)
             yield pb.RunAttemptResponse(progress=progress)
         case PictureEvent():
-            yield from _chunks(event)
+            for index, chunk, last in _chunks(event):
+                yield pb.RunAttemptResponse(image=pb.AttemptImageChunk(index=index, chunk=chunk, last=last))
+        case KeptEvent():
+            for index, chunk, last in _chunks(event):
+                yield pb.RunAttemptResponse(latents=pb.AttemptLatentsChunk(index=index, chunk=chunk, last=last))
         case CompletedEvent(provenance=provenance):
             yield pb.RunAttemptResponse(completed=pb.AttemptCompleted(provenance=provenance))
         case FailedEvent(error=error):
             yield pb.RunAttemptResponse(failed=to_job_error(error))
 
 
-def _chunks(picture: PictureEvent) -> Iterator[worker_pb2.RunAttemptResponse]:
-    view = memoryview(picture.data)
+def _chunks(part: PictureEvent | KeptEvent) -> Iterator[tuple[int, bytes, bool]]:
+    """Place of the image, next bytes, and whether they are the last ones."""
+    view = memoryview(part.data)
     for start in range(0, len(view), _CHUNK_BYTES):
         end = start + _CHUNK_BYTES
-        chunk = worker_pb2.AttemptImageChunk(index=picture.index, chunk=bytes(view[start:end]), last=end >= len(view))
-        yield worker_pb2.RunAttemptResponse(image=chunk)
+        yield part.index, bytes(view[start:end]), end >= len(view)
 
 
 def _summary(attempt: Attempt) -> worker_pb2.AttemptSummary:

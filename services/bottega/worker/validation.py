@@ -7,6 +7,7 @@ the engine refuses.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from google.protobuf.message import DecodeError
@@ -21,6 +22,8 @@ from bottega.worker.attempts import AttemptKey
 
 # What has a default for callers and none here.
 _FILLED_IN = ("num_inference_steps", "guidance_scale", "width", "height", "seed", "num_images")
+
+_TEMPLATE_ID = re.compile("([0-9a-f]{8,32})?")
 
 # Of ids of jobs and of requests; the gateway makes the one, and checks the other.
 _MAX_ID_CHARACTERS = 128
@@ -40,12 +43,13 @@ def order_from(raw: bytes) -> AttemptOrder:
             *_check_spec(request.spec),
             *_check_call(request),
             *_check_controls(request),
+            *_check_latents(request),
             *_check_loras(request),
             *_check_addons(request),
         ]
     )
     spec = request.spec
-    image = spec.image
+    image, mask = spec.image, spec.mask_image
     spec.ClearField("image")
     spec.ClearField("mask_image")
     images = [net.image for net in spec.controlnets]
@@ -56,6 +60,8 @@ def order_from(raw: bytes) -> AttemptOrder:
         # A new message: one that was cleared of an image keeps its memory for as long as it lives.
         spec=GenerationSpec.FromString(spec.SerializeToString()),
         image=image,
+        mask=mask,
+        kept_latents=request.kept_latents,
         control_images=tuple(images),
         addons=dict(request.addons),
         decisions=worker_pb2.AttemptDecisions.FromString(request.decisions.SerializeToString()),
@@ -79,6 +85,13 @@ def _check_attempt(attempt: worker_pb2.AttemptId) -> Iterator[Violation]:
         yield Violation(field="attempt.number", description="must be at least 1")
 
 
+def checked_template_id(template_id: str) -> str:
+    """An id of templates, or the beginning of some. Raises InvalidRequest."""
+    if not _TEMPLATE_ID.fullmatch(template_id):
+        rules.refuse([Violation(field="id", description="must be empty, or the first 8 to 32 hex digits of an id")])
+    return template_id
+
+
 def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
     for name in _FILLED_IN:
         if not spec.HasField(name):  # type: ignore[arg-type]
@@ -95,9 +108,14 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
     yield from rules.check_lora_steps(spec, spec.num_inference_steps, strength)
     if spec.HasField("image") and not 0 < len(spec.image) <= MAX_IMAGE_BYTES:
         yield Violation(field="spec.image", description=f"must be 1 to {MAX_IMAGE_BYTES} bytes")
-    if spec.HasField("mask_image") and not (spec.HasField("image") and 0 < len(spec.mask_image) <= MAX_IMAGE_BYTES):
-        rule = f"must be 1 to {MAX_IMAGE_BYTES} bytes, and stand beside an image"
-        yield Violation(field="spec.mask_image", description=rule)
+    yield from rules.check_edit(spec)
+    if spec.HasField("mask_image"):
+        if not 0 < len(spec.mask_image) <= MAX_IMAGE_BYTES:
+            yield Violation(field="spec.mask_image", description=f"must be 1 to {MAX_IMAGE_BYTES} bytes")
+        if not spec.HasField("keep_unmasked"):
+            yield Violation(field="spec.keep_unmasked", description="must be filled in with a mask")
+        elif spec.keep_unmasked and not spec.HasField("mask_feather"):
+            yield Violation(field="spec.mask_feather", description="must be filled in where unmasked pixels are kept")
     if spec.HasField("strength") != spec.HasField("image"):
         yield Violation(field="spec.strength", description="must be filled in with an image, and only with one")
     elif spec.HasField("strength"):
@@ -109,6 +127,14 @@ def _check_controls(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation
         if not 0 < len(net.image) <= MAX_IMAGE_BYTES:
             rule = f"must be 1 to {MAX_IMAGE_BYTES} bytes"
             yield Violation(field=f"spec.controlnets[{index}].image", description=rule)
+
+
+def _check_latents(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
+    if len(request.kept_latents) > rules.MAX_KEPT_LATENTS_BYTES:
+        rule = f"must be at most {rules.MAX_KEPT_LATENTS_BYTES} bytes"
+        yield Violation(field="kept_latents", description=rule)
+    elif request.kept_latents and not request.spec.HasField("mask_image"):
+        yield Violation(field="kept_latents", description="must be empty without spec.mask_image")
 
 
 def _check_loras(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:

@@ -34,6 +34,7 @@ from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.status import from_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, image_pb2
+from bottega.v1.activations_pb2 import DropTemplateResponse, ListTemplatesResponse
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 from bottega.worker.attempt_runner import AttemptOrder, AttemptRunner
@@ -145,6 +146,14 @@ class Worker:
             runner.enable_previews()
         return self.attempts.find(key) is not None
 
+    async def list_templates(self) -> ListTemplatesResponse:
+        """What is recorded for edits. Raises Unavailable when there is no engine."""
+        return await self._engine.list_templates()
+
+    async def drop_template(self, template_id: str) -> DropTemplateResponse:
+        """Forgets what is recorded under ids that begin so. Raises Unavailable when there is no engine."""
+        return await self._engine.drop_template(template_id)
+
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
         """A link's offer for the other worker of the pair. caller: host of the worker.
 
@@ -235,6 +244,9 @@ class Worker:
         if kind == "link_result":
             self._engine.on_link_result(event.link_result)
             return
+        if kind == "templates":
+            self._engine.on_templates(event.templates)
+            return
         if kind is None or kind == "ready":
             return
         key = AttemptKey.of(getattr(event, kind).attempt)
@@ -250,6 +262,7 @@ class Worker:
 
     async def on_engine_lost(self, why: str) -> None:
         self._metrics.on_engine_lost()
+        self._engine.on_lost(why)
         if not self._first_ready.done():
             self._first_ready.set_exception(InternalError(f"the engine could not be started: {why}"))
             return

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bottega.cache.latent_files import LatentFiles, latent_name
+from bottega.cache.disk.latent_files import LatentFiles, latent_name
+from bottega.cache.index import KeyedIndex
 from bottega.v1 import cache_pb2
 from tests.support.cached_latents import (
+    KEY,
     LATENT_BYTES,
     MODEL,
     latent,
@@ -76,7 +78,8 @@ def test_a_damaged_latent_is_deleted_and_the_next_one_serves(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("damage", ["gone", "shorter", "longer", "empty", "another's"])
 def test_whatever_happened_to_a_file_is_a_miss(tmp_path: Path, damage: str) -> None:
-    with running(tmp_path) as store:
+    index = KeyedIndex()
+    with running(tmp_path, index=index) as store:
         record(store, vector(0), steps=(5,))
         record(store, vector(1), seed=1, steps=(5,))
         written(store)
@@ -100,6 +103,28 @@ def test_whatever_happened_to_a_file_is_a_miss(tmp_path: Path, damage: str) -> N
         written(store)
         assert [left.entry for left in store.entries(MODEL, 2)] == [other.entry]
         assert not _file(tmp_path, entry.entry, 5).exists()
+        assert index.entries(KEY) == 1, "what has no latents left is not searched any more"
+
+
+def test_a_latent_that_cannot_be_read_now_is_passed_over_and_kept(tmp_path: Path) -> None:
+    with running(tmp_path) as store:
+        record(store, vector(0))
+        written(store)
+        (entry,) = store.entries(MODEL, 1)
+        file = _file(tmp_path, entry.entry, 25)
+        data = file.read_bytes()
+        file.unlink()
+        file.mkdir()  # reading it fails, as it does on a disk that does not answer
+        answer = store.ask(question(), vector(0))
+        assert (answer.latents, answer.header.outcome) == ((), cache_pb2.CACHE_OUTCOME_UNAVAILABLE)
+        record(store, similar(vector(0), 0.92), seed=1)
+        written(store)
+        answer = store.ask(question(), vector(0))
+        assert [(hit.entry == entry.entry, hit.step) for hit in answer.header.hits] == [(False, 20)]
+        file.rmdir()
+        file.write_bytes(data)
+        assert [hit.entry for hit in store.ask(question(), vector(0)).header.hits] == [entry.entry]
+        assert store.statistics().damaged == 0
 
 
 def test_of_many_flipped_bits_in_a_stores_latents_none_goes_out(tmp_path: Path) -> None:

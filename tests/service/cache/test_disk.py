@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bottega.cache.index import KeyedIndex
-from bottega.cache.store import LatentStore
+from bottega.cache.store.store import LatentStore
 from bottega.errors import StorageUnavailable
 from bottega.v1 import cache_pb2
 from tests.support.cached_latents import MODEL, profile, question, record, running, settings, vector, written
@@ -135,7 +135,7 @@ def test_what_somebody_has_deleted_is_made_again(tmp_path: Path, gone: str) -> N
         _healed(store)
         assert not store.ask(question(), vector(0)).header.hits
     with running(tmp_path / "cache") as store:
-        assert store.ask(question(), vector(7)).latents or store.profiles() == [profile()]
+        assert store.ask(question(), vector(7)).latents, "what was recorded since is there"
 
 
 def test_records_that_are_damaged_while_it_runs_are_made_again(tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -213,18 +211,9 @@ except BottegaError as error:
 """
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """One that every user may look into: those that pytest makes are one user's alone."""
-    made = Path(tempfile.mkdtemp(prefix="links-"))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made)
-
-
 @needs_root
-async def test_another_user_shares_no_memory_with_it(tmp_path: Path, folder: Path) -> None:
-    path = folder / "links.sock"
+async def test_another_user_shares_no_memory_with_it(tmp_path: Path, public_folder: Path) -> None:
+    path = public_folder / "links.sock"
     async with running(tmp_path / "cache", config(links=CacheLinksConfig(socket=str(path)))) as cache:
         path.chmod(0o666)  # as if the first hurdle were not there
         told = await asyncio.to_thread(run_as_another, _CONNECT, cache.server.address, imports=_IMPORTS)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bottega.cache.store import LatentStore
+from bottega.cache.store.store import LatentStore
 from bottega.v1 import cache_pb2, generation_pb2
 from bottega.v1.cache_pb2 import CacheStart
 from tests.support.cached_latents import (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bottega.cache.index import KeyedIndex
-from bottega.cache.store import LatentStore
+from bottega.cache.store.store import LatentStore
 from bottega.errors import ConfigError, Unavailable
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_HIT, CACHE_OUTCOME_MISS, CACHE_OUTCOME_UNAVAILABLE, CacheAnswer
 from tests.support.cached_latents import (

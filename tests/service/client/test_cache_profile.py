@@ -86,10 +86,11 @@ async def test_where_nothing_is_good_enough_that_is_said_and_nothing_is_reused(
     await gateway.worker()
     _measured(own_folder / "samples", lambda fraction: 0.5)
 
-    samples = ("--samples", own_folder / "samples")
-    result = await run_at(gateway, "cache", "profile", "--pairs", PAIRS, "--draws", 2, *samples)
+    files = ("--samples", own_folder / "samples", "--output", own_folder / "nowhere" / "profile.json")
+    result = await run_at(gateway, "cache", "profile", "--pairs", PAIRS, "--draws", 2, *files)
 
     assert result.exit_code == 0, result.output
+    assert "cannot be written: No such file or directory; the caches have the profile" in result.stderr
     assert result.stdout.splitlines() == [
         f"{fidelity}: nothing is reused; no similarity keeps {alpha} of the quality in 95% of the pairs."
         for fidelity, alpha in (("balanced", 0.9), ("fast", 0.8))
@@ -105,6 +106,9 @@ async def test_other_models_need_prompts_and_somebody_who_scores(
 
     result = await run_at(gateway, "cache", "profile", "--model", "other")
     assert (result.exit_code, "--prompts FILE and --clip FOLDER" in result.stderr) == (2, True)
+    (own_folder / "latin.txt").write_bytes("ein grüner Stern\n".encode("latin-1"))
+    result = await run_at(gateway, "cache", "profile", "--prompts", "latin.txt")
+    assert (result.exit_code, "latin.txt is no text in UTF-8" in result.stderr) == (2, True)
     result = await run_at(gateway, "cache", "profile", "--prompts", "prompts.txt")
     assert (result.exit_code, "20 to 5000 different ones are needed; got 1" in result.stderr) == (2, True)
     (own_folder / "clip").mkdir()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -44,18 +41,9 @@ except BottegaError as error:
 """
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """One that every user may look into: those that pytest makes are one user's alone."""
-    made = Path(tempfile.mkdtemp(prefix="links-"))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made)
-
-
 @needs_root
-async def test_another_user_is_never_given_the_memory_of_a_lora(tmp_path: Path, folder: Path) -> None:
-    path = folder / "links.sock"
+async def test_another_user_is_never_given_the_memory_of_a_lora(tmp_path: Path, public_folder: Path) -> None:
+    path = public_folder / "links.sock"
     async with running(tmp_path / "store", config(links=LinksConfig(socket=str(path)))) as store:
         lora = await store.upload("ink", lora_file(tmp_path, rank=400))  # more than goes by copies
         for mode in (0o600, 0o666):  # as it is made, and as if that hurdle were not there

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import grp
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -55,14 +52,9 @@ with socket.socket(socket.AF_UNIX) as listening:
 """
 
 
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """One that every user may look into: those that pytest makes are one user's alone."""
+@pytest.fixture(autouse=True)
+def _without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BOTTEGA_LINKS_GROUP", raising=False)
-    made = Path(tempfile.mkdtemp(prefix="links-"))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made)
 
 
 def _taken_up_by_another(offer: Offer, *, group: int = GROUP) -> str:
@@ -71,15 +63,17 @@ def _taken_up_by_another(offer: Offer, *, group: int = GROUP) -> str:
 
 
 @pytest.mark.parametrize("service", ["controlnet", "loras"])
-def test_a_service_whose_folder_another_user_made_first_says_so_and_does_not_start(folder: Path, service: str) -> None:
-    squatted = folder / f"bottega-{os.geteuid()}"
+def test_a_service_whose_folder_another_user_made_first_says_so_and_does_not_start(
+    public_folder: Path, service: str
+) -> None:
+    squatted = public_folder / f"bottega-{os.geteuid()}"
     squatted.mkdir()
     os.chown(squatted, USER, GROUP)
     left_out = ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR")
     done = subprocess.run(
         [sys.executable, "-m", f"bottega.{service}"],
         env={name: value for name, value in os.environ.items() if name not in left_out}
-        | {"TMPDIR": str(folder), "BOTTEGA_STATE": str(folder / "state")},
+        | {"TMPDIR": str(public_folder), "BOTTEGA_STATE": str(public_folder / "state")},
         capture_output=True,
         text=True,
         timeout=60,
@@ -91,16 +85,16 @@ def test_a_service_whose_folder_another_user_made_first_says_so_and_does_not_sta
     assert not list(squatted.iterdir())
 
 
-def test_another_user_does_not_reach_the_socket(folder: Path) -> None:
-    with LinkListener(Endpoints(unix_path=folder / "links.sock")) as listener:
+def test_another_user_does_not_reach_the_socket(public_folder: Path) -> None:
+    with LinkListener(Endpoints(unix_path=public_folder / "links.sock")) as listener:
         assert "Permission denied" in _taken_up_by_another(listener.offer())
 
 
 def test_another_user_with_the_token_who_reaches_the_socket_is_turned_away(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    public_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    path = folder / "links.sock"
+    path = public_folder / "links.sock"
     with LinkListener(Endpoints(unix_path=path)) as listener:
         path.chmod(0o666)  # as if the first hurdle were not there
         offer = listener.offer()
@@ -112,12 +106,12 @@ def test_another_user_with_the_token_who_reaches_the_socket_is_turned_away(
             assert near.backend_choice.backend == Backend.MEMFD, "the other user used nothing up"
 
 
-def test_a_socket_that_another_user_put_there_hears_nothing(folder: Path) -> None:
-    theirs = folder / "theirs"
+def test_a_socket_that_another_user_put_there_hears_nothing(public_folder: Path) -> None:
+    theirs = public_folder / "theirs"
     theirs.mkdir()
     os.chown(theirs, USER, GROUP)
     path = theirs / "links.sock"
-    with LinkListener(Endpoints(unix_path=folder / "links.sock")) as listener:
+    with LinkListener(Endpoints(unix_path=public_folder / "links.sock")) as listener:
         offer = listener.offer()
     assert offer.memfd is not None
     lured = replace(offer, memfd=replace(offer.memfd, path=str(path)))
@@ -130,13 +124,13 @@ def test_a_socket_that_another_user_put_there_hears_nothing(folder: Path) -> Non
 
 
 def test_services_that_are_other_users_share_links_by_their_group(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    public_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BOTTEGA_LINKS_GROUP", SHARED)
     shared = grp.getgrnam(SHARED).gr_gid
-    os.chown(folder, -1, shared)
-    folder.chmod(0o750)  # as systemd makes it for RuntimeDirectoryMode=0750
-    with LinkListener(Endpoints(unix_path=folder / "links.sock")) as listener, ThreadPoolExecutor(1) as pool:
+    os.chown(public_folder, -1, shared)
+    public_folder.chmod(0o750)  # as systemd makes it for RuntimeDirectoryMode=0750
+    with LinkListener(Endpoints(unix_path=public_folder / "links.sock")) as listener, ThreadPoolExecutor(1) as pool:
         offer = listener.offer()
         told = pool.submit(_taken_up_by_another, offer, group=shared)
         with listener.accept(offer, patience()) as far:
@@ -144,9 +138,9 @@ def test_services_that_are_other_users_share_links_by_their_group(
             assert told.result(30) == f"received {sum(spec.size_bytes for spec in LAYOUT.specs)} bytes"
 
 
-def test_a_group_that_does_not_share_links_gets_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_does_not_share_links_gets_none(public_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOTTEGA_LINKS_GROUP", SHARED)
-    path = folder / "links.sock"
+    path = public_folder / "links.sock"
     with LinkListener(Endpoints(unix_path=path)) as listener:
         assert "Permission denied" in _taken_up_by_another(listener.offer())
         path.chmod(0o666)

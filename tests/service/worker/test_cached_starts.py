@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from bottega.cache.config import CacheLinksConfig
-from bottega.cache.settings import StoreSettings
-from bottega.cache.store import LatentStore
+from bottega.cache.store.settings import StoreSettings
+from bottega.cache.store.store import LatentStore
 from bottega.cache.worker_link import CacheLinks
 from bottega.diffusion.cached_starts.addon import EngineCachedStarts, JobCachedStarts
 from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.loras import UNET
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import CacheEntryGone
@@ -25,6 +26,7 @@ from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.cache import CacheLinkSettings, LatentStores
 from tests.fakes.scripted_latents import cached
+from tests.samples.engine_loras import LorasByHand, lora_spec, random_layers
 from tests.samples.small_model import small_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
@@ -75,9 +77,10 @@ def model() -> Model:
 
 @pytest.fixture
 def desk(model: Model, tmp_path: Path) -> Iterator[Desk]:
-    store = LatentStore(
-        StoreSettings(folder=tmp_path / "cache", budget_bytes=1 << 20, exploration=0.0, doorkeeper=False, seed=0)
+    settings = StoreSettings(
+        folder=tmp_path / "cache", budget_bytes=1 << 20, exploration=0.0, doorkeeper=False, plain_for_loras=True
     )
+    store = LatentStore(settings)
     store.start()
     any_length = [CacheLengthClass(max_words=0, thresholds=[CacheThreshold(fraction=0.4, similarity=0.999)])]
     store.set_profile(CacheProfile(model_hash=model.digest, balanced=any_length, fast=any_length))
@@ -90,7 +93,8 @@ def desk(model: Model, tmp_path: Path) -> Iterator[Desk]:
         counters=LinkCounters(),
     )
     starts = EngineCachedStarts(model, stores)
-    engine = make_engine(model, EngineLimits(fixed_rows=2, max_wait_turns=0), addons=(starts,))
+    loras = LorasByHand.of({"ink": {UNET: random_layers(model.backbone.unet, 1)}})
+    engine = make_engine(model, EngineLimits(fixed_rows=2, max_wait_turns=0), loras=loras, addons=(starts,))
     try:
         starts.set_services([ServiceAddress(name="cache", address="cache")])
         wait_until(lambda: stores.linked == 1, "the link")
@@ -128,6 +132,18 @@ def test_a_picture_is_recorded_found_by_another_job_and_pinned_until_it_is_gone(
     gone = desk.draw(replace(pinned, key="fourth"))
     assert isinstance(gone.error, CacheEntryGone)
     assert gone.error.metadata["entry"] == name
+
+
+def test_a_picture_with_loras_starts_from_what_was_recorded_without_where_the_cache_is_told_so(desk: Desk) -> None:
+    desk.draw(cached(ORDER))
+    desk.recorded(1)
+    (entry,) = desk.store.entries(desk.starts.model.digest, 10)
+
+    for bound, step in ((7, None), (10, 8)):
+        styled = replace(SPEC, seed=6, loras=(lora_spec("ink", bound=bound),))
+        drawing = desk.draw(cached(replace(ORDER, key=("styled", bound), spec=styled), record=False))
+        starts = [(start.entry, start.step, start.without_loras) for start in drawing.record.cached_starts]
+        assert starts == ([] if step is None else [(entry.entry, step, True)])
 
 
 def test_a_store_that_is_closed_keeps_no_picture_waiting(desk: Desk) -> None:

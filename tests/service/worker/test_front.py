@@ -20,7 +20,7 @@ from bottega.kinds import CACHE
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, generation_pb2, worker_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
-from tests.fakes.scripted_engine import START
+from tests.fakes.scripted_engine import LATENTS, START
 from tests.support.running_front import CONFIG, Running, images, kinds, png, request, running_workers
 from tests.support.waiting import eventually
 
@@ -105,6 +105,38 @@ async def test_the_source_image_reaches_the_engine_resized_and_no_further(runnin
     assert len(provenance.image_digest) == 64
     assert not provenance.parameters.HasField("image")
     assert "decode_image" in {time.stage for time in provenance.times}
+
+
+def latents(events: list[worker_pb2.RunAttemptResponse]) -> dict[int, bytes]:
+    """What is kept, by image; checks that it comes before the end, and says what its last chunk is."""
+    found: dict[int, bytes] = {}
+    ended: set[int] = set()
+    for event in events[:-1]:
+        if event.HasField("latents"):
+            assert event.latents.index not in ended
+            found[event.latents.index] = found.get(event.latents.index, b"") + event.latents.chunk
+            ended |= {event.latents.index} if event.latents.last else set()
+    assert ended == found.keys()
+    return found
+
+
+async def test_what_the_engine_keeps_of_pictures_comes_in_chunks_before_the_end(running: Running) -> None:
+    order = request()
+    order.spec.num_images, order.spec.keep_for_editing = 2, True
+    events = await running.events(order)
+    assert latents(events) == {0: LATENTS, 1: LATENTS}
+    assert len([event for event in events if event.HasField("latents")]) == 6, "256 KiB in each"
+    assert sorted(images(events)) == [0, 1]
+    assert latents(await running.events(order)) == {0: LATENTS, 1: LATENTS}, "told again, as the pictures are"
+    assert latents(await running.events(request())) == {}
+
+
+async def test_what_was_kept_of_an_edits_image_reaches_the_engine(running: Running) -> None:
+    order = request(image=png(50, 40, "teal"))
+    order.kept_latents = b"kept"
+    order.spec.mask_image = png(50, 40, "white")
+    order.spec.keep_unmasked, order.spec.mask_feather = True, 8
+    assert latents(await running.events(order)) == {0: b"tpek"}
 
 
 async def test_formats_and_previews_are_as_asked(running: Running) -> None:

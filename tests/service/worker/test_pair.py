@@ -78,6 +78,7 @@ def test_the_link_within_a_host_is_shared_memory(pair: WorkerPair) -> None:
     assert linked[-1]["backend"] == "memfd"
 
 
+@pytest.mark.alone  # beside other tests one begins so late that half of the other's steps are drawn together
 def test_two_with_requests_of_their_own_draw_alone_and_then_together_again(
     pair: WorkerPair, long_alone: Pixels
 ) -> None:

@@ -17,6 +17,7 @@ from bottega.worker.attempts import (
     CompletedEvent,
     Event,
     FailedEvent,
+    KeptEvent,
     PictureEvent,
     ProgressEvent,
     StartedEvent,
@@ -60,6 +61,33 @@ async def test_a_follower_is_told_everything_in_order() -> None:
     with pytest.raises(StopAsyncIteration):
         await told(stream)
     assert attempt.fetched
+
+
+async def test_what_is_kept_of_pictures_is_told_before_the_end_and_counts_as_they_do() -> None:
+    attempt = Attempt(KEY)
+    kept = KeptEvent(index=0, data=b"latents")
+    attempt.add_kept(kept)
+    attempt.add_picture(PictureEvent(index=0, data=b"png"))
+    assert attempt.size_bytes == 10
+    attempt.complete(Provenance())
+    events = [event async for event in attempt.follow()]
+    assert events == [PictureEvent(index=0, data=b"png"), kept, CompletedEvent(provenance=Provenance())]
+    failed = Attempt(KEY)
+    failed.add_kept(kept)
+    failed.fail(JobCancelled("enough"))
+    assert failed.size_bytes == 0
+
+
+async def test_a_picture_that_comes_while_latents_are_sent_is_told_before_the_end() -> None:
+    attempt = Attempt(KEY)
+    stream = attempt.follow()
+    kept = KeptEvent(index=0, data=b"latents")
+    attempt.add_kept(kept)
+    assert await told(stream) == kept
+    last = PictureEvent(index=1, data=b"png")
+    attempt.add_picture(last)
+    attempt.complete(Provenance())
+    assert [event async for event in stream] == [last, CompletedEvent(provenance=Provenance())]
 
 
 async def test_a_slow_follower_is_told_only_the_newest_progress() -> None:

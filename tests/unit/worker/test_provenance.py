@@ -20,7 +20,10 @@ def model() -> Model:
 
 
 def test_each_picture_that_started_from_a_latent_is_named_with_its_pin(model: Model) -> None:
-    starts = tuple(CachedStart(image=image, entry="a" * 32, step=5, from_step=4, similarity=0.75) for image in (0, 2))
+    starts = tuple(
+        CachedStart(image=image, entry="a" * 32, step=5, from_step=4, similarity=0.75, without_loras=image > 0)
+        for image in (0, 2)
+    )
     record = EngineRecord(
         begin_step=0, truncations={}, seconds={}, mean_group_requests=1.0, cached_starts=starts, exact=False
     )
@@ -28,6 +31,7 @@ def test_each_picture_that_started_from_a_latent_is_named_with_its_pin(model: Mo
     provenance = event.done.provenance
     assert not provenance.exact
     assert list(provenance.cached_starts) == [
-        CacheUse(entry=f"{'a' * 32}@5", similarity=0.75, from_step=4, image=image) for image in (0, 2)
+        CacheUse(entry=f"{'a' * 32}@5", similarity=0.75, from_step=4, image=image, without_loras=image > 0)
+        for image in (0, 2)
     ]
     assert not provenance.HasField("cache")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from bottega import rules
 from bottega.background_tasks import BackgroundTasks
+from bottega.codec import ImageSize
 from bottega.errors import (
     BottegaError,
     DeadlinePassed,
@@ -27,6 +28,7 @@ from bottega.errors import (
 from bottega.gateway.addons.addon import AddOn, RequiredModel, Resolution
 from bottega.gateway.api import defaults, validation
 from bottega.gateway.api.identical import IdenticalResult, IdenticalResults
+from bottega.gateway.api.image_sources import ImageSource, ImageSources
 from bottega.gateway.api.validation import ImageInspector
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.fleet.registry import Fleet
@@ -88,11 +90,15 @@ class _Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Checked:
-    """What a request without faults is about: its model, what its add-ons name, and what answers it already."""
+    """What a request without faults is about: its model, what its add-ons name, and what answers it already.
+
+    image_size: of its input image, where that was decoded.
+    """
 
     model: Model
     resolutions: Sequence[Resolution]
     identical: IdenticalResult | None
+    image_size: ImageSize | None
 
 
 class Admission:
@@ -119,6 +125,7 @@ class Admission:
         self._identical = IdenticalResults(
             default=config.identical_results, jobs=jobs, storage=storage, addons=addons, metrics=metrics
         )
+        self._sources = ImageSources(jobs, storage)
         self._inspector = inspector
         self._metrics = metrics
         self._storing = BackgroundTasks("storing of jobs")
@@ -126,7 +133,7 @@ class Admission:
     async def admit(self, command: GenerateCommand) -> Admitted:
         """The job of a request. A new one is durable.
 
-        Raises RequestIdReused, InvalidRequest or BadImage, FieldNotServed, Draining, ModelNotFound or NoWorker,
+        Raises RequestIdReused, InvalidRequest or BadImage, Draining, ModelNotFound or NoWorker,
         ControlNetNotFound or ControlNetUnusable or NoControlNet, QueueFull, DeadlineUnmeetable, StorageUnavailable, in
         this order; LoraNotFound, LoraUnusable or NoLora come before what is wrong because of the model. Except that
         without room no image is decoded, and that a request_id cannot be looked for where the disk cannot be read.
@@ -171,17 +178,16 @@ class Admission:
         checked = await self._check(received, before)
         if checked.identical is not None:
             return self._answered_job(received, checked.identical, checked.model)
-        spec = received.command.spec
-        full = self._complete(spec, before, checked.model, checked.resolutions)
-        image_digest = await digest(spec.image) if spec.HasField("image") else ""
+        full = self._complete(received.command.spec, before, checked.model, checked.resolutions)
+        source = await self._sources.find(full, checked.image_size)
         self._refuse_if_draining()  # which may have begun meanwhile
         decisions = None if before is None else self._decisions_of(before)
-        return self._job(received, full, checked.model, image_digest=image_digest, decisions=decisions)
+        return self._job(received, full, checked.model, source, decisions=decisions)
 
     def _answered_job(self, received: _Received, identical: IdenticalResult, model: Model) -> Job:
         """A job that has its result already."""
         source = identical.source
-        job = self._job(received, identical.spec, model, image_digest=source.request.image_digest)
+        job = self._job(received, identical.spec, model, ImageSource.of(source.request))
         job.answer(source.images, answered_provenance(job, source))
         return job
 
@@ -190,8 +196,8 @@ class Admission:
         received: _Received,
         full: GenerationSpec,
         model: Model,
+        source: ImageSource,
         *,
-        image_digest: str,
         decisions: AttemptDecisions | None = None,
     ) -> Job:
         command = received.command
@@ -200,7 +206,10 @@ class Admission:
             shape=latent_shape(full, model),
             request_id=command.request_id,
             log_id=command.log_id,
-            image_digest=image_digest,
+            image_digest=source.image_digest,
+            mask_digest=source.mask_digest,
+            kept_latents=source.kept_latents,
+            result_size=source.result_size,
             size_bytes=received.size_bytes,
             peer=command.peer,
             ends_with_caller=command.caller_s is not None,
@@ -267,6 +276,7 @@ class Admission:
         resolutions = [] if wrong else await self._resolve(meant)
         model = self._model_of(meant, resolutions)
         identical: IdenticalResult | None = None
+        image_size: ImageSize | None = None
         if isinstance(model, Model):
             found += validation.check_model(spec, model, self._addons)
             identical = None if found else await self._find_identical(spec, before, model, resolutions)
@@ -276,17 +286,21 @@ class Admission:
             if not found:
                 self._refuse_if_draining()
                 self._controller.queue.check_room(received.size_bytes)
-            max_pixels = self._config.max_image_pixels
-            await validation.check_images(spec, found, self._inspector, max_pixels=max_pixels)
+            image_size = await validation.check_images(
+                spec,
+                found,
+                self._inspector,
+                max_pixels=self._config.max_image_pixels,
+                model=model if isinstance(model, Model) else None,
+            )
         rules.refuse(found)
-        validation.refuse_unserved(spec)
         self._refuse_if_draining()
         if not isinstance(model, Model):
             assert model is not None
             raise model
         for resolution in resolutions:
             resolution.check_model(model)
-        return _Checked(model=model, resolutions=resolutions, identical=identical)
+        return _Checked(model=model, resolutions=resolutions, identical=identical, image_size=image_size)
 
     async def _find_identical(
         self, spec: GenerationSpec, before: Job | None, model: Model, resolutions: Sequence[Resolution]

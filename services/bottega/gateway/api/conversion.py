@@ -39,12 +39,13 @@ def job_to_wire(job: Job) -> image_pb2.Job:
 def image_to_wire(job: Job, index: int, data: bytes = b"") -> image_pb2.Image:
     """One finished image."""
     picture = job.images[index]
+    width, height = job.request.result_size if any(job.request.result_size) else (job.bare.width, job.bare.height)
     return image_pb2.Image(
         index=index,
         seed=job.bare.seed + index,
         format=job.bare.format,
-        width=job.bare.width,
-        height=job.bare.height,
+        width=width,
+        height=height,
         size_bytes=picture.size_bytes,
         digest=picture.digest,
         data=data,

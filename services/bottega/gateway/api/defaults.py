@@ -11,7 +11,10 @@ from bottega.v1.generation_pb2 import GenerationSpec
 
 # Drawn seeds are short enough to be read out, and leave room for the other images.
 _DRAWN_SEED_BITS = 32
-STRENGTH = 0.3
+# Diffusers' own, of its pipelines for image-to-image and for inpainting.
+_STRENGTH = 0.3
+_MASKED_STRENGTH = 0.9999
+_MASK_FEATHER = 8
 _QUALITY = 90
 
 
@@ -23,9 +26,8 @@ def complete(spec: GenerationSpec, model: image_pb2.Model, resolutions: Sequence
     full = GenerationSpec()
     full.CopyFrom(spec)
     # Only a caller who gave a seed wants to see the same picture again.
-    full.fidelity = spec.fidelity or (
-        generation_pb2.FIDELITY_EXACT if spec.HasField("seed") else generation_pb2.FIDELITY_BALANCED
-    )
+    exact = spec.HasField("seed") and not _asks_for_masked_blocks(spec)
+    full.fidelity = spec.fidelity or (generation_pb2.FIDELITY_EXACT if exact else generation_pb2.FIDELITY_BALANCED)
     if not spec.HasField("seed"):
         full.seed = secrets.randbits(_DRAWN_SEED_BITS)
     full.model = model.name
@@ -36,6 +38,7 @@ def complete(spec: GenerationSpec, model: image_pb2.Model, resolutions: Sequence
     full.num_images = spec.num_images if spec.HasField("num_images") else 1
     full.quality = spec.quality if spec.HasField("quality") else _QUALITY
     _complete_denoising(full, spec, model)
+    _complete_edit(full)
     for resolution in resolutions:
         resolution.complete(full)
     return full
@@ -58,9 +61,33 @@ def as_before(spec: GenerationSpec, drawn: GenerationSpec, addons: Sequence[AddO
     return full
 
 
+def strength_of(spec: GenerationSpec) -> float | None:
+    """How much of the image of a spec is redrawn, the default where it does not say; None without an image."""
+    if not spec.HasField("image"):
+        return None
+    if spec.HasField("strength"):
+        return spec.strength
+    return _MASKED_STRENGTH if spec.HasField("mask_image") else _STRENGTH
+
+
+def _asks_for_masked_blocks(spec: GenerationSpec) -> bool:
+    """By name; an EXACT that only the seed stands for gives way to it. Without a mask it counts for nothing."""
+    return spec.techniques.masked_blocks and spec.HasField("mask_image")
+
+
+def _complete_edit(full: GenerationSpec) -> None:
+    if not full.HasField("mask_image"):
+        return
+    if not full.HasField("keep_unmasked"):
+        full.keep_unmasked = True
+    if full.keep_unmasked and not full.HasField("mask_feather"):
+        full.mask_feather = _MASK_FEATHER
+
+
 def _complete_denoising(full: GenerationSpec, spec: GenerationSpec, model: image_pb2.Model) -> None:
     full.num_inference_steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
     full.guidance_scale = spec.guidance_scale if spec.HasField("guidance_scale") else model.default_guidance_scale
     full.guidance_rescale = spec.guidance_rescale
-    if spec.HasField("image"):
-        full.strength = spec.strength if spec.HasField("strength") else STRENGTH
+    strength = strength_of(spec)
+    if strength is not None:
+        full.strength = strength

@@ -14,9 +14,9 @@ from bottega.errors import DataLoss, StorageUnavailable
 from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.jobs.result_keys import result_key
 from bottega.gateway.jobs.specs import without_images
 from bottega.gateway.jobs.storage import Storage, digest
+from bottega.gateway.jobs.store.result_keys import result_key
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import Model
@@ -73,7 +73,7 @@ class IdenticalResults:
         if not self._may_answer(spec):
             return None
         outline = complete(await outline_of(spec))
-        source = await self._source(self._key(outline, model))
+        source = await self._source(self._key(outline, model), kept=outline.keep_for_editing)
         return None if source is None else IdenticalResult(spec=without_images(outline), source=source)
 
     def _may_answer(self, spec: GenerationSpec) -> bool:
@@ -82,11 +82,13 @@ class IdenticalResults:
         asked = spec.techniques
         return asked.identical_results if asked.HasField("identical_results") else self._default
 
-    async def _source(self, key: str) -> Job | None:
-        """The job with that key whose pictures are still there, to be read only."""
+    async def _source(self, key: str, *, kept: bool) -> Job | None:
+        """The job with that key whose pictures are still there, to be read only. kept: with latents of every one."""
         outcome = "none"
         try:
             for job in await self._jobs.with_result(key) if key else ():
+                if kept and not all(image.latents for image in job.images):
+                    continue
                 if await self._storage.renew_images(job.images):
                     outcome = "answered"
                     return job

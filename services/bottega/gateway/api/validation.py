@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import islice
 from typing import Protocol
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega import rules
-from bottega.codec import ImageSize
-from bottega.errors import BadImage, BottegaError, FieldNotServed, InvalidRequest, Violation
+from bottega.codec import ImageSize, MaskOrder
+from bottega.errors import BadImage, BottegaError, InvalidRequest, Violation
 from bottega.gateway.addons.addon import AddOn
-from bottega.gateway.api.defaults import STRENGTH
-from bottega.gateway.jobs.specs import input_images
+from bottega.gateway.api.defaults import strength_of
+from bottega.gateway.jobs.specs import input_images, latent_scale
 from bottega.rules import (
     MAX_ADAPTERS,
     MAX_JOBS_PAGE,
     MAX_SIDE,
+    check_edit,
     check_model_name,
     check_ranges,
     check_sigmas,
@@ -28,28 +29,18 @@ from bottega.rules import (
     check_texts,
 )
 from bottega.v1 import image_pb2
-from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, MaskUse
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Of one ListJobs.
 _MAX_STATES = 16
+# Fields without which it is not known at which size a mask is read.
+_OF_DRAWN_SIZE = frozenset({"spec.width", "spec.height", "spec.padding_mask_crop"})
 # What a Timestamp may say, by its own definition.
 _FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
 
 # image, mask_image and as many ControlNets as a request may have.
 _MAX_INPUT_IMAGES = 2 + MAX_ADAPTERS
-
-# Other techniques are designed and not served yet, and neither is mask_image.
-_SERVED_TECHNIQUES = frozenset(
-    {
-        "approximate_cache",
-        "bounded_lora_loading",
-        "cache_entry",
-        "identical_results",
-        "latent_parallelism",
-        "stale_residuals",
-    }
-)
 
 
 def check_request_id(request_id: str) -> Iterator[Violation]:
@@ -70,11 +61,13 @@ def check_spec(spec: GenerationSpec, addons: Sequence[AddOn], *, max_image_bytes
     yield from check_model_name(spec)
     yield from check_ranges(spec)
     yield from check_techniques(spec)
+    yield from check_edit(spec)
+    if spec.fidelity == FIDELITY_EXACT and spec.techniques.masked_blocks:
+        yield _violation("techniques.masked_blocks", "must not be true with fidelity EXACT, which computes all")
     for path, image in islice(input_images(spec), _MAX_INPUT_IMAGES):
         yield from _check_encoded(path, image, max_image_bytes)
-    for name in ("strength", "mask_image"):
-        if spec.HasField(name) and not spec.HasField("image"):
-            yield _violation(name, "needs image")
+    if spec.HasField("strength") and not spec.HasField("image"):
+        yield _violation("strength", "needs image")
     for addon in addons:
         yield from addon.check(spec)
 
@@ -92,21 +85,11 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
         yield _violation("width", rule)
     yield from check_sigmas(spec, spec.sampler or model.default_sampler)
     steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
-    strength = (spec.strength if spec.HasField("strength") else STRENGTH) if spec.HasField("image") else None
+    strength = strength_of(spec)
     if strength is not None:
         yield from check_steps_left(steps, strength)
     for addon in addons:
         yield from addon.check_steps(spec, steps=steps, strength=strength)
-
-
-def refuse_unserved(spec: GenerationSpec) -> None:
-    """Raises FieldNotServed for a spec that uses what a later version will serve. After everything else."""
-    used = ["mask_image"] if spec.HasField("mask_image") else []
-    if {field.name for field, _ in spec.techniques.ListFields()} - _SERVED_TECHNIQUES:
-        used.append("techniques")
-    if used:
-        fields = ",".join(f"spec.{name}" for name in used)
-        raise FieldNotServed(f"not served yet: {', '.join(used)}", metadata={"field": fields})
 
 
 def check_page(request: image_pb2.ListJobsRequest) -> Iterator[Violation]:
@@ -126,32 +109,80 @@ class ImageInspector(Protocol):
     async def inspect(self, image: bytes) -> ImageSize:
         """Decodes it completely and returns its size. Raises BadImage."""
 
+    async def inspect_mask(self, mask: bytes, order: MaskOrder) -> MaskUse:
+        """Decodes the mask of an edit and says what it redraws. Raises BadImage, for one that redraws nothing too."""
+
 
 async def check_images(
-    spec: GenerationSpec, found: Sequence[Violation], inspector: ImageInspector, *, max_pixels: int
-) -> None:
-    """Decodes every input image that can be one. Raises what is wrong with them beside `found`."""
+    spec: GenerationSpec,
+    found: Sequence[Violation],
+    inspector: ImageInspector,
+    *,
+    max_pixels: int,
+    model: image_pb2.Model | None,
+) -> ImageSize | None:
+    """Decodes every input image that can be one. Raises what is wrong with them beside `found`.
+
+    model: that draws, where it is known: else it is not known at which size a mask would be empty.
+    Returns the size of `image`, where there is one.
+    """
     known = {violation.field for violation in found}
-    bad: list[Violation] = []
+    looked = _Looked(inspector, max_pixels)
     try:
         for path, image in islice(input_images(spec), _MAX_INPUT_IMAGES):
             if path not in known:
-                bad.extend(await _check_pixels(path, image, inspector, max_pixels))
+                order = _mask_order(spec, known, looked, model) if path == "spec.mask_image" else None
+                await looked.look_at(path, image, order)
     except BottegaError:
         rules.refuse(found)
         raise
-    rules.refuse([*found, *bad], kind=InvalidRequest if found else BadImage)
+    rules.refuse([*found, *looked.bad], kind=InvalidRequest if found else BadImage)
+    return looked.sizes.get("spec.image")
 
 
-async def _check_pixels(path: str, image: bytes, inspector: ImageInspector, max_pixels: int) -> list[Violation]:
-    try:
-        size = await inspector.inspect(image)
-    except BadImage as error:
-        return [Violation(field=path, description=error.message)]
-    if size.width * size.height <= max_pixels:
-        return []
-    rule = f"is {size.width}x{size.height} pixels; at most {max_pixels} in all"
-    return [Violation(field=path, description=rule)]
+class _Looked:
+    """What was seen of the images of a request. sizes: of the good ones, by the path of their field. bad: of others."""
+
+    def __init__(self, inspector: ImageInspector, max_pixels: int) -> None:
+        self._inspector = inspector
+        self._max_pixels = max_pixels
+        self.sizes: dict[str, ImageSize] = {}
+        self.bad: list[Violation] = []
+
+    async def look_at(self, path: str, image: bytes, order: MaskOrder | None) -> None:
+        """Decodes one. order: of a mask, where it is known how it is read. Raises BottegaError where it cannot."""
+        try:
+            if order is None:
+                size = await self._inspector.inspect(image)
+            else:
+                use = await self._inspector.inspect_mask(image, order)
+                size = ImageSize(width=use.width, height=use.height)
+        except BadImage as error:
+            self.bad.append(Violation(field=path, description=error.message))
+            return
+        if size.width * size.height <= self._max_pixels:
+            self.sizes[path] = size
+            return
+        rule = f"is {size.width}x{size.height} pixels; at most {self._max_pixels} in all"
+        self.bad.append(Violation(field=path, description=rule))
+
+
+def _mask_order(
+    spec: GenerationSpec, known: Set[str], looked: _Looked, model: image_pb2.Model | None
+) -> MaskOrder | None:
+    """How the mask of a spec is read; None where that is not known for what is wrong with the rest."""
+    image_size = looked.sizes.get("spec.image")
+    cropped = spec.HasField("padding_mask_crop")
+    if model is None or known & _OF_DRAWN_SIZE or (cropped and image_size is None):
+        return None
+    return MaskOrder(
+        width=spec.width if spec.HasField("width") else model.default_width,
+        height=spec.height if spec.HasField("height") else model.default_height,
+        latent_scale=latent_scale(model),
+        alpha=spec.mask_alpha,
+        padding=spec.padding_mask_crop if cropped else None,
+        image_size=image_size if cropped else None,
+    )
 
 
 def _moment(name: str, stamp: Timestamp) -> Iterator[Violation]:

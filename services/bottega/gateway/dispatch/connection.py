@@ -16,6 +16,7 @@ from bottega.errors import BottegaError, TooLarge, WorkerLost
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs import log_lines
 from bottega.gateway.jobs.job import Job
+from bottega.rules import MAX_KEPT_LATENTS_BYTES
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 
@@ -70,13 +71,17 @@ class WorkerClient(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DispatchedAttempt:
-    """An attempt that is followed, and what it has brought so far. images: encoded, as far as they came."""
+    """An attempt that is followed, and what it has brought so far.
+
+    images: encoded, as far as they came. latents: what is kept of them, as far as it came.
+    """
 
     job: Job
     number: int
     connection: WorkerConnection
     task: asyncio.Task[None] | None = None
     images: dict[int, bytearray] = field(default_factory=dict)
+    latents: dict[int, bytearray] = field(default_factory=dict)
     size_bytes: int = 0
     provenance: Provenance | None = None
     started: bool = False
@@ -94,6 +99,29 @@ class DispatchedAttempt:
             limit = str(max_bytes)
             raise TooLarge(f"the images are over {limit} bytes together", metadata={"max_result_bytes": limit})
         self.images.setdefault(chunk.index, bytearray()).extend(chunk.chunk)
+
+    def append_latents(self, chunk: worker_pb2.AttemptLatentsChunk) -> None:
+        """Bytes of what is kept of an image came. Of one that is unknown, or has too many, nothing is kept."""
+        if 0 <= chunk.index < self.job.num_images:
+            latents = self.latents.setdefault(chunk.index, bytearray())
+            if len(latents) <= MAX_KEPT_LATENTS_BYTES:
+                latents.extend(chunk.chunk)
+
+    def kept_latents(self, *, max_bytes: int) -> list[bytes]:
+        """What is kept of each image; empty of one of which nothing is, and of those for which there is no room.
+
+        max_bytes: of them together.
+        """
+        kept = []
+        for index in range(self.job.num_images):
+            latents = self.latents.pop(index, bytearray())
+            fits = self.job.bare.keep_for_editing and len(latents) <= min(max_bytes, MAX_KEPT_LATENTS_BYTES)
+            if latents and not fits:
+                facts = {**log_lines.job_fields(self.job), "image": index, "bytes": len(latents)}
+                _log.warning("latents are too large to be kept", extra=facts)
+            kept.append(bytes(latents) if fits else b"")
+            max_bytes -= len(kept[-1])
+        return kept
 
     def encoded_images(self) -> list[bytes]:
         """All images. Raises WorkerLost where some did not come."""

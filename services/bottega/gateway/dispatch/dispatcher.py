@@ -21,6 +21,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.provenance import completed_provenance
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.values import JobCheckpoint, StoredImage
+from bottega.rpc.channel import MAX_MESSAGE_MIB
 from bottega.rpc.status import from_job_error
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
@@ -29,6 +30,8 @@ from bottega.v1.generation_pb2 import Provenance
 _JUST_COMPLETED = 256
 # Ample: one of a picture is under 1 MiB.
 _MAX_CHECKPOINT_BYTES = 16 << 20
+# What a worker takes, less what a deadline and the like add.
+_MAX_REQUEST_BYTES = (MAX_MESSAGE_MIB << 20) - (64 << 10)
 # They are stored with the job: each is some numbers.
 _MAX_DECISIONS_BYTES = 4 << 10
 
@@ -163,8 +166,24 @@ class Dispatcher:
         connection.add(attempt)
         request = self._request(attempt)
         attempt.previewed = request.preview
-        events = connection.client.run_attempt(request)
+        if job.request.kept_latents:
+            events = self._run_with_latents(job, connection.client, request)
+        else:
+            events = connection.client.run_attempt(request)
         attempt.task = self._running.start(self._run(attempt, events))
+
+    async def _run_with_latents(
+        self, job: Job, client: WorkerClient, request: worker_pb2.RunAttemptRequest
+    ) -> AttemptEvents:
+        """The events of an edit that may use what is kept of its image; without that it is an edit like any other."""
+        kept = await self._storage.kept_latents(job.request.kept_latents)
+        if request.ByteSize() + len(kept) > _MAX_REQUEST_BYTES:
+            _log.warning("the request has no room for the latents of its image", extra=log_lines.job_fields(job))
+        else:
+            request.kept_latents = kept
+        async with contextlib.aclosing(client.run_attempt(request)) as events:
+            async for event in events:
+                yield event
 
     def _request(self, attempt: DispatchedAttempt) -> worker_pb2.RunAttemptRequest:
         job = attempt.job
@@ -227,6 +246,8 @@ class Dispatcher:
                     self._observer.attempt_decided(job)
             case "image":
                 attempt.append_chunk(event.image, max_bytes=self._max_result_bytes)
+            case "latents":
+                attempt.append_latents(event.latents)
             case "completed":
                 attempt.provenance = event.completed.provenance
             case "failed":
@@ -243,9 +264,10 @@ class Dispatcher:
         job, number, provenance = attempt.job, attempt.number, attempt.provenance
         assert provenance is not None
         encoded = attempt.encoded_images()
+        latents = attempt.kept_latents(max_bytes=self._max_result_bytes - attempt.size_bytes)
         # The worker has done its part: what becomes of it does not matter from here on.
         self._remove_if_current(attempt)
-        images = await self._storage.store_images(encoded)
+        images = await self._storage.store_images(encoded, latents)
         self._completed.append((job.job_id, number))
         full = completed_provenance(job, provenance)
         for addon in self._addons:

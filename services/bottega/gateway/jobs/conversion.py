@@ -11,8 +11,8 @@ from bottega.clocks import Clock
 from bottega.errors import BottegaError
 from bottega.gateway.jobs import specs
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.jobs.result_keys import key_of_result
 from bottega.gateway.jobs.store import Change, EndTime, JobProgress, JobRecord
+from bottega.gateway.jobs.store.result_keys import key_of_result
 from bottega.gateway.jobs.values import JobLosses, JobOutcome, JobRequest
 from bottega.process import copied
 from bottega.rpc.status import from_job_error, to_job_error

@@ -21,6 +21,8 @@ def completed_provenance(job: Job, reported: Provenance) -> Provenance:
     full.CopyFrom(reported)
     full.parameters.CopyFrom(job.bare)
     full.image_digest = job.request.image_digest
+    if job.request.mask_digest:
+        full.mask.digest = job.request.mask_digest
     full.worker = reported.worker or job.worker
     full.bottega_version = reported.bottega_version or version()
     full.attempts = job.attempts

@@ -200,6 +200,16 @@ class JobRepository:
             records = await self._store.with_result(result_key, limit=_SAME_RESULT)
         return [self._read_only(record) for record in records]
 
+    async def with_kept_picture(self, digest: str) -> list[Job]:
+        """The newest of the jobs that keep latents of the picture with that digest, for looking at only, newest first.
+
+        Whose job it is will count as soon as there is more than one tenant.
+        """
+        await self._wait_readable()
+        with self._explained():
+            records = await self._store.with_kept_picture(digest, limit=_SAME_RESULT)
+        return [self._read_only(record) for record in records]
+
     async def page(self, wanted: JobFilter, *, size: int, token: str) -> tuple[list[Job], str]:
         """Up to `size` jobs, newest first, and the token of the next page ("" on the last).
 

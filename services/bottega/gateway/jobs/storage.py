@@ -156,29 +156,50 @@ class Storage:
         finally:
             self._unwritten -= waits
 
-    async def store_images(self, encoded: Sequence[bytes]) -> tuple[StoredImage, ...]:
+    async def store_images(self, encoded: Sequence[bytes], latents: Sequence[bytes] = ()) -> tuple[StoredImage, ...]:
         """Stores finished images: they are on the disk when this returns, which takes as long as the disk does.
 
+        latents: what is kept of each for edits, or empty where nothing is; none at all where nothing is of any.
         Raises StorageUnavailable when too much waits for it already, TooLarge for what it never takes.
         """
-        size_bytes = sum(map(len, encoded))
+        latents = latents or [b""] * len(encoded)
+        size_bytes = sum(map(len, (*encoded, *latents)))
         if size_bytes > self._room_bytes:
             raise os_errors.unavailable("more images wait for the disk than memory has room for", cause=os_errors.BUSY)
         self._room_bytes -= size_bytes
         try:
-            images = tuple([StoredImage(digest=await digest(data), size_bytes=len(data)) for data in encoded])
-            with self.images.pinned([image.digest for image in images]):
-                for image, data in zip(images, encoded, strict=True):
-                    await self.retry_until_written(functools.partial(self.images.put, image.digest, data))
+            kept = [await digest(data) if data else "" for data in latents]
+            images = tuple(
+                [
+                    StoredImage(digest=await digest(data), size_bytes=len(data), latents=latents_digest)
+                    for data, latents_digest in zip(encoded, kept, strict=True)
+                ]
+            )
+            names = [*(image.digest for image in images), *kept]
+            contents = [(name, data) for name, data in zip(names, (*encoded, *latents), strict=True) if name]
+            with self.images.pinned([name for name, _ in contents]):
+                for name, data in contents:
+                    await self.retry_until_written(functools.partial(self.images.put, name, data))
             return images
         finally:
             self._room_bytes += size_bytes
 
+    async def kept_latents(self, name: str) -> bytes:
+        """What is kept of an image, by its own digest; empty where it has gone or cannot be read."""
+        try:
+            return await self.images.get(name) or b""
+        except (StorageUnavailable, DataLoss) as error:
+            _log.warning("latents of an image cannot be read", extra={"digest": name, "text": error.message})
+            return b""
+
     async def renew_images(self, images: Sequence[StoredImage]) -> bool:
-        """Whether all of these are on the disk and good; then they stay as long as if they were stored now."""
-        if not all(self.images.holds(image.digest) for image in images):
+        """Whether all of these, with what is kept of them, are on the disk and good; then they stay as long as if they
+        were stored now.
+        """
+        contents = [name for image in images for name in image.contents]
+        if not all(map(self.images.holds, contents)):
             return False
-        return all([await self.images.renew(image.digest) for image in images])
+        return all([await self.images.renew(name) for name in contents])
 
     async def _open(self) -> None:
         """Opens images first: only the process that has their folder has the jobs, and starts a new generation."""

@@ -17,9 +17,11 @@ class JobRequest:
     """What the gateway keeps of the request that a job was made of, beside its spec.
 
     request_id: empty where the caller gave none. log_id: given for its log lines. fingerprint: of the spec as the
-    caller sent it. image_digest: of the input image. size_bytes: of the request. shape: of the latent, height and
-    width. peer: host that it came from; empty is not known. ends_with_caller: nobody else can ask for the job, and a
-    restarted gateway does not resume it.
+    caller sent it. image_digest, mask_digest: of the input image, and of the mask of an edit. kept_latents: digest of
+    what was kept of that image when it was drawn, for an edit that may use it. result_size: width and height of its
+    pictures in pixels, where they are not the spec's; else (0, 0). size_bytes: of the request. shape: of the latent,
+    height and width. peer: host that it came from; empty is not known. ends_with_caller: nobody else can ask for the
+    job, and a restarted gateway does not resume it.
     """
 
     fingerprint: str
@@ -27,6 +29,9 @@ class JobRequest:
     request_id: str = ""
     log_id: str = ""
     image_digest: str = ""
+    mask_digest: str = ""
+    kept_latents: str = ""
+    result_size: tuple[int, int] = (0, 0)
     size_bytes: int = 0
     peer: str = ""
     ends_with_caller: bool = False
@@ -105,10 +110,19 @@ class JobCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredImage:
-    """A finished image; its bytes are in the content store, under their SHA-256."""
+    """A finished image; its bytes are in the content store, under their SHA-256.
+
+    latents: SHA-256 of what keep_for_editing keeps of it, which is there too; empty where nothing is kept.
+    """
 
     digest: str
     size_bytes: int
+    latents: str = ""
+
+    @property
+    def contents(self) -> tuple[str, ...]:
+        """Digests of all that the content store has of it."""
+        return (self.digest, self.latents) if self.latents else (self.digest,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -265,10 +265,10 @@ def _worth_a_trial(times: StepTimes, max_rows: int, requests: Sequence[ResourceR
     return rows <= max_rows and times.outdated(requests[0].shape, rows)
 
 
-def _turn_seconds(times: StepTimes, shape: Shape) -> Callable[[int], float]:
+def _turn_seconds(times: StepTimes, shape: Shape) -> Callable[[float], float]:
     """Seconds of one turn of that shape, by its rows."""
 
-    def seconds(rows: int) -> float:
+    def seconds(rows: float) -> float:
         measured = times.seconds(shape, rows)
         return rows * _UNMEASURED_S if measured is None else measured
 
@@ -280,11 +280,11 @@ def _works(requests: Iterable[ResourceRequest], shape: Shape) -> list[RemainingW
     return [RemainingWork(rows=_rows_as(request, shape), steps=request.steps) for request in requests]
 
 
-def _lead_s(ahead: Sequence[RemainingWork], seconds: Callable[[int], float]) -> float:
+def _lead_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], float]) -> float:
     return max(_LEAD_S, _LEAD_TURNS * seconds(sum(work.rows for work in ahead)))
 
 
-def _place_free_s(ahead: Sequence[RemainingWork], seconds: Callable[[int], float], width: int) -> float:
+def _place_free_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], float], width: int) -> float:
     """Seconds until fewer than `width` of `ahead` are left."""
     return sorted(completion_times(ahead, seconds, len(ahead)))[len(ahead) - width]
 

@@ -28,8 +28,15 @@ class EngineAddOnContext:
     heartbeat: Heartbeat
 
 
+# Of the worker itself. It stands behind the others, see EngineEdits.
+_EDITING = "bottega.worker.editing.addon:create"
+
+
 def load_addons(context: EngineAddOnContext) -> Iterator[EngineAddOn]:
-    """Those of the services in the manifest, in its order. Raises ConfigError, and what they raise."""
+    """Those of the services in the manifest, in its order, then the worker's own.
+
+    Raises ConfigError, and what they raise.
+    """
     for service in read_services():
         if not service.engine_add_on:
             continue
@@ -37,3 +44,5 @@ def load_addons(context: EngineAddOnContext) -> Iterator[EngineAddOn]:
         if not isinstance(addon, EngineAddOn) or addon.kind != service.kind:
             raise ConfigError(f"{service.engine_add_on} makes no EngineAddOn of kind {service.kind}")
         yield addon
+    edits: EngineAddOn = load_object(_EDITING)(context)
+    yield edits

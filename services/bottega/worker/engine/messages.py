@@ -1,22 +1,18 @@
-"""What the engine says and is told, as messages of the pipe."""
+"""What the engine says, as messages of the pipe. What it is told to draw is in `orders`."""
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
-from bottega import kinds
 from bottega.diffusion.controlnets import base_layout
-from bottega.diffusion.controlnets.hosts import read_hosts
-from bottega.diffusion.controlnets.provider import ControlHosts
+from bottega.diffusion.editing.addon import EngineEdits
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import (
     CachedStart,
     ControlUse,
+    EditRecord,
     Event,
     ImageDrawn,
     JobAdvanced,
@@ -24,73 +20,20 @@ from bottega.diffusion.engine.events import (
     JobDecided,
     JobFailed,
     JobFinished,
+    JobKept,
     JobStarted,
     LoraRecord,
     PairRecord,
 )
-from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.loras.addon import EngineLoras
-from bottega.diffusion.model.samplers import SamplerKind
-from bottega.diffusion.spec import ControlSpec, LoraSpec, ResolvedSpec
 from bottega.errors import BottegaError
 from bottega.latents import format_start
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2
 from bottega.v1.worker_pb2 import AttemptDecisions, AttemptId
+from bottega.worker.engine.orders import SAMPLERS, attempt_of
 from bottega.worker.engine.runtime import Runtime
-
-# A key of the engine: job and number, which is all that an AttemptId holds.
-Key = tuple[str, int]
-
-# Fields whose absence says something, or stands for the default of ResolvedSpec.
-_OPTIONAL = frozenset(
-    {
-        "prompt_2",
-        "negative_prompt",
-        "negative_prompt_2",
-        "guidance_scale",
-        "guidance_rescale",
-        "seed",
-        "num_images",
-        "strength",
-    }
-)
-
-_OPTIONAL_OF_CONTROL = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
-
-_SAMPLERS = {
-    generation_pb2.SAMPLER_EULER: SamplerKind.EULER,
-    generation_pb2.SAMPLER_EULER_ANCESTRAL: SamplerKind.EULER_ANCESTRAL,
-    generation_pb2.SAMPLER_DDIM: SamplerKind.DDIM,
-    generation_pb2.SAMPLER_DPMPP_2M: SamplerKind.DPMPP_2M,
-}
-
-
-def key_of(attempt: AttemptId) -> Key:
-    """The engine's key of an attempt."""
-    return attempt.job_id, attempt.number
-
-
-def attempt_of(key: object) -> AttemptId:
-    """The attempt of an engine's key."""
-    assert isinstance(key, tuple), "every order was made here"
-    return AttemptId(job_id=key[0], number=key[1])
-
-
-def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> EngineOrder:
-    """The order that a start command means."""
-    return EngineOrder(
-        key=key_of(start.attempt),
-        spec=_spec(start, default_sampler),
-        image=_tensor(start.image) if start.HasField("image") else None,
-        control_images=tuple(_tensor(image.pixels) for image in start.control_images),
-        addons=dict(start.addons),
-        latent_parallelism=_may_be_lent(start.spec),
-        decisions=dict(start.decisions.by_kind),
-        checkpoint=start.checkpoint,
-        preview=start.preview,
-    )
 
 
 def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
@@ -122,6 +65,9 @@ def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
                 attempt=attempt, index=event.index, pixels=_pixels(event.pixels), handed_over_s=time.monotonic()
             )
             return engine_pb2.EngineEvent(picture=picture)
+        case JobKept():
+            kept = engine_pb2.EngineKept(attempt=attempt, index=event.index, latents=event.data)
+            return engine_pb2.EngineEvent(kept=kept)
         case JobFinished():
             done = engine_pb2.EngineDone(attempt=attempt, provenance=_provenance(event, engine))
             return engine_pb2.EngineEvent(done=done)
@@ -147,11 +93,24 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
         max_pixels=engine.max_pixels,
         default_steps=defaults.num_inference_steps,
         default_guidance_scale=defaults.guidance_scale,
-        default_sampler=next(number for number, kind in _SAMPLERS.items() if kind is defaults.sampler),
+        default_sampler=next(number for number, kind in SAMPLERS.items() if kind is defaults.sampler),
         vae_scale_factor=model.latent_scale,
         base=base_layout(model.backbone.unet.config, model.latent_scale).base,
     )
     return engine_pb2.EngineEvent(ready=engine_pb2.EngineReady(model=said, device=str(model.device)))
+
+
+def templates_of(engine: Engine, question: engine_pb2.EngineTemplatesRequest) -> engine_pb2.EngineEvent:
+    """The answer to an operator's question, with what is there after what was to be dropped."""
+    answer = engine_pb2.EngineTemplates(request=question.request)
+    if question.HasField("drop"):
+        answer.dropped.dropped = sum(addon.drop_templates(question.drop.id) for addon in engine.addons)
+    for addon in engine.addons:
+        listed = addon.list_templates()
+        answer.listed.templates.extend(listed.templates)
+        answer.listed.used_bytes += listed.used_bytes
+        answer.listed.budget_bytes += listed.budget_bytes
+    return engine_pb2.EngineEvent(templates=answer)
 
 
 def beat_of(runtime: Runtime, *, peer_links: int) -> engine_pb2.EngineEvent:
@@ -190,68 +149,10 @@ def beat_of(runtime: Runtime, *, peer_links: int) -> engine_pb2.EngineEvent:
     for addon in engine.addons:
         if isinstance(addon, EngineLoras):
             beat.lora_swaps, beat.lora_pristine_bytes = addon.weights.swaps, addon.weights.pristine_bytes
+        elif isinstance(addon, EngineEdits):
+            recordings = addon.source.recordings
+            beat.recordings, beat.activation_bytes = len(recordings), sum(each.size_bytes for each in recordings)
     return engine_pb2.EngineEvent(beat=beat)
-
-
-def _spec(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> ResolvedSpec:
-    """Every default has been filled in by the gateway, but for those that are absent on purpose."""
-    spec = start.spec
-    said = {field.name: value for field, value in spec.ListFields() if field.name in _OPTIONAL}
-    return ResolvedSpec(
-        prompt=spec.prompt,
-        num_inference_steps=spec.num_inference_steps,
-        width=spec.width,
-        height=spec.height,
-        sampler=_SAMPLERS.get(spec.sampler, default_sampler),
-        use_karras_sigmas=spec.use_karras_sigmas,
-        controlnets=tuple(_controls(start)),
-        stale_residuals=_may_be_stale(spec),
-        loras=tuple(map(_lora, spec.loras)),
-        **said,
-    )
-
-
-def _controls(start: engine_pb2.EngineStart) -> Iterator[ControlSpec]:
-    """Each with its digest: a checkpoint fits no other version."""
-    hosts = read_hosts(start.addons[kinds.CONTROLNET]) if kinds.CONTROLNET in start.addons else ()
-    for net, image, host in itertools.zip_longest(start.spec.controlnets, start.control_images, hosts):
-        if net is not None and image is not None:
-            yield _control(net, image.digest, (host or ControlHosts()).digest)
-
-
-def _control(net: generation_pb2.ControlNet, image_digest: str, digest: str) -> ControlSpec:
-    said = {name: getattr(net, name) for name in _OPTIONAL_OF_CONTROL if net.HasField(name)}  # type: ignore[arg-type]
-    return ControlSpec(
-        name=net.name,
-        image_digest=image_digest,
-        digest=digest,
-        guess_mode=net.guess_mode,
-        measured=net.measure_similarity,
-        **said,
-    )
-
-
-def _lora(lora: generation_pb2.Lora) -> LoraSpec:
-    return LoraSpec(
-        name=lora.name,
-        digest=lora.digest,
-        scale=lora.scale,
-        from_step=lora.from_step if lora.HasField("from_step") else None,
-        bound=lora.max_step,
-        measured=lora.measure_similarity,
-    )
-
-
-def _may_be_stale(spec: generation_pb2.GenerationSpec) -> bool:
-    """Whether residuals may be one step old: as the request says, else as its fidelity does."""
-    if spec.techniques.HasField("stale_residuals"):
-        return spec.techniques.stale_residuals
-    return spec.fidelity in (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
-
-
-def _may_be_lent(spec: generation_pb2.GenerationSpec) -> bool:
-    """Whether the peer may compute rows. It is exact, so that only the request itself forbids it."""
-    return spec.techniques.latent_parallelism if spec.techniques.HasField("latent_parallelism") else True
 
 
 def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance:
@@ -270,6 +171,19 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
         encoder_s=record.encoder_s,
         pair=None if record.pair is None else _pair(record.pair),
         cached_starts=[_start(start) for start in record.cached_starts],
+        blocks_reused=record.edit.blocks_reused if record.edit is not None else 0,
+        blocks_total=record.edit.blocks_total if record.edit is not None else 0,
+        mask=None if record.edit is None else _mask_use(record.edit),
+    )
+
+
+def _mask_use(edit: EditRecord) -> generation_pb2.MaskUse:
+    """The engine's part of it; the front knows the mask itself."""
+    return generation_pb2.MaskUse(
+        computed_share=edit.computed_share,
+        recording=edit.recording,
+        computed_all_because=edit.computed_all_because,
+        recorded=edit.recorded,
     )
 
 
@@ -292,6 +206,7 @@ def _start(start: CachedStart) -> generation_pb2.CacheUse:
         similarity=start.similarity,
         from_step=start.from_step,
         image=start.image,
+        without_loras=start.without_loras,
     )
 
 
@@ -316,10 +231,6 @@ def _use(use: ControlUse) -> generation_pb2.ControlNetUse:
         digest=use.digest,
         similarity=use.similarity,
     )
-
-
-def _tensor(message: tensor_pb2.Tensor) -> Tensor:
-    return torch.frombuffer(bytearray(message.data), dtype=torch.uint8).reshape(tuple(message.shape))
 
 
 def _pixels(pixels: Tensor) -> tensor_pb2.Tensor:

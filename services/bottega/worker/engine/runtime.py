@@ -70,6 +70,7 @@ def _limits(config: EngineConfig) -> EngineLimits:
         fixed_rows=config.fixed_rows,
         max_wait_turns=config.max_wait_turns,
         max_pixels=config.max_pixels,
+        sparse_convolutions=config.sparse_convolutions,
         checkpoint_interval_s=config.checkpoint_interval_s,
         progress_interval_s=config.progress_interval_s,
     )

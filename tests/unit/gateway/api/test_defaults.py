@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from bottega import rules
@@ -78,6 +80,45 @@ def test_a_given_seed_asks_for_exactness() -> None:
 def test_strength_is_filled_in_only_for_image_to_image() -> None:
     assert not defaults.complete(GenerationSpec(), MODEL).HasField("strength")
     assert defaults.complete(GenerationSpec(image=b"x"), MODEL).strength == 0.3
+
+
+_EDIT = GenerationSpec(image=b"x", mask_image=b"y")
+
+
+def _edit(**said: Any) -> GenerationSpec:
+    spec = GenerationSpec(**said)
+    spec.MergeFrom(_EDIT)
+    return spec
+
+
+def test_what_an_edit_leaves_open_is_filled_in_as_in_diffusers_with_its_own_pixels_kept() -> None:
+    full = defaults.complete(_edit(), MODEL)
+    assert (full.strength, full.keep_unmasked, full.mask_feather) == (0.9999, True, 8)
+    assert not full.HasField("padding_mask_crop")
+    assert defaults.complete(full, MODEL) == full
+    assert defaults.as_before(_edit(), full, sample_addons()) == full
+    assert defaults.complete(_edit(strength=0.5, mask_feather=0), MODEL).mask_feather == 0
+    unkept = defaults.complete(_edit(keep_unmasked=False), MODEL)
+    assert (unkept.keep_unmasked, unkept.HasField("mask_feather")) == (False, False)
+    plain = defaults.complete(GenerationSpec(image=b"x"), MODEL)
+    assert not any(plain.HasField(name) for name in ("keep_unmasked", "mask_feather", "padding_mask_crop"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "exact"),
+    [
+        (_edit(seed=1), True),
+        (_edit(), False),
+        (_edit(seed=1, techniques=Techniques(masked_blocks=True)), False),
+        (_edit(seed=1, techniques=Techniques(masked_blocks=False)), True),
+        (GenerationSpec(seed=1, techniques=Techniques(masked_blocks=True)), True),
+        (_edit(fidelity=generation_pb2.FIDELITY_EXACT), True),
+    ],
+    ids=["seed", "no seed", "asked for", "switched off", "without a mask", "said"],
+)
+def test_an_exact_that_only_a_seed_stands_for_gives_way_to_masked_blocks(spec: GenerationSpec, exact: bool) -> None:
+    expected = generation_pb2.FIDELITY_EXACT if exact else generation_pb2.FIDELITY_BALANCED
+    assert defaults.complete(spec, MODEL).fidelity == expected
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,17 @@ Each field by itself is at its limit and one past in the fuzz corpus (tests/fuzz
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from bottega import rules
-from bottega.errors import FieldNotServed, InvalidRequest
+from bottega.codec import ImageSize, MaskOrder
+from bottega.errors import BadImage, InvalidRequest, Violation
 from bottega.gateway.api import validation
 from bottega.v1 import generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
+from bottega.v1.generation_pb2 import GenerationSpec, Lora, MaskUse, Techniques
 from tests.samples.addons import sample_addons
 
 MODEL = image_pb2.Model(
@@ -148,28 +150,131 @@ def test_all_violations_come_at_once() -> None:
     assert "and 4 more" in caught.value.message
 
 
+def _edit(**said: Any) -> GenerationSpec:
+    return GenerationSpec(**{"image": PNG, "mask_image": PNG, **said})
+
+
 @pytest.mark.parametrize(
-    ("spec", "field"),
+    ("spec", "found"),
     [
-        (GenerationSpec(image=PNG, mask_image=PNG), "spec.mask_image"),
-        (GenerationSpec(techniques=Techniques(masked_blocks=True)), "spec.techniques"),
-        (GenerationSpec(techniques=Techniques(stale_residuals=True, masked_blocks=False)), "spec.techniques"),
+        (_edit(), {}),
+        (_edit(mask_alpha=True, padding_mask_crop=4096, keep_unmasked=True, mask_feather=256, strength=1.0), {}),
+        (_edit(keep_unmasked=False), {}),
+        (_edit(image=None), {"mask_image": "needs image, which it says what to redraw of"}),
+        (
+            GenerationSpec(image=PNG, mask_alpha=True, padding_mask_crop=0, keep_unmasked=False, mask_feather=0),
+            {
+                "mask_alpha": "needs mask_image",
+                "padding_mask_crop": "needs mask_image",
+                "keep_unmasked": "needs mask_image",
+                "mask_feather": "needs mask_image; must be absent with keep_unmasked false: there are no pixels of the "
+                "image to fade into",
+            },
+        ),
+        (
+            _edit(keep_unmasked=False, mask_feather=8),
+            {"mask_feather": "must be absent with keep_unmasked false: there are no pixels of the image to fade into"},
+        ),
+        (
+            _edit(keep_for_editing=True),
+            {
+                "keep_for_editing": "must be false with mask_image: latents are kept of whole pictures, and edits of "
+                "edits need none"
+            },
+        ),
+        (GenerationSpec(keep_for_editing=True), {}),
+        (
+            _edit(padding_mask_crop=4097, mask_feather=-1, strength=1.1),
+            {
+                "padding_mask_crop": "must be 0 to 4096",
+                "mask_feather": "must be 0 to 256",
+                "strength": "must be above 0 and at most 1",
+            },
+        ),
+        (_edit(strength=float("nan")), {"strength": "must be above 0 and at most 1"}),
     ],
 )
-def test_what_is_not_served_yet_is_named(spec: GenerationSpec, field: str) -> None:
-    with pytest.raises(FieldNotServed) as caught:
-        validation.refuse_unserved(spec)
-    assert caught.value.metadata == {"field": field}
+def test_what_contradicts_a_mask_or_lacks_one_is_said_of_each_field(
+    spec: GenerationSpec, found: dict[str, str]
+) -> None:
+    texts: dict[str, str] = {}
+    for violation in validation.check_spec(spec, ADDONS, max_image_bytes=100):
+        name = violation.field.removeprefix("spec.")
+        texts[name] = f"{texts[name]}; {violation.description}" if name in texts else violation.description
+    assert texts == found
 
 
-def test_controlnets_and_exact_or_asked_for_techniques_are_served() -> None:
-    validation.refuse_unserved(GenerationSpec(techniques=Techniques()))
-    nets = [ControlNet(name="edges", image=PNG)]
-    techniques = Techniques(
-        stale_residuals=False,
-        latent_parallelism=False,
-        approximate_cache=True,
-        cache_entry="x",
-        identical_results=True,
+@pytest.mark.parametrize("seed", [{}, {"seed": 1}], ids=["", "seed"])
+@pytest.mark.parametrize(
+    ("value", "exact", "refused"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_masked_blocks_are_refused_under_an_exact_that_is_said(
+    value: bool, exact: bool, refused: bool, seed: dict[str, Any]
+) -> None:
+    spec = _edit(techniques=Techniques(masked_blocks=value), **seed)
+    if exact:
+        spec.fidelity = generation_pb2.FIDELITY_EXACT
+    assert _fields(spec) == (["techniques.masked_blocks"] if refused else [])
+
+
+def test_an_edit_redraws_almost_all_by_default_so_that_one_step_is_too_few() -> None:
+    assert _fields(_edit(num_inference_steps=1)) == ["strength"]  # 1 x .9999
+    assert _fields(_edit(num_inference_steps=2)) == []
+    assert _fields(_edit(num_inference_steps=1, strength=1.0)) == []
+
+
+class _Inspector:
+    """Masks of b"empty" redraw nothing; images are 96x80. orders: how masks were read."""
+
+    def __init__(self) -> None:
+        self.orders: list[MaskOrder] = []
+
+    async def inspect(self, image: bytes) -> ImageSize:
+        if image == b"broken":
+            raise BadImage("the bytes are no image")
+        return ImageSize(width=96, height=80)
+
+    async def inspect_mask(self, mask: bytes, order: MaskOrder) -> MaskUse:
+        self.orders.append(order)
+        if mask == b"empty":
+            raise BadImage("redraws nothing")
+        return MaskUse(width=48, height=40)
+
+
+async def _inspected(
+    spec: GenerationSpec, *, found: Sequence[Violation] = (), model: image_pb2.Model | None = MODEL
+) -> _Inspector:
+    inspector = _Inspector()
+    await validation.check_images(spec, found, inspector, max_pixels=96 * 80, model=model)
+    return inspector
+
+
+async def test_a_mask_is_read_at_the_size_at_which_the_image_is_drawn() -> None:
+    assert (await _inspected(_edit())).orders == [MaskOrder(width=64, height=64, latent_scale=8)]
+    whole = _edit(width=128, height=40, mask_alpha=True, padding_mask_crop=0)
+    expected = MaskOrder(
+        width=128, height=40, latent_scale=8, alpha=True, padding=0, image_size=ImageSize(width=96, height=80)
     )
-    validation.refuse_unserved(GenerationSpec(controlnets=nets, techniques=techniques))
+    assert (await _inspected(whole)).orders == [expected]
+
+
+@pytest.mark.parametrize("field", ["width", "height", "padding_mask_crop"])
+async def test_where_that_size_is_not_known_a_mask_is_only_decoded(field: str) -> None:
+    wrong = [Violation(field=f"spec.{field}", description="wrong")]
+    inspector = _Inspector()
+    with pytest.raises(InvalidRequest) as caught:
+        await validation.check_images(_edit(mask_image=b"broken"), wrong, inspector, max_pixels=96 * 80, model=MODEL)
+    assert [violation.field for violation in caught.value.violations] == [f"spec.{field}", "spec.mask_image"]
+    assert inspector.orders == []
+    assert (await _inspected(_edit(), model=None)).orders == []
+
+
+async def test_all_that_is_wrong_with_image_and_mask_comes_at_once() -> None:
+    with pytest.raises(BadImage) as caught:
+        await _inspected(_edit(image=b"broken", mask_image=b"empty"))
+    assert {violation.field: violation.description for violation in caught.value.violations} == {
+        "spec.image": "the bytes are no image",
+        "spec.mask_image": "redraws nothing",
+    }
+    with pytest.raises(BadImage, match="mask_image: is 48x40 pixels; at most 100 in all"):
+        await validation.check_images(GenerationSpec(mask_image=PNG), [], _Inspector(), max_pixels=100, model=MODEL)

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from google.protobuf.message import Message
 
-from bottega.errors import FieldNotServed
-from bottega.gateway.api import validation
 from bottega.gateway.api.identical import outline_of
-from bottega.gateway.jobs.result_keys import key_of_result, result_key
 from bottega.gateway.jobs.specs import without_images
 from bottega.gateway.jobs.storage import digest
+from bottega.gateway.jobs.store.result_keys import key_of_result, result_key
 from bottega.v1 import generation_pb2
-from bottega.v1.generation_pb2 import ControlNet, ControlNetUse, GenerationSpec, Lora, Provenance, Techniques
+from bottega.v1.generation_pb2 import ControlNet, ControlNetUse, GenerationSpec, Lora, MaskUse, Provenance, Techniques
 
 # Names: the model, LoRAs and ControlNets count by their hashes. identical_results says how a request may be answered.
 _NO_PART = {"model", "loras.name", "controlnets.name", "techniques.identical_results"}
@@ -146,6 +144,14 @@ def _request() -> GenerationSpec:
     return spec
 
 
+def _edit() -> GenerationSpec:
+    """The same as an edit of its image, with all that is said of one."""
+    spec = _request()
+    spec.mask_image = b"a mask"
+    spec.mask_alpha, spec.padding_mask_crop, spec.keep_unmasked, spec.mask_feather = True, 8, True, 8
+    return spec
+
+
 async def _provenance(**facts: object) -> Provenance:
     uses = [
         ControlNetUse(name=net.name, digest=version, image_digest=await digest(net.image))
@@ -180,12 +186,18 @@ async def test_a_job_whose_provenance_leaves_something_open_answers_nobody() -> 
 
 
 async def test_every_input_image_that_is_served_counts_by_its_digest() -> None:
-    """A mask that is served has to be in the provenance first, and this test then."""
     images = {field.name for field in GenerationSpec.DESCRIPTOR.fields if field.cpp_type == field.CPPTYPE_STRING}
     images = {name for name in images if isinstance(getattr(GenerationSpec(), name), bytes)}
     assert images == {"image", "mask_image"}
-    with pytest.raises(FieldNotServed):
-        validation.refuse_unserved(GenerationSpec(image=b"x", mask_image=b"y"))
-    other = _request()
-    other.image = b"another source"
-    assert _key(await outline_of(other)) != _key(await outline_of(_request()))
+    for name in images:
+        other = _edit()
+        setattr(other, name, b"another one")
+        assert _key(await outline_of(other)) != _key(await outline_of(_edit()))
+
+
+async def test_a_finished_edit_has_the_key_of_the_request_that_it_was_made_of() -> None:
+    mask = MaskUse(digest=await digest(b"a mask"), width=64, share=0.2, recording="ab")
+    key = key_of_result(without_images(_edit()), await _provenance(mask=mask))
+    assert key == _key(await outline_of(_edit())) != ""
+    assert key != _key(await outline_of(_request()))
+    assert key_of_result(without_images(_edit()), await _provenance()) == "", "of which mask?"

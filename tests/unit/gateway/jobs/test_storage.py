@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,25 @@ async def test_images_of_one_job_stay_together_while_others_are_kept(tmp_path: P
         assert all([await images.get(picture.digest) for picture in await keeping])
     finally:
         await house.close()
+
+
+async def test_what_is_kept_of_images_is_stored_with_them_and_counts_as_they_do(storage: Storage) -> None:
+    images: FailingImages = _images(storage)
+    with pytest.raises(StorageUnavailable):
+        await storage.store_images([b"x" * 50], [b"l" * 51])
+    images.full = True
+    waiting = asyncio.create_task(storage.store_images([b"x", b"y"], [b"", b"latents of y"]))
+    await asyncio.wait_for(storage.changed.wait(), 5)
+    assert not waiting.done()
+    images.full = False
+    plain, kept = await asyncio.wait_for(waiting, 5)
+    assert (plain.latents, plain.contents) == ("", (plain.digest,))
+    assert kept.contents == (kept.digest, kept.latents)
+    assert await storage.kept_latents(kept.latents) == b"latents of y"
+    assert await storage.kept_latents("0" * 64) == b"", "gone, or never there"
+    assert images.size_bytes == len(b"xylatents of y")
+    assert await storage.renew_images([plain, kept])
+    assert not await storage.renew_images([replace(kept, latents="0" * 64)])
 
 
 async def test_a_disk_with_room_for_a_probe_only_is_still_full(storage: Storage) -> None:

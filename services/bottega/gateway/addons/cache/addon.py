@@ -167,7 +167,7 @@ def _decided(use: CacheUse) -> CacheStart:
         entry, step = parse_start(use.entry)
     except ValueError:
         return CacheStart()
-    return CacheStart(entry=entry, step=step, similarity=use.similarity)
+    return CacheStart(entry=entry, step=step, similarity=use.similarity, without_loras=use.without_loras)
 
 
 def _has_drawn(job: Job) -> bool:

@@ -1,4 +1,6 @@
-"""The job store: what is kept of a job (record), the interface of a store (job_store), and the one in SQLite."""
+"""The job store: what is kept of a job (record), by what its results are found (result_keys), the interface of a store
+(job_store), and the one in SQLite.
+"""
 
 from bottega.gateway.jobs.store.job_store import JobStore
 from bottega.gateway.jobs.store.record import ALL_JOBS, LIVE, Change, EndTime, JobFilter, JobProgress, JobRecord

@@ -66,6 +66,9 @@ class JobStore(Protocol):
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
         """Up to `limit` of the jobs that completed with that key, newest first; none for an empty one."""
 
+    async def with_kept_picture(self, digest: str, *, limit: int) -> list[JobRecord]:
+        """Up to `limit` of the completed jobs that keep latents of the picture with that digest, newest first."""
+
     async def inputs(self, job_id: str) -> bytes:
         """What was given with a live job; empty when that was nothing, or it has ended."""
 

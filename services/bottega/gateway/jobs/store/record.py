@@ -58,7 +58,8 @@ class JobRecord:
 
     ends_with_caller: a restarted gateway does not resume it. peer: host that it came from; empty is not known.
     spec: GenerationSpec without its input images. fingerprint: of the request as the caller sent it.
-    shape: of the latent, height and width. image_digest, size_bytes: of the input image, and of the request.
+    shape: of the latent, height and width. image_digest, mask_digest, kept_latents, result_size: see JobRequest.
+    size_bytes: of the request.
     *_wall: Unix seconds. ended_steady: see EndTime.
     attempt: number of the newest one, 0 before the first. deaths: workers that died while they ran this job alone.
     result_key: of a completed one, what it has in common with the requests that its images answer; empty where these
@@ -77,6 +78,9 @@ class JobRecord:
     peer: str = ""
     shape: tuple[int, int] = (0, 0)
     image_digest: str = ""
+    mask_digest: str = ""
+    kept_latents: str = ""
+    result_size: tuple[int, int] = (0, 0)
     size_bytes: int = 0
     deadline_wall: float | None = None
     state: JobState.ValueType = image_pb2.JOB_STATE_QUEUED
@@ -96,6 +100,11 @@ class JobRecord:
     def live(self) -> bool:
         """Whether it has not ended."""
         return self.state in LIVE
+
+    @property
+    def kept_pictures(self) -> frozenset[str]:
+        """Digests of its images of which latents are kept, for edits of them."""
+        return frozenset(image.digest for image in self.images if image.latents)
 
     def progressed(self, progress: JobProgress) -> JobRecord | None:
         """It waits or runs, as `progress` says. None for one that has ended, and for an attempt that is not the newest.

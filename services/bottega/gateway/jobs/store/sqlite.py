@@ -97,6 +97,10 @@ class SqliteJobStore:
         """Reads the newest jobs of a result key."""
         return await self._list(lambda connection: sqlite_statements.with_result(connection, result_key, limit=limit))
 
+    async def with_kept_picture(self, digest: str, *, limit: int) -> list[JobRecord]:
+        """Reads the newest jobs that keep latents of a picture."""
+        return await self._list(lambda connection: sqlite_statements.with_kept_picture(connection, digest, limit=limit))
+
     async def inputs(self, job_id: str) -> bytes:
         """Reads the inputs of a live job."""
         return await self._find(lambda connection: sqlite_statements.inputs_of(connection, job_id)) or b""

@@ -27,6 +27,10 @@ TYPES = {
     "latent_height": "INTEGER NOT NULL",
     "latent_width": "INTEGER NOT NULL",
     "image_digest": "TEXT NOT NULL",
+    "mask_digest": "TEXT NOT NULL",
+    "kept_latents": "TEXT NOT NULL",
+    "result_width": "INTEGER NOT NULL",
+    "result_height": "INTEGER NOT NULL",
     "size_bytes": "INTEGER NOT NULL",
     "created_wall": "REAL NOT NULL",
     "started_wall": "REAL",
@@ -51,8 +55,14 @@ _TIMES = frozenset(name for name, kind in TYPES.items() if kind.startswith("REAL
 def to_row(record: JobRecord) -> tuple[Value, ...]:
     """The values of COLUMNS."""
     height, width = record.shape
-    images = json.dumps([[image.digest, image.size_bytes] for image in record.images])
-    special: dict[str, Value] = {"latent_height": height, "latent_width": width, "images": images}
+    result_width, result_height = record.result_size
+    special: dict[str, Value] = {
+        "latent_height": height,
+        "latent_width": width,
+        "result_width": result_width,
+        "result_height": result_height,
+        "images": json.dumps([[image.digest, image.size_bytes, image.latents] for image in record.images]),
+    }
     values = [special[name] if name in special else _plain(name, getattr(record, name)) for name in COLUMNS[:-1]]
     return (*values, checksum(values))
 
@@ -64,9 +74,13 @@ def from_row(row: Sequence[Any]) -> JobRecord:
         raise _damaged_row(sequence)
     fields = dict(zip(COLUMNS, values, strict=False))
     shape = fields.pop("latent_height"), fields.pop("latent_width")
-    images = tuple(StoredImage(digest=digest, size_bytes=size) for digest, size in json.loads(fields.pop("images")))
+    result_size = fields.pop("result_width"), fields.pop("result_height")
+    images = tuple(
+        StoredImage(digest=digest, size_bytes=size, latents=latents)
+        for digest, size, latents in json.loads(fields.pop("images"))
+    )
     fields["ends_with_caller"] = bool(fields["ends_with_caller"])
-    return JobRecord(sequence=sequence, shape=shape, images=images, **fields)
+    return JobRecord(sequence=sequence, shape=shape, result_size=result_size, images=images, **fields)
 
 
 def intact(data: bytes, expected: int, sequence: int) -> bytes:

@@ -17,7 +17,7 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": what PRAGMA application_id says of a file of ours.
 APPLICATION_ID = 0x42747467
-_VERSION = 7
+_VERSION = 8
 
 # Pages of 4 KiB after which a commit copies the log into the file: 4 MiB, which takes about 10 ms.
 _CHECKPOINT_PAGES = 1000
@@ -80,6 +80,20 @@ _TABLES = (
     """,
     # The newest job of each.
     "CREATE TABLE request_ids (request_id TEXT PRIMARY KEY, sequence INTEGER NOT NULL) STRICT, WITHOUT ROWID",
+    # Pictures of completed jobs of which latents are kept: an edit finds them by its image.
+    """
+    CREATE TABLE kept_pictures (
+        digest TEXT NOT NULL,
+        sequence INTEGER NOT NULL,
+        PRIMARY KEY (digest, sequence)
+    ) STRICT, WITHOUT ROWID
+    """,
+    "CREATE INDEX kept_pictures_of_job ON kept_pictures (sequence)",
+    """
+    CREATE TRIGGER jobs_forgotten_with_pictures AFTER DELETE ON jobs BEGIN
+        DELETE FROM kept_pictures WHERE sequence = OLD.sequence;
+    END
+    """,
     # Of live jobs only, apart so that a change of a job does not rewrite them.
     "CREATE TABLE inputs (sequence INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, data BLOB NOT NULL) STRICT",
     "CREATE TABLE totals (jobs INTEGER NOT NULL, bytes INTEGER NOT NULL) STRICT",

@@ -49,6 +49,7 @@ def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, rep
         connection.execute("INSERT OR REPLACE INTO request_ids VALUES (?, ?)", (record.request_id, sequence))
     if inputs:
         connection.execute("INSERT INTO inputs VALUES (?, ?, ?)", (sequence, checksum([inputs]), inputs))
+    _index_pictures(connection, record, sequence)
     return replace(record, sequence=sequence)
 
 
@@ -56,11 +57,13 @@ def update(connection: sqlite3.Connection, job_id: str, change: Change) -> bool:
     """Writes what `change` makes of the job; whether it changed it."""
     record = of_job(connection, job_id)
     after = change(record) if record else None
-    if after is None:
+    if record is None or after is None:
         return False
     connection.execute(_UPDATE, (*to_row(after), after.sequence))
     if not after.live:
         connection.execute("DELETE FROM inputs WHERE sequence = ?", (after.sequence,))
+    if record.live:
+        _index_pictures(connection, after, after.sequence)
     return True
 
 
@@ -83,6 +86,15 @@ def with_result(connection: sqlite3.Connection, result_key: str, *, limit: int) 
     where = "result_key = ? AND result_key <> ''"
     query = f"SELECT {_ALL} FROM jobs WHERE {where} ORDER BY jobs.sequence DESC LIMIT ?"
     return _listing(connection.execute(query, (result_key, limit)).fetchall())
+
+
+def with_kept_picture(connection: sqlite3.Connection, digest: str, *, limit: int) -> Listing:
+    """The newest jobs that keep latents of a picture."""
+    query = (
+        f"SELECT {_ALL} FROM kept_pictures JOIN jobs USING (sequence) WHERE kept_pictures.digest = ? "
+        "ORDER BY jobs.sequence DESC LIMIT ?"
+    )
+    return _listing(connection.execute(query, (digest, limit)).fetchall())
 
 
 def inputs_of(connection: sqlite3.Connection, job_id: str) -> bytes | None:
@@ -141,6 +153,12 @@ def forget(connection: sqlite3.Connection, *, ended_before: float, max_jobs: int
 def probe(connection: sqlite3.Connection) -> None:
     """Writes a page though nothing changes."""
     connection.execute("UPDATE generation SET number = number")
+
+
+def _index_pictures(connection: sqlite3.Connection, record: JobRecord, sequence: int) -> None:
+    rows = [(digest, sequence) for digest in record.kept_pictures]
+    if rows:
+        connection.executemany("INSERT INTO kept_pictures VALUES (?, ?)", rows)
 
 
 def _dispensable(connection: sqlite3.Connection, by: str) -> tuple[int, str] | None:

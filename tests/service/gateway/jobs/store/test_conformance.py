@@ -194,6 +194,27 @@ async def test_jobs_with_a_result_are_found_by_its_key_newest_first_until_they_a
     assert [job.job_id for job in await store.with_result("k", limit=9)] == ["j3"]
 
 
+async def test_jobs_are_found_by_a_picture_of_which_latents_are_kept(store: JobStore, another: Opener) -> None:
+    kept, bare = replace(IMAGES[0], latents="c" * 64), replace(IMAGES[0], digest="e" * 64)
+    for number, images in enumerate(((kept, bare), (bare,), (kept, kept), (kept,))):
+        await _running(store, f"j{number}")
+        if number < 3:
+            await store.update(f"j{number}", completed(1, ended_wall=number + 1.0, images=images))
+    added = await store.add(answered(record("j4"), ended_wall=5.0, images=(kept,)))
+    for reader in (store, await another()):
+        found = await reader.with_kept_picture(kept.digest, limit=9)
+        assert [job.job_id for job in found] == ["j4", "j2", "j0"]
+        assert found[0] == added
+        assert found[2].images == (kept, bare)
+        assert await reader.with_kept_picture(kept.digest, limit=1) == [added]
+        assert await reader.with_kept_picture(bare.digest, limit=9) == [], "nothing is kept of it"
+        assert await reader.with_kept_picture("c" * 64, limit=9) == []
+    await store.update("j3", failed(ended_wall=4.0))
+    await store.forget(ended_before=2.0, max_jobs=9, max_bytes=1 << 30, limit=9)
+    assert [job.job_id for job in await store.with_kept_picture(kept.digest, limit=9)] == ["j4", "j2"]
+    assert not await store.update("j2", failed(ended_wall=9.0)), "and it stays as it ended"
+
+
 async def test_a_job_that_is_completed_when_it_is_added_is_as_one_that_was_drawn(
     store: JobStore, another: Opener
 ) -> None:

@@ -18,9 +18,10 @@ import pytest
 
 from bottega.errors import ConfigError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
+from bottega.gateway.jobs.values import StoredImage
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
 from tests.support import full_disk
-from tests.support.job_store_backends import failed, record, running
+from tests.support.job_store_backends import completed, failed, record, running
 
 ROOT = Path(__file__).resolve().parents[5]
 MIB = 1 << 20
@@ -181,6 +182,20 @@ async def test_the_log_of_the_file_is_bounded(tmp_path: Path) -> None:
         assert path.stat().st_size < 50 * MIB, "the room of inputs that went is used again"
 
 
+async def test_nothing_of_a_forgotten_job_stays_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    image = StoredImage(digest="a" * 64, size_bytes=1, latents="b" * 64)
+    async with _open(path) as store:
+        await store.add(record("j1", request_id="r"), inputs=b"inputs")
+        await store.update("j1", running(1))
+        await store.update("j1", completed(1, ended_wall=1.0, images=(image,)))
+        assert [job.job_id for job in await store.with_kept_picture(image.digest, limit=9)] == ["j1"]
+        await store.forget(ended_before=2.0, max_jobs=9, max_bytes=MIB, limit=9)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        for table in ("jobs", "request_ids", "inputs", "kept_pictures", "holders"):
+            assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,), table
+
+
 async def _filled(path: Path) -> list[JobRecord]:
     """A closed file with jobs in it."""
     async with _open(path) as store:
@@ -313,7 +328,7 @@ async def test_one_damaged_job_does_not_stop_the_others(tmp_path: Path, caplog: 
     ("change", "reason"),
     [
         ("PRAGMA user_version = 99", "later version"),
-        ("PRAGMA user_version = 6", r"earlier version.*schema 6; this one has 7.*move the file away"),
+        ("PRAGMA user_version = 7", r"earlier version.*schema 7; this one has 8.*move the file away"),
         ("PRAGMA application_id = 1", "not a job store of Bottega"),
     ],
 )

@@ -44,16 +44,21 @@ def result_key(
 def key_of_result(bare: GenerationSpec, provenance: Provenance, *, tenant: str = "") -> str:
     """The key of the requests that a finished job's pictures answer; empty where they answer none.
 
-    bare: its spec, complete, without input images. EXACT is answered by what is exact only.
+    bare: its spec, complete, without input images; one that says keep_unmasked had a mask. EXACT is answered by what is
+    exact only.
     """
     if bare.fidelity == FIDELITY_EXACT and not provenance.exact:
         return ""
-    if len(provenance.controlnets) != len(bare.controlnets):
+    if len(provenance.controlnets) != len(bare.controlnets) or bare.HasField("keep_unmasked") != bool(
+        provenance.mask.digest
+    ):
         return ""
     outline = GenerationSpec()
     outline.CopyFrom(bare)
     if provenance.image_digest:
         outline.image = provenance.image_digest.encode()
+    if provenance.mask.digest:
+        outline.mask_image = provenance.mask.digest.encode()
     for net, use in zip(outline.controlnets, provenance.controlnets, strict=True):
         net.image = use.image_digest.encode()
     versions = [use.digest for use in provenance.controlnets]

@@ -1,0 +1,155 @@
+"""What the engine is told to draw: from the message that starts an attempt to an order of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bottega import kinds
+from bottega.diffusion.controlnets.hosts import read_hosts
+from bottega.diffusion.controlnets.provider import ControlHosts
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.model.samplers import SamplerKind
+from bottega.diffusion.spec import ControlSpec, EditSpec, LoraSpec, ResolvedSpec
+from bottega.v1 import engine_pb2, generation_pb2, tensor_pb2
+from bottega.v1.worker_pb2 import AttemptId
+
+# A key of the engine: job and number, which is all that an AttemptId holds.
+Key = tuple[str, int]
+
+# Fields whose absence says something, or stands for the default of ResolvedSpec.
+_OPTIONAL = frozenset(
+    {
+        "prompt_2",
+        "negative_prompt",
+        "negative_prompt_2",
+        "guidance_scale",
+        "guidance_rescale",
+        "seed",
+        "num_images",
+        "strength",
+    }
+)
+
+_OPTIONAL_OF_CONTROL = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
+
+# Of the contract, and what they are here.
+SAMPLERS = {
+    generation_pb2.SAMPLER_EULER: SamplerKind.EULER,
+    generation_pb2.SAMPLER_EULER_ANCESTRAL: SamplerKind.EULER_ANCESTRAL,
+    generation_pb2.SAMPLER_DDIM: SamplerKind.DDIM,
+    generation_pb2.SAMPLER_DPMPP_2M: SamplerKind.DPMPP_2M,
+}
+
+
+def key_of(attempt: AttemptId) -> Key:
+    """The engine's key of an attempt."""
+    return attempt.job_id, attempt.number
+
+
+def attempt_of(key: object) -> AttemptId:
+    """The attempt of an engine's key."""
+    assert isinstance(key, tuple), "every order was made here"
+    return AttemptId(job_id=key[0], number=key[1])
+
+
+def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> EngineOrder:
+    """The order that a start command means."""
+    return EngineOrder(
+        key=key_of(start.attempt),
+        spec=_spec(start, default_sampler),
+        image=_tensor(start.image) if start.HasField("image") else None,
+        mask=_tensor(start.mask) if start.HasField("mask") else None,
+        control_images=tuple(_tensor(image.pixels) for image in start.control_images),
+        kept_latents=start.kept_latents,
+        addons=dict(start.addons),
+        latent_parallelism=_may_be_lent(start.spec),
+        decisions=dict(start.decisions.by_kind),
+        checkpoint=start.checkpoint,
+        preview=start.preview,
+    )
+
+
+def _spec(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> ResolvedSpec:
+    """Every default has been filled in by the gateway, but for those that are absent on purpose."""
+    spec = start.spec
+    said = {field.name: value for field, value in spec.ListFields() if field.name in _OPTIONAL}
+    return ResolvedSpec(
+        prompt=spec.prompt,
+        num_inference_steps=spec.num_inference_steps,
+        width=spec.width,
+        height=spec.height,
+        sampler=SAMPLERS.get(spec.sampler, default_sampler),
+        use_karras_sigmas=spec.use_karras_sigmas,
+        controlnets=tuple(_controls(start)),
+        stale_residuals=_may_approximate(spec, "stale_residuals"),
+        loras=tuple(map(_lora, spec.loras)),
+        edit=_edit(start) if start.HasField("mask") else None,
+        keep_for_editing=spec.keep_for_editing,
+        **said,
+    )
+
+
+def _edit(start: engine_pb2.EngineStart) -> EditSpec:
+    spec = start.spec
+    return EditSpec(
+        mask_digest=start.mask_digest,
+        image_digest=start.image_digest,
+        mask_alpha=spec.mask_alpha,
+        padding_mask_crop=spec.padding_mask_crop if spec.HasField("padding_mask_crop") else None,
+        masked_blocks=_may_approximate(spec, "masked_blocks"),
+        any_prompt=spec.techniques.masked_blocks or spec.fidelity == generation_pb2.FIDELITY_FAST,
+    )
+
+
+def _controls(start: engine_pb2.EngineStart) -> Iterator[ControlSpec]:
+    """Each with its digest: a checkpoint fits no other version."""
+    hosts = read_hosts(start.addons[kinds.CONTROLNET]) if kinds.CONTROLNET in start.addons else ()
+    for net, image, host in itertools.zip_longest(start.spec.controlnets, start.control_images, hosts):
+        if net is not None and image is not None:
+            yield _control(net, image.digest, (host or ControlHosts()).digest)
+
+
+def _control(net: generation_pb2.ControlNet, image_digest: str, digest: str) -> ControlSpec:
+    said = {name: getattr(net, name) for name in _OPTIONAL_OF_CONTROL if net.HasField(name)}  # type: ignore[arg-type]
+    return ControlSpec(
+        name=net.name,
+        image_digest=image_digest,
+        digest=digest,
+        guess_mode=net.guess_mode,
+        measured=net.measure_similarity,
+        **said,
+    )
+
+
+def _lora(lora: generation_pb2.Lora) -> LoraSpec:
+    return LoraSpec(
+        name=lora.name,
+        digest=lora.digest,
+        scale=lora.scale,
+        from_step=lora.from_step if lora.HasField("from_step") else None,
+        bound=lora.max_step,
+        measured=lora.measure_similarity,
+    )
+
+
+def _may_approximate(
+    spec: generation_pb2.GenerationSpec, technique: Literal["stale_residuals", "masked_blocks"]
+) -> bool:
+    """Whether a technique may be used: as the request says, else as its fidelity does."""
+    if spec.techniques.HasField(technique):
+        return bool(getattr(spec.techniques, technique))
+    return spec.fidelity in (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
+
+
+def _may_be_lent(spec: generation_pb2.GenerationSpec) -> bool:
+    """Whether the peer may compute rows. It is exact, so that only the request itself forbids it."""
+    return spec.techniques.latent_parallelism if spec.techniques.HasField("latent_parallelism") else True
+
+
+def _tensor(message: tensor_pb2.Tensor) -> Tensor:
+    return torch.frombuffer(bytearray(message.data), dtype=torch.uint8).reshape(tuple(message.shape))

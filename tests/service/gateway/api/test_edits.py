@@ -1,0 +1,295 @@
+"""Edits at the real gateway: which masks are taken, what reaches a worker, and what was kept of a picture for them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from PIL import Image
+
+from bottega import errors, rules
+from bottega.v1 import generation_pb2, image_pb2, worker_pb2
+from bottega.v1.generation_pb2 import Techniques
+from tests.fakes.scripted_worker import ScriptedWorker
+from tests.samples.hostile_images import saved
+from tests.support.running_gateway import Running, refusal, running_gateway
+from tests.support.waiting import eventually
+
+# One gateway for most tests here: its codec process takes a second to start.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BALANCED, EXACT = generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_EXACT
+
+
+def box(
+    width: int = 64, height: int = 64, *, mode: str = "L", at: tuple[int, int, int, int] = (16, 8, 48, 40)
+) -> bytes:
+    """A mask: white in a box."""
+    mask = Image.new(mode, (width, height))
+    mask.paste("white", at)
+    return saved(mask)
+
+
+PICTURE = saved(Image.new("RGB", (96, 80), "red"))
+MASK = box()
+
+
+def edit(**said: Any) -> dict[str, Any]:
+    return {"prompt": "a star", "image": PICTURE, "mask_image": MASK, **said}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def house() -> AsyncIterator[Running]:
+    async with running_gateway(codec_processes=1) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def worker(house: Running) -> ScriptedWorker:
+    """The only one; what tests before this one told it is forgotten."""
+    worker = house.workers[0] if house.workers else await house.worker()
+    worker.requests.clear()
+    worker.script = type(worker.script)(picture=lambda index: b"picture %d" % index)
+    return worker
+
+
+def opaque() -> bytes:
+    return saved(Image.new("RGBA", (64, 64), (255, 255, 255, 255)))
+
+
+BLACK = saved(Image.new("L", (64, 64)))
+NOT_WHITE = {"mask_image": "redraws nothing: nothing of it is white (.5 and above) at 64x64"}
+NO_STRENGTH = {"strength": "must be above 0 and at most 1"}
+NO_IMAGE = "the bytes are no PNG, JPEG or WebP image"
+
+
+@pytest.mark.parametrize(
+    ("said", "texts"),
+    [
+        ({"mask_image": BLACK}, NOT_WHITE),
+        ({"mask_image": saved(Image.new("L", (64, 64), 127))}, NOT_WHITE),
+        ({"mask_image": BLACK, "padding_mask_crop": 8}, NOT_WHITE),
+        (
+            {"mask_image": opaque(), "mask_alpha": True},
+            {"mask_image": "redraws nothing: nothing of it is transparent (less than half opaque) at 64x64"},
+        ),
+        (
+            {"mask_image": box(at=(5, 5, 7, 7))},
+            {
+                "mask_image": "redraws nothing: nothing is left of it in the latent, of which an element is 4x4 "
+                "pixels: make it larger"
+            },
+        ),
+        ({"mask_image": b"no picture"}, {"mask_image": NO_IMAGE}),
+        ({"mask_image": b""}, {"mask_image": "is empty; a PNG, JPEG or WebP is wanted"}),
+        ({"mask_image": b"no picture", "image": b"nor this"}, {"image": NO_IMAGE, "mask_image": NO_IMAGE}),
+        ({"image": None}, {"mask_image": "needs image, which it says what to redraw of"}),
+        (
+            {"mask_image": None, "padding_mask_crop": 8, "mask_feather": 4},
+            {"padding_mask_crop": "needs mask_image", "mask_feather": "needs mask_image"},
+        ),
+        ({"strength": 0.0}, NO_STRENGTH),
+        ({"strength": 1.5, "mask_image": BLACK}, {**NO_STRENGTH, **NOT_WHITE}),
+        (
+            {"fidelity": EXACT, "techniques": Techniques(masked_blocks=True)},
+            {"techniques.masked_blocks": "must not be true with fidelity EXACT, which computes all"},
+        ),
+    ],
+)
+async def test_what_is_wrong_with_an_edit_is_said_at_once(
+    house: Running, worker: ScriptedWorker, said: dict[str, Any], texts: dict[str, str]
+) -> None:
+    error = await refusal(lambda: house.generate(**edit(**said)), errors.InvalidRequest)
+    found = {violation.field.removeprefix("spec."): violation.description for violation in error.violations}
+    assert found == texts
+    assert worker.requests == []
+
+
+@pytest.mark.parametrize(
+    ("said", "steps"),
+    [
+        ({}, 29),  # of 30, by Diffusers' .9999
+        ({"strength": 1.0}, 30),
+        ({"mask_image": box(17, 40, mode="RGB", at=(4, 4, 12, 30)), "strength": 0.5}, 15),
+        ({"mask_image": saved(Image.new("L", (64, 64), 255))}, 29),
+        ({"mask_image": saved(Image.new("RGBA", (64, 64))), "mask_alpha": True}, 29),
+        ({"keep_unmasked": False}, 29),
+    ],
+    ids=["as it is", "all redrawn", "of another size, in colours", "full", "transparent", "as Diffusers"],
+)
+async def test_an_edit_reaches_a_worker_with_its_mask_and_all_that_it_leaves_open(
+    house: Running, worker: ScriptedWorker, said: dict[str, Any], steps: int
+) -> None:
+    job = await house.submit(**edit(**said))
+    ended = await house.ended(job.job_id)
+    (request,) = worker.requests
+    sent = edit(**said)
+    assert (request.spec.image, request.spec.mask_image) == (PICTURE, sent["mask_image"])
+    assert request.spec.strength == sent.get("strength", 0.9999)
+    assert request.spec.keep_unmasked == sent.get("keep_unmasked", True)
+    assert request.spec.HasField("mask_feather") == request.spec.keep_unmasked
+    assert job.steps_total == steps, "what the scheduler counts with"
+    assert ended.provenance.mask.digest == hashlib.sha256(sent["mask_image"]).hexdigest()
+    for shown in (ended.spec, ended.provenance.parameters):
+        assert not shown.HasField("image")
+        assert not shown.HasField("mask_image")
+        assert shown.keep_unmasked == request.spec.keep_unmasked
+
+
+@pytest.mark.parametrize(("said", "size"), [({}, (64, 64)), ({"padding_mask_crop": 4}, (96, 80))])
+async def test_a_picture_that_is_put_back_into_its_image_has_that_ones_size(
+    house: Running, worker: ScriptedWorker, said: dict[str, Any], size: tuple[int, int]
+) -> None:
+    for identical in ("", "answered"):
+        (image,) = (await house.draw(**edit(seed=4, **said))).images
+        assert (image.width, image.height) == size, identical
+    assert len(worker.requests) == 1
+
+
+async def test_an_edit_with_its_seed_is_answered_by_the_result_of_an_identical_one(
+    house: Running, worker: ScriptedWorker
+) -> None:
+    assert (await house.draw(**edit(seed=7))).provenance.identical_job == ""
+    answered = await house.draw(**edit(seed=7, strength=0.9999, keep_unmasked=True, mask_feather=8))
+    assert answered.provenance.identical_job
+    assert answered.provenance.mask.digest == hashlib.sha256(MASK).hexdigest()
+    others: tuple[dict[str, Any], ...] = (
+        {"mask_image": box(at=(0, 0, 64, 63))},
+        {"mask_image": None},
+        {"mask_alpha": True, "mask_image": saved(Image.new("RGBA", (64, 64)))},
+        {"mask_feather": 9},
+        {"keep_unmasked": False},
+        {"padding_mask_crop": 0},
+        {"techniques": Techniques(masked_blocks=True)},
+    )
+    for other in others:
+        drawn = await house.draw(**edit(**{"seed": 7, **other}))
+        assert drawn.provenance.identical_job == "", other
+    assert len(worker.requests) == 1 + len(others)
+
+
+async def test_an_edit_never_has_to_do_with_the_cache(house: Running, worker: ScriptedWorker) -> None:
+    for fidelity in (BALANCED, generation_pb2.FIDELITY_FAST):
+        await house.draw(**edit(fidelity=fidelity))
+        await house.draw(**edit(fidelity=fidelity, techniques=Techniques(approximate_cache=True, masked_blocks=True)))
+    assert [dict(request.addons) for request in worker.requests] == [{}] * 4
+
+
+# What is kept of pictures.
+
+
+async def kept_picture(house: Running, worker: ScriptedWorker, colour: str, **said: Any) -> bytes:
+    """Draws one to be kept, another one for each colour."""
+    picture = saved(Image.new("RGB", (64, 64), colour))
+    worker.script.picture = lambda index: picture if index == 0 else b"another one"
+    worker.script.latents = lambda index: b"latents of %s %d" % (colour.encode(), index)
+    drawn = await house.draw(prompt="a star", keep_for_editing=True, **said)
+    assert [image.digest for image in drawn.images][:1] == [hashlib.sha256(picture).hexdigest()]
+    worker.requests.clear()
+    return picture
+
+
+async def sent(house: Running, worker: ScriptedWorker, **said: Any) -> worker_pb2.RunAttemptRequest:
+    """What a worker gets for an edit."""
+    await house.draw(**edit(**said))
+    return worker.requests[-1]
+
+
+async def test_an_edit_of_a_picture_that_was_kept_brings_its_latents_along(
+    house: Running, worker: ScriptedWorker
+) -> None:
+    picture = await kept_picture(house, worker, "green", num_images=2)
+    for said in ({}, {"seed": 3, "techniques": Techniques(masked_blocks=True)}, {"fidelity": BALANCED}):
+        assert (await sent(house, worker, image=picture, **said)).kept_latents == b"latents of green 0"
+    assert (await sent(house, worker)).kept_latents == b"", "nobody has drawn that"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"seed": 3},
+        {"fidelity": EXACT},
+        {"techniques": Techniques(masked_blocks=False)},
+        {"mask_image": None, "strength": 0.5},
+        {"padding_mask_crop": 8},
+    ],
+    ids=["by a seed", "exact", "switched off", "without a mask", "of a part of the picture"],
+)
+async def test_where_they_have_no_use_they_stay_where_they_are(
+    house: Running, worker: ScriptedWorker, said: dict[str, Any]
+) -> None:
+    picture = await kept_picture(house, worker, "green")
+    assert (await sent(house, worker, image=picture, **said)).kept_latents == b""
+
+
+async def test_of_pictures_that_are_not_to_be_kept_nothing_is(house: Running, worker: ScriptedWorker) -> None:
+    picture = saved(Image.new("RGB", (64, 64), "olive"))
+    worker.script.picture = lambda index: picture
+    await house.draw(prompt="a star")
+    assert (await sent(house, worker, image=picture)).kept_latents == b""
+
+
+async def test_a_later_attempt_brings_the_same_latents_along(house: Running, worker: ScriptedWorker) -> None:
+    picture = await kept_picture(house, worker, "blue")
+    worker.script.failure = errors.WorkerLost("its engine was lost")
+    job = await house.submit(**edit(image=picture))
+    await eventually(lambda: len(worker.requests) >= 2)
+    worker.script.failure = None
+    assert (await house.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+    assert {request.kept_latents for request in worker.requests} == {b"latents of blue 0"}
+
+
+async def test_latents_beyond_the_bound_are_not_kept_and_the_picture_is(
+    house: Running, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.script.latents = lambda index: bytes(rules.MAX_KEPT_LATENTS_BYTES + (index == 0))
+    picture = saved(Image.new("RGB", (64, 64), "navy"))
+    worker.script.picture = lambda index: picture if index == 0 else b"another one"
+    drawn = await house.draw(prompt="a star", keep_for_editing=True, num_images=2)
+    assert len(drawn.images) == 2
+    assert [record.message for record in caplog.records].count("latents are too large to be kept") == 1
+    assert (await sent(house, worker, image=picture)).kept_latents == b""
+
+
+async def test_a_request_that_keeps_is_answered_only_by_a_job_that_has_kept(
+    house: Running, worker: ScriptedWorker
+) -> None:
+    star: dict[str, Any] = {"prompt": "a star", "seed": 11}
+    worker.script.picture = lambda index: b"picture of request %d" % len(worker.requests)
+    await house.draw(**star)
+    worker.script.latents = lambda index: b""
+    for _ in range(2):
+        assert (await house.draw(**star, keep_for_editing=True)).provenance.identical_job == "", "nothing was kept"
+    worker.script.latents = lambda index: b"latents"
+    drawn = await house.draw(**star, keep_for_editing=True)
+    answered = await house.draw(**star, keep_for_editing=True)
+    assert (drawn.provenance.identical_job, bool(answered.provenance.identical_job)) == ("", True)
+    assert list(answered.images) == list(drawn.images)
+
+
+def damage(folder: Path, content: bytes) -> None:
+    """Changes the file that has it."""
+    (file,) = [file for file in folder.rglob("*") if file.is_file() and file.read_bytes() == content]
+    file.write_bytes(content[::-1])
+
+
+async def test_what_is_kept_outlives_the_gateway_and_ends_with_the_results(tmp_path: Path) -> None:
+    state = str(tmp_path)
+    async with running_gateway(codec_processes=1, state=state) as house:
+        picture = await kept_picture(house, await house.worker(), "teal")
+    async with running_gateway(codec_processes=1, state=state) as house:
+        worker = await house.worker()
+        assert (await sent(house, worker, image=picture)).kept_latents == b"latents of teal 0"
+        damage(tmp_path, b"latents of teal 0")
+        assert (await sent(house, worker, image=picture)).kept_latents == b"", "never others than were kept"
+    async with running_gateway(
+        codec_processes=1, state=state, results_bytes=1 << 10, max_result_bytes=1 << 10
+    ) as house:
+        worker = await house.worker()
+        worker.script.picture = lambda index: bytes(1000)
+        await house.draw(prompt="another star")
+        assert (await sent(house, worker, image=picture)).kept_latents == b"", "it counts as results do"

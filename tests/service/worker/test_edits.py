@@ -1,0 +1,118 @@
+"""An edit at a worker's front, with an engine that follows a script: what the engine gets, and what comes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from numpy.typing import NDArray
+from PIL import Image
+
+from bottega.v1 import error_pb2, generation_pb2, worker_pb2
+from tests.samples.edits import box_mask, template
+from tests.samples.hostile_images import saved
+from tests.support.running_front import Running, images, kinds, request, running_workers
+
+# One worker for all tests here.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+FEATHER = 3
+# What the script's engine draws.
+LEVEL = 7
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Running]:
+    async with running_workers() as start:
+        yield await start()
+
+
+def edit(image: bytes, mask: bytes, **fields: object) -> worker_pb2.RunAttemptRequest:
+    """An edit of 64x64 pixels. fields: of its spec."""
+    order = request(image=image)
+    said = generation_pb2.GenerationSpec(
+        width=64, height=64, mask_image=mask, strength=0.9999, keep_unmasked=True, mask_feather=FEATHER
+    )
+    order.spec.MergeFrom(said)
+    order.spec.MergeFrom(generation_pb2.GenerationSpec(**fields))  # type: ignore[arg-type]
+    return order
+
+
+def pixels(data: bytes) -> NDArray[np.uint8]:
+    with Image.open(io.BytesIO(data)) as picture:
+        return np.asarray(picture.convert("RGB"))
+
+
+def around(box: tuple[int, int, int, int], by: int) -> tuple[slice, slice]:
+    """Rows and columns of the box, grown."""
+    left, top, right, bottom = box
+    return slice(max(0, top - by), bottom + by), slice(max(0, left - by), right + by)
+
+
+BOX = (12, 20, 40, 52)
+
+
+async def test_the_unmasked_pixels_stay_and_the_provenance_says_what_the_mask_was(running: Running) -> None:
+    image, mask = saved(template()), saved(box_mask(BOX).resize((128, 96)).convert("RGB"))
+    order = edit(image, mask)
+    events = await running.events(order)
+    assert kinds(events)[-1] == "completed"
+    drawn, original = pixels(images(events)[0]), np.asarray(template())
+    outside = np.ones((64, 64), bool)
+    outside[around(BOX, FEATHER)] = False
+    assert (drawn[outside] == original[outside]).all()
+    assert (drawn[around(BOX, -1)] == LEVEL).all()
+    provenance = events[-1].completed.provenance
+    use = provenance.mask
+    assert (use.width, use.height, use.resized, use.converted, use.crop_width) == (128, 96, True, True, 0)
+    assert use.share == pytest.approx(28 * 32 / 64**2, abs=0.03)
+    assert use.digest == hashlib.sha256(mask).hexdigest()
+    assert provenance.image_digest == hashlib.sha256(image).hexdigest()
+    assert not provenance.parameters.HasField("mask_image")
+
+
+async def test_of_a_cut_edit_the_picture_has_the_images_own_size(running: Running) -> None:
+    image, mask = template(200, 150), box_mask((60, 70, 90, 100), 200, 150)
+    jpeg = saved(image, "JPEG", quality=95)
+    order = edit(jpeg, saved(mask), padding_mask_crop=16)
+    events = await running.events(order)
+    drawn, original = pixels(images(events)[0]), pixels(jpeg)
+    outside = np.ones((150, 200), bool)
+    outside[around((60, 70, 90, 100), FEATHER)] = False
+    assert (drawn[outside] == original[outside]).all()
+    assert (drawn[70:100, 60:90] == LEVEL).all()
+    use = events[-1].completed.provenance.mask
+    assert (use.crop_x, use.crop_y, use.crop_width, use.crop_height) == (44, 54, 62, 62)
+    with Image.open(io.BytesIO(images(events)[0])) as picture:
+        assert "padding_mask_crop" in picture.info["bottega"]
+
+
+@pytest.mark.parametrize("size", [(200, 150), (400, 300)], ids=["of the image's size", "of another"])
+async def test_control_images_are_cut_as_the_image_is(running: Running, size: tuple[int, int]) -> None:
+    image, mask = template(200, 150), box_mask((60, 70, 90, 100), 200, 150)
+    control = image.rotate(180)
+    order = edit(saved(image), saved(mask), prompt="controlled", padding_mask_crop=16, keep_unmasked=False)
+    order.spec.ClearField("mask_feather")
+    order.spec.controlnets.add(name="edges", image=saved(control.resize(size)))
+    drawn = pixels(images(await running.events(order))[0])[71:99, 61:89].astype(int)
+    off = np.abs(drawn - np.asarray(control)[71:99, 61:89])
+    assert off.max() < 6
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_without_keeping_the_unmasked_it_is_the_picture_that_was_drawn(running: Running, count: int) -> None:
+    order = edit(saved(template()), saved(box_mask()), keep_unmasked=False, num_images=count)
+    order.spec.ClearField("mask_feather")
+    drawn = images(await running.events(order))
+    assert [pixels(data).mean() for _, data in sorted(drawn.items())] == [LEVEL + index for index in range(count)]
+
+
+async def test_a_mask_that_redraws_nothing_fails_the_attempt_only(running: Running) -> None:
+    events = await running.events(edit(saved(template()), saved(Image.new("L", (64, 64)))))
+    assert kinds(events) == ["failed"]
+    assert events[0].failed.reason == error_pb2.ERROR_REASON_BAD_IMAGE
+    assert kinds(await running.events(request()))[-1] == "completed"
