@@ -13,6 +13,7 @@ WORKER = "worker"
 CONTROLNET = "controlnet"
 LORAS = "loras"
 CACHE = "cache"
+ACTIVATIONS = "activations"
 
 # It names processes, folders, systemd units and a label of the metrics.
 _KIND = re.compile(r"[a-z][a-z0-9-]{0,31}")

@@ -36,6 +36,8 @@ MAX_SIDE = 1 << 14
 MAX_GUIDANCE_SCALE = 50
 # Seeds of all images stay exactly representable in a JSON number.
 MAX_SEED = 2**53 - MAX_IMAGES
+# Of what is kept of one image: 90 steps of SDXL's at 1024x1024, in float16.
+MAX_KEPT_LATENTS_BYTES = 12 << 20
 # Of one answer of ListJobs.
 MAX_JOBS_PAGE = 100
 
@@ -48,6 +50,8 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
 ADAPTER_NAMES = "up to 200 letters, digits and . _ / + -, a letter or digit first"
 _DIGEST = re.compile("[0-9a-f]{64}")
 _KARRAS_SAMPLERS = frozenset({SAMPLER_EULER, SAMPLER_DPMPP_2M})
+# Of a mask; that of a boolean which is false says nothing.
+_OF_MASKS = ("mask_alpha", "padding_mask_crop", "keep_unmasked", "mask_feather")
 _TEXTS = ("prompt", "prompt_2", "negative_prompt", "negative_prompt_2")
 RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
@@ -59,6 +63,8 @@ RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
         "seed": (0, MAX_SEED),
         "num_images": (1, MAX_IMAGES),
         "quality": (1, 100),
+        "padding_mask_crop": (0, 4096),
+        "mask_feather": (0, 256),
     }
 )
 """Lowest and highest value of every number of a spec whose range has both ends."""
@@ -118,6 +124,23 @@ def check_techniques(spec: GenerationSpec) -> Iterator[Violation]:
         except ValueError:
             rule = "must be ENTRY@STEP as a provenance reported it: 32 hexadecimal digits, @ and a step"
             yield Violation(field="spec.techniques.cache_entry", description=rule)
+
+
+def check_edit(spec: GenerationSpec) -> Iterator[Violation]:
+    """What contradicts the mask of a spec, or needs one; ranges and the images themselves aside."""
+    said = {field.name for field, _ in spec.ListFields()}
+    masked = "mask_image" in said
+    if masked and "image" not in said:
+        yield Violation(field="spec.mask_image", description="needs image, which it says what to redraw of")
+    for name in _OF_MASKS:
+        if name in said and not masked:
+            yield Violation(field=f"spec.{name}", description="needs mask_image")
+    if "mask_feather" in said and "keep_unmasked" in said and not spec.keep_unmasked:
+        rule = "must be absent with keep_unmasked false: there are no pixels of the image to fade into"
+        yield Violation(field="spec.mask_feather", description=rule)
+    if masked and spec.keep_for_editing:
+        rule = "must be false with mask_image: latents are kept of whole pictures, and edits of edits need none"
+        yield Violation(field="spec.keep_for_editing", description=rule)
 
 
 def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:

@@ -1,9 +1,10 @@
 """The SDK: draw pictures with a Bottega suite from Python.
 
-    from bottega.client import Client
+    from bottega.client import Box, Client
 
     with Client() as client:
         client.generate("a big red star on a blue background", seed=7).save("star.png")
+        client.edit("star.png", Box(4, 12, 34, 40), "a big green star on a blue background").save("green.png")
         job = client.submit("a small green circle")  # outlives this process: client.job(job.id) finds it again
         job.result()[0].save("circle.png")
 
@@ -23,6 +24,7 @@ from bottega.client.addons.controlnets.types import (
     ServedControlNet,
 )
 from bottega.client.addons.loras.profiling import LoraBoundMeasured
+from bottega.client.addons.templates.client import WorkerTemplates
 from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.sdk.clients import AsyncClient, Client
 from bottega.client.sdk.sync import Job
@@ -31,7 +33,8 @@ from bottega.client.types.control import ControlNet
 from bottega.client.types.events import Completed, Event, Interrupted, Preview, Progress, Queued
 from bottega.client.types.jobs import JobPage, JobState, JobStatus
 from bottega.client.types.lora import Lora, LoraLike
-from bottega.client.types.options import GenerationOptions
+from bottega.client.types.mask import Box, Ellipse
+from bottega.client.types.options import EditOptions, GenerationOptions
 from bottega.client.types.picture import Picture
 from bottega.client.types.png_parameters import parameters_of
 
@@ -39,12 +42,15 @@ __all__ = [
     "AddedControlNet",
     "AsyncClient",
     "AsyncJob",
+    "Box",
     "CacheFigures",
     "CacheMeasurement",
     "Client",
     "Completed",
     "ControlNet",
     "ControlNetHost",
+    "EditOptions",
+    "Ellipse",
     "Event",
     "GenerationOptions",
     "Interrupted",
@@ -67,5 +73,6 @@ __all__ = [
     "ResidualProfile",
     "RetryPolicy",
     "ServedControlNet",
+    "WorkerTemplates",
     "parameters_of",
 ]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
 _APPROXIMATE = frozenset({generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST})
 
+# What a picture is made of as well where a spec has it.
+_BESIDE_THE_PROMPT: Final = ("image", "strength", "prompt_2")
+
 
 def is_cacheable(spec: GenerationSpec) -> bool:
-    """Whether its prompt alone, by the embedding of it, stands for what is drawn."""
-    return not spec.HasField("image") and not spec.HasField("prompt_2")
+    """Whether its prompt alone, by the embedding of it, stands for what is drawn.
+
+    Of a complete spec whose images were removed the strength tells that it had one.
+    """
+    return not any(spec.HasField(name) for name in _BESIDE_THE_PROMPT)
 
 
 def is_switched_off(spec: GenerationSpec) -> bool:

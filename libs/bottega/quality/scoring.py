@@ -58,22 +58,35 @@ class ScoreAnswer:
 
 
 class Scorer:
-    """A running scoring process; of several calls, one at a time is answered."""
+    """A running scoring process; of several calls, one at a time is answered.
+
+    Once an answer has not come, or was not waited for, there is no other one: it would be taken for the next one's.
+    """
 
     def __init__(self, child: ChildProcess) -> None:
         self._child = child
         self._turn = asyncio.Lock()
+        self._in_step = True
+
+    async def begin(self) -> None:
+        """Waits for the process. Raises InvalidRequest where it cannot score, Unavailable."""
+        if error := (await self._receive(_START_S)).error:
+            raise InvalidRequest(f"pictures cannot be scored: {error}")
 
     async def score(self, prompt: str, picture: bytes) -> float:
         """Raises InvalidRequest where there is no score for such a prompt, Unavailable where the process is lost."""
         async with self._turn:
+            if not self._in_step:
+                raise Unavailable("the scoring process still owes an answer to somebody else")
+            self._in_step = False
             await self._child.channel.send(ScoreQuestion(prompt=prompt, picture=picture).packed())
-            answer = await self.receive(_SCORE_S)
+            answer = await self._receive(_SCORE_S)
+            self._in_step = True
         if answer.error:
             raise InvalidRequest(answer.error)
         return answer.score
 
-    async def receive(self, timeout_s: float) -> ScoreAnswer:
+    async def _receive(self, timeout_s: float) -> ScoreAnswer:
         """The next answer. Raises Unavailable."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -95,8 +108,7 @@ async def scorer(clip: Path | None) -> AsyncIterator[Scorer]:
     child = await ChildProcess.start(_MODULE, *arguments, env={"OMP_WAIT_POLICY": "PASSIVE"})
     try:
         running = Scorer(child)
-        if error := (await running.receive(_START_S)).error:
-            raise InvalidRequest(f"pictures cannot be scored: {error}")
+        await running.begin()
         yield running
     finally:
         await child.stop(_STOP_S)

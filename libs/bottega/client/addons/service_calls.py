@@ -1,8 +1,8 @@
-"""Calls to an add-on service of the fleet, and what all of them share: typed errors, and lists that come in pages."""
+"""Calls to the add-on services of a fleet: who they are, which of them has something, errors, lists in pages."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -10,10 +10,10 @@ from typing import Generic, Protocol, TypeVar
 import grpc
 
 from bottega.client.addons.addon import ClientAddOn
-from bottega.errors import InternalError, Unavailable
+from bottega.errors import BottegaError, InternalError, Unavailable
 from bottega.rpc.channel import open_channel
 from bottega.rpc.status import from_rpc_error, was_answered
-from bottega.v1.fleet_pb2 import Registration
+from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
 
 _MAX_PAGES = 200
 
@@ -33,6 +33,7 @@ class Page(Protocol):
 
 
 StubT = TypeVar("StubT")
+AnswerT = TypeVar("AnswerT")
 RequestT = TypeVar("RequestT", bound=PageRequest)
 PageT = TypeVar("PageT", bound=Page)
 
@@ -42,12 +43,42 @@ class ServiceCalls(Generic[StubT]):
     """How the services of one kind are called, and what is raised where that fails.
 
     add_on: its kind stands as "service" in the metadata of what they refuse. stub: makes their methods of a channel.
-    unavailable: raised where one does not answer.
+    unavailable: raised where one does not answer, or none is there.
     """
 
     add_on: ClientAddOn
     stub: Callable[[grpc.aio.Channel], StubT]
     unavailable: type[Unavailable]
+
+    def joined(self, fleet: ListMembersResponse) -> Sequence[Registration]:
+        """Those that have joined, in the gateway's order, those that drain last. Raises `unavailable` without any."""
+        members = [member for member in fleet.members if member.registration.kind == self.add_on.kind]
+        if not members:
+            raise self.unavailable(f"no {self.add_on.title} has joined; bottega fleet shows who has")
+        return [member.registration for member in sorted(members, key=lambda member: member.load.draining)]
+
+    async def call_owner(
+        self,
+        services: Sequence[Registration],
+        call: Callable[[StubT], Awaitable[AnswerT]],
+        *,
+        missing: BottegaError,
+    ) -> tuple[Registration, AnswerT]:
+        """The first service that has what `call` asks for, and its answer.
+
+        missing: raised where none has it; each says so with an error of this class. Raises `unavailable` where one that
+        may have it does not answer.
+        """
+        failure = missing
+        for service in services:
+            try:
+                async with self.open(service) as stub:
+                    return service, await call(stub)
+            except type(missing):
+                continue
+            except self.unavailable as error:
+                failure = error
+        raise failure
 
     @asynccontextmanager
     async def open(self, service: Registration) -> AsyncIterator[StubT]:

@@ -30,7 +30,8 @@ def _rename_nothing(violation: Violation, options: GenerationOptions) -> Violati
 class GenerationPart:
     """What an add-on adds to `bottega generate`.
 
-    options: click's decorators. stage: as the provenance calls what a picture waited for it, before it was denoised.
+    options: click's decorators. options_of_edits: those of `bottega edit`; None are the same ones.
+    stage: as the provenance calls what a picture waited for it, before it was denoised.
     describe: lines about a picture that was drawn.
     merge: puts what was given (and removes it there) into the options, which are those of an earlier picture with
     --like. rename: names what is wrong with a request by the options of the command line.
@@ -41,6 +42,12 @@ class GenerationPart:
     describe: Callable[[Provenance], Iterator[str]]
     merge: Callable[[GenerationOptions, dict[str, Any], Path | None], None] = _merge_nothing
     rename: Callable[[Violation, GenerationOptions], Violation] = _rename_nothing
+    options_of_edits: tuple[Callable[[Any], Any], ...] | None = None
+
+    @property
+    def edit_options(self) -> tuple[Callable[[Any], Any], ...]:
+        """Those of `bottega edit`."""
+        return self.options if self.options_of_edits is None else self.options_of_edits
 
 
 def generation_parts() -> list[GenerationPart]:

@@ -18,8 +18,9 @@ from bottega.v1.generation_pb2 import GenerationSpec
 
 _TOO_BUSY = "Try again when less is waiting: bottega fleet shows what is."
 _SMALLER_IMAGES = "Make the input images smaller: they become as large as the picture anyway. JPEG is smaller than PNG."
-# As the gateway begins its names of them, the SDK, and --control.
-_GENERATION_FIELDS = frozenset({"spec", "--control", "lora", *GenerationSpec.DESCRIPTOR.fields_by_name})
+# As the gateway begins its names of them, the SDK, and commands that draw.
+_GIVEN_FILES = ("IMAGE", "--alpha", "--box", "--control", "--ellipse", "--mask")
+_GENERATION_FIELDS = frozenset({"spec", "lora", *_GIVEN_FILES, *GenerationSpec.DESCRIPTOR.fields_by_name})
 
 # The gateway's listener for services cannot be reached, or what was asked is another one of its ports.
 _ABOUT_THE_FLEET = (

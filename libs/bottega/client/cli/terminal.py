@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # Of a cell of a table: what no terminal has room for need not be looked at.
 _LONGEST_CELL = 400
+_HASH_LETTERS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +108,16 @@ def size_text(size_bytes: int) -> str:
     if size_bytes < 1 << 20:
         return f"{size_bytes / 2**10:.1f} KiB"
     return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 10 << 20 else f"{size_bytes / 2**20:.2f} MiB"
+
+
+def short_hash(digest: str) -> str:
+    """As much of a hash as tells it from others here."""
+    return digest[:_HASH_LETTERS]
+
+
+def share_text(share: float) -> str:
+    """A share of something, 0 to 1, as people read it, such as 12.3 %; three digits of it count."""
+    return f"{share * 100:.3g} %"
 
 
 def new_console(*, stderr: bool = False, width: int | None = None) -> Console:

@@ -23,9 +23,11 @@ from bottega.client.transport.retry import CallDeadline, CallTimeout, RetryPolic
 from bottega.client.transport.timeouts import LastProgress, timeout_error
 from bottega.client.transport.watching import wait_until_completed, watch_job
 from bottega.client.types.events import Completed, Event
+from bottega.client.types.image_source import ImageSource
 from bottega.client.types.jobs import JobPage, JobState, page_request, status_from
+from bottega.client.types.mask import MaskSource
 from bottega.client.types.messages import build_message
-from bottega.client.types.options import GenerationOptions, spec_from
+from bottega.client.types.options import EditOptions, GenerationOptions, spec_from
 from bottega.client.types.picture import Picture
 from bottega.errors import BottegaError, DeadlinePassed, InternalError
 from bottega.v1 import image_pb2
@@ -111,6 +113,36 @@ class AsyncGatewayClient:
         if not images:
             raise InternalError("the gateway says that the job is completed, and has no picture of it")
         return images
+
+    async def edit(
+        self,
+        image: ImageSource,
+        mask: MaskSource,
+        prompt: str,
+        *,
+        timeout_s: float | None = None,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        **options: Unpack[EditOptions],
+    ) -> Picture:
+        """Redraws the part of an image that the mask covers; EditOptions lists the keyword arguments.
+
+        The same as generate(prompt, image=..., mask_image=...), and so generate_many(), stream() and submit() edit too.
+        image: encoded bytes, a path, a Pillow image or a Picture.
+        mask: an image of any size, white where the other one is redrawn; or Box and Ellipse, one or a list of them, in
+            pixels of the image. Outside it the picture has the image's own pixels.
+        prompt: describes the whole picture, as it shall be.
+        timeout_s, deadline_s, request_id: as in stream().
+        """
+        return await self.generate(
+            prompt,
+            timeout_s=timeout_s,
+            deadline_s=deadline_s,
+            request_id=request_id,
+            image=image,
+            mask_image=mask,
+            **options,
+        )
 
     async def stream(
         self,

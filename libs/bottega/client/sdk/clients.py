@@ -9,15 +9,16 @@ from __future__ import annotations
 from bottega.client.addons.cache.client import AsyncCacheMethods, CacheMethods
 from bottega.client.addons.controlnets.client import AsyncControlNetMethods, ControlNetMethods
 from bottega.client.addons.loras.client import AsyncLoraMethods, LoraMethods
+from bottega.client.addons.templates.client import AsyncTemplateMethods, TemplateMethods
 
 
-class AsyncClient(AsyncCacheMethods, AsyncControlNetMethods, AsyncLoraMethods):
+class AsyncClient(AsyncCacheMethods, AsyncControlNetMethods, AsyncLoraMethods, AsyncTemplateMethods):
     """A connection to a gateway.
 
     address: host:port; $BOTTEGA_ADDRESS or 127.0.0.1:8470 when absent.
     fleet_address: host:port where the gateway lists its services, which fleet() and the methods about ControlNets,
-        LoRAs and caches need; drawing needs it not. $BOTTEGA_FLEET when absent, else that of the suite that runs
-        here, else port 8472 of the gateway's machine.
+        LoRAs, caches and templates need; drawing needs it not. $BOTTEGA_FLEET when absent, else that of the suite that
+        runs here, else port 8472 of the gateway's machine.
     timeout_s: deadline of every picture that is given none; above 0.
     retry: how to go on while the gateway is UNAVAILABLE, or serves as many calls as it can; nothing else is retried.
 
@@ -26,7 +27,7 @@ class AsyncClient(AsyncCacheMethods, AsyncControlNetMethods, AsyncLoraMethods):
     """
 
 
-class Client(CacheMethods, ControlNetMethods, LoraMethods):
+class Client(CacheMethods, ControlNetMethods, LoraMethods, TemplateMethods):
     """A connection to a gateway, without asyncio; AsyncClient documents the arguments.
 
     Safe to share between threads. Close it (`with` does); one that is forgotten closes when it is collected.

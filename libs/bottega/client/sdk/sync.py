@@ -92,6 +92,7 @@ class GatewayClient(OnLoop):
 
     generate = blocking(AsyncGatewayClient.generate)
     generate_many = blocking(AsyncGatewayClient.generate_many)
+    edit = blocking(AsyncGatewayClient.edit)
     stream = iterating(AsyncGatewayClient.stream)
     submit = blocking_as(_job, AsyncGatewayClient.submit)
     list_jobs = blocking(AsyncGatewayClient.list_jobs)

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
 
-from bottega.client.types.messages import UNSENDABLE, describe, set_field
+from bottega.client.types.image_source import ImageSource, set_image
+from bottega.client.types.messages import set_field
 from bottega.errors import Violation
 from bottega.v1 import generation_pb2
-
-
-class PillowImage(Protocol):
-    """What the SDK uses of a Pillow image, so that it need not import Pillow."""
-
-    def save(self, fp: Any, format: str | None = None) -> None: ...
-
-
-ImageSource = bytes | str | os.PathLike[str] | PillowImage
 
 
 @dataclass(frozen=True, slots=True)
 class ControlNet:
     """A ControlNet to draw with: `ControlNet("edges", "edges.png", controlnet_conditioning_scale=0.8)`.
 
-    name: as controlnets() lists it. image: the control image: encoded bytes, a path or a Pillow image; it is resized
-    to the picture's width and height. None where it is not known, as of a picture that was drawn before.
+    name: as controlnets() lists it. image: the control image: encoded bytes, a path, a Pillow image or a Picture; it
+    is resized to the picture's width and height. None where it is not known, as of a picture that was drawn before.
     controlnet_conditioning_scale: how strongly it counts.
     control_guidance_start, control_guidance_end: the fractions of the steps at which it begins and ends, 0 to 1.
     guess_mode: only the conditional half is controlled.
@@ -46,8 +34,6 @@ class ControlNet:
 
 
 _NUMBERS = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
-# Pillow's own: an image whose mode is none of PNG's, or that has been closed.
-_NO_IMAGE = (AttributeError, OSError, TypeError, ValueError)
 
 
 def add_controlnets(spec: generation_pb2.GenerationSpec, nets: object) -> Iterator[Violation]:
@@ -75,34 +61,6 @@ def controlnet_from(message: generation_pb2.ControlNet) -> ControlNet:
         guess_mode=message.guess_mode,
         measure_similarity=message.measure_similarity,
     )
-
-
-def set_image(
-    message: generation_pb2.GenerationSpec | generation_pb2.ControlNet, image: object, *, path: str = "image"
-) -> Iterator[Violation]:
-    """Puts an image into a message, or says why that cannot be. path: what its caller calls it."""
-    try:
-        message.image = _encoded(image)
-    except _NO_IMAGE as error:
-        yield Violation(field=path, description=str(error))
-
-
-def _encoded(image: Any) -> bytes:
-    """As bytes that travel. Raises what is in _NO_IMAGE."""
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, str | os.PathLike):
-        try:
-            return Path(image).read_bytes()
-        except OSError as error:
-            raise OSError(f"{image} cannot be read: {error.strerror}") from None
-        except UNSENDABLE:
-            raise ValueError(f"{describe(image)} cannot be the path of a file") from None
-    if not hasattr(image, "save"):
-        raise TypeError(f"must be bytes, a path or a Pillow image; got {type(image).__name__}")
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def _add(message: generation_pb2.ControlNet, net: ControlNet, path: str) -> Iterator[Violation]:

@@ -146,8 +146,9 @@ def _rule(field: FieldDescriptor, value: object) -> str:
 
 def _images(spec: GenerationSpec) -> Iterator[tuple[str, int]]:
     """What each is called, and its size in bytes."""
-    if spec.HasField("image"):
-        yield "image", len(spec.image)
+    for name in ("image", "mask_image"):
+        if spec.HasField(name):
+            yield name, len(getattr(spec, name))
     for net in spec.controlnets:
         yield f"control image of {net.name[:_MOST_NAME_LETTERS]}", len(net.image)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast
 
-from bottega.client.types.control import ControlNet, ImageSource, add_controlnets, controlnet_from, set_image
+from bottega.client.types.control import ControlNet, add_controlnets, controlnet_from
+from bottega.client.types.image_source import ImageSource, set_image
 from bottega.client.types.lora import LoraLike, add_loras, lora_from
+from bottega.client.types.mask import MaskSource, set_mask
 from bottega.client.types.messages import describe, set_field
 from bottega.client.types.picture import FORMATS, Format
 from bottega.errors import InvalidRequest, Violation
@@ -34,7 +36,7 @@ FIDELITIES: dict[FidelityName, Fidelity.ValueType] = {
 }
 
 
-class GenerationOptions(TypedDict, total=False):
+class EditOptions(TypedDict, total=False):
     """How to draw. Everything is optional; what is absent takes the model's default.
 
     negative_prompt: what not to draw; absent and "" differ, as in Diffusers.
@@ -42,12 +44,17 @@ class GenerationOptions(TypedDict, total=False):
     num_inference_steps: 1 to 200.
     guidance_scale: 0 to 50; at most 1 switches guidance off.
     guidance_rescale: 0 to 1.
-    width, height: pixels, multiples of the model's size_multiple.
+    width, height: pixels, multiples of the model's size_multiple; a source is resized to them.
     seed: of the first image; image i is drawn as a single one with seed + i.
     sampler: "euler", "euler_ancestral", "ddim" or "dpmpp_2m".
     use_karras_sigmas: with "euler" and "dpmpp_2m".
-    image: source of image-to-image: encoded bytes, a path or a Pillow image.
-    strength: how much of the source is redrawn, above 0 to 1.
+    strength: how much of the source is redrawn, above 0 to 1; absent is .3, with a mask .9999, as in Diffusers.
+    mask_alpha: the mask's transparency says what is redrawn, instead of its white.
+    padding_mask_crop: draw only the part of the source around the mask, with so many pixels around it, at width x
+        height, and put it back: the picture has the source's own size. Absent draws the whole source.
+    keep_unmasked: whether the source's own pixels are put back outside the mask, which the model would change a
+        little; absent is yes. No gives the picture that Diffusers gives.
+    mask_feather: pixels outside the mask over which the drawn ones fade into the source's own, 0 to 256; absent is 8.
     controlnets: ControlNets to draw with, at most 8; their residuals are summed.
     lora: LoRAs to draw with, at most 8, such as [("outline", 0.8)]; they are summed. Without a model, the request goes
         to the one that they were made for.
@@ -56,6 +63,8 @@ class GenerationOptions(TypedDict, total=False):
     stale_residuals: whether steps may go on with the ControlNets' residuals of the step before, which is approximate;
         absent leaves it to the fidelity.
     latent_parallelism: whether another worker may compute rows of the request, which is exact; absent is yes.
+    masked_blocks: whether an edit may compute the masked part alone, and take the rest from what earlier edits of the
+        same source have recorded, which is approximate; absent leaves it to the fidelity.
     approximate_cache: whether pictures may start from the latent of an earlier one whose prompt is similar, which is
         approximate; absent leaves it to the fidelity. False also keeps this request's own latents out of the cache.
     cache_entry: the cached latent that the only picture starts from, "ENTRY@STEP" as a provenance names it: with the
@@ -64,7 +73,8 @@ class GenerationOptions(TypedDict, total=False):
         the gateway is configured.
     format: "png", "jpeg" or "webp".
     quality: of JPEG and WebP, 1 to 100.
-    fidelity: "exact", "balanced" or "fast": how far approximate techniques may go.
+    fidelity: "exact", "balanced" or "fast": how far approximate techniques may go; absent is exact for a request with a
+        seed, else balanced.
     model: name of the model, as models() lists it.
     """
 
@@ -80,19 +90,38 @@ class GenerationOptions(TypedDict, total=False):
     seed: int | None
     sampler: SamplerName | None
     use_karras_sigmas: bool
-    image: ImageSource | None
     strength: float | None
+    mask_alpha: bool
+    padding_mask_crop: int | None
+    keep_unmasked: bool | None
+    mask_feather: int | None
     controlnets: Sequence[ControlNet] | None
     lora: Sequence[LoraLike] | None
     bounded_lora_loading: bool | None
     stale_residuals: bool | None
     latent_parallelism: bool | None
+    masked_blocks: bool | None
     approximate_cache: bool | None
     cache_entry: str | None
     identical_results: bool | None
     format: Format | None
     quality: int | None
     fidelity: FidelityName | None
+
+
+class GenerationOptions(EditOptions, total=False):
+    """How to draw, and from what: also the keyword arguments that EditOptions lists.
+
+    image: source of image-to-image, or of an edit: encoded bytes, a path, a Pillow image or a Picture.
+    mask_image: what of the source is redrawn, which makes an edit of it: white in an image of any size, given as the
+        source is, or in a Box, an Ellipse or a list of those.
+    keep_for_editing: keep the latents of all steps with the job, so that even the first edit of its pictures computes
+        the masked part alone where it may. Not with mask_image.
+    """
+
+    image: ImageSource | None
+    mask_image: MaskSource | None
+    keep_for_editing: bool
 
 
 _NAMED: dict[str, Mapping[Any, int]] = {"sampler": SAMPLERS, "fidelity": FIDELITIES, "format": FORMATS}
@@ -102,12 +131,13 @@ _TECHNIQUES = (
     "bounded_lora_loading",
     "stale_residuals",
     "latent_parallelism",
+    "masked_blocks",
     "approximate_cache",
     "cache_entry",
     "identical_results",
 )
 # Of a spec, what becomes of no argument, or of several.
-_LEFT_OUT = frozenset({"prompt", "num_images", "image", "loras", "techniques"})
+_LEFT_OUT = frozenset({"prompt", "num_images", "image", "mask_image", "loras", "techniques"})
 
 
 def spec_from(prompt: str, options: GenerationOptions, *, num_images: int = 1) -> GenerationSpec:
@@ -129,7 +159,7 @@ def spec_from(prompt: str, options: GenerationOptions, *, num_images: int = 1) -
 
 
 def options_from(spec: GenerationSpec) -> GenerationOptions:
-    """The keyword arguments that make `spec`, without its prompt, number of images, source and control images.
+    """The keyword arguments that make `spec`, without its prompt, number of images, source, mask and control images.
 
     Raises InvalidRequest when the spec uses something that no keyword argument says, such as a later version's sampler.
     """
@@ -160,6 +190,8 @@ def _add(spec: GenerationSpec, name: str, value: object) -> Iterator[Violation]:
         yield from add_loras(spec, value)
     elif name == "image":
         yield from set_image(spec, value)
+    elif name == "mask_image":  # after the image, by the order of the options
+        yield from set_mask(spec, value)
     elif name not in _NAMED:
         yield from set_field(spec.techniques if name in _TECHNIQUES else spec, name, value)
     elif isinstance(value, str) and value in _NAMED[name]:

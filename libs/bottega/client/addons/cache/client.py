@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 
 from bottega.client.addons.cache.drawing import PairDrawer
 from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCache, measure_cache
-from bottega.client.addons.cache.stores import CACHES, CALL_S, cache_services
+from bottega.client.addons.cache.stores import CACHES, CALL_S
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.sdk.blocking import blocking
 from bottega.client.sdk.sync import GatewayClient
 from bottega.client.types.messages import build_message
-from bottega.errors import BottegaError, CacheEntryNotFound, NoCache
-from bottega.quality.scoring import scorer
+from bottega.errors import CacheEntryNotFound
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheEntry, CacheProfile, GetCacheEntryResponse, GetCacheStatsResponse
 from bottega.v1.fleet_pb2 import Registration
@@ -48,16 +47,12 @@ class AsyncCacheMethods(AsyncGatewayClient):
         entry: also as a provenance or a pin names a latent of it, "ENTRY@STEP". Raises CacheEntryNotFound.
         """
         request = build_message(cache_pb2.GetCacheEntryRequest(), entry=entry)
-        failure: BottegaError = CacheEntryNotFound(f"no cache has the entry {entry}", metadata={"entry": entry})
-        for cache in await self._caches():
-            try:
-                async with CACHES.open(cache) as stub:
-                    return await stub.GetCacheEntry(request, timeout=CALL_S)
-            except CacheEntryNotFound:
-                continue
-            except NoCache as error:  # it may have it
-                failure = error
-        raise failure
+        missing = CacheEntryNotFound(f"no cache has the entry {entry}", metadata={"entry": entry})
+        caches = await self._caches()
+        _, answer = await CACHES.call_owner(
+            caches, lambda stub: stub.GetCacheEntry(request, timeout=CALL_S), missing=missing
+        )
+        return answer
 
     async def cache_entries(self, model_hash: str = "", *, limit: int = 100) -> tuple[CacheEntry, ...]:
         """The newest entries, without pictures. model_hash: of the model that is meant; empty is any."""
@@ -111,6 +106,9 @@ class AsyncCacheMethods(AsyncGatewayClient):
         wanted.check()
         steps, model = wanted.num_inference_steps, wanted.model
         drawer = PairDrawer(self, self._newest_entries, num_inference_steps=steps, model=model)
+        # Only here: it brings what starts processes, and every command would wait for that.
+        from bottega.quality.scoring import scorer
+
         async with scorer(wanted.clip) as scores:
             measured = await measure_cache(drawer, scores, wanted, on_pair=on_pair)
         return replace(measured, profile=await self.set_cache_profile(measured.profile))
@@ -119,7 +117,7 @@ class AsyncCacheMethods(AsyncGatewayClient):
         return await self.cache_entries(model_hash, limit=limit)
 
     async def _caches(self) -> Sequence[Registration]:
-        return cache_services(await self.fleet())
+        return CACHES.joined(await self.fleet())
 
 
 class CacheMethods(GatewayClient):

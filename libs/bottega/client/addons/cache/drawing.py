@@ -17,6 +17,7 @@ from bottega.errors import CacheEntryGone, Unavailable
 from bottega.latents import format_start
 from bottega.planning import fraction_of
 from bottega.v1.cache_pb2 import CacheEntry
+from bottega.v1.generation_pb2 import GenerationSpec
 
 ListEntries = Callable[[str, int], Awaitable[Sequence[CacheEntry]]]
 """The newest entries of the model with this hash, at most so many."""
@@ -28,6 +29,10 @@ _NEWEST = 500
 _MOST_REMEMBERED = 20_000
 # Pictures that are asked for at once: enough to fill a batch.
 _AT_ONCE = 16
+
+
+# What tells recordings of a measurement from others: prompt, seed, number of steps.
+_Drawn = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +48,22 @@ class PairDraw:
 
 
 class RecordedEntries:
-    """Finds as which entry a picture was recorded."""
+    """Finds as which entry a picture was recorded: the same prompt may have been drawn with another number of steps."""
 
     def __init__(self, list_entries: ListEntries) -> None:
         self._list_entries = list_entries
-        self._known: dict[tuple[str, int], CacheEntry] = {}
+        self._known: dict[_Drawn, CacheEntry] = {}
         self._asking = asyncio.Lock()
         self._asked_s = 0.0
         self._failure: Unavailable | None = None
 
-    async def find(self, model_hash: str, prompt: str, seed: int) -> CacheEntry | None:
+    async def find(self, model_hash: str, parameters: GenerationSpec) -> CacheEntry | None:
         """Waits for it a while; None where it was not recorded. Raises Unavailable where the cache cannot be asked.
 
-        A call that fails is made again: a measurement takes hours.
+        parameters: of the picture, complete. A call that fails is made again: a measurement takes hours.
         """
-        deadline = time.monotonic() + _RECORDED_S
-        while (found := self._known.pop((prompt, seed), None)) is None and time.monotonic() < deadline:
+        drawn, deadline = _drawn(parameters), time.monotonic() + _RECORDED_S
+        while (found := self._known.pop(drawn, None)) is None and time.monotonic() < deadline:
             await self._refresh(model_hash)
         if found is None and self._failure is not None:
             raise self._failure
@@ -80,8 +85,12 @@ class RecordedEntries:
                 self._failure = failure
                 return
             self._failure = None
-            for entry in entries:
-                self._known[entry.parameters.prompt, entry.parameters.seed] = entry
+            for entry in reversed(entries):  # of those that are alike the newest is kept
+                self._known[_drawn(entry.parameters)] = entry
+
+
+def _drawn(parameters: GenerationSpec) -> _Drawn:
+    return parameters.prompt, parameters.seed, parameters.num_inference_steps
 
 
 class PairDrawer:
@@ -114,11 +123,11 @@ class PairDrawer:
         raises.
         """
         seed = crc32(f"{pair.first}\n{pair.second}".encode()) // 2 + 2 * number
-        _, uncached = await asyncio.gather(
+        first, uncached = await asyncio.gather(
             self._draw(pair.first, seed=seed, fidelity="exact", identical_results=False),
             self._draw(pair.second, seed=seed + 1, fidelity="exact", approximate_cache=False),
         )
-        entry = await self._recorded.find(self._model_hash, pair.first, seed)
+        entry = await self._recorded.find(self._model_hash, first.provenance.parameters)
         if uncached.provenance.model_hash != self._model_hash:
             raise Unavailable("the model was replaced between two pictures: measure again")
         if entry is None:

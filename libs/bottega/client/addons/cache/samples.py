@@ -6,6 +6,7 @@ The first line says how it was measured; a file of another way is refused.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,24 +48,32 @@ class PairSample:
 
 
 class SampleFile:
-    """Where samples are kept as they come; without a path, in memory alone."""
+    """Where samples are kept as they come; without a path, in memory alone. Any thread may add to it.
+
+    Raises InvalidRequest where the file is of another measurement, or none, or cannot be written.
+    """
 
     def __init__(self, path: Path | None, method: Method) -> None:
         self._path = path
+        self._lock = threading.Lock()
         self.samples: list[PairSample] = []
         if path is None:
             return
-        if path.exists() and path.stat().st_size:
-            self.samples = _read(path, method)
-        else:
-            path.write_text(json.dumps(asdict(method)) + "\n", encoding="utf-8")
+        try:
+            if path.exists() and path.stat().st_size:
+                self.samples = _read(path, method)
+            else:
+                path.write_text(json.dumps(asdict(method)) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InvalidRequest(f"{path} can keep no samples: {error.strerror}; name another file") from None
 
     def add(self, sample: PairSample) -> None:
         """Keeps it."""
-        self.samples.append(sample)
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(sample)) + "\n")
+        with self._lock:
+            self.samples.append(sample)
+            if self._path is not None:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(sample)) + "\n")
 
     def missing(self, pairs: Iterable[PromptPair]) -> list[PromptPair]:
         """Those of the pairs that there is no sample of."""
@@ -73,11 +82,11 @@ class SampleFile:
 
 
 def _read(path: Path, method: Method) -> list[PairSample]:
-    """Raises InvalidRequest where the file is of another measurement, or none."""
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    lines = whole.splitlines()
+    """Raises InvalidRequest, OSError."""
     try:
+        text = path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]
+        lines = whole.splitlines()
         if json.loads(lines[0]) != asdict(method):
             raise InvalidRequest(f"{path} was measured in another way: {lines[0]}; name another file")
         samples = [_sample(line) for line in lines[1:]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bottega.client.types.control import ImageSource
+from bottega.client.types.image_source import ImageSource
 from bottega.errors import BottegaError
 
 

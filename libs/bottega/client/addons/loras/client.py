@@ -12,10 +12,8 @@ from bottega.client.addons.loras.profiling import LoraBoundMeasured, measure_lor
 from bottega.client.addons.loras.stores import (
     CALL_S,
     STORES,
-    call_owner,
     choose_store,
     find_lora,
-    lora_stores,
     missing_lora,
 )
 from bottega.client.addons.loras.upload import IMPORT_S, read_lora, upload
@@ -177,16 +175,17 @@ class AsyncLoraMethods(AsyncGatewayClient):
         return answer.freed_bytes
 
     async def _call_owner(self, name: str, call: Callable[[LoraServiceAsyncStub], Awaitable[AnswerT]]) -> AnswerT:
-        _, answer = await call_owner(await self._lora_stores(), call, missing=missing_lora(name))
+        _, answer = await STORES.call_owner(await self._lora_stores(), call, missing=missing_lora(name))
         return answer
 
     async def _call_quarantine(self, id: str, call: Callable[[LoraServiceAsyncStub], Awaitable[AnswerT]]) -> AnswerT:
         missing = LoraNotFound(f"nothing in quarantine has the id {id}", metadata={"loras": id})
-        _, answer = await call_owner(await self._lora_stores(), call, missing=missing)
+        _, answer = await STORES.call_owner(await self._lora_stores(), call, missing=missing)
         return answer
 
     async def _lora_stores(self) -> Sequence[Registration]:
-        return lora_stores(await self.fleet())
+        """Of several LoRAs that have a name, the first store's counts."""
+        return STORES.joined(await self.fleet())
 
 
 class LoraMethods(GatewayClient):

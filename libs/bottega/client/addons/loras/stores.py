@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from bottega import kinds, rules
+from bottega import rules
 from bottega.client.addons.loras.addon import ADD_ON
 from bottega.client.addons.service_calls import ServiceCalls
 from bottega.client.types.messages import build_message
-from bottega.errors import BottegaError, LoraNotFound, NoLora, Violation
-from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
+from bottega.errors import LoraNotFound, NoLora, Violation
+from bottega.v1.fleet_pb2 import Registration
 from bottega.v1.lora_pb2 import GetLoraRequest, ListLorasRequest, StoredLora
 from bottega.v1.lora_pb2_grpc import LoraServiceStub
 
@@ -20,41 +20,6 @@ if TYPE_CHECKING:
 
 CALL_S = 20.0
 STORES: ServiceCalls[LoraServiceAsyncStub] = ServiceCalls(add_on=ADD_ON, stub=LoraServiceStub, unavailable=NoLora)
-
-AnswerT = TypeVar("AnswerT")
-
-
-def lora_stores(fleet: ListMembersResponse) -> Sequence[Registration]:
-    """In the gateway's order, those that drain last: of several LoRAs that have a name, the first store's counts.
-
-    Raises NoLora where there is no store.
-    """
-    members = [member for member in fleet.members if member.registration.kind == kinds.LORAS]
-    if not members:
-        raise NoLora("no LoRA store has joined; bottega fleet shows who has")
-    return [member.registration for member in sorted(members, key=lambda member: member.load.draining)]
-
-
-async def call_owner(
-    stores: Sequence[Registration],
-    call: Callable[[LoraServiceAsyncStub], Awaitable[AnswerT]],
-    *,
-    missing: LoraNotFound,
-) -> tuple[Registration, AnswerT]:
-    """The store that has what `call` asks for, and its answer. missing: raised where none has it.
-
-    Raises NoLora where one that may have it does not answer.
-    """
-    failure: BottegaError = missing
-    for store in stores:
-        try:
-            async with STORES.open(store) as stub:
-                return store, await call(stub)
-        except LoraNotFound:
-            continue
-        except NoLora as error:
-            failure = error
-    raise failure
 
 
 def missing_lora(name: str) -> LoraNotFound:
@@ -65,8 +30,9 @@ def missing_lora(name: str) -> LoraNotFound:
 async def find_lora(stores: Sequence[Registration], name: str) -> tuple[Registration, StoredLora]:
     """The store that has the LoRA, and what it says of it. Raises LoraNotFound, NoLora."""
     request = build_message(GetLoraRequest(), name=name)
-    answered = await call_owner(stores, lambda stub: stub.GetLora(request, timeout=CALL_S), missing=missing_lora(name))
-    store, answer = answered
+    store, answer = await STORES.call_owner(
+        stores, lambda stub: stub.GetLora(request, timeout=CALL_S), missing=missing_lora(name)
+    )
     return store, answer.lora
 
 

@@ -30,9 +30,17 @@ def _describe(provenance: Provenance) -> Iterator[str]:
     starts = provenance.cached_starts
     for use in starts:
         picture = f"picture {use.image} " if len(starts) > 1 or use.image else ""
+        how = "approximate, without the LoRAs" if use.without_loras else "approximate"
         skipped = f"{use.from_step} step{'' if use.from_step == 1 else 's'} skipped"
-        yield f"cache: {picture}starts from {use.entry}, similarity {use.similarity:.3f}; {skipped} (approximate)"
+        yield f"cache: {picture}starts from {use.entry}, similarity {use.similarity:.3f}; {skipped} ({how})"
 
+
+_IDENTICAL = click.option(
+    "--identical/--no-identical",
+    "identical_results",
+    default=None,
+    help="Take the stored result of an identical request (exact). Default: as the gateway is configured.",
+)
 
 PART = GenerationPart(
     options=(
@@ -48,13 +56,9 @@ PART = GenerationPart(
             metavar="ENTRY@STEP",
             help="Start from this cached latent, as an earlier picture was said to; with its seed, draws it again.",
         ),
-        click.option(
-            "--identical/--no-identical",
-            "identical_results",
-            default=None,
-            help="Take the stored result of an identical request (exact). Default: as the gateway is configured.",
-        ),
+        _IDENTICAL,
     ),
     stage="cache",
     describe=_describe,
+    options_of_edits=(_IDENTICAL,),  # no edit starts from a cached latent
 )

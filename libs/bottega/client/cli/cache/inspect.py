@@ -9,14 +9,12 @@ from pathlib import Path
 import click
 
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
-from bottega.client.cli.terminal import PlainTable, fail, print_table, say, size_text
+from bottega.client.cli.terminal import PlainTable, fail, print_table, say, short_hash, size_text
 from bottega.client.files import write_whole
 from bottega.client.types.options import SAMPLERS
 from bottega.latents import ENTRY_PATTERN
 from bottega.v1.cache_pb2 import CacheEntry
 from bottega.v1.generation_pb2 import GenerationSpec
-
-_HASH_LETTERS = 12
 
 
 @click.command("inspect")
@@ -67,11 +65,11 @@ def _facts(entry: CacheEntry) -> Iterator[tuple[str, str]]:
         yield "LoRAs", ", ".join(f"{lora.name}:{lora.scale:g}" for lora in spec.loras)
     if spec.controlnets:
         yield "ControlNets", ", ".join(net.name for net in spec.controlnets)
-    yield "model", entry.model_hash[:_HASH_LETTERS]
+    yield "model", short_hash(entry.model_hash)
     yield "latents", f"after {', '.join(map(str, entry.steps)) or 'no'} steps, {size_text(entry.bytes)}"
     yield "started from", f"{entry.hits} times"
     yield "recorded", _moment(entry.recorded_s)
-    yield "key", entry.key[:_HASH_LETTERS]
+    yield "key", short_hash(entry.key)
 
 
 def _drawn_with(spec: GenerationSpec) -> str:

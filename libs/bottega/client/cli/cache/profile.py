@@ -11,10 +11,13 @@ from bottega.client.addons.cache.profiling import MOST_DRAWS, MOST_PAIRS, CacheM
 from bottega.client.addons.cache.prompt_pairs import PromptPair, miniature_pairs, pairs_of_file, thin_out
 from bottega.client.addons.cache.thresholds import ALPHAS, skip_profile, use_of
 from bottega.client.cli.cache.profiles import print_profiles
+from bottega.client.cli.cache.prompt_file import read_prompt_file
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import note, say
+from bottega.client.files import write_whole
 from bottega.client.sdk.clients import Client
 from bottega.planning.skip_profile import LEAST_SAMPLES, SHARE
+from bottega.v1.cache_pb2 import CacheProfile
 
 _MINIATURE = "miniature"
 _MODEL = "the model"
@@ -66,7 +69,7 @@ def command(
     suite keep that as the model's profile, instead of an earlier one.
     """
     with connect(address) as client:
-        pairs = thin_out(pairs_of_file(prompts.read_text(encoding="utf-8")), most) if prompts else ()
+        pairs = thin_out(pairs_of_file(read_prompt_file(prompts)), most) if prompts else ()
         wanted = CacheMeasurement(
             pairs=pairs or _miniature(client, model, most, clip),
             clip=clip,
@@ -78,7 +81,7 @@ def command(
         note(f"drawing {len(wanted.pairs)} pairs of prompts, about {7 * draws} pictures each ...")
         measured = client.profile_cache(wanted, on_pair=_tell)
     if output is not None:
-        output.write_text(json_format.MessageToJson(measured.profile, ensure_ascii=False) + "\n", encoding="utf-8")
+        _write(output, measured.profile)
     _report(measured, model or _MODEL)
 
 
@@ -89,6 +92,14 @@ def _miniature(client: Client, model: str | None, most: int, clip: Path | None) 
         told = "--prompts FILE" if clip else "--prompts FILE and --clip FOLDER"
         raise click.UsageError(f"only the embedded model is measured without: bottega cache profile {told}")
     return miniature_pairs(most)
+
+
+def _write(output: Path, profile: CacheProfile) -> None:
+    text = json_format.MessageToJson(profile, ensure_ascii=False) + "\n"
+    try:
+        write_whole(output, text.encode())
+    except OSError as error:
+        note(f"{output} cannot be written: {error.strerror}; the caches have the profile all the same")
 
 
 def _tell(done: int, pairs: int) -> None:

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import click
 
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
-from bottega.client.cli.terminal import PlainTable, note, print_table
+from bottega.client.cli.terminal import PlainTable, note, print_table, short_hash
 from bottega.latents.names import FRACTIONS
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile
 
-_HASH_LETTERS = 12
 # A fraction that a store keeps as a number of 64 bits is one of ours.
 _CLOSE = 1e-6
 
@@ -33,14 +32,15 @@ def command(*, address: str) -> None:
 def print_profiles(profiles: Sequence[CacheProfile], names: Mapping[str, str]) -> None:
     """A table, and how each was measured. names: of models, by their hash."""
     table = PlainTable("model", "fidelity", "words", *(f">{fraction:.0%}" for fraction in FRACTIONS))
+    titles = {each.model_hash: names.get(each.model_hash, short_hash(each.model_hash)) for each in profiles}
     for profile in profiles:
         for row in _rows(profile):
-            table.add_row(names.get(profile.model_hash, profile.model_hash[:_HASH_LETTERS]), *row)
+            table.add_row(titles[profile.model_hash], *row)
     table.add_caption("Columns are shares of the steps; - is never skipped.")
     print_table(table)
     for profile in profiles:
         if profile.about:
-            note(f"{names.get(profile.model_hash, profile.model_hash[:_HASH_LETTERS])}: {profile.about}")
+            note(f"{titles[profile.model_hash]}: {profile.about}")
 
 
 def _rows(profile: CacheProfile) -> Iterator[tuple[str, ...]]:

@@ -8,10 +8,9 @@ import click
 
 from bottega.client.addons.cache.client import CacheFigures
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
-from bottega.client.cli.terminal import PlainTable, note, print_table, size_text
+from bottega.client.cli.terminal import PlainTable, note, print_table, short_hash, size_text
 from bottega.v1.cache_pb2 import GetCacheStatsResponse
 
-_HASH_LETTERS = 12
 _HIT = "hit"
 
 
@@ -35,7 +34,7 @@ def _show(cache: CacheFigures, names: Mapping[str, str]) -> None:
     if models:
         table = PlainTable("model", ">entries", ">latents", ">keys", "profile")
         for model_hash, model in models.items():
-            name = names.get(model_hash, model_hash[:_HASH_LETTERS])
+            name = names.get(model_hash, short_hash(model_hash))
             counts = (str(model.entries), str(model.latents), str(model.keys))
             table.add_row(name, *counts, "yes" if model.has_profile else "none: nothing is reused")
         print_table(table)

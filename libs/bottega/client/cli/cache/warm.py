@@ -15,6 +15,7 @@ from typing import Any, cast
 import click
 
 from bottega.client.cli.addons import generation_parts
+from bottega.client.cli.cache.prompt_file import read_prompt_file
 from bottega.client.cli.gateway_options import address_option, connect
 from bottega.client.cli.generation_options import generation_options
 from bottega.client.cli.terminal import fail, new_console, note, say, text_column
@@ -24,7 +25,6 @@ from bottega.errors import InvalidRequest, NotFinite
 
 # Of a file: half a day of the smallest model.
 _MOST_PROMPTS = 100_000
-_MOST_BYTES = 64 << 20
 # Plain lines go to logs: ten a file say enough.
 _LINES = 10
 _PROMPT = "spec.prompt"
@@ -70,17 +70,10 @@ def _options(given: dict[str, Any]) -> GenerationOptions:
 
 def _read(file: Path) -> list[str]:
     """Its prompts, each once, in their order. Ends the command where there are none."""
-    try:
-        with file.open("rb") as opened:
-            data = opened.read(_MOST_BYTES + 1)
-        text = data.decode("utf-8-sig")
-    except OSError as error:
-        fail(f"{file} cannot be read: {error.strerror}", status=2)
-    except UnicodeDecodeError:
-        fail(f"{file} is no text in UTF-8", "Give a file with a prompt a line.", status=2)
-    prompts = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
-    if not prompts or len(prompts) > _MOST_PROMPTS or len(data) > _MOST_BYTES:
-        said = f"at most {_MOST_PROMPTS} prompts and {_MOST_BYTES >> 20} MiB are drawn" if prompts else "it is empty"
+    lines = read_prompt_file(file).splitlines()
+    prompts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if not prompts or len(prompts) > _MOST_PROMPTS:
+        said = f"at most {_MOST_PROMPTS} prompts are drawn" if prompts else "it is empty"
         fail(f"{file} cannot be drawn: {said}", status=2)
     return prompts
 

@@ -11,9 +11,8 @@ from bottega.client.addons.controlnets.types import AddedControlNet, ServedContr
 from bottega.client.cli.controlnets.profile import command as profile_command
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.list_group import ListGroup
-from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, size_text
+from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, short_hash, size_text
 
-_HASH_LETTERS = 12
 _HUB = "hub:"
 
 
@@ -65,7 +64,7 @@ def where(*, name: str, address: str) -> None:
     for net in found:
         for host in net.hosts:
             kind = "controlnet" if host.server else "worker"
-            facts = (host.readiness.value, str(host.sessions), str(host.popularity), net.digest[:_HASH_LETTERS])
+            facts = (host.readiness.value, str(host.sessions), str(host.popularity), short_hash(net.digest))
             table.add_row(host.name, kind, host.address, *facts)
     print_table(table)
     _note_versions(found)

@@ -13,12 +13,11 @@ from bottega.client.cli.gateway_options import address_option, connect, fleet_op
 from bottega.client.cli.list_group import ListGroup
 from bottega.client.cli.loras.profile import command as profile_command
 from bottega.client.cli.loras.quarantine import discard_command, quarantine_command, rebuild_command
-from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, size_text
+from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, short_hash, size_text
 from bottega.client.sdk.clients import Client
 from bottega.errors import InvalidRequest, LoraNotFound
 from bottega.v1.lora_pb2 import LORA_STATE_IN_MEMORY, LORA_STATE_LOADING, StoredLora
 
-_HASH_LETTERS = 12
 # LoRAs of GiB take some seconds; after that the command tells what is so by then.
 _LOAD_S, _POLL_S = 15.0, 0.05
 
@@ -202,7 +201,7 @@ def _facts(lora: StoredLora) -> list[tuple[str, str]]:
         ("may be late until", bounds or "not measured; a fifth of the steps"),
         ("in the store's memory", _memory_state(lora)),
         ("added", _moment(lora.added_s)),
-        ("hash", lora.digest[:_HASH_LETTERS]),
+        ("hash", short_hash(lora.digest)),
     ]
 
 

@@ -1,0 +1,27 @@
+"""The workers of a fleet, as those that have templates of edits, and how they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bottega import kinds
+from bottega.client.addons.service_calls import ServiceCalls
+from bottega.client.addons.templates.addon import ADD_ON
+from bottega.errors import NoWorker
+from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
+from bottega.v1.worker_pb2_grpc import WorkerServiceStub
+
+if TYPE_CHECKING:
+    from bottega.v1.worker_pb2_grpc import WorkerServiceAsyncStub
+
+# The engine process answers between two of its turns.
+CALL_S = 20.0
+WORKERS: ServiceCalls[WorkerServiceAsyncStub] = ServiceCalls(
+    add_on=ADD_ON, stub=WorkerServiceStub, unavailable=NoWorker
+)
+
+
+def workers_of(fleet: ListMembersResponse) -> Sequence[Registration]:
+    """In the gateway's order."""
+    return [member.registration for member in fleet.members if member.registration.kind == kinds.WORKER]
