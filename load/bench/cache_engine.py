@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import PIL.Image
 import torch
 
 from bottega import kinds
 from bottega.cache.latent import RecordedLatent
-from bottega.cache.settings import StoreSettings
-from bottega.cache.store import LatentStore
+from bottega.cache.store.settings import StoreSettings
+from bottega.cache.store.store import LatentStore
 from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, LatentReply
 from bottega.diffusion.cached_starts.addon import EngineCachedStarts
 from bottega.diffusion.cached_starts.recorder import latents_in_order
@@ -36,7 +35,7 @@ from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import convert
 from bottega.loras.importing.source import sources
 from bottega.miniature import WEIGHTS
-from bottega.v1.cache_pb2 import CacheOrder, CacheQuestion, CacheRecording, CacheStart
+from bottega.v1.cache_pb2 import CacheOrder, CacheRecording
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, Fidelity, GenerationSpec
 from load.bench.local_loras import LocalLoras
@@ -56,8 +55,7 @@ _LORAS = WEIGHTS / "loras"
 class Ask:
     """Pictures to draw. cached: whether they may start from latents; recorded: whether the first one may be.
 
-    loras: by name. plain_bound: with LoRAs, the latest step of latents that were recorded without any, which nobody is
-    served; 0 is as everybody is.
+    loras: by name. lora_bound: the step before which they come.
     """
 
     prompt: str
@@ -68,7 +66,7 @@ class Ask:
     recorded: bool = False
     fidelity: Fidelity.ValueType = FIDELITY_BALANCED
     loras: tuple[str, ...] = ()
-    plain_bound: int = 0
+    lora_bound: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,24 +89,18 @@ class Drawn:
 
 
 class StoreLatents:
-    """A LatentSource: see there.
-
-    plain_bound: where it is not 0, questions are asked as if they had no LoRAs, and no later latents are given.
-    """
+    """A LatentSource: see there."""
 
     def __init__(self, store: LatentStore) -> None:
         self._store = store
-        self._plain_key = ""
-        self.plain_bound = 0
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
         """It has its own."""
 
     def ask(self, question: LatentQuestion) -> Future[LatentReply]:
-        embedding = question.embedding.numpy()
+        said = self._store.ask(question.header, question.embedding.numpy())
         answer = Future[LatentReply]()
-        asked = self._ask_plain if self.plain_bound else self._ask_as_it_is
-        answer.set_result(asked(question.header, embedding))
+        answer.set_result(LatentReply(header=said.header, latents=tuple(_tensor(each) for each in said.latents)))
         return answer
 
     def record(self, recording: JobRecording) -> bool:
@@ -130,30 +122,6 @@ class StoreLatents:
         )
         return True
 
-    def _ask_as_it_is(self, header: CacheQuestion, embedding: np.ndarray) -> LatentReply:
-        self._plain_key = header.key
-        return self._ask(header, embedding)
-
-    def _ask_plain(self, header: CacheQuestion, embedding: np.ndarray) -> LatentReply:
-        """Under the key of the last question that was asked as it is, at most at the bound."""
-        asked = CacheQuestion()
-        asked.CopyFrom(header)
-        asked.key = self._plain_key
-        found = self._ask(asked, embedding)
-        starts = [
-            CacheStart(entry=hit.entry, step=min(hit.step, self.plain_bound), similarity=hit.similarity)
-            for hit in found.header.hits
-        ]
-        if not starts:
-            return found
-        del asked.pinned[:]
-        asked.pinned.extend(starts)
-        return self._ask(asked, embedding)
-
-    def _ask(self, header: CacheQuestion, embedding: np.ndarray) -> LatentReply:
-        answer = self._store.ask(header, embedding)
-        return LatentReply(header=answer.header, latents=tuple(_tensor(each) for each in answer.latents))
-
 
 class CachedEngine:
     """Draws asks, many at once. store: what pictures start from; see StoreSettings for the entries that it keeps."""
@@ -161,19 +129,17 @@ class CachedEngine:
     def __init__(self, store: LatentStore, loras: LocalLoras, digests: Mapping[str, str]) -> None:
         self.store = store
         self._digests = digests
-        self._source = StoreLatents(store)
         model = load_model(WEIGHTS, name="miniature", device=torch.device("cpu"), dtype=torch.float32)
         self.model_hash = model.digest
         limits = EngineLimits(progress_interval_s=0.0)
         addons = (
             EngineLoras(model, loras, patches=True, timeout_s=_LORA_TIMEOUT_S),
-            EngineCachedStarts(model, self._source),
+            EngineCachedStarts(model, StoreLatents(store)),
         )
         self._engine = Engine(model, limits, addons=addons)
 
     def draw(self, asks: Sequence[Ask]) -> list[Drawn]:
-        """In their order. What is recorded meanwhile is there afterwards. Asks with a plain_bound have the same one."""
-        (self._source.plain_bound,) = {ask.plain_bound for ask in asks} or {0}
+        """In their order. What is recorded meanwhile is there afterwards."""
         left = list(enumerate(asks))[::-1]
         pictures: dict[object, dict[int, PIL.Image.Image]] = {}
         starts: dict[object, dict[int, CachedStart]] = {}
@@ -212,7 +178,7 @@ class CachedEngine:
             height=SIDE,
             seed=ask.seed,
             num_images=ask.num_images,
-            loras=tuple(LoraSpec(name=name, digest=self._digests[name]) for name in ask.loras),
+            loras=tuple(LoraSpec(name=name, digest=self._digests[name], bound=ask.lora_bound) for name in ask.loras),
         )
         return EngineOrder(key=number, spec=spec, addons={kinds.CACHE: said.SerializeToString()})
 

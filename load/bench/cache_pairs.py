@@ -90,11 +90,10 @@ class LoraSet:
 
 def draw_loras(engine: CachedEngine, asks: Sequence[Ask], name: str, bound: int) -> LoraSet:
     """Those of the asks that find a latent. bound: the latest step after which it was."""
-    # The engine asks under the key of what was asked last without LoRAs.
-    engine.draw([replace(asks[0], cached=True)])
-    drawn = engine.draw([replace(ask, cached=True, loras=(name,), plain_bound=bound) for ask in asks])
+    drawn = engine.draw([replace(ask, cached=True, loras=(name,), lora_bound=bound) for ask in asks])
     cached = [each for each in drawn if each.start is not None]
-    exact = engine.draw([replace(each.ask, cached=False, plain_bound=0) for each in cached])
+    assert all(each.start.without_loras for each in cached if each.start), "nothing was recorded with it"
+    exact = engine.draw([replace(each.ask, cached=False, lora_bound=0) for each in cached])
     return LoraSet(exact=tuple(exact), cached=tuple(cached))
 
 

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bottega.cache.latent import RecordedLatent, StoreAnswer
-from bottega.cache.settings import StoreSettings
-from bottega.cache.statistics import LatentStatistics
-from bottega.cache.store import LatentStore
+from bottega.cache.store.settings import StoreSettings
+from bottega.cache.store.statistics import LatentStatistics
+from bottega.cache.store.store import LatentStore
 from bottega.latents import recorded_steps
 from bottega.planning import EvictionPolicy
 from bottega.transport import DType

@@ -11,7 +11,7 @@ two things it preferred the right caption to one with the colours exchanged in 5
 from bottega.quality.clip import Clip, clip_scores, load_clip, load_miniature
 from load.miniature.quality.distances import frechet_distance, perceptual_distances
 from load.miniature.quality.measure import Quality, measure
-from load.miniature.quality.ssim import ssim
+from load.miniature.quality.ssim import ssim, ssim_within
 
 __all__ = [
     "Clip",
@@ -23,4 +23,5 @@ __all__ = [
     "measure",
     "perceptual_distances",
     "ssim",
+    "ssim_within",
 ]

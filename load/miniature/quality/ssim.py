@@ -19,6 +19,27 @@ def ssim(picture: PIL.Image.Image, other: PIL.Image.Image) -> float:
 
     ValueError when the sizes differ or are below 11 pixels a side.
     """
+    return float(_similarity(picture, other).mean())
+
+
+def ssim_within(picture: PIL.Image.Image, other: PIL.Image.Image, region: torch.Tensor) -> float:
+    """The same over those windows whose centres lie in a region.
+
+    region: bool [height, width]. ValueError also where no whole window has its centre there, and where it has another
+    size than the pictures.
+    """
+    similarity = _similarity(picture, other)
+    edge = _WINDOW // 2
+    if region.shape != picture.size[::-1]:
+        raise ValueError(f"ssim needs a region of the pictures' size: {tuple(region.shape)}, {picture.size[::-1]}")
+    inside = region[edge:-edge, edge:-edge]
+    if not inside.any():
+        raise ValueError(f"no window of {_WINDOW} pixels has its centre in the region")
+    return float(similarity[:, inside].mean())
+
+
+def _similarity(picture: PIL.Image.Image, other: PIL.Image.Image) -> torch.Tensor:
+    """By channel and window, [3, height - 10, width - 10]."""
     if picture.size != other.size or min(picture.size) < _WINDOW:
         raise ValueError(f"ssim needs two pictures of one size, from 11 pixels a side: {picture.size}, {other.size}")
     one, two = _channels(picture), _channels(other)
@@ -28,7 +49,7 @@ def ssim(picture: PIL.Image.Image, other: PIL.Image.Image) -> float:
     covariance = _blur(one * two) - mean_one * mean_two
     above = (2 * mean_one * mean_two + _C1) * (2 * covariance + _C2)
     below = (mean_one**2 + mean_two**2 + _C1) * (variance_one + variance_two + _C2)
-    return float((above / below).mean())
+    return (above / below)[:, 0]
 
 
 def _channels(picture: PIL.Image.Image) -> torch.Tensor:

@@ -23,6 +23,7 @@ from load.miniature.quality import (
     measure,
     perceptual_distances,
     ssim,
+    ssim_within,
 )
 
 
@@ -51,6 +52,28 @@ def test_ssim_of_a_checkerboard_and_its_opposite_is_negative() -> None:
     one, other = (PIL.Image.fromarray(values.astype(np.uint8)) for values in (board, 255 - board))
 
     assert ssim(one, other) < -0.9
+
+
+def test_ssim_within_a_region_takes_the_windows_whose_centres_lie_there() -> None:
+    """One half is lighter: windows that reach over the border see both."""
+    one, other = _grey(100), _grey(100)
+    other.paste((150, 150, 150), (16, 0, 32, 32))
+    region = torch.zeros(32, 32, dtype=torch.bool)
+    region[:, :11] = True
+
+    assert ssim_within(one, other, region) == pytest.approx(1.0)
+    assert ssim_within(one, other, ~region) < 0.95
+    assert ssim_within(one, other, torch.ones_like(region)) == pytest.approx(ssim(one, other))
+
+
+def test_ssim_within_refuses_a_region_without_windows_and_one_of_another_size() -> None:
+    corner = torch.zeros(32, 32, dtype=torch.bool)
+    corner[:5, :5] = True
+
+    with pytest.raises(ValueError, match="no window"):
+        ssim_within(_grey(1), _grey(2), corner)
+    with pytest.raises(ValueError, match="region of the pictures' size"):
+        ssim_within(_grey(1), _grey(2), corner[:16])
 
 
 def test_ssim_refuses_pictures_of_two_sizes() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from bottega.cache.settings import StoreSettings
-from bottega.cache.store import LatentStore
+from bottega.cache.store.settings import StoreSettings
+from bottega.cache.store.store import LatentStore
 from bottega.diffusion.cached_starts import JobRecording, LatentQuestion
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.latents.names import FRACTIONS
@@ -54,56 +56,51 @@ def test_accuracy_is_the_share_of_pictures_that_show_all_of_their_prompt() -> No
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LatentStore:
+def store(tmp_path: Path) -> Iterator[LatentStore]:
     """Every similarity is enough for half of the steps."""
-    store = LatentStore(StoreSettings(folder=tmp_path, budget_bytes=1 << 20, exploration=0.0, predictor=False))
+    settings = StoreSettings(
+        folder=tmp_path, budget_bytes=1 << 20, exploration=0.0, predictor=False, plain_for_loras=True
+    )
+    store = LatentStore(settings)
     store.start()
     profile = CacheProfile(model_hash=HASH)
     thresholds = profile.balanced.add(max_words=0).thresholds
     for fraction in FRACTIONS:
         thresholds.add(fraction=fraction, similarity=-1.0)
     store.set_profile(profile)
-    return store
+    yield store
+    store.close()
 
 
-def _question(key: str, *, images: int = 1) -> LatentQuestion:
+def _question(key: str, **fields: Any) -> LatentQuestion:
     header = CacheQuestion(
-        key=key, model_hash=HASH, steps=STEPS, images=images, fidelity=FIDELITY_BALANCED, words=3, step_s=0.1
+        key=key, model_hash=HASH, steps=STEPS, images=1, fidelity=FIDELITY_BALANCED, words=3, step_s=0.1, **fields
     )
     return LatentQuestion(header=header, embedding=EMBEDDING)
 
 
-def test_what_is_recorded_without_loras_is_given_to_questions_with_some_up_to_the_bound_alone(
-    store: LatentStore,
-) -> None:
+def test_what_the_engine_records_in_the_store_it_is_given_again(store: LatentStore) -> None:
     source = StoreLatents(store)
     latents = {step: torch.full((4, 16, 16), float(step)) for step in (3, 6, 9, 12, 15)}
-    try:
-        for _ in range(2):  # a key is recorded from its second question on
-            source.ask(_question(PLAIN)).result(0)
-        source.record(
-            JobRecording(
-                key=PLAIN,
-                model_hash=HASH,
-                spec=ResolvedSpec(prompt="a red star", seed=5, num_inference_steps=STEPS, width=64, height=64),
-                embedding=EMBEDDING,
-                pixels=torch.zeros((64, 64, 3), dtype=torch.uint8),
-                latents=latents,
-            )
+    for _ in range(2):  # a key is recorded from its second question on
+        source.ask(_question(PLAIN)).result(0)
+    source.record(
+        JobRecording(
+            key=PLAIN,
+            model_hash=HASH,
+            spec=ResolvedSpec(prompt="a red star", seed=5, num_inference_steps=STEPS, width=64, height=64),
+            embedding=EMBEDDING,
+            pixels=torch.zeros((64, 64, 3), dtype=torch.uint8),
+            latents=latents,
         )
-        assert store.flush(10.0)
-        (entry,) = store.entries(HASH, 10)
-        assert (entry.parameters.prompt, entry.parameters.seed) == ("a red star", 5)
+    )
+    assert store.flush(10.0)
+    (entry,) = store.entries(HASH, 10)
+    assert (entry.parameters.prompt, entry.parameters.seed) == ("a red star", 5)
 
-        plain = source.ask(_question(PLAIN)).result(0)
-        assert [hit.step for hit in plain.header.hits] == [15]
-        assert torch.equal(plain.latents[0], latents[15])
-        assert not source.ask(_question(WITH_LORA)).result(0).latents  # nobody is served another key's
-
-        source.ask(_question(PLAIN))
-        source.plain_bound = 6
-        bounded = source.ask(_question(WITH_LORA)).result(0)
-        assert [hit.step for hit in bounded.header.hits] == [6]
-        assert torch.equal(bounded.latents[0], latents[6])
-    finally:
-        store.close()
+    plain = source.ask(_question(PLAIN)).result(0)
+    assert [hit.step for hit in plain.header.hits] == [15]
+    assert torch.equal(plain.latents[0], latents[15])
+    bounded = source.ask(_question(WITH_LORA, plain_key=PLAIN, plain_steps=6)).result(0)
+    assert [hit.step for hit in bounded.header.hits] == [6]
+    assert torch.equal(bounded.latents[0], latents[6])
