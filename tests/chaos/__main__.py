@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Protocol
 
 from load.bench.report import report
+from tests.chaos.caches import kill_cache_stores
 from tests.chaos.cancels import flood_cancels
 from tests.chaos.controlnets import kill_controlnets
+from tests.chaos.edits import kill_editing_workers
 from tests.chaos.floods import flood_connections, flood_streams
 from tests.chaos.gateways import fill_disks, kill_gateways
 from tests.chaos.loras import kill_lora_stores
@@ -53,11 +55,13 @@ class Part:
 
 PARTS: Mapping[str, Part] = {
     "kill-workers": Part(play=kill_workers, times=40, workers=3),
+    "kill-editing-workers": Part(play=kill_editing_workers, times=50, workers=3),
     "freeze-workers": Part(play=freeze_workers, times=10),
     "freeze-engines": Part(play=freeze_engines, times=5),
     "freeze-fronts": Part(play=freeze_fronts, times=5),
     "kill-controlnets": Part(play=kill_controlnets, times=48, workers=1),
     "kill-lora-stores": Part(play=kill_lora_stores, times=24, workers=1),
+    "kill-cache-stores": Part(play=kill_cache_stores, times=24, workers=1),
     "kill-gateways": Part(play=kill_gateways, times=60),
     "full-disks": Part(play=fill_disks, times=5),
     "rogue-joins": Part(play=join_rogues, times=5),
@@ -111,7 +115,8 @@ def _told(faults: Sequence[str]) -> list[str]:
 
 def _report(tally: Tally) -> None:
     rows = [(name.replace("_", " "), str(count), "0") for name, count in tally.zeros.items()]
-    wanted = {"kill_workers_most_repeated_steps": f"at most {MOST_REPEATED}"}
+    killed = ("kill_workers", "kill_editing_workers")
+    wanted = {f"{part}_most_repeated_steps": f"at most {MOST_REPEATED}" for part in killed}
     rows += [(name.replace("_", " "), f"{value:g}", wanted.get(name, "")) for name, value in tally.figures.items()]
     rows.append(("bounds that did not hold", str(len(tally.faults)), "0"))
     report("chaos", rows, {**tally.zeros, **tally.figures, "faults": len(tally.faults)})

@@ -18,7 +18,7 @@ from bottega.client import Client, JobState, JobStatus, Picture
 from bottega.errors import BottegaError
 from bottega.v1 import fleet_pb2
 from tests.chaos.tally import Tally
-from tests.support.services import Service, Services, free_ports, gateway_config, worker_config
+from tests.support.services import FREE_PORTS, Service, Services, free_ports, gateway_config, worker_config
 from tests.support.waiting import wait_until
 
 PROMPT = "a big yellow square on a black background"
@@ -202,6 +202,23 @@ class Scene:
         )
         return service
 
+    def start_cache(self) -> Service:
+        """Starts the approximate cache, with what it had before; returns when it has joined."""
+        config = {
+            "name": "cache",
+            "gateway": self.fleet_address,
+            "server": FREE_PORTS,
+            "folder": str(self.folder / "cache"),
+            "exploration": 0.0,
+            "min_free_bytes": 0,
+        }
+        service = self._workers["cache"] = self._services.start("cache", config, name=self._name("cache"))
+        wait_until(
+            lambda: service.address in {member.registration.address for member in self.members(kinds.CACHE)},
+            "the cache to join",
+        )
+        return service
+
     def boot_loras(self, bytes_per_s: int) -> Future[Service]:
         """Starts the LoRA store while other things go on."""
         return self._booting.submit(self.start_loras, bytes_per_s)
@@ -215,7 +232,7 @@ class Scene:
         return self._booting.submit(self.start_controlnets, name, nets)
 
     def worker(self, name: str) -> Service:
-        """The newest life of a worker, of a ControlNet server or of the LoRA store, "loras"."""
+        """The newest life of a worker, of a ControlNet server, of the LoRA store, "loras", or of the cache, "cache"."""
         return self._workers[name]
 
     def engine_of(self, name: str) -> psutil.Process:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.chaos.edits import kill_editing_workers
 from tests.chaos.gateways import LONG_STEPS, SEEDS, kill_gateways
 from tests.chaos.scene import Drawing, Scene
 from tests.chaos.tally import Tally
@@ -56,6 +57,11 @@ def test_a_worker_that_hangs_is_noticed_within_two_seconds_and_comes_back(scene:
 
 def test_a_worker_killed_in_mid_request_leaves_the_same_picture(scene: Scene) -> None:
     kill_workers(scene, times=1, rng=random.Random(3))
+    _expect_well(scene)
+
+
+def test_a_worker_killed_in_mid_edit_leaves_the_same_picture(scene: Scene) -> None:
+    kill_editing_workers(scene, times=1, rng=random.Random(5))
     _expect_well(scene)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psutil
 
@@ -20,11 +20,14 @@ MOST_REPEATED = STEPS // 10 + 1
 FROZEN_FRONT_S = 2 * HANG_S
 
 
-def kill_workers(scene: Scene, *, times: int, rng: random.Random) -> None:
-    """kill -9 at a random step, until so many kills have landed inside a request. Needs two workers, better three."""
+def kill_workers(scene: Scene, *, times: int, rng: random.Random, seeds: Sequence[int] = SEEDS) -> None:
+    """kill -9 at a random step, until so many kills have landed inside a request. Needs two workers, better three.
+
+    seeds: of the pictures.
+    """
     for _ in scene.tally.tries("kills", times):
         scene.wait_for_workers(2)
-        drawing, name = _caught(scene, rng)
+        drawing, name = _caught(scene, rng, seeds)
         scene.worker(name).kill()
         picture = scene.check(drawing)
         scene.boot(name)
@@ -107,10 +110,10 @@ def freeze_fronts(scene: Scene, *, times: int, rng: random.Random) -> None:
             scene.tally.count("frozen_fronts")
 
 
-def _caught(scene: Scene, rng: random.Random) -> tuple[Drawing, str]:
+def _caught(scene: Scene, rng: random.Random, seeds: Sequence[int] = SEEDS) -> tuple[Drawing, str]:
     """A picture that is being drawn, at a random step, and the worker that draws it."""
     while True:
-        seed = rng.choice(SEEDS)
+        seed = rng.choice(seeds)
         scene.undisturbed(seed, STEPS)
         drawing = scene.draw(seed=seed, steps=STEPS)
         status = drawing.wait_for_step(rng.randint(1, STEPS - 15))

@@ -102,6 +102,11 @@ class MemoryJobStore:
         found = [record for record in reversed(self._shelf.jobs.values()) if record.result_key == result_key]
         return found[:limit] if result_key else []
 
+    async def with_kept_picture(self, digest: str, *, limit: int) -> list[JobRecord]:
+        self._check()
+        found = [record for record in reversed(self._shelf.jobs.values()) if digest in record.kept_pictures]
+        return found[:limit]
+
     async def inputs(self, job_id: str) -> bytes:
         self._check()
         return self._shelf.inputs.get(job_id, b"")

@@ -2,8 +2,8 @@
 
 Words of a prompt: "slow" takes 20 ms a step, "hang" falls silent for ever, "stall" makes no step any more but says
 that it lives, "die" exits at once and "dies" at its third step, "nan" fails, "jumps" starts its first picture from a
-cached latent. A picture is its input image, or one flat
-colour by seed and index.
+cached latent. A picture is its input image, or one flat colour by seed and index; an edit is flat everywhere. One that
+is "controlled" is its first control image.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from bottega.v1.hosted_pb2 import Hosted
 
 MODEL = image_pb2.Model(name="scripted", model_hash="abc", dtype="float32", default_width=64, default_height=64)
 BEAT_S = 0.1
+# What is kept of a picture, where it is to be kept; of an edit, what was kept of its image, turned round.
+LATENTS = bytes(range(256)) * 3000
 # What the first picture of a prompt that jumps starts from.
 START = CacheStart(entry="0123456789abcdef" * 2, step=2, similarity=0.9)
 
@@ -116,12 +118,17 @@ class Engine:
         spec = drawing.start.spec
         for index in range(spec.num_images or 1):
             pixels = flat(spec.width, spec.height, spec.seed + index)
-            if drawing.start.image.data:
+            if drawing.start.image.data and not drawing.start.mask.data:
                 pixels = drawing.start.image
+            if "controlled" in drawing.words:
+                pixels = drawing.start.control_images[0].pixels
             picture = engine_pb2.EnginePicture(
                 attempt=drawing.attempt, index=index, pixels=pixels, handed_over_s=time.monotonic()
             )
             self.say(picture=picture)
+            if spec.keep_for_editing or drawing.start.kept_latents:
+                latents = drawing.start.kept_latents[::-1] or LATENTS
+                self.say(kept=engine_pb2.EngineKept(attempt=drawing.attempt, index=index, latents=latents))
         done = engine_pb2.EngineDone(attempt=drawing.attempt)
         done.provenance.model_hash = MODEL.model_hash
         done.provenance.mean_group_requests = 1

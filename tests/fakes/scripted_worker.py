@@ -19,6 +19,12 @@ from bottega.rpc.link_service import add_link_service
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import to_job_error
 from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, worker_pb2, worker_pb2_grpc
+from bottega.v1.activations_pb2 import (
+    DropTemplateRequest,
+    DropTemplateResponse,
+    ListTemplatesRequest,
+    ListTemplatesResponse,
+)
 from bottega.v1.hosted_pb2 import Hosted
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 from tests.samples.hosted_loras import at_hand
@@ -49,6 +55,7 @@ class Script:
     loras_step: before which it says that LoRAs go in, of requests that have some.
     cached_starts: of every attempt, as it reports them.
     exact: as it says of every picture.
+    latents: kept of each picture, where they are to be kept.
     similarity: of every ControlNet's residuals, where that is to be measured; similarities: of every LoRA's latents.
     """
 
@@ -56,6 +63,7 @@ class Script:
     pace_s: float = 0.0
     linger_s: float = 0.0
     picture: Callable[[int], bytes] = lambda index: b"picture %d" % index
+    latents: Callable[[int], bytes] = lambda index: b"latents %d" % index
     failure: BottegaError | None = None
     exact: bool = True
     preview: bytes = b""
@@ -217,11 +225,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             return [worker_pb2.RunAttemptResponse(failed=to_job_error(script.failure))]
         chunks = []
         for index in range(request.spec.num_images):
-            data = script.picture(index)
-            half = len(data) // 2
-            for part, last in ((data[:half], False), (data[half:], True)):
+            for part, last in _halves(script.picture(index)):
                 chunk = worker_pb2.AttemptImageChunk(index=index, chunk=part, last=last)
                 chunks.append(worker_pb2.RunAttemptResponse(image=chunk))
+            for part, last in _halves(script.latents(index)) if request.spec.keep_for_editing else ():
+                kept = worker_pb2.AttemptLatentsChunk(index=index, chunk=part, last=last)
+                chunks.append(worker_pb2.RunAttemptResponse(latents=kept))
         provenance = generation_pb2.Provenance(
             worker=self.name,
             exact=script.exact,
@@ -248,6 +257,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.previewed.add(key)
         return worker_pb2.PreviewAttemptResponse(known=key in self._running)
 
+    async def ListTemplates(self, request: ListTemplatesRequest, context: object) -> ListTemplatesResponse:
+        return ListTemplatesResponse()
+
+    async def DropTemplate(self, request: DropTemplateRequest, context: object) -> DropTemplateResponse:
+        return DropTemplateResponse()
+
     async def ListAttempts(
         self, request: worker_pb2.ListAttemptsRequest, context: object
     ) -> worker_pb2.ListAttemptsResponse:
@@ -266,6 +281,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             checkpoint = await self.checkpoints.get()
             self._told_checkpoints[checkpoint.attempt.job_id] = checkpoint
             yield checkpoint
+
+
+def _halves(data: bytes) -> tuple[tuple[bytes, bool], tuple[bytes, bool]]:
+    half = len(data) // 2
+    return (data[:half], False), (data[half:], True)
 
 
 def _uses(request: worker_pb2.RunAttemptRequest, similarity: float | None) -> Iterator[generation_pb2.ControlNetUse]:

@@ -10,9 +10,11 @@ import grpc
 from google.protobuf.descriptor import FieldDescriptor
 
 from bottega.v1 import worker_pb2
+from bottega.v1.activations_pb2 import DropTemplateRequest, ListTemplatesRequest
 from bottega.v1.generation_pb2 import GenerationSpec, Techniques
 from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, Case, case_of, shown
 from tests.fuzz.controls import control_attempts
+from tests.fuzz.edits import edit_attempts
 from tests.fuzz.images import bad_images, good_images, largest_image, too_large_image
 from tests.fuzz.loras import lora_attempts
 from tests.fuzz.specs import FILLED, PIN, spec_ranges
@@ -36,6 +38,7 @@ def attempt_corpus() -> Iterator[Case]:
         yield case(f"without {name}", INVALID, f"spec.{name}", **absent)
     yield from _ordered_models(case)
     yield from _ordered_images(case)
+    yield from edit_attempts(case)
     yield from _ordered_switches(case)
     for deadline_s in (-0.001, NAN, -INF):
         yield case(f"deadline_s {deadline_s}", INVALID, "deadline_s", whole={"deadline_s": deadline_s})
@@ -68,6 +71,11 @@ def attempt_corpus() -> Iterator[Case]:
         yield case_of(method, "an unknown attempt", getattr(worker_pb2, f"{method}Request")(attempt=unknown))
     yield case_of("ListAttempts", "the only one", worker_pb2.ListAttemptsRequest())
     yield case_of("WatchCheckpoints", "the only one", worker_pb2.WatchCheckpointsRequest())
+    yield case_of("ListTemplates", "the only one", ListTemplatesRequest())
+    for template in ("", "01234567", "0123456789abcdef" * 2):
+        yield case_of("DropTemplate", f"template {shown(template)}", DropTemplateRequest(id=template))
+    for template in ("0123456", "0123456789abcdef" * 2 + "0", "ABCDEFAB", "../../../x", "0" * (1 << 20)):
+        yield case_of("DropTemplate", f"template {shown(template)}", DropTemplateRequest(id=template), INVALID, "id")
 
 
 def _ordered_models(case: Any) -> Iterator[Case]:
@@ -82,13 +90,10 @@ def _ordered_images(case: Any) -> Iterator[Case]:
     png = good_images()["png"]
     yield case("strength without an image", INVALID, "spec.strength", strength=0.5)
     yield case("an image without strength", INVALID, "spec.strength", image=png)
-    yield case("a mask without an image", INVALID, "spec.mask_image", mask_image=png)
     for name, image in {**good_images(), "the largest": largest_image()}.items():
         yield case(f"good image: {name}", image=image, strength=0.5)
-        yield case(f"good mask: {name}", image=png, mask_image=image, strength=0.5)
     for name, image in {"empty": b"", "too large": too_large_image()}.items():
         yield case(f"bad image: {name}", INVALID, "spec.image", image=image, strength=0.5)
-        yield case(f"bad mask: {name}", INVALID, "spec.mask_image", image=png, mask_image=image, strength=0.5)
 
 
 def _ordered_switches(case: Any) -> Iterator[Case]:

@@ -13,7 +13,6 @@ OK = grpc.StatusCode.OK
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 ALREADY_EXISTS = grpc.StatusCode.ALREADY_EXISTS
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
-UNSERVED = grpc.StatusCode.UNIMPLEMENTED
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 NAN, INF = float("nan"), float("inf")

@@ -51,7 +51,8 @@ def _bytes() -> Iterator[Case]:
     nets = ("Prefetch", "ListControlNets", "SetProfile")
     methods = (*texts, *nets, "ListJobs", "ListModels", "ListMembers", "Join", "RunAttempt", "CancelAttempt")
     cache = ("GetCacheStats", "GetCacheEntry", "ListCacheEntries", "ClearCache", "ListCacheProfiles", "SetCacheProfile")
-    for method in (*methods, "ListAttempts", "WatchCheckpoints", "PreviewAttempt", *cache):
+    worker = ("ListAttempts", "WatchCheckpoints", "PreviewAttempt", "DropTemplate", "ListTemplates")
+    for method in (*methods, *worker, *cache):
         yield Case(method=method, name="no message", raw=(b"\xff" * 9,), code=INVALID)
         yield Case(method=method, name="a length beyond the end", raw=(b"\n" + struct.pack("<B", 99),), code=INVALID)
     for method in ("SubmitJob", "RunAttempt"):

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+from google.protobuf.descriptor import FieldDescriptor
 
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Techniques
-from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, UNSERVED, Case, case_of, shown
+from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, UNAVAILABLE, Case, case_of, shown
 from tests.fuzz.controls import control_drawings
+from tests.fuzz.edits import edit_drawings
 from tests.fuzz.images import bad_images, good_images, largest_image, too_large_image
 from tests.fuzz.loras import lora_drawings
 from tests.fuzz.specs import PIN, Bounds, spec_ranges
@@ -61,6 +63,7 @@ def _drawings(method: str, request: Any) -> Iterator[Case]:
         yield case(f"model {shown(model)}", NOT_FOUND, model=model)
     yield case("model of 201", INVALID, "spec.model", model="x" * 201)
     yield from _pictures(case)
+    yield from edit_drawings(case)
     yield from lora_drawings(case)
     yield from control_drawings(case)
     yield from _techniques(case)
@@ -92,33 +95,20 @@ def _pictures(case: Any) -> Iterator[Case]:
         yield case(f"good image: {name}", image=image)
     for name, image in {**bad_images(), "too large": too_large_image()}.items():
         yield case(f"bad image: {name}", INVALID, "spec.image", image=image)
-        yield case(f"bad mask: {name}", INVALID, "spec.mask_image", image=png, mask_image=image)
     for strength in (0.05, 1.0):
         yield case(f"strength {strength}", image=png, strength=strength)
     for strength in (0.0, -0.1, 1.001, NAN, INF, -INF, 0.001):
         yield case(f"strength {strength}", INVALID, "spec.strength", image=png, strength=strength)
     yield case("strength without an image", INVALID, "spec.strength", strength=0.5)
-    for name, mask in {"a mask": png, "the largest mask": largest_image()}.items():
-        yield case(name, UNSERVED, image=png, mask_image=mask)
-    yield case("mask without an image", INVALID, "spec.mask_image", mask_image=png)
 
 
 def _techniques(case: Any) -> Iterator[Case]:
     yield from _pins(case)
-    switches = (
-        ("bounded_lora_loading", OK),
-        ("stale_residuals", OK),
-        ("latent_parallelism", OK),
-        ("approximate_cache", OK),
-        ("identical_results", OK),
-        ("masked_blocks", UNSERVED),
-    )
-    for name, code in switches:
-        for value in (False, True):
-            switched: dict[str, Any] = {name: value}
-            yield case(f"{name} {value}", code, techniques=Techniques(**switched))
-    both = Techniques(stale_residuals=True, masked_blocks=True)
-    yield case("techniques of both kinds", UNSERVED, techniques=both)
+    for field in Techniques.DESCRIPTOR.fields:
+        if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+            for value in (False, True):
+                switched: dict[str, Any] = {field.name: value}
+                yield case(f"{field.name} {value}", techniques=Techniques(**switched))
 
 
 def _pins(case: Any) -> Iterator[Case]:

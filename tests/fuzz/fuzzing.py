@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from bottega import kinds
 from bottega.v1 import cache_pb2, controlnet_pb2, fleet_pb2, generation_pb2, image_pb2, lora_pb2, worker_pb2
+from bottega.v1.activations_pb2 import DropTemplateRequest, ListTemplatesRequest
 from bottega.v1.controlnet_pb2 import ControlNetHosts
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED
 from tests.fuzz import cache, controlnets, links, lora_store
 from tests.fuzz.calls import SERVICES
+from tests.fuzz.edits import edit
 from tests.fuzz.house import House
 from tests.fuzz.images import good_images
 from tests.fuzz.judging import fault
@@ -146,23 +148,29 @@ def _valid(method: str, job_id: str) -> Sequence[Message]:
             return [getattr(worker_pb2, f"{method}Request")(attempt=_attempt())]
         case "OpenLink":
             return links.valid()
+        case "ListTemplates":
+            return [ListTemplatesRequest()]
+        case "DropTemplate":
+            return [DropTemplateRequest(id="0123456789abcdef")]
         case _:
             return [getattr(worker_pb2, f"{method}Request")()]
 
 
 def _specs() -> Sequence[GenerationSpec]:
-    """One with nothing but a prompt, one with all that is served, one with what is not served yet."""
-    return [GenerationSpec(model="miniature", prompt="a big red star"), *_whole_specs(), _controlled(), _unserved()]
+    """One with nothing but a prompt, some with all that is served, one with services that are not here."""
+    return [GenerationSpec(model="miniature", prompt="a big red star"), *_whole_specs(), _controlled(), _styled_edit()]
 
 
 def _whole_specs() -> Sequence[GenerationSpec]:
     plain = GenerationSpec(model="miniature", prompt="a big red star", **FILLED)
-    edit = GenerationSpec(
+    redrawn = GenerationSpec(
         image=good_images()["png"], strength=0.5, negative_prompt="", quality=70, use_karras_sigmas=True
     )
-    edit.MergeFrom(plain)
-    edit.sampler, edit.format = generation_pb2.SAMPLER_EULER, generation_pb2.IMAGE_FORMAT_WEBP
-    return [plain, edit]
+    redrawn.MergeFrom(plain)
+    redrawn.sampler, redrawn.format = generation_pb2.SAMPLER_EULER, generation_pb2.IMAGE_FORMAT_WEBP
+    edited = GenerationSpec(**edit(padding_mask_crop=8))
+    edited.MergeFrom(plain)
+    return [plain, redrawn, edited]
 
 
 def _controlled() -> GenerationSpec:
@@ -173,9 +181,9 @@ def _controlled() -> GenerationSpec:
     return spec
 
 
-def _unserved() -> GenerationSpec:
+def _styled_edit() -> GenerationSpec:
     png = good_images()["png"]
-    spec = GenerationSpec(prompt="a big red star", image=png, mask_image=png, techniques=Techniques(masked_blocks=True))
+    spec = GenerationSpec(prompt="a big red star", techniques=Techniques(masked_blocks=True), **edit())
     spec.loras.append(Lora(name="ink", scale=0.5, from_step=3))
     spec.controlnets.append(ControlNet(name="edges", image=png, control_guidance_end=0.5))
     return spec

@@ -24,16 +24,16 @@ _TEXT_BYTES = 64 << 20
 
 @functools.cache
 def good_images() -> Mapping[str, bytes]:
-    """Those that are drawn from."""
+    """Those that are drawn from. Read as masks, all redraw something: a worker may refuse an empty one late or early."""
     picture = _picture()
     return {
         "png": saved(picture),
         "jpeg": saved(picture, "JPEG"),
         "webp": saved(picture, "WEBP"),
-        "one pixel": saved(Image.new("RGB", (1, 1))),
+        "one pixel": saved(Image.new("RGB", (1, 1), "white")),
         "palette with alpha": saved(picture.convert("P"), transparency=0),
         "cmyk": saved(picture.convert("CMYK"), "JPEG"),
-        "a thin line": saved(Image.new("1", (limits.MAX_IMAGE_SIDE, 1))),
+        "a thin line": saved(Image.new("1", (limits.MAX_IMAGE_SIDE, 1), 1)),
         "progressive jpeg": saved(picture, "JPEG", progressive=True),
         "as many scans as may be": hostile.scans(limits.MAX_JPEG_SCANS, side=_SIDE),
         "as many texts as may be": hostile.png_with(hostile.chunk(b"tEXt", b"a\0b") * limits.MAX_PNG_TEXTS),

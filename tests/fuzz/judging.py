@@ -37,6 +37,8 @@ _ALSO = {
 _ROOTS = re.compile(re.escape(str(WEIGHTS)) + rf"(?:/loras|/controlnets)?(?!/)|/[^\s:]*/{ROOT_PREFIX}\w+(?![/\w])")
 _SAFETENSORS = frozenset({"AddControlNet", "UploadLora", "RegisterLora"})
 _BELOW_ROOT = frozenset({"AddControlNet", "RegisterLora"})
+# What is larger than a service reads, only to refuse it in its own words, gRPC refuses in its own. It says sizes alone.
+_UNREAD = re.compile(r"SERVER: Received message larger than max \(\d+ vs\. \d+\)")
 # Paths, addresses of hosts and of memory, and what libraries of ours say.
 _GIVEN_AWAY = re.compile(
     r"/(?:home|usr|opt|etc|var|tmp|proc|srv|work|root)/|site-packages|\.py\b|0x[0-9a-f]{6,}|\b\d+\.\d+\.\d+\.\d+:\d+"
@@ -58,7 +60,7 @@ def fault(method: str, raw: tuple[bytes, ...], outcome: Outcome) -> str:
     text = _ROOTS.sub("", outcome.text) if method in _BELOW_ROOT else outcome.text
     if method in _SAFETENSORS:
         text = text.replace("safetensors", "")
-    for match in _GIVEN_AWAY.finditer(text):
+    for match in _GIVEN_AWAY.finditer(_UNREAD.sub("", text)):
         # A caller's own words are no secret to it.
         if not any(match.group().encode() in part for part in raw):
             return f"gives away {match.group()!r}: {outcome.text[:300]}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from bottega.v1.generation_pb2 import Sampler, Techniques
 from tests.fuzz.case import INF, INVALID, NAN, Case, shown
+from tests.fuzz.edits import edit
 
 # Fields that the gateway fills in for the worker.
 FILLED: dict[str, Any] = {
@@ -57,6 +58,11 @@ _RANGES = (
 )
 
 
+_OF_EDITS = (
+    Bounds(field="padding_mask_crop", good=(0, 4096), bad=(-1, 4097, 2**31 - 1, -(2**31))),
+    Bounds(field="mask_feather", good=(0, 256), bad=(-1, 257, 2**31 - 1, -(2**31))),
+)
+
 # Of thirty steps, as many as FILLED has and as the embedded model makes by default.
 PIN = "0123456789abcdef0123456789abcdef@15"
 _BAD_PINS = (
@@ -84,11 +90,12 @@ _NO_KARRAS = (Sampler.SAMPLER_EULER_ANCESTRAL, Sampler.SAMPLER_DDIM)
 
 def spec_ranges(case: Any) -> Iterator[Case]:
     """Of callers, and of the gateway to a worker. case: makes one."""
-    for bounds in _RANGES:
+    for bounds in (*_RANGES, *_OF_EDITS):
+        rest = edit() if bounds in _OF_EDITS else {}
         for good in bounds.good:
-            yield case(f"{bounds.field} {shown(good)}", **{bounds.field: good})
+            yield case(f"{bounds.field} {shown(good)}", **{**rest, bounds.field: good})
         for bad in bounds.bad:
-            yield case(f"{bounds.field} {shown(bad)}", INVALID, f"spec.{bounds.field}", **{bounds.field: bad})
+            yield case(f"{bounds.field} {shown(bad)}", INVALID, f"spec.{bounds.field}", **{**rest, bounds.field: bad})
     for sampler in _KARRAS:
         yield case(f"Karras' sigmas with sampler {sampler}", sampler=sampler, use_karras_sigmas=True)
     for sampler in _NO_KARRAS:

@@ -41,6 +41,10 @@ FULL: GenerationOptions = {
     "sampler": "euler_ancestral",
     "use_karras_sigmas": True,
     "strength": 0.4,
+    "mask_alpha": True,
+    "padding_mask_crop": 32,
+    "keep_unmasked": True,
+    "mask_feather": 4,
     "controlnets": (
         ControlNet("edges", controlnet_conditioning_scale=0.5, control_guidance_end=0.75, guess_mode=True),
         ControlNet("depth", control_guidance_start=0.25),
@@ -48,12 +52,14 @@ FULL: GenerationOptions = {
     "lora": (Lora("pastel", 0.5, from_step=2, digest="a" * 64),),
     "stale_residuals": False,
     "latent_parallelism": True,
+    "masked_blocks": False,
     "approximate_cache": False,
     "cache_entry": f"{'ab' * 16}@6",
     "identical_results": True,
     "format": "webp",
     "quality": 80,
     "fidelity": "fast",
+    "keep_for_editing": True,
 }
 
 
@@ -137,13 +143,15 @@ def test_all_wrong_arguments_are_listed_at_once() -> None:
     assert described["image"] == r"'a\x00b' cannot be the path of a file"
 
 
-def test_a_technique_without_an_argument_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="masked_blocks"):
-        options_from(GenerationSpec(techniques=Techniques(masked_blocks=True, stale_residuals=True)))
+def test_every_field_of_the_contract_has_an_argument() -> None:
+    arguments = GenerationOptions.__annotations__.keys() - {"lora"} | {"prompt", "num_images", "loras", "techniques"}
+    techniques = set(Techniques.DESCRIPTOR.fields_by_name)
+    assert set(GenerationSpec.DESCRIPTOR.fields_by_name) | techniques == arguments
 
 
-def test_the_source_image_may_be_bytes_a_path_or_a_pillow_image(tmp_path: Path) -> None:
+def test_the_source_image_may_be_bytes_a_path_a_picture_or_a_pillow_image(tmp_path: Path) -> None:
     source = png(tmp_path / "source.png", {})
+    assert spec_from("a star", {"image": picture()}).image == b"bytes"
     assert spec_from("a star", {"image": b"as it is"}).image == b"as it is"
     assert spec_from("a star", {"image": source}).image == source.read_bytes()
     with PIL.Image.open(source) as image:
@@ -245,7 +253,6 @@ def raw_png(*chunks: bytes, width: int = 8, height: int = 8) -> bytes:
         ('{"controlnets": {"name": "edges"}}', "controlnets"),
         ('{"width": 0, "height": 99999}', "width must be 1 to 16384; got 0; height must be 1 to 16384; got 99999"),
         ('{"what": 1}', "what"),
-        ('{"mask_image": "aGVsbG8="}', "mask_image"),
         ("[7]", "cannot read"),
         ("", "cannot read"),
         ("[" * 100_000, "recursion"),

@@ -12,7 +12,7 @@ import PIL.Image
 import pytest
 from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
-from bottega.errors import InvalidRequest
+from bottega.errors import InvalidRequest, Unavailable
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import Scene, Thing, caption, random_layout, render
 from bottega.process import FramedPipe, open_pair
@@ -48,6 +48,19 @@ def test_what_cannot_be_scored_is_said_and_the_next_picture_is_scored() -> None:
             return await running.score(caption(SCENE), _png(SCENE))
 
     assert asyncio.run(ask()) == 1.0
+
+
+def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next_ones() -> None:
+    async def ask() -> None:
+        async with scorer(None) as running:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0):
+                    await running.score(caption(SCENE), _png(SCENE))
+            green = caption(SCENE).replace("blue", "green")
+            with pytest.raises(Unavailable, match="owes an answer"):
+                await running.score(green, _png(SCENE))
+
+    asyncio.run(ask())
 
 
 def test_a_clip_scores_by_its_own_towers(tmp_path: Path) -> None:

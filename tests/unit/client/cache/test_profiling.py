@@ -47,7 +47,7 @@ class ScriptedSuite:
         self.asked.append({"prompt": prompt, **options})
         await asyncio.sleep(0)
         provenance = Provenance(model_hash=self.model_hash, worker="worker")
-        provenance.parameters.num_inference_steps = STEPS
+        provenance.parameters.MergeFrom(GenerationSpec(prompt=prompt, seed=options["seed"], num_inference_steps=STEPS))
         shown = prompt
         if pin := options.get("cache_entry"):
             shown = self._start(prompt, pin, provenance)
@@ -70,7 +70,7 @@ class ScriptedSuite:
             steps = recorded_steps(STEPS)
         else:
             steps = ()
-        spec = GenerationSpec(prompt=prompt if steps else "lost", seed=seed)
+        spec = GenerationSpec(prompt=prompt if steps else "lost", seed=seed, num_inference_steps=STEPS)
         self.entries.append(CacheEntry(entry=f"{len(self.entries):032x}", parameters=spec, steps=steps))
 
     def _start(self, prompt: str, pin: str, provenance: Provenance) -> str:
@@ -152,6 +152,21 @@ def test_latents_that_are_evicted_meanwhile_are_left_out(of_second: bool) -> Non
     # Where one of a pair's draws has no such latent, the others say nothing either.
     assert (0.1, 0.2, 0.3) in {tuple(each.cached) for each in measured.samples}
     assert of_second or {tuple(each.cached) for each in measured.samples} == {(0.1, 0.2, 0.3)}
+
+
+def test_what_was_recorded_with_other_steps_is_not_taken_for_what_this_measurement_draws() -> None:
+    """With the same prompts and seeds: latents of another number of steps are never started from."""
+    earlier = ScriptedSuite()
+    _measure(earlier, pairs=miniature_pairs(20))
+    for entry in earlier.entries:
+        entry.parameters.num_inference_steps = 3 * STEPS
+    suite = ScriptedSuite(entries=earlier.entries)
+
+    _measure(suite, pairs=miniature_pairs(20))
+
+    pins = [parse_start(each["cache_entry"])[0] for each in suite.asked if "cache_entry" in each]
+    assert len(pins) == 20 * 5
+    assert {suite.entries[int(pin, 16)].parameters.num_inference_steps for pin in pins} == {STEPS}
 
 
 def test_pairs_that_are_not_recorded_are_counted() -> None:

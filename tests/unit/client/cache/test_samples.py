@@ -53,15 +53,20 @@ def test_a_file_of_another_measurement_is_refused(tmp_path: Path, other: Method)
         SampleFile(tmp_path / "samples", other)
 
 
-@pytest.mark.parametrize("text", ["a list\n", "[]\n", '{"first": 1}\n', "cut off"])
-def test_a_file_that_is_none_of_samples_is_refused_and_left_as_it_is(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("data", [b"a list\n", b"[]\n", b'{"first": 1}\n', b"cut off", b"\xff\n"])
+def test_a_file_that_is_none_of_samples_is_refused_and_left_as_it_is(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "samples"
-    path.write_text(text)
+    path.write_bytes(data)
 
     with pytest.raises(InvalidRequest):
         SampleFile(path, METHOD)
 
-    assert path.read_text() == text
+    assert path.read_bytes() == data
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="No such file or directory; name another file"):
+        SampleFile(tmp_path / "nowhere" / "samples", METHOD)
 
 
 def test_without_a_file_samples_are_kept_in_memory() -> None:
