@@ -36,6 +36,7 @@ BottegaError
 │   ├── NoControlNet        UNAVAILABLE          nobody has it; retry later
 │   ├── NoLora              UNAVAILABLE          the store cannot be reached, or is too slow; retry later
 │   ├── NoCache             UNAVAILABLE          no approximate cache can be reached
+│   ├── NoActivationStore   UNAVAILABLE          no activation store can be reached
 │   ├── LinksFull           UNAVAILABLE          no room for another tensor link now; retry soon or elsewhere
 │   ├── Draining            UNAVAILABLE          retry now, elsewhere or soon
 │   ├── WorkerLost          UNAVAILABLE
@@ -62,6 +63,7 @@ BottegaError
 └── ConfigError             (never on the wire)  a configuration file that cannot be used
 """
 
+from bottega.errors.activations import *  # noqa: F403
 from bottega.errors.availability import *  # noqa: F403
 from bottega.errors.base import *  # noqa: F403
 from bottega.errors.cache import *  # noqa: F403
