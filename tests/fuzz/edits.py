@@ -72,7 +72,8 @@ def edit_drawings(case: Any) -> Iterator[Case]:
 def edit_attempts(case: Any) -> Iterator[Case]:
     """Of a gateway, to a worker. case: makes one."""
     yield case("an edit", **edit())
-    yield case("an edit with all that is said of one", **edit(mask_image=alpha_mask(), padding_mask_crop=8, mask_alpha=True))
+    said = edit(mask_image=alpha_mask(), padding_mask_crop=8, mask_alpha=True)
+    yield case("an edit with all that is said of one", **said)
     for name, good in {**good_images(), "the largest": largest_image()}.items():
         yield case(f"good mask: {name}", **edit(mask_image=good))
     for name, bad in {"empty": b"", "too large": too_large_image()}.items():

@@ -24,7 +24,7 @@ _TEXT_BYTES = 64 << 20
 
 @functools.cache
 def good_images() -> Mapping[str, bytes]:
-    """Those that are drawn from. Read as masks, all redraw something: a worker may refuse an empty one late or early."""
+    """Those that are drawn from. As masks, all redraw something: a worker may refuse an empty one late or early."""
     picture = _picture()
     return {
         "png": saved(picture),
