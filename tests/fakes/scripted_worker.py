@@ -24,6 +24,8 @@ from bottega.v1.activations_pb2 import (
     DropTemplateResponse,
     ListTemplatesRequest,
     ListTemplatesResponse,
+    ProfileBlocksRequest,
+    ProfileBlocksResponse,
 )
 from bottega.v1.hosted_pb2 import Hosted
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
@@ -262,6 +264,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def DropTemplate(self, request: DropTemplateRequest, context: object) -> DropTemplateResponse:
         return DropTemplateResponse()
+
+    async def ProfileBlocks(self, request: ProfileBlocksRequest, context: object) -> ProfileBlocksResponse:
+        return ProfileBlocksResponse()
 
     async def ListAttempts(
         self, request: worker_pb2.ListAttemptsRequest, context: object
