@@ -6,29 +6,38 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 
 from torch import Tensor
 
 from bottega import kinds
+from bottega.diffusion.editing.asking import PendingAnswer
 from bottega.diffusion.editing.edit import Edit
-from bottega.diffusion.editing.job_edits import JobEdits, read_decision
+from bottega.diffusion.editing.job_edits import JobEdits
 from bottega.diffusion.editing.keeping import JobKeeping
 from bottega.diffusion.editing.masked.backbone import transformer_blocks
 from bottega.diffusion.editing.masked.support import unsupported
 from bottega.diffusion.editing.masked.tokens import finest_stride
+from bottega.diffusion.editing.order import read_decision, read_order
 from bottega.diffusion.editing.prompts import LEAST_COSINE, PromptCosines, measure_prompts
 from bottega.diffusion.editing.recordings.image import MaskLevels
-from bottega.diffusion.editing.recordings.recording import RecordedControl, Recording, RecordingKey
-from bottega.diffusion.editing.recordings.source import ActivationSource
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, RecordedControl, Recording, RecordingKey
+from bottega.diffusion.editing.recordings.source import ActivationSource, TemplateQuery
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.v1.activations_pb2 import ListTemplatesResponse, Template
+from bottega.v1.fleet_pb2 import ServiceAddress
 
 _log = logging.getLogger(__name__)
+
+# A store answers within some milliseconds; an edit that waits for one that does not could have computed a step. What an
+# earlier attempt has decided is worth more: without it, all of the picture is computed again.
+_ANSWER_S = 1.0
+_DECIDED_ANSWER_S = 5.0
 
 
 class EngineEdits(EngineAddOn):
@@ -64,13 +73,39 @@ class EngineEdits(EngineAddOn):
         return {**self.source.counts, **self._events}
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
-        """Raises InvalidRequest for a decision that nobody has made."""
+        """Raises InvalidRequest for an order that nobody could carry out."""
         spec = order.spec
         if spec.edit is None:
             return JobKeeping(self, order) if spec.keep_for_editing else None
         if not spec.edit.masked_blocks:
             return None
         return JobEdits(self, order, read_decision(order.decisions))
+
+    def set_services(self, services: Sequence[ServiceAddress]) -> None:
+        """The stores."""
+        self.source.set_stores(services)
+
+    def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
+        """Returns when an answer is here, or after the timeout."""
+        parts_here = [part for part in parts if isinstance(part, JobEdits | JobKeeping)]
+        asked = [part.waiting_for for part in parts_here if part.waiting_for is not None]
+        wait(asked, timeout_s, FIRST_COMPLETED)
+
+    def stop(self) -> None:
+        """Closes the links of the source."""
+        self.source.stop()
+
+    def ask(self, order: EngineOrder, key: RecordingKey, recording: str = "") -> PendingAnswer:
+        """Whether a template is recorded. recording: this one alone, that an attempt has decided on."""
+        origin = read_order(order).source
+        asked = self.source.ask(TemplateQuery(key=key, recording=recording, would_record=not recording, origin=origin))
+        return PendingAnswer(asked, _DECIDED_ANSWER_S if recording else _ANSWER_S)
+
+    def begin(
+        self, order: EngineOrder, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None
+    ) -> Recording | None:
+        """A new recording of an order's template, see ActivationSource."""
+        return self.source.begin(key, shape, drawn, origin=read_order(order).source)
 
     def list_templates(self) -> ListTemplatesResponse:
         """The one used last first."""
@@ -88,6 +123,7 @@ class EngineEdits(EngineAddOn):
         """What an order's recordings are found by. template: see RecordingKey; empty is that of the order's image."""
         spec = order.spec
         return RecordingKey(
+            tenant=read_order(order).tenant,
             model_hash=self.model.digest,
             dtype=self.model.dtype_name,
             template=template or ("" if order.image is None else _digest(order.image)),

@@ -7,26 +7,25 @@ first step. It is the job's decision: a later attempt draws the same picture, fr
 from __future__ import annotations
 
 import logging
-import re
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from bottega import kinds, rules
+from bottega.diffusion.editing.asking import PendingAnswer
 from bottega.diffusion.editing.edit import Edit
-from bottega.diffusion.editing.kept import KeptLatents, KeptLatentsMismatch, read_kept
+from bottega.diffusion.editing.kept import KeptLatents, KeptLatentsMismatch, read_kept, template_of
+from bottega.diffusion.editing.order import Decided, read_decision
 from bottega.diffusion.editing.recordings.image import ImageReader, ImageRecorder
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey
 from bottega.diffusion.engine.addon import JobAddOn
 from bottega.diffusion.engine.encode import Conditions, encode_image
-from bottega.diffusion.engine.events import Decisions, EditRecord, EngineRecord
+from bottega.diffusion.engine.events import EditRecord, EngineRecord
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.errors import InvalidRequest, Violation
 from bottega.v1.activations_pb2 import EditDecision
 
 if TYPE_CHECKING:
@@ -34,19 +33,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_DECISION_FIELD = f"decisions[{kinds.ACTIVATIONS}]"
-_ID = re.compile("([0-9a-f]{32})?")
 _FIRST = "it is the first edit of this image"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
-    """What an attempt has decided. recording: empty where the edit has a latent and noise of its own. seed: else, the
-    one that those of the recording were drawn with.
-    """
-
-    recording: str = ""
-    seed: int = 0
 
 
 class JobEdits(JobAddOn):
@@ -66,10 +53,29 @@ class JobEdits(JobAddOn):
         self._common = False  # whether image latent and noise outside the mask are another edit's
         self._recorded = False
         self._reused = self._total = 0
+        self._key = RecordingKey(model_hash="", dtype="", template="")
+        self._answer: PendingAnswer | None = None
+        if not self._because:
+            self._key = addon.key(order, template_of(order.kept_latents))
+            if decided is None or decided.recording:
+                self._answer = addon.ask(order, self._key, decided.recording if decided is not None else "")
 
     @property
     def _spec(self) -> ResolvedSpec:
         return self._order.spec
+
+    @property
+    def waiting_for(self) -> Future[None] | None:
+        """The answer that it waits for."""
+        return self._answer.asked if self._answer is not None else None
+
+    @property
+    def waiting(self) -> bool:
+        return self.waiting_for is not None
+
+    def prompt_ready(self, now_s: float) -> bool:
+        """Whether it is known if the image is recorded, or not waited for any more."""
+        return self._answer is None or self._answer.ready(now_s)
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
         """Finds the template's recording, or begins one. Raises InvalidRequest for a decision that nobody has made."""
@@ -78,8 +84,9 @@ class JobEdits(JobAddOn):
         if decided is None and any(request.step > request.begin for request in job.requests):
             decided = Decided()  # it has begun with what it has drawn itself
         kept = self._use_kept(job)
-        key = self._addon.key(self._order, kept.template if kept is not None else "")
-        found = self._find(key, decided)
+        if kept is None and self._order.kept_latents and not self._because:
+            self._key = self._addon.key(self._order)
+        found = self._find(self._key, decided)
         if found is not None:
             self._any_prompt = self._takes_any_prompt(job, conditions)
             self._read(found, job)
@@ -89,7 +96,7 @@ class JobEdits(JobAddOn):
             if kept is None:
                 self._draw_again(decided.seed, job, conditions)
         elif not self._because:
-            self._record(key, job.requests[0], draws=kept is None)
+            self._record(job.requests[0], draws=kept is None)
         self._decided = decided or Decided()
 
     @property
@@ -136,6 +143,8 @@ class JobEdits(JobAddOn):
 
     def close(self) -> None:
         """Gives the recording back; one that was begun is lost where the job has not come to its end."""
+        if self._answer is not None:
+            self._answer.close()
         readers, self._readers_open = self._readers_open, False
         if readers and self._found is not None:
             self._addon.source.release(self._found)
@@ -193,14 +202,14 @@ class JobEdits(JobAddOn):
             )
             request.activations = reader
 
-    def _record(self, key: RecordingKey, request: Request, *, draws: bool) -> None:
+    def _record(self, request: Request, *, draws: bool) -> None:
         """Begins a recording of the job's first image, where nobody else does."""
         edit = _edit(request)
         drawn = DrawnTemplate(
             image_latent=edit.image_latent.cpu(), noise=edit.noise.cpu(), seed=self._spec.seed + request.index
         )
         _, _, height, width = request.latent.shape
-        begun = self._addon.source.begin(key, (height, width), drawn if draws else None)
+        begun = self._addon.begin(self._order, self._key, (height, width), drawn if draws else None)
         if begun is None:
             self._because = "another edit is recording this image"
             return
@@ -238,21 +247,6 @@ class JobEdits(JobAddOn):
         if any(reader.other_prompt for reader in self._readers.values()):
             return f"it was recorded with another prompt, which this model's blocks follow ({self._addon.said_cosine})"
         return self._because or "the recording has none of its timesteps"
-
-
-def read_decision(decisions: Decisions) -> Decided | None:
-    """What an earlier attempt has decided; None where it has not. Raises InvalidRequest."""
-    if kinds.ACTIVATIONS not in decisions:
-        return None
-    try:
-        said = EditDecision.FromString(decisions[kinds.ACTIVATIONS])
-    except DecodeError:
-        raise InvalidRequest(f"{_DECISION_FIELD} is no EditDecision") from None
-    if not _ID.fullmatch(said.recording):
-        rules.refuse([Violation(field=f"{_DECISION_FIELD}.recording", description="must be 32 hex digits, or empty")])
-    if said.seed > rules.MAX_SEED + rules.MAX_IMAGES:
-        rules.refuse([Violation(field=f"{_DECISION_FIELD}.seed", description="must be a seed")])
-    return Decided(recording=said.recording, seed=said.seed)
 
 
 def _unusable(spec: ResolvedSpec) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from bottega.diffusion.editing.asking import PendingAnswer
 from bottega.diffusion.editing.kept import KeptLatents, write_kept
 from bottega.diffusion.editing.recordings.image import ImageRecorder
 from bottega.diffusion.engine.addon import JobAddOn
@@ -28,7 +30,7 @@ class _Picture:
     """One image. template: see KeptLatents. latents: before its steps, on the CPU. recorder: where it is recorded."""
 
     request: Request
-    template: str = field(default_factory=lambda: uuid.uuid4().hex)
+    template: str
     latents: dict[int, Tensor] = field(default_factory=dict)
     recorder: ImageRecorder | None = None
 
@@ -69,11 +71,29 @@ class JobKeeping(JobAddOn):
         self._order = order
         self._job: EngineJob | None = None
         self._pictures: dict[int, _Picture] = {}
+        self._templates = [uuid.uuid4().hex for _ in range(order.spec.num_images)]
+        self._answers: list[PendingAnswer] = []
+        if not addon.unusable:
+            self._answers = [addon.ask(order, addon.key(order, template)) for template in self._templates]
+
+    @property
+    def waiting_for(self) -> Future[None] | None:
+        """The answer that it waits for: a source says how much there is room for."""
+        return next((each.asked for each in self._answers if each.asked is not None), None)
+
+    @property
+    def waiting(self) -> bool:
+        return self.waiting_for is not None
+
+    def prompt_ready(self, now_s: float) -> bool:
+        """Whether all answers are here, or not waited for any more."""
+        waiting = [answer for answer in self._answers if not answer.ready(now_s)]
+        return not waiting
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
         self._job = job
         for request in job.requests:
-            picture = self._pictures[request.index] = _Picture(request=request)
+            picture = self._pictures[request.index] = _Picture(request=request, template=self._templates[request.index])
             if not self._addon.unusable:
                 picture.recorder = self._begin(picture)
             request.activations = picture
@@ -100,6 +120,8 @@ class JobKeeping(JobAddOn):
         return record
 
     def close(self) -> None:
+        for answer in self._answers:
+            answer.close()
         for recorder in self._recorders():
             if self._job is None or not self._job.finished:
                 recorder.give_up("the job that recorded it did not come to its end")
@@ -110,7 +132,7 @@ class JobKeeping(JobAddOn):
     def _begin(self, picture: _Picture) -> ImageRecorder | None:
         _, _, height, width = picture.request.latent.shape
         key = self._addon.key(self._order, picture.template)
-        begun = self._addon.source.begin(key, (height, width))
+        begun = self._addon.begin(self._order, key, (height, width))
         if begun is None:
             return None
         return ImageRecorder(self._addon.source, begun, picture.request, torch.ones(height, width, dtype=torch.bool))

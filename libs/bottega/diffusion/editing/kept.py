@@ -73,14 +73,21 @@ def write_kept(model: Model, kept: KeptLatents) -> bytes | None:
     return None
 
 
+def template_of(data: bytes) -> str:
+    """The template of what was written; empty where it cannot be read."""
+    try:
+        return str(_header(data)["template"])
+    except (KeyError, TypeError, ValueError):
+        return ""
+
+
 def read_kept(data: bytes, model: Model, shape: tuple[int, ...]) -> KeptLatents:
     """What was written, on the model's device and in its element type. shape: [channels, height, width] that fits.
 
     Raises KeptLatentsMismatch.
     """
-    length = int.from_bytes(data[:8], "little")
     try:
-        header: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_HEADER])
+        header = _header(data)
         latents = safetensors.torch.load(data)[_TENSOR]
         kept = KeptLatents(
             latents=latents.to(model.device, model.dtype),
@@ -99,3 +106,10 @@ def read_kept(data: bytes, model: Model, shape: tuple[int, ...]) -> KeptLatents:
     if tuple(latents.shape) != (len(kept.timesteps) + 1, *shape) or not torch.isfinite(kept.latents).all():
         raise KeptLatentsMismatch(f"they are {tuple(latents.shape)}, which does not fit")
     return kept
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    """What was written beside the latents. Raises KeyError, TypeError and ValueError for anything else."""
+    length = int.from_bytes(data[:8], "little")
+    header: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_HEADER])
+    return header

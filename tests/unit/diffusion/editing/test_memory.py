@@ -164,11 +164,15 @@ def test_a_completed_area_is_written_at_every_level_and_nothing_else(memory: Mem
         completer.put(name, output)
     completer.put("new", torch.zeros(16, 8))
     assert completer.written
-    tokens, whole = recording.steps[step(0)].outputs["block"], recording.steps[step(0)].outputs["resnet:map"]
+    tokens, whole = recording.steps[step(0)].get("block"), recording.steps[step(0)].get("resnet:map")
+    assert tokens is not None
+    assert whole is not None
     assert torch.equal(tokens[:, 0].reshape(4, 4) == 5, area[::2, ::2])
     assert torch.equal(whole[0] == 5, area)
-    assert "new" not in recording.steps[step(0)].outputs
-    assert bool((recording.steps[step(1)].outputs["block"] == 1).all())
+    assert "new" not in recording.steps[step(0)].names
+    untouched = recording.steps[step(1)].get("block")
+    assert untouched is not None
+    assert bool((untouched == 1).all())
 
 
 def test_steps_with_equal_maps_share_one_and_growing_one_leaves_the_others(memory: MemoryActivations) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from bottega import kinds
 from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.editing.prompts import LEAST_COSINE, PromptCosines
+from bottega.diffusion.editing.recordings.step import RecordedStep
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import ControlUse, EditRecord, EngineRecord, JobAdvanced, JobCheckpointed
@@ -38,6 +39,12 @@ def edited(drawing: Drawing) -> Edit:
     edit = drawing.job.requests[0].edit
     assert edit is not None
     return edit
+
+
+def recorded(step: RecordedStep, name: str) -> Tensor:
+    tensor = step.get(name)
+    assert tensor is not None
+    return tensor
 
 
 def exact(model: Model, order: EngineOrder) -> Drawing:
@@ -126,15 +133,13 @@ def test_what_completes_a_recording_is_what_the_template_puts_out_there(model: M
     desk = EditDesk(model)
     desk.draw(FIRST)
     (recording,) = desk.source.recordings
-    before = {
-        (key, name): tensor.clone() for key, step in recording.steps.items() for name, tensor in step.outputs.items()
-    }
+    before = {(key, name): recorded(step, name).clone() for key, step in recording.steps.items() for name in step.names}
     valid = {key: step.valid for key, step in recording.steps.items()}
     desk.draw(ELSEWHERE)
     for key, step in recording.steps.items():
         tokens = valid[key][::2, ::2].flatten()
         for name in desk.edits.blocks:
-            tensor = step.outputs[name]
+            tensor = recorded(step, name)
             assert torch.equal(tensor[tokens], before[key, name][tokens])
             assert not torch.equal(tensor[~tokens], before[key, name][~tokens])
 

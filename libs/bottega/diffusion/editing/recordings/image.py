@@ -12,7 +12,6 @@ from torch import Tensor
 
 from bottega.diffusion.editing.masked.tokens import dilate, share
 from bottega.diffusion.editing.recordings.recording import (
-    RecordedStep,
     Recording,
     StepCompleter,
     StepKey,
@@ -22,6 +21,7 @@ from bottega.diffusion.editing.recordings.recording import (
     whole_cells,
 )
 from bottega.diffusion.editing.recordings.source import ActivationSource
+from bottega.diffusion.editing.recordings.step import RecordedStep
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.rows import Half, RowActivations
 
@@ -84,6 +84,7 @@ class ImageRecorder:
             for key, sink in made.items():
                 prompt = prompt_of(self.request.spec, key.half)
                 self.recording.add(key, sink.outputs, self._valid, prompt=prompt)
+                self._source.changed(self.recording, key)
 
     @property
     def next_share(self) -> float:
@@ -106,8 +107,7 @@ class ImageRecorder:
 
     def _expected(self, step_bytes: int) -> int:
         """Of the whole recording, when a step of so many bytes was just made."""
-        recorded_bytes = sum(step.size_bytes for step in self.recording.steps.values())
-        return recorded_bytes + step_bytes * (1 + self.request.steps_left)
+        return self.recording.held_bytes + step_bytes * (1 + self.request.steps_left)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -172,8 +172,9 @@ class ImageReader:
             return self._new_row(key)
         plan = self._plan(step)
         sink = None
-        if plan.missing is not None:
-            sink = self._completers[key] = StepCompleter(step, plan.missing)
+        if plan.missing is not None and (written := self._writable(key, step)) is not None:
+            step, sink = written, StepCompleter(written, plan.missing)
+            self._completers[key] = sink
         if plan.computed is None:
             return None if sink is None else RowActivations(sink=sink)
         reader = StepReader(step, self._request.latent.device)
@@ -193,6 +194,7 @@ class ImageReader:
         for key, completer in completers.items():
             if completer.written:
                 self.recording.grow(completer.step, completer.area, prompt=self._prompts[key.half])
+                self._source.changed(self.recording, key)
                 self.wrote = True
         for key, sink in sinks.items():
             self._add(key, sink)
@@ -225,10 +227,19 @@ class ImageReader:
         """Takes a timestep into the recording, where there is room; it may be there by now."""
         if not sink.outputs or self._step(key) is not None or not sink.finite:
             return
-        others = sum(step.size_bytes for other, step in self.recording.steps.items() if other != key)
+        others = sum(step.held_bytes for other, step in self.recording.steps.items() if other != key)
         if self._source.reserve(self.recording, others + sink.size_bytes):
             self.recording.add(key, sink.outputs, ~self._mask, prompt=self._prompts[key.half])
+            self._source.changed(self.recording, key)
             self.wrote = True
+
+    def _writable(self, key: StepKey, step: RecordedStep) -> RecordedStep | None:
+        """The step to complete; None where it may not be written to, and there is no copy or no room for one."""
+        if step.writable:
+            return step
+        if not self._source.reserve(self.recording, self.recording.held_bytes - step.held_bytes + step.size_bytes):
+            return None
+        return self.recording.writable(key)
 
     def _plan(self, step: RecordedStep) -> _ValidPlan:
         plan = self._plans.get(id(step.valid))

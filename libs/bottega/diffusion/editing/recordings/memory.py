@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 from bottega.caching import LruCache
-from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey
-from bottega.diffusion.editing.recordings.source import EVENTS
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
+from bottega.diffusion.editing.recordings.source import EVENTS, TemplateQuery
+from bottega.v1.fleet_pb2 import ServiceAddress
 
 
 class MemoryActivations:
     """An ActivationSource of this process alone."""
+
+    load_bytes_per_s: float | None = None
 
     def __init__(self, budget_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget_bytes = budget_bytes
@@ -32,6 +36,14 @@ class MemoryActivations:
     def counts(self) -> Mapping[str, int]:
         return self._events
 
+    def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
+        """It needs none."""
+
+    def ask(self, query: TemplateQuery) -> Future[None]:
+        known: Future[None] = Future()
+        known.set_result(None)
+        return known
+
     def find(self, key: RecordingKey, recording: str = "") -> Recording | None:
         found = self._cache.get(key.digest)
         if found is None or not found.complete or recording not in ("", found.id):
@@ -44,13 +56,18 @@ class MemoryActivations:
         found.used_s = self._clock()
         return found
 
-    def begin(self, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None) -> Recording | None:
+    def begin(
+        self, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None, *, origin: str = ""
+    ) -> Recording | None:
         if self._cache.get(key.digest) is not None or not self._budget_bytes:
             return None
-        begun = Recording(key, shape, drawn)
+        begun = Recording(key, shape, drawn, origin=origin)
         begun.used_s = self._clock()
         self._cache.add(key.digest, begun)
         return begun
+
+    def changed(self, recording: Recording, key: StepKey) -> None:
+        """Nobody else is given it."""
 
     def reserve(self, recording: Recording, size_bytes: int) -> bool:
         more_bytes = size_bytes - recording.size_bytes
@@ -82,6 +99,9 @@ class MemoryActivations:
             self._cache.remove(key)
         self._events["dropped"] += len(idle)
         return len(idle)
+
+    def stop(self) -> None:
+        """There is nothing to close."""
 
     def _note_eviction(self, _key: str, _recording: Recording) -> None:
         self._events["evictions"] += 1

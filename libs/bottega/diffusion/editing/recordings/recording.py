@@ -9,14 +9,16 @@ import hashlib
 import json
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bottega.diffusion.editing.recordings.step import MemoryStep, RecordedStep, copy_step
 from bottega.diffusion.rows import Half, SetKey
 from bottega.diffusion.spec import ResolvedSpec
+from bottega.v1.activations_pb2 import BlockProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,22 +70,6 @@ class StepKey:
     controls: tuple[int, ...] = ()
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class RecordedStep:
-    """What blocks put out in one forward. valid: see `Recording`. outputs: float16, by name, on the CPU.
-
-    prompt: what it was computed with, see `prompt_of`; empty where that was more than one.
-    """
-
-    valid: Tensor
-    prompt: str = ""
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.outputs.values())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawnTemplate:
     """What a template's edits have in common outside their masks: what the first one has drawn, in Diffusers' order.
@@ -100,31 +86,48 @@ class DrawnTemplate:
 class Recording:
     """The activations of one template.
 
-    id: 32 hex digits. shape: height and width of the latent. drawn: None where edits put back latents that a generation
-    has kept.
+    id: 32 hex digits; a new one for a new recording. shape: height and width of the latent. drawn: None where edits put
+    back latents that a generation has kept. origin: `source` of ActivationsOrder; empty where nobody said it.
     A step's `valid`, bool [height, width] of the latent, says where the template stood while it was recorded. Where all
     elements under a token are valid, the outputs are the template's.
     uses: edits that have read it. readers: under way. complete: whether it may be read.
+    budget_bytes: that all of its outputs may take, wherever they are kept; 0 is without bound. profile: what the
+    model's blocks take, where that was measured; its source sets both.
     """
 
-    def __init__(self, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None) -> None:
-        self.id = uuid.uuid4().hex
+    def __init__(
+        self,
+        key: RecordingKey,
+        shape: tuple[int, int],
+        drawn: DrawnTemplate | None = None,
+        *,
+        origin: str = "",
+        id: str = "",
+    ) -> None:
+        self.id = id or uuid.uuid4().hex
         self.key = key
         self.shape = shape
         self.drawn = drawn
+        self.origin = origin
         self.steps: dict[StepKey, RecordedStep] = {}
         self.complete = False
         self.uses = 0
         self.readers = 0
         self.used_s = 0.0
         self.reserved_bytes = 0
-        self._bytes = 0
+        self.budget_bytes = 0
+        self.profile: BlockProfile | None = None
         self._maps: list[Tensor] = []
 
     @property
     def size_bytes(self) -> int:
-        """Of its outputs, or of the room that was made for them."""
-        return max(self._bytes, self.reserved_bytes)
+        """Of its outputs in this process's memory, or of the room that was made for them."""
+        return max(self.held_bytes, self.reserved_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of its outputs in this process's memory."""
+        return sum(step.held_bytes for step in list(self.steps.values()))
 
     @property
     def is_idle(self) -> bool:
@@ -143,9 +146,24 @@ class Recording:
 
     def add(self, key: StepKey, outputs: Mapping[str, Tensor], valid: Tensor, *, prompt: str = "") -> None:
         """Takes in a forward that was computed in full, in place of one with another prompt."""
-        before = self.steps.get(key)
-        step = self.steps[key] = RecordedStep(valid=self._shared(valid), outputs=dict(outputs), prompt=prompt)
-        self._bytes += step.size_bytes - (before.size_bytes if before is not None else 0)
+        self.put(key, MemoryStep(valid=valid, outputs=outputs, prompt=prompt))
+
+    def put(self, key: StepKey, step: RecordedStep) -> None:
+        """Takes in a forward as it is, in place of what was there."""
+        step.valid = self._shared(step.valid)
+        self.steps[key] = step
+
+    def writable(self, key: StepKey) -> RecordedStep | None:
+        """The step, to be written to: a copy in its place, where what is there may not be. Its source has made room.
+
+        None where not all of it is here.
+        """
+        step: RecordedStep | None = self.steps[key]
+        if step is not None and not step.writable:
+            step = copy_step(step)
+            if step is not None:
+                self.put(key, step)
+        return step
 
     def grow(self, step: RecordedStep, area: Tensor, *, prompt: str) -> None:
         """A forward has computed the template in this area, too, and written it into a step, here or replaced."""
@@ -178,7 +196,7 @@ class StepReader:
         self._device = device
 
     def get(self, name: str) -> Tensor | None:
-        output = self._step.outputs.get(name)
+        output = self._step.get(name)
         if output is None:
             return None
         self.reused.add(name)
@@ -213,9 +231,9 @@ class StepRecorder:
 class StepCompleter:
     """The StepActivations of a row that computes parts of the template which a recorded step lacks.
 
-    area: bool [height, width] of the latent: cells that are computed, and wholly the template's. It is written at once:
-    whatever happens to the forward, what it has put out there is the template's. Whether it is all of it, `grow` says.
-    written: whether anything was.
+    step: writable. area: bool [height, width] of the latent: cells that are computed, and wholly the template's. It is
+    written at once: whatever happens to the forward, what it has put out there is the template's. Whether it is all of
+    it, `grow` says. written: whether anything was.
     """
 
     def __init__(self, step: RecordedStep, area: Tensor) -> None:
@@ -225,10 +243,10 @@ class StepCompleter:
         self._pooled: dict[tuple[int, int], Tensor] = {}
 
     def get(self, name: str) -> Tensor | None:
-        return self.step.outputs.get(name)
+        return self.step.get(name)
 
     def put(self, name: str, output: Tensor) -> None:
-        stored = self.step.outputs.get(name)
+        stored = self.step.get(name)
         if stored is None or stored.shape != output.shape:
             return  # what was not recorded is computed in full, and remains so
         self.written = True
