@@ -62,6 +62,7 @@ from bottega.transport.messages import (
     pack_number,
     read_number,
 )
+from bottega.transport.pacing import PieceSize, RateLimiter
 from bottega.transport.server import MESSAGE_S, LinkServer, LinkServerSettings
 
 __all__ = [
@@ -96,6 +97,8 @@ __all__ = [
     "Link",
     "LinkListener",
     "SealedFile",
+    "PieceSize",
+    "RateLimiter",
     "BytesMessage",
     "WholeMessage",
     "kind_of",

@@ -5,45 +5,18 @@ others may speak. Reads the file straight into the link's slots.
 from __future__ import annotations
 
 import os
-import time
 
 from bottega.caching import CacheLease
 from bottega.errors import BottegaError, DataLoss, InternalError
 from bottega.lora import messages
 from bottega.lora.canonical import CanonicalLora, parse
 from bottega.lora.safetensors_header import LENGTH_BYTES, header_bytes
-from bottega.transport import Deadline, Link, pack_number
+from bottega.transport import Deadline, Link, PieceSize, RateLimiter, pack_number
 
 # A message that is not taken in this time never will be.
 _SEND_S = 60.0
-# What a piece should take: whoever wants to speak waits for those that are under way.
-_PIECE_S = 0.01
-# So many pieces cannot all be under way: what they take is what the link carries, and not what its ends have room for.
-_MEASURED_PIECES = messages.SLOTS + 1
-_FIRST_BYTES, _LEAST_BYTES, _MOST_BYTES = 64 << 10, 4 << 10, 4 << 20
-
-
-class RateLimiter:
-    """Keeps a link to so many bytes a second; 0 does not."""
-
-    def __init__(self, bytes_per_s: int) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._until = 0.0
-
-    @property
-    def wait_s(self) -> float:
-        """Until more may be sent."""
-        return max(0.0, self._until - time.monotonic())
-
-    @property
-    def most_bytes(self) -> int:
-        """Of a piece."""
-        return max(_LEAST_BYTES, int(self._bytes_per_s * _PIECE_S)) if self._bytes_per_s else _MOST_BYTES
-
-    def spend(self, size_bytes: int) -> None:
-        """They were sent."""
-        if self._bytes_per_s:
-            self._until = max(self._until, time.monotonic()) + size_bytes / self._bytes_per_s
+MOST_BYTES = 4 << 20
+"""Of a piece."""
 
 
 class LoraTransfer:
@@ -57,9 +30,7 @@ class LoraTransfer:
         self.lease = lease
         self._lora = _header(lease)
         self._sent_bytes = 0
-        self._piece_bytes = _FIRST_BYTES
-        self._pieces = 0
-        self._since_s = 0.0
+        self._piece_size = PieceSize(slots=messages.SLOTS, most_bytes=MOST_BYTES)
 
     @property
     def done(self) -> bool:
@@ -81,8 +52,7 @@ class LoraTransfer:
     def send_piece(self, link: Link, pace: RateLimiter) -> None:
         """The next piece of the UNet's section, as long as the link carries in a moment."""
         lora = self._lora
-        self._adapt()
-        size_bytes = min(self._piece_bytes, pace.most_bytes, lora.unet_bytes - self._sent_bytes)
+        size_bytes = min(self._piece_size.next(), pace.most_bytes, lora.unet_bytes - self._sent_bytes)
         with link.start_message(messages.piece_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:
             outgoing.views[0][:] = pack_number(self.number)
             place = lora.header_bytes + lora.text_bytes + self._sent_bytes
@@ -90,20 +60,6 @@ class LoraTransfer:
             outgoing.finish()
         self._sent_bytes += size_bytes
         pace.spend(size_bytes)
-
-    def _adapt(self) -> None:
-        """Before a piece: where enough have been sent to tell what they take, makes the next ones longer or shorter."""
-        now_s = time.monotonic()
-        if self._pieces == _MEASURED_PIECES:
-            took_s = (now_s - self._since_s) / _MEASURED_PIECES
-            if took_s < _PIECE_S / 2:
-                self._piece_bytes = min(2 * self._piece_bytes, _MOST_BYTES)
-            elif took_s > 2 * _PIECE_S:
-                self._piece_bytes = max(self._piece_bytes // 2, _LEAST_BYTES)
-            self._pieces = 0
-        if not self._pieces:
-            self._since_s = now_s
-        self._pieces += 1
 
     def _fill(self, view: memoryview, place: int, size_bytes: int) -> None:
         """Reads bytes of the file into a tensor of a slot."""

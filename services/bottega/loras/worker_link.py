@@ -17,7 +17,7 @@ from bottega.errors import BottegaError, InternalError, NoSharedMemory, TooLarge
 from bottega.lora import messages
 from bottega.lora.messages import LoraMessageKind
 from bottega.loras.config import LinksConfig
-from bottega.loras.transfer import LoraTransfer, RateLimiter
+from bottega.loras.transfer import MOST_BYTES, LoraTransfer
 from bottega.rpc.link_service import link_endpoints, tcp_endpoint
 from bottega.rpc.status import job_error_to_json
 from bottega.transport import (
@@ -28,6 +28,7 @@ from bottega.transport import (
     LinkHandler,
     LinkServer,
     LinkServerSettings,
+    RateLimiter,
     SealedFile,
     default_socket_path,
     kind_of,
@@ -49,7 +50,7 @@ class LoraWorkerLink(LinkHandler):
     def __init__(self, connection: Connection, *, cache: TieredCache, bytes_per_s: int) -> None:
         self._connection = connection
         self._cache = cache
-        self._pace = RateLimiter(bytes_per_s)
+        self._pace = RateLimiter(bytes_per_s, most_bytes=MOST_BYTES)
         self._shares = bytes_per_s == 0
         # Of the thread that sends: the first one is sent, the others have sent their heads.
         self._sendings: deque[LoraTransfer] = deque()
