@@ -3,6 +3,7 @@
 The gateway's scheduler and the worker's engine decide by the same functions, so that they agree.
 """
 
+from bottega.planning.block_loading import BlockCost, LoadPlan, least_end_s, plan_step, plan_steps
 from bottega.planning.cost import Shape, StepTimes
 from bottega.planning.eviction import (
     FIFO,
@@ -35,8 +36,10 @@ from bottega.planning.skip_profile import (
     skip_step,
     skip_steps,
 )
+from bottega.planning.step_table import StepTable
 from bottega.planning.width import best_width, completion_times, most_on_trial
 from bottega.planning.work import RemainingWork, control_steps, rows_per_image, steps_to_run
+from bottega.planning.work_fit import WorkCost, WorkFit
 
 __all__ = [
     "BALANCED_ALPHA",
@@ -48,9 +51,11 @@ __all__ = [
     "LFU",
     "LRU",
     "NIRVANA_768",
+    "BlockCost",
     "EvictionHeap",
     "EvictionPolicy",
     "LengthClass",
+    "LoadPlan",
     "PredictorRates",
     "PredictorSwitch",
     "QualitySample",
@@ -58,8 +63,11 @@ __all__ = [
     "RowFractions",
     "Shape",
     "SkipProfile",
+    "StepTable",
     "StepTimes",
     "Usage",
+    "WorkCost",
+    "WorkFit",
     "best_width",
     "completion_times",
     "control_steps",
@@ -68,10 +76,13 @@ __all__ = [
     "fallback_profile",
     "fraction_of",
     "latest_step",
+    "least_end_s",
     "least_similarity",
     "measured_class",
     "most_on_trial",
     "pipelines",
+    "plan_step",
+    "plan_steps",
     "rows_in",
     "rows_per_image",
     "rows_to_offload",

@@ -1,0 +1,89 @@
+"""Planned seconds of a step by how much is in it, short enough to be sent with every report of a worker."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+
+from bottega.planning.cost import MAX_SHAPES, Shape
+
+MAX_POINTS = 12
+"""Of one shape."""
+
+
+class StepTable:
+    """Seconds of one step as a function of latent shape and row-equivalents, as the worker's exact plan says.
+
+    Row-equivalents: rows, each as what it costs of a plain one; fractions are usual. Between two points it
+    interpolates, beyond the last it extends the last slope, before the first it goes half-way between proportional and
+    constant, as StepTimes does. Of more than MAX_POINTS of a shape, the one that its neighbours say best is left out;
+    of more than MAX_SHAPES shapes, the one that was planned longest ago.
+    """
+
+    def __init__(self) -> None:
+        self._points: dict[Shape, dict[float, float]] = {}
+
+    def note(self, shape: Shape, row_equivalents: float, seconds: float) -> None:
+        """Takes in a planned step, in place of one of as many. What says nothing (no rows, no time) is left out."""
+        if not (0.0 < row_equivalents < math.inf and 0.0 < seconds < math.inf and min(shape) > 0):
+            return
+        points = self._points[shape] = self._points.pop(shape, {})  # the last one is the newest
+        points[row_equivalents] = seconds
+        if len(points) > MAX_POINTS:
+            del points[_least_missed(points, but=row_equivalents)]
+        if len(self._points) > MAX_SHAPES:
+            del self._points[next(iter(self._points))]
+
+    def seconds(self, shape: Shape, row_equivalents: float) -> float | None:
+        """Of one step; None where no step of this shape was planned."""
+        points = self._points.get(shape)
+        if not points:
+            return None
+        return _along(sorted(points.items()), row_equivalents) if row_equivalents > 0.0 else 0.0
+
+    def entries(self) -> Iterator[tuple[Shape, float, float]]:
+        """Everything planned: shape, row-equivalents, seconds."""
+        for shape, points in self._points.items():
+            for row_equivalents, seconds in sorted(points.items()):
+                yield shape, row_equivalents, seconds
+
+    @classmethod
+    def from_entries(cls, entries: Iterable[tuple[Shape, float, float]]) -> StepTable:
+        """The same table on the other side of a wire, within the same bounds."""
+        table = cls()
+        for shape, row_equivalents, seconds in entries:
+            table.note(shape, row_equivalents, seconds)
+        return table
+
+
+def _least_missed(points: dict[float, float], *, but: float) -> float:
+    """The point between two others that a line between them comes nearest to, in shares of what it says."""
+    curve = sorted(points.items())
+    missed = {}
+    for (before, after), (row_equivalents, seconds) in zip(
+        zip(curve, curve[2:], strict=False), curve[1:-1], strict=True
+    ):
+        missed[row_equivalents] = abs(_between(before, after, row_equivalents) - seconds) / seconds
+    missed.pop(but, None)
+    return min(missed, key=missed.__getitem__)
+
+
+def _along(curve: list[tuple[float, float]], row_equivalents: float) -> float:
+    place = bisect_left(curve, (row_equivalents, 0.0))
+    if place == 0:
+        first, seconds = curve[0]
+        return seconds * (1.0 + row_equivalents / first) / 2.0
+    if place < len(curve):
+        return _between(curve[place - 1], curve[place], row_equivalents)
+    last, seconds = curve[-1]
+    slope = seconds / last if len(curve) == 1 else _slope(curve[-2], curve[-1])
+    return seconds + max(0.0, slope) * (row_equivalents - last)
+
+
+def _between(before: tuple[float, float], after: tuple[float, float], row_equivalents: float) -> float:
+    return before[1] + _slope(before, after) * (row_equivalents - before[0])
+
+
+def _slope(before: tuple[float, float], after: tuple[float, float]) -> float:
+    return (after[1] - before[1]) / (after[0] - before[0])
