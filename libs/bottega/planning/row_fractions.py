@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 from bottega.planning.cost import MAX_SHAPES, Shape, StepTimes
 
@@ -45,6 +46,19 @@ class RowFractions:
         self._fixed[shape] = fixed if before is None else before + _WEIGHT * (fixed - before)
         if len(self._fixed) > MAX_SHAPES:
             del self._fixed[next(iter(self._fixed))]
+
+    def entries(self) -> Iterator[tuple[Shape, float]]:
+        """Everything measured: shape and fixed part, the shape that ran last at the end."""
+        yield from self._fixed.items()
+
+    @classmethod
+    def from_entries(cls, entries: Iterable[tuple[Shape, float]]) -> RowFractions:
+        """The same on the other side of a wire. Left out are parts that are none, and shapes beyond MAX_SHAPES."""
+        fractions = cls()
+        for shape, fixed in entries:
+            if math.isfinite(fixed) and 0.0 <= fixed <= 1.0 and len(fractions._fixed) < MAX_SHAPES:
+                fractions._fixed[shape] = fixed
+        return fractions
 
     def _known(self, shape: Shape) -> float:
         if shape in self._fixed:

@@ -179,15 +179,9 @@ class Worker:
 
     def load(self) -> fleet_pb2.Load:
         """How busy the worker is."""
-        steps_left = {AttemptKey.of(running.attempt): running.steps_left for running in self._beat.running}
+        denoising = {AttemptKey.of(running.attempt): running for running in self._beat.running}
         return fleet_pb2.Load(
-            running=[
-                fleet_pb2.RunningAttempt(
-                    attempt=key.message(),
-                    steps_left=steps_left.get(key, 0 if runner.attempt.started else runner.steps_expected),
-                )
-                for key, runner in self._runners.items()
-            ],
+            running=[denoising.get(key) or _not_denoising(key, runner) for key, runner in self._runners.items()],
             step_times=self._beat.step_times,
             fixed_s=self._beat.fixed_s,
             draining=self._draining,
@@ -195,6 +189,8 @@ class Worker:
             memory_bytes=self._memory_bytes,
             hosted=self._beat.hosted,
             switch_times=self._beat.switch_times,
+            mask_tokens=self._beat.mask_tokens if self._beat.HasField("mask_tokens") else None,
+            masked_times=self._beat.masked_times,
         )
 
     async def drain(self) -> None:
@@ -376,6 +372,12 @@ def _reported_at_once(beat: engine_pb2.EngineBeat) -> tuple[object, ...]:
     """
     measured = [(time.latent_height, time.latent_width, time.rows, time.outdated) for time in beat.step_times]
     return measured, list(beat.hosted)
+
+
+def _not_denoising(key: AttemptKey, runner: AttemptRunner) -> fleet_pb2.RunningAttempt:
+    """An attempt that the engine does not know yet, or not any more."""
+    steps_left = 0 if runner.attempt.started else runner.steps_expected
+    return fleet_pb2.RunningAttempt(attempt=key.message(), steps_left=steps_left)
 
 
 def _checkpoint(key: AttemptKey, event: engine_pb2.EngineCheckpoint) -> AttemptCheckpoint:

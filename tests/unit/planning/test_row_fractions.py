@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -75,3 +76,15 @@ def test_of_many_shapes_the_one_that_ran_longest_ago_is_forgotten() -> None:
 def test_rows_in_a_turn_are_found_again(rows: float) -> None:
     assert rows_in(times(gaining), SHAPE, gaining(rows), most=16) == pytest.approx(rows, abs=1e-3)
     assert rows_in(StepTimes(), SHAPE, 1.0, most=4) is None
+
+
+def test_they_are_the_same_on_the_other_side_of_a_wire_but_for_what_is_none() -> None:
+    fractions, table = RowFractions(), times(gaining)
+    for shape in (SHAPE, OTHER):
+        fractions.observe(table, shape, rows=4, shares=[0.2], seconds=0.055)
+    entries = list(fractions.entries())
+    assert [shape for shape, _ in entries] == [SHAPE, OTHER]
+    wrong = [((8, 8), math.nan), ((9, 9), -0.1), ((7, 7), 1.1)]
+    told = RowFractions.from_entries([*wrong, *entries])
+    assert list(told.entries()) == entries
+    assert told.fraction(SHAPE, 0.3) == fractions.fraction(SHAPE, 0.3)

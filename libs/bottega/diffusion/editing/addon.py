@@ -29,6 +29,7 @@ from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
+from bottega.planning import StepTable
 from bottega.v1.activations_pb2 import ListTemplatesResponse, Template
 from bottega.v1.fleet_pb2 import ServiceAddress
 
@@ -45,7 +46,8 @@ class EngineEdits(EngineAddOn):
 
     It stands behind those of ControlNets and LoRAs: what they report says whether a recording is worth anything.
     unusable: why masked blocks never are; empty where they may be. cosines: how far blocks follow the prompt; None
-    before the first template that would rely on it.
+    before the first template that would rely on it. step_table: planned seconds of steps that load what they do not
+    compute, for the gateway.
     """
 
     kind = kinds.ACTIVATIONS
@@ -65,6 +67,7 @@ class EngineEdits(EngineAddOn):
             blocks=frozenset(self.blocks),
         )
         self.cosines: PromptCosines | None = None
+        self.step_table = StepTable()
         self._events: Counter[str] = Counter(blocks_reused=0, blocks_total=0)
 
     @property

@@ -5,7 +5,6 @@ Jobs join and leave between any two turns.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -121,10 +120,10 @@ class Engine:
         self._preview = LatentPreview.fit(model)
 
         self.addons = tuple(addons)
-        self._fractions = RowFractions()
+        self.row_fractions = RowFractions()
         self._batcher: Batcher[Request] = Batcher(
             self.step_times,
-            self._fractions,
+            self.row_fractions,
             max_rows=limits.fixed_rows or limits.max_rows,
             max_wait_turns=limits.max_wait_turns,
         )
@@ -136,12 +135,14 @@ class Engine:
             fixed_rows=limits.fixed_rows,
             masked=_masked_backbone(model, limits, heartbeat),
         )
-        self._forward = MeasuredForward(denoiser, self.step_times, self.addons, self._fractions)
+        self._forward = MeasuredForward(denoiser, self.step_times, self.addons, self.row_fractions)
         if heartbeat is not None:
             call_after_blocks((model.backbone.unet, model.vae, *model.text_encoders), heartbeat.beat)
         self._pair = None
         if peer is not None:
-            self._pair = Pair(self._forward.predict, peer, self.step_times, heartbeat or Heartbeat())
+            self._pair = Pair(
+                self._forward.predict, peer, self.step_times, self.row_fractions, heartbeat or Heartbeat()
+            )
         self._stepper = Stepper(self._forward, self._batcher, self._jobs_by_request, self.addons, self._pair)
         self.remote_jobs = RemoteJobs(
             self._forward.predict,
@@ -218,12 +219,15 @@ class Engine:
             self._pair.backlog = requests
 
     def steps_left(self) -> Iterator[tuple[Hashable, int]]:
-        """Every job that is here, with its steps to go; one of masked rows counts as what it costs of a plain one."""
+        """Every job that is here, with its steps to go, over all images."""
         for job in self._jobs.values():
-            costs = (request.steps_left * self._forward.cost(request) for request in job.requests)
-            yield job.key, math.ceil(sum(costs))
+            yield job.key, job.steps_left
         for waiting in self._waiting:
             yield waiting.order.key, waiting.order.spec.num_images * waiting.order.spec.steps
+
+    def computed_shares(self) -> Mapping[Hashable, float]:
+        """Of every job that denoises, the share of the tokens of its rows that its next turn computes."""
+        return {job.key: job.computed_share for job in self._jobs.values()}
 
     @torch.inference_mode()
     def warm_up(self) -> None:

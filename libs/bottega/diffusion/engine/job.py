@@ -108,6 +108,17 @@ class EngineJob:
         return sum(request.step - request.begin for request in self.requests)
 
     @property
+    def steps_left(self) -> int:
+        """To go, over all images."""
+        return self.steps_total - self.steps_done
+
+    @property
+    def computed_share(self) -> float:
+        """Of the tokens of its rows, what their next turns compute."""
+        shares = [request.computed_share for request in self.requests if not request.done]
+        return sum(shares) / len(shares) if shares else 1.0
+
+    @property
     def steps_resumed(self) -> int:
         """Steps that the checkpoint had already done."""
         return sum(request.resumed_from - request.begin for request in self.requests)

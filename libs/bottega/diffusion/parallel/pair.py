@@ -16,7 +16,7 @@ from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, OffloadTarget, RemoteJob
 from bottega.diffusion.rows import Row
-from bottega.planning import Shape, StepTimes, rows_to_offload
+from bottega.planning import RowFractions, Shape, StepTimes, rows_to_offload
 
 # How long the leader waits for rows when its own are done: so many times what they should take, and this at least.
 # A follower that is dead is noticed sooner; this is for one that is stopped, or slowed down by others on its cores.
@@ -54,7 +54,8 @@ class PairPrediction(Prediction):
 
 
 class Pair:
-    """predict: a forward here. times: of those, kept by their runner. heartbeat: beats while it waits.
+    """predict: a forward here. times: of those, and fractions: what rows cost of which a part is computed, both kept by
+    their runner. heartbeat: beats while it waits.
 
     backlog: requests that wait elsewhere for a worker.
     """
@@ -64,6 +65,7 @@ class Pair:
         predict: Callable[[Sequence[Row]], Prediction],
         target: OffloadTarget,
         times: StepTimes,
+        fractions: RowFractions,
         heartbeat: Heartbeat,
     ) -> None:
         self.backlog = 0
@@ -71,6 +73,7 @@ class Pair:
         self._target = target
         self._heartbeat = heartbeat
         self._times = times
+        self._fractions = fractions
         self._theirs = StepTimes()
         self._unused_turns = 0
         self._pause_turns = _LEAST_PAUSE_TURNS
@@ -127,20 +130,21 @@ class Pair:
             and (known := offloadable.get(row.owner))
             and self._target.accepts(known.remote_job)
         ]
-        count = self._count(_shape(rows[0]), len(rows), len(able)) if able else 0
+        count = self._count(rows, len(able)) if able else 0
         offloaded = able[len(able) - count :]
         if not offloaded or not self._target.offload(offloaded):
             return []
         return [each.row for each in offloaded]
 
-    def _count(self, shape: Shape, rows: int, able: int) -> int:
-        trying = self._tries > 0
+    def _count(self, rows: Sequence[Row], able: int) -> int:
+        trying, shape = self._tries > 0, _shape(rows[0])
         count = rows_to_offload(
-            rows,
+            len(rows),
             able,
             own=lambda count: None if trying else self._times.seconds(shape, count),
             theirs=lambda count: None if trying else self._theirs.seconds(shape, count),
             backlog=self.backlog,
+            saved=self._saved(rows),
         )
         self._tries -= bool(trying and count)
         self._unused_turns = 0 if count or self.backlog else self._unused_turns + 1
@@ -148,6 +152,11 @@ class Pair:
             self._theirs, self._unused_turns, self._tries = StepTimes(), 0, _TRIES
             self._pause_turns = min(2 * self._pause_turns, _MOST_PAUSE_TURNS)
         return count
+
+    def _saved(self, rows: Sequence[Row]) -> float:
+        """What masked rows, which stay here, cost less than plain ones, in rows."""
+        shares = (row.activations.share for row in rows if row.activations is not None and row.activations.recorded)
+        return sum(1.0 - self._fractions.fraction(_shape(rows[0]), share) for share in shares)
 
     def _wait(self, shape: Shape, rows: int, residuals_s: float) -> OffloadResult | None:
         """What was offloaded; None when it does not come. residuals_s: that this engine has waited for residuals."""

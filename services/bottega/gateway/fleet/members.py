@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bottega import kinds
-from bottega.planning import StepTimes
+from bottega.planning import RowFractions, StepTable, StepTimes
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, Hosted
 
@@ -35,8 +35,9 @@ _NOTHING_HOSTED = HostedKind()
 class Member:
     """A service that has joined.
 
-    load, steps_left, times, hosted: as it last reported; steps_left is of the attempts that it runs, by job, and hosted
-    is what it hosts, by kind.
+    load, steps_left, shares, times, fractions, planned, hosted: as it last reported; steps_left is of the attempts that
+    it runs, by job; shares are of the tokens that these compute, where that is known; planned is of turns that load
+    what masked rows do not compute; hosted is what it hosts, by kind.
     name: unique among those of its kind. is_worker: it draws pictures.
     instance: what its process alone knows, and the gateway never shows. host: where its newest stream comes from.
     stream: counts its Join streams; only the newest one speaks for it.
@@ -51,7 +52,10 @@ class Member:
     host: str = ""
     load: fleet_pb2.Load = field(default_factory=fleet_pb2.Load)
     steps_left: dict[str, int] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
     times: StepTimes = field(default_factory=StepTimes)
+    fractions: RowFractions = field(default_factory=RowFractions)
+    planned: StepTable = field(default_factory=StepTable)
     hosted: Mapping[str, HostedKind] = field(default_factory=dict)
     connected: bool = True
     stream: int = 1

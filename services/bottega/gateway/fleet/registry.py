@@ -17,7 +17,7 @@ from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFoun
 from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey
 from bottega.gateway.fleet.members import FleetObserver, Member, hosted_by_kind
 from bottega.gateway.fleet.validation import MAX_MODELS, check_load, check_registration
-from bottega.planning import StepTimes
+from bottega.planning import RowFractions, StepTable, StepTimes
 from bottega.rpc.peers import host_of
 from bottega.v1 import fleet_pb2, image_pb2
 
@@ -101,6 +101,21 @@ class Fleet:
         member.heard_at = self._clock.monotonic()
         member.load = load
         member.steps_left = {running.attempt.job_id: running.steps_left for running in load.running}
+        member.shares = {
+            running.attempt.job_id: running.computed_share
+            for running in load.running
+            if 0 < running.computed_share <= 1  # NaN is not
+        }
+        member.fractions = RowFractions.from_entries(
+            ((time.latent_height, time.latent_width), time.fixed_share)
+            for time in load.masked_times
+            if time.HasField("fixed_share")
+        )
+        member.planned = StepTable.from_entries(
+            ((time.latent_height, time.latent_width), step.rows, step.seconds)
+            for time in load.masked_times
+            for step in time.planned
+        )
         member.times = StepTimes.from_entries(
             (
                 ((time.latent_height, time.latent_width), time.rows, time.seconds)
@@ -190,6 +205,11 @@ class Fleet:
             raise NoWorker("no worker serves the model now", retry_after_s=_RETRY_AFTER_S)
         listed = ", ".join(served) or "none"
         raise ModelNotFound(f"no such model; served: {listed}", metadata={"served": ",".join(served)})
+
+    def mask_tokens(self, model: str) -> fleet_pb2.MaskTokens | None:
+        """How masks become tokens in a model's network, as its workers say; None where none of them says so."""
+        said = (member.load.mask_tokens for member in self.serving(model))
+        return next((tokens for tokens in said if tokens.token_elements), None)
 
     def expected(self, model: str) -> bool:
         """Whether a worker of the model is here, or was within the grace."""

@@ -33,6 +33,9 @@ _MAX_ADDRESS_CHARACTERS = 256
 _INSTANCE_CHARACTERS = (16, 64)
 # A worker takes a few dozen attempts at once, and measures a few sizes of pictures at a few widths of groups.
 _MAX_ENTRIES = 4096
+# Sizes of latents, and widths of groups, of which a worker says what masked rows take.
+_MAX_MASKED_TIMES = 32
+_MAX_MASK_TOKENS = 64
 # A name or an address of a host; no path, no scheme.
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 
@@ -77,7 +80,16 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
     for name in ("max_rows", "memory_bytes"):
         if getattr(load, name) < 0:
             yield Violation(field=f"load.{name}", description="must not be negative")
+    yield from _masked(load)
     yield from _hosted(load)
+
+
+def _masked(load: fleet_pb2.Load) -> Iterator[Violation]:
+    if max(len(load.masked_times), *(len(time.planned) for time in load.masked_times), 0) > _MAX_MASKED_TIMES:
+        yield Violation(field="load.masked_times", description=f"at most {_MAX_MASKED_TIMES}, each with as many")
+    tokens = load.mask_tokens
+    if not all(0 <= number <= _MAX_MASK_TOKENS for number in (tokens.token_elements, tokens.margin_tokens)):
+        yield Violation(field="load.mask_tokens", description=f"must be 0 to {_MAX_MASK_TOKENS}")
 
 
 def _hosted(load: fleet_pb2.Load) -> Iterator[Violation]:

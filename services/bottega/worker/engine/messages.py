@@ -28,6 +28,7 @@ from bottega.diffusion.engine.events import (
 from bottega.diffusion.loras.addon import EngineLoras
 from bottega.errors import BottegaError
 from bottega.latents import format_start
+from bottega.planning import Shape
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2
@@ -116,11 +117,13 @@ def templates_of(engine: Engine, question: engine_pb2.EngineTemplatesRequest) ->
 def beat_of(runtime: Runtime, *, peer_links: int) -> engine_pb2.EngineEvent:
     """The message that the engine is alive, and how busy. peer_links: with the other worker of its pair."""
     engine = runtime.engine
+    shares = engine.computed_shares()
     links = peer_links + sum(addon.open_links for addon in engine.addons)
     beat = engine_pb2.EngineBeat(
         turns=engine.turns,
         running=[
-            fleet_pb2.RunningAttempt(attempt=attempt_of(key), steps_left=steps) for key, steps in engine.steps_left()
+            fleet_pb2.RunningAttempt(attempt=attempt_of(key), steps_left=steps, computed_share=shares.get(key, 0.0))
+            for key, steps in engine.steps_left()
         ],
         step_times=[
             fleet_pb2.StepTime(
@@ -152,7 +155,26 @@ def beat_of(runtime: Runtime, *, peer_links: int) -> engine_pb2.EngineEvent:
         elif isinstance(addon, EngineEdits):
             recordings = addon.source.recordings
             beat.recordings, beat.activation_bytes = len(recordings), sum(each.size_bytes for each in recordings)
+            _add_masked(beat, engine, addon)
     return engine_pb2.EngineEvent(beat=beat)
+
+
+def _add_masked(beat: engine_pb2.EngineBeat, engine: Engine, edits: EngineEdits) -> None:
+    """What the gateway counts edits by."""
+    if edits.unusable:
+        return
+    beat.mask_tokens.token_elements, beat.mask_tokens.margin_tokens = edits.levels.finest, edits.levels.margin
+    masked: dict[Shape, fleet_pb2.MaskedTimes] = {}
+
+    def times_of(shape: Shape) -> fleet_pb2.MaskedTimes:
+        if shape not in masked:
+            masked[shape] = beat.masked_times.add(latent_height=shape[0], latent_width=shape[1])
+        return masked[shape]
+
+    for shape, fixed_share in engine.row_fractions.entries():
+        times_of(shape).fixed_share = fixed_share
+    for shape, rows, seconds in edits.step_table.entries():
+        times_of(shape).planned.add(rows=rows, seconds=seconds)
 
 
 def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
@@ -23,18 +25,17 @@ def test_masked_and_recording_turns_enter_no_table_of_plain_ones(model: Model) -
     assert [rows for _, rows, _ in desk.engine.step_times.entries()] == [2]
 
 
-def test_steps_to_go_count_as_what_they_cost(model: Model) -> None:
+def test_steps_to_go_are_told_with_the_share_that_they_compute(model: Model) -> None:
     desk = EditDesk(model)
     desk.draw(PLAIN)
     desk.draw(FIRST)
     drawing = desk.submit(replace(SECOND, spec=replace(SECOND.spec, num_images=4)))
     desk.turn()
     assert drawing.job is not None
-    left = dict(desk.engine.steps_left())[SECOND.key]
     share = drawing.job.requests[0].computed_share
     assert 0.2 < share < 0.6
-    # Two steps of four images each, at what is assumed of masked rows and what was measured of one turn.
-    assert share * 8 - 1 < left <= 8
+    assert dict(desk.engine.steps_left()) == {SECOND.key: 8}  # two steps of four images each
+    assert desk.engine.computed_shares() == {SECOND.key: pytest.approx(share)}
 
 
 def test_a_request_that_takes_nothing_from_a_recording_costs_whole_rows(model: Model) -> None:
@@ -44,3 +45,4 @@ def test_a_request_that_takes_nothing_from_a_recording_costs_whole_rows(model: M
     assert drawing.job is not None
     assert drawing.job.requests[0].computed_share == 1.0
     assert dict(desk.engine.steps_left()) == {"first": 2}
+    assert desk.engine.computed_shares() == {"first": 1.0}

@@ -13,7 +13,7 @@ from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
 from bottega.diffusion.parallel.pair import Offloadable, Pair, PairPrediction
 from bottega.diffusion.rows import Embeds, Half, Row, RowActivations
-from bottega.planning import StepTimes
+from bottega.planning import RowFractions, StepTimes
 
 EMBEDS = Embeds(prompt=torch.zeros(7, 8), pooled=torch.zeros(4), time_ids=torch.zeros(6))
 GUEST = RemoteJob(halves={Half.UNCONDITIONAL: EMBEDS, Half.CONDITIONAL: EMBEDS})
@@ -78,7 +78,7 @@ def pair_with(*seconds: float, one_row_s: float = OWN_S) -> tuple[Pair, Scripted
     for _ in range(20):  # settled
         times.observe((8, 8), 2, 2 * OWN_S)
         times.observe((8, 8), 1, one_row_s)
-    return Pair(Network(times), follower, times, Heartbeat()), follower
+    return Pair(Network(times), follower, times, RowFractions(), Heartbeat()), follower
 
 
 def shared(pair: Pair, turns: int) -> list[bool]:
