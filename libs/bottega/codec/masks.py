@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageFilter, ImageOps
 
 from bottega.codec.images import load, too_much_memory
 from bottega.codec.pixels import ImageSize, MaskOrder
@@ -133,6 +133,27 @@ def filled(image: Image.Image, width: int, height: int) -> Image.Image:
     return whole
 
 
+def computed_share(pixels: bytes, order: MaskOrder) -> float:
+    """The share of the tokens of the finest attention level that masked blocks compute, margin included; above 0 to 1.
+
+    pixels: of a mask as it is drawn. An element of the latent is redrawn where its first pixel is, a token where any of
+    its elements is, as in the engine.
+    """
+    scale, width = order.latent_scale, order.width
+    lines = [pixels[row : row + width : scale] for row in range(0, width * order.height, width * scale)]
+    tokens = _any(Image.frombytes("L", (len(lines[0]), len(lines)), b"".join(lines)))
+    for _ in range(order.token.bit_length() - 1):  # levels halve a side, and round up
+        tokens = _any(tokens.reduce(2))
+    if order.margin:
+        tokens = tokens.filter(ImageFilter.MaxFilter(2 * order.margin + 1))
+    return tokens.histogram()[255] / (tokens.width * tokens.height)
+
+
+def _any(tokens: Image.Image) -> Image.Image:
+    """White where it is not black."""
+    return tokens.point([0] + [255] * 255)
+
+
 def _widened(low: int, high: int, by: int, end: int) -> tuple[int, int]:
     """The span, wider by so many pixels on both sides together, moved to where it is inside 0 to end if it can be."""
     low, high = low - by // 2, high + by - by // 2
@@ -168,6 +189,8 @@ def _use(own: ImageSize, pixels: bytes, order: MaskOrder, crop: Box | None, *, c
         converted=converted,
         share=pixels.count(1) / len(pixels),
     )
+    if order.token:
+        use.computed_share = computed_share(pixels, order)
     if crop is not None:
         use.crop_x, use.crop_y = crop[0], crop[1]
         use.crop_width, use.crop_height = crop[2] - crop[0], crop[3] - crop[1]

@@ -36,6 +36,8 @@ class MaskOrder:
     alpha: what is transparent is redrawn, instead of what is white.
     padding: pixels around the mask that are drawn with it, in the image's; None draws the whole image.
     image_size: the image's own; needed with padding.
+    token: elements of the latent, a side, of a token of the finest attention level; margin: such tokens around a mask
+    that are computed with it. With them MaskUse.computed_share is found out; token 0 leaves it out.
     """
 
     width: int
@@ -44,6 +46,8 @@ class MaskOrder:
     alpha: bool = False
     padding: int | None = None
     image_size: ImageSize | None = None
+    token: int = 0
+    margin: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

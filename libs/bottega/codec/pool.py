@@ -170,6 +170,8 @@ def mask_order_to_wire(order: MaskOrder) -> codec_pb2.MaskOrder:
         padding_mask_crop=order.padding,
         image_width=size.width,
         image_height=size.height,
+        token_elements=order.token,
+        margin_tokens=order.margin,
     )
 
 

@@ -103,6 +103,8 @@ def _mask_order(order: codec_pb2.MaskOrder) -> MaskOrder:
         alpha=order.alpha,
         padding=order.padding_mask_crop if cropped else None,
         image_size=ImageSize(width=order.image_width, height=order.image_height) if cropped else None,
+        token=order.token_elements,
+        margin=order.margin_tokens,
     )
 
 

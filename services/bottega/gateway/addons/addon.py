@@ -62,10 +62,12 @@ class WorkerCosts:
     """What a job needs at each worker before its first step.
 
     load_s: seconds, by worker; a worker that is not named needs none. eligible: the only workers that may have the job;
-    None is all of them.
+    None is all of them. shares: of the tokens of its rows, what the job computes there, by worker; all of them at one
+    that is not named.
     """
 
     load_s: Mapping[str, float] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
     eligible: frozenset[str] | None = None
 
 
@@ -123,6 +125,10 @@ class AddOn:
     def expected_skipped_steps(self, job: Job) -> float:
         """Steps, over all images, that a job without a checkpoint is expected not to make; as measured."""
         return 0.0
+
+    def expected_share(self, job: Job) -> float:
+        """Of the tokens of its rows, what a job is expected to compute, above 0 to 1, wherever it runs."""
+        return 1.0
 
     def unavailable(self, job: Job) -> BottegaError | None:
         """Why a job waits in vain."""

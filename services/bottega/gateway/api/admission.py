@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from bottega import rules
 from bottega.background_tasks import BackgroundTasks
-from bottega.codec import ImageSize
 from bottega.errors import (
     BottegaError,
     DeadlinePassed,
@@ -28,7 +27,7 @@ from bottega.errors import (
 from bottega.gateway.addons.addon import AddOn, RequiredModel, Resolution
 from bottega.gateway.api import defaults, validation
 from bottega.gateway.api.identical import IdenticalResult, IdenticalResults
-from bottega.gateway.api.image_sources import ImageSource, ImageSources
+from bottega.gateway.api.image_sources import ImageSource, ImageSources, SeenImages
 from bottega.gateway.api.validation import ImageInspector
 from bottega.gateway.config import GatewayConfig
 from bottega.gateway.fleet.registry import Fleet
@@ -92,13 +91,13 @@ class _Received:
 class _Checked:
     """What a request without faults is about: its model, what its add-ons name, and what answers it already.
 
-    image_size: of its input image, where that was decoded.
+    images: what was seen of its images, where they were decoded.
     """
 
     model: Model
     resolutions: Sequence[Resolution]
     identical: IdenticalResult | None
-    image_size: ImageSize | None
+    images: SeenImages
 
 
 class Admission:
@@ -179,7 +178,7 @@ class Admission:
         if checked.identical is not None:
             return self._answered_job(received, checked.identical, checked.model)
         full = self._complete(received.command.spec, before, checked.model, checked.resolutions)
-        source = await self._sources.find(full, checked.image_size)
+        source = await self._sources.find(full, checked.model, checked.images)
         self._refuse_if_draining()  # which may have begun meanwhile
         decisions = None if before is None else self._decisions_of(before)
         return self._job(received, full, checked.model, source, decisions=decisions)
@@ -210,6 +209,8 @@ class Admission:
             mask_digest=source.mask_digest,
             kept_latents=source.kept_latents,
             result_size=source.result_size,
+            template=source.template,
+            computed_share=source.computed_share,
             size_bytes=received.size_bytes,
             peer=command.peer,
             ends_with_caller=command.caller_s is not None,
@@ -276,7 +277,7 @@ class Admission:
         resolutions = [] if wrong else await self._resolve(meant)
         model = self._model_of(meant, resolutions)
         identical: IdenticalResult | None = None
-        image_size: ImageSize | None = None
+        images = SeenImages()
         if isinstance(model, Model):
             found += validation.check_model(spec, model, self._addons)
             identical = None if found else await self._find_identical(spec, before, model, resolutions)
@@ -286,12 +287,13 @@ class Admission:
             if not found:
                 self._refuse_if_draining()
                 self._controller.queue.check_room(received.size_bytes)
-            image_size = await validation.check_images(
+            images = await validation.check_images(
                 spec,
                 found,
                 self._inspector,
                 max_pixels=self._config.max_image_pixels,
                 model=model if isinstance(model, Model) else None,
+                tokens=self._fleet.mask_tokens(model.name) if isinstance(model, Model) else None,
             )
         rules.refuse(found)
         self._refuse_if_draining()
@@ -300,7 +302,7 @@ class Admission:
             raise model
         for resolution in resolutions:
             resolution.check_model(model)
-        return _Checked(model=model, resolutions=resolutions, identical=identical, image_size=image_size)
+        return _Checked(model=model, resolutions=resolutions, identical=identical, images=images)
 
     async def _find_identical(
         self, spec: GenerationSpec, before: Job | None, model: Model, resolutions: Sequence[Resolution]

@@ -6,8 +6,10 @@ digest: the bytes are enough, nobody has to name the job. What cannot be read is
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bottega.codec import ImageSize
 from bottega.errors import DataLoss, StorageUnavailable
@@ -15,9 +17,18 @@ from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.specs import may_mask_blocks
 from bottega.gateway.jobs.storage import Storage, digest
 from bottega.gateway.jobs.values import JobRequest
-from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.generation_pb2 import GenerationSpec, MaskUse
+from bottega.v1.image_pb2 import Model
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenImages:
+    """What was seen of the images of a request. size: of `image`; None without one. mask: what it redraws."""
+
+    size: ImageSize | None = None
+    mask: MaskUse = field(default_factory=MaskUse)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +39,8 @@ class ImageSource:
     mask_digest: str = ""
     kept_latents: str = ""
     result_size: tuple[int, int] = (0, 0)
+    template: str = ""
+    computed_share: float = 1.0
 
     @classmethod
     def of(cls, request: JobRequest) -> ImageSource:
@@ -42,18 +55,22 @@ class ImageSources:
         self._jobs = jobs
         self._storage = storage
 
-    async def find(self, spec: GenerationSpec, image_size: ImageSize | None) -> ImageSource:
-        """Of a complete spec. image_size: of its image; what is kept of it stays as long as if it were stored now."""
+    async def find(self, spec: GenerationSpec, model: Model, seen: SeenImages) -> ImageSource:
+        """Of a complete spec for that model. What is kept of its image stays as long as if it were stored now."""
         if not spec.HasField("image"):
             return ImageSource()
         image_digest = await digest(spec.image)
         if not spec.HasField("mask_image"):
             return ImageSource(image_digest=image_digest)
+        kept = await self._kept_latents(image_digest) if _may_use_kept(spec) else ""
+        masked = may_mask_blocks(spec)
         return ImageSource(
             image_digest=image_digest,
             mask_digest=await digest(spec.mask_image),
-            kept_latents=await self._kept_latents(image_digest) if _may_use_kept(spec) else "",
-            result_size=_result_size(spec, image_size),
+            kept_latents=kept,
+            result_size=_result_size(spec, seen.size),
+            template=_template(spec, model, kept or image_digest, seen.mask) if masked else "",
+            computed_share=(seen.mask.computed_share or 1.0) if masked else 1.0,
         )
 
     async def _kept_latents(self, image_digest: str) -> str:
@@ -72,6 +89,16 @@ class ImageSources:
 def _may_use_kept(spec: GenerationSpec) -> bool:
     """Whether an edit may put the latents back that drew its image: they are of the whole of it, and no exact ones."""
     return may_mask_blocks(spec) and not spec.HasField("padding_mask_crop")
+
+
+def _template(spec: GenerationSpec, model: Model, image_digest: str, mask: MaskUse) -> str:
+    """Names what the spec draws from: an image, or what is kept of it, at a size, or a part of it.
+
+    There is one tenant. See ActivationsOrder.source.
+    """
+    part = [mask.crop_x, mask.crop_y, mask.crop_width, mask.crop_height]
+    said = ["", model.model_hash, image_digest, spec.width, spec.height, part]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def _result_size(spec: GenerationSpec, image_size: ImageSize | None) -> tuple[int, int]:

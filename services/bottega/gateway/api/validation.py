@@ -15,6 +15,7 @@ from bottega.codec import ImageSize, MaskOrder
 from bottega.errors import BadImage, BottegaError, InvalidRequest, Violation
 from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.api.defaults import strength_of
+from bottega.gateway.api.image_sources import SeenImages
 from bottega.gateway.jobs.specs import input_images, latent_scale
 from bottega.rules import (
     MAX_ADAPTERS,
@@ -29,6 +30,7 @@ from bottega.rules import (
     check_texts,
 )
 from bottega.v1 import image_pb2
+from bottega.v1.fleet_pb2 import MaskTokens
 from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, MaskUse
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -120,33 +122,38 @@ async def check_images(
     *,
     max_pixels: int,
     model: image_pb2.Model | None,
-) -> ImageSize | None:
+    tokens: MaskTokens | None = None,
+) -> SeenImages:
     """Decodes every input image that can be one. Raises what is wrong with them beside `found`.
 
     model: that draws, where it is known: else it is not known at which size a mask would be empty.
-    Returns the size of `image`, where there is one.
+    tokens: how masks become tokens in its network; None where masked blocks are not computed.
     """
     known = {violation.field for violation in found}
     looked = _Looked(inspector, max_pixels)
     try:
         for path, image in islice(input_images(spec), _MAX_INPUT_IMAGES):
             if path not in known:
-                order = _mask_order(spec, known, looked, model) if path == "spec.mask_image" else None
+                order = _mask_order(spec, known, looked, model, tokens) if path == "spec.mask_image" else None
                 await looked.look_at(path, image, order)
     except BottegaError:
         rules.refuse(found)
         raise
     rules.refuse([*found, *looked.bad], kind=InvalidRequest if found else BadImage)
-    return looked.sizes.get("spec.image")
+    return SeenImages(size=looked.sizes.get("spec.image"), mask=looked.mask)
 
 
 class _Looked:
-    """What was seen of the images of a request. sizes: of the good ones, by the path of their field. bad: of others."""
+    """What was seen of the images of a request. sizes: of the good ones, by the path of their field. bad: of others.
+
+    mask: what the mask redraws.
+    """
 
     def __init__(self, inspector: ImageInspector, max_pixels: int) -> None:
         self._inspector = inspector
         self._max_pixels = max_pixels
         self.sizes: dict[str, ImageSize] = {}
+        self.mask = MaskUse()
         self.bad: list[Violation] = []
 
     async def look_at(self, path: str, image: bytes, order: MaskOrder | None) -> None:
@@ -155,8 +162,8 @@ class _Looked:
             if order is None:
                 size = await self._inspector.inspect(image)
             else:
-                use = await self._inspector.inspect_mask(image, order)
-                size = ImageSize(width=use.width, height=use.height)
+                self.mask = await self._inspector.inspect_mask(image, order)
+                size = ImageSize(width=self.mask.width, height=self.mask.height)
         except BadImage as error:
             self.bad.append(Violation(field=path, description=error.message))
             return
@@ -168,7 +175,11 @@ class _Looked:
 
 
 def _mask_order(
-    spec: GenerationSpec, known: Set[str], looked: _Looked, model: image_pb2.Model | None
+    spec: GenerationSpec,
+    known: Set[str],
+    looked: _Looked,
+    model: image_pb2.Model | None,
+    tokens: MaskTokens | None,
 ) -> MaskOrder | None:
     """How the mask of a spec is read; None where that is not known for what is wrong with the rest."""
     image_size = looked.sizes.get("spec.image")
@@ -182,6 +193,8 @@ def _mask_order(
         alpha=spec.mask_alpha,
         padding=spec.padding_mask_crop if cropped else None,
         image_size=image_size if cropped else None,
+        token=tokens.token_elements if tokens is not None else 0,
+        margin=tokens.margin_tokens if tokens is not None else 0,
     )
 
 

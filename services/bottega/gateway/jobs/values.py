@@ -19,7 +19,9 @@ class JobRequest:
     request_id: empty where the caller gave none. log_id: given for its log lines. fingerprint: of the spec as the
     caller sent it. image_digest, mask_digest: of the input image, and of the mask of an edit. kept_latents: digest of
     what was kept of that image when it was drawn, for an edit that may use it. result_size: width and height of its
-    pictures in pixels, where they are not the spec's; else (0, 0). size_bytes: of the request. shape: of the latent,
+    pictures in pixels, where they are not the spec's; else (0, 0). template: names what an edit draws from, of which
+    activations may be recorded, 64 hex digits; empty where masked blocks are not for it. computed_share: of its tokens,
+    what it computes where they are. size_bytes: of the request. shape: of the latent,
     height and width. peer: host that it came from; empty is not known. ends_with_caller: nobody else can ask for the
     job, and a restarted gateway does not resume it.
     """
@@ -32,6 +34,8 @@ class JobRequest:
     mask_digest: str = ""
     kept_latents: str = ""
     result_size: tuple[int, int] = (0, 0)
+    template: str = ""
+    computed_share: float = 1.0
     size_bytes: int = 0
     peer: str = ""
     ends_with_caller: bool = False

@@ -6,6 +6,8 @@ Three rules, in the order of `assign`:
    has slack for a job, the round is over. Only a job that few workers may have waits without holding up the others.
 2. Least estimated completion. A job goes to the worker where it is expected to complete first, by measured step times:
    after what runs there, what was planned for it in this round, and what the job has to load there before it begins.
+   An edit counts by the part of it that a worker computes: where its template's activations are at hand, that is little
+   more than its mask.
 3. Slack. A job is bound to its worker as late as possible, so that it may still go to another one: only when the group
    of the worker has a free place, or will have one within the lead time, in which the prompt is encoded. Until then it
    stays in the queue, and the worker's plan counts it in.
@@ -17,15 +19,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+from heapq import nsmallest
 from itertools import islice
+from math import ceil
 
-from bottega.planning import RemainingWork, Shape, StepTimes, best_width, completion_times, most_on_trial
+from bottega.planning import (
+    RemainingWork,
+    RowFractions,
+    Shape,
+    StepTimes,
+    best_width,
+    completion_times,
+    most_on_trial,
+)
 
-# Pending jobs that are considered in one round; those behind them cannot change who is next.
+# Pending jobs that are considered in one round; those behind them cannot change who is next. And of these, those that
+# are planned at a worker without a place, because they would be done sooner there than where there is one.
 _HORIZON = 32
-# Pending jobs that are imagined beside the next one when the width of a group is chosen.
+_MOST_UNBOUND = 4
+# Pending jobs that are imagined beside the next one, and like it, when the width of a group is chosen.
 _LOOK_AHEAD = 4
 # The lead time of a job: to encode a prompt and to cross the wire, or one and a half turns, as progress is only known
 # at the end of a turn.
@@ -33,17 +47,25 @@ _LEAD_S = 0.05
 _LEAD_TURNS = 1.5
 # Seconds of one row and turn while nothing was measured: proportional, so that nothing shares a worker then.
 _UNMEASURED_S = 0.1
-# Estimates that a worker's state remembers: of the next jobs of a queue, each with what is behind it.
-_REMEMBERED = 64
+# Workers that are looked at closely for one job: those that would have it done soonest at the most.
+_CANDIDATES = 8
+# Kinds of edits, by what they compute, of which it is found out how many should run together.
+_TYPICAL_SHARES = 4
+_TYPICAL = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceRequest:
-    """What a job needs of a worker. rows: in each turn. steps: turns to go. shape: of its latent; (0, 0) is unknown."""
+    """What a job needs of a worker.
+
+    rows: in each turn. steps: turns to go. shape: of its latent; (0, 0) is unknown. share: of the tokens of its rows,
+    what is computed; less than 1 of an edit whose template's activations are at hand.
+    """
 
     rows: int
     steps: int
     shape: Shape
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +75,7 @@ class PendingJob:
     avoid: a worker that must not have it, because it was just lost with it. exclusive: it may only run by itself,
     because a worker may have died of it. eligible: the only workers that may have it; None is all of them.
     load_s: seconds that it needs at a worker before its first step, by worker; none where a worker is not named.
+    reduced: what it needs of workers of which it needs less than `request`, by worker.
     """
 
     job_id: str
@@ -61,10 +84,29 @@ class PendingJob:
     exclusive: bool = False
     eligible: frozenset[str] | None = None
     load_s: Mapping[str, float] = field(default_factory=dict)
+    reduced: Mapping[str, ResourceRequest] = field(default_factory=dict)
+
+    def request_at(self, worker: str) -> ResourceRequest:
+        """What it needs of that worker."""
+        return self.reduced.get(worker, self.request)
 
     def may_run_on(self, worker: str) -> bool:
         """Whether that worker may have it."""
         return worker != self.avoid and (self.eligible is None or worker in self.eligible)
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """What was already found out of a worker's state, for later rounds, by what was asked.
+
+    widths outlive the state as long as the same jobs run: a step made or two change none of them.
+    """
+
+    widths: dict[_Question, int] = field(default_factory=dict)
+    slack: dict[_Question, bool] = field(default_factory=dict)
+    ends_s: dict[_Question, float] = field(default_factory=dict)
+    alone_s: dict[ResourceRequest, float] = field(default_factory=dict)
+    load_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +115,8 @@ class WorkerState:
 
     running: what still denoises there, first come first. finishing: attempts there that do not denoise any more.
     exclusive: a job there must be left alone. fixed_s: seconds that a job takes beside its turns.
-    max_rows: of one turn; 0 is without bound.
-    estimates: those already made for this state, for the next round. They go with it: a worker that has moved, or has
-        reported, gets another state.
+    max_rows: of one turn; 0 is without bound. fractions: what rows cost of which a part is computed.
+    findings: go with the state: a worker that has moved, or has reported, gets another one.
     """
 
     worker: str
@@ -85,7 +126,13 @@ class WorkerState:
     max_rows: int
     finishing: int = 0
     exclusive: bool = False
-    estimates: dict[_EstimateKey, _Estimate] = field(default_factory=dict, compare=False, repr=False)
+    fractions: RowFractions = field(default_factory=RowFractions, compare=False)
+    findings: Findings = field(default_factory=Findings, compare=False, repr=False)
+
+    @property
+    def most_rows(self) -> int:
+        """Of one turn."""
+        return self.max_rows or 1 << 30
 
     @property
     def unmeasured(self) -> bool:
@@ -116,32 +163,36 @@ def assign(pending: Iterable[PendingJob], workers: Sequence[WorkerState]) -> lis
         return []
     plans = [WorkerPlan(worker) for worker in workers]
     assignments: list[Assignment] = []
+    unbound = 0
     rest = iter(pending)
     line = deque(islice(rest, 1 + _LOOK_AHEAD))
     for _ in range(_HORIZON):
-        if not line:
+        if not line or unbound > _MOST_UNBOUND:
             break
         job = line.popleft()
-        behind = tuple(other.request for other in line if not other.exclusive)
+        behind = sum(not other.exclusive for other in line)
         line.extend(islice(rest, 1))
         candidates = [plan for plan in plans if job.may_run_on(plan.state.worker)]
         if job.exclusive:
             candidates = _idle_or_drained(candidates, plans)
-        options = [plan.option(job.request, behind) for plan in candidates if not plan.closed]
+        options = [_Option(job, plan, behind) for plan in candidates if not plan.closed]
         if not options:
             continue
         if job.eligible is None and not any(option.has_slack for option in options):
             break
-        best = _least_estimated_completion(job, options)
+        best = _least_estimated_completion(options)
         if best.has_slack:
-            assignments.append(_assignment(job, best))
-        best.plan.add(job.request, bound=best.has_slack)
+            assignments.append(best.assignment())
+        unbound += not best.has_slack
+        best.plan.add(best.request, bound=best.has_slack)
         best.plan.closed = job.exclusive
     return assignments
 
 
-def _least_estimated_completion(job: PendingJob, options: Iterable[_Option]) -> _Option:
-    return min(options, key=lambda option: option.completes_s + job.load_s.get(option.plan.state.worker, 0.0))
+def _least_estimated_completion(options: Sequence[_Option]) -> _Option:
+    if len(options) > _CANDIDATES:
+        options = nsmallest(_CANDIDATES, options, key=lambda option: option.at_most_s)
+    return min(options, key=lambda option: option.completes_s)
 
 
 def _idle_or_drained(candidates: list[WorkerPlan], plans: Sequence[WorkerPlan]) -> list[WorkerPlan]:
@@ -152,13 +203,40 @@ def _idle_or_drained(candidates: list[WorkerPlan], plans: Sequence[WorkerPlan]) 
     return idle
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Option:
-    """A job at a worker: when it would complete, and whether the worker has slack for it now."""
+    """A job at a worker. behind: as many jobs wait behind it.
 
-    plan: WorkerPlan
-    completes_s: float
-    has_slack: bool
+    request: what it needs there. has_slack: whether the worker has a place for it now.
+    """
+
+    __slots__ = ("_behind", "_load_s", "has_slack", "job", "plan", "request")
+
+    def __init__(self, job: PendingJob, plan: WorkerPlan, behind: int) -> None:
+        worker = plan.state.worker
+        self.job, self.plan, self._behind = job, plan, behind
+        self.request = job.request_at(worker)
+        self.has_slack = plan.has_slack(self.request, behind)
+        self._load_s = job.load_s.get(worker, 0.0)
+
+    @property
+    def at_most_s(self) -> float:
+        """When it would complete if nothing shared a turn: quick to tell, and good enough to compare far and near."""
+        return self.plan.load_s + self.plan.alone_s(self.request) + self._load_s
+
+    @property
+    def completes_s(self) -> float:
+        """When it would complete."""
+        return self.plan.completes_s(self.request, self._behind) + self._load_s
+
+    def assignment(self) -> Assignment:
+        """It is the one."""
+        state = self.plan.state
+        return Assignment(
+            job_id=self.job.job_id,
+            worker=state.worker,
+            estimate_s=None if state.unmeasured else self.plan.completes_s(self.request, self._behind),
+            exclusive=self.plan.empty,
+        )
 
 
 class WorkerPlan:
@@ -168,31 +246,51 @@ class WorkerPlan:
         self.state = state
         self.closed = state.exclusive
         self._has_unbound = False
-        self._planned = list(state.running)
+        self._added: tuple[ResourceRequest, ...] = ()
 
     @property
     def empty(self) -> bool:
         """Whether nothing runs here, nor is planned."""
-        return not self._planned and not self.state.finishing
+        return not self.state.running and not self._added and not self.state.finishing
 
     @property
     def load_s(self) -> float:
         """Seconds that what is here takes, one after the other."""
-        return sum(self.alone_s(request) for request in self._planned)
+        found = self.state.findings
+        if found.load_s is None:
+            found.load_s = sum(self.alone_s(request) for request in self.state.running)
+        return found.load_s + sum(self.alone_s(request) for request in self._added)
 
     def alone_s(self, request: ResourceRequest) -> float:
         """Seconds of the turns of one job, alone."""
-        return _turn_seconds(self.state.times, request.shape)(request.rows) * request.steps
+        known = self.state.findings.alone_s
+        if request not in known:
+            seconds = _turn_seconds(self.state.times, request.shape)
+            known[request] = seconds(_plain_rows(request, self.state)) * request.steps
+        return known[request]
 
-    def option(self, request: ResourceRequest, behind: tuple[ResourceRequest, ...]) -> _Option:
-        """What it would be to run a job here. Nobody overtakes a job that is planned here and not bound yet."""
-        estimate = self._estimate(request, behind)
-        completes_s = estimate.end_s + self.state.fixed_s
-        return _Option(plan=self, completes_s=completes_s, has_slack=estimate.has_slack and not self._has_unbound)
+    def has_slack(self, request: ResourceRequest, behind: int) -> bool:
+        """Whether a job may begin here now. Nobody overtakes one that is planned here and not bound yet."""
+        if self._has_unbound:
+            return False
+        typical = _typical(request)
+        question, known = (self._added, typical, behind), self.state.findings.slack
+        if question not in known:
+            known[question] = _has_slack(self.state, self._planned, typical, self._width(typical, behind))
+        return known[question]
+
+    def completes_s(self, request: ResourceRequest, behind: int) -> float:
+        """Seconds until a job would complete here, what it has to load aside."""
+        question, known = (self._added, request, behind), self.state.findings.ends_s
+        if question not in known:
+            line = _works([*self._planned, request], request.shape, self.state)
+            width = max(1, min(self._width(_typical(request), behind), len(line)))
+            known[question] = completion_times(line, _turn_seconds(self.state.times, request.shape), width)[-1]
+        return known[question] + self.state.fixed_s
 
     def add(self, request: ResourceRequest, *, bound: bool) -> None:
         """Counts a job in. bound: whether the worker gets it now."""
-        self._planned.append(request)
+        self._added = (*self._added, request)
         self._has_unbound = self._has_unbound or not bound
 
     def unmeasured(self, request: ResourceRequest) -> bool:
@@ -205,64 +303,55 @@ class WorkerPlan:
         if not planned:
             return []
         shape = planned[-1].shape
-        works, seconds = _works(planned, shape), cache(_turn_seconds(self.state.times, shape))
-        width = best_width(works[: 2 * _LOOK_AHEAD], seconds, max_rows=self._max_rows)
+        works, seconds = _works(planned, shape, self.state), cache(_turn_seconds(self.state.times, shape))
+        width = best_width(works[: 2 * _LOOK_AHEAD], seconds, max_rows=self.state.most_rows)
         return completion_times(works, seconds, max(1, width))
 
-    def _estimate(self, request: ResourceRequest, behind: tuple[ResourceRequest, ...]) -> _Estimate:
-        known, added = self.state.estimates, tuple(self._planned[len(self.state.running) :])
-        key = (added, request, behind)
-        if key not in known:
-            if len(known) >= _REMEMBERED:
-                known.clear()
-            known[key] = _estimate(self.state.times, self._max_rows, self._planned, request, behind)
-        return known[key]
-
     @property
-    def _max_rows(self) -> int:
-        return self.state.max_rows or 1 << 30
+    def _planned(self) -> list[ResourceRequest]:
+        return [*self.state.running, *self._added]
+
+    def _width(self, request: ResourceRequest, behind: int) -> int:
+        """How many should run together here, a typical job and some like it behind it among them."""
+        question, known = (self._added, request, behind), self.state.findings.widths
+        if question not in known:
+            works = _works([*self._planned, *[request] * (1 + behind)], request.shape, self.state)
+            seconds = _turn_seconds(self.state.times, request.shape)
+            known[question] = best_width(works, seconds, max_rows=self.state.most_rows)
+        return known[question]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Estimate:
-    """When a job's turns would end on a worker, and whether the worker's group has a place for it."""
-
-    end_s: float
-    has_slack: bool
+# What was added since the state was made, the job in question, and how many are behind it.
+_Question = tuple[tuple[ResourceRequest, ...], ResourceRequest, int]
 
 
-# What was added since the state was made, the job in question, and those behind it.
-_EstimateKey = tuple[tuple[ResourceRequest, ...], ResourceRequest, tuple[ResourceRequest, ...]]
+@lru_cache(_TYPICAL)
+def _typical(request: ResourceRequest) -> ResourceRequest:
+    """A request like this one, of few kinds: how many should run together depends but little on what they compute."""
+    return replace(request, share=ceil(request.share * _TYPICAL_SHARES) / _TYPICAL_SHARES)
 
 
-def _estimate(
-    times: StepTimes,
-    max_rows: int,
-    planned: Sequence[ResourceRequest],
-    request: ResourceRequest,
-    behind: tuple[ResourceRequest, ...],
-) -> _Estimate:
-    seconds = cache(_turn_seconds(times, request.shape))
-    ahead = _works(planned, request.shape)
-    line = [*ahead, RemainingWork(rows=request.rows, steps=request.steps)]
-    width = best_width([*line, *_works(behind, request.shape)], seconds, max_rows=max_rows)
-    has_slack = (
-        len(ahead) < width
-        or _place_free_s(ahead, seconds, width) <= _lead_s(ahead, seconds)
-        or _worth_a_trial(times, max_rows, [*planned, request], width)
-    )
-    return _Estimate(end_s=completion_times(line, seconds, max(1, min(width, len(line))))[-1], has_slack=has_slack)
+def _has_slack(state: WorkerState, planned: Sequence[ResourceRequest], request: ResourceRequest, width: int) -> bool:
+    """Whether a group of that width has a place for a job, will have one within the lead time, or should be tried."""
+    if len(planned) < width:
+        return True
+    seconds = cache(_turn_seconds(state.times, request.shape))
+    ahead = _works(planned, request.shape, state)
+    soon_free = _place_free_s(ahead, seconds, width) <= _lead_s(ahead, seconds)
+    return soon_free or _worth_a_trial(state, [*planned, request], width)
 
 
-def _worth_a_trial(times: StepTimes, max_rows: int, requests: Sequence[ResourceRequest], width: int) -> bool:
+def _worth_a_trial(state: WorkerState, requests: Sequence[ResourceRequest], width: int) -> bool:
     """Whether the worker should have all of `requests`, to measure anew what a turn of them takes.
 
-    Of one shape, as others share no turn. When each of them ends is still estimated by what was measured last.
+    Of one shape, as others share no turn, and computed in full: only such rows measure anything. When each of them ends
+    is still estimated by what was measured last.
     """
-    if len(requests) > most_on_trial(width) or len({request.shape for request in requests}) > 1:
+    if len(requests) > most_on_trial(width) or len({(request.shape, request.share) for request in requests}) > 1:
         return False
     rows = sum(request.rows for request in requests)
-    return rows <= max_rows and times.outdated(requests[0].shape, rows)
+    in_full = requests[0].share >= 1.0
+    return in_full and rows <= state.most_rows and state.times.outdated(requests[0].shape, rows)
 
 
 def _turn_seconds(times: StepTimes, shape: Shape) -> Callable[[float], float]:
@@ -275,9 +364,9 @@ def _turn_seconds(times: StepTimes, shape: Shape) -> Callable[[float], float]:
     return seconds
 
 
-def _works(requests: Iterable[ResourceRequest], shape: Shape) -> list[RemainingWork]:
-    """Requests as rows of one shape: a larger latent counts as more rows."""
-    return [RemainingWork(rows=_rows_as(request, shape), steps=request.steps) for request in requests]
+def _works(requests: Iterable[ResourceRequest], shape: Shape, state: WorkerState) -> list[RemainingWork]:
+    """Requests as plain rows of one shape: a larger latent counts as more rows, an edit as fewer."""
+    return [RemainingWork(rows=_rows_as(request, shape, state), steps=request.steps) for request in requests]
 
 
 def _lead_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], float]) -> float:
@@ -289,16 +378,14 @@ def _place_free_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], flo
     return sorted(completion_times(ahead, seconds, len(ahead)))[len(ahead) - width]
 
 
-def _rows_as(request: ResourceRequest, shape: Shape) -> int:
+def _rows_as(request: ResourceRequest, shape: Shape, state: WorkerState) -> float:
+    rows = _plain_rows(request, state)
     area, of = request.shape[0] * request.shape[1], shape[0] * shape[1]
-    return max(1, round(request.rows * area / of)) if area and of else request.rows
+    return rows * area / of if area and of else rows
 
 
-def _assignment(job: PendingJob, option: _Option) -> Assignment:
-    state = option.plan.state
-    return Assignment(
-        job_id=job.job_id,
-        worker=state.worker,
-        estimate_s=None if state.unmeasured else option.completes_s,
-        exclusive=option.plan.empty,
+def _plain_rows(request: ResourceRequest, state: WorkerState) -> float:
+    """What its rows cost, in plain ones."""
+    return (
+        request.rows if request.share >= 1.0 else request.rows * state.fractions.fraction(request.shape, request.share)
     )

@@ -17,7 +17,7 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.scheduling.policy import PendingJob, ResourceRequest, WorkerState
+from bottega.gateway.scheduling.policy import Findings, PendingJob, ResourceRequest, WorkerState
 from bottega.planning import Shape
 from bottega.v1 import fleet_pb2
 
@@ -25,17 +25,27 @@ from bottega.v1 import fleet_pb2
 _TRUST_AFTER_S = 0.25
 # Rows of an attempt that another gateway gave to a worker: unknown, so those of a guided image.
 _FOREIGN_ROWS = 2
-# Most jobs need the same as others: a queue is gone through every second, and these need not be made again.
+# Most jobs need the same as others: a queue is gone through every second, and these need not be made again. Of edits
+# that is so because their shares are rounded up.
 _REQUESTS = 1024
+_SHARES = 32
+# States of a worker after which the widths of its groups are found out anew though the same jobs run, as its engine
+# does: step times drift.
+_KEPT_WIDTHS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CachedState:
-    """The state of a worker, with the report and the revision of its attempts that it was made of."""
+    """The state of a worker, with the report and the revision of its attempts that it was made of.
+
+    jobs: that run in it. age: states before it that had the same, and from which it has its widths.
+    """
 
     state: WorkerState
     load: fleet_pb2.Load
     revision: int
+    jobs: tuple[str, ...]
+    age: int
 
 
 class FleetSnapshot:
@@ -74,19 +84,34 @@ class FleetSnapshot:
             if costs.eligible is None or costs.eligible:
                 yield PendingJob(
                     job_id=job.job_id,
-                    request=self.resource_request(job),
+                    request=_request_for(job, self._steps_left(job)),
                     avoid=job.losses.last_worker if _must_avoid(job, members) else "",
                     exclusive=job.quarantined,
                     eligible=costs.eligible,
                     load_s=costs.load_s,
+                    reduced=self._reduced(job, costs.shares),
                 )
 
     def resource_request(self, job: Job) -> ResourceRequest:
-        """What a pending job needs. A checkpoint saves it steps, and so may an add-on."""
+        """What a pending job is expected to need, wherever it runs."""
+        return _request_for(job, self._steps_left(job), self._expected_share(job))
+
+    def _steps_left(self, job: Job) -> float:
+        """Of a pending job. A checkpoint saves it steps, and so may an add-on."""
         if job.checkpoint is not None:
-            return _request_for(job, job.steps.total - job.checkpoint.steps_done)
-        skipped = sum(addon.expected_skipped_steps(job) for addon in self._addons)
-        return _request_for(job, job.steps.total - skipped)
+            return job.steps.total - job.checkpoint.steps_done
+        return job.steps.total - sum(addon.expected_skipped_steps(job) for addon in self._addons)
+
+    def _expected_share(self, job: Job) -> float:
+        return min(addon.expected_share(job) for addon in self._addons) if self._addons else 1.0
+
+    def _reduced(self, job: Job, shares: Mapping[str, float]) -> Mapping[str, ResourceRequest]:
+        """What it needs of workers that compute a part of its tokens."""
+        if not shares:
+            return {}
+        steps_left = self._steps_left(job)
+        by_share = {share: _request_for(job, steps_left, share) for share in set(shares.values())}
+        return {worker: by_share[share] for worker, share in shares.items()}
 
     def _costs(self, job: Job, members: Mapping[str, Member]) -> WorkerCosts:
         all_costs = [addon.worker_costs(job, members) for addon in self._addons if addon.cost_key(job) is not None]
@@ -96,11 +121,20 @@ class FleetSnapshot:
         cached, connection = self._cache.get(member), self._dispatcher.connection(member)
         revision = connection.revision if connection else -1
         if cached is None or cached.load is not member.load or cached.revision != revision:
-            state = self._new_state(member, connection.jobs if connection else ())
-            cached = self._cache[member] = _CachedState(state=state, load=member.load, revision=revision)
+            ours = connection.jobs if connection else []
+            jobs = tuple(job.job_id for job in ours)
+            same = cached is not None and cached.jobs == jobs and cached.age < _KEPT_WIDTHS
+            findings = Findings(widths=cached.state.findings.widths) if cached is not None and same else Findings()
+            cached = self._cache[member] = _CachedState(
+                state=self._new_state(member, ours, findings),
+                load=member.load,
+                revision=revision,
+                jobs=jobs,
+                age=cached.age + 1 if cached is not None and same else 0,
+            )
         return cached.state
 
-    def _new_state(self, member: Member, ours: Sequence[Job]) -> WorkerState:
+    def _new_state(self, member: Member, ours: Sequence[Job], findings: Findings) -> WorkerState:
         running = tuple(self._running(member, ours))
         return WorkerState(
             worker=member.name,
@@ -111,6 +145,8 @@ class FleetSnapshot:
             times=member.times,
             fixed_s=max(0.0, member.load.fixed_s),
             max_rows=member.load.max_rows,
+            fractions=member.fractions,
+            findings=findings,
         )
 
     def _running(self, member: Member, ours: Sequence[Job]) -> list[ResourceRequest]:
@@ -120,10 +156,11 @@ class FleetSnapshot:
         for job in ours:
             left = min(job.steps.total - job.steps.done, reported.pop(job.job_id, job.steps.total))
             if left > 0:
-                requests.append(_request_for(job, left))
+                requests.append(_request_for(job, left, member.shares.get(job.job_id) or self._expected_share(job)))
         for job_id, left in reported.items():
             if left > 0 and self._jobs.find_live(job_id) is None:
-                requests.append(ResourceRequest(rows=_FOREIGN_ROWS, steps=left, shape=(0, 0)))
+                share = member.shares.get(job_id, 1.0)
+                requests.append(ResourceRequest(rows=_FOREIGN_ROWS, steps=left, shape=(0, 0), share=share))
         return requests
 
 
@@ -133,7 +170,9 @@ def _sum(one: WorkerCosts, other: WorkerCosts) -> WorkerCosts:
         for worker in one.load_s.keys() | other.load_s.keys()
     }
     limits = [costs.eligible for costs in (one, other) if costs.eligible is not None]
-    return WorkerCosts(load_s=load_s, eligible=frozenset.intersection(*limits) if limits else None)
+    # Only one kind of add-on leaves tokens out.
+    shares = {**one.shares, **other.shares}
+    return WorkerCosts(load_s=load_s, eligible=frozenset.intersection(*limits) if limits else None, shares=shares)
 
 
 def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:
@@ -143,12 +182,12 @@ def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:
     return len(members) > 1 or lost.heard_at < job.losses.last_at + _TRUST_AFTER_S
 
 
-def _request_for(job: Job, steps_left: float) -> ResourceRequest:
-    """steps_left: over all images; they run side by side."""
+def _request_for(job: Job, steps_left: float, share: float = 1.0) -> ResourceRequest:
+    """steps_left: over all images; they run side by side. share: of the tokens, what is computed."""
     steps = math.ceil(max(0, steps_left) / job.num_images)
-    return _cached_request(job.rows, steps, job.request.shape)
+    return _cached_request(job.rows, steps, job.request.shape, math.ceil(share * _SHARES))
 
 
 @functools.lru_cache(_REQUESTS)
-def _cached_request(rows: int, steps: int, shape: Shape) -> ResourceRequest:
-    return ResourceRequest(rows=rows, steps=steps, shape=shape)
+def _cached_request(rows: int, steps: int, shape: Shape, shares: int) -> ResourceRequest:
+    return ResourceRequest(rows=rows, steps=steps, shape=shape, share=shares / _SHARES)

@@ -58,7 +58,8 @@ class JobRecord:
 
     ends_with_caller: a restarted gateway does not resume it. peer: host that it came from; empty is not known.
     spec: GenerationSpec without its input images. fingerprint: of the request as the caller sent it.
-    shape: of the latent, height and width. image_digest, mask_digest, kept_latents, result_size: see JobRequest.
+    shape: of the latent, height and width. image_digest, mask_digest, kept_latents, result_size,
+    template, computed_share: see JobRequest.
     size_bytes: of the request.
     *_wall: Unix seconds. ended_steady: see EndTime.
     attempt: number of the newest one, 0 before the first. deaths: workers that died while they ran this job alone.
@@ -81,6 +82,8 @@ class JobRecord:
     mask_digest: str = ""
     kept_latents: str = ""
     result_size: tuple[int, int] = (0, 0)
+    template: str = ""
+    computed_share: float = 1.0
     size_bytes: int = 0
     deadline_wall: float | None = None
     state: JobState.ValueType = image_pb2.JOB_STATE_QUEUED

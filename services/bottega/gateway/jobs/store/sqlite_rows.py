@@ -31,6 +31,8 @@ TYPES = {
     "kept_latents": "TEXT NOT NULL",
     "result_width": "INTEGER NOT NULL",
     "result_height": "INTEGER NOT NULL",
+    "template": "TEXT NOT NULL",
+    "computed_share": "REAL NOT NULL",
     "size_bytes": "INTEGER NOT NULL",
     "created_wall": "REAL NOT NULL",
     "started_wall": "REAL",
@@ -49,7 +51,7 @@ TYPES = {
 }
 COLUMNS = tuple(TYPES)
 # Stored as REAL: an integer would come back as another value than the checksum was made of.
-_TIMES = frozenset(name for name, kind in TYPES.items() if kind.startswith("REAL"))
+_REAL = frozenset(name for name, kind in TYPES.items() if kind.startswith("REAL"))
 
 
 def to_row(record: JobRecord) -> tuple[Value, ...]:
@@ -91,9 +93,9 @@ def intact(data: bytes, expected: int, sequence: int) -> bytes:
 
 
 def _plain(name: str, value: Any) -> Value:
-    if value is None or (not isinstance(value, bool) and name not in _TIMES):
+    if value is None or (not isinstance(value, bool) and name not in _REAL):
         return value
-    return float(value) if name in _TIMES else int(value)
+    return float(value) if name in _REAL else int(value)
 
 
 def _damaged_row(sequence: int) -> DataLoss:
