@@ -25,6 +25,22 @@ def load(source: int, target: int, size_bytes: int, *, digest: str | None, what:
         seal(target)
 
 
+def check(source: int, digest: str, *, what: str) -> None:
+    """Reads the whole file. Raises DataLoss where it does not have this SHA-256, StorageUnavailable."""
+    with os_errors.translated():
+        if digest_of(source) != digest:
+            raise _damaged(what)
+
+
+def digest_of(source: int) -> str:
+    """SHA-256 of a file, hex. Raises OSError."""
+    hashed, buffer, place = hashlib.sha256(), bytearray(_PIECE_BYTES), 0
+    while got := os.preadv(source, [buffer], place):
+        hashed.update(memoryview(buffer)[:got])
+        place += got
+    return hashed.hexdigest()
+
+
 def _take_memory(target: int, size_bytes: int, what: str) -> None:
     try:
         reserve(target, size_bytes)
@@ -47,4 +63,8 @@ def _copy(source: int, target: int, size_bytes: int, digest: str | None, what: s
             hashed.update(piece)
         os.pwrite(target, piece, done - got)
     if done != size_bytes or (digest is not None and hashed.hexdigest() != digest):
-        raise DataLoss(f"the {what}'s file is damaged; its operator has to bring it again")
+        raise _damaged(what)
+
+
+def _damaged(what: str) -> DataLoss:
+    return DataLoss(f"the {what}'s file is damaged; its operator has to bring it again")

@@ -5,7 +5,7 @@ get the same files, and can only read them. When the cache drops a file that oth
 their budgets from then on. Loads run in parallel, one for each file. A file for which there is no room in memory,
 because all of it is pinned or leased, is read from the disk. Files of the disk are never given to other processes: a
 process that reads one ends when somebody shortens it. Pinned files are loaded as soon as there is room. Keys are
-SHA-256, by which a file is checked when it is loaded for the first time.
+SHA-256, by which a file is checked when it is loaded for the first time, or whenever it is read from the disk.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from bottega.caching.lru_cache import LruCache
-from bottega.caching.sealed_files import load
+from bottega.caching.sealed_files import check, load
 from bottega.caching.tiers import CacheEntry, CacheLease, Tier, TierStatistics
-from bottega.errors import BottegaError, StorageUnavailable
+from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.process import open_files
 from bottega.storage import os_errors
 from bottega.transport.memory.sealed_file import new_file
@@ -35,6 +35,8 @@ class TieredCache:
 
     path: where the file of a digest is. what: a file is, for people. missing: the error for a digest without a file.
     budget_bytes, max_entries: of what is in memory; each holds a file descriptor. max_loads: that run at once.
+    on_damaged: called with the digest of a file that is damaged, by the thread that has read it. Where it is given,
+    files are checked whenever they are read from the disk, those that memory has no room for included.
     """
 
     def __init__(
@@ -46,11 +48,13 @@ class TieredCache:
         budget_bytes: int,
         max_entries: int,
         max_loads: int,
+        on_damaged: Callable[[str], None] | None = None,
     ) -> None:
         self.counts = TierStatistics(by_tier=Counter())
         self._path = path
         self._what = what
         self._missing = missing
+        self._on_damaged = on_damaged
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._memory = LruCache[CacheEntry](
@@ -93,6 +97,22 @@ class TieredCache:
         """Has it in memory soon, where there is room; whether it will be."""
         with self._lock:
             return self._entry(digest) is not None
+
+    def adopt(self, digest: str, descriptor: int, size_bytes: int) -> bool:
+        """Takes a sealed file that is in memory already, and has this digest; whether there was room.
+
+        The descriptor is the cache's from then on; where it is not taken it is closed.
+        """
+        with self._lock:
+            gone = None if self._memory.get(digest) is not None else self._memory.make_room(size_bytes)
+            if gone is None:
+                os.close(descriptor)
+                return False
+            self.counts.evictions += gone
+            entry = CacheEntry(descriptor=descriptor, size_bytes=size_bytes, awaits_fetch=False)
+            entry.loaded.set_result(None)
+            self._memory.add(digest, entry)
+            return True
 
     def borrow(self, digest: str) -> Future[CacheLease]:
         """The file's bytes, as soon as they can be read. It fails with `missing`, DataLoss, StorageUnavailable."""
@@ -184,6 +204,7 @@ class TieredCache:
         try:
             self._copy(digest, entry)
         except BaseException as error:  # noqa: BLE001 - it is raised where the load is awaited
+            self._note_damage(digest, error)
             # Nobody awaits what is loaded ahead.
             facts = {"digest": digest, "why": str(error)}
             _log.error("a %s cannot be loaded into memory", self._what, extra=facts)
@@ -204,11 +225,12 @@ class TieredCache:
         source = self._open(digest)
         try:
             # Once since the start: a disk that has changed a bit is noticed here, and by every worker.
-            check = None if digest in self._trusted else digest
-            load(source, entry.descriptor, entry.size_bytes, digest=check, what=self._what)
+            known = None if digest in self._trusted else digest
+            load(source, entry.descriptor, entry.size_bytes, digest=known, what=self._what)
         finally:
             os.close(source)
-        self._trusted.add(digest)
+        if self._on_damaged is None:
+            self._trusted.add(digest)
 
     def _lease(
         self, digest: str, entry: CacheEntry, tier: Tier, loaded: Future[None], outcome: Future[CacheLease]
@@ -225,8 +247,9 @@ class TieredCache:
     def _lease_from_disk(self, digest: str, outcome: Future[CacheLease]) -> None:
         """In a thread of the pool."""
         try:
-            descriptor = self._open(digest)
+            descriptor = self._open_checked(digest)
         except BottegaError as error:
+            self._note_damage(digest, error)
             self._refuse(digest, error, outcome)
             return
         with self._lock:
@@ -240,6 +263,20 @@ class TieredCache:
         with self._lock:
             self._uncount(digest)
         outcome.set_exception(error)
+
+    def _open_checked(self, digest: str) -> int:
+        descriptor = self._open(digest)
+        if self._on_damaged is not None:
+            try:
+                check(descriptor, digest, what=self._what)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        return descriptor
+
+    def _note_damage(self, digest: str, error: BaseException) -> None:
+        if self._on_damaged is not None and isinstance(error, DataLoss):
+            self._on_damaged(digest)
 
     def _open(self, digest: str) -> int:
         try:

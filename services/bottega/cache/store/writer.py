@@ -19,9 +19,9 @@ from bottega.cache.store.insertion import Insertion
 from bottega.cache.store.recording import CheckedRecording
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.statistics import Counts, Dropped
-from bottega.cache.store.store_thread import StoreThread
 from bottega.clocks import Clock
 from bottega.errors import DataLoss, StorageUnavailable
+from bottega.storage.store_thread import StoreThread
 
 # Recordings that are written at once, and the share of the budgets that they may have together.
 _MOST_AT_ONCE = 64

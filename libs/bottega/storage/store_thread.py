@@ -70,7 +70,7 @@ class StoreThread:
             try:
                 work()
             except Exception as error:  # noqa: BLE001 - whatever it is, later work must be done
-                _log.error("what a cache's thread did failed", exc_info=error)
+                _log.error("what a store's thread did failed", exc_info=error)
             if work is self._tick:
                 due_s = time.monotonic() + self._every_s
             del work  # what it holds goes with it

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from bottega.cache.store.store_thread import StoreThread
 from bottega.errors import StorageUnavailable
+from bottega.storage.store_thread import StoreThread
 from tests.support.waiting import wait_until
 
 
