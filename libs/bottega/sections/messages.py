@@ -59,8 +59,8 @@ MAX_REQUEST_BYTES = 256 << 10
 MAX_MAP_BYTES = 128 << 10
 """Of a map: a latent of 1024x1024 elements."""
 
-CHUNK_BYTES = 1 << 20
-"""Of a chunk at most: between two chunks others may speak."""
+CHUNK_BYTES = 4 << 20
+"""Of a chunk at most: between two chunks others may speak. A worker's slots of them are its prefetch window."""
 
 WORKER_LIMITS = Limits(slots=8, slot_bytes=MAX_SECTION_BYTES + MAX_HEADER_BYTES)
 """What a worker takes in at once: its prefetch window. Slots grow to the largest message that came, which is an answer,

@@ -130,7 +130,7 @@ class DrawnTensors:
     def __post_init__(self) -> None:
         if len(self.shape) != MAX_RANK or self.shape[0] != 1 or any(extent < 1 for extent in self.shape):
             raise ValueError("image latent and noise of a template have the shape 1, channels, height, width")
-        size_bytes = math.prod(self.shape) * 4
+        size_bytes = self.bytes_of(self.shape)
         if size_bytes > MAX_DRAWN_BYTES:
             raise ValueError(f"image latent and noise of a template have at most {MAX_DRAWN_BYTES} bytes each")
         if any(memoryview(each).nbytes != size_bytes for each in (self.image_latent, self.noise)):
@@ -139,7 +139,12 @@ class DrawnTensors:
     @property
     def size_bytes(self) -> int:
         """Of both."""
-        return 2 * math.prod(self.shape) * 4
+        return 2 * self.bytes_of(self.shape)
+
+    @staticmethod
+    def bytes_of(shape: tuple[int, ...]) -> int:
+        """Of one of them, of this shape."""
+        return math.prod(shape) * 4
 
 
 MAX_DRAWN_BYTES = 32 << 20

@@ -1,0 +1,150 @@
+"""The store's files: sections, and what templates were drawn with, by the SHA-256 of what they hold.
+
+    sections/incoming/<digest>    being written; whatever is there at the start was interrupted
+    sections/ab/ab<62 digits>     whole
+
+Half a file never has its name, whatever kills the process. Nothing waits until a file is on the disk: what a power cut
+tears does not have its digest, is found when it is read, and counts as missing. Its calls may wait for the disk and
+raise StorageUnavailable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from bottega.storage import folders, os_errors
+
+_PROBE, _PROBE_BYTES = "probe", 256 << 10
+_INCOMING = "incoming"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_SHARD_DIGITS = 2
+_PIECE_BYTES = 4 << 20
+# On a disk so small that `min_free_bytes` would be most of it, this share of it stays free.
+_FREE_SHARE = 0.05
+_FOREIGN_NAMES_IN_LOG = 5
+
+_log = logging.getLogger(__name__)
+
+
+class SectionFiles:
+    """folder: made where there is none. min_free_bytes: of the disk, see StoreSettings.
+
+    One thread at a time writes and removes; any thread reads.
+    """
+
+    def __init__(self, folder: Path, *, min_free_bytes: int = 0) -> None:
+        self._folder = folder
+        self._incoming = folder / _INCOMING
+        self._min_free_bytes = min_free_bytes
+
+    def open(self) -> dict[str, int]:
+        """Removes what was interrupted, and returns the bytes of each file that is there, by digest."""
+        with os_errors.translated():
+            folders.make(self._incoming)
+            for left in self._incoming.iterdir():
+                with contextlib.suppress(OSError):  # what is there is served on a disk that cannot be written, too
+                    left.unlink()
+            sizes, foreign = self._scan()
+        if foreign:
+            facts = {"folder": str(self._folder), "names": foreign[:_FOREIGN_NAMES_IN_LOG]}
+            _log.warning("left alone what is no section", extra=facts)
+        return sizes
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its folder is still there."""
+        return self._incoming.is_dir()
+
+    def path(self, digest: str) -> Path:
+        """Where the file of a digest is, if it is there. Names never become paths. Raises ValueError."""
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError("not a SHA-256 in hex")
+        return self._folder / digest[:_SHARD_DIGITS] / digest
+
+    def write(self, digest: str, source: int, size_bytes: int) -> None:
+        """Keeps the bytes of the file that `source` is a descriptor of. After an error there is none."""
+        temporary, final = self._incoming / digest, self.path(digest)
+        with os_errors.translated():
+            final.parent.mkdir(mode=0o700, exist_ok=True)
+            try:
+                _write(temporary, source, size_bytes)
+                temporary.replace(final)
+            except OSError:
+                with contextlib.suppress(OSError):  # the error that led here is the one to tell
+                    temporary.unlink(missing_ok=True)
+                raise
+
+    def read(self, digest: str, size_bytes: int) -> bytes | None:
+        """What was written; None where it is not there, or is not that any more."""
+        with os_errors.translated():
+            try:
+                descriptor = os.open(self.path(digest), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return None
+            with os.fdopen(descriptor, "rb") as file:  # buffered: it reads on where a file system gives a part
+                data = file.read(size_bytes + 1)
+        return data if hashlib.sha256(data).hexdigest() == digest else None
+
+    def remove(self, digests: Iterable[str]) -> None:
+        """Harmless for those that are not there."""
+        with os_errors.translated():
+            for digest in digests:
+                self.path(digest).unlink(missing_ok=True)
+
+    def check_room(self, size_bytes: int) -> None:
+        """Raises StorageUnavailable where so much more would leave others less of the disk than it should."""
+        if not self._min_free_bytes:
+            return  # the system itself says when it is full
+        with os_errors.translated():
+            disk = os.statvfs(self._folder)
+        kept_free_bytes = min(self._min_free_bytes, int(disk.f_blocks * disk.f_frsize * _FREE_SHARE))
+        free_bytes = disk.f_bavail * disk.f_frsize
+        if free_bytes - size_bytes < kept_free_bytes:
+            what = f"the disk is full: {free_bytes} bytes are free, and {kept_free_bytes} stay free (min_free_bytes)"
+            raise os_errors.unavailable(what, cause="ENOSPC")
+
+    def probe(self) -> None:
+        """Returns when something could be written, and was taken away again."""
+        path = self._incoming / _PROBE
+        with os_errors.translated():
+            folders.make(self._incoming)
+            self.check_room(_PROBE_BYTES)
+            try:
+                path.write_bytes(bytes(_PROBE_BYTES))
+            finally:
+                path.unlink(missing_ok=True)
+
+    def _scan(self) -> tuple[dict[str, int], list[str]]:
+        sizes: dict[str, int] = {}
+        foreign: list[str] = []
+        with os.scandir(self._folder) as found:
+            shards = [each for each in found if each.name != _INCOMING and each.is_dir(follow_symlinks=False)]
+        for shard in shards:
+            with os.scandir(shard.path) as files:
+                for file in files:
+                    if _DIGEST.fullmatch(file.name) and file.name[:_SHARD_DIGITS] == shard.name:
+                        sizes[file.name] = file.stat(follow_symlinks=False).st_size
+                    else:
+                        foreign.append(file.name)
+        return sizes, foreign
+
+
+def _write(path: Path, source: int, size_bytes: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        place = 0
+        while place < size_bytes:
+            rest = memoryview(os.pread(source, min(_PIECE_BYTES, size_bytes - place), place))
+            if not rest:
+                raise OSError("the source has become shorter")
+            place += len(rest)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,104 @@
+"""What a worker is told of a template: its sections, what they have in common, and what its blocks take."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from bottega.activations.disk.record_rows import layout_part
+from bottega.activations.disk.section_files import SectionFiles
+from bottega.activations.store.sealed_parts import read_drawn
+from bottega.activations.template import StoredSection, StoredTemplate
+from bottega.caching import LruCache, TieredCache
+from bottega.errors import StorageUnavailable
+from bottega.sections import DrawnTensors
+from bottega.sections.messages import MAX_HEADER_BYTES
+from bottega.v1 import activations_pb2
+from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, TemplateAnswer
+
+# Of image latents and noise at hand: SDXL's of 1024x1024 have half a MiB.
+_DRAWN_BYTES = 64 << 20
+
+
+def template_answer(template: StoredTemplate, memory: TieredCache) -> TemplateAnswer:
+    """Its sections in the order of their use, with their layouts and maps once each."""
+    sections = template.in_order
+    layouts = _places([layout_part(section.layout) for section in sections])
+    maps = _places([section.map for section in sections])
+    header = template.header
+    return TemplateAnswer(
+        recording=template.recording,
+        latent_height=header.latent_height,
+        latent_width=header.latent_width,
+        sections=[_info(section, layouts, maps, memory) for section in sections],
+        layouts=[activations_pb2.SectionLayout.FromString(part) for part in layouts],
+        maps=list(maps),
+        has_drawn=template.drawn is not None,
+        seed=header.seed,
+    )
+
+
+def add_profile(answer: TemplateAnswer, profile: BlockProfile | None) -> None:
+    """Tells it too, where the answer has room for it."""
+    if profile is not None and answer.ByteSize() + profile.ByteSize() < MAX_HEADER_BYTES:
+        answer.profile.CopyFrom(profile)
+
+
+class DrawnCache:
+    """Image latents and noise that are at hand. Any thread may call it.
+
+    lost: called with the digest of a file that is damaged or gone.
+    """
+
+    def __init__(self, files: SectionFiles, *, lost: Callable[[str], None]) -> None:
+        self._files = files
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._cache: LruCache[_KeptDrawn] = LruCache(budget_bytes=_DRAWN_BYTES)
+
+    def get(self, template: StoredTemplate) -> DrawnTensors | None:
+        """What a template was drawn with; None where it cannot be read. It waits for the disk, the first time."""
+        drawn = template.drawn
+        assert drawn is not None, "ask whether it has any"
+        with self._lock:
+            kept = self._cache.use(drawn.digest)
+        if kept is not None:
+            return kept.drawn
+        try:
+            data = self._files.read(drawn.digest, drawn.size_bytes)
+        except StorageUnavailable:
+            return None
+        if data is None:
+            self._lost(drawn.digest)
+            return None
+        found = read_drawn(data, drawn.shape)
+        with self._lock:
+            if self._cache.make_room(found.size_bytes) is not None:
+                self._cache.add(drawn.digest, _KeptDrawn(found))
+        return found
+
+
+class _KeptDrawn:
+    is_idle = True
+
+    def __init__(self, drawn: DrawnTensors) -> None:
+        self.drawn = drawn
+        self.size_bytes = drawn.size_bytes
+
+
+def _info(
+    section: StoredSection, layouts: dict[bytes, int], maps: dict[bytes, int], memory: TieredCache
+) -> SectionInfo:
+    return SectionInfo(
+        key=section.key.to_wire(),
+        digest=section.digest,
+        layout=layouts[layout_part(section.layout)],
+        map=maps[section.map],
+        prompt=section.prompt,
+        in_memory=bool(memory.state(section.digest)),
+    )
+
+
+def _places(parts: Sequence[bytes]) -> dict[bytes, int]:
+    """Each different one, and its place among them."""
+    return {part: place for place, part in enumerate(dict.fromkeys(parts))}

@@ -1,0 +1,258 @@
+"""How recordings become templates: room is made, files are written, then records, then they are served.
+
+One thread at a time calls it. Knows no queue: a disk that fails is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from bottega.activations.disk.disk import ActivationDisk
+from bottega.activations.store.checks import fits_answer
+from bottega.activations.store.recordings import PendingRecording
+from bottega.activations.store.sealed_parts import drawn_file
+from bottega.activations.store.settings import ActivationStoreSettings
+from bottega.activations.store.statistics import ActivationCounts, DropReason
+from bottega.activations.store.template_table import TemplateTable, files_of
+from bottega.activations.template import DrawnFile, SectionKey, StoredSection, StoredTemplate, TemplateUse, map_bytes
+from bottega.caching import TieredCache
+from bottega.caching.sealed_files import digest_of
+from bottega.clocks import SteadyClock
+from bottega.errors import DataLoss, StorageUnavailable
+from bottega.sections import DrawnTensors, SectionLayout
+from bottega.storage import os_errors
+from bottega.v1.activations_pb2 import RecordingHeader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class IncomingSection:
+    """A section that has come, in sealed memory. key: of its template. pending: what it is recorded for; None where it
+    is for a template that is there, `number`."""
+
+    key: str
+    section: SectionKey
+    layout: SectionLayout
+    map: bytes
+    prompt: str
+    descriptor: int
+    pending: PendingRecording | None
+    number: int = 0
+
+    def stored(self, digest: str) -> StoredSection:
+        """It, when its file is there."""
+        return StoredSection(key=self.section, digest=digest, layout=self.layout, map=self.map, prompt=self.prompt)
+
+
+class TemplateInsertion:
+    """Has the numbers of templates, and counts who uses which file. now: the time on the store's steady clock."""
+
+    def __init__(
+        self,
+        settings: ActivationStoreSettings,
+        *,
+        table: TemplateTable,
+        disk: ActivationDisk,
+        memory: TieredCache,
+        counts: ActivationCounts,
+        now: SteadyClock,
+    ) -> None:
+        self._settings = settings
+        self._table = table
+        self._disk = disk
+        self._memory = memory
+        self._counts = counts
+        self._now = now
+        self._next_number = 1
+        self._uses: Counter[str] = Counter()
+        # Of what is being recorded.
+        self._pending_bytes = 0
+
+    @property
+    def pending_bytes(self) -> int:
+        """Of files of templates that are being recorded."""
+        return self._pending_bytes
+
+    def load(self, templates: Iterable[StoredTemplate]) -> None:
+        """Takes in templates of earlier times; there are no others."""
+        self._uses.clear()
+        for template in sorted(templates, key=lambda template: template.use.used_s):
+            self._next_number = max(self._next_number, template.number + 1)
+            is_new = self._table.get(template.key) is None
+            gone = self._table.make_room(template.size_bytes) if is_new else None
+            if gone is None:  # the budget is less than it was
+                self._table.strike(template.number)
+                self._disk.discard(template.files)
+                continue
+            self.release(files_of(gone))
+            self._table.add(template)
+            self._uses.update(template.files)
+
+    def write_section(self, incoming: IncomingSection) -> DropReason | None:
+        """Keeps a section; or says why not. Its descriptor is used up. Raises StorageUnavailable, DataLoss."""
+        try:
+            reason = self._reason_against(incoming)
+            if reason is not None:
+                return reason
+            with os_errors.translated():
+                digest = digest_of(incoming.descriptor)
+            if not self._uses[digest] and not self._write(digest, incoming.descriptor, incoming.layout, incoming.key):
+                return DropReason.NO_ROOM
+            return self._keep(incoming.stored(digest), incoming)
+        finally:
+            os.close(incoming.descriptor)
+
+    def complete(
+        self, pending: PendingRecording, header: RecordingHeader, drawn: DrawnTensors | None
+    ) -> DropReason | None:
+        """Makes a template of what was recorded, or says why not, and forgets it. Raises as `write_section` does."""
+        reason = self._reason_against_template(pending, header)
+        try:
+            reason = reason or self._add_template(pending, header, drawn)
+        finally:
+            self.forget(pending)
+        if reason is None:
+            self._counts.add("recorded")
+        return reason
+
+    def forget(self, pending: PendingRecording) -> None:
+        """It is a template, or worth nothing: files that nobody else uses go with the next tidying."""
+        self._pending_bytes -= pending.size_bytes
+        pending.size_bytes = 0
+        self.release(section.digest for section in pending.sections.values())
+        pending.sections.clear()
+
+    def release(self, digests: Iterable[str]) -> None:
+        """These uses of files have ended; what nobody uses is deleted with the next tidying."""
+        for digest in digests:
+            self._uses[digest] -= 1
+            if self._uses[digest] <= 0:
+                del self._uses[digest]
+                self._memory.forget(digest)
+                self._disk.discard([digest])
+
+    def make_room(self, size_bytes: int, *, but: str = "") -> bool:
+        """Evicts templates until so many more bytes are within the budget. Whether they are.
+
+        but: the key of one that stays. Raises StorageUnavailable where files cannot be deleted.
+        """
+        gone = self._table.make_room(self._pending_bytes + size_bytes, but=but)
+        if gone:
+            self._counts.add("evictions", len(gone))
+            self.release(files_of(gone))
+        self._disk.make_room()
+        return gone is not None
+
+    def _reason_against(self, incoming: IncomingSection) -> DropReason | None:
+        """What makes it of no use, as things are now."""
+        if incoming.pending is not None and incoming.pending.over:
+            return DropReason.ABANDONED
+        sections = self._sections(incoming)
+        if sections is None:
+            return DropReason.NOT_GRANTED
+        after = {**sections, incoming.section: incoming.stored("")}
+        if len({len(section.map) for section in after.values()}) > 1:
+            return DropReason.UNFIT
+        size_bytes = sum(section.size_bytes for section in after.values())
+        fits = size_bytes <= (self._settings.template_budget_bytes or size_bytes) and fits_answer(after)
+        return None if fits else DropReason.TOO_LARGE
+
+    def _reason_against_template(self, pending: PendingRecording, header: RecordingHeader) -> DropReason | None:
+        if self._table.get(pending.key) is not None:
+            return DropReason.NOT_GRANTED
+        expected = {map_bytes(header.latent_height, header.latent_width)}
+        sizes = {len(section.map) for section in pending.sections.values()}
+        return None if sizes == expected else DropReason.UNFIT
+
+    def _sections(self, incoming: IncomingSection) -> Mapping[SectionKey, StoredSection] | None:
+        """Those that are there of its template; None where that has gone."""
+        if incoming.pending is not None:
+            return incoming.pending.sections
+        template = self._table.get(incoming.key)
+        return template.sections if template is not None and template.number == incoming.number else None
+
+    def _write(self, digest: str, descriptor: int, layout: SectionLayout, key: str) -> bool:
+        """Whether there was room. Memory has it from now on, too, if that has room."""
+        if not self._write_file(digest, descriptor, layout.size_bytes, but=key):
+            return False
+        with contextlib.suppress(OSError):  # no descriptor is left: it is read from the disk, when one is
+            self._memory.adopt(digest, os.dup(descriptor), layout.size_bytes)
+        return True
+
+    def _write_file(self, digest: str, descriptor: int, size_bytes: int, *, but: str) -> bool:
+        """Whether there was room. but: the key of a template that stays."""
+        if not self.make_room(size_bytes, but=but):
+            return False
+        self._disk.files.check_room(size_bytes)
+        self._disk.files.write(digest, descriptor, size_bytes)
+        return True
+
+    def _keep(self, section: StoredSection, incoming: IncomingSection) -> DropReason | None:
+        """Its file is there. Raises StorageUnavailable, DataLoss."""
+        self._uses[section.digest] += 1
+        if incoming.pending is not None:
+            self._add(section, incoming.pending)
+            reason = None
+        else:
+            reason = self._replace(section, incoming)
+        if reason is None:
+            self._counts.add("recorded_sections")
+        return reason
+
+    def _add(self, section: StoredSection, pending: PendingRecording) -> None:
+        before = pending.sections.get(section.key)
+        pending.sections[section.key] = section
+        change = section.size_bytes - (before.size_bytes if before is not None else 0)
+        pending.size_bytes += change
+        self._pending_bytes += change
+        self.release([before.digest] if before is not None else [])
+
+    def _replace(self, section: StoredSection, incoming: IncomingSection) -> DropReason | None:
+        """In a template that is there."""
+        try:
+            self._disk.write(self._table.take_changes(), sections=[(incoming.number, section)])
+        except (StorageUnavailable, DataLoss):
+            self.release([section.digest])
+            raise
+        replaced = self._table.replace(incoming.number, incoming.key, section)
+        if replaced is None:  # it was dropped meanwhile, with all that the records have of it
+            self.release([section.digest])
+            return DropReason.NOT_GRANTED
+        self.release(replaced)
+        return None
+
+    def _add_template(
+        self, pending: PendingRecording, header: RecordingHeader, drawn: DrawnTensors | None
+    ) -> DropReason | None:
+        said = None
+        if drawn is not None:
+            said = self._write_drawn(pending, drawn)
+            if said is None:
+                return DropReason.NO_ROOM
+            self._uses[said.digest] += 1
+        use = TemplateUse(used_s=self._now())
+        template = StoredTemplate(self._next_number, header, drawn=said, sections=pending.sections, use=use)
+        self._next_number += 1
+        try:
+            self._disk.write(self._table.take_changes(), added=[template])
+        except (StorageUnavailable, DataLoss):
+            self.release([said.digest] if said is not None else [])
+            raise
+        self._uses.update(section.digest for section in template.sections.values())
+        self._table.add(template)
+        return None
+
+    def _write_drawn(self, pending: PendingRecording, drawn: DrawnTensors) -> DrawnFile | None:
+        """None where there is no room."""
+        descriptor, size_bytes = drawn_file(drawn, pending.key)
+        try:
+            with os_errors.translated():
+                digest = digest_of(descriptor)
+            if not self._uses[digest] and not self._write_file(digest, descriptor, size_bytes, but=pending.key):
+                return None
+        finally:
+            os.close(descriptor)
+        return DrawnFile(digest=digest, shape=drawn.shape, size_bytes=size_bytes)

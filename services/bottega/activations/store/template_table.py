@@ -1,0 +1,215 @@
+"""The templates that are there, in memory: what each has, how it was used, and which goes first.
+
+Whatever changes here is also to be written; `take_changes` says what. Any thread may call it, and none waits long: it
+knows neither disk nor memory of sections.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from bottega.activations.disk.records import RecordChanges
+from bottega.activations.template import StoredSection, StoredTemplate
+from bottega.caching import LruCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableTotals:
+    """What there is."""
+
+    templates: int
+    sections: int
+    pinned: int
+    size_bytes: int
+
+
+class TemplateTable:
+    """budget_bytes: of all files. now: the time on the store's steady clock."""
+
+    def __init__(self, *, budget_bytes: int, max_templates: int, now: Callable[[], float]) -> None:
+        self._lock = threading.Lock()
+        self._now = now
+        self._evicted: list[StoredTemplate] = []
+        self._templates: LruCache[StoredTemplate] = LruCache(
+            budget_bytes=budget_bytes,
+            max_entries=max_templates,
+            on_evict=lambda _, template: self._evicted.append(template),
+        )
+        self._by_source: dict[str, set[str]] = {}
+        # Of each file that is a section, its template: files of different templates differ.
+        self._key_of: dict[str, str] = {}
+        self._changes = RecordChanges()
+
+    def find(self, key: str, recording: str = "") -> StoredTemplate | None:
+        """The template of a key, used from now on; None where there is none. recording: only this one."""
+        with self._lock:
+            found = self._templates.get(key)
+            if found is None or recording not in ("", found.recording):
+                return None
+            self._templates.use(key)
+            found.use = replace(found.use, uses=found.use.uses + 1, used_s=self._now())
+            self._changes.uses[found.number] = found.use
+            return found
+
+    def get(self, key: str) -> StoredTemplate | None:
+        """The same, without using it."""
+        with self._lock:
+            return self._templates.get(key)
+
+    def section(self, digest: str) -> StoredSection | None:
+        """One whose file has this digest; None where there is none."""
+        with self._lock:
+            template = self._template_of(digest)
+            if template is None:
+                return None
+            return next((each for each in template.sections.values() if each.digest == digest), None)
+
+    def newest(self, limit: int | None = None) -> list[StoredTemplate]:
+        """The one used last first."""
+        with self._lock:
+            return self._all()[::-1][:limit]
+
+    def matching(self, prefix: str) -> list[StoredTemplate]:
+        """Those whose recordings' names begin so, the one used last first."""
+        return [template for template in self.newest() if template.recording.startswith(prefix)]
+
+    def of_source(self, source: str) -> list[StoredTemplate]:
+        """Those of a source, the one used last first."""
+        with self._lock:
+            found = [self._templates.get(key) for key in self._by_source.get(source, ())]
+        there = [template for template in found if template is not None]
+        return sorted(there, key=lambda template: template.use.used_s, reverse=True)
+
+    def add(self, template: StoredTemplate) -> None:
+        """Takes in one that is written. There is none of its key."""
+        with self._lock:
+            self._templates.add(template.key, template)
+            self._index(template)
+            if template.use.pinned:
+                self._templates.pinned |= {template.key}
+
+    def replace(self, number: int, key: str, section: StoredSection) -> list[str] | None:
+        """Takes in a section that is written. The digest of that whose place it took, if any.
+
+        None where the template is not there any more.
+        """
+        with self._lock:
+            template = self._templates.get(key)
+            if template is None or template.number != number:
+                return None
+            before = template.sections.get(section.key)
+            template.set_sections({**template.sections, section.key: section})
+            self._index(template, gone=before)
+            return [before.digest] if before is not None else []
+
+    def strike(self, number: int) -> None:
+        """The records have a template that is of no use."""
+        with self._lock:
+            self._changes.templates.add(number)
+
+    def lose(self, digest: str) -> list[str]:
+        """Forgets what has this file, which is damaged; digests of all files that are of no use then, one for each use.
+
+        A template that is left without any section, or whose latent and noise it was, goes as a whole.
+        """
+        with self._lock:
+            template = self._template_of(digest)
+            if template is None:
+                return []
+            lost = {key: each for key, each in template.sections.items() if each.digest == digest}
+            if len(lost) == len(template.sections) or (template.drawn is not None and template.drawn.digest == digest):
+                self._forget(self._templates.remove(template.key))
+                return template.files
+            template.set_sections({key: each for key, each in template.sections.items() if key not in lost})
+            self._changes.sections |= {(template.number, key) for key in lost}
+            self._key_of.pop(digest, None)
+            return [digest] * len(lost)
+
+    def make_room(self, size_bytes: int, *, but: str = "") -> list[StoredTemplate] | None:
+        """Forgets templates until so many more bytes are within the budget, and one more in number; which ones.
+
+        Forgets none and returns None where that cannot be. but: the key of one that stays.
+        """
+        with self._lock:
+            pinned = self._templates.pinned
+            self._templates.pinned = pinned | {but}
+            try:
+                found = self._templates.make_room(size_bytes)
+            finally:
+                self._templates.pinned = pinned
+            gone, self._evicted[:] = list(self._evicted), []
+            for template in gone:
+                self._forget(template)
+            return None if found is None else gone
+
+    def drop(self, prefix: str) -> list[StoredTemplate]:
+        """Forgets those whose recordings' names begin so."""
+        with self._lock:
+            gone = [each for each in self._all() if each.recording.startswith(prefix)]
+            for template in gone:
+                self._templates.remove(template.key)
+                self._forget(template)
+            return gone
+
+    def pin(self, prefix: str, *, pinned: bool) -> int:
+        """Keeps those whose recordings' names begin so from being evicted, or lets them go again. How many."""
+        with self._lock:
+            found = [each for each in self._all() if each.recording.startswith(prefix)]
+            for template in found:
+                template.use = replace(template.use, pinned=pinned)
+                self._changes.uses[template.number] = template.use
+            keys = frozenset(template.key for template in found)
+            self._templates.pinned = self._templates.pinned | keys if pinned else self._templates.pinned - keys
+            return len(found)
+
+    def totals(self) -> TableTotals:
+        """What there is."""
+        found = self.newest()
+        return TableTotals(
+            templates=len(found),
+            sections=sum(len(template.sections) for template in found),
+            pinned=sum(template.use.pinned for template in found),
+            size_bytes=sum(template.size_bytes for template in found),
+        )
+
+    def take_changes(self) -> RecordChanges:
+        """What changed since the last time, to be written."""
+        with self._lock:
+            taken, self._changes = self._changes, RecordChanges()
+            return taken
+
+    def _all(self) -> list[StoredTemplate]:
+        return [kept[1] for kept in self._templates.items()]
+
+    def _template_of(self, digest: str) -> StoredTemplate | None:
+        key = self._key_of.get(digest)
+        return self._templates.get(key) if key is not None else None
+
+    def _index(self, template: StoredTemplate, gone: StoredSection | None = None) -> None:
+        """Under the lock: what its files and its source are found by."""
+        digests = template.files
+        if gone is not None and gone.digest not in digests:
+            self._key_of.pop(gone.digest, None)
+        self._key_of.update(dict.fromkeys(digests, template.key))
+        if template.header.source:
+            self._by_source.setdefault(template.header.source, set()).add(template.key)
+
+    def _forget(self, template: StoredTemplate | None) -> None:
+        """Under the lock: it is no longer in the cache."""
+        assert template is not None, "whoever forgets has found it"
+        self._templates.pinned -= {template.key}
+        for digest in template.files:
+            self._key_of.pop(digest, None)
+        keys = self._by_source.get(template.header.source, set())
+        keys.discard(template.key)
+        if not keys:
+            self._by_source.pop(template.header.source, None)
+        self._changes.uses.pop(template.number, None)
+        self._changes.templates.add(template.number)
+
+
+def files_of(templates: Iterable[StoredTemplate]) -> Sequence[str]:
+    """Digests of all their files, one for each use."""
+    return [digest for template in templates for digest in template.files]
