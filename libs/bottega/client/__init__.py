@@ -24,7 +24,9 @@ from bottega.client.addons.controlnets.types import (
     ServedControlNet,
 )
 from bottega.client.addons.loras.profiling import LoraBoundMeasured
-from bottega.client.addons.templates.client import WorkerTemplates
+from bottega.client.addons.templates.client import DroppedTemplates, WarmedTemplates
+from bottega.client.addons.templates.overview import KnownTemplate, SilentService, TemplateHolder, TemplateOverview
+from bottega.client.addons.templates.profiling import MeasuredBlocks
 from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.sdk.clients import AsyncClient, Client
 from bottega.client.sdk.sync import Job
@@ -49,6 +51,7 @@ __all__ = [
     "Completed",
     "ControlNet",
     "ControlNetHost",
+    "DroppedTemplates",
     "EditOptions",
     "Ellipse",
     "Event",
@@ -58,9 +61,11 @@ __all__ = [
     "JobPage",
     "JobState",
     "JobStatus",
+    "KnownTemplate",
     "Lora",
     "LoraBoundMeasured",
     "LoraLike",
+    "MeasuredBlocks",
     "MeasuredCache",
     "MeasuredProfile",
     "Picture",
@@ -73,6 +78,9 @@ __all__ = [
     "ResidualProfile",
     "RetryPolicy",
     "ServedControlNet",
-    "WorkerTemplates",
+    "SilentService",
+    "TemplateHolder",
+    "TemplateOverview",
+    "WarmedTemplates",
     "parameters_of",
 ]

@@ -80,6 +80,7 @@ class PlainTable:
             justify = "right" if column.startswith(">") else "left"
             self.table.add_column(column.removeprefix(">"), justify=justify, no_wrap=True)  # type: ignore[arg-type]
         self.table.columns[-1].no_wrap = not wraps_last
+        self.table.columns[-1].overflow = "fold" if wraps_last else "ellipsis"
 
     def add_row(self, *cells: str) -> None:
         """One line, or more."""
@@ -104,9 +105,11 @@ def print_table(table: PlainTable) -> None:
 
 
 def size_text(size_bytes: int) -> str:
-    """Bytes as people read them, such as 3.4 KiB or 120 MiB."""
+    """Bytes as people read them, such as 3.4 KiB, 120 MiB or 21.3 GiB."""
     if size_bytes < 1 << 20:
         return f"{size_bytes / 2**10:.1f} KiB"
+    if size_bytes >= 1 << 30:
+        return f"{size_bytes / 2**30:.{2 if size_bytes < 10 << 30 else 1}f} GiB"
     return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 10 << 20 else f"{size_bytes / 2**20:.2f} MiB"
 
 

@@ -1,4 +1,4 @@
-"""Templates of edits, as people meet them."""
+"""Activation stores and the templates of edits that they keep, as people meet them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from bottega.v1.fleet_pb2 import ListMembersResponse
 
 
 def _check_fleet(fleet: ListMembersResponse) -> Iterator[CheckResult]:
-    from bottega.client.addons.templates.checkup import check_templates  # it calls workers, by this add-on's name
+    from bottega.client.addons.templates.checkup import check_templates  # it calls them, by this add-on's name
 
     return check_templates(fleet)
 
 
 ADD_ON = ClientAddOn(
-    kind=kinds.ACTIVATIONS, title="worker", hosted_title="templates of edits", check_fleet=_check_fleet
+    kind=kinds.ACTIVATIONS, title="activation store", hosted_title="templates of edits", check_fleet=_check_fleet
 )

@@ -1,4 +1,4 @@
-"""The workers of a fleet, as those that have templates of edits, and how they are called."""
+"""The workers of a fleet, as those that record templates of edits, and how they are called."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bottega import kinds
+from bottega.client.addons.addon import ClientAddOn
 from bottega.client.addons.service_calls import ServiceCalls
-from bottega.client.addons.templates.addon import ADD_ON
 from bottega.errors import NoWorker
 from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
 from bottega.v1.worker_pb2_grpc import WorkerServiceStub
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 # The engine process answers between two of its turns.
 CALL_S = 20.0
 WORKERS: ServiceCalls[WorkerServiceAsyncStub] = ServiceCalls(
-    add_on=ADD_ON, stub=WorkerServiceStub, unavailable=NoWorker
+    add_on=ClientAddOn(kind=kinds.WORKER, title="worker", hosted_title=""),
+    stub=WorkerServiceStub,
+    unavailable=NoWorker,
 )
 
 

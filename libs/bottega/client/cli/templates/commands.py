@@ -1,62 +1,42 @@
-"""`bottega templates`: which images workers have recorded for edits, and how to have them forget these."""
+"""`bottega templates`: which images are recorded for edits, and how to keep, bring, forget and measure what is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import click
 
-from bottega.client.addons.templates.client import WorkerTemplates
+from bottega.client.addons.templates.client import DroppedTemplates, WarmedTemplates
+from bottega.client.addons.templates.overview import KnownTemplate, TemplateOverview
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.list_group import ListGroup
-from bottega.client.cli.terminal import (
-    PlainTable,
-    confirm,
-    fail,
-    note,
-    print_table,
-    say,
-    share_text,
-    short_hash,
-    size_text,
-)
-from bottega.v1.activations_pb2 import Template
+from bottega.client.cli.templates.listing import command as list_command
+from bottega.client.cli.templates.profile import command as profile_command
+from bottega.client.cli.terminal import confirm, fail, note, say, size_text
+from bottega.client.sdk.clients import Client
 
-_MINUTE_S, _HOUR_S = 60.0, 3600.0
+# Some GiB come from a disk in that time; after it the command tells what is still on its way.
+_LOAD_S, _POLL_S = 15.0, 0.1
+_LISTS = "bottega templates lists those that there are."
 
 
 @click.group("templates", cls=ListGroup)
 def command() -> None:
-    """Look after templates, the images whose edits workers have recorded: list, drop.
+    """Look after templates, images whose edits were recorded: list, warm, pin, unpin, drop, profile.
+
+    What the first edit of an image computes is kept, so that later ones compute the masked part alone: in the memories
+    of workers, and for all of them in the activation store, in its memory and on its disk.
 
     \b
-      bottega templates                  which images are recorded, and how much memory that takes
+      bottega templates                  which images are recorded, where, and how much room that takes
+      bottega templates pin 3f0a91c25e   keeps one, whatever else is used; unpin lets it go
+      bottega templates warm 3f0a91c25e  brings it from the store's disk into its memory
       bottega templates drop 3f0a91c25e  forgets one; its next edit computes the whole picture, and records again
-      bottega templates drop --all
+      bottega templates profile          measures which blocks of the model are worth their bytes
       bottega edit star.png --mask mask.png "a green star" --masked-blocks
     """
-
-
-@command.command("list")
-@address_option
-@fleet_option
-def list_command(*, address: str) -> None:
-    """List the templates of every worker."""
-    with connect(address) as client:
-        workers = client.templates()
-    if any(worker.templates for worker in workers):
-        table = PlainTable("template", "worker", "model", "size", ">steps", ">bytes", ">uses", ">used", "state")
-        for worker in workers:
-            for template in worker.templates:
-                table.add_row(short_hash(template.id), worker.worker, *_facts(template))
-        table.add_caption("; ".join(map(_room, workers)))
-        print_table(table)
-    elif any(worker.budget_bytes for worker in workers):
-        note(
-            "Nothing is recorded yet: the first edit of an image is, unless it is exact (--fidelity, --masked-blocks)."
-        )
-    else:
-        note("No worker records anything: activations_mib, of the engine in its configuration, is 0.")
 
 
 @command.command("drop")
@@ -66,55 +46,139 @@ def list_command(*, address: str) -> None:
 @address_option
 @fleet_option
 def drop(*, ids: tuple[str, ...], every: bool, yes: bool, address: str) -> None:
-    """Have workers forget templates, each ID as `bottega templates` shows it."""
-    if bool(ids) == every:
-        raise click.UsageError("say which: the ID of a template, or several, or --all.")
+    """Forget templates, in stores and in workers, each ID as `bottega templates` shows it."""
+    _check_which(ids, every)
     with connect(address) as client:
         if every and not yes:
             note("every edit will compute the whole picture once more")
             confirm("Drop all templates?")
         dropped = {id: client.drop_templates(id) for id in ids or ("",)}
-        missing = [id for id, number in dropped.items() if id and not number]
-        there = client.templates() if missing else ()
-    number = sum(dropped.values())
-    if number or not missing:
-        say(f"{number} template{'' if number == 1 else 's'} dropped")
-    if missing:
-        _fail(missing, [template.id for worker in there for template in worker.templates])
+        there = client.templates()
+    missing = [id for id, what in dropped.items() if not what.stored + what.copies]
+    if missing != list(ids) or every:
+        say(_dropped(list(dropped.values())))
+    _tell_what_stayed(ids, missing, there)
 
 
-def _fail(missing: Sequence[str], there: Sequence[str]) -> None:
-    used = [id for id in missing if any(each.startswith(id) for each in there)]
-    if used:
-        fail(f"{', '.join(used)} is used by an edit now", "Try again when that has ended.")
-    fail(f"no worker has the template {', '.join(missing)}", "bottega templates lists those that there are.")
+@command.command("pin")
+@click.argument("ids", metavar="ID...", nargs=-1, required=True)
+@address_option
+@fleet_option
+def pin(*, ids: tuple[str, ...], address: str) -> None:
+    """Keep templates in their store, whatever else is used, each ID as `bottega templates` shows it.
+
+    A pinned template stays on the store's disk until it is dropped. Workers' own memory has no pins.
+    """
+    number = _change(address, ids, lambda client, id: client.pin_templates(id))
+    say(f"{_counted(number)} pinned")
 
 
-def _facts(template: Template) -> tuple[str, ...]:
-    return (
-        template.model,
-        f"{template.width}x{template.height}",
-        str(template.steps),
-        size_text(template.size_bytes),
-        str(template.uses),
-        f"{_duration(template.idle_s)} ago",
-        _state(template),
-    )
+@command.command("unpin")
+@click.argument("ids", metavar="ID...", nargs=-1, required=True)
+@address_option
+@fleet_option
+def unpin(*, ids: tuple[str, ...], address: str) -> None:
+    """Let templates go from their store when others need the room."""
+    number = _change(address, ids, lambda client, id: client.pin_templates(id, pinned=False))
+    say(f"{_counted(number)} pinned no more")
 
 
-def _state(template: Template) -> str:
-    """What somebody who waits for it, or wants to drop it, has to know."""
-    states = [f"{share_text(template.valid_share)} of the image"] if template.valid_share < 1 else []
-    states += ["being recorded"] if template.recording else []
-    states += ["in use"] if template.in_use else []
-    return ", ".join(states)
+@command.command("warm")
+@click.argument("ids", metavar="[ID]...", nargs=-1)
+@click.option("--all", "every", is_flag=True, help="All, those used last first, as far as there is room.")
+@address_option
+@fleet_option
+def warm(*, ids: tuple[str, ...], every: bool, address: str) -> None:
+    """Bring templates from their store's disk into its memory, before edits ask for them.
+
+    Nobody has to: an edit that waits in the queue has its template brought as well. The command waits for what is on
+    its way, a quarter of a minute at most.
+    """
+    _check_which(ids, every)
+    warmed: list[WarmedTemplates] = []
+    _change(address, ids or ("",), lambda client, id: _warm(client, id, warmed))
+    number, loading = sum(each.templates for each in warmed), sum(each.loading_bytes for each in warmed)
+    if loading:
+        say(f"{_counted(number)} in memory or on the way there: {size_text(loading)} still to come")
+    else:
+        say(f"{_counted(number)} in memory")
 
 
-def _room(worker: WorkerTemplates) -> str:
-    return f"{worker.worker}: {size_text(worker.used_bytes)} of {size_text(worker.budget_bytes)}"
+for each in (list_command, profile_command):
+    command.add_command(each)
 
 
-def _duration(seconds: float) -> str:
-    if seconds >= _HOUR_S:
-        return f"{seconds / _HOUR_S:.1f} h"
-    return f"{seconds / _MINUTE_S:.0f} min" if seconds >= _MINUTE_S else f"{seconds:.0f} s"
+def _check_which(ids: Sequence[str], every: bool) -> None:
+    if bool(ids) == every:
+        raise click.UsageError("say which: the ID of a template, or several, or --all.")
+
+
+def _change(address: str, ids: Sequence[str], change: Callable[[Client, str], int]) -> int:
+    """Does it for each of them, and says which of them no store has; how many templates that were."""
+    with connect(address) as client:
+        numbers = {id: change(client, id) for id in ids}
+        missing = [id for id, number in numbers.items() if id and not number]
+        there = client.templates() if missing else None
+    if there is not None:
+        _fail_unkept(missing, there)
+    return sum(numbers.values())
+
+
+def _warm(client: Client, id: str, warmed: list[WarmedTemplates]) -> int:
+    """Waits a while until they are there; how many."""
+    deadline = time.monotonic() + _LOAD_S
+    now = client.warm_templates(id)
+    while now.loading_bytes and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        now = client.warm_templates(id)
+    warmed.append(now)
+    return now.templates
+
+
+def _dropped(dropped: Sequence[DroppedTemplates]) -> str:
+    """Such as "2 templates dropped; 3 copies in workers"."""
+    stored, copies = sum(what.stored for what in dropped), sum(what.copies for what in dropped)
+    of_workers = f"{copies} cop{'y' if copies == 1 else 'ies'} in workers' memory"
+    if not stored and copies:
+        return f"{of_workers} dropped"
+    return f"{_counted(stored)} dropped" + (f", and {of_workers}" if copies else "")
+
+
+def _counted(number: int) -> str:
+    return f"{number} template{'' if number == 1 else 's'}"
+
+
+def _tell_what_stayed(ids: Sequence[str], missing: Sequence[str], there: TemplateOverview) -> None:
+    """What edits under way use stays in their workers; what nobody has is an error of who asked for it."""
+    stayed = [id for id in ids if _found(id, there)]
+    if stayed:
+        fail(
+            f"{', '.join(stayed)} is used by an edit now, and stays in {_holders(stayed, there)}",
+            "Try again when that has ended.",
+        )
+    if missing and ids:
+        fail(f"nobody has the template {', '.join(missing)}", _LISTS)
+    if not ids and there.templates:
+        note(f"{_counted(len(there.templates))} used by edits now, or recorded meanwhile, stayed.")
+
+
+def _fail_unkept(missing: Sequence[str], there: TemplateOverview) -> NoReturn:
+    """Of pins and warming: nothing was done for these, as no store has them."""
+    elsewhere = [id for id in missing if _found(id, there)]
+    if elsewhere:
+        where = _holders(elsewhere, there)
+        fail(
+            f"{', '.join(elsewhere)} is in no store, only in {where}",
+            "A store keeps what was recorded to its end, where it has room; bottega doctor says whether it has.",
+        )
+    fail(f"no store has the template {', '.join(missing)}", _LISTS)
+
+
+def _found(id: str, there: TemplateOverview) -> list[KnownTemplate]:
+    return [known for known in there.templates if known.record.id.startswith(id)]
+
+
+def _holders(ids: Sequence[str], there: TemplateOverview) -> str:
+    """Names of the services that have them."""
+    found = [known for id in ids for known in _found(id, there)]
+    return ", ".join(sorted({name for known in found for name in (known.store, *known.workers) if name}))

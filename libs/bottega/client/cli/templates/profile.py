@@ -1,0 +1,155 @@
+"""`bottega templates profile`: which blocks of a model are worth the bytes that a template keeps of them, measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import click
+
+from bottega import kinds
+from bottega.client.addons.templates.block_worth import BlockGroup, BlockWorth, worth
+from bottega.client.cli.gateway_options import address_option, connect, fleet_option, timeout_option
+from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, share_text, short_hash, size_text
+from bottega.client.sdk.clients import Client
+from bottega.v1.activations_pb2 import BlockProfile
+from bottega.v1.image_pb2 import Model
+
+_STEPS = 50
+_MOST_ROWS = 20
+# Of down_blocks.1 and mid_block, which need not be said.
+_SUFFIX = re.compile(r"_blocks?\b")
+_HOW_TO_READ = (
+    "A line is a part of the model, x10 of ten blocks. Size: what is recorded of it in a forward of one row. In full, "
+    "masked: milliseconds to compute it. ms/MiB: what a MiB of recording saves; a negative one costs more than it "
+    "saves. What saves most for its bytes is kept first."
+)
+_PIXELS = click.IntRange(min=8)
+
+
+@click.command("profile")
+@click.option("--model", help="To measure; default: the only one that is served.")
+@click.option("--worker", metavar="NAME", help="That measures; default: one that draws nothing now.")
+@click.option("--width", type=_PIXELS, help="Of the picture, in pixels; default: the model's own.")
+@click.option("--height", type=_PIXELS, help="Its height; default: the model's own.")
+@click.option("--steps", type=click.IntRange(1, 1000), help="Of the template that is told of; default: the model's.")
+@click.option("--budget-mib", type=click.IntRange(min=1), help="Of one template; default: that of the store.")
+@click.option("--all", "every", is_flag=True, help=f"Every part of the model, not {_MOST_ROWS} of them.")
+@click.option("--kept", is_flag=True, help="Measure nothing; show what stores keep.")
+@timeout_option
+@address_option
+@fleet_option
+def command(
+    *,
+    model: str | None,
+    worker: str | None,
+    width: int | None,
+    height: int | None,
+    steps: int | None,
+    budget_mib: int | None,
+    every: bool,
+    kept: bool,
+    timeout_s: float,
+    address: str,
+) -> None:
+    """Measure what each block of a model takes, and have the stores keep that.
+
+    A template of every block of a large model takes many GiB. Stores that have a budget for each keep the blocks that
+    save most time for each byte, and which those are depends on model and device. A worker that draws nothing runs the
+    model, which takes seconds, or minutes without a GPU. Measure again after a change of devices; --kept shows what was
+    measured.
+    """
+    with connect(address) as client:
+        served = {each.model_hash: each for each in client.models()}
+        budget_bytes = budget_mib << 20 if budget_mib is not None else _store_budget(client)
+        if kept:
+            profiles = _profiles_of(client, model, served)
+        else:
+            note("measuring ...")
+            measured = client.profile_blocks(
+                model=model, worker=worker, width=width or 0, height=height or 0, timeout_s=timeout_s
+            )
+            profiles = [measured.profile]
+    for profile in profiles:
+        known = served.get(profile.model_hash)
+        show(
+            profile,
+            _name(profile, served),
+            steps or (known.default_steps if known else 0) or _STEPS,
+            budget_bytes,
+            every,
+        )
+    if not kept:
+        whose = ", ".join(measured.stores)
+        note(f"Kept by {whose}." if whose else "Nobody keeps it: no activation store has joined (bottega fleet).")
+
+
+def show(profile: BlockProfile, name: str, steps: int, budget_bytes: int, every: bool) -> None:
+    """Prints it: what is worth most first, then what that comes to. budget_bytes: of one template; 0 is none."""
+    found = worth(profile, steps=steps, budget_bytes=budget_bytes)
+    rows = found.groups if every else found.groups[:_MOST_ROWS]
+    table = PlainTable("part of the model", ">size", ">in full", ">masked", ">ms/MiB", "kept")
+    for group in rows:
+        table.add_row(*_row(group))
+    print_table(table)
+    if len(rows) < len(found.groups):
+        say(f"{len(found.groups) - len(rows)} more parts that save less: --all")
+    facts = PlainTable("", "", wraps_last=True)
+    for label, text in _facts(found, profile, steps, budget_bytes):
+        facts.add_row(label, text)
+    say(f"{name}, {profile.width}x{profile.height}, {profile.dtype}:")
+    print_table(facts)
+
+
+def _row(group: BlockGroup) -> tuple[str, ...]:
+    kept = f"{group.kept} of {group.blocks}" if 0 < group.kept < group.blocks else "yes" if group.kept else "no"
+    return (
+        _SUFFIX.sub("", group.name) + (f" x{group.blocks}" if group.blocks > 1 else ""),
+        size_text(group.size_bytes),
+        f"{group.full_s * 1e3:.3g}",
+        f"{group.masked_s * 1e3:.3g}",
+        f"{group.saved_s_per_mib * 1e3:.3g}",
+        kept,
+    )
+
+
+def _facts(found: BlockWorth, profile: BlockProfile, steps: int, budget_bytes: int) -> Iterator[tuple[str, str]]:
+    yield "a forward of one row", _milliseconds(found.forward_s)
+    masked = f"{_milliseconds(found.masked_s)}, where {share_text(found.share)} of the image is computed"
+    yield "with all recordings", f"{masked}, and nothing has to be loaded"
+    whole = f"{size_text(found.template_bytes)} if every block is kept, of both halves of guidance"
+    yield f"a template, {steps} steps", whole
+    yield "the budget", _kept(found, budget_bytes)
+    yield "how to read it", _HOW_TO_READ
+    if profile.about:
+        yield "measured", profile.about
+
+
+def _kept(found: BlockWorth, budget_bytes: int) -> str:
+    if not budget_bytes:
+        return "none for a template (template_mib): all that saves time is kept, while the store has room"
+    kept = f"{found.kept} of {found.blocks} blocks, {size_text(found.kept_bytes)}"
+    return f"{size_text(budget_bytes)} for a template keeps {kept}: {share_text(found.kept_share)} of what all save"
+
+
+def _store_budget(client: Client) -> int:
+    """Of one template, as the stores have it; 0 without a store, or where it is without bound."""
+    holders = [each for each in client.templates().holders if each.kind == kinds.ACTIVATIONS]
+    return min((each.template_budget_bytes for each in holders if each.template_budget_bytes), default=0)
+
+
+def _profiles_of(client: Client, model: str | None, served: Mapping[str, Model]) -> list[BlockProfile]:
+    found = [each for each in client.block_profiles() if model in (None, _name(each, served), each.model_hash)]
+    if not found:
+        whose = f"of {model} " if model else ""
+        fail(f"no store keeps a profile {whose}yet", "bottega templates profile measures one.")
+    return found
+
+
+def _name(profile: BlockProfile, served: Mapping[str, Model]) -> str:
+    known = served.get(profile.model_hash)
+    return known.name if known else short_hash(profile.model_hash)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

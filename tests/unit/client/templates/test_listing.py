@@ -1,0 +1,97 @@
+"""How `bottega templates list` looks on a terminal of 80 letters."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from bottega import kinds
+from bottega.client.addons.templates.overview import KnownTemplate, TemplateHolder
+from bottega.client.cli.templates.listing import holders_table, templates_table
+from bottega.client.cli.terminal import PlainTable
+from bottega.v1.activations_pb2 import Template
+
+MIB, GIB = 1 << 20, 1 << 30
+LETTERS = 80
+
+
+def _shown(table: PlainTable) -> list[str]:
+    console = Console(file=io.StringIO(), width=LETTERS)
+    console.print(table.table)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def _known(number: int, **facts: object) -> KnownTemplate:
+    """One of SDXL, large and old: what takes most letters."""
+    fields: dict[str, object] = {
+        "id": f"{number:032x}"[::-1],
+        "model": "sdxl-base-1.0",
+        "width": 1024,
+        "height": 1024,
+        "size_bytes": 2662 * MIB,
+        "memory_bytes": number % 3 * 1331 * MIB,
+        "steps": 50,
+        "uses": 12_345,
+        "idle_s": 86_400.0 * 12,
+        "valid_share": 1.0,
+    }
+    workers = ("worker-gpu-rack7-0", "worker-gpu-rack7-1", "worker-gpu-rack7-2")[: number % 4]
+    return KnownTemplate(record=Template(**{**fields, **facts}), store="activations", workers=workers)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_nothing_is_cut_and_every_template_is_there(count: int) -> None:
+    known = [_known(number, pinned=number % 5 == 0, in_use=number % 7 == 1) for number in range(count)]
+    lines = _shown(templates_table(known))
+    assert all(len(line) <= LETTERS and "…" not in line for line in lines)
+    assert [line for each in known for line in lines if each.record.id[:12] in line and "2.60 GiB" in line]
+    assert sum("1024x1024" in line for line in lines) == count
+
+
+@pytest.mark.parametrize(
+    ("number", "where"),
+    [
+        (0, "disk"),
+        (1, "memory 50 %, worker-gpu-rack7-0"),
+        (2, "memory, worker-gpu-rack7-0, worker-gpu-rack7-1"),
+        (3, "disk, 3 workers"),
+    ],
+)
+def test_where_a_template_is_is_said_of_each_tier(number: int, where: str) -> None:
+    assert _where(_known(number)) == where.replace(" ", "")
+
+
+def test_the_state_of_a_template_is_said() -> None:
+    assert _where(_known(0, pinned=True, in_use=True)) == "disk;pinned;inuse"
+    assert _where(_known(0, valid_share=0.999)) == "disk;99%oftheimage"
+    assert _where(_known(0, recording=True, valid_share=0.5)) == "disk;recording"
+
+
+def _where(known: KnownTemplate) -> str:
+    """What the last column says, in however many lines, without spaces."""
+    lines = _shown(templates_table([known]))
+    begin = lines[1].index("where")
+    return "".join(line[begin:] for line in lines[3:]).replace(" ", "")
+
+
+def test_the_room_of_stores_and_workers_is_said() -> None:
+    store = TemplateHolder(
+        name="activations",
+        kind=kinds.ACTIVATIONS,
+        templates=812,
+        memory_bytes=3 * GIB,
+        memory_budget_bytes=16 * GIB,
+        disk_bytes=190 * GIB,
+        disk_budget_bytes=256 * GIB,
+    )
+    worker = TemplateHolder(
+        name="worker-0", kind=kinds.WORKER, templates=4, memory_bytes=412 * MIB, memory_budget_bytes=512 * MIB
+    )
+    rows = [line.split() for line in _shown(holders_table([store, worker]))]
+    room = ["3.00", "GiB", "of", "16.0", "GiB", "190.0", "GiB", "of", "256.0", "GiB"]
+    assert ["store", "activations", "812", *room] in rows
+    assert ["worker", "worker-0", "4", "412", "MiB", "of", "512", "MiB"] in rows
+    assert all("on" not in line.split() for line in _shown(holders_table([worker])))
