@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from bottega import kinds
 from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
@@ -28,21 +29,23 @@ class EngineAddOnContext:
     heartbeat: Heartbeat
 
 
-# Of the worker itself. It stands behind the others, see EngineEdits.
-_EDITING = "bottega.worker.editing.addon:create"
+# Where the manifest has no activation store: what was recorded is in the worker alone.
+_EDITING = "bottega.worker.activations.addon:create"
 
 
 def load_addons(context: EngineAddOnContext) -> Iterator[EngineAddOn]:
-    """Those of the services in the manifest, in its order, then the worker's own.
+    """Those of the services in the manifest, in its order; edits stand behind the others, see EngineEdits.
 
     Raises ConfigError, and what they raise.
     """
-    for service in read_services():
+    services = read_services()
+    for service in sorted(services, key=lambda service: service.kind == kinds.ACTIVATIONS):
         if not service.engine_add_on:
             continue
         addon = load_object(service.engine_add_on)(context)
         if not isinstance(addon, EngineAddOn) or addon.kind != service.kind:
             raise ConfigError(f"{service.engine_add_on} makes no EngineAddOn of kind {service.kind}")
         yield addon
-    edits: EngineAddOn = load_object(_EDITING)(context)
-    yield edits
+    if not any(service.kind == kinds.ACTIVATIONS for service in services):
+        edits: EngineAddOn = load_object(_EDITING)(context)
+        yield edits

@@ -44,6 +44,30 @@ class MemoryActivations:
         known.set_result(None)
         return known
 
+    def get(self, key: RecordingKey) -> Recording | None:
+        """What is here of a template, in whatever state; it is not used by that."""
+        return self._cache.get(key.digest)
+
+    def adopt(self, recording: Recording) -> None:
+        """Takes in a complete one that comes from elsewhere. There must be none of its template."""
+        recording.complete = True
+        recording.used_s = self._clock()
+        self._cache.add(recording.key.digest, recording)
+
+    def forget(self, recording: Recording) -> None:
+        """It is not needed here. Harmless where it is not here."""
+        if self._cache.get(recording.key.digest) is recording:
+            self._cache.remove(recording.key.digest)
+
+    def make_room(self, size_bytes: int) -> bool:
+        """Whether there is room for so much more, idle recordings having gone for it."""
+        return self._cache.make_room(size_bytes) is not None
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all. Any thread may ask."""
+        return self._cache.used_bytes
+
     def find(self, key: RecordingKey, recording: str = "") -> Recording | None:
         found = self._cache.get(key.digest)
         if found is None or not found.complete or recording not in ("", found.id):

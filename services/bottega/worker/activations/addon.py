@@ -1,0 +1,52 @@
+"""Masked blocks as an add-on of a worker's engine: recordings in its memory, and in the fleet's activation stores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bottega import kinds
+from bottega.diffusion.editing.addon import EngineEdits
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
+from bottega.worker.activations.store_activations import ActivationSettings, StoreActivations
+from bottega.worker.activations.store_link import ActivationLinkSettings
+from bottega.worker.engine.addons import EngineAddOnContext
+
+# Of those at hand, that are reported: by the contract.
+_MOST_HOSTED = 256
+
+
+def create(context: EngineAddOnContext) -> WorkerEdits:
+    """The add-on that the manifest names."""
+    return WorkerEdits(context)
+
+
+class WorkerEdits(EngineEdits):
+    """All edits of a worker."""
+
+    def __init__(self, context: EngineAddOnContext) -> None:
+        config, model = context.config, context.model
+        link = ActivationLinkSettings(
+            silence_s=config.activations_silence_s, upload_bytes=config.activations_upload_mib << 20
+        )
+        settings = ActivationSettings(
+            budget_bytes=config.activations_mib << 20,
+            model_name=model.name,
+            latent_scale=model.latent_scale,
+            pinned=model.device.type == "cuda",
+            link=link,
+        )
+        self._stores = StoreActivations(settings, offers=context.offers, counters=context.counters)
+        super().__init__(model, self._stores, margin=config.mask_margin, fixed_rows=config.fixed_rows > 0)
+
+    def hosted(self) -> Sequence[Hosted]:
+        """Templates of which something is in memory, the newest ones, by their sources."""
+        here = [each for each in self._stores.recordings if each.complete and each.origin and each.held_bytes]
+        sources = dict.fromkeys(each.origin for each in here)
+        return [
+            Hosted(kind=kinds.ACTIVATIONS, digest=source, state=HOSTED_STATE_LOADED)
+            for source in list(sources)[:_MOST_HOSTED]
+        ]
+
+    @property
+    def open_links(self) -> int:
+        return self._stores.linked

@@ -1,0 +1,95 @@
+"""What loading from stores takes: bytes and seconds, and how fast it has been of late. Any thread may call it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+# Until something was measured: the network of one gigabyte a second, half used.
+_FIRST_BYTES_PER_S = 500e6
+# Seconds of loading after which a measurement counts for a third of what it did.
+_RECENT_S = 2.0
+_LEAST_S = 1e-6
+
+EVENTS = (
+    "loads",
+    "load_bytes",
+    "load_ms",
+    "loads_refused",
+    "loads_lost",
+    "loads_cancelled",
+    "loads_without_room",
+    "waits",
+    "wait_ms",
+    "uploaded",
+    "upload_bytes",
+)
+
+
+class LoadMeter:
+    """counts: how often what has happened, by EVENTS and by what others note."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter(dict.fromkeys(EVENTS, 0))
+        self._seconds = {"load_ms": 0.0, "wait_ms": 0.0}
+        self._recent_bytes = 0.0
+        self._recent_s = 0.0
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Of this moment. Those in milliseconds are sums."""
+        with self._lock:
+            milliseconds = {name: round(1000 * seconds) for name, seconds in self._seconds.items()}
+            return {**self._counts, **milliseconds}
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of late, while something was being loaded; a guess before."""
+        with self._lock:
+            if not self._recent_bytes:
+                return _FIRST_BYTES_PER_S
+            return self._recent_bytes / max(self._recent_s, _LEAST_S)
+
+    def note(self, name: str, count: int = 1) -> None:
+        """It has happened so often."""
+        with self._lock:
+            self._counts[name] += count
+
+    def came(self, size_bytes: int, seconds: float) -> None:
+        """So much has come, for which so long was waited: seconds in which nothing else came of the same link."""
+        with self._lock:
+            self._counts["load_bytes"] += size_bytes
+            self._seconds["load_ms"] += seconds
+            kept = max(0.0, 1 - seconds / _RECENT_S) if self._recent_s > _RECENT_S else 1.0
+            self._recent_bytes = kept * self._recent_bytes + size_bytes
+            self._recent_s = kept * self._recent_s + seconds
+
+    def waited(self, seconds: float) -> None:
+        """The engine has waited for a tensor."""
+        with self._lock:
+            self._counts["waits"] += 1
+            self._seconds["wait_ms"] += seconds
+
+
+class LinkPace:
+    """When something came of one link: the seconds of it, for its meter. Under the lock of its owner."""
+
+    def __init__(self, meter: LoadMeter, clock: Callable[[], float] = time.monotonic) -> None:
+        self._meter = meter
+        self._clock = clock
+        self._since_s = 0.0
+
+    def asked(self, *, idle: bool) -> None:
+        """More is on its way from now on. idle: nothing was before."""
+        if idle:
+            self._since_s = self._clock()
+
+    def came(self, size_bytes: int) -> None:
+        """It has."""
+        now_s = self._clock()
+        self._meter.came(size_bytes, max(0.0, now_s - self._since_s))
+        self._since_s = now_s

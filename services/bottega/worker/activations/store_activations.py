@@ -1,0 +1,350 @@
+"""Recordings of a worker: in its memory, and behind that in the fleet's activation stores. An ActivationSource.
+
+A template belongs to one store of those that there are, the same one for every worker. Where that is away, questions
+are answered at once with nothing, and what is recorded stays in this worker. What a store has is loaded as it is
+requested; a recording of which nothing was copied is let go as soon as nobody reads it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from bottega.diffusion.editing.recordings.memory import MemoryActivations
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
+from bottega.diffusion.editing.recordings.source import TemplateQuery
+from bottega.transport import LinkCounters, OfferSource
+from bottega.v1.activations_pb2 import RecordingHeader, TemplateQuestion
+from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.worker.activations.load_meter import LoadMeter
+from bottega.worker.activations.rendezvous import choose
+from bottega.worker.activations.store_link import ActivationLinkSettings, ActivationStoreLink
+from bottega.worker.activations.stored_step import StoredStep
+from bottega.worker.activations.template import StoredSection, StoredTemplate
+
+# Stores that are linked: a fleet has one, or a few.
+_MOST_STORES = 16
+# That wait for their answers: a worker holds at most some tens of jobs.
+_MOST_QUESTIONS = 1024
+# Answers whose jobs have not begun; each has an image latent and a noise, some megabytes for the largest pictures.
+_MOST_ANSWERS = 64
+# An engine waits for less; a store that does not answer in this time does not know.
+_ANSWER_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationSettings:
+    """budget_bytes: of the worker's memory. model_name: as requests call the engine's model. latent_scale: pixels of an
+    element of its latents, a side. pinned: whether a GPU reads what is loaded."""
+
+    budget_bytes: int
+    model_name: str
+    latent_scale: int
+    pinned: bool = False
+    link: ActivationLinkSettings = field(default_factory=ActivationLinkSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Question:
+    query: TemplateQuery
+    known: Future[None]
+    link: ActivationStoreLink
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Answer:
+    """origin: see Recording."""
+
+    template: StoredTemplate
+    link: ActivationStoreLink
+    origin: str
+
+
+class StoreActivations:
+    """As the protocol says of threads; links' threads call `on_link`, `on_answer`, `on_lost` and `on_quiet`."""
+
+    def __init__(
+        self,
+        settings: ActivationSettings,
+        *,
+        offers: OfferSource,
+        counters: LinkCounters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.meter = LoadMeter()
+        self.pinned = settings.pinned
+        self.arrivals = threading.Condition()
+        self._settings = settings
+        self._offers = offers
+        self._counters = counters
+        self._clock = clock
+        self._memory = MemoryActivations(settings.budget_bytes, clock)
+        self._numbers = itertools.count(1)
+        self._of_store: WeakKeyDictionary[Recording, ActivationStoreLink] = WeakKeyDictionary()
+        # Under the lock.
+        self._lock = threading.Lock()
+        self._links: dict[str, ActivationStoreLink] = {}
+        self._questions: dict[int, _Question] = {}
+        self._answers: OrderedDict[str, _Answer] = OrderedDict()  # by digest of the key
+
+    @property
+    def linked(self) -> int:
+        """Links that are open."""
+        return sum(link.open for link in list(self._links.values()))
+
+    @property
+    def load_bytes_per_s(self) -> float | None:
+        return self.meter.bytes_per_s if self._links else None
+
+    def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
+        wanted = {store.name: store for store in stores[:_MOST_STORES]}
+        with self._lock:
+            old = self._links
+            kept = {name: link for name, link in old.items() if name in wanted and link.store == wanted[name]}
+            self._links = {name: kept.get(name) or self._open(store) for name, store in wanted.items()}
+        for name, link in old.items():
+            if name not in kept:
+                link.close()
+
+    def ask(self, query: TemplateQuery) -> Future[None]:
+        known: Future[None] = Future()
+        link = None if self._is_here(query) else self._link_of(query.key)
+        if link is None or (link.tried and not link.open) or not self._put_question(query, known, link):
+            known.set_result(None)
+        return known
+
+    def find(self, key: RecordingKey, recording: str = "") -> Recording | None:
+        answer = self._answer(key)
+        if answer is not None:
+            self._take_in(key, answer, recording)
+            if not answer.template.recording:
+                self._keep(key, answer)  # for `begin`
+        return self._memory.find(key, recording)
+
+    def begin(
+        self, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None, *, origin: str = ""
+    ) -> Recording | None:
+        answer = self._answer(key)
+        begun = self._memory.begin(key, shape, drawn, origin=origin)
+        if begun is None or answer is None:
+            return begun
+        begun.budget_bytes, begun.profile = answer.template.budget_bytes, answer.template.profile
+        if answer.template.record and answer.link.open:
+            self._of_store[begun] = answer.link
+            answer.link.uploads.begin(begun)
+        return begun
+
+    def changed(self, recording: Recording, key: StepKey) -> None:
+        link = self._of_store.get(recording)
+        if link is not None:
+            link.uploads.add(recording, key)
+
+    def reserve(self, recording: Recording, size_bytes: int) -> bool:
+        return self._memory.reserve(recording, size_bytes)
+
+    def complete(self, recording: Recording) -> None:
+        self._memory.complete(recording)
+        link = self._of_store.get(recording)
+        if link is not None:
+            link.uploads.complete(recording, self._header(recording))
+
+    def abandon(self, recording: Recording) -> None:
+        self._memory.abandon(recording)
+        link = self._of_store.pop(recording, None)
+        if link is not None:
+            link.uploads.abandon(recording)
+
+    def release(self, recording: Recording) -> None:
+        self._memory.release(recording)
+        if recording.readers:
+            return
+        for step in recording.steps.values():
+            if isinstance(step, StoredStep):
+                step.rest()
+        if not recording.held_bytes:
+            self._memory.forget(recording)
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._memory.budget_bytes
+
+    @property
+    def recordings(self) -> Sequence[Recording]:
+        return self._memory.recordings
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return {**self._memory.counts, **self.meter.counts}
+
+    def drop(self, prefix: str) -> int:
+        return self._memory.drop(prefix)
+
+    def stop(self) -> None:
+        self.set_stores(())
+
+    def make_room(self, size_bytes: int) -> bool:
+        """See LoadRoom."""
+        return self._memory.make_room(size_bytes)
+
+    def has_room(self, size_bytes: int) -> bool:
+        """See LoadRoom."""
+        return self._memory.used_bytes + size_bytes <= self._memory.budget_bytes
+
+    def on_link(self, link: ActivationStoreLink) -> None:
+        """What was asked before there was a link, is asked."""
+        with self._lock:
+            for number, asked in self._questions.items():
+                if asked.link is link and not asked.known.done():
+                    link.ask(number, _question(asked.query))
+
+    def on_answer(self, link: ActivationStoreLink, number: int, template: StoredTemplate) -> None:
+        """One that comes too late is thrown away."""
+        with self._lock:
+            asked = self._questions.pop(number, None)
+        # Cancelled at this moment, perhaps: then nobody wants it.
+        if asked is None or asked.link is not link or not asked.known.set_running_or_notify_cancel():
+            return
+        self._keep(asked.query.key, _Answer(template=template, link=link, origin=asked.query.origin))
+        asked.known.set_result(None)
+
+    def on_lost(self, link: ActivationStoreLink) -> None:
+        """What it was asked it does not know, and what it has said counts no more."""
+        with self._lock:
+            self._answers = OrderedDict((key, each) for key, each in self._answers.items() if each.link is not link)
+        self._give_up(lambda asked: asked.link is link)
+
+    def on_quiet(self) -> None:
+        """Gives up what is not answered in time."""
+        now_s = self._clock()
+        self._give_up(lambda asked: asked.until_s < now_s)
+
+    def _open(self, store: ServiceAddress) -> ActivationStoreLink:
+        return ActivationStoreLink(
+            store,
+            owner=self,
+            offers=self._offers,
+            settings=self._settings.link,
+            meter=self.meter,
+            counters=self._counters,
+        )
+
+    def _is_here(self, query: TemplateQuery) -> bool:
+        """Whether no store knows more of it."""
+        kept = self._memory.get(query.key)
+        if kept is None or query.recording not in ("", kept.id):
+            return False
+        return all(not isinstance(step, StoredStep) or step.whole for step in kept.steps.values())
+
+    def _link_of(self, key: RecordingKey) -> ActivationStoreLink | None:
+        name = choose(self._links, key.digest)
+        return None if name is None else self._links[name]
+
+    def _put_question(self, query: TemplateQuery, known: Future[None], link: ActivationStoreLink) -> bool:
+        """Asks it, now or when the link is open. False where it cannot be asked."""
+        with self._lock:
+            self._questions = {number: each for number, each in self._questions.items() if not each.known.done()}
+            if len(self._questions) >= _MOST_QUESTIONS:
+                return False
+            number = next(self._numbers)
+            until_s = self._clock() + _ANSWER_S
+            self._questions[number] = _Question(query=query, known=known, link=link, until_s=until_s)
+            sent = link.ask(number, _question(query))
+            waits = sent or not link.tried
+            if not waits:
+                del self._questions[number]
+        return waits
+
+    def _give_up(self, which: Callable[[_Question], bool]) -> None:
+        with self._lock:
+            gone = {number: each for number, each in self._questions.items() if which(each)}
+            for number in gone:
+                del self._questions[number]
+        for asked in gone.values():
+            if asked.known.set_running_or_notify_cancel():
+                asked.known.set_result(None)
+
+    def _keep(self, key: RecordingKey, answer: _Answer) -> None:
+        with self._lock:
+            self._answers[key.digest] = answer
+            self._answers.move_to_end(key.digest)
+            while len(self._answers) > _MOST_ANSWERS:
+                self._answers.popitem(last=False)
+
+    def _answer(self, key: RecordingKey) -> _Answer | None:
+        with self._lock:
+            return self._answers.pop(key.digest, None)
+
+    def _take_in(self, key: RecordingKey, answer: _Answer, recording: str) -> None:
+        """Has the memory know what the store has said. recording: that is wanted; empty is any.
+
+        A recording in use is never replaced by another one: they were drawn from different noise.
+        """
+        template, kept = answer.template, self._memory.get(key)
+        if kept is not None and kept.id != template.recording:
+            # Here alone, it is as good as the store's, but for an attempt that goes on with that one.
+            own = not any(isinstance(step, StoredStep) for step in kept.steps.values())
+            if not kept.is_idle or (own and recording in ("", kept.id)):
+                return
+            self._memory.forget(kept)
+            kept = None
+        if not template.recording:
+            return
+        if kept is None:
+            kept = Recording(key, template.shape, template.drawn, origin=answer.origin, id=template.recording)
+            self._memory.adopt(kept)
+        kept.budget_bytes, kept.profile = template.budget_bytes, template.profile
+        self._of_store[kept] = answer.link
+        answer.link.uploads.adopt(kept)
+        edit = next(self._numbers)
+        for section in template.sections:
+            if not _is_known(kept, section, answer.link):
+                step = StoredStep(section, recording=kept, link=answer.link, room=self, edit=edit)
+                kept.put(section.key, step)
+
+    def _header(self, recording: Recording) -> RecordingHeader:
+        height, width = recording.shape
+        key, scale = recording.key, self._settings.latent_scale
+        return RecordingHeader(
+            recording=recording.id,
+            key=key.digest,
+            source=recording.origin,
+            tenant=key.tenant,
+            digest=key.template,
+            model=self._settings.model_name,
+            model_hash=key.model_hash,
+            dtype=key.dtype,
+            width=width * scale,
+            height=height * scale,
+            latent_height=height,
+            latent_width=width,
+            has_drawn=recording.drawn is not None,
+            seed=0 if recording.drawn is None else recording.drawn.seed,
+        )
+
+
+def _question(query: TemplateQuery) -> TemplateQuestion:
+    return TemplateQuestion(
+        key=query.key.digest,
+        recording=query.recording,
+        would_record=query.would_record,
+        source=query.origin,
+        model_hash=query.key.model_hash,
+        dtype=query.key.dtype,
+    )
+
+
+def _is_known(recording: Recording, section: StoredSection, link: ActivationStoreLink) -> bool:
+    """Whether what is here of a forward is as good as what the store has: written here, or the same."""
+    step = recording.steps.get(section.key)
+    if step is None:
+        return False
+    if not isinstance(step, StoredStep):
+        return True
+    return step.section.digest == section.digest and (step.whole or (step.link is link and not step.lost))

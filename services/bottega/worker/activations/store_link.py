@@ -1,0 +1,281 @@
+"""One activation store as a worker's engine sees it: questions, sections that are loaded, and what was recorded.
+
+The link is opened as soon as the store is known, and again when it is lost; what was on its way then will not come.
+Questions and requests go before recordings. What an answer means, its owner knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+from bottega import kinds
+from bottega.errors import BottegaError, DataLoss, NoSharedMemory, TooLarge
+from bottega.rpc.status import from_job_error, job_error_from_json
+from bottega.sections import messages
+from bottega.sections.messages import WORKER_LIMITS, ActivationMessageKind
+from bottega.transport import (
+    Connection,
+    Incoming,
+    Limits,
+    Link,
+    LinkClient,
+    LinkClientHandler,
+    LinkClientSettings,
+    LinkCounters,
+    OfferSource,
+    kind_of,
+    read_number,
+)
+from bottega.v1.activations_pb2 import SectionRequest, TemplateQuestion
+from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.worker.activations.load_meter import LinkPace, LoadMeter
+from bottega.worker.activations.stored_step import SectionFetch, StoredStep
+from bottega.worker.activations.template import StoredTemplate, read_template
+from bottega.worker.activations.uploads import Uploads
+
+_log = logging.getLogger(__name__)
+
+# Sections that were requested and have not come; an engine has some tens of edits, each some steps ahead.
+_MOST_FETCHES = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationLinkSettings(LinkClientSettings):
+    """Takes in chunks, or files beside their messages. upload_bytes: of recordings that wait to be sent."""
+
+    limits: Limits = WORKER_LIMITS
+    retry_s: float = 1.0
+    upload_bytes: int = 256 << 20
+
+
+class LinkOwner(Protocol):
+    """Who asks. Called by the link's threads."""
+
+    def on_link(self, link: ActivationStoreLink) -> None:
+        """It is open."""
+        ...
+
+    def on_answer(self, link: ActivationStoreLink, number: int, template: StoredTemplate) -> None:
+        """The answer to the question of this number, which it may not have asked."""
+        ...
+
+    def on_lost(self, link: ActivationStoreLink) -> None:
+        """It has ended, or could not be opened: what it was asked will not be answered."""
+        ...
+
+    def on_quiet(self) -> None:
+        """Now and then, while nothing comes."""
+        ...
+
+
+class ActivationStoreLink(LinkClientHandler):
+    """Any thread may call it. tried: whether it was open, or could not be opened, at least once. uploads: what it is
+    to record."""
+
+    def __init__(
+        self,
+        store: ServiceAddress,
+        *,
+        owner: LinkOwner,
+        offers: OfferSource,
+        settings: ActivationLinkSettings,
+        meter: LoadMeter,
+        counters: LinkCounters,
+    ) -> None:
+        self.store = store
+        self.tried = False
+        self.uploads = Uploads(budget_bytes=settings.upload_bytes, meter=meter, wake=self._wake_uploads)
+        self._owner = owner
+        self._meter = meter
+        self._pace = LinkPace(meter)
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._fetches: dict[int, SectionFetch] = {}
+        self._connection: Connection | None = None
+        self._told = False
+        self._client = LinkClient(
+            self,
+            peer=f"activation store {store.name}",
+            request=lambda link_id: offers.request(kinds.ACTIVATIONS, store.address, link_id),
+            settings=settings,
+            counters=counters,
+        )
+        self._client.start()
+
+    @property
+    def open(self) -> bool:
+        return self._connection is not None
+
+    @property
+    def wants_link(self) -> bool:
+        """Always: it is closed when the store is there no more."""
+        return True
+
+    @property
+    def shares(self) -> bool:
+        """See SectionLink."""
+        connection = self._connection
+        return connection is not None and connection.link is not None and connection.link.passes_files
+
+    def ask(self, number: int, question: TemplateQuestion) -> bool:
+        """Sends a question; False where there is no link."""
+        connection = self._connection
+        return connection is not None and connection.send(messages.question_message(number, question))
+
+    def fetch(self, fetch: SectionFetch) -> bool:
+        """See SectionLink."""
+        with self._lock:
+            connection = self._connection
+            if connection is None or len(self._fetches) >= _MOST_FETCHES:
+                return False
+            self._pace.asked(idle=not self._fetches)
+            number = next(self._numbers)
+            self._fetches[number] = fetch
+        step = fetch.step
+        request = SectionRequest(digest=step.section.digest, tensors=fetch.tensors, edit=step.edit)
+        if connection.send(messages.fetch_message(number, request)):
+            return True
+        with self._lock:
+            self._fetches.pop(number, None)
+        return False
+
+    def cancel(self, step: StoredStep) -> None:
+        """See SectionLink."""
+        with self._lock:
+            gone = {number: each for number, each in self._fetches.items() if each.step is step}
+            for number in gone:
+                del self._fetches[number]
+            connection = self._connection
+        for number, fetch in gone.items():
+            step.give_up(fetch.tensors)
+            self._meter.note("loads_cancelled")
+            if connection is not None:
+                connection.send(messages.cancel_message(number))
+
+    def close(self) -> None:
+        """Ends the link."""
+        self._client.close()
+
+    def on_open(self, connection: Connection) -> None:
+        with self._lock:
+            self._connection, self._told = connection, False
+        self.tried = True
+        assert connection.link is not None
+        choice = connection.link.backend_choice
+        facts = {"store": self.store.name, "backend": choice.backend, "why": choice.reason}
+        _log.info("linked to an activation store", extra=facts)
+        self._owner.on_link(self)
+
+    def on_message(self, connection: Connection, incoming: Incoming) -> None:
+        """What comes of a section is checked against what was requested of it."""
+        layout = incoming.layout
+        with incoming:
+            match ActivationMessageKind(kind_of(layout)):
+                case ActivationMessageKind.ANSWER:
+                    views = connection.wait_all(incoming)
+                    number, header = messages.read_answer(layout, views)
+                    drawn = messages.read_drawn(layout, views, has_drawn=header.has_drawn)
+                    self._owner.on_answer(self, number, read_template(header, drawn))
+                case ActivationMessageKind.CHUNK:
+                    views = connection.wait_all(incoming)
+                    number, chunk = messages.read_chunk(layout, views)
+                    self._take_chunk(number, chunk.tensor, chunk.start, views[-1])
+                case ActivationMessageKind.WHOLE:
+                    number = read_number(layout, connection.wait_all(incoming))
+                    self._take_whole(number, incoming.file)
+                case ActivationMessageKind.REFUSED:
+                    self._take_refusal(*messages.read_refused(layout, connection.wait_all(incoming)))
+                case kind:
+                    raise ValueError(f"an activation store sends no {kind} message")
+
+    def on_end(self, cause: BottegaError) -> None:
+        """What has not come will not: edits compute it."""
+        with self._lock:
+            self._connection = None
+            lost, self._fetches = self._fetches, {}
+        self.tried = True
+        for fetch in lost.values():
+            fetch.step.give_up(fetch.tensors)
+        self._meter.note("loads_lost", len(lost))
+        self.uploads.lose()
+        if not self._told:  # once, however often it is tried again
+            self._told = True
+            _log.warning("an activation store is lost", extra={"store": self.store.name, "text": cause.message})
+        self._owner.on_lost(self)
+
+    def check(self) -> None:
+        """Nothing has come for a moment."""
+        self._owner.on_quiet()
+
+    @property
+    def idle_s(self) -> float | None:
+        """Questions and requests go before recordings."""
+        return 0.0 if self.uploads.waiting else None
+
+    def send_idle(self, link: Link) -> None:
+        """The next section that was recorded."""
+        connection, upload = self._connection, self.uploads.next()
+        if upload is None or connection is None:
+            return
+        try:
+            connection.send_now(link, upload.message)
+        except (NoSharedMemory, TooLarge) as error:  # nothing of it was sent, and the link lives
+            _log.warning("a recording is dropped", extra={"store": self.store.name, "text": error.message})
+            self.uploads.refuse(upload)
+        else:
+            self.uploads.sent(upload)
+
+    def _wake_uploads(self) -> None:
+        connection = self._connection
+        if connection is not None:
+            connection.post(lambda _link: None)  # the thread that sends looks again what there is
+
+    def _take_chunk(self, number: int, place: int, start: int, data: memoryview) -> None:
+        fetch = self._fetches.get(number)
+        if fetch is None:
+            return  # nobody waits for it any more
+        if place not in fetch.tensors:
+            raise ValueError("a store sent a tensor that nobody has requested")
+        fetch.step.take_chunk(place, start, data)
+        self._pace.came(len(data))
+        if not fetch.step.awaits(fetch.tensors):
+            self._finish(number)
+
+    def _take_whole(self, number: int, file: memoryview | None) -> None:
+        if file is None:
+            raise ValueError("a whole section came without its file")
+        fetch = self._fetches.get(number)
+        if fetch is None:
+            return
+        try:
+            fetch.step.take_whole(file)
+        except DataLoss as error:
+            self._refuse(number, error)
+            return
+        self._pace.came(len(file))
+        with self._lock:  # what else was requested of it is here, too
+            same = [other for other, each in self._fetches.items() if each.step is fetch.step]
+        for each in same:
+            self._finish(each)
+
+    def _take_refusal(self, number: int, packed: bytes) -> None:
+        self._refuse(number, from_job_error(job_error_from_json(packed)))
+
+    def _refuse(self, number: int, error: BottegaError) -> None:
+        with self._lock:
+            fetch = self._fetches.pop(number, None)
+        if fetch is None:
+            return
+        self._meter.note("loads_refused")
+        _log.info("a section is not loaded", extra={"store": self.store.name, "text": error.message})
+        fetch.step.give_up(fetch.tensors, lost=True)
+
+    def _finish(self, number: int) -> None:
+        with self._lock:
+            done = self._fetches.pop(number, None)
+        if done is not None:
+            self._meter.note("loads")

@@ -1,0 +1,248 @@
+"""One forward of a template that a store has: what of it is here, and what is on its way. A RecordedStep.
+
+Within a host its tensors are views of the store's own file, sealed: nothing is copied, and nobody can change them. From
+other hosts they come one by one, in chunks, into memory that counts in the worker's budget; one is here when all of it
+is. What is refused, lost or has no room is not here, and is computed.
+
+The engine's thread asks and reads, the link's thread fills. A tensor that is here is never changed again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.editing.recordings.recording import Recording
+from bottega.errors import DataLoss
+from bottega.sections.section import OWNER_BYTES, SectionTensor, owner
+from bottega.worker.activations.load_meter import LoadMeter
+from bottega.worker.activations.template import StoredSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SectionFetch:
+    """A request for tensors of a section. tensors: their places in it, in the order of their use."""
+
+    step: StoredStep
+    tensors: tuple[int, ...]
+
+
+class SectionLink(Protocol):
+    """The link to the store that has the section. Its calls return at once."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether sections come as the store's own files: then they take no memory here."""
+        ...
+
+    def fetch(self, fetch: SectionFetch) -> bool:
+        """Requests it; False where there is no link."""
+        ...
+
+    def cancel(self, step: StoredStep) -> None:
+        """What was requested for it and has not come is not needed."""
+        ...
+
+
+class LoadRoom(Protocol):
+    """Memory for what is loaded. meter: counts. pinned: whether a GPU reads it. arrivals: what fills and reads steps
+    is done under it, and notifies it."""
+
+    meter: LoadMeter
+    pinned: bool
+    arrivals: threading.Condition
+
+    def make_room(self, size_bytes: int) -> bool:
+        """Whether there is room for so much more, others having gone for it. By the engine's thread."""
+        ...
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether there is now. Any thread may ask."""
+        ...
+
+
+class StoredStep:
+    """section: what the store has said of it. recording: whose it is. edit: by which the link tells what belongs
+    together, see SectionRequest."""
+
+    writable = False
+
+    def __init__(
+        self, section: StoredSection, *, recording: Recording, link: SectionLink, room: LoadRoom, edit: int
+    ) -> None:
+        self.valid = section.valid
+        self.prompt = section.prompt
+        self.section = section
+        self.recording = recording
+        self.link = link
+        self.edit = edit
+        self.lost = False
+        self._room = room
+        self._layout = section.layout
+        self._names = tuple(tensor.name for tensor in section.layout.tensors)
+        self._tensors: dict[str, Tensor] = {}
+        self._coming: set[str] = set()
+        self._copied: set[str] = set()  # names that take memory, or will: room was made
+        self._buffers: dict[str, tuple[Tensor, int]] = {}  # and the bytes of each that are here
+        self._held_bytes = 0
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._names
+
+    @property
+    def size_bytes(self) -> int:
+        return self._layout.tensor_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held_bytes
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is here."""
+        return len(self._tensors) == len(self._names)
+
+    def bytes_of(self, name: str) -> int:
+        place = self._layout.index(name)
+        return 0 if place is None else self._layout.tensors[place].size_bytes
+
+    def get(self, name: str) -> Tensor | None:
+        return self._tensors.get(name)
+
+    def request(self, names: Sequence[str]) -> None:
+        with self._room.arrivals:
+            places = [] if self.lost else [self._layout.index(name) for name in names if self._is_away(name)]
+            wanted = tuple(dict.fromkeys(place for place in places if place is not None))
+        if not wanted:
+            return
+        asked = {self._names[place] for place in wanted}
+        copied = () if self.link.shares else asked
+        if copied and not self._room.make_room(sum(map(self.bytes_of, copied))):
+            self._room.meter.note("loads_without_room")
+            return
+        with self._room.arrivals:
+            self._coming |= asked
+            self._hold(copied)
+        if not self.link.fetch(SectionFetch(step=self, tensors=wanted)):
+            self.give_up(wanted)
+
+    def wait(self, name: str, timeout_s: float) -> bool:
+        if name in self._tensors:
+            return True
+        began_s = time.monotonic()
+        with self._room.arrivals:
+            if name not in self._coming:
+                return name in self._tensors
+            self._room.arrivals.wait_for(lambda: name not in self._coming, timeout_s)
+        self._room.meter.waited(time.monotonic() - began_s)
+        return name in self._tensors
+
+    def drop_requests(self) -> None:
+        if self._coming and self.recording.readers <= 1:  # else another edit may wait for the same
+            self.link.cancel(self)
+
+    def rest(self) -> None:
+        """Nobody reads it now: lets go of the store's memory, so that the store can. What was copied stays."""
+        self.link.cancel(self)
+        with self._room.arrivals:
+            self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in self._copied}
+
+    # Below: by the link.
+
+    def take_chunk(self, place: int, start: int, data: memoryview) -> None:
+        """The next bytes of a tensor are here. Those of one that nobody waits for any more are thrown away.
+
+        Raises ValueError for bytes that are not the next ones.
+        """
+        tensor = self._layout.tensors[place]
+        with self._room.arrivals:
+            buffer, filled = self._buffer(tensor)
+        if buffer is None:
+            return
+        end = start + len(data)
+        if start != filled or end > tensor.size_bytes:
+            raise ValueError(f"bytes {start} to {end} of {tensor.name} came when {filled} were here")
+        # Without the lock, and torch's copying lets other threads run.
+        buffer.view(-1).view(torch.uint8)[start:end].copy_(torch.frombuffer(data, dtype=torch.uint8))
+        with self._room.arrivals:
+            if tensor.name not in self._buffers:
+                return
+            self._buffers[tensor.name] = buffer, end
+            if end == tensor.size_bytes:
+                del self._buffers[tensor.name]
+                self._tensors[tensor.name] = buffer
+                self._arrived((tensor.name,))
+
+    def take_whole(self, file: memoryview) -> None:
+        """All of it is here, as the store's own memory. Raises DataLoss where it is another section."""
+        if len(file) != self._layout.size_bytes:
+            raise DataLoss("the store sent a file of another size than it has said")
+        if bytes(file[-OWNER_BYTES:]) != owner(self.recording.key.digest):
+            raise DataLoss("the store sent another template's file")
+        with self._room.arrivals:
+            for name, tensor, offset in zip(self._names, self._layout.tensors, self._layout.offsets, strict=True):
+                if name not in self._tensors:
+                    self._tensors[name] = _view(file, tensor, offset)
+                    self._let_go((name,))
+            self._buffers.clear()
+            self._arrived(tuple(self._coming))
+
+    def awaits(self, places: Iterable[int]) -> bool:
+        """Whether any of these tensors is still to come."""
+        return any(self._names[place] in self._coming for place in places)
+
+    def give_up(self, places: Iterable[int], *, lost: bool = False) -> None:
+        """These will not come. lost: nor will others."""
+        with self._room.arrivals:
+            self.lost = self.lost or lost
+            gone = {self._names[place] for place in places} & self._coming
+            for name in gone:
+                self._buffers.pop(name, None)
+            self._let_go(gone)
+            self._arrived(tuple(gone))
+
+    def _is_away(self, name: str) -> bool:
+        return name not in self._tensors and name not in self._coming
+
+    def _buffer(self, tensor: SectionTensor) -> tuple[Tensor | None, int]:
+        """Where a tensor's bytes go, and how many are there. Under the lock."""
+        name = tensor.name
+        if name not in self._coming:
+            return None, 0
+        if name not in self._buffers:
+            if name not in self._copied:  # a store of this host sends what it does not have in memory
+                if not self._room.has_room(tensor.size_bytes):
+                    self._room.meter.note("loads_without_room")
+                    self._arrived((name,))
+                    return None, 0
+                self._hold((name,))
+            made = torch.empty(tensor.shape, dtype=torch.float16, pin_memory=self._room.pinned)
+            self._buffers[name] = made, 0
+        return self._buffers[name]
+
+    def _hold(self, names: Iterable[str]) -> None:
+        for name in set(names) - self._copied:
+            self._copied.add(name)
+            self._held_bytes += self.bytes_of(name)
+
+    def _let_go(self, names: Iterable[str]) -> None:
+        for name in set(names) & self._copied:
+            self._copied.discard(name)
+            self._held_bytes -= self.bytes_of(name)
+
+    def _arrived(self, names: Iterable[str]) -> None:
+        """Nobody has to wait for these any more."""
+        self._coming.difference_update(names)
+        self._room.arrivals.notify_all()
+
+
+def _view(file: memoryview, tensor: SectionTensor, offset: int) -> Tensor:
+    count = tensor.size_bytes // torch.float16.itemsize
+    return torch.frombuffer(file, dtype=torch.float16, count=count, offset=offset).reshape(tensor.shape)

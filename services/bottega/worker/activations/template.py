@@ -1,0 +1,136 @@
+"""A template as a store has answered: its sections, checked, and nothing of what they hold."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bottega import rules
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, StepKey
+from bottega.diffusion.rows import Half
+from bottega.sections import DrawnTensors, SectionLayout
+from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, SectionKey, TemplateAnswer
+
+MAX_SECTIONS = 4096
+"""Of a template: 1,000 timesteps in both halves, with and without a ControlNet."""
+
+_MAX_SIDE = 1024
+"""Elements of a latent: as a map has at most."""
+
+_RECORDING = re.compile("[0-9a-f]{32}")
+_DIGEST = re.compile("[0-9a-f]{64}")
+_PROMPT = re.compile("([0-9a-f]{64})?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredSection:
+    """One forward that the store has. digest: of its bytes, hex. valid: see Recording."""
+
+    key: StepKey
+    digest: str
+    layout: SectionLayout
+    valid: Tensor
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredTemplate:
+    """What a store knows of a template. recording: its id; empty where it has none. shape: of the latent.
+
+    record: whether this worker may record it. budget_bytes: that one template may take; 0 is without bound. profile:
+    what the model's blocks take, where that was measured.
+    """
+
+    recording: str
+    shape: tuple[int, int] = (0, 0)
+    sections: tuple[StoredSection, ...] = ()
+    drawn: DrawnTemplate | None = None
+    record: bool = False
+    budget_bytes: int = 0
+    profile: BlockProfile | None = None
+
+
+def read_template(answer: TemplateAnswer, drawn: DrawnTensors | None) -> StoredTemplate:
+    """An answer, checked. Raises ValueError for one that says what cannot be."""
+    profile = answer.profile if answer.HasField("profile") else None
+    budget_bytes = max(0, answer.template_budget_bytes)
+    if not answer.recording:
+        return StoredTemplate(recording="", record=answer.record, budget_bytes=budget_bytes, profile=profile)
+    _check(_RECORDING.fullmatch(answer.recording) is not None, "a recording has an id of 32 hex digits")
+    shape = answer.latent_height, answer.latent_width
+    _check(all(1 <= side <= _MAX_SIDE for side in shape), f"a latent has 1 to {_MAX_SIDE} elements a side")
+    _check(1 <= len(answer.sections) <= MAX_SECTIONS, f"a template has 1 to {MAX_SECTIONS} sections")
+    layouts = [SectionLayout.from_wire(layout) for layout in answer.layouts]
+    maps = [unpack_map(each, shape) for each in answer.maps]
+    sections = tuple(_section(info, layouts, maps) for info in answer.sections)
+    _check(len({each.key for each in sections}) == len(sections), "a template has two sections of one forward")
+    return StoredTemplate(
+        recording=answer.recording,
+        shape=shape,
+        sections=sections,
+        drawn=_drawn(drawn, shape, answer.seed),
+        budget_bytes=budget_bytes,
+        profile=profile,
+    )
+
+
+def pack_map(valid: Tensor) -> bytes:
+    """As TemplateAnswer.maps has it. valid: bool [height, width]."""
+    return np.packbits(valid.numpy()).tobytes()
+
+
+def unpack_map(packed: bytes, shape: tuple[int, int]) -> Tensor:
+    """The map, bool [height, width]. Raises ValueError where it has not as many bits."""
+    count = math.prod(shape)
+    _check(len(packed) == -(-count // 8), "a map has a bit for each element of the latent")
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=count)
+    return torch.from_numpy(bits.reshape(shape).astype(bool))
+
+
+def section_key(key: StepKey) -> SectionKey:
+    """As the contract says it."""
+    return SectionKey(timestep=key.timestep, half=key.half.value, controls=key.controls)
+
+
+def _section(info: SectionInfo, layouts: Sequence[SectionLayout], maps: Sequence[Tensor]) -> StoredSection:
+    key = info.key
+    _check(0 <= info.layout < len(layouts), "a section has a layout that the answer lacks")
+    _check(0 <= info.map < len(maps), "a section has a map that the answer lacks")
+    _check(math.isfinite(key.timestep), "the timestep of a section is no number")
+    _check(0 <= key.half < len(Half), "a section has a half of guidance that there is not")
+    _check(len(key.controls) <= rules.MAX_ADAPTERS, "a section has more ControlNets than a request may")
+    _check(_DIGEST.fullmatch(info.digest) is not None, "a section has a digest of 64 hex digits")
+    _check(_PROMPT.fullmatch(info.prompt) is not None, "a section has a prompt's digest of 64 hex digits, or none")
+    return StoredSection(
+        key=StepKey(timestep=key.timestep, half=Half(key.half), controls=tuple(key.controls)),
+        digest=info.digest,
+        layout=layouts[info.layout],
+        valid=maps[info.map],
+        prompt=info.prompt,
+    )
+
+
+def _drawn(drawn: DrawnTensors | None, shape: tuple[int, int], seed: int) -> DrawnTemplate | None:
+    """Tensors of their own: the bytes are the message's copies."""
+    if drawn is None:
+        return None
+    _check(tuple(drawn.shape[2:]) == shape, "image latent and noise have another size than the latent")
+    _check(seed <= rules.MAX_SEED + rules.MAX_IMAGES, "image latent and noise were drawn with what is no seed")
+    image_latent, noise = (
+        torch.from_numpy(np.frombuffer(data, np.float32).reshape(drawn.shape).copy())
+        for data in (drawn.image_latent, drawn.noise)
+    )
+    finite = bool(torch.isfinite(image_latent).all()) and bool(torch.isfinite(noise).all())
+    _check(finite, "image latent and noise of a template are not all numbers")
+    return DrawnTemplate(image_latent=image_latent, noise=noise, seed=seed)
+
+
+def _check(holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(rule)

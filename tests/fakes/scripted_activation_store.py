@@ -1,0 +1,259 @@
+"""An activation store at the end of real links whose every answer is the test's; its sections lie in its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bottega.errors import BottegaError, DataLoss, PeerDead
+from bottega.rpc.status import job_error_to_json
+from bottega.sections import DrawnTensors, SectionLayout, messages
+from bottega.sections.messages import ActivationMessageKind
+from bottega.sections.section import owner
+from bottega.transport import (
+    Connection,
+    Endpoints,
+    Incoming,
+    Link,
+    LinkHandler,
+    LinkServer,
+    LinkServerSettings,
+    ServiceOffer,
+    WholeMessage,
+    kind_of,
+    read_number,
+)
+from bottega.v1.activations_pb2 import (
+    RecordingHeader,
+    SectionHeader,
+    SectionInfo,
+    SectionKey,
+    SectionRequest,
+    TemplateAnswer,
+    TemplateQuestion,
+)
+from bottega.v1.fleet_pb2 import ServiceAddress
+from tests.support.offers import OffersAtOnce
+from tests.support.transport_backends import sealed_file
+
+Reply = Callable[[int, TemplateQuestion], WholeMessage | None]
+CHUNK_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Section:
+    """One that the store has. tensors: by name, float16."""
+
+    key: SectionKey
+    tensors: Mapping[str, Tensor]
+    template: str
+    valid: Tensor
+    prompt: str = ""
+
+    @property
+    def layout(self) -> SectionLayout:
+        return SectionLayout.of((name, tensor.shape) for name, tensor in self.tensors.items())
+
+    @property
+    def data(self) -> bytes:
+        """As its file has it."""
+        made = bytearray(self.layout.size_bytes)
+        for name, tensor in self.tensors.items():
+            offset, size_bytes = self.layout.place(name)
+            made[offset : offset + size_bytes] = tensor.numpy().tobytes()
+        said = owner(self.template)
+        made[-len(said) :] = said
+        return bytes(made)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sent:
+    """What a worker has sent to be recorded. tensors: of a section. drawn: of an end."""
+
+    header: SectionHeader | RecordingHeader | str
+    tensors: Mapping[str, Tensor]
+    drawn: DrawnTensors | None = None
+
+
+class ScriptedLink(LinkHandler):
+    """One worker's."""
+
+    def __init__(self, store: ScriptedStore, connection: Connection) -> None:
+        self.connection = connection
+        self._store = store
+
+    def on_message(self, connection: Connection, incoming: Incoming) -> None:
+        layout, store = incoming.layout, self._store
+        with incoming:
+            views = connection.wait_all(incoming)
+            match ActivationMessageKind(kind_of(layout)):
+                case ActivationMessageKind.QUESTION:
+                    number, question = messages.read_question(layout, views)
+                    store.questions.put(question)
+                    reply = store.reply(number, question)
+                    if reply is not None:
+                        connection.send(reply)
+                case ActivationMessageKind.FETCH:
+                    store.serve(self, *messages.read_fetch(layout, views))
+                case ActivationMessageKind.CANCEL:
+                    store.cancelled.put(read_number(layout, views))
+                case ActivationMessageKind.SECTION:
+                    said, tensors = messages.read_section(layout, views)
+                    store.sent.put(Sent(header=said, tensors=_tensors(messages.section_layout(layout), tensors)))
+                case ActivationMessageKind.RECORDING:
+                    header = messages.read_recording(layout, views)
+                    drawn = messages.read_drawn(layout, views, has_drawn=header.has_drawn)
+                    store.sent.put(Sent(header=header, tensors={}, drawn=drawn))
+                case ActivationMessageKind.ABANDON:
+                    store.sent.put(Sent(header=messages.read_abandon(layout, views), tensors={}))
+
+    def on_end(self, cause: BottegaError) -> None:
+        self._store.ends.put(cause)
+
+
+class ScriptedStore(LinkServer[ScriptedLink]):
+    """reply: to each question; None says nothing. fetched: what it does with a request; by default it sends what is
+    wanted. folder: for a socket, by which workers are given files; without one they are sent chunks. ends: why links
+    have ended."""
+
+    def __init__(self, name: str, *, folder: Path | None = None, reply: Reply | None = None) -> None:
+        self.name = name
+        self.sections: dict[str, Section] = {}
+        self.reply: Reply = reply or self.answer
+        self.fetched: Callable[[ScriptedLink, int, SectionRequest], None] = self.send
+        self.questions: queue.SimpleQueue[TemplateQuestion] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[SectionRequest] = queue.SimpleQueue()
+        self.cancelled: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        self.ends: queue.SimpleQueue[BottegaError] = queue.SimpleQueue()
+        self.header = TemplateAnswer(record=True)
+        self.drawn: DrawnTensors | None = None
+        unix = None if folder is None else folder / f"{name}.sock"
+        endpoints = Endpoints(unix_path=unix) if unix is not None else Endpoints(tcp=("127.0.0.1", 0))
+        super().__init__(endpoints, service=name, settings=LinkServerSettings(limits=messages.STORE_LIMITS))
+
+    @property
+    def address(self) -> ServiceAddress:
+        """As the fleet tells of it."""
+        return ServiceAddress(name=self.name, address=self.name)
+
+    def put(self, recording: str, *sections: Section, drawn: DrawnTensors | None = None, **fields: object) -> None:
+        """From now on it answers with these. fields: of the answer."""
+        self.sections = {section.digest: section for section in sections}
+        self.header, self.drawn = answer(recording, sections, drawn, **fields), drawn
+
+    def answer(self, number: int, _question: TemplateQuestion) -> WholeMessage:
+        return messages.answer_message(number, self.header, self.drawn)
+
+    def serve(self, link: ScriptedLink, number: int, request: SectionRequest) -> None:
+        """A request has come."""
+        self.requests.put(request)
+        self.fetched(link, number, request)
+
+    def send(self, link: ScriptedLink, number: int, request: SectionRequest) -> None:
+        """What is wanted."""
+        section = self.sections.get(request.digest)
+        if section is None:
+            self.refuse(link, number, request)
+            return
+        assert link.connection.link is not None
+        if link.connection.link.passes_files:
+            self.send_file(link, number, section.data)
+        else:
+            for place in request.tensors:
+                self.send_tensor(link, number, section, place)
+
+    def refuse(self, link: ScriptedLink, number: int, _request: SectionRequest) -> None:
+        """It has it no more."""
+        link.connection.send(messages.refused_message(number, job_error_to_json(DataLoss("it is damaged"))))
+
+    def send_tensor(self, link: ScriptedLink, number: int, section: Section, place: int) -> None:
+        """In chunks."""
+        data = list(section.tensors.values())[place].numpy().tobytes()
+        for start in range(0, len(data), CHUNK_BYTES):
+            chunk = messages.chunk_message(number, tensor=place, start=start, data=data[start : start + CHUNK_BYTES])
+            link.connection.send(chunk)
+
+    def send_file(self, link: ScriptedLink, number: int, data: bytes) -> None:
+        """Whole, in the store's own memory."""
+
+        def send(to: Link) -> None:
+            with sealed_file(data) as file:
+                link.connection.send_now(to, messages.whole_message(number), file=file)
+
+        link.connection.post(send)
+
+    def say(self, message: WholeMessage) -> None:
+        """To the only worker, unasked."""
+        (link,) = self.handlers
+        link.connection.send(message)
+
+    def new_handler(self, connection: Connection) -> ScriptedLink:
+        return ScriptedLink(self, connection)
+
+
+class StoreOffers(OffersAtOnce):
+    """Offers of those that are there: by address."""
+
+    def __init__(self, *stores: ScriptedStore) -> None:
+        super().__init__()
+        self.there = {store.name: store for store in stores}
+
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
+        if address not in self.there:
+            raise PeerDead(f"{address} is away")
+        return ServiceOffer(offer=self.there[address].offer("w", link_id, caller=""), service=address)
+
+    def addresses(self) -> Sequence[ServiceAddress]:
+        """Of all that are there."""
+        return [store.address for store in self.there.values()]
+
+
+def answer(
+    recording: str, sections: Sequence[Section], drawn: DrawnTensors | None = None, **fields: object
+) -> TemplateAnswer:
+    """As a store makes it; each section has a layout and a map of its own."""
+    height, width = sections[0].valid.shape
+    made = TemplateAnswer(
+        recording=recording,
+        latent_height=height,
+        latent_width=width,
+        sections=[
+            SectionInfo(key=each.key, digest=each.digest, layout=place, map=place, prompt=each.prompt)
+            for place, each in enumerate(sections)
+        ],
+        layouts=[each.layout.to_wire() for each in sections],
+        maps=[np.packbits(each.valid.numpy()).tobytes() for each in sections],
+        has_drawn=drawn is not None,
+    )
+    made.MergeFrom(TemplateAnswer(**fields))  # type: ignore[arg-type]  # a test's own
+    return made
+
+
+@contextlib.contextmanager
+def closing(*stores: ScriptedStore) -> Iterator[None]:
+    """They are closed in the end."""
+    try:
+        yield
+    finally:
+        for store in stores:
+            store.close()
+
+
+def _tensors(layout: SectionLayout, views: Sequence[memoryview]) -> dict[str, Tensor]:
+    return {
+        tensor.name: torch.frombuffer(bytearray(view), dtype=torch.float16).reshape(tensor.shape)
+        for tensor, view in zip(layout.tensors, views, strict=True)
+    }
