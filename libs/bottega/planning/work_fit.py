@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from operator import mul
 from statistics import fmean
 
 MAX_BATCHES = 256
@@ -37,12 +38,20 @@ class WorkCost:
 
 @dataclass(slots=True, kw_only=True)
 class _Batch:
-    """A kind of batches: what its last one had, its mean seconds, and at which measurement it was measured last."""
+    """A kind of batches: what its last one had, and its mean seconds.
+
+    weight: measurements, as many as they counted for at the last one, which was the fit's `measured_at`-th.
+    """
 
     flops: float
     size_bytes: float
     seconds: float
+    weight: float
     measured_at: int
+
+    def weight_at(self, measured: int) -> float:
+        """After so many measurements of all kinds."""
+        return self.weight * math.exp2((self.measured_at - measured) / _HALF_LIFE)
 
 
 class WorkFit:
@@ -66,8 +75,13 @@ class WorkFit:
         self._cost = None
         kind = _rounded(flops), _rounded(size_bytes)
         known = self._batches.pop(kind, None)  # the last one is the newest
-        mean_s = seconds if known is None else known.seconds + _WEIGHT * (seconds - known.seconds)
-        self._batches[kind] = _Batch(flops=flops, size_bytes=size_bytes, seconds=mean_s, measured_at=self._measured)
+        self._batches[kind] = _Batch(
+            flops=flops,
+            size_bytes=size_bytes,
+            seconds=seconds if known is None else known.seconds + _WEIGHT * (seconds - known.seconds),
+            weight=1.0 + (0.0 if known is None else known.weight_at(self._measured)),
+            measured_at=self._measured,
+        )
         if len(self._batches) > MAX_BATCHES:
             del self._batches[next(iter(self._batches))]
 
@@ -102,7 +116,7 @@ class WorkFit:
         return 1.0 - errors / spread if spread > 0.0 else None
 
     def _fitted(self, batches: Sequence[_Batch]) -> WorkCost:
-        weights = [2.0 ** ((batch.measured_at - self._measured) / _HALF_LIFE) for batch in batches]
+        weights = [batch.weight_at(self._measured) for batch in batches]
         rows = [(batch.flops, batch.size_bytes, 1.0) for batch in batches]
         per_flop_s, per_byte_s, fixed_s = _non_negative(rows, [batch.seconds for batch in batches], weights)
         return WorkCost(per_flop_s=per_flop_s, per_byte_s=per_byte_s, fixed_s=fixed_s)
@@ -119,37 +133,30 @@ def _non_negative(
 
     With so few columns all sets of columns are tried: in the best set the unbounded solution is not negative.
     """
-    scales = [max(abs(row[column]) for row in rows) or 1.0 for column in range(_FEATURES)]
-    scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
-    best, least = (0.0,) * _FEATURES, math.inf
+    scales = [max(row[column] for row in rows) or 1.0 for column in range(_FEATURES)]
+    gram = _gram(rows, targets, weights, scales)
+    best, most = (0.0,) * _FEATURES, 0.0
     for count in range(1, _FEATURES + 1):
         for columns in combinations(range(_FEATURES), count):
-            factors = _least_squares(scaled, targets, weights, columns)
+            factors = _solved([[*(gram[i][j] for j in columns), gram[i][_FEATURES]] for i in columns])
             if factors is None or min(factors) < 0.0:
                 continue
-            error = sum(
-                weight * (sum(f * row[column] for f, column in zip(factors, columns, strict=True)) - target) ** 2
-                for row, target, weight in zip(scaled, targets, weights, strict=True)
-            )
-            if error < least * (1.0 - 1e-12):
+            # At a solution, what the squared targets lose of their sum.
+            explained = sum(factor * gram[i][_FEATURES] for factor, i in zip(factors, columns, strict=True))
+            if explained > most * (1.0 + 1e-12):
                 by_column = dict(zip(columns, factors, strict=True))
                 best = tuple(by_column.get(column, 0.0) / scales[column] for column in range(_FEATURES))
-                least = error
+                most = explained
     return best
 
 
-def _least_squares(
-    rows: Sequence[Sequence[float]], targets: Sequence[float], weights: Sequence[float], columns: Sequence[int]
-) -> list[float] | None:
-    """By the normal equations; None where the columns do not tell their parts apart."""
-    matrix = [
-        [
-            *(sum(weight * row[i] * row[j] for row, weight in zip(rows, weights, strict=True)) for j in columns),
-            sum(weight * row[i] * target for row, target, weight in zip(rows, targets, weights, strict=True)),
-        ]
-        for i in columns
-    ]
-    return _solved(matrix)
+def _gram(
+    rows: Sequence[Sequence[float]], targets: Sequence[float], weights: Sequence[float], scales: Sequence[float]
+) -> list[list[float]]:
+    """Weighted products of columns, scaled to 1, with each other, and as the last ones with the targets."""
+    columns = [[row[column] / scale for row in rows] for column, scale in enumerate(scales)]
+    weighted = [[value * weight for value, weight in zip(column, weights, strict=True)] for column in columns]
+    return [[sum(map(mul, left, right)) for right in (*columns, targets)] for left in weighted]
 
 
 def _solved(matrix: list[list[float]]) -> list[float] | None:

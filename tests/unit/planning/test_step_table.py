@@ -1,0 +1,81 @@
+"""The table of planned steps that workers report: against the law by which its points were made."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bottega.planning import StepTable
+from bottega.planning.cost import MAX_SHAPES
+from bottega.planning.step_table import MAX_POINTS
+
+SHAPE = (64, 64)
+
+
+def table(*points: tuple[float, float]) -> StepTable:
+    return StepTable.from_entries((SHAPE, rows, seconds) for rows, seconds in points)
+
+
+def bent(rows: float) -> float:
+    """Flat until a batch fills the machine, then in proportion."""
+    return max(0.05, 0.02 * rows)
+
+
+def test_between_points_it_goes_straight_and_beyond_the_last_it_goes_on() -> None:
+    known = table((1.0, 0.1), (3.0, 0.2), (4.0, 0.4))
+    assert known.seconds(SHAPE, 2.0) == pytest.approx(0.15)
+    assert known.seconds(SHAPE, 3.0) == pytest.approx(0.2)
+    assert known.seconds(SHAPE, 6.0) == pytest.approx(0.8)
+    assert known.seconds(SHAPE, 0.5) == pytest.approx(0.075)
+    assert known.seconds(SHAPE, 0.0) == 0.0
+
+
+def test_one_point_says_that_more_rows_take_more_in_proportion() -> None:
+    assert table((2.0, 0.2)).seconds(SHAPE, 4.0) == pytest.approx(0.4)
+
+
+def test_nothing_is_said_of_a_shape_that_was_not_planned() -> None:
+    assert table((2.0, 0.2)).seconds((32, 32), 2.0) is None
+
+
+def test_a_later_plan_of_as_many_rows_counts() -> None:
+    known = table((2.0, 0.2), (2.0, 0.3))
+    assert list(known.entries()) == [(SHAPE, 2.0, 0.3)]
+
+
+@pytest.mark.parametrize("rows", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_what_says_nothing_is_left_out(rows: float, seconds: float) -> None:
+    assert list(table((rows, 1.0), (1.0, seconds)).entries()) == []
+    assert list(StepTable.from_entries([((0, 64), 1.0, 1.0)]).entries()) == []
+
+
+@given(seed=st.integers(0, 1000))
+def test_of_many_points_those_are_kept_that_say_most(seed: int) -> None:
+    rows = [count / 2 for count in range(1, 41)]
+    Random(seed).shuffle(rows)
+    known = table(*((count, bent(count)) for count in rows))
+    assert len(list(known.entries())) == MAX_POINTS
+    for count in (1.0, 2.0, 7.3, 15.0, 20.0):
+        assert known.seconds(SHAPE, count) == pytest.approx(bent(count), rel=0.1)
+
+
+def test_of_many_shapes_the_one_that_was_planned_longest_ago_is_forgotten() -> None:
+    known = StepTable()
+    for side in range(8, 8 + MAX_SHAPES):
+        known.note((side, side), 1.0, 0.1)
+    known.note((8, 8), 2.0, 0.2)
+    known.note(SHAPE, 1.0, 0.1)
+    assert known.seconds((8, 8), 1.0) is not None
+    assert known.seconds((9, 9), 1.0) is None
+
+
+@given(points=st.dictionaries(st.floats(0.01, 64.0), st.floats(1e-3, 10.0), min_size=1, max_size=30))
+def test_the_wire_changes_nothing(points: dict[float, float]) -> None:
+    sent = table(*points.items())
+    received = StepTable.from_entries(sent.entries())
+    assert list(received.entries()) == list(sent.entries())
