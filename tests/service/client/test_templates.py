@@ -15,46 +15,18 @@ from bottega.client.addons.templates.addon import ADD_ON
 from bottega.client.types.checks import CheckResult, Level
 from bottega.errors import MethodNotServed, NoWorker
 from bottega.v1.activations_pb2 import (
-    BlockProfile,
     DropTemplateRequest,
     DropTemplateResponse,
     ListTemplatesRequest,
     ListTemplatesResponse,
-    ProfileBlocksRequest,
-    ProfileBlocksResponse,
-    Template,
 )
 from tests.fakes.scripted_worker import ScriptedWorker
+from tests.fakes.templates_worker import joined, template
 from tests.support.running_gateway import Running, running_gateway
 from tests.support.terminal import run_at
 from tests.support.waiting import eventually
 
 STAR, RING = "5a" * 16, "5b" * 16
-MIB = 1 << 20
-
-
-class RecordingWorker(ScriptedWorker):
-    """A worker that has templates, of which those in use stay."""
-
-    held: dict[str, Template]
-    budget_bytes: int = 512 * MIB
-
-    async def ListTemplates(
-        self,
-        request: ListTemplatesRequest,
-        context: object,
-    ) -> ListTemplatesResponse:
-        used = sum(template.size_bytes for template in self.held.values())
-        return ListTemplatesResponse(templates=self.held.values(), used_bytes=used, budget_bytes=self.budget_bytes)
-
-    async def DropTemplate(self, request: DropTemplateRequest, context: object) -> DropTemplateResponse:
-        gone = [id for id, held in self.held.items() if id.startswith(request.id) and not held.in_use]
-        for id in gone:
-            del self.held[id]
-        return DropTemplateResponse(dropped=len(gone))
-
-    async def ProfileBlocks(self, request: ProfileBlocksRequest, context: object) -> ProfileBlocksResponse:
-        return ProfileBlocksResponse(profile=block_profile(request.width or 64, request.height or 48))
 
 
 class OldWorker(ScriptedWorker):
@@ -81,34 +53,10 @@ async def gateway(own_folder: Path) -> AsyncIterator[Running]:
         yield made
 
 
-async def joined(gateway: Running, name: str, *templates: Template) -> RecordingWorker:
-    worker = RecordingWorker(name, gateway.fleet_address)
-    worker.held = {template.id: template for template in templates}
-    gateway.workers.append(worker)
-    await worker.start()
-    return worker
-
-
 async def old(gateway: Running, name: str) -> None:
     worker = OldWorker(name, gateway.fleet_address)
     gateway.workers.append(worker)
     await worker.start()
-
-
-def template(id: str, *, in_use: bool = False, recording: bool = False, valid_share: float = 1.0) -> Template:
-    return Template(
-        id=id,
-        model="miniature",
-        width=64,
-        height=48,
-        size_bytes=3 * MIB,
-        steps=30,
-        uses=4,
-        idle_s=90.0,
-        in_use=in_use,
-        recording=recording,
-        valid_share=valid_share,
-    )
 
 
 async def _run(gateway: Running, *said: object) -> Result:
@@ -201,19 +149,6 @@ async def test_a_worker_that_draws_is_measured_only_where_it_is_named(gateway: R
 
 async def _runs(client: AsyncClient) -> bool:
     return any(member.load.running for member in (await client.fleet()).members)
-
-
-def block_profile(width: int, height: int) -> BlockProfile:
-    """Two blocks of a transformer that save 6 ms a MiB at a fifth, and a resnet that saves 1."""
-    mib = 1 << 20
-    profile = BlockProfile(
-        model_hash="ab" * 32, dtype="float32", width=width, height=height, shares=[0.2], forward_s=0.030
-    )
-    for place in range(2):
-        name = f"down_blocks.1.attentions.0.transformer_blocks.{place}"
-        profile.blocks.add(name=name, size_bytes=mib, full_s=0.008, masked_s=[0.002])
-    profile.blocks.add(name="up_blocks.0.resnets.0", size_bytes=4 * mib, full_s=0.006, masked_s=[0.002])
-    return profile
 
 
 async def test_dropping_asks_which_and_whether(gateway: Running) -> None:
