@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +46,20 @@ def square_mask(share: float) -> npt.NDArray[np.uint8]:
     across them would have more of those.
     """
     side = square_side(share)
-    first = (SIZE // TOKEN - side) // 4 * 2 + MARGIN
-    edited = slice(first * TOKEN, (first + side - 2 * MARGIN) * TOKEN)
+    first = (SIZE // TOKEN - side) // 4 * 2
+    return _square(side, first, first)
+
+
+def placed_mask(share: float, chance: random.Random) -> npt.NDArray[np.uint8]:
+    """The same square anywhere in the picture, its corner on a corner of the coarsest level's tokens."""
+    side = min(square_side(share), SIZE // TOKEN)
+    places = range(0, SIZE // TOKEN - side + 1, 2)
+    return _square(side, chance.choice(places), chance.choice(places))
+
+
+def _square(side: int, top: int, left: int) -> npt.NDArray[np.uint8]:
+    """All in tokens, margin included."""
+    rows, columns = (slice((first + MARGIN) * TOKEN, (first + side - MARGIN) * TOKEN) for first in (top, left))
     mask = np.zeros((SIZE, SIZE), np.uint8)
-    mask[edited, edited] = 255
+    mask[rows, columns] = 255
     return mask

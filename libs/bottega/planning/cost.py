@@ -173,15 +173,26 @@ def _along(curve: _Curve, rows: float) -> float:
     """Reads the piecewise linear `curve` at `rows`."""
     place = bisect_left(curve, (rows, 0.0))
     if place == 0:
-        # Fewer rows than were ever run: between proportional and constant.
-        count, seconds = curve[0]
-        return seconds * (1 + rows / count) / 2
+        return _below(curve, rows)
     before, low = curve[place - 1]
     if place == len(curve):
         slope = low / before if place == 1 else (low - curve[-2][1]) / (before - curve[-2][0])
         return low + slope * (rows - before)
     after, high = curve[place]
     return high - (high - low) * (after - rows) / (after - before)
+
+
+def _below(curve: _Curve, rows: float) -> float:
+    """Fewer rows than were ever run, or a part of one: on the first slope, where there is one, at least in proportion.
+
+    Masked rows are parts of rows: what seems to be saved by running them together decides how many do.
+    """
+    count, seconds = curve[0]
+    if len(curve) == 1:
+        return seconds * (1 + rows / count) / 2  # between proportional and constant
+    after, high = curve[1]
+    slope = (high - seconds) / (after - count)
+    return max(seconds - slope * (count - rows), seconds * rows / count)
 
 
 def _area(shape: Shape) -> int:

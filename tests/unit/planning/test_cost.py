@@ -52,6 +52,17 @@ def test_fewer_rows_than_ever_ran_cost_between_proportional_and_constant() -> No
     assert 0.01 < one < 0.08
 
 
+@pytest.mark.parametrize(
+    ("entries", "part_s"),
+    [([(1, 1.0), (2, 2.0)], 0.5), ([(1, 1.0), (2, 1.2)], 0.9), ([(1, 1.0), (2, 5.0)], 0.5), ([(1, 1.0)], 0.75)],
+    ids=["proportional", "mostly fixed", "never less than in proportion", "one measurement alone"],
+)
+def test_a_part_of_a_row_lies_on_the_line_of_whole_ones(entries: list[tuple[int, float]], part_s: float) -> None:
+    times = _times(*((SMALL, rows, seconds) for rows, seconds in entries))
+
+    assert times.seconds(SMALL, 0.5) == pytest.approx(part_s)
+
+
 def test_a_turn_that_was_held_up_does_not_make_fewer_rows_dearer_than_more() -> None:
     times = _times((SMALL, 1, 0.01), (SMALL, 2, 0.5), (SMALL, 4, 0.03), (SMALL, 8, 0.04))
 
