@@ -75,6 +75,13 @@ class GatewayMetrics:
         self.skipped_steps = Counter(
             "bottega_skipped_steps", "Denoising steps that cached latents saved completed jobs.", registry=registry
         )
+        self.edits = Counter(
+            "bottega_edit_attempts",
+            "Attempts at edits that may use recorded activations, by where the template was: worker (which got it),"
+            " memory or disk (of a store), nowhere.",
+            ("template",),
+            registry=registry,
+        )
         self._registry = registry
 
     def routed(self, *, queue_s: float, route_s: float) -> None:

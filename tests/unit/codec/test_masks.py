@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from bottega.codec import ImageSize, MaskOrder, masks
+from bottega.diffusion.editing.masked.tokens import dilate
+from bottega.diffusion.editing.masked.tokens import share as engine_share
 from bottega.errors import BadImage
 from tests.samples.hostile_images import saved
 
@@ -143,3 +145,15 @@ def test_a_part_that_is_too_narrow_to_be_drawn_is_refused() -> None:
 
     with pytest.raises(BadImage, match="the part to be drawn is 2000x1 pixels: too narrow for 64x64"):
         masks.inspect(saved(line), order(padding=0, image_size=ImageSize(width=2000, height=1)))
+
+
+@pytest.mark.parametrize("size", [(64, 64), (96, 80), (72, 104), (8, 24)])
+@pytest.mark.parametrize(("token", "margin"), [(1, 0), (1, 2), (2, 1), (4, 1), (4, 3)])
+def test_the_share_that_is_computed_is_that_of_the_engine(size: tuple[int, int], token: int, margin: int) -> None:
+    mask = Image.new("L", size)
+    for x, y in ((0, 0), (size[0] // 2 // 8 * 8, size[1] - 8)):
+        mask.paste(255, (x, y, x + 8, y + 8))
+    drawn = masks.draw(saved(mask), order(*size, token=token, margin=margin))
+    latent = torch.from_numpy(as_array(drawn, *size)[::8, ::8].copy()) > 0
+    assert drawn.use.computed_share == pytest.approx(engine_share(dilate(latent, margin, token), token))
+    assert masks.inspect(saved(mask), order(*size)).computed_share == 0.0, "where nobody says how masks become tokens"

@@ -15,6 +15,7 @@ from bottega.codec import ImageSize, MaskOrder
 from bottega.errors import BadImage, InvalidRequest, Violation
 from bottega.gateway.api import validation
 from bottega.v1 import generation_pb2, image_pb2
+from bottega.v1.fleet_pb2 import MaskTokens
 from bottega.v1.generation_pb2 import GenerationSpec, Lora, MaskUse, Techniques
 from tests.samples.addons import sample_addons
 
@@ -256,6 +257,15 @@ async def test_a_mask_is_read_at_the_size_at_which_the_image_is_drawn() -> None:
         width=128, height=40, latent_scale=8, alpha=True, padding=0, image_size=ImageSize(width=96, height=80)
     )
     assert (await _inspected(whole)).orders == [expected]
+
+
+async def test_what_a_mask_leaves_to_compute_is_found_out_as_the_workers_say() -> None:
+    tokens = MaskTokens(token_elements=2, margin_tokens=1)
+    seen = await validation.check_images(
+        _edit(), [], inspector := _Inspector(), max_pixels=96 * 80, model=MODEL, tokens=tokens
+    )
+    assert inspector.orders == [MaskOrder(width=64, height=64, latent_scale=8, token=2, margin=1)]
+    assert (seen.size, seen.mask) == (ImageSize(width=96, height=80), MaskUse(width=48, height=40))
 
 
 @pytest.mark.parametrize("field", ["width", "height", "padding_mask_crop"])

@@ -11,7 +11,7 @@ from bottega.clocks import Clock
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
-from bottega.v1 import fleet_pb2
+from bottega.v1 import fleet_pb2, worker_pb2
 from tests.samples.controlnet_hosts import bounds, worker
 
 
@@ -232,6 +232,43 @@ def test_a_worker_says_which_step_times_it_would_try_again() -> None:
     ]
     fleet.report(member, fleet_pb2.Load(step_times=times))
     assert [member.times.outdated((4, 4), rows) for rows in (1, 2, 3, 4, 5)] == [False, False, True, True, False]
+
+
+def test_what_a_worker_says_of_masked_rows_is_taken_and_nonsense_is_not() -> None:
+    fleet, _ = _fleet()
+    member = fleet.join(worker())
+    planned = [
+        fleet_pb2.PlannedTime(rows=rows, seconds=s) for rows, s in ((1.0, 0.5), (float("nan"), 1.0), (2.0, -1.0))
+    ]
+    masked = [
+        fleet_pb2.MaskedTimes(latent_height=4, latent_width=4, fixed_share=0.25, planned=planned),
+        fleet_pb2.MaskedTimes(latent_height=8, latent_width=8),
+        fleet_pb2.MaskedTimes(latent_height=9, latent_width=9, fixed_share=7.0),
+    ]
+    attempts = {"half": 0.5, "unknown": 0.0, "nonsense": float("nan"), "more": 1.5}
+    running = [
+        fleet_pb2.RunningAttempt(attempt=worker_pb2.AttemptId(job_id=job_id), computed_share=share)
+        for job_id, share in attempts.items()
+    ]
+    fleet.report(member, fleet_pb2.Load(masked_times=masked, running=running))
+    assert list(member.fractions.entries()) == [((4, 4), 0.25)]
+    assert list(member.planned.entries()) == [((4, 4), 1.0, 0.5)]
+    assert member.shares == {"half": 0.5}
+
+
+def test_how_masks_become_tokens_is_what_some_worker_of_the_model_says() -> None:
+    fleet, _ = _fleet()
+    silent, other, speaking = (fleet.join(worker(name, model, n)) for n, (name, model) in enumerate(_WORKERS, start=1))
+    assert fleet.mask_tokens("m") is None
+    tokens = fleet_pb2.MaskTokens(token_elements=2, margin_tokens=1)
+    fleet.report(silent, fleet_pb2.Load())
+    fleet.report(other, fleet_pb2.Load(mask_tokens=fleet_pb2.MaskTokens(token_elements=4)))
+    assert fleet.mask_tokens("m") is None
+    fleet.report(speaking, fleet_pb2.Load(mask_tokens=tokens))
+    assert fleet.mask_tokens("m") == tokens
+
+
+_WORKERS = (("w1", "m"), ("w2", "other"), ("w3", "m"))
 
 
 def test_a_worker_with_another_model_under_a_name_that_is_served_is_refused() -> None:

@@ -13,7 +13,7 @@ import pytest
 from bottega import kinds
 from bottega.gateway.fleet.members import hosted_by_kind
 from bottega.gateway.fleet.validation import MAX_USED_KINDS, check_load, check_registration
-from bottega.v1.fleet_pb2 import Load, Registration, SwitchTime
+from bottega.v1.fleet_pb2 import Load, MaskedTimes, MaskTokens, PlannedTime, Registration, SwitchTime
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
 from tests.samples.hosted_loras import applied, at_hand
 
@@ -47,6 +47,17 @@ def test_a_kind_that_is_switched_to_is_said_once_and_sixteen_at_most() -> None:
     assert _of_load(switch_times=times[:16]) == []
     assert _of_load(switch_times=times) == ["load.switch_times"]
     assert _of_load(switch_times=times[:1] * 2) == ["load.switch_times"]
+
+
+def test_what_is_said_of_masked_rows_is_bounded() -> None:
+    wide = MaskedTimes(planned=[PlannedTime(rows=1.0, seconds=1.0)] * 32)
+    assert _of_load(masked_times=[wide] * 32) == []
+    assert _of_load(masked_times=[wide] * 33) == ["load.masked_times"]
+    assert _of_load(masked_times=[MaskedTimes(planned=[PlannedTime()] * 33)]) == ["load.masked_times"]
+    for good, bad in ((64, 65), (0, -1)):
+        assert _of_load(mask_tokens=MaskTokens(token_elements=good, margin_tokens=good)) == []
+        assert _of_load(mask_tokens=MaskTokens(token_elements=bad)) == ["load.mask_tokens"]
+        assert _of_load(mask_tokens=MaskTokens(margin_tokens=bad)) == ["load.mask_tokens"]
 
 
 def test_what_is_hosted_is_bounded_kind_by_kind() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from bottega.gateway.scheduling.estimates import forecast
 from bottega.gateway.scheduling.policy import PendingJob, ResourceRequest, WorkerState, assign
-from bottega.planning import StepTimes
+from bottega.planning import RowFractions, StepTimes
 
 SHAPE = (16, 16)
 
@@ -137,6 +137,56 @@ def test_a_larger_latent_counts_as_more_rows() -> None:
     (on_top,) = forecast([_request()], [_worker("w1", large)])
     # 10 turns of 8 rows' worth, then 30 of 2 rows, and the fixed part.
     assert on_top == pytest.approx(10 * 0.4 + 30 * 0.1 + 0.1)
+
+
+HALF_FIXED = RowFractions.from_entries([(SHAPE, 0.5)])
+
+
+def _edit(share: float, steps: int = 30) -> ResourceRequest:
+    return replace(_request(steps), share=share)
+
+
+def test_an_edit_counts_as_what_its_mask_leaves_to_compute() -> None:
+    worker = replace(_worker("w1", _edit(0.2, steps=10)), fractions=HALF_FIXED)
+    (behind_it,) = forecast([_request()], [worker])
+    # Two rows that cost .6 of plain ones each for 10 turns, then 30 turns of two plain ones, and the fixed part.
+    assert behind_it == pytest.approx(10 * 0.06 + 30 * 0.1 + 0.1)
+    (itself,) = forecast([_edit(0.6)], [replace(_worker("w1"), fractions=HALF_FIXED)])
+    assert itself == pytest.approx(30 * 0.08 + 0.1)
+
+
+def test_of_two_workers_as_busy_the_one_gets_an_edit_at_which_it_computes_less() -> None:
+    workers = [replace(_worker(name), fractions=HALF_FIXED) for name in ("w1", "w2")]
+    job = PendingJob(job_id="e", request=_request(), reduced={"w2": _edit(0.2)})
+    (assignment,) = assign([job], workers)
+    assert assignment.worker == "w2"
+    assert assignment.estimate_s == pytest.approx(30 * 0.06 + 0.1)
+    loads = PendingJob(job_id="e", request=_request(), reduced={"w2": _edit(0.2)}, load_s={"w2": 1.5})
+    assert _pairs([loads], workers) == [("e", "w1")], "where loading takes longer than it saves"
+
+
+def test_edits_share_a_turn_where_whole_pictures_do_not() -> None:
+    """Up to two rows a turn costs the same; beyond that each row costs as much as a turn."""
+    times = StepTimes.from_entries((SHAPE, rows, max(1.0, rows - 1.0)) for rows in (1, 2, 4, 8, 16))
+    plain, masked = _request(20), _edit(0.2, 20)
+    cheap = RowFractions.from_entries([(SHAPE, 0.0)])
+    states = [replace(_worker("w1", running, times=times), fractions=cheap) for running in (plain, masked)]
+    jobs = [PendingJob(job_id="j", request=_request(20)), PendingJob(job_id="j", request=masked)]
+    assert [_pairs([job], [state]) for job, state in zip(jobs, states, strict=True)] == [[], [("j", "w1")]]
+
+
+def test_whole_rows_alone_measure_anything_by_a_trial() -> None:
+    old = StepTimes.from_entries([(SHAPE, 2, 0.1), (SHAPE, 4, 9.0)], outdated=[(SHAPE, 4)])
+    assert _pairs(_line(1), [_worker("w1", _request(), times=old)]) == [("j0", "w1")]
+    edit = PendingJob(job_id="j0", request=_edit(0.99))
+    running = replace(_worker("w1", _edit(0.99), times=old), fractions=RowFractions.from_entries([(SHAPE, 1.0)]))
+    assert _pairs([edit], [running]) == []
+
+
+def test_of_many_workers_the_idle_one_is_found() -> None:
+    workers = [_worker(f"w{number}", _request(5 + number)) for number in range(40)]
+    workers.insert(33, _worker("idle"))
+    assert _pairs(_line(1), workers) == [("j0", "idle")]
 
 
 def test_estimates_say_when_each_waiting_job_ends() -> None:

@@ -1,0 +1,128 @@
+"""Recorded activations as an add-on: what attempts and stores are told of templates, and what templates cost or save.
+
+The activations themselves go between workers and stores, over links. The gateway knows a template by what it was made
+of (JobRequest.template) before any worker has decoded the image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from bottega import kinds
+from bottega.clocks import Clock
+from bottega.gateway.addons.activations.client import GrpcActivationsClient
+from bottega.gateway.addons.activations.costs import LoadingCosts
+from bottega.gateway.addons.activations.residences import Residences
+from bottega.gateway.addons.addon import NO_COSTS, AddOn, AddOnContext, WorkerCosts
+from bottega.gateway.addons.prefetch import ServicePrefetcher
+from bottega.gateway.fleet.members import Member
+from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.jobs.job import Job
+from bottega.gateway.metrics import GatewayMetrics
+from bottega.v1 import worker_pb2
+from bottega.v1.activations_pb2 import ActivationsOrder, PrefetchTemplatesResponse
+
+
+def create(context: AddOnContext) -> ActivationsAddOn:
+    """The add-on that the manifest names."""
+    return ActivationsAddOn(context.fleet, context.metrics, context.clock)
+
+
+class ActivationsAddOn(AddOn):
+    """What a gateway does about the templates of edits."""
+
+    def __init__(self, fleet: Fleet, metrics: GatewayMetrics, clock: Clock) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._clock = clock
+        self._residences = Residences()
+        self._costs = LoadingCosts()
+        self._prefetcher = ServicePrefetcher(
+            kinds.ACTIVATIONS, lambda address: GrpcActivationsClient(address, self._note_answer), metrics
+        )
+
+    def cost_key(self, job: Job) -> Hashable:
+        """Its template, and what of it is computed."""
+        request = job.request
+        if not request.template:
+            return None
+        return request.template, request.computed_share, request.shape, job.rows, job.steps.total
+
+    def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
+        """Where the template is, the job computes a part of its tokens; where it has to be loaded, that takes longer.
+
+        Where it is nowhere, an edit computes all.
+        """
+        template, share = job.request.template, job.request.computed_share
+        if not template or share >= 1.0:
+            return NO_COSTS
+        having = self._residences.workers_with(template)
+        now = self._clock.monotonic()
+        stored = self._residences.stored(template, now)
+        if stored is None:
+            return WorkerCosts(shares={name: share for name in workers if name in having})
+        disk_s = stored.disk_s(now)
+        load_s = {
+            name: seconds
+            for name, member in workers.items()
+            if name not in having and (seconds := self._costs.of(job, member).with_disk(disk_s))
+        }
+        return WorkerCosts(load_s=load_s, shares=dict.fromkeys(workers, share))
+
+    def expected_share(self, job: Job) -> float:
+        """What its mask leaves to compute, where somebody has its template."""
+        template = job.request.template
+        if not template or self._residence(template) == "nowhere":
+            return 1.0
+        return job.request.computed_share
+
+    def job_queued(self, job: Job) -> None:
+        """Has the stores load its template."""
+        self.prefetch([job])
+
+    def prefetch(self, jobs: Sequence[Job]) -> None:
+        """The same for these, once more: what has waited for long may have been driven out again."""
+        templates = [job.request.template for job in jobs if job.request.template]
+        for store in self._fleet.services(kinds.ACTIVATIONS) if templates else ():
+            self._prefetcher.request(store, templates)
+
+    def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
+        """Says whose edit it is, and how its template is asked for."""
+        template = job.request.template
+        if not template:
+            return
+        order = ActivationsOrder(source=template)
+        request.addons[kinds.ACTIVATIONS] = order.SerializeToString()
+        self._metrics.edits.labels(self._residence(template, worker.name)).inc()
+
+    def member_changed(self, member: Member) -> None:
+        """A worker says what it has in its memory."""
+        if member.is_worker:
+            self._residences.note_worker(member)
+
+    def member_lost(self, member: Member) -> None:
+        """What it had is gone."""
+        if member.is_worker:
+            self._residences.forget_worker(member.name)
+            self._costs.forget(member.name)
+        elif member.kind == kinds.ACTIVATIONS:
+            self._residences.forget_store(member.registration.address)
+            self._prefetcher.remove(member)
+
+    async def close(self) -> None:
+        """Ends every call to a store."""
+        await self._prefetcher.close()
+
+    def _residence(self, template: str, worker: str = "") -> str:
+        """Where the nearest of it is, as the metric says it. worker: empty is any."""
+        having = self._residences.workers_with(template)
+        if having and (not worker or worker in having):
+            return "worker"
+        now = self._clock.monotonic()
+        stored = self._residences.stored(template, now)
+        if stored is None:
+            return "nowhere"
+        return "disk" if stored.disk_s(now) else "memory"
+
+    def _note_answer(self, store: str, answer: PrefetchTemplatesResponse) -> None:
+        self._residences.note_answer(store, answer, self._clock.monotonic())

@@ -1,0 +1,215 @@
+"""Recorded activations at the gateway: what attempts are told, and where edits go because of where templates are."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from bottega import kinds
+from bottega.gateway.addons.activations import residences
+from bottega.gateway.addons.activations.addon import ActivationsAddOn
+from bottega.gateway.addons.activations.costs import LoadingCosts
+from bottega.gateway.addons.activations.residences import Residences
+from bottega.gateway.fleet.members import Member, hosted_by_kind
+from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.values import JobRequest
+from bottega.gateway.metrics import GatewayMetrics
+from bottega.planning import RowFractions, StepTimes
+from bottega.v1.activations_pb2 import (
+    TEMPLATE_TIER_DISK,
+    TEMPLATE_TIER_MEMORY,
+    TEMPLATE_TIER_NOWHERE,
+    ActivationsOrder,
+    PrefetchTemplatesResponse,
+    TemplateResidence,
+    TemplateTier,
+)
+from bottega.v1.fleet_pb2 import Load, Registration
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
+from tests.fakes.fake_time import FakeTime
+from tests.fakes.gateway_rules import Shop
+from tests.samples.controlnet_hosts import bounds
+
+CAT, DOG = "a" * 64, "b" * 64
+SHAPE = (16, 16)
+STORE = "127.0.0.1:1"
+
+
+def _activations(shop: Shop) -> ActivationsAddOn:
+    return next(addon for addon in shop.controller._addons if isinstance(addon, ActivationsAddOn))
+
+
+class _OneAddOn(ActivationsAddOn):
+    """Sees whatever fleet reports to it."""
+
+    def __init__(self, time: FakeTime) -> None:
+        clock = time.clock()
+        fleet = Fleet(lease_s=1, model_grace_s=1, bounds=bounds(8), clock=clock)
+        super().__init__(fleet, GatewayMetrics(CollectorRegistry()), clock)
+
+
+@pytest.fixture
+async def shop() -> AsyncIterator[Shop]:
+    made = Shop(addons=[_OneAddOn(FakeTime())])
+    yield made
+    await made.stop()
+
+
+def _edit(shop: Shop, template: str = CAT, *, share: float = 0.2) -> Job:
+    """Ten steps."""
+    spec = GenerationSpec(model="m", num_inference_steps=10, num_images=1, seed=1)
+    request = JobRequest(fingerprint="f", shape=SHAPE, template=template, computed_share=share)
+    return Job(clock=shop.time.clock(), spec=spec, bare=spec, request=request)
+
+
+def _has(*templates: str) -> list[Hosted]:
+    return [Hosted(kind=kinds.ACTIVATIONS, digest=each, state=HOSTED_STATE_LOADED) for each in templates]
+
+
+def _answer(*said: tuple[str, TemplateTier.ValueType, int], speed: float = 100.0) -> PrefetchTemplatesResponse:
+    found = [TemplateResidence(source=source, tier=tier, disk_bytes=disk) for source, tier, disk in said]
+    return PrefetchTemplatesResponse(templates=found, disk_bytes_per_s=speed)
+
+
+async def test_an_attempt_at_an_edit_is_told_how_its_template_is_asked_for_and_others_nothing(shop: Shop) -> None:
+    shop.worker("w1")
+    shop.worker("w2")
+    for job, told in ((shop.take(_edit(shop)), {kinds.ACTIVATIONS: ActivationsOrder(source=CAT)}), (shop.submit(), {})):
+        (request,) = shop.client(job.worker).requests
+        assert {kind: ActivationsOrder.FromString(order) for kind, order in request.addons.items()} == told
+
+
+async def test_an_edit_goes_to_the_worker_that_has_its_template(shop: Shop) -> None:
+    shop.worker("w1")
+    other = shop.worker("w2")
+    shop.report(other, controlnets=_has(CAT))
+    assert shop.take(_edit(shop)).worker == "w2"
+    assert shop.take(_edit(shop, DOG)).worker == "w1"
+
+
+async def test_a_worker_that_has_dropped_a_template_is_as_good_as_others(shop: Shop) -> None:
+    addon, other = _activations(shop), shop.worker("w2")
+    shop.report(other, controlnets=_has(CAT, DOG))
+    job, members = _edit(shop), {"w2": other}
+    assert addon.worker_costs(job, members).shares == {"w2": 0.2}
+    shop.report(other, controlnets=_has(DOG))
+    assert addon.worker_costs(job, members).shares == {}
+    assert addon.expected_share(job) == 1.0
+    shop.report(other, controlnets=_has(CAT))
+    addon.member_lost(other)
+    assert addon.worker_costs(job, members).shares == {}
+
+
+async def test_what_waits_counts_by_its_mask_where_somebody_has_its_template(shop: Shop) -> None:
+    worker = shop.worker()
+    shop.submit()
+    shop.report(worker, controlnets=_has(CAT))
+    near, far = shop.take(_edit(shop)), shop.take(_edit(shop, DOG))
+    snapshot = shop.controller._snapshot
+    assert snapshot.resource_request(near).share == pytest.approx(0.2, abs=1 / 32)
+    assert snapshot.resource_request(far).share == 1.0
+    first, second = snapshot.pending([near, far], {"w1": worker})
+    assert first.request.share == second.request.share == 1.0
+    assert first.request_at("w1").share == pytest.approx(0.2, abs=1 / 32)
+    assert second.request_at("w1").share == 1.0
+
+
+async def test_what_runs_counts_as_its_worker_says(shop: Shop) -> None:
+    worker = shop.worker()
+    job = shop.take(_edit(shop))
+    (state,) = shop.controller._snapshot.workers_of("m")
+    assert [request.share for request in state.running] == [1.0], "nobody had its template"
+    worker.shares = {job.job_id: 0.25}
+    worker.load = Load()
+    (state,) = shop.controller._snapshot.workers_of("m")
+    assert [request.share for request in state.running] == [0.25]
+
+
+def _worker(name: str, *templates: str, planned_s: float = 0.0) -> Member:
+    """Turns of .1 s a row, of which half does not shrink. planned_s: of a turn of a row that is loaded."""
+    load = Load(hosted=_has(*templates))
+    member = Member(registration=Registration(name=name, kind=kinds.WORKER), joined_at=0.0, heard_at=0.0, load=load)
+    member.hosted = hosted_by_kind(load)
+    member.times = StepTimes.from_entries((SHAPE, rows, 0.1 * rows) for rows in (1, 2, 4))
+    member.fractions = RowFractions.from_entries([(SHAPE, 0.5)])
+    if planned_s:
+        member.planned.note(SHAPE, 1.0, planned_s)
+    return member
+
+
+def test_a_template_in_a_store_is_at_hand_everywhere_and_costs_those_who_load_it() -> None:
+    time = FakeTime()
+    addon = _OneAddOn(time)
+    near, far, slow = _worker("near", CAT), _worker("far"), _worker("slow", planned_s=0.12)
+    for member in (near, far, slow):
+        addon.member_changed(member)
+    job = Job(
+        clock=time.clock(),
+        spec=GenerationSpec(num_inference_steps=10, num_images=1),
+        bare=GenerationSpec(num_inference_steps=10, num_images=1),
+        request=JobRequest(fingerprint="f", shape=SHAPE, template=CAT, computed_share=0.2),
+    )
+    workers = {member.name: member for member in (near, far, slow)}
+    assert addon.worker_costs(job, workers).shares == {"near": 0.2}
+    addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10)))
+    costs = addon.worker_costs(job, workers)
+    assert costs.shares == dict.fromkeys(workers, 0.2)
+    # Of a turn in full, .1 s, a row of .6 takes .08 s, and where it is loaded .096 s. The disk is read for .1 s.
+    assert costs.load_s == pytest.approx({"far": 0.1, "slow": 0.2}), "what is loaded costs at most what it saves"
+    time.now += 5
+    assert addon.worker_costs(job, workers).load_s == pytest.approx({"slow": 0.16})
+    addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10_000)))
+    assert addon.worker_costs(job, workers).load_s == pytest.approx({"far": 0.2, "slow": 0.2})
+
+
+def test_an_edit_that_computes_all_has_no_costs() -> None:
+    time = FakeTime()
+    addon = _OneAddOn(time)
+    spec = GenerationSpec(num_inference_steps=10, num_images=1)
+    for request in (JobRequest(fingerprint="f"), JobRequest(fingerprint="f", template=CAT, computed_share=1.0)):
+        job = Job(clock=time.clock(), spec=spec, bare=spec, request=request)
+        worker = _worker("near", CAT)
+        addon.member_changed(worker)
+        costs = addon.worker_costs(job, {"near": worker})
+        assert not costs.shares
+        assert not costs.load_s
+
+
+def test_costs_follow_from_the_newest_report() -> None:
+    spec = GenerationSpec(num_inference_steps=10, num_images=1)
+    request = JobRequest(fingerprint="f", shape=SHAPE, template=CAT, computed_share=0.2)
+    job = Job(clock=FakeTime().clock(), spec=spec, bare=spec, request=request)
+    costs, worker = LoadingCosts(), _worker("w")
+    assert costs.of(job, worker).saved_s == pytest.approx(10 * (0.1 - 0.1 * (1 + 0.6) / 2))
+    worker.times, worker.load = StepTimes.from_entries([(SHAPE, 1, 1.0)]), Load()
+    assert costs.of(job, worker).saved_s == pytest.approx(10 * (1.0 - (1 + 0.6) / 2))
+    worker.times, worker.load = StepTimes(), Load()
+    assert costs.of(job, worker).with_disk(9.0) == 0.0, "nothing is known"
+
+
+def test_of_several_stores_the_one_that_has_a_template_in_memory_first_counts() -> None:
+    found = Residences()
+    found.note_answer("one", _answer((CAT, TEMPLATE_TIER_DISK, 300), (DOG, TEMPLATE_TIER_NOWHERE, 0)), 0.0)
+    found.note_answer("two", _answer((CAT, TEMPLATE_TIER_MEMORY, 0)), 0.0)
+    stored = found.stored(CAT, 0.0)
+    assert stored is not None
+    assert stored.disk_s(0.0) == 0.0
+    assert found.stored(DOG, 0.0) is None
+    found.forget_store("two")
+    stored = found.stored(CAT, 1.0)
+    assert stored is not None
+    assert stored.disk_s(1.0) == pytest.approx(2.0)
+    found.note_answer("one", _answer((CAT, TEMPLATE_TIER_NOWHERE, 0)), 1.0)
+    assert found.stored(CAT, 1.0) is None
+
+
+def test_templates_that_were_asked_for_longest_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residences, "_MOST_TEMPLATES", 2)
+    found = Residences()
+    for number in ("1", "2", "1", "3"):
+        found.note_answer(STORE, _answer((number * 64, TEMPLATE_TIER_MEMORY, 0)), 0.0)
+    assert [found.stored(number * 64, 0.0) is not None for number in ("1", "2", "3")] == [True, False, True]
