@@ -119,7 +119,10 @@ class LoadedNetwork:
 
 
 class InMemory:
-    """StepActivations of one row."""
+    """RecordedActivations of one row: all is here, and nobody asks what was taken."""
+
+    reused: frozenset[str] = frozenset()
+    waited_s = 0.0
 
     def __init__(self) -> None:
         self._outputs: dict[str, Tensor] = {}

@@ -38,10 +38,13 @@ class EditDesk(ManualEngine):
     def __init__(
         self, model: Model, *, mib: int = 64, addons: tuple[EngineAddOn, ...] = (), fixed_rows: int = 0, **options: Any
     ) -> None:
-        self.source = MemoryActivations(mib << 20)
+        self.source = self.make_source(mib << 20)
         self.edits = EngineEdits(model, self.source, fixed_rows=fixed_rows > 0)
         limits = EngineLimits(max_rows=64, max_wait_turns=0, fixed_rows=fixed_rows)
         super().__init__(make_engine(model, limits, addons=(*addons, self.edits), **options))
+
+    def make_source(self, budget_bytes: int) -> MemoryActivations:
+        return MemoryActivations(budget_bytes)
 
 
 def masked_order(

@@ -44,13 +44,17 @@ def small_unet(seed: int = 0, **options: Any) -> UNet2DConditionModel:
 
 @dataclass(eq=False)
 class StepInMemory:
-    """StepActivations. asked: names in the order in which they were asked for."""
+    """RecordedActivations. asked: names in the order in which they were asked for."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    reused: set[str] = field(default_factory=set)
+    waited_s: float = 0.0
 
     def get(self, name: str) -> Tensor | None:
         self.asked.append(name)
+        if name in self.outputs:
+            self.reused.add(name)
         return self.outputs.get(name)
 
     def put(self, name: str, output: Tensor) -> None:

@@ -6,7 +6,7 @@ a turn sees of a request.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -92,6 +92,20 @@ class StepActivations(Protocol):
         ...
 
 
+class RecordedActivations(StepActivations, Protocol):
+    """Those that a row takes from. `get` may wait for what is on its way; None then is what has not come in time."""
+
+    @property
+    def reused(self) -> Collection[str]:
+        """Names that the row has taken so far."""
+        ...
+
+    @property
+    def waited_s(self) -> float:
+        """That it has waited so far."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowActivations:
     """What a row of an edit takes from a recording, and gives to one.
@@ -103,7 +117,7 @@ class RowActivations:
 
     computed: Tensor | None = None
     share: float = 1.0
-    recorded: StepActivations | None = None
+    recorded: RecordedActivations | None = None
     sink: StepActivations | None = None
 
 

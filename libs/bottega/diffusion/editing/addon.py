@@ -16,24 +16,31 @@ from bottega.diffusion.editing.asking import PendingAnswer
 from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.editing.job_edits import JobEdits
 from bottega.diffusion.editing.keeping import JobKeeping
+from bottega.diffusion.editing.loading.planner import LoadPlanner
+from bottega.diffusion.editing.loading.times import BlockTimes
 from bottega.diffusion.editing.masked.backbone import transformer_blocks
 from bottega.diffusion.editing.masked.support import unsupported
 from bottega.diffusion.editing.masked.tokens import finest_stride
 from bottega.diffusion.editing.order import read_decision, read_order
 from bottega.diffusion.editing.prompts import LEAST_COSINE, PromptCosines, measure_prompts
-from bottega.diffusion.editing.recordings.image import MaskLevels
+from bottega.diffusion.editing.recordings.image import ImageReader, MaskLevels
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, RecordedControl, Recording, RecordingKey
 from bottega.diffusion.editing.recordings.source import ActivationSource, TemplateQuery
+from bottega.diffusion.editing.recordings.step_loads import LoadCounts
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
+from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.planning import StepTable
 from bottega.v1.activations_pb2 import ListTemplatesResponse, Template
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 _log = logging.getLogger(__name__)
+
+EVENTS = ("blocks_reused", "blocks_total", "blocks_loaded", "blocks_recomputed", "load_wait_ms")
 
 # A store answers within some milliseconds; an edit that waits for one that does not could have computed a step. What an
 # earlier attempt has decided is worth more: without it, all of the picture is computed again.
@@ -43,6 +50,7 @@ _DECIDED_ANSWER_S = 5.0
 
 class EngineEdits(EngineAddOn):
     """source: where recordings are. margin: see MaskLevels. fixed_rows: whether groups always have as many rows.
+    sparse: see EngineLimits.sparse_convolutions.
 
     It stands behind those of ControlNets and LoRAs: what they report says whether a recording is worth anything.
     unusable: why masked blocks never are; empty where they may be. cosines: how far blocks follow the prompt; None
@@ -52,7 +60,9 @@ class EngineEdits(EngineAddOn):
 
     kind = kinds.ACTIVATIONS
 
-    def __init__(self, model: Model, source: ActivationSource, *, margin: int = 1, fixed_rows: bool = False) -> None:
+    def __init__(
+        self, model: Model, source: ActivationSource, *, margin: int = 1, fixed_rows: bool = False, sparse: bool = True
+    ) -> None:
         unet = model.backbone.unet
         self.model = model
         self.source = source
@@ -68,11 +78,15 @@ class EngineEdits(EngineAddOn):
         )
         self.cosines: PromptCosines | None = None
         self.step_table = StepTable()
-        self._events: Counter[str] = Counter(blocks_reused=0, blocks_total=0)
+        self.times = BlockTimes(unet, sparse=sparse)
+        self._planner = LoadPlanner(source, self.times)
+        self._events: Counter[str] = Counter(dict.fromkeys(EVENTS, 0))
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The source's, and the transformer blocks that edits have reused, of all that they have had."""
+        """The source's, and of edits: transformer blocks that they have reused, of all that they have had; blocks of
+        any kind that took what had to be loaded, and that were computed for want of it; and milliseconds of waiting.
+        """
         return {**self.source.counts, **self._events}
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
@@ -93,6 +107,28 @@ class EngineEdits(EngineAddOn):
         parts_here = [part for part in parts if isinstance(part, JobEdits | JobKeeping)]
         asked = [part.waiting_for for part in parts_here if part.waiting_for is not None]
         wait(asked, timeout_s, FIRST_COMPLETED)
+
+    def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
+        """Plans what their next steps load."""
+        if self.source.load_bytes_per_s is None:
+            return False
+        readers = {request: request.activations for request in requests if not request.done}
+        reading = [reader for reader in readers.values() if isinstance(reader, ImageReader)]
+        if reading:
+            others = sum(request.row_count for request, each in readers.items() if not isinstance(each, ImageReader))
+            self._planner.plan(reading, others)
+        return False
+
+    def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
+        """Learns what whole rows take."""
+        if not self.unusable:
+            self.times.observe(rows, seconds)
+        return True
+
+    def after_masked_forward(self, rows: Sequence[Row], seconds: float) -> None:
+        """Learns what masked rows take."""
+        if not self.unusable:
+            self.times.observe(rows, seconds)
 
     def stop(self) -> None:
         """Closes the links of the source."""
@@ -177,6 +213,12 @@ class EngineEdits(EngineAddOn):
             recording=not recording.complete,
             valid_share=recording.valid_share,
         )
+
+    def note_loads(self, counts: LoadCounts) -> None:
+        """Of a step that was made."""
+        self._events["blocks_loaded"] += counts.loaded
+        self._events["blocks_recomputed"] += counts.recomputed
+        self._events["load_wait_ms"] += round(counts.waited_s * 1000)
 
     def note_blocks(self, reused: int, total: int) -> None:
         """An edit's step could have reused so many blocks in all, and did reuse some."""

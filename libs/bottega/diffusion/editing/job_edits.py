@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bottega import kinds
 from bottega.diffusion.editing.asking import PendingAnswer
 from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.editing.kept import KeptLatents, KeptLatentsMismatch, read_kept, template_of
@@ -23,6 +24,7 @@ from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Record
 from bottega.diffusion.engine.addon import JobAddOn
 from bottega.diffusion.engine.encode import Conditions, encode_image
 from bottega.diffusion.engine.events import EditRecord, EngineRecord
+from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.spec import ResolvedSpec
@@ -53,6 +55,7 @@ class JobEdits(JobAddOn):
         self._common = False  # whether image latent and noise outside the mask are another edit's
         self._recorded = False
         self._reused = self._total = 0
+        self._waited_s = 0.0
         self._key = RecordingKey(model_hash="", dtype="", template="")
         self._answer: PendingAnswer | None = None
         if not self._because:
@@ -111,6 +114,12 @@ class JobEdits(JobAddOn):
         """The other worker of a pair has no recordings."""
         return not self._readers and self._recorder is None
 
+    def after_forward(self, prediction: Prediction) -> float:
+        """What this job has waited for what was on its way."""
+        waited_s = sum(wait_s for row, wait_s in prediction.load_waits_s.items() if row.owner in self._readers)
+        self._waited_s += waited_s
+        return waited_s
+
     def after_step(self, request: Request) -> None:
         """Commits what the step has recorded, and counts what it has reused."""
         if self._recorder is not None and self._recorder.request is request:
@@ -118,7 +127,7 @@ class JobEdits(JobAddOn):
         reader = self._readers.get(request)
         if reader is not None:
             before = reader.reused
-            reader.made_step()
+            self._addon.note_loads(reader.made_step())
             reused, total = reader.reused - before, request.row_count * len(self._addon.blocks)
             self._reused, self._total = self._reused + reused, self._total + total
             self._addon.note_blocks(reused, total)
@@ -139,12 +148,17 @@ class JobEdits(JobAddOn):
             computed_all_because="" if self._reused else self._reason(),
             recorded=self._recorded,
         )
+        waited_s = self._waited_s + (self._answer.waited_s if self._answer is not None else 0.0)
+        if waited_s:
+            record = replace(record, seconds={**record.seconds, kinds.ACTIVATIONS: waited_s})
         return replace(record, edit=edit, exact=record.exact and not self._reused and not self._common)
 
     def close(self) -> None:
         """Gives the recording back; one that was begun is lost where the job has not come to its end."""
         if self._answer is not None:
             self._answer.close()
+        for reader in self._readers.values():
+            reader.close()
         readers, self._readers_open = self._readers_open, False
         if readers and self._found is not None:
             self._addon.source.release(self._found)

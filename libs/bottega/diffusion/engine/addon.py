@@ -9,7 +9,7 @@ The engine has a list of add-ons and names none of them. Each gives a job its ow
     before a turn  JobAddOn.update             takes in what has come
                    JobAddOn.blocks             which requests cannot make their next step
                    JobAddOn.decision           what a later attempt has to repeat
-    each turn      EngineAddOn.before_group, after_forward
+    each turn      EngineAddOn.before_group, after_forward or after_masked_forward
                    JobAddOn.after_forward, after_step
     decoded        JobAddOn.after_decode, keep
     ended          JobAddOn.close, report, finish
@@ -191,6 +191,9 @@ class EngineAddOn:
         plain_s: what that is known to take.
         """
         return True
+
+    def after_masked_forward(self, rows: Sequence[Row], seconds: float) -> None:
+        """Learns what a forward of these rows took, of which some are computed in part, or recorded."""
 
     def warm_up(self, row: Row, predict: Callable[[Sequence[Row]], object]) -> None:
         """The engine is about to serve. row: of the model's usual size. predict: runs a forward of such rows."""

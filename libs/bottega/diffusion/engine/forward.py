@@ -42,7 +42,8 @@ class Prediction:
     waited_s: for residuals. encoder_s: what of `seconds` went by before the first of them was needed.
     blocks_reused: of rows with activations, how many transformer blocks took what is unmasked from the recording. A row
     with activations that has none of it was computed in full and recorded nowhere: this network, or a fixed number of
-    rows, does not allow more.
+    rows, does not allow more. load_waits_s: of such rows, how long the forward waited for what was on its way from
+    recordings; `seconds` is without it, too.
     """
 
     noise: dict[Row, Tensor]
@@ -50,6 +51,7 @@ class Prediction:
     waited_s: float = 0.0
     encoder_s: float = 0.0
     blocks_reused: Mapping[Row, int] = field(default_factory=dict)
+    load_waits_s: Mapping[Row, float] = field(default_factory=dict)
 
 
 class RowWeights(Protocol):
@@ -117,12 +119,14 @@ class Denoiser:
                 self._row_weights.leave()
         _finish(prediction)
         noise = {row: predicted for row, predicted in zip(group, prediction, strict=True) if row.owner not in late}
+        ended_s, load_waits_s = perf_counter(), _load_waits(rows)
         return Prediction(
             noise={row: noise[row] for row in rows if row in noise},
-            seconds=perf_counter() - began_s - self._waited_s,
+            seconds=ended_s - began_s - self._waited_s - sum(load_waits_s.values()),
             waited_s=self._waited_s,
             encoder_s=self._encoder_s,
             blocks_reused=_reused(group, activations),
+            load_waits_s=load_waits_s,
         )
 
     @torch.inference_mode()
@@ -235,6 +239,12 @@ def _reused(group: Sequence[Row], activations: Activations) -> dict[Row, int]:
     if not isinstance(activations, MaskedActivations):
         return {}
     return {row: count for row, count in zip(group, activations.reused, strict=True) if row.activations is not None}
+
+
+def _load_waits(rows: Sequence[Row]) -> dict[Row, float]:
+    """By row that has waited for what was on its way from a recording."""
+    recorded = ((row, row.activations.recorded) for row in rows if row.activations is not None)
+    return {row: each.waited_s for row, each in recorded if each is not None and each.waited_s}
 
 
 def _finish(tensor: Tensor) -> None:

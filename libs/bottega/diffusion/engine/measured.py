@@ -60,7 +60,9 @@ class MeasuredForward:
             self.step_times.observe((height, width), len(rows), seconds)
 
     def _learn_masked(self, rows: Sequence[Row], seconds: float) -> None:
-        """A turn with masked rows is none of so many plain ones. One that only records says nothing."""
+        """A turn with masked rows is none of so many plain ones. One that only records says nothing of fractions."""
+        for addon in self._addons:
+            addon.after_masked_forward(rows, seconds)
         shares = [row.activations.share for row in rows if row.activations is not None and row.activations.recorded]
         if shares:
             _, height, width = rows[0].sample.shape

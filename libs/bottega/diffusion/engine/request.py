@@ -158,10 +158,9 @@ class Request:
             self.key = replace(self.key, weights=key)
         return changed
 
-    @property
-    def timestep(self) -> float:
-        """Of the step that comes next."""
-        return float(self._sampler.timestep(self.step))
+    def timestep_of(self, step: int) -> float:
+        """Of one of its steps."""
+        return float(self._sampler.timestep(step))
 
     @property
     def timesteps(self) -> list[float]:

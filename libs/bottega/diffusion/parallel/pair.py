@@ -113,6 +113,7 @@ class Pair:
             waited_s=waited_s,
             encoder_s=own.encoder_s,
             blocks_reused=own.blocks_reused,
+            load_waits_s=own.load_waits_s,
             offloaded=owners if rest is None else frozenset(),
             taken_back=owners if rest is not None else frozenset(),
             peer_wait_s=peer_wait_s,

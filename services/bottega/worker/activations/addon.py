@@ -36,7 +36,13 @@ class WorkerEdits(EngineEdits):
             link=link,
         )
         self._stores = StoreActivations(settings, offers=context.offers, counters=context.counters)
-        super().__init__(model, self._stores, margin=config.mask_margin, fixed_rows=config.fixed_rows > 0)
+        super().__init__(
+            model,
+            self._stores,
+            margin=config.mask_margin,
+            fixed_rows=config.fixed_rows > 0,
+            sparse=config.sparse_convolutions,
+        )
 
     def hosted(self) -> Sequence[Hosted]:
         """Templates of which something is in memory, the newest ones, by their sources."""

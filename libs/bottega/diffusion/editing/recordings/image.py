@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bottega.diffusion.editing.loading.planner import Coming, ComingRow
 from bottega.diffusion.editing.masked.tokens import dilate, share
 from bottega.diffusion.editing.recordings.recording import (
     Recording,
@@ -22,6 +23,7 @@ from bottega.diffusion.editing.recordings.recording import (
 )
 from bottega.diffusion.editing.recordings.source import ActivationSource
 from bottega.diffusion.editing.recordings.step import RecordedStep
+from bottega.diffusion.editing.recordings.step_loads import LoadCounts, StepLoads
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.rows import Half, RowActivations
 
@@ -131,7 +133,7 @@ class ImageReader:
     in place of the other. The unconditional half has the same prompt in most edits.
     reused: transformer blocks that took what they did not compute from it. most_share: the largest share of the tokens
     that a step has computed, of those that took anything. wrote: whether it has completed anything. other_prompt:
-    whether it has met another prompt that it does not take.
+    whether it has met another prompt that it does not take. loads: what was decided about steps that come.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class ImageReader:
         self.reused = 0
         self.most_share = 0.0
         self.wrote = False
+        self.loads: dict[StepKey, StepLoads] = {}
         self._source = source
         self._request = request
         self._mask = mask
@@ -177,20 +180,24 @@ class ImageReader:
             self._completers[key] = sink
         if plan.computed is None:
             return None if sink is None else RowActivations(sink=sink)
-        reader = StepReader(step, self._request.latent.device)
+        reader = StepReader(step, self._request.latent.device, self._loads_of(key, step))
         self._readers[key] = reader, plan
         return RowActivations(computed=plan.computed, share=plan.share, recorded=reader, sink=sink)
 
-    def made_step(self) -> None:
-        """The step is made."""
+    def made_step(self) -> LoadCounts:
+        """The step is made. What of it had to be loaded."""
+        counts = LoadCounts()
         readers, self._readers = self._readers, {}
         sinks, self._sinks = self._sinks, {}
         completers, self._completers = self._completers, {}
-        for reader, plan in readers.values():
+        for key, (reader, plan) in readers.items():
             blocks = len(reader.reused & self._levels.blocks)
             self.reused += blocks
             if blocks:
                 self.most_share = max(self.most_share, plan.share)
+            if (loads := self.loads.pop(key, None)) is not None:
+                counts.add(loads.counts(reader.reused))
+                self._drop_requests(loads)
         for key, completer in completers.items():
             if completer.written:
                 self.recording.grow(completer.step, completer.area, prompt=self._prompts[key.half])
@@ -198,6 +205,7 @@ class ImageReader:
                 self.wrote = True
         for key, sink in sinks.items():
             self._add(key, sink)
+        return counts
 
     @property
     def next_share(self) -> float:
@@ -207,6 +215,48 @@ class ImageReader:
         halves = tuple(Half) if self._request.spec.guided else (Half.CONDITIONAL,)
         steps = [self._step(step_key(self._request, half)) for half in halves]
         return sum(1.0 if step is None else self._plan(step).share for step in steps) / len(steps)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of its latent."""
+        return self.recording.shape
+
+    def coming(self, turn: int) -> Coming:
+        """See EditReader."""
+        request = self._request
+        if request.step + turn >= request.end:
+            return (), 0
+        halves = tuple(Half) if request.spec.guided else (Half.CONDITIONAL,)
+        rows = []
+        for half in halves if not _lacks_loras(request) else ():
+            key = step_key(request, half, turn)
+            step = self._step(key)
+            plan = self._plan(step) if step is not None else None
+            if step is not None and plan is not None and plan.computed is not None:
+                row = ComingRow(key=key, step=step, computed=plan.computed, share=plan.share, loads=self.loads)
+                rows.append(row)
+        return rows, len(halves) - len(rows)
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """See EditReader."""
+        return sum(loads.outstanding_bytes for loads in self.loads.values())
+
+    def close(self) -> None:
+        """The job is over: what was requested for it is not needed any more."""
+        while self.loads:
+            self._drop_requests(self.loads.popitem()[1])
+
+    def _loads_of(self, key: StepKey, step: RecordedStep) -> StepLoads | None:
+        """What was decided for a step, as it is now."""
+        loads = self.loads.get(key)
+        return loads if loads is not None and loads.step is step else None
+
+    def _drop_requests(self, loads: StepLoads) -> None:
+        """What has not come is of no use to this image. Others that read the recording may still wait for it."""
+        alone = self.recording.readers <= 1 and self._request.spec.num_images == 1
+        if alone and loads.outstanding_bytes:
+            loads.step.drop_requests()
 
     def _step(self, key: StepKey) -> RecordedStep | None:
         """What it may take; None where that was not recorded, or with another prompt."""
@@ -260,15 +310,15 @@ class ImageReader:
         )
 
 
-def step_key(request: Request, half: Half) -> StepKey:
-    """Of the step that comes next."""
-    spec = request.spec
+def step_key(request: Request, half: Half, turn: int = 0) -> StepKey:
+    """Of the step that comes in so many turns; 0 is the next one."""
+    spec, step = request.spec, request.step + turn
     active = []
     for place, control in enumerate(spec.controlnets):
         first, last = spec.control_steps(control)
-        if first <= request.step < last:
+        if first <= step < last:
             active.append(place)
-    return StepKey(timestep=request.timestep, half=half, controls=tuple(active))
+    return StepKey(timestep=request.timestep_of(step), half=half, controls=tuple(active))
 
 
 def _lacks_loras(request: Request) -> bool:

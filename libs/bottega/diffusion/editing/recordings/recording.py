@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bottega.diffusion.editing.recordings.step import MemoryStep, RecordedStep, copy_step
+from bottega.diffusion.editing.recordings.step_loads import StepLoads
 from bottega.diffusion.rows import Half, SetKey
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.v1.activations_pb2 import BlockProfile
@@ -188,15 +189,22 @@ def prompt_of(spec: ResolvedSpec, half: Half) -> str:
 
 
 class StepReader:
-    """The StepActivations of a row that takes from a recorded step. reused: names that it has taken."""
+    """The RecordedActivations of a row that takes from a recorded step.
 
-    def __init__(self, step: RecordedStep, device: torch.device) -> None:
+    loads: what was planned of what is not here; without a plan that is computed.
+    """
+
+    def __init__(self, step: RecordedStep, device: torch.device, loads: StepLoads | None = None) -> None:
         self.reused: set[str] = set()
+        self.waited_s = 0.0
         self._step = step
         self._device = device
+        self._loads = loads
 
     def get(self, name: str) -> Tensor | None:
         output = self._step.get(name)
+        if output is None and self._loads is not None:
+            output = self._awaited(name, self._loads)
         if output is None:
             return None
         self.reused.add(name)
@@ -204,6 +212,12 @@ class StepReader:
 
     def put(self, name: str, output: Tensor) -> None:
         """Nothing: who reads gives to another one."""
+
+    def _awaited(self, name: str, loads: StepLoads) -> Tensor | None:
+        before_s = loads.waited_s
+        here = loads.wait_for(name)
+        self.waited_s += loads.waited_s - before_s
+        return self._step.get(name) if here else None
 
 
 class StepRecorder:

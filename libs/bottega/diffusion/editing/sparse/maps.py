@@ -35,7 +35,7 @@ class SparseMaps(FullMaps):
     def resnet(self, resnet: ResnetBlock2D, path: str, parts: Sequence[Tensor], forward: MaskedActivations) -> Tensor:
         size = parts[0].shape[2:]
         layer = self._layer((f"{path}:map", f"{path}.norm1:moments", f"{path}.norm2:moments"), size, forward)
-        if layer is None or resnet.time_embedding_norm != "default" or resnet.upsample or resnet.downsample:
+        if layer is None or not is_plain(resnet):
             return super().resnet(resnet, path, parts, forward)
         # The second convolution reads one element around the rectangle of what the first one puts out, so the first one
         # is computed there, too: recording it would take as many bytes again as recording what the block puts out.
@@ -57,7 +57,7 @@ class SparseMaps(FullMaps):
         size = tuple(-(-length // 2) for length in hidden.shape[2:])
         layer = self._layer((f"{path}:map",), size, forward)
         convolution = downsampler.conv
-        if layer is None or downsampler.norm is not None or not isinstance(convolution, nn.Conv2d):
+        if layer is None or not convolves_plainly(downsampler):
             return super().downsample(downsampler, path, hidden, forward)
         padding = downsampler.padding
         made: list[Tensor] = []
@@ -77,7 +77,7 @@ class SparseMaps(FullMaps):
         target = tuple(size or (2 * length for length in hidden.shape[2:]))
         layer = self._layer((f"{path}:map",), target, forward)
         convolution = upsampler.conv
-        if layer is None or not _upsamples_plainly(upsampler) or not isinstance(convolution, nn.Conv2d):
+        if layer is None or not upsamples_plainly(upsampler):
             return super().upsample(upsampler, path, hidden, forward, size=size)
         made: list[Tensor] = []
         for piece in layer.pieces:
@@ -110,6 +110,11 @@ class SparseMaps(FullMaps):
         made = layer.norm(unet.conv_norm_out, "conv_norm_out:moments", layer.take((hidden,), margin=1), margin=1)
         return layer.join("conv_out:map", layer.convolve(unet.conv_out, _each(unet.conv_act, made), margin=1), size)
 
+    def computed_share(self, tokens: MaskTokens, size: tuple[int, int]) -> float:
+        """What convolutions over a level of this size cost for a row with this mask, of what all of it costs."""
+        covered = self._cover(tokens, size)
+        return 1.0 if covered is None else sum(each.cost for each in covered) / (size[0] * size[1])
+
     def _layer(self, names: Sequence[str], size: Sequence[int], forward: MaskedActivations) -> Layer | None:
         """None where every row is computed whole and none records. names: of what a row with tiles needs recorded."""
         recorded: dict[str, list[Tensor | None]] = {name: [None] * len(forward.edits) for name in names}
@@ -140,8 +145,20 @@ def _each(activation: nn.Module, maps: Sequence[Tensor]) -> list[Tensor]:
     return [activation(each) for each in maps]
 
 
-def _upsamples_plainly(upsampler: Upsample2D) -> bool:
+def is_plain(resnet: ResnetBlock2D) -> bool:
+    """A residual block as this file computes it: one that adds the time's embedding, and does not change the size."""
+    return resnet.time_embedding_norm == "default" and not (resnet.upsample or resnet.downsample)
+
+
+def convolves_plainly(downsampler: Downsample2D) -> bool:
+    """By a convolution alone, as in SDXL."""
+    return downsampler.norm is None and isinstance(downsampler.conv, nn.Conv2d)
+
+
+def upsamples_plainly(upsampler: Upsample2D) -> bool:
     """By repeating elements, then a convolution, as in SDXL."""
-    return bool(
-        upsampler.interpolate and upsampler.use_conv and not upsampler.use_conv_transpose and upsampler.norm is None
+    return (
+        bool(upsampler.interpolate and upsampler.use_conv and not upsampler.use_conv_transpose)
+        and upsampler.norm is None
+        and isinstance(upsampler.conv, nn.Conv2d)
     )

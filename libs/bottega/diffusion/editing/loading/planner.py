@@ -1,0 +1,215 @@
+"""The plan for the edits in hand: which blocks of coming steps take what has to be loaded, and which are computed.
+
+It is asked before each turn, and looks some turns ahead, so that the load stream never waits for a turn to begin. What
+it has decided for a step stays: its loads are on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from bottega.diffusion.editing.loading.times import BlockTimes, Size
+from bottega.diffusion.editing.masked.work import BlockWork
+from bottega.diffusion.editing.recordings.recording import StepKey
+from bottega.diffusion.editing.recordings.source import ActivationSource
+from bottega.diffusion.editing.recordings.step import RecordedStep
+from bottega.diffusion.editing.recordings.step_loads import StepLoads
+from bottega.planning import BlockCost, LoadPlan, plan_steps
+
+# The one that comes next and two behind it: the load stream has work while a turn is chosen, and what it has loaded for
+# an edit that ends or is cancelled is little.
+_TURNS = 3
+# Requests are made for so much at once, in the order of use of all rows: the tensors of one block of SDXL are some MiB.
+_REQUEST_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ComingRow:
+    """A row of a step that comes, which takes from a recording what it does not compute.
+
+    computed, share: see RowActivations. loads: its reader's decisions, by key of the row's step.
+    """
+
+    key: StepKey
+    step: RecordedStep
+    computed: Tensor
+    share: float
+    loads: dict[StepKey, StepLoads]
+
+    @property
+    def decided(self) -> StepLoads | None:
+        """None where nothing was decided for the step as it is now."""
+        known = self.loads.get(self.key)
+        return known if known is not None and known.step is self.step else None
+
+    def decide(self, seconds: Sequence[float]) -> StepLoads:
+        """Keeps what follows. seconds: that the row takes, by block."""
+        loads = self.loads[self.key] = StepLoads(self.step, seconds)
+        return loads
+
+
+Coming = tuple[Sequence[ComingRow], int]
+"""Rows of a step that read, and how many more there are, which are computed whole."""
+
+
+class EditReader(Protocol):
+    """An image of an edit that reads from a recording."""
+
+    @property
+    def size(self) -> Size:
+        """Of its latent."""
+        ...
+
+    def coming(self, turn: int) -> Coming:
+        """Of the step that it makes in so many turns; 0 is the next one."""
+        ...
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """Of what was requested for it and is not here."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _New:
+    """A row that nothing was decided for. away: by block, names that were recorded and are not here.
+
+    full_s, masked_s: by block; equal where it cannot take it.
+    """
+
+    row: ComingRow
+    away: Sequence[Sequence[str]]
+    full_s: Sequence[float]
+    masked_s: Sequence[float]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Turn:
+    """seconds: by block, of all rows that are decided. new: those of which something has to be loaded."""
+
+    seconds: list[float]
+    new: list[_New] = field(default_factory=list)
+
+    def add(self, seconds: Sequence[float]) -> None:
+        """Of one more row that is decided."""
+        self.seconds = [total + own for total, own in zip(self.seconds, seconds, strict=True)]
+
+
+class LoadPlanner:
+    """Plans for readers of recordings of `source`. times: what blocks take."""
+
+    def __init__(self, source: ActivationSource, times: BlockTimes) -> None:
+        self._source = source
+        self._times = times
+
+    def plan(self, readers: Sequence[EditReader], others: int) -> float | None:
+        """Decides for the rows that come, and requests what they take. others: rows beside them, of whole pictures.
+
+        Returns how long the next step takes by the plan; None where all that is read is here.
+        """
+        rate = self._source.load_bytes_per_s
+        if rate is None:
+            return None
+        total_s = None
+        for size in dict.fromkeys(reader.size for reader in readers):
+            same = [reader for reader in readers if reader.size == size]
+            coming = [[reader.coming(turn) for reader in same] for turn in range(_TURNS)]
+            if any(not row.step.writable for turn in coming for rows, _ in turn for row in rows):
+                # Before: what is decided here is not outstanding yet.
+                busy_s = sum(reader.outstanding_bytes for reader in same) / rate
+                total_s = (total_s or 0.0) + self._plan(size, coming, others, rate, busy_s)
+        return total_s
+
+    def _plan(self, size: Size, coming: Sequence[Sequence[Coming]], others: int, rate: float, busy_s: float) -> float:
+        """Of the readers of one size of pictures, by turn. Returns the seconds of their next step."""
+        blocks = self._times.blocks(size)
+        turns = [self._turn(size, of_turn, others) for of_turn in coming]
+        last = max((place for place, turn in enumerate(turns) if turn.new), default=-1)
+        if last < 0:
+            return sum(turns[0].seconds)
+        steps = [_costs(blocks, turn, rate) for turn in turns[: last + 1]]
+        plans = plan_steps(steps, load_busy_s=busy_s)
+        for turn, plan, costs in zip(turns, plans, steps, strict=False):
+            _decide(blocks, turn, plan, costs)
+        return plans[0].compute_s
+
+    def _turn(self, size: Size, coming: Sequence[Coming], others: int) -> _Turn:
+        full_s = self._times.full_s(size)
+        whole = others + sum(computed for _, computed in coming)
+        turn = _Turn(seconds=[whole * each for each in full_s])
+        for row in (row for rows, _ in coming for row in rows):
+            decided = row.decided
+            if decided is not None:
+                turn.add(decided.seconds)
+                continue
+            new = self._new(size, row, full_s)
+            if any(new.away):
+                turn.new.append(new)
+            else:
+                turn.add(row.decide(new.masked_s).seconds)
+        return turn
+
+    def _new(self, size: Size, row: ComingRow, full_s: Sequence[float]) -> _New:
+        work = self._times.work(size, row.computed, row.share)
+        masked_s, away = self._times.masked_s(size, work), list[tuple[str, ...]]()
+        recorded = frozenset(row.step.names)
+        for place, block in enumerate(self._times.blocks(size)):
+            if work.shares[place] < 1.0 and recorded.issuperset(block.names):
+                away.append(tuple(name for name in block.names if row.step.get(name) is None))
+            else:
+                masked_s[place] = full_s[place]
+                away.append(())
+        return _New(row=row, away=away, full_s=full_s, masked_s=masked_s)
+
+
+def _costs(blocks: Sequence[BlockWork], turn: _Turn, rate: float) -> list[BlockCost]:
+    """Of one turn: what is not here is taken, or not, by all rows alike."""
+    costs = []
+    for place, block in enumerate(blocks):
+        least_s = turn.seconds[place] + sum(new.masked_s[place] for new in turn.new)
+        away = [new for new in turn.new if new.away[place]]
+        saved_s = sum(new.full_s[place] - new.masked_s[place] for new in away)
+        load_bytes = sum(new.row.step.bytes_of(name) for new in away for name in new.away[place])
+        full_s = least_s + max(0.0, saved_s)
+        costs.append(BlockCost(name=block.name, full_s=full_s, masked_s=least_s, load_s=load_bytes / rate))
+    return costs
+
+
+def _decide(blocks: Sequence[BlockWork], turn: _Turn, plan: LoadPlan, costs: Sequence[BlockCost]) -> None:
+    """Keeps what the rows of a turn take, and requests it in the order of use."""
+    wanted: list[tuple[RecordedStep, Sequence[str]]] = []
+    loads = [new.row.decide(_seconds(new, plan)) for new in turn.new]
+    for place, block in enumerate(blocks):
+        for new, load in zip(turn.new, loads, strict=True):
+            if new.away[place] and plan.takes[place]:
+                load.take(block, new.away[place], costs[place].full_s)
+                wanted.append((new.row.step, new.away[place]))
+            elif new.away[place]:
+                load.compute(block)
+    for step, names in _batches(wanted):
+        step.request(names)
+
+
+def _seconds(new: _New, plan: LoadPlan) -> list[float]:
+    """What a row takes by the plan, by block."""
+    return [
+        full_s if away and not takes else masked_s
+        for away, takes, full_s, masked_s in zip(new.away, plan.takes, new.full_s, new.masked_s, strict=True)
+    ]
+
+
+def _batches(wanted: Sequence[tuple[RecordedStep, Sequence[str]]]) -> Iterator[tuple[RecordedStep, Sequence[str]]]:
+    """The same, in pieces: those of one step that are used within so many bytes of all are requested together."""
+    pieces: dict[int, tuple[RecordedStep, list[str]]] = {}
+    size_bytes = 0
+    for step, names in wanted:
+        pieces.setdefault(id(step), (step, []))[1].extend(names)
+        size_bytes += sum(step.bytes_of(name) for name in names)
+        if size_bytes >= _REQUEST_BYTES:
+            yield from pieces.values()
+            pieces, size_bytes = {}, 0
+    yield from pieces.values()

@@ -1,0 +1,160 @@
+"""Seconds of a network's blocks on this device: fitted to the turns that ran, or as they were measured one by one."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from diffusers import UNet2DConditionModel
+from torch import Tensor
+
+from bottega.diffusion.editing.masked.tokens import MaskTokens, TokenCache
+from bottega.diffusion.editing.masked.work import BlockKind, BlockWork, blocks_of
+from bottega.diffusion.editing.sparse import SparseMaps
+from bottega.diffusion.rows import Row
+from bottega.planning import WorkCost, WorkFit
+from bottega.v1.activations_pb2 import BlockProfile
+
+Size = tuple[int, int]
+"""Height and width of a latent."""
+
+# Until a turn was measured: about a core's. Only ratios count then.
+_FIRST_COST = WorkCost(per_flop_s=1e-11, per_byte_s=1e-10, fixed_s=0.0)
+# Beyond this, a profile was measured on another kind of device: its ratios are worth nothing here.
+_MOST_CALIBRATION = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowWork:
+    """What a row has to do, by block. shares: of the tokens or elements of the block's level; 1 computes all.
+
+    share: see RowActivations.
+    """
+
+    shares: Sequence[float]
+    share: float
+
+
+class BlockTimes:
+    """sparse: see SparseMaps. fit: seconds of whole turns."""
+
+    def __init__(self, unet: UNet2DConditionModel, *, sparse: bool) -> None:
+        self.fit = WorkFit()
+        self._unet = unet
+        self._sparse = sparse
+        self._maps = SparseMaps()
+        self._tokens = TokenCache()
+        self._blocks: dict[Size, tuple[BlockWork, ...]] = {}
+        self._full_flops: dict[Size, float] = {}
+        self._works: WeakKeyDictionary[MaskTokens, RowWork] = WeakKeyDictionary()
+        self._profiles: dict[Size, BlockProfile] = {}
+
+    def blocks(self, size: Size) -> tuple[BlockWork, ...]:
+        """Those that are recorded, in order of execution."""
+        if size not in self._blocks:
+            self._blocks[size] = blocks_of(self._unet, size, sparse=self._sparse)
+            self._full_flops[size] = sum(block.flops for block in blocks_of(self._unet, size))
+        return self._blocks[size]
+
+    def use(self, size: Size, profile: BlockProfile) -> None:
+        """What was measured of the blocks, on this device or on one that is like it."""
+        known = {block.name for block in self.blocks(size)}
+        if known <= {block.name for block in profile.blocks} and len(profile.shares):
+            self._profiles[size] = profile
+
+    def profile(self, size: Size) -> BlockProfile | None:
+        """That which is used; None where there is none of this size."""
+        return self._profiles.get(size)
+
+    def work(self, size: Size, computed: Tensor, share: float) -> RowWork:
+        """Of a masked row. computed: bool [height, width] of the latent. share: see RowActivations."""
+        tokens = self._tokens.of(computed)
+        known = self._works.get(tokens)
+        if known is None:
+            shares = [self._share(block, tokens) for block in self.blocks(size)]
+            known = self._works[tokens] = RowWork(shares=shares, share=share)
+        return known
+
+    def full_s(self, size: Size) -> list[float]:
+        """By block, of one whole row."""
+        profile = self._profiles.get(size)
+        if profile is not None:
+            scale, measured = self._calibration(size, profile), {each.name: each.full_s for each in profile.blocks}
+            return [scale * measured[block.name] for block in self.blocks(size)]
+        cost = self._cost
+        return [cost.per_flop_s * block.flops for block in self.blocks(size)]
+
+    def masked_s(self, size: Size, work: RowWork) -> list[float]:
+        """By block, of one row that takes all that it does not compute from a recording."""
+        profile = self._profiles.get(size)
+        if profile is not None:
+            scale, measured = self._calibration(size, profile), {each.name: each for each in profile.blocks}
+            curves = (measured[block.name] for block in self.blocks(size))
+            return [scale * _along(profile.shares, each.masked_s, each.full_s, work.share) for each in curves]
+        cost = self._cost
+        return [
+            cost.per_flop_s * block.flops_at(share) + cost.per_byte_s * block.size_bytes
+            for block, share in zip(self.blocks(size), work.shares, strict=True)
+        ]
+
+    def step_s(self, size: Size, rows: float) -> float | None:
+        """Of a step of so many whole rows, fractions as what they cost of one; None before a turn was measured."""
+        self.blocks(size)
+        return self.fit.seconds(rows * self._full_flops[size], 0.0)
+
+    def observe(self, rows: Sequence[Row], seconds: float) -> None:
+        """A forward of these rows took so long. One that records says nothing: its copies are no block's work."""
+        if any(row.activations is not None and row.activations.sink is not None for row in rows):
+            return
+        _, *size = rows[0].sample.shape
+        latent = (size[0], size[1])
+        flops = size_bytes = 0.0
+        for row in rows:
+            row_flops, row_bytes = self._done(latent, row)
+            flops, size_bytes = flops + row_flops, size_bytes + row_bytes
+        self.fit.observe(flops=flops, size_bytes=size_bytes, seconds=seconds)
+
+    def _done(self, size: Size, row: Row) -> tuple[float, float]:
+        """Operations of a row that ran, and bytes that it took from a recording."""
+        blocks, edit = self.blocks(size), row.activations
+        if edit is None or edit.computed is None or edit.recorded is None:
+            return self._full_flops[size], 0.0
+        work, reused = self.work(size, edit.computed, edit.share), frozenset(edit.recorded.reused)
+        taken = [
+            (block, share) for block, share in zip(blocks, work.shares, strict=True) if reused.issuperset(block.names)
+        ]
+        saved = sum(block.flops - block.flops_at(share) for block, share in taken)
+        return self._full_flops[size] - saved, float(sum(block.size_bytes for block, _ in taken))
+
+    def _share(self, block: BlockWork, tokens: MaskTokens) -> float:
+        if block.kind is BlockKind.MAPS:
+            return self._maps.computed_share(tokens, block.size)
+        level = tokens.at(*block.size)
+        return level.count / level.total
+
+    @property
+    def _cost(self) -> WorkCost:
+        cost = self.fit.cost
+        return cost if cost is not None and cost.per_flop_s > 0.0 else _FIRST_COST
+
+    def _calibration(self, size: Size, profile: BlockProfile) -> float:
+        """What a row takes here, of what it took where the profile was measured."""
+        here_s = self.step_s(size, 1.0)
+        if here_s is None or not profile.forward_s:
+            return 1.0
+        scale = here_s / profile.forward_s
+        return scale if 1 / _MOST_CALIBRATION < scale < _MOST_CALIBRATION else 1.0
+
+
+def _along(shares: Sequence[float], masked_s: Sequence[float], full_s: float, share: float) -> float:
+    """Between what was measured, up to the whole row; below the least share, in proportion to nothing."""
+    points = [*zip(shares, masked_s, strict=False), (1.0, full_s)]
+    place = bisect_left(points, (share, 0.0))
+    if place == 0:
+        return points[0][1]
+    if place == len(points):
+        return full_s
+    (before, before_s), (after, after_s) = points[place - 1], points[place]
+    return before_s + (after_s - before_s) * (share - before) / (after - before)

@@ -1,0 +1,82 @@
+"""What one row takes at one step that was not in this process when that was planned."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from bottega.diffusion.editing.masked.work import BlockWork
+from bottega.diffusion.editing.recordings.step import RecordedStep
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadCounts:
+    """loaded: blocks that took what had to be loaded. recomputed: that were computed, though they were recorded, for
+    want of it. waited_s: for what was on its way.
+    """
+
+    loaded: int = 0
+    recomputed: int = 0
+    waited_s: float = 0.0
+
+    def add(self, other: LoadCounts) -> None:
+        """Of another step."""
+        self.loaded += other.loaded
+        self.recomputed += other.recomputed
+        self.waited_s += other.waited_s
+
+
+class StepLoads:
+    """step: whose. seconds: by block of the network, what the plan says that the row takes in it.
+
+    Somebody who waits for a block's tensors does so for its patience at most, as computing it would take: see `take`.
+    """
+
+    def __init__(self, step: RecordedStep, seconds: Sequence[float] = ()) -> None:
+        self.step = step
+        self.seconds = seconds
+        self.waited_s = 0.0
+        self._away: list[BlockWork] = []
+        self._blocks: dict[str, str] = {}
+        self._patience_s: dict[str, float] = {}
+        self._outstanding: deque[str] = deque()
+        self._outstanding_bytes = 0
+
+    def compute(self, block: BlockWork) -> None:
+        """A block whose tensors are not here is computed."""
+        self._away.append(block)
+
+    def take(self, block: BlockWork, names: Sequence[str], patience_s: float) -> None:
+        """A block takes what is requested now. names: of its tensors, those that are not here."""
+        self._away.append(block)
+        self._blocks |= dict.fromkeys(names, block.name)
+        self._patience_s[block.name] = patience_s
+        self._outstanding.extend(names)
+        self._outstanding_bytes += sum(map(self.step.bytes_of, names))
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """Of what was requested and is not here. It comes in the order in which it was requested."""
+        while self._outstanding and self.step.get(self._outstanding[0]) is not None:
+            self._outstanding_bytes -= self.step.bytes_of(self._outstanding.popleft())
+        return self._outstanding_bytes
+
+    def wait_for(self, name: str) -> bool:
+        """Waits for one that was planned, as long as its block's patience lasts. Whether it is here."""
+        block = self._blocks.get(name)
+        if block is None or self._patience_s[block] <= 0.0:
+            return False
+        began_s = perf_counter()
+        here = self.step.wait(name, self._patience_s[block])
+        waited_s = perf_counter() - began_s
+        self.waited_s += waited_s
+        # What has not come by now: the block's other tensors would be of no use.
+        self._patience_s[block] = self._patience_s[block] - waited_s if here else 0.0
+        return here
+
+    def counts(self, reused: Collection[str]) -> LoadCounts:
+        """When the step is made. reused: names that the row has taken."""
+        loaded = sum(all(name in reused for name in block.names) for block in self._away)
+        return LoadCounts(loaded=loaded, recomputed=len(self._away) - loaded, waited_s=self.waited_s)
