@@ -55,7 +55,7 @@ class EngineEdits(EngineAddOn):
     It stands behind those of ControlNets and LoRAs: what they report says whether a recording is worth anything.
     unusable: why masked blocks never are; empty where they may be. cosines: how far blocks follow the prompt; None
     before the first template that would rely on it. step_table: planned seconds of steps that load what they do not
-    compute, for the gateway.
+    compute, for the gateway. planner: decides what is loaded.
     """
 
     kind = kinds.ACTIVATIONS
@@ -79,7 +79,7 @@ class EngineEdits(EngineAddOn):
         self.cosines: PromptCosines | None = None
         self.step_table = StepTable()
         self.times = BlockTimes(unet, sparse=sparse)
-        self._planner = LoadPlanner(source, self.times)
+        self.planner = LoadPlanner(source, self.times)
         self._events: Counter[str] = Counter(dict.fromkeys(EVENTS, 0))
 
     @property
@@ -116,7 +116,7 @@ class EngineEdits(EngineAddOn):
         reading = [reader for reader in readers.values() if isinstance(reader, ImageReader)]
         if reading:
             others = sum(request.row_count for request, each in readers.items() if not isinstance(each, ImageReader))
-            self._planner.plan(reading, others)
+            self.planner.plan(reading, others)
         return False
 
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:

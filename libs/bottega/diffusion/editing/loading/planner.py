@@ -6,7 +6,7 @@ it has decided for a step stays: its loads are on their way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,9 +20,6 @@ from bottega.diffusion.editing.recordings.step import RecordedStep
 from bottega.diffusion.editing.recordings.step_loads import StepLoads
 from bottega.planning import BlockCost, LoadPlan, plan_steps
 
-# The one that comes next and two behind it: the load stream has work while a turn is chosen, and what it has loaded for
-# an edit that ends or is cancelled is little.
-_TURNS = 3
 # Requests are made for so much at once, in the order of use of all rows: the tensors of one block of SDXL are some MiB.
 _REQUEST_BYTES = 2 << 20
 
@@ -99,12 +96,33 @@ class _Turn:
         self.seconds = [total + own for total, own in zip(self.seconds, seconds, strict=True)]
 
 
+def choose_plans(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> list[LoadPlan]:
+    """Those that end first."""
+    return plan_steps(steps, load_busy_s=load_busy_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPolicy:
+    """How plans are chosen and followed.
+
+    choose: plans of steps whose load stream is busy for so many seconds, see `bottega.planning.plan_steps`.
+    turns: that are planned at once. The one that comes next and two behind it: the load stream has work while a turn is
+    chosen, and what it has loaded for an edit that ends or is cancelled is little.
+    patience: how long a block is waited for, in times of what computing it takes.
+    """
+
+    choose: Callable[[Sequence[Sequence[BlockCost]], float], list[LoadPlan]] = choose_plans
+    turns: int = 3
+    patience: float = 1.0
+
+
 class LoadPlanner:
     """Plans for readers of recordings of `source`. times: what blocks take."""
 
-    def __init__(self, source: ActivationSource, times: BlockTimes) -> None:
+    def __init__(self, source: ActivationSource, times: BlockTimes, policy: LoadPolicy | None = None) -> None:
         self._source = source
         self._times = times
+        self._policy = policy or LoadPolicy()
 
     def plan(self, readers: Sequence[EditReader], others: int) -> float | None:
         """Decides for the rows that come, and requests what they take. others: rows beside them, of whole pictures.
@@ -117,7 +135,7 @@ class LoadPlanner:
         total_s = None
         for size in dict.fromkeys(reader.size for reader in readers):
             same = [reader for reader in readers if reader.size == size]
-            coming = [[reader.coming(turn) for reader in same] for turn in range(_TURNS)]
+            coming = [[reader.coming(turn) for reader in same] for turn in range(self._policy.turns)]
             if any(not row.step.writable for turn in coming for rows, _ in turn for row in rows):
                 # Before: what is decided here is not outstanding yet.
                 busy_s = sum(reader.outstanding_bytes for reader in same) / rate
@@ -132,9 +150,9 @@ class LoadPlanner:
         if last < 0:
             return sum(turns[0].seconds)
         steps = [_costs(blocks, turn, rate) for turn in turns[: last + 1]]
-        plans = plan_steps(steps, load_busy_s=busy_s)
+        plans = self._policy.choose(steps, busy_s)
         for turn, plan, costs in zip(turns, plans, steps, strict=False):
-            _decide(blocks, turn, plan, costs)
+            _decide(blocks, turn, plan, [self._policy.patience * cost.full_s for cost in costs])
         return plans[0].compute_s
 
     def _turn(self, size: Size, coming: Sequence[Coming], others: int) -> _Turn:
@@ -179,14 +197,14 @@ def _costs(blocks: Sequence[BlockWork], turn: _Turn, rate: float) -> list[BlockC
     return costs
 
 
-def _decide(blocks: Sequence[BlockWork], turn: _Turn, plan: LoadPlan, costs: Sequence[BlockCost]) -> None:
-    """Keeps what the rows of a turn take, and requests it in the order of use."""
+def _decide(blocks: Sequence[BlockWork], turn: _Turn, plan: LoadPlan, patience_s: Sequence[float]) -> None:
+    """Keeps what the rows of a turn take, and requests it in the order of use. patience_s: by block."""
     wanted: list[tuple[RecordedStep, Sequence[str]]] = []
     loads = [new.row.decide(_seconds(new, plan)) for new in turn.new]
     for place, block in enumerate(blocks):
         for new, load in zip(turn.new, loads, strict=True):
             if new.away[place] and plan.takes[place]:
-                load.take(block, new.away[place], costs[place].full_s)
+                load.take(block, new.away[place], patience_s[place])
                 wanted.append((new.row.step, new.away[place]))
             elif new.away[place]:
                 load.compute(block)
