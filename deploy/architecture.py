@@ -12,7 +12,7 @@ from pathlib import Path
 
 TARGET = Path(__file__).with_name("architecture.svg")
 
-WIDTH, HEIGHT = 1180, 800
+WIDTH, HEIGHT = 1180, 925
 _FONT = "Inter, 'Segoe UI', Roboto, Helvetica, Arial, 'DejaVu Sans', sans-serif"
 _INK, _QUIET, _PAPER = "#1f2733", "#5b6675", "#ffffff"
 
@@ -119,7 +119,15 @@ BOXES = (
         edge="#d9730d",
     ),
     Box(
-        at=(455, 712),
+        at=(40, 676),
+        size=(290, 98),
+        title="activations",
+        lines=("what blocks put out for images that", "are edited: in memory over the disk"),
+        fill="#fdf0e3",
+        edge="#d9730d",
+    ),
+    Box(
+        at=(455, 800),
         size=(270, 62),
         title="worker",
         lines=("another one, perhaps its pair",),
@@ -205,6 +213,25 @@ ARROWS = (
         label_at=(1150, 650),
         anchor="end",
     ),
+    Arrow(
+        flow=JOINS,
+        points=((40, 725), (18, 725), (18, 276), (420, 276)),
+        label=("activations: joins, prefetch",),
+        label_at=(30, 655),
+        anchor="start",
+    ),
+    Arrow(
+        flow=LINKS,
+        points=((470, 618), (470, 700), (330, 700)),
+        label=("recordings",),
+        label_at=(400, 690),
+    ),
+    Arrow(
+        flow=LINKS,
+        points=((330, 745), (505, 745), (505, 618)),
+        label=("activations",),
+        label_at=(412, 765),
+    ),
     Arrow(flow=LINKS, points=((850, 548), (725, 548)), label=("LoRA weights",), label_at=(792, 534)),
     Arrow(
         flow=LINKS,
@@ -222,16 +249,16 @@ ARROWS = (
     ),
     Arrow(
         flow=LINKS,
-        points=((550, 618), (550, 712)),
+        points=((600, 618), (600, 800)),
         label=("latents of a pair",),
-        label_at=(538, 671),
+        label_at=(588, 782),
         anchor="end",
     ),
     Arrow(
         flow=LINKS,
-        points=((630, 712), (630, 618)),
+        points=((680, 800), (680, 618)),
         label=("predicted noise",),
-        label_at=(642, 671),
+        label_at=(692, 782),
         anchor="start",
     ),
 )
@@ -252,7 +279,7 @@ def svg() -> str:
         *(line for arrow in ARROWS for line in _arrow(arrow)),
         *_disk((905, 214), (160, 96), ("jobs: SQLite", "pictures: files")),
         *(line for box in BOXES for line in _box(box)),
-        *_legend((40, 684)),
+        *_legend((40, 815)),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"

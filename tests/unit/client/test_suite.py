@@ -44,6 +44,7 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
         "gateway",
         "loras",
         "cache",
+        "activations",
         "worker-0",
         "worker-1",
         "controlnet-0",
@@ -63,6 +64,11 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
     assert (loras["gateway"], loras["folder"]) == (plan.settings.fleet_address, str(tmp_path / "loras"))
     cache = yaml.safe_load((tmp_path / "config" / "cache.yaml").read_text())
     assert (cache["gateway"], cache["folder"]) == (plan.settings.fleet_address, str(tmp_path / "cache"))
+    activations = yaml.safe_load((tmp_path / "config" / "activations.yaml").read_text())
+    assert (activations["gateway"], activations["folder"]) == (
+        plan.settings.fleet_address,
+        str(tmp_path / "activations"),
+    )
     assert (worker["engine"]["dtype"], worker["engine"]["threads"]) == (
         "bfloat16",
         max(1, len(os.sched_getaffinity(0)) // 2),
@@ -72,7 +78,7 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
 def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path: Path) -> None:
     state = held(tmp_path)
     plan = plan_suite(SuiteOptions(services={"controlnet_servers": 2}, port=0, dtype="bfloat16"), state)
-    assert [process.name for process in plan.processes][3:] == ["worker-0", "controlnet-0", "controlnet-1"]
+    assert [process.name for process in plan.processes][4:] == ["worker-0", "controlnet-0", "controlnet-1"]
     first, second = (yaml.safe_load((state.config / f"controlnet-{n}.yaml").read_text()) for n in (0, 1))
     assert first["gateway"] == plan.settings.fleet_address
     assert first["engine"]["dtype"] == "bfloat16"

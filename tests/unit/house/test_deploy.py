@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bottega.activations.config import ActivationsConfig
 from bottega.cache.config import CacheConfig
 from bottega.config import load
 from bottega.controlnet.config import ControlNetConfig
@@ -156,6 +157,7 @@ def test_what_computes_does_not_spin_and_downloads_nothing(unit: str) -> None:
         ("bottega-worker@.service", "bottega-worker/%i"),
         ("bottega-loras.service", "bottega-loras"),
         ("bottega-cache.service", "bottega-cache"),
+        ("bottega-activations.service", "bottega-activations"),
     ],
 )
 def test_services_of_the_machine_reach_the_socket_of_a_services_links_by_their_group_and_nobody_else_does(
@@ -188,11 +190,15 @@ def test_the_services_take_their_configurations() -> None:
     assert all((WEIGHTS / "loras" / name).is_dir() for name in STYLES)
     cache = load(CacheConfig, DEPLOY / "config" / "cache.yaml")
     assert cache == CacheConfig(name="cache", gateway=gateway.fleet.listen), "the file shows the defaults"
+    activations = load(ActivationsConfig, DEPLOY / "config" / "activations.yaml")
+    defaults = ActivationsConfig(name="activations", gateway=gateway.fleet.listen)
+    assert activations == defaults, "the file shows the defaults"
     for unit, server in (
         ("bottega-gateway.service", gateway.server),
         ("bottega-worker@.service", worker.server),
         ("bottega-controlnet@.service", net.server),
         ("bottega-loras.service", loras.server),
         ("bottega-cache.service", cache.server),
+        ("bottega-activations.service", activations.server),
     ):
         assert float(setting(unit, "TimeoutStopSec")) > server.drain_grace_s

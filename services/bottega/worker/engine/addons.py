@@ -29,23 +29,15 @@ class EngineAddOnContext:
     heartbeat: Heartbeat
 
 
-# Where the manifest has no activation store: what was recorded is in the worker alone.
-_EDITING = "bottega.worker.activations.addon:create"
-
-
 def load_addons(context: EngineAddOnContext) -> Iterator[EngineAddOn]:
     """Those of the services in the manifest, in its order; edits stand behind the others, see EngineEdits.
 
     Raises ConfigError, and what they raise.
     """
-    services = read_services()
-    for service in sorted(services, key=lambda service: service.kind == kinds.ACTIVATIONS):
+    for service in sorted(read_services(), key=lambda service: service.kind == kinds.ACTIVATIONS):
         if not service.engine_add_on:
             continue
         addon = load_object(service.engine_add_on)(context)
         if not isinstance(addon, EngineAddOn) or addon.kind != service.kind:
             raise ConfigError(f"{service.engine_add_on} makes no EngineAddOn of kind {service.kind}")
         yield addon
-    if not any(service.kind == kinds.ACTIVATIONS for service in services):
-        edits: EngineAddOn = load_object(_EDITING)(context)
-        yield edits

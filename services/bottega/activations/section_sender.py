@@ -1,0 +1,196 @@
+"""Sections that a worker asked for, on their way to it: as they lie in memory, or sent in pieces.
+
+A worker of this host is given the memory itself. Others are sent bytes: the thread that sends says first whatever
+there is to say, else a piece of the section that is due: edits take turns, and each has its sections in the order in
+which it asked. Few sections of a worker are loaded at once; what it asked for beyond them waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from concurrent.futures import Future
+
+from bottega.activations.store.store import ActivationStore
+from bottega.activations.transfer import SectionRequested, SectionTransfer
+from bottega.activations.turns import TurnQueue
+from bottega.caching import CacheLease
+from bottega.errors import BottegaError, DataLoss, InternalError, InvalidRequest, NoSharedMemory, TooLarge
+from bottega.rpc.status import job_error_to_json
+from bottega.sections import messages
+from bottega.sections.messages import CHUNK_BYTES, WORKER_LIMITS
+from bottega.transport import Connection, Link, PieceSize, RateLimiter, SealedFile
+from bottega.v1.activations_pb2 import SectionRequest
+
+# Of one worker, which has some tens of edits, each of which asks for the sections of the steps ahead.
+_MOST_WAITING = 4096
+# Sections of one worker that are loaded, or being sent: each holds memory that nothing else can have.
+_MOST_AT_ONCE = 16
+# What is smaller is sent: copying it takes less than mapping it, and mappings are bounded in number (65,530).
+_LEAST_SHARED_BYTES = 64 << 10
+
+
+class SectionSender:
+    """bytes_per_s: of the link, within a host, too; 0 is without a limit."""
+
+    def __init__(self, connection: Connection, *, store: ActivationStore, bytes_per_s: int) -> None:
+        self._connection = connection
+        self._store = store
+        self._pace = RateLimiter(bytes_per_s, most_bytes=CHUNK_BYTES)
+        self._piece_size = PieceSize(slots=WORKER_LIMITS.slots, most_bytes=CHUNK_BYTES)
+        self._shares = bytes_per_s == 0
+        self._orders = itertools.count()
+        # Of the thread that sends.
+        self._sendings = TurnQueue[SectionTransfer]()
+        # Under the lock: what was not begun; numbers of all that was asked for and not given; how many are under way.
+        self._lock = threading.Lock()
+        self._queued = TurnQueue[SectionRequested]()
+        self._wanted: set[int] = set()
+        self._under_way = 0
+        self._ended = False
+
+    @property
+    def idle_s(self) -> float | None:
+        """See LinkHandler.idle_s: whatever there is to say goes before the next piece of a section."""
+        return self._pace.wait_s if self._sendings else None
+
+    def fetch(self, number: int, request: SectionRequest) -> None:
+        """Has a section sent. By the thread that receives. Raises ValueError for more than a worker may ask for."""
+        requested = SectionRequested(
+            number=number,
+            digest=request.digest,
+            tensors=tuple(request.tensors),
+            edit=request.edit,
+            order=next(self._orders),
+        )
+        with self._lock:
+            if number in self._wanted:
+                raise ValueError(f"a worker asks twice as number {number}")
+            if len(self._wanted) >= _MOST_WAITING:
+                raise ValueError(f"a worker waits for at most {_MOST_WAITING} sections")
+            self._wanted.add(number)
+            self._queued.add(requested)
+        self._begin()
+
+    def cancel(self, number: int) -> None:
+        """The worker does not wait for it any more: it is not sent, or no further. Harmless where it has been."""
+        with self._lock:
+            self._wanted.discard(number)
+            queued = self._queued.find(lambda item: item.number == number)
+            if queued is not None:
+                self._queued.remove(queued)
+                return
+        self._connection.post(lambda _link: self._stop_sending(number))
+
+    def send_piece(self, link: Link) -> None:
+        """The next piece of the section that is due. By the thread that sends."""
+        sending = self._sendings.first()
+        most_bytes = min(self._piece_size.next(), self._pace.most_bytes)
+        try:
+            sent_bytes = sending.send_piece(link, most_bytes)
+        except (NoSharedMemory, TooLarge, InternalError) as error:  # the link lives
+            self._drop(sending)
+            self._refuse(link, sending.number, error)
+            return
+        self._pace.spend(sent_bytes)
+        self._sendings.spend(sent_bytes, turn_bytes=most_bytes)
+        if sending.done:
+            self._drop(sending)
+
+    def end(self) -> None:
+        """The link has ended: what is on its way to the worker is given back."""
+        with self._lock:
+            self._ended = True
+            self._queued = TurnQueue[SectionRequested]()
+        for sending in list(self._sendings):
+            self._drop(sending)
+
+    def _stop_sending(self, number: int) -> None:
+        for sending in [each for each in self._sendings if each.number == number]:
+            self._drop(sending)
+
+    def _begin(self) -> None:
+        """Has the next sections loaded, as many as may be."""
+        while (requested := self._next_queued()) is not None:
+            self._load(requested)
+
+    def _next_queued(self) -> SectionRequested | None:
+        with self._lock:
+            if not self._queued or self._under_way >= _MOST_AT_ONCE or self._ended:
+                return None
+            self._under_way += 1
+            return self._queued.pop()
+
+    def _load(self, requested: SectionRequested) -> None:
+        # Called by the thread that loads: sending is left to the thread that sends.
+        self._store.fetch(requested.digest).add_done_callback(lambda asked: self._loaded(requested, asked))
+
+    def _loaded(self, requested: SectionRequested, asked: Future[CacheLease]) -> None:
+        """A load has ended, perhaps after the link: then nothing more is begun."""
+        if not self._connection.post(lambda link: self._hand_out(link, requested, asked)):
+            with self._lock:
+                self._ended = True
+            if asked.exception() is None:
+                self._store.give_back(asked.result())
+
+    def _hand_out(self, link: Link, requested: SectionRequested, asked: Future[CacheLease]) -> None:
+        with self._lock:
+            wanted = requested.number in self._wanted
+        try:
+            lease = asked.result(timeout=0)
+        except BottegaError as error:
+            self._end_one()
+            if wanted:
+                self._refuse(link, requested.number, error)
+            return
+        if not wanted:
+            self._give_back(lease)
+        elif self._shares and link.passes_files and lease.resident and lease.size_bytes >= _LEAST_SHARED_BYTES:
+            self._share(link, requested.number, lease)
+        else:
+            self._send(link, requested, lease)
+
+    def _share(self, link: Link, number: int, lease: CacheLease) -> None:
+        """Gives the worker the memory itself: it needs no lease to keep it."""
+        file = SealedFile(descriptor=lease.descriptor, size_bytes=lease.size_bytes)
+        self._forget(number)
+        try:
+            self._connection.send_now(link, messages.whole_message(number), file=file)
+        except (NoSharedMemory, TooLarge) as error:  # the link lives
+            self._refuse(link, number, error)
+        finally:
+            self._give_back(lease)
+
+    def _send(self, link: Link, requested: SectionRequested, lease: CacheLease) -> None:
+        layout = self._store.layout_of(requested.digest)
+        try:
+            if layout is None:
+                raise DataLoss("the section is gone")
+            self._sendings.add(SectionTransfer(requested, lease, layout))
+        except (DataLoss, InvalidRequest) as error:
+            self._give_back(lease)
+            self._refuse(link, requested.number, error)
+
+    def _drop(self, sending: SectionTransfer) -> None:
+        """It is sent, or never will be."""
+        self._sendings.remove(sending)
+        self._forget(sending.number)
+        self._give_back(sending.lease)
+
+    def _give_back(self, lease: CacheLease) -> None:
+        self._store.give_back(lease)
+        self._end_one()
+
+    def _end_one(self) -> None:
+        """Room for the next section."""
+        with self._lock:
+            self._under_way -= 1
+        self._begin()
+
+    def _forget(self, number: int) -> None:
+        with self._lock:
+            self._wanted.discard(number)
+
+    def _refuse(self, link: Link, number: int, error: BottegaError) -> None:
+        self._forget(number)
+        self._connection.send_now(link, messages.refused_message(number, job_error_to_json(error)))

@@ -1,0 +1,91 @@
+"""The activation store on the wire: translates ActivationService's messages to the store's words and back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from bottega import rules
+from bottega.activations.store.store import ActivationStore
+from bottega.activations.validation import check_id, check_limit, check_profile, check_sources
+from bottega.v1 import activations_pb2 as pb
+from bottega.v1 import activations_pb2_grpc
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ActivationService"].full_name
+
+# By the contract.
+_DEFAULT_LIMIT = 100
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ActivationService(activations_pb2_grpc.ActivationServiceServicer):
+    """bottega.v1.ActivationService. holder: name of the service in the fleet."""
+
+    def __init__(self, store: ActivationStore, *, holder: str) -> None:
+        self._store = store
+        self._holder = holder
+
+    async def ListStoredTemplates(
+        self, request: pb.ListStoredTemplatesRequest, _context: _Context
+    ) -> pb.ListStoredTemplatesResponse:
+        """ListStoredTemplates."""
+        rules.refuse(list(check_limit(request.limit)))
+        return await asyncio.to_thread(self._list, request.limit or _DEFAULT_LIMIT)
+
+    async def DropStoredTemplate(
+        self, request: pb.DropStoredTemplateRequest, _context: _Context
+    ) -> pb.DropStoredTemplateResponse:
+        """DropStoredTemplate."""
+        rules.refuse(list(check_id(request.id)))
+        return pb.DropStoredTemplateResponse(dropped=await asyncio.to_thread(self._store.drop, request.id))
+
+    async def PinTemplate(self, request: pb.PinTemplateRequest, _context: _Context) -> pb.PinTemplateResponse:
+        """PinTemplate."""
+        rules.refuse(list(check_id(request.id, may_be_empty=False)))
+        pinned = await asyncio.to_thread(self._store.pin, request.id, request.pinned)
+        return pb.PinTemplateResponse(templates=pinned)
+
+    async def WarmTemplate(self, request: pb.WarmTemplateRequest, _context: _Context) -> pb.WarmTemplateResponse:
+        """WarmTemplate."""
+        rules.refuse(list(check_id(request.id)))
+        return await asyncio.to_thread(self._store.warm, request.id)
+
+    async def PrefetchTemplates(
+        self, request: pb.PrefetchTemplatesRequest, _context: _Context
+    ) -> pb.PrefetchTemplatesResponse:
+        """PrefetchTemplates."""
+        rules.refuse(list(check_sources(request.sources)))
+        templates = await asyncio.to_thread(self._store.prefetch, list(request.sources))
+        return pb.PrefetchTemplatesResponse(templates=templates, disk_bytes_per_s=self._store.disk_bytes_per_s)
+
+    async def ListBlockProfiles(
+        self, _request: pb.ListBlockProfilesRequest, _context: _Context
+    ) -> pb.ListBlockProfilesResponse:
+        """ListBlockProfiles."""
+        return pb.ListBlockProfilesResponse(profiles=await asyncio.to_thread(self._store.profiles))
+
+    async def SetBlockProfile(
+        self, request: pb.SetBlockProfileRequest, _context: _Context
+    ) -> pb.SetBlockProfileResponse:
+        """SetBlockProfile."""
+        rules.refuse(list(check_profile(request.profile)))
+        await asyncio.to_thread(self._store.set_profile, request.profile)
+        return pb.SetBlockProfileResponse()
+
+    def _list(self, limit: int) -> pb.ListStoredTemplatesResponse:
+        figures = self._store.statistics()
+        templates = self._store.templates(limit)
+        for template in templates:
+            template.holder = self._holder
+        return pb.ListStoredTemplatesResponse(
+            templates=templates,
+            total=figures.templates,
+            used_bytes=figures.disk_bytes,
+            budget_bytes=figures.disk_budget_bytes,
+            memory_bytes=figures.memory_bytes,
+            memory_budget_bytes=figures.memory_budget_bytes,
+            trouble=figures.trouble,
+            template_budget_bytes=figures.template_budget_bytes,
+        )

@@ -1,0 +1,32 @@
+"""The activation store, as the manifest lists it."""
+
+from __future__ import annotations
+
+from bottega.manifest import ServiceSpec, SuiteSettings, UnitSettings
+
+# Of a suite on one machine, which has other things to do with its memory and its disk.
+_SUITE_BUDGET_BYTES = 1 << 30
+_SUITE_DISK_BYTES = 16 << 30
+
+
+def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
+    return {
+        "name": name,
+        "gateway": suite.fleet_address,
+        "server": suite.server,
+        "folder": str(suite.state / "activations"),
+        "budget_bytes": _SUITE_BUDGET_BYTES,
+        "disk_bytes": _SUITE_DISK_BYTES,
+    }
+
+
+SPEC = ServiceSpec(
+    kind="activations",
+    title="activation store",
+    module="bottega.activations",
+    configure=_configure,
+    add_on="bottega.gateway.addons.activations.addon:create",
+    engine_add_on="bottega.worker.activations.addon:create",
+    install="bottega-services[activations]",
+    unit=UnitSettings(links=True),
+)

@@ -1,0 +1,78 @@
+"""A section on its way to a worker of another host: its tensors in the order of their use, in pieces between which
+others may speak. Reads the file straight into the link's slots.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from dataclasses import dataclass
+
+from bottega.caching import CacheLease
+from bottega.errors import InternalError, InvalidRequest
+from bottega.sections import messages
+from bottega.sections.section import SectionLayout
+from bottega.transport import Deadline, Link
+
+# A message that is not taken in this time never will be.
+_SEND_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SectionRequested:
+    """What a worker asked for. number: as it calls it. tensors: places of them in the section, empty is all. order: its
+    place among all that the worker has asked for. edit: see SectionRequest."""
+
+    number: int
+    digest: str
+    tensors: tuple[int, ...]
+    edit: int
+    order: int
+
+
+class SectionTransfer:
+    """A lease that is being sent. layout: of the section. Raises InvalidRequest for tensors that it does not have."""
+
+    def __init__(self, requested: SectionRequested, lease: CacheLease, layout: SectionLayout) -> None:
+        self.number = requested.number
+        self.edit = requested.edit
+        self.order = requested.order
+        self.lease = lease
+        self._layout = layout
+        count = len(layout.tensors)
+        if any(not 0 <= place < count for place in requested.tensors):
+            raise InvalidRequest(f"the section has the tensors 0 to {count - 1}")
+        self._left = deque(dict.fromkeys(requested.tensors or range(count)))
+        self._sent_bytes = 0  # of the first of those
+
+    @property
+    def done(self) -> bool:
+        """Whether all was sent that was asked for."""
+        return not self._left
+
+    def send_piece(self, link: Link, most_bytes: int) -> int:
+        """Sends the next bytes, of one tensor; returns how many. Raises InternalError where the file has become
+        shorter, and what sending does."""
+        tensor = self._left[0]
+        offset, whole_bytes = self._layout.place(self._layout.tensors[tensor].name)
+        size_bytes = min(most_bytes, whole_bytes - self._sent_bytes)
+        with link.start_message(messages.chunk_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:
+            head = messages.chunk_header(self.number, tensor=tensor, start=self._sent_bytes)
+            for view, said in zip(outgoing.views, head, strict=False):
+                view[:] = said
+            self._fill(outgoing.views[-1], offset + self._sent_bytes)
+            outgoing.finish()
+        self._sent_bytes += size_bytes
+        if self._sent_bytes == whole_bytes:
+            self._left.popleft()
+            self._sent_bytes = 0
+        return size_bytes
+
+    def _fill(self, view: memoryview, place: int) -> None:
+        """Reads bytes of the file into a tensor of a slot."""
+        done = 0
+        while done < len(view):
+            got = os.preadv(self.lease.descriptor, [view[done:]], place + done)
+            if not got:
+                raise InternalError("a section's file has become shorter while it was sent")
+            done += got

@@ -1,0 +1,144 @@
+"""Workers' links: which templates there are, their sections, and what was recorded of others.
+
+A question is answered by the thread that receives; a worker that reads nothing of its answers gets none that are worth
+anything. What was recorded is taken in by the same thread, and written by the store later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from bottega.activations.config import ActivationLinksConfig
+from bottega.activations.section_sender import SectionSender
+from bottega.activations.store.store import ActivationStore
+from bottega.errors import BottegaError, NoSharedMemory, TooLarge
+from bottega.rpc.link_service import link_endpoints, tcp_endpoint
+from bottega.sections import messages
+from bottega.sections.messages import ActivationMessage, ActivationMessageKind
+from bottega.transport import (
+    Connection,
+    Incoming,
+    Layout,
+    Link,
+    LinkHandler,
+    LinkServer,
+    LinkServerSettings,
+    default_socket_path,
+    kind_of,
+    read_number,
+)
+from bottega.v1.activations_pb2 import TemplateAnswer
+
+# Of one worker, which has some tens of edits and asks once for each.
+_MOST_UNSENT = 64
+_NOTHING = TemplateAnswer()
+
+
+class ActivationWorkerLink(LinkHandler):
+    """store: it knows a link by this object. bytes_per_s: of the link, within a host, too; 0 is without a limit."""
+
+    def __init__(self, connection: Connection, *, store: ActivationStore, bytes_per_s: int) -> None:
+        self._connection = connection
+        self._store = store
+        self._sections = SectionSender(connection, store=store, bytes_per_s=bytes_per_s)
+        self._unsent = 0
+        self._counting = threading.Lock()
+
+    def on_message(self, connection: Connection, incoming: Incoming) -> None:
+        """Headers are read from copies. Tensors of a section are not; the store copies them."""
+        layout = incoming.layout
+        with incoming:
+            kind = ActivationMessageKind(kind_of(layout))
+            if kind is ActivationMessageKind.SECTION:
+                messages.section_layout(layout)  # before its bytes come
+            views = connection.wait_all(incoming)
+            match kind:
+                case ActivationMessageKind.QUESTION:
+                    self._answer(layout, views)
+                case ActivationMessageKind.FETCH:
+                    self._sections.fetch(*messages.read_fetch(layout, views))
+                case ActivationMessageKind.CANCEL:
+                    self._sections.cancel(read_number(layout, views))
+                case _:
+                    self._record(kind, layout, views)
+
+    def on_end(self, cause: BottegaError) -> None:
+        """What is on its way to the worker is given back, and what it was recording forgotten."""
+        self._sections.end()
+        self._store.link_ended(self)
+
+    @property
+    def idle_s(self) -> float | None:
+        """Whatever there is to say goes before the next piece of a section."""
+        return self._sections.idle_s
+
+    def send_idle(self, link: Link) -> None:
+        """The next piece of a section."""
+        self._sections.send_piece(link)
+
+    def _answer(self, layout: Layout, views: Sequence[memoryview]) -> None:
+        number, question = messages.read_question(layout, views)
+        with self._counting:
+            self._unsent += 1
+            busy = self._unsent > _MOST_UNSENT
+        if busy:
+            answer = _refusal(number)
+        else:
+            found = self._store.answer(question, self)
+            answer = messages.answer_message(number, found.header, found.drawn)
+        if not self._connection.post(lambda link: self._send_answer(link, number, answer)):
+            self._sent()
+
+    def _send_answer(self, link: Link, number: int, answer: ActivationMessage) -> None:
+        try:
+            self._connection.send_now(link, answer)
+        except (NoSharedMemory, TooLarge):  # nothing of it was sent, and the link lives
+            self._connection.send_now(link, _refusal(number))
+        finally:
+            self._sent()
+
+    def _sent(self) -> None:
+        with self._counting:
+            self._unsent -= 1
+
+    def _record(self, kind: ActivationMessageKind, layout: Layout, views: Sequence[memoryview]) -> None:
+        match kind:
+            case ActivationMessageKind.SECTION:
+                section, tensors = messages.read_section(layout, views)
+                self._store.take_section(section, messages.section_layout(layout), tensors, self)
+            case ActivationMessageKind.RECORDING:
+                recording = messages.read_recording(layout, views)
+                drawn = messages.read_drawn(layout, views, has_drawn=recording.has_drawn)
+                self._store.complete(recording, drawn, self)
+            case ActivationMessageKind.ABANDON:
+                self._store.abandon(messages.read_abandon(layout, views), self)
+            case _:
+                raise ValueError(f"a worker sends no {kind} message")
+
+
+class ActivationLinks(LinkServer[ActivationWorkerLink]):
+    """Raises ConfigError when an address cannot be bound."""
+
+    def __init__(self, config: ActivationLinksConfig, *, store: ActivationStore) -> None:
+        self._store = store
+        self._bytes_per_s = config.bytes_per_s
+        super().__init__(
+            link_endpoints(config.listen, _socket(config.socket)),
+            service="the activation store",
+            settings=LinkServerSettings(limits=messages.STORE_LIMITS),
+            advertised=tcp_endpoint(config.advertised),
+        )
+
+    def new_handler(self, connection: Connection) -> ActivationWorkerLink:
+        """What serves one worker."""
+        return ActivationWorkerLink(connection, store=self._store, bytes_per_s=self._bytes_per_s)
+
+
+def _refusal(number: int) -> ActivationMessage:
+    return messages.answer_message(number, _NOTHING, None)
+
+
+def _socket(configured: str | None) -> str | Path | None:
+    return default_socket_path("activations") if configured == "" else configured

@@ -1,0 +1,315 @@
+"""Links of an activation store over real gRPC: what one worker records, others are told of and given; and workers that
+break the rules, or end in the middle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from bottega.activations.config import ActivationLinksConfig
+from bottega.errors import BottegaError, DataLoss, LinkError
+from bottega.sections import messages
+from bottega.transport import DType, Layout, Limits, TensorSpec, WholeMessage, number_message, number_spec, pack_number
+from bottega.transport.messages import BytesMessage
+from bottega.v1 import activations_pb2 as pb
+from tests.support.other_user import needs_root, run_as_another
+from tests.support.running_activations import (
+    LARGE,
+    PATIENCE_S,
+    SMALL,
+    Recorded,
+    Running,
+    ask,
+    config,
+    fetch,
+    layout_of,
+    receive_answer,
+    record_template,
+    running,
+    send,
+    send_section,
+)
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Running]:
+    async with running(tmp_path / "activations") as made:
+        yield made
+
+
+@pytest.fixture
+async def shared(tmp_path: Path) -> AsyncIterator[Running]:
+    """A store that shares its memory with workers of its host."""
+    links = ActivationLinksConfig(socket=str(tmp_path / "links.sock"))
+    async with running(tmp_path / "activations", config(links=links)) as made:
+        yield made
+
+
+async def test_what_one_worker_records_another_one_is_told_of_and_sent(store: Running) -> None:
+    made = Recorded(seed=7)
+    await store.fill(made)
+    with await store.link() as link:
+        answer = await asyncio.to_thread(ask, link, made.question(), number=2**40)
+        found = [
+            await asyncio.to_thread(fetch, link, section.digest, layout_of(answer.header, place), number=place)
+            for place, section in enumerate(answer.header.sections)
+        ]
+    header = answer.header
+    assert (header.recording, header.seed, header.record) == (made.id, 7, False)
+    assert (header.latent_height, header.latent_width) == (6, 8)
+    assert [section.key for section in header.sections] == made.keys, "in the order of its steps"
+    assert {header.maps[section.map] for section in header.sections} == {made.map}
+    assert len(header.layouts) == 1
+    drawn, expected = answer.drawn, made.drawn_tensors()
+    assert drawn is not None
+    assert expected is not None
+    assert (drawn.shape, drawn.image_latent, drawn.noise) == (expected.shape, expected.image_latent, expected.noise)
+    for place, section in enumerate(found):
+        assert not section.shared
+        assert list(section.tensors.values()) == made.tensors(place)
+
+
+async def test_a_worker_of_the_same_host_is_given_the_memory_itself(shared: Running) -> None:
+    made = Recorded(layout=LARGE)
+    await shared.fill(made)
+    with await shared.link() as link:
+        answer = (await asyncio.to_thread(ask, link, made.question())).header
+        # What is needed of it is no matter: all of it costs nothing.
+        section = await asyncio.to_thread(fetch, link, answer.sections[1].digest, LARGE, tensors=(1,))
+    assert section.shared
+    assert list(section.tensors.values()) == made.tensors(1)
+
+
+async def test_a_small_section_is_sent_within_a_host_too(shared: Running) -> None:
+    made = Recorded(layout=SMALL)
+    await shared.fill(made)
+    with await shared.link() as link:
+        answer = (await asyncio.to_thread(ask, link, made.question())).header
+        section = await asyncio.to_thread(fetch, link, answer.sections[1].digest, SMALL)
+    assert (section.shared, list(section.tensors.values())) == (False, made.tensors(1))
+
+
+async def test_a_template_that_is_recorded_by_nobody_is_recorded_by_one_worker_alone(store: Running) -> None:
+    made = Recorded()
+    with await store.link("one") as one, await store.link("two") as two:
+        assert not (await asyncio.to_thread(ask, one, made.question())).header.record, "it would not"
+        asked = made.question(would_record=True)
+        granted = [(await asyncio.to_thread(ask, link, asked)).header.record for link in (one, two, one)]
+        assert granted == [True, False, True]
+        send_section(two, made, 0)  # nobody has asked it to
+        await asyncio.to_thread(record_template, one, made)
+        await eventually(lambda: _is_told(store, two, made))
+        assert not (await asyncio.to_thread(ask, two, asked)).header.record, "it is there"
+    assert store.activations.store.statistics().dropped["not_granted"] == 1
+
+
+async def _is_told(store: Running, link: object, made: Recorded) -> bool:
+    answer = await asyncio.to_thread(ask, link, made.question())  # type: ignore[arg-type]
+    return answer.header.recording == made.id
+
+
+async def test_what_a_worker_had_begun_is_nothing_when_its_link_ends_or_it_gives_up(store: Running) -> None:
+    made = Recorded()
+    asked = made.question(would_record=True)
+    with await store.link("one") as one:
+        assert (await asyncio.to_thread(ask, one, asked)).header.record
+        send_section(one, made, 0)
+    with await store.link("two") as two:
+
+        async def may_record() -> bool:
+            return (await asyncio.to_thread(ask, two, asked)).header.record
+
+        await eventually(may_record)
+        send_section(two, made, 0)
+        send(two, messages.abandon_message(made.id))
+        with await store.link("three") as three:
+            await asyncio.to_thread(record_template, three, made)
+            await eventually(lambda: _is_told(store, two, made))
+        answer = (await asyncio.to_thread(ask, two, made.question())).header
+        assert len(answer.sections) == len(made.keys)
+
+
+async def test_what_was_recorded_before_a_stop_is_there_after_it(tmp_path: Path) -> None:
+    made = Recorded()
+    async with running(tmp_path) as store:
+        with await store.link() as link:
+            await asyncio.to_thread(record_template, link, made)
+            assert (await asyncio.to_thread(ask, link, made.question())) is not None, "all of it was heard"
+    async with running(tmp_path) as store, asyncio.timeout(PATIENCE_S):
+        with await store.link() as link:
+            await eventually(lambda: _is_told(store, link, made))
+            answer = (await asyncio.to_thread(ask, link, made.question())).header
+            section = await asyncio.to_thread(fetch, link, answer.sections[3].digest, layout_of(answer, 3))
+    assert list(section.tensors.values()) == made.tensors(3)
+
+
+async def test_another_recording_of_the_same_key_is_not_taken_for_the_one_that_is_named(store: Running) -> None:
+    made = Recorded()
+    await store.fill(made)
+    with await store.link() as link:
+        named = made.question(recording=made.id)
+        assert (await asyncio.to_thread(ask, link, named)).header.recording == made.id
+        other = made.question(recording="0" * 32)
+        assert not (await asyncio.to_thread(ask, link, other)).header.recording
+
+
+async def test_a_damaged_file_is_found_refused_and_no_longer_told_of(tmp_path: Path) -> None:
+    made = Recorded(layout=LARGE)
+    async with running(tmp_path) as store:
+        await store.fill(made)
+        with await store.link() as link:
+            digest = (await asyncio.to_thread(ask, link, made.question())).header.sections[0].digest
+    await asyncio.to_thread(_flip_a_bit, tmp_path, digest)
+    async with running(tmp_path) as store:
+        with await store.link() as link:
+            with pytest.raises(DataLoss):
+                await asyncio.to_thread(fetch, link, digest, LARGE)
+            answer = (await asyncio.to_thread(ask, link, made.question())).header
+            assert digest not in {section.digest for section in answer.sections}
+            assert len(answer.sections) == len(made.keys) - 1
+            whole = await asyncio.to_thread(fetch, link, answer.sections[0].digest, LARGE, number=2)
+        assert list(whole.tensors.values()) == made.tensors(1), "the link lives"
+        assert store.activations.store.statistics().damaged == 1
+
+
+def _flip_a_bit(folder: Path, digest: str) -> None:
+    (path,) = folder.rglob(f"*{digest}*")
+    data = bytearray(path.read_bytes())
+    data[LARGE.offsets[1] + 5] ^= 0x10
+    path.write_bytes(data)
+
+
+async def test_a_section_that_nobody_has_and_a_tensor_that_it_has_not_are_refused(store: Running) -> None:
+    made = Recorded()
+    await store.fill(made)
+    with await store.link() as link:
+        with pytest.raises(BottegaError):
+            await asyncio.to_thread(fetch, link, "0" * 64, SMALL)
+        digest = (await asyncio.to_thread(ask, link, made.question())).header.sections[0].digest
+        with pytest.raises(BottegaError, match="tensors 0 to 2"):
+            await asyncio.to_thread(fetch, link, digest, SMALL, tensors=(0, 3), number=2)
+        section = await asyncio.to_thread(fetch, link, digest, SMALL, number=3)
+    assert list(section.tensors.values()) == made.tensors(0)
+
+
+async def test_a_worker_that_has_no_room_for_the_answer_is_told_of_nothing(store: Running) -> None:
+    made = Recorded()
+    await store.fill(made)
+    with await store.link(limits=Limits(slots=1, slot_bytes=512)) as link:
+        answer = await asyncio.to_thread(ask, link, made.question())
+    assert (answer.header.recording, answer.drawn) == ("", None)
+
+
+async def test_a_worker_that_reads_nothing_gets_no_more_answers_that_are_worth_something(store: Running) -> None:
+    made = Recorded()
+    await store.fill(made)
+    asked = 100
+    with await store.link(limits=Limits(slots=1, slot_bytes=1 << 20)) as link:
+        for number in range(asked):
+            send(link, messages.question_message(number, made.question()))
+        last = Recorded(seed=1)
+        send(link, messages.question_message(asked, last.question(would_record=True)))
+        await eventually(lambda: store.activations.store.statistics().misses == 1, "all of it to be heard")
+        answers = [await asyncio.to_thread(receive_answer, link, number) for number in range(asked + 1)]
+    told = [bool(answer.header.recording) for answer in answers]
+    assert told.count(True) in (64, 65), "one may be on its way"
+
+
+def _header(size: int) -> TensorSpec:
+    return TensorSpec(name="header", dtype=DType.UINT8, shape=(size,))
+
+
+def _message(kind: str, *specs: TensorSpec, header: bytes = b"") -> WholeMessage:
+    """Whose tensors behind its number are these; the first one is the header."""
+    layout = Layout.of(number_spec(kind), *specs)
+    sizes = [spec.size_bytes for spec in specs[1:]]
+    return BytesMessage(layout=layout, buffers=(pack_number(1), header, *(bytes(size) for size in sizes)))
+
+
+def _section(**fields: object) -> WholeMessage:
+    made = Recorded()
+    return messages.section_message(made.section(0, **fields), made.layout, made.tensors(0))
+
+
+def _recording(**fields: object) -> WholeMessage:
+    made = Recorded()
+    return messages.recording_message(made.header(**fields), made.drawn_tensors())
+
+
+_BROKEN: dict[str, Callable[[], WholeMessage]] = {
+    "of no kind": lambda: number_message("colour"),
+    "an answer": lambda: messages.answer_message(1, pb.TemplateAnswer(), None),
+    "a whole section": lambda: messages.whole_message(1),
+    "a chunk": lambda: messages.chunk_message(1, tensor=0, start=0, data=b"x"),
+    "a question without a header": lambda: number_message("question"),
+    "a question with a header that is none": lambda: _message("question", _header(7), header=b"\3\0\0\0\xff\xff\xff"),
+    "a question with a header that is too long": lambda: _message("question", _header(1 << 20), header=bytes(1 << 20)),
+    "a question of no key": lambda: messages.question_message(1, pb.TemplateQuestion(key="x")),
+    "a fetch of no digest": lambda: messages.fetch_message(1, pb.SectionRequest(digest="../x")),
+    "a section of no key": lambda: _section(key="x"),
+    "a section of no recording": lambda: _section(recording="../x"),
+    "a section of a third half": lambda: _section(section=pb.SectionKey(timestep=1.0, half=2)),
+    "a section with a map of another size": lambda: _section(map=b"\xff"),
+    "a section of bytes": lambda: _message(
+        "section", _header(256), TensorSpec(name="a", dtype=DType.UINT8, shape=(2,)), header=bytes(256)
+    ),
+    "a recording of no key": lambda: _recording(key="x"),
+    "a recording without what it says was drawn": lambda: messages.recording_message(Recorded().header(), None),
+    "an abandoned recording that is none": lambda: messages.abandon_message("../x"),
+}
+
+
+@pytest.mark.parametrize("broken", _BROKEN.values(), ids=_BROKEN.keys())
+async def test_a_message_that_breaks_a_rule_ends_its_link_and_no_other(
+    store: Running, broken: Callable[[], WholeMessage]
+) -> None:
+    made = Recorded(seed=3)
+    await store.fill(made)
+    with await store.link("good") as good, await store.link("bad") as bad:
+        send(bad, broken())
+        with pytest.raises(LinkError):
+            await asyncio.to_thread(receive_answer, bad)
+        assert (await asyncio.to_thread(ask, good, made.question())).header.recording == made.id
+
+
+# A worker of another user's, which asks for a link and for a section as any worker does.
+_IMPORTS = """
+import encodings.ascii
+import grpc
+from bottega.errors import BottegaError
+from bottega.sections import messages
+from bottega.transport import Backend, Deadline, Limits, connect, offer_from_wire
+from bottega.v1 import activations_pb2, link_pb2, link_pb2_grpc
+"""
+_FETCH = """
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    request = link_pb2.OpenLinkRequest(kind="activations", worker="another user")
+    offer = offer_from_wire(link_pb2_grpc.LinkServiceStub(channel).OpenLink(request, timeout=10).offer)
+try:
+    with connect(offer, Deadline.after(10), limits=Limits(), backends=(Backend.MEMFD,)) as link:
+        asked = messages.fetch_message(1, activations_pb2.SectionRequest(digest=sys.argv[2]))
+        link.send(asked.layout, asked.buffers, Deadline.after(10))
+        with link.recv(Deadline.after(10)) as incoming:
+            incoming.wait_all(Deadline.after(10))
+            print("was given", len(incoming.file or b""), "bytes of memory")
+except BottegaError as error:
+    print(type(error).__name__, error.message)
+"""
+
+
+@needs_root
+async def test_another_user_is_never_given_the_memory_of_a_section(tmp_path: Path, public_folder: Path) -> None:
+    path = public_folder / "links.sock"
+    made = Recorded(layout=LARGE)
+    async with running(tmp_path / "a", config(links=ActivationLinksConfig(socket=str(path)))) as store:
+        await store.fill(made)
+        with await store.link() as link:
+            digest = (await asyncio.to_thread(ask, link, made.question())).header.sections[0].digest
+        path.chmod(0o666)  # as if the first hurdle were not there
+        told = await asyncio.to_thread(run_as_another, _FETCH, store.server.address, digest, imports=_IMPORTS)
+    assert told.startswith(("PeerDead", "AuthFailed")), told

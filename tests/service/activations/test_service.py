@@ -1,0 +1,215 @@
+"""An activation store as operators and gateways call it: lists, pins, warming, profiles, figures; what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega.errors import BottegaError, Draining, InvalidRequest
+from bottega.v1 import activations_pb2 as pb
+from tests.support.running_activations import (
+    LARGE,
+    MODEL_HASH,
+    Recorded,
+    Running,
+    ask,
+    config,
+    fetch,
+    layout_of,
+    profile,
+    running,
+)
+from tests.support.running_loras import refused
+from tests.support.waiting import eventually
+
+NOWHERE, DISK, MEMORY = pb.TEMPLATE_TIER_NOWHERE, pb.TEMPLATE_TIER_DISK, pb.TEMPLATE_TIER_MEMORY
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Running]:
+    async with running(tmp_path / "activations", config(name="kept")) as made:
+        yield made
+
+
+async def test_a_template_is_listed_with_all_that_is_known_of_it(store: Running) -> None:
+    await store.fill(Recorded(seed=1), Recorded(seed=2, steps=3))
+    answer = await store.call("ListStoredTemplates")
+    newest, oldest = answer.templates
+    made = Recorded(seed=2, steps=3)
+    assert (newest.id, oldest.id) == (made.id, Recorded(seed=1).id)
+    assert (newest.model, newest.model_hash, newest.width, newest.height) == ("miniature", MODEL_HASH, 64, 48)
+    assert (newest.steps, newest.valid_share, newest.pinned, newest.holder) == (3, 1.0, False, "kept")
+    assert newest.size_bytes >= 6 * made.layout.size_bytes
+    assert (answer.total, answer.used_bytes) == (2, newest.size_bytes + oldest.size_bytes)
+    assert (answer.budget_bytes, answer.memory_budget_bytes) == (config().disk_bytes, config().budget_bytes)
+    assert (answer.template_budget_bytes, answer.trouble) == (config().template_mib << 20, "")
+    assert [each.id for each in (await store.call("ListStoredTemplates", limit=1)).templates] == [newest.id]
+
+
+async def test_templates_are_dropped_by_the_beginning_of_their_ids_or_all(store: Running) -> None:
+    first, second, third = (Recorded(seed=number) for number in range(3))
+    await store.fill(first, second, third)
+    assert (await store.call("DropStoredTemplate", id="0" * 32)).dropped == 0
+    assert (await store.call("DropStoredTemplate", id=first.id[:8])).dropped == 1
+    assert {template.id for template in await store.templates()} == {second.id, third.id}
+    with await store.link() as link:
+        assert not (await asyncio.to_thread(ask, link, first.question())).header.recording
+    assert (await store.call("DropStoredTemplate")).dropped == 2
+    assert not await store.templates()
+
+
+async def test_a_pin_is_kept_over_a_restart_and_taken_away(tmp_path: Path) -> None:
+    made = Recorded()
+    async with running(tmp_path) as store:
+        await store.fill(made)
+        assert (await store.call("PinTemplate", id=made.id, pinned=True)).templates == 1
+    async with running(tmp_path) as store:
+        assert [template.pinned for template in await store.templates()] == [True]
+        assert (await store.call("PinTemplate", id=made.id[:8], pinned=False)).templates == 1
+        assert [template.pinned for template in await store.templates()] == [False]
+        assert (await store.call("PinTemplate", id="0" * 8, pinned=True)).templates == 0
+
+
+async def test_what_edits_wait_for_is_brought_into_memory_by_its_source(tmp_path: Path) -> None:
+    made = Recorded(layout=LARGE)
+    async with running(tmp_path) as store:
+        await store.fill(made)
+    async with running(tmp_path) as store:
+        sources = ["0" * 64, made.source]
+        nowhere, there = (await store.call("PrefetchTemplates", sources=sources)).templates
+        assert (nowhere.source, nowhere.tier, nowhere.size_bytes) == (sources[0], NOWHERE, 0)
+        assert (there.source, there.tier) == (made.source, DISK)
+        assert there.disk_bytes > 0
+        assert there.size_bytes >= 4 * LARGE.size_bytes
+
+        async def is_in_memory() -> bool:
+            (found,) = (await store.call("PrefetchTemplates", sources=[made.source])).templates
+            return bool(found.tier == MEMORY and found.disk_bytes == 0)
+
+        await eventually(is_in_memory)
+        assert (await store.call("PrefetchTemplates", sources=[made.source])).disk_bytes_per_s > 0
+        with await store.link() as link:
+            answer = (await asyncio.to_thread(ask, link, made.question())).header
+        assert all(section.in_memory for section in answer.sections)
+
+
+async def test_a_template_is_warmed_by_people_as_well(tmp_path: Path) -> None:
+    made = Recorded(layout=LARGE)
+    async with running(tmp_path) as store:
+        await store.fill(made)
+    async with running(tmp_path) as store:
+        assert [template.tier for template in await store.templates()] == [DISK]
+        assert (await store.call("WarmTemplate", id="0" * 8)).templates == 0
+        warmed = await store.call("WarmTemplate", id=made.id[:8])
+        assert (warmed.templates, warmed.loading_bytes >= 4 * LARGE.size_bytes) == (1, True)
+
+        async def is_warm() -> bool:
+            return [template.tier for template in await store.templates()] == [MEMORY]
+
+        await eventually(is_warm)
+        again = await store.call("WarmTemplate")
+        assert (again.templates, again.loading_bytes) == (1, 0)
+
+
+async def test_a_profile_is_kept_over_a_restart_told_to_workers_replaced_and_forgotten(tmp_path: Path) -> None:
+    first, second, other = profile(), profile(about="again"), profile(dtype="float16")
+    async with running(tmp_path) as store:
+        for each in (first, second, other):
+            await store.call("SetBlockProfile", profile=each)
+    async with running(tmp_path) as store:
+        kept = (await store.call("ListBlockProfiles")).profiles
+        assert sorted(each.dtype for each in kept) == ["float16", "float32"]
+        assert second in kept
+        made = Recorded()
+        with await store.link() as link:
+            question = made.question(width=64, height=64)
+            assert (await asyncio.to_thread(ask, link, question)).header.profile == second
+            larger = made.question(width=128, height=64)
+            assert not (await asyncio.to_thread(ask, link, larger)).header.HasField("profile")
+        await store.call("SetBlockProfile", profile=profile(blocks=[], shares=[]))
+        assert [*(await store.call("ListBlockProfiles")).profiles] == [other]
+
+
+async def test_figures_say_where_bytes_are_and_what_workers_had(tmp_path: Path) -> None:
+    made = Recorded(layout=LARGE)
+    async with running(tmp_path) as store:
+        await store.fill(made)
+    async with running(tmp_path) as store:
+        with await store.link() as link:
+            answer = (await asyncio.to_thread(ask, link, made.question())).header
+            await asyncio.to_thread(ask, link, Recorded(seed=9).question())
+            for number in (1, 2):
+                digest = answer.sections[0].digest
+                await asyncio.to_thread(fetch, link, digest, layout_of(answer, 0), number=number)
+        shown = await asyncio.to_thread(_metrics, store)
+        (template,) = await store.templates()
+    for tier, size_bytes in (("disk", template.size_bytes), ("memory", template.memory_bytes)):
+        (value,) = re.findall(rf'^bottega_activations_bytes{{tier="{tier}"}} (.+)$', shown, re.MULTILINE)
+        assert float(value) == size_bytes
+    assert template.memory_bytes >= LARGE.size_bytes
+    assert 'bottega_activations_lookups_total{outcome="hit"} 1.0' in shown
+    assert 'bottega_activations_lookups_total{outcome="miss"} 1.0' in shown
+    assert 'bottega_activations_fetches_total{tier="loaded"} 1.0' in shown
+    assert 'bottega_activations_fetches_total{tier="memory"} 1.0' in shown
+    assert 'bottega_activations_dropped_total{reason="busy"} 0.0' in shown
+    for name, value in (("templates", 1), ("sections", 4), ("in_trouble", 0), ("damaged_total", 0)):
+        assert f"bottega_activations_{name} {float(value)}" in shown
+    assert "bottega_activations_load_seconds_total" in shown
+    assert "bottega_links " in shown
+    assert made.id not in shown, "nobody's template"
+    assert made.source not in shown
+
+
+def _metrics(store: Running) -> str:
+    with urllib.request.urlopen(f"http://{store.server.metrics_address}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def _block(**facts: Any) -> list[pb.BlockCost]:
+    said: dict[str, Any] = {"name": "a", "masked_s": (0.1, 0.2), **facts}
+    return [pb.BlockCost(**said)]
+
+
+_WRONG: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("ListStoredTemplates", {"limit": 1001}, ["limit"]),
+    ("DropStoredTemplate", {"id": "0123456"}, ["id"]),
+    ("WarmTemplate", {"id": "0123456789ABCDEF"}, ["id"]),
+    ("PinTemplate", {"pinned": True}, ["id"]),
+    ("PrefetchTemplates", {"sources": ["0" * 64, "x", ""]}, ["sources[1]", "sources[2]"]),
+    ("PrefetchTemplates", {"sources": ["0" * 64] * 65}, ["sources"]),
+    ("SetBlockProfile", {}, ["profile.model_hash", "profile.dtype", "profile.width", "profile.height"]),
+    ("SetBlockProfile", {"profile": profile(shares=(0.2, 0.1))}, ["profile.shares"]),
+    ("SetBlockProfile", {"profile": profile(blocks=_block(name=""))}, ["profile.blocks[0].name"]),
+    ("SetBlockProfile", {"profile": profile(blocks=_block(masked_s=(0.1,)))}, ["profile.blocks[0].masked_s"]),
+    ("SetBlockProfile", {"profile": profile(blocks=_block(full_s=-1.0))}, ["profile.blocks[0].full_s"]),
+    ("SetBlockProfile", {"profile": profile(forward_s=float("nan"))}, ["profile.forward_s"]),
+    ("SetBlockProfile", {"profile": profile(about="x" * 1001)}, ["profile.about"]),
+]
+
+
+@pytest.mark.parametrize(("method", "facts", "fields"), _WRONG, ids=lambda value: str(value)[:20])
+async def test_what_cannot_be_is_refused_by_its_fields(
+    store: Running, method: str, facts: dict[str, Any], fields: list[str]
+) -> None:
+    error = await refused(store.call(method, **facts))
+    assert isinstance(error, InvalidRequest)
+    assert [violation.field for violation in error.violations] == fields
+
+
+async def test_a_second_process_does_not_get_the_folder(tmp_path: Path) -> None:
+    async with running(tmp_path):
+        with pytest.raises(BottegaError, match="is in use by process"):
+            async with running(tmp_path):
+                pass
+
+
+async def test_a_store_that_stops_offers_no_link_and_says_so(store: Running) -> None:
+    await store.activations.drain()
+    assert isinstance(await refused(store.open_link()), Draining)
+    assert store.activations.load().draining
