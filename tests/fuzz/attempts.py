@@ -9,8 +9,9 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor import FieldDescriptor
 
+from bottega import rules
 from bottega.v1 import worker_pb2
-from bottega.v1.activations_pb2 import DropTemplateRequest, ListTemplatesRequest
+from bottega.v1.activations_pb2 import DropTemplateRequest, ListTemplatesRequest, ProfileBlocksRequest
 from bottega.v1.generation_pb2 import GenerationSpec, Techniques
 from tests.fuzz.case import INF, INVALID, NAN, NOT_FOUND, OK, Case, case_of, shown
 from tests.fuzz.controls import control_attempts
@@ -71,11 +72,21 @@ def attempt_corpus() -> Iterator[Case]:
         yield case_of(method, "an unknown attempt", getattr(worker_pb2, f"{method}Request")(attempt=unknown))
     yield case_of("ListAttempts", "the only one", worker_pb2.ListAttemptsRequest())
     yield case_of("WatchCheckpoints", "the only one", worker_pb2.WatchCheckpointsRequest())
+    yield from _of_templates()
+
+
+def _of_templates() -> Iterator[Case]:
     yield case_of("ListTemplates", "the only one", ListTemplatesRequest())
     for template in ("", "01234567", "0123456789abcdef" * 2):
         yield case_of("DropTemplate", f"template {shown(template)}", DropTemplateRequest(id=template))
     for template in ("0123456", "0123456789abcdef" * 2 + "0", "ABCDEFAB", "../../../x", "0" * (1 << 20)):
         yield case_of("DropTemplate", f"template {shown(template)}", DropTemplateRequest(id=template), INVALID, "id")
+    for side in (0, 64):
+        yield case_of("ProfileBlocks", f"pictures of {side}", ProfileBlocksRequest(width=side, height=side))
+    for side in (-1, rules.MAX_SIDE + 1, 2**31 - 1, -(2**31)):
+        for field in ("width", "height"):
+            sides: dict[str, Any] = {"width": 64, "height": 64, field: side}
+            yield case_of("ProfileBlocks", f"{field} {side}", ProfileBlocksRequest(**sides), INVALID, field)
 
 
 def _ordered_models(case: Any) -> Iterator[Case]:

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from bottega import kinds
 from bottega.rpc.channel import MAX_MESSAGE_MIB, channel_options
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import cache_pb2, controlnet_pb2, fleet_pb2, image_pb2, link_pb2, lora_pb2, worker_pb2
+from bottega.v1 import activations_pb2, cache_pb2, controlnet_pb2, fleet_pb2, image_pb2, link_pb2, lora_pb2, worker_pb2
 from bottega.v1.error_pb2 import ERROR_REASON_NO_CONTROLNET
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.support.services import Service
@@ -40,6 +40,7 @@ SERVICES: Mapping[str, str] = MappingProxyType(
             (controlnet_pb2.DESCRIPTOR, "ControlNetService"),
             (lora_pb2.DESCRIPTOR, "LoraService"),
             (cache_pb2.DESCRIPTOR, "CacheService"),
+            (activations_pb2.DESCRIPTOR, "ActivationService"),
             (link_pb2.DESCRIPTOR, "LinkService"),
         )
         for method in file.services_by_name[service].methods
@@ -64,7 +65,8 @@ _FINE = Outcome(code=grpc.StatusCode.OK)
 
 
 class Caller:
-    """Calls the methods of a gateway, a worker, a ControlNet server, a LoRA store and a cache, with bytes as they are.
+    """Calls the methods of a gateway, a worker, a ControlNet server, a LoRA store, a cache and a store of activations,
+    with bytes as they are.
 
     channels: by the service of the contract. See `calling`.
     """
@@ -73,8 +75,13 @@ class Caller:
         self.channels = channels
         self._reader = ThreadPoolExecutor(1)
         nets, store, worker = (channels[name] for name in ("ControlNetService", "LoraService", "WorkerService"))
-        cache = channels["CacheService"]
-        self._linked = {kinds.CACHE: cache, kinds.CONTROLNET: nets, kinds.LORAS: store, kinds.WORKER: worker}
+        self._linked = {
+            kinds.ACTIVATIONS: channels["ActivationService"],
+            kinds.CACHE: channels["CacheService"],
+            kinds.CONTROLNET: nets,
+            kinds.LORAS: store,
+            kinds.WORKER: worker,
+        }
         self._special: Mapping[str, Callable[[tuple[bytes, ...]], Outcome]] = {
             "Generate": self._generate,
             "SubmitJob": self._submit,
@@ -211,8 +218,9 @@ class Caller:
 
 
 @contextlib.contextmanager
-def calling(gateway: Service, worker: Service, nets: Service, store: Service, cache: Service) -> Iterator[Caller]:
-    """Calls them over channels of its own."""
+def calling(gateway: Service, worker: Service, nets: Service, store: Service, *others: Service) -> Iterator[Caller]:
+    """Calls them over channels of its own. others: a cache, and an activation store."""
+    cache, activations = others
     addresses = {
         "ImageService": gateway.address,
         "FleetService": gateway.fleet,
@@ -220,6 +228,7 @@ def calling(gateway: Service, worker: Service, nets: Service, store: Service, ca
         "ControlNetService": nets.address,
         "LoraService": store.address,
         "CacheService": cache.address,
+        "ActivationService": activations.address,
     }
     options = channel_options(MESSAGE_MIB)
     with contextlib.ExitStack() as stack:

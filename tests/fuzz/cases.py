@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import grpc
 
+from tests.fuzz.activations import activation_corpus
 from tests.fuzz.attempts import attempt_corpus
 from tests.fuzz.cache import cache_corpus
 from tests.fuzz.case import INVALID, Case
@@ -38,6 +39,7 @@ def corpus(job_id: str, digest: str, lora_digest: str) -> Iterator[Case]:
     yield from controlnet_corpus(digest)
     yield from lora_store_corpus(lora_digest)
     yield from cache_corpus()
+    yield from activation_corpus()
     yield from link_corpus()
     yield from _bytes()
 
@@ -46,13 +48,15 @@ def _bytes() -> Iterator[Case]:
     """What is no message at all."""
     surrogate = b"\n\x03\xed\xa0\x80"  # a lone surrogate, as if UTF-8 had any, in the first field
     texts = ("GetJob", "CancelJob", "WatchJob", "GetImage", "Generate", "SubmitJob", "OpenLink", "AddControlNet")
-    for method in (*texts, "GetCacheEntry", "ListCacheEntries", "ClearCache"):
+    stored = ("DropStoredTemplate", "PinTemplate", "WarmTemplate", "PrefetchTemplates")
+    for method in (*texts, *stored, "GetCacheEntry", "ListCacheEntries", "ClearCache"):
         yield Case(method=method, name="a lone surrogate", raw=(surrogate,), code=INVALID)
     nets = ("Prefetch", "ListControlNets", "SetProfile")
     methods = (*texts, *nets, "ListJobs", "ListModels", "ListMembers", "Join", "RunAttempt", "CancelAttempt")
     cache = ("GetCacheStats", "GetCacheEntry", "ListCacheEntries", "ClearCache", "ListCacheProfiles", "SetCacheProfile")
-    worker = ("ListAttempts", "WatchCheckpoints", "PreviewAttempt", "DropTemplate", "ListTemplates")
-    for method in (*methods, *worker, *cache):
+    worker = ("ListAttempts", "WatchCheckpoints", "PreviewAttempt", "DropTemplate", "ListTemplates", "ProfileBlocks")
+    activations = (*stored, "ListStoredTemplates", "ListBlockProfiles", "SetBlockProfile")
+    for method in (*methods, *worker, *cache, *activations):
         yield Case(method=method, name="no message", raw=(b"\xff" * 9,), code=INVALID)
         yield Case(method=method, name="a length beyond the end", raw=(b"\n" + struct.pack("<B", 99),), code=INVALID)
     for method in ("SubmitJob", "RunAttempt"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +14,21 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 from bottega import kinds
-from bottega.v1 import cache_pb2, controlnet_pb2, fleet_pb2, generation_pb2, image_pb2, lora_pb2, worker_pb2
-from bottega.v1.activations_pb2 import DropTemplateRequest, ListTemplatesRequest
+from bottega.v1 import (
+    activations_pb2,
+    cache_pb2,
+    controlnet_pb2,
+    fleet_pb2,
+    generation_pb2,
+    image_pb2,
+    lora_pb2,
+    worker_pb2,
+)
+from bottega.v1.activations_pb2 import DropTemplateRequest, ListTemplatesRequest, ProfileBlocksRequest
 from bottega.v1.controlnet_pb2 import ControlNetHosts
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED
-from tests.fuzz import cache, controlnets, links, lora_store
+from tests.fuzz import activations, cache, controlnets, links, lora_store
 from tests.fuzz.calls import SERVICES
 from tests.fuzz.edits import edit
 from tests.fuzz.house import House
@@ -37,6 +46,14 @@ _SHOWN_BYTES = 300
 _PROCESSES = 20
 _LORAS = lora_pb2.DESCRIPTOR.services_by_name["LoraService"].full_name
 _CACHE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
+_ACTIVATIONS = activations_pb2.DESCRIPTOR.services_by_name["ActivationService"].full_name
+
+
+_OF_TEMPLATES: Mapping[str, Sequence[Message]] = {
+    "ListTemplates": [ListTemplatesRequest()],
+    "DropTemplate": [DropTemplateRequest(id="0123456789abcdef")],
+    "ProfileBlocks": [ProfileBlocksRequest(), ProfileBlocksRequest(width=64, height=64)],
+}
 
 
 class Found(Exception):
@@ -74,6 +91,10 @@ def fuzz(house: House, method: str, requests: int, seed: int, tally: Tally | Non
     elif SERVICES[method] == _CACHE:
         entry = house.keep()
         strategy = mutated(cache.valid(method, entry), (*cache.WORDS, entry)).map(lambda raw: (raw,))
+    elif SERVICES[method] == _ACTIVATIONS:
+        template = house.template()
+        words = (*activations.WORDS, template)
+        strategy = mutated(activations.valid(method, template), words).map(lambda raw: (raw,))
     else:
         strategy = _requests(method, house.draw(), house.digest)
 
@@ -148,12 +169,8 @@ def _valid(method: str, job_id: str) -> Sequence[Message]:
             return [getattr(worker_pb2, f"{method}Request")(attempt=_attempt())]
         case "OpenLink":
             return links.valid()
-        case "ListTemplates":
-            return [ListTemplatesRequest()]
-        case "DropTemplate":
-            return [DropTemplateRequest(id="0123456789abcdef")]
         case _:
-            return [getattr(worker_pb2, f"{method}Request")()]
+            return _OF_TEMPLATES.get(method) or [getattr(worker_pb2, f"{method}Request")()]
 
 
 def _specs() -> Sequence[GenerationSpec]:

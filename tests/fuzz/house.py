@@ -1,6 +1,6 @@
-"""What is fuzzed: a gateway, a worker, a ControlNet server, a LoRA store and an approximate cache, as real processes.
+"""What is fuzzed, as processes: a gateway, a worker, a ControlNet server, a LoRA store, a cache, an activation store.
 
-They are small enough to show growth. Server, store and cache stand alone: a ControlNet server that runs nothing has
+They are small enough to show growth. Server, stores and cache stand alone: a ControlNet server that runs nothing has
 joined the gateway (hosting.py).
 """
 
@@ -15,13 +15,16 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import psutil
 
 from bottega import kinds
 from bottega.client import Client
 from bottega.miniature import WEIGHTS
-from bottega.transport import Deadline, Limits, connect, offer_from_wire
+from bottega.transport import Deadline, Limits, Link, connect, offer_from_wire
 from bottega.v1 import (
+    activations_pb2,
+    activations_pb2_grpc,
     cache_pb2,
     cache_pb2_grpc,
     controlnet_pb2,
@@ -31,11 +34,13 @@ from bottega.v1 import (
     lora_pb2_grpc,
 )
 from bottega.v1.link_pb2 import OpenLinkRequest
+from tests.fuzz.activations import SOURCE
 from tests.fuzz.calls import Caller, calling
 from tests.fuzz.controlnets import NET, ROOT_PREFIX
 from tests.fuzz.hosting import HOSTED, hosting
 from tests.fuzz.lora_store import LOST, ROOT, registered
 from tests.samples.hostile_controlnets import hostile_folders
+from tests.support.running_activations import Recorded, record_template
 from tests.support.running_cache import embedding, record
 from tests.support.services import FREE_PORTS, SMALL_ENGINE, Service, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
@@ -64,6 +69,7 @@ _STORE: dict[str, object] = {
     "imports": {"root": str(ROOT)},
 }
 _CACHE: Mapping[str, object] = {"name": "cache", "gateway": "", "server": FREE_PORTS}
+_ACTIVATIONS: Mapping[str, object] = {"name": "activations", "gateway": "", "server": FREE_PORTS}
 _JOIN_S = 10.0
 _IMPORT_S = 60.0
 
@@ -77,6 +83,7 @@ class House:
     nets: Service
     store: Service
     cache: Service
+    activations: Service
     digest: str
     caller: Caller
     client: Client
@@ -108,10 +115,7 @@ class House:
         """Has the cache have an entry; its name."""
         channel = self.caller.channels["CacheService"]
         entries: cache_pb2_grpc.CacheServiceStub = cache_pb2_grpc.CacheServiceStub(channel)
-        opened = link_pb2_grpc.LinkServiceStub(channel).OpenLink(
-            OpenLinkRequest(kind=kinds.CACHE, worker="fuzz"), timeout=_JOIN_S
-        )
-        with connect(offer_from_wire(opened.offer), Deadline.after(_JOIN_S), limits=Limits()) as link:
+        with _linked(channel, kinds.CACHE) as link:
             record(link, embedding(0))
 
             def found() -> list[str]:
@@ -121,6 +125,21 @@ class House:
             wait_until(lambda: bool(found()), "the recording to be kept")
             return found()[0]
 
+    def template(self) -> str:
+        """Has the activation store have a template; its id."""
+        channel = self.caller.channels["ActivationService"]
+        store: activations_pb2_grpc.ActivationServiceStub = activations_pb2_grpc.ActivationServiceStub(channel)
+        with _linked(channel, kinds.ACTIVATIONS) as link:
+            made = Recorded(source=SOURCE)
+            record_template(link, made)
+
+            def found() -> bool:
+                listed = store.ListStoredTemplates(activations_pb2.ListStoredTemplatesRequest(), timeout=_JOIN_S)
+                return any(template.id == made.id for template in listed.templates)
+
+            wait_until(found, "the template to be kept")
+            return made.id
+
     def dead(self) -> list[str]:
         """Which of them have ended."""
         return [service.name for service in self.services if service.process.poll() is not None]
@@ -128,7 +147,7 @@ class House:
     @property
     def services(self) -> tuple[Service, ...]:
         """All of them."""
-        return self.gateway, self.worker, self.nets, self.store, self.cache
+        return self.gateway, self.worker, self.nets, self.store, self.cache, self.activations
 
     def engines_lost(self) -> int:
         """How often one of them has had to start another engine."""
@@ -168,9 +187,10 @@ def _house(services: Services, root: Path) -> Iterator[House]:
     nets = services.start("controlnet", {**_NETS, "root": str(root)}, name="nets")
     store = services.start("loras", _STORE, name="store")
     cache = services.start("cache", _CACHE, name="cache")
+    activations = services.start("activations", _ACTIVATIONS, name="activations")
     with (
         Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client,
-        calling(gateway, worker, nets, store, cache) as caller,
+        calling(gateway, worker, nets, store, cache, activations) as caller,
         hosting(caller.channels["FleetService"]),
     ):
         wait_until(lambda: bool(client.models()), "the worker to join")
@@ -185,11 +205,19 @@ def _house(services: Services, root: Path) -> Iterator[House]:
             nets=nets,
             store=store,
             cache=cache,
+            activations=activations,
             digest=net.digest,
             caller=caller,
             client=client,
             loras=lora_pb2_grpc.LoraServiceStub(caller.channels["LoraService"]),
         )
+
+
+def _linked(channel: grpc.Channel, kind: str) -> Link:
+    """A worker's link to a service of that kind."""
+    request = OpenLinkRequest(kind=kind, worker="fuzz")
+    opened = link_pb2_grpc.LinkServiceStub(channel).OpenLink(request, timeout=_JOIN_S)
+    return connect(offer_from_wire(opened.offer), Deadline.after(_JOIN_S), limits=Limits())
 
 
 def _module(process: psutil.Process) -> str:

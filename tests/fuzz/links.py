@@ -1,4 +1,4 @@
-"""The fixed corpus of LinkService, which four kinds of services serve: every field at its limits and one past."""
+"""The fixed corpus of LinkService, which five kinds of services serve: every field at its limits and one past."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bottega import kinds
 from bottega.v1.link_pb2 import LinkTerm, OpenLinkRequest
 from tests.fuzz.case import INVALID, Case, case_of, shown
 
-KINDS = (kinds.CACHE, kinds.CONTROLNET, kinds.LORAS, kinds.WORKER)
+KINDS = (kinds.ACTIVATIONS, kinds.CACHE, kinds.CONTROLNET, kinds.LORAS, kinds.WORKER)
 
 
 def asked(kind: str, **facts: Any) -> OpenLinkRequest:
@@ -30,7 +30,9 @@ def link_corpus() -> Iterator[Case]:
     for kind in KINDS:
         yield from _texts(kind)
         yield from _terms(kind)
-    for kind in (kinds.CACHE, kinds.CONTROLNET, kinds.LORAS):  # a worker looks at it when it has a peer
+    for kind in KINDS:
+        if kind == kinds.WORKER:  # it looks at it when it has a peer
+            continue
         yield case_of("OpenLink", f"{kind} in the place of a link", asked(kind, link_id="0" * 32))
         for link_id in ("x", "../up", "x" * (1 << 20), "\0"):
             request = asked(kind, link_id=link_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bottega.transport import PieceSize, RateLimiter, pacing
+from bottega.transport import PieceSize, RateLimiter
 
 MIB = 1 << 20
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, which the test turns."""
     clock = [100.0]
-    monkeypatch.setattr(pacing.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("bottega.transport.pacing.time.monotonic", lambda: clock[0])
     return clock
 
 
