@@ -118,7 +118,7 @@ def test_one_that_is_given_up_is_abandoned(far: ScriptedStore) -> None:
         assert here.find() is None
 
 
-def test_beyond_the_budget_of_bytes_a_recording_stays_in_the_worker_and_nothing_waits(far: ScriptedStore) -> None:
+def test_beyond_the_budget_of_bytes_sections_are_dropped_and_nothing_waits(far: ScriptedStore) -> None:
     """A store that does not read: its thread is held while it answers."""
     reading = threading.Event()
     with worker(far, made=settings(upload_bytes=2 * STEP_BYTES, budget_bytes=64 * STEP_BYTES)) as here:
@@ -127,22 +127,25 @@ def test_beyond_the_budget_of_bytes_a_recording_stays_in_the_worker_and_nothing_
         assert begun is not None
         far.reply = lambda *_: _hold(reading)
         here.source.ask(_query())
-        far.questions.get(timeout=EVENTUALLY_S)
-        far.questions.get(timeout=EVENTUALLY_S)
+        wait_until(lambda: far.questions.qsize() == 2, "the question that holds it")
         began_s = time.monotonic()
-        for place in range(16):
+        for place in range(64):
             here.add(begun, place)
         here.source.complete(begun)
         assert time.monotonic() - began_s < AT_ONCE_S
-        assert here.counts["upload_dropped_full"] == 1
+        dropped = here.counts["upload_dropped_full"]
+        assert dropped > 32
         reading.set()
-        wait_until(lambda: _last(far) == begun.id, "the word that it will not come")
+        come: list[Sent] = []
+        while not come or isinstance(come[-1].header, SectionHeader):
+            come.append(sent(far))
+        assert isinstance(come[-1].header, RecordingHeader)
+        assert len(come) - 1 == 64 - dropped, "what has come is of use"
         assert here.found() is begun
-        assert len(begun.steps) == 16
-        assert here.counts["uploaded"] == 0
+        assert len(begun.steps) == 64
 
 
-def test_what_was_being_recorded_when_a_store_is_lost_stays_in_the_worker(far: ScriptedStore) -> None:
+def test_what_was_being_recorded_when_a_store_is_lost_it_is_given_when_it_is_back(far: ScriptedStore) -> None:
     with worker(far) as here:
         here.ask()
         begun = here.source.begin(KEY, SHAPE)
@@ -156,11 +159,56 @@ def test_what_was_being_recorded_when_a_store_is_lost_stays_in_the_worker(far: S
         wait_until(lambda: here.source.linked == 1, "the link, again")
         here.add(begun, 1)
         here.source.complete(begun)
+        assert far.sent.empty(), "the store knows nothing of it"
         assert here.found() is begun
-        other = here.record(1, key=replace(KEY, template="ee" * 32))
+        come = [sent(far).header for _ in range(3)]
+        assert [type(each) for each in come] == [SectionHeader, SectionHeader, RecordingHeader]
+        asked = far.questions.qsize()
+        assert here.found() is begun
+        assert far.questions.qsize() == asked, "the store has it"
+
+
+def test_what_was_recorded_while_the_store_was_away_it_is_given_when_it_is_there(far: ScriptedStore) -> None:
+    with worker(far, opens=False) as here:
+        own = here.record()
+        here.source.set_stores([far.address])
+        wait_until(lambda: here.source.linked == 1, "the link")
+        far.header = TemplateAnswer(record=False)
+        assert here.found() is own
+        assert far.sent.empty(), "another worker is recording it"
+        far.header = TemplateAnswer(record=True)
+        assert here.found() is own
+        come = [sent(far).header for _ in range(3)]
+        assert [type(each) for each in come] == [SectionHeader, SectionHeader, RecordingHeader]
+
+
+def test_of_a_template_of_which_the_store_has_another_recording_it_is_asked_once(far: ScriptedStore) -> None:
+    with worker(far, opens=False) as here:
+        own = here.record()
+        far.put(RECORDING, section(0))
+        here.source.set_stores([far.address])
+        wait_until(lambda: here.source.linked == 1, "the link")
+        assert here.found() is own
+        assert here.found() is own
+        assert far.questions.qsize() == 1
+        assert far.sent.empty()
+
+
+def test_sections_that_the_store_has_lost_it_is_given_again(far: ScriptedStore) -> None:
+    with worker(far) as here:
+        own = here.record(2)
+        assert [type(sent(far).header) for _ in range(3)] == [SectionHeader, SectionHeader, RecordingHeader]
+        far.put(own.id, section(1))
+        for link in far.handlers:
+            assert link.connection.link is not None
+            link.connection.link.close()
+        wait_until(lambda: here.counts["loads_lost"] == 0 and here.source.linked == 0, "the end of the link")
+        wait_until(lambda: here.source.linked == 1, "the link, again")
+        assert here.found() is own
         come = sent(far)
         assert isinstance(come.header, SectionHeader)
-        assert come.header.recording == other.id, "the store knows nothing of the first"
+        assert come.header.section.timestep == step_key(0).timestep
+        assert own.steps[step_key(1)].writable, "its own are as good"
 
 
 def test_what_an_edit_adds_to_a_stored_recording_others_are_given(store: ScriptedStore) -> None:

@@ -124,9 +124,10 @@ class StoreActivations:
         answer = self._answer(key)
         if answer is not None:
             self._take_in(key, answer, recording)
-            if not answer.template.recording:
-                self._keep(key, answer)  # for `begin`
-        return self._memory.find(key, recording)
+        found = self._memory.find(key, recording)
+        if found is None and answer is not None:
+            self._keep(key, answer)  # for `begin`
+        return found
 
     def begin(
         self, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None, *, origin: str = ""
@@ -236,11 +237,14 @@ class StoreActivations:
         )
 
     def _is_here(self, query: TemplateQuery) -> bool:
-        """Whether no store knows more of it."""
+        """Whether no store knows more of it, nor less."""
         kept = self._memory.get(query.key)
         if kept is None or query.recording not in ("", kept.id):
             return False
-        return all(not isinstance(step, StoredStep) or step.whole for step in kept.steps.values())
+        if any(isinstance(step, StoredStep) and not step.whole for step in kept.steps.values()):
+            return False
+        link = self._link_of(query.key)
+        return not kept.complete or link is None or not link.uploads.lacks(kept)
 
     def _link_of(self, key: RecordingKey) -> ActivationStoreLink | None:
         name = choose(self._links, key.digest)
@@ -290,7 +294,10 @@ class StoreActivations:
         if kept is not None and kept.id != template.recording:
             # Here alone, it is as good as the store's, but for an attempt that goes on with that one.
             own = not any(isinstance(step, StoredStep) for step in kept.steps.values())
-            if not kept.is_idle or (own and recording in ("", kept.id)):
+            if own and kept.complete and recording in ("", kept.id):
+                self._offer(kept, answer)
+                return
+            if not kept.is_idle:
                 return
             self._memory.forget(kept)
             kept = None
@@ -299,14 +306,33 @@ class StoreActivations:
         if kept is None:
             kept = Recording(key, template.shape, template.drawn, origin=answer.origin, id=template.recording)
             self._memory.adopt(kept)
-        kept.budget_bytes, kept.profile = template.budget_bytes, template.profile
-        self._of_store[kept] = answer.link
-        answer.link.uploads.adopt(kept)
+        self._use_stored(kept, answer)
+
+    def _use_stored(self, recording: Recording, answer: _Answer) -> None:
+        """What the store has of a recording is loaded when it is requested; what it lacks, it is given."""
+        template, link = answer.template, answer.link
+        recording.budget_bytes, recording.profile = template.budget_bytes, template.profile
+        self._of_store[recording] = link
+        link.uploads.adopt(recording)
         edit = next(self._numbers)
         for section in template.sections:
-            if not _is_known(kept, section, answer.link):
-                step = StoredStep(section, recording=kept, link=answer.link, room=self, edit=edit)
-                kept.put(section.key, step)
+            if not _is_known(recording, section, link):
+                step = StoredStep(section, recording=recording, link=link, room=self, edit=edit)
+                recording.put(section.key, step)
+        for key in recording.steps.keys() - {section.key for section in template.sections}:
+            link.uploads.add(recording, key)
+
+    def _offer(self, recording: Recording, answer: _Answer) -> None:
+        """One that is in this worker alone: the store was away, or lost it. Gives it, where the store takes it."""
+        uploads = answer.link.uploads
+        if answer.template.recording:
+            uploads.pass_over(recording)
+        elif answer.template.record and answer.link.open:
+            self._of_store[recording] = answer.link
+            uploads.begin(recording)
+            for key in list(recording.steps):
+                uploads.add(recording, key)
+            uploads.complete(recording, self._header(recording))
 
     def _header(self, recording: Recording) -> RecordingHeader:
         height, width = recording.shape

@@ -161,6 +161,7 @@ class ActivationStoreLink(LinkClientHandler):
         self._client.close()
 
     def on_open(self, connection: Connection) -> None:
+        self.uploads.lose()  # what was begun since the last link has ended
         with self._lock:
             self._connection, self._told = connection, False
         self.tried = True
@@ -224,8 +225,8 @@ class ActivationStoreLink(LinkClientHandler):
         try:
             connection.send_now(link, upload.message)
         except (NoSharedMemory, TooLarge) as error:  # nothing of it was sent, and the link lives
-            _log.warning("a recording is dropped", extra={"store": self.store.name, "text": error.message})
-            self.uploads.refuse(upload)
+            _log.warning("a section is not recorded", extra={"store": self.store.name, "text": error.message})
+            self._meter.note("upload_dropped_refused")
         else:
             self.uploads.sent(upload)
 

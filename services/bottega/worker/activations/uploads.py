@@ -1,7 +1,7 @@
 """What one store is to record: sections wait within a budget of bytes, and nobody waits for them.
 
-A recording of which a section has no room, or comes to nothing else, is given up there as a whole; it stays in the
-worker's memory. Sections are not copied: what is written to one while it waits lies outside its map.
+A section that has no room is dropped: the store has the others, and whoever computes that step gives it. Sections are
+not copied: what is written to one while it waits lies outside its map.
 """
 
 from __future__ import annotations
@@ -72,23 +72,34 @@ class Uploads:
         self._queue: deque[_Section | _End] = deque()
         self._waiting_bytes = 0
         self._known: WeakSet[Recording] = WeakSet()  # that the store has, or is being given
-        self._unfinished: set[Recording] = set()  # of those, what it was not given all of
+        self._unfinished: set[Recording] = set()  # of those, what has not ended
+        self._others: WeakSet[Recording] = WeakSet()  # of whose templates it has another recording
 
     @property
     def waiting(self) -> bool:
         """Whether there is something to send."""
         return bool(self._queue)
 
+    def lacks(self, recording: Recording) -> bool:
+        """Whether the store may not have it, nor another one of its template."""
+        with self._lock:
+            return recording not in self._known and recording not in self._others
+
     def begin(self, recording: Recording) -> None:
-        """The store takes a recording that has begun."""
+        """The store takes a recording, of which `add` is told each step, and then `complete` or `abandon`."""
         with self._lock:
             self._known.add(recording)
             self._unfinished.add(recording)
 
     def adopt(self, recording: Recording) -> None:
-        """It comes from the store: what is added to it, others may have, too."""
+        """The store has it: what is added to it, others may have, too."""
         with self._lock:
             self._known.add(recording)
+
+    def pass_over(self, recording: Recording) -> None:
+        """The store has another one of its template."""
+        with self._lock:
+            self._others.add(recording)
 
     def add(self, recording: Recording, key: StepKey) -> None:
         """A step was added, replaced or grown. Nothing where the store does not know the recording."""
@@ -101,7 +112,7 @@ class Uploads:
                 return
             self._remove(lambda each: isinstance(each, _Section) and each.recording is recording and each.key == key)
             if self._waiting_bytes + section.size_bytes > self._budget_bytes:
-                self._drop(recording, "upload_dropped_full")
+                self._meter.note("upload_dropped_full")
             else:
                 self._put(section)
         self._wake()
@@ -119,16 +130,19 @@ class Uploads:
         with self._lock:
             if recording not in self._unfinished:
                 return
-            self._give_up(recording)
+            self._known.discard(recording)
+            self._unfinished.discard(recording)
+            self._remove(lambda each: each.recording is recording)
+            self._put(_End(recording=recording))
         self._wake()
 
     def lose(self) -> None:
-        """The store has forgotten what it was not given all of, and what waits comes too late."""
+        """The link has ended: the store forgets what has not, and another one may answer the next time."""
         with self._lock:
-            for recording in self._unfinished:
-                self._known.discard(recording)
             self._meter.note("upload_dropped_lost", len(self._unfinished))
             self._unfinished.clear()
+            self._known.clear()
+            self._others.clear()
             self._queue.clear()
             self._waiting_bytes = 0
 
@@ -144,8 +158,7 @@ class Uploads:
                 return _upload(item)
             except Exception:  # noqa: BLE001 - the boundary of an upload: the link, and others', go on without it
                 _log.exception("a recording could not be sent")
-                with self._lock:
-                    self._drop(item.recording, "upload_dropped_refused")
+                self._meter.note("upload_dropped_refused")
 
     def sent(self, upload: Upload) -> None:
         """It is with the store."""
@@ -155,24 +168,7 @@ class Uploads:
                 self._unfinished.discard(upload.recording)
             self._meter.note("uploaded")
 
-    def refuse(self, upload: Upload) -> None:
-        """It could not be sent."""
-        with self._lock:
-            self._drop(upload.recording, "upload_dropped_refused")
-
     # Below: under the lock.
-
-    def _drop(self, recording: Recording, why: str) -> None:
-        """A part of a recording will not come: of a whole one, the store keeps what it has."""
-        self._meter.note(why)
-        if recording in self._unfinished:
-            self._give_up(recording)
-
-    def _give_up(self, recording: Recording) -> None:
-        self._known.discard(recording)
-        self._unfinished.discard(recording)
-        self._remove(lambda each: each.recording is recording)
-        self._put(_End(recording=recording))
 
     def _put(self, item: _Section | _End) -> None:
         self._queue.append(item)
