@@ -14,7 +14,7 @@ import pytest
 
 from bottega.caching import CacheLease, Tier, TieredCache
 from bottega.errors import BottegaError, DataLoss, LoraNotFound, StorageUnavailable, TooManyOpenFiles
-from bottega.transport.memory.sealed_file import received_file
+from bottega.transport.memory.sealed_file import new_file, received_file, seal
 from tests.support.waiting import wait_until
 
 _SIZE = 1000
@@ -22,11 +22,12 @@ _WAIT_S = 10.0
 
 
 class _Shelf:
-    """Tiers over files of `_SIZE` bytes each, with room for two in memory. most: in number."""
+    """Tiers over files of `_SIZE` bytes each, with room for two in memory. most: in number. checks: every read."""
 
-    def __init__(self, folder: Path, *, room: int = 2, most: int = 100) -> None:
+    def __init__(self, folder: Path, *, room: int = 2, most: int = 100, checks: bool = False) -> None:
         self.folder = folder
         self.opened: list[str] = []
+        self.damaged: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
         # Called by whoever loads, when it opens the file.
@@ -38,6 +39,7 @@ class _Shelf:
             budget_bytes=room * _SIZE,
             max_entries=most,
             max_loads=4,
+            on_damaged=self.damaged.append if checks else None,
         )
 
     def put(self, number: int) -> str:
@@ -172,8 +174,9 @@ def test_what_is_forgotten_while_it_waits_for_room_is_not_loaded(shelf: _Shelf) 
 def test_where_many_small_ones_fill_memory_by_number_the_one_used_longest_ago_goes(tmp_path: Path) -> None:
     shelf = _Shelf(tmp_path, room=100, most=3)
     a, b, c, d, e = (shelf.put(number) for number in range(5))
+    assert shelf.use(a) is Tier.LOADED
     shelf.tiers.pin([a])
-    for digest in (a, b, c, d):
+    for digest in (b, c, d):
         assert shelf.use(digest) is Tier.LOADED
     assert [shelf.tiers.state(digest) for digest in (a, b, c, d)] == [True, None, True, True]
     with shelf.leased(c, d):
@@ -300,4 +303,47 @@ def test_descriptors_do_not_grow(shelf: _Shelf) -> None:
     for _ in range(5):
         for digest in digests:
             shelf.use(digest)
+    assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208 - names alone
+
+
+def test_files_that_are_checked_whenever_they_are_read_are_never_served_damaged(tmp_path: Path) -> None:
+    shelf = _Shelf(tmp_path, checks=True)
+    a, b, c = (shelf.put(number) for number in range(3))
+    assert shelf.use(a) is Tier.LOADED
+    shelf.use(b), shelf.use(c)
+    assert shelf.tiers.state(a) is None
+    (shelf.folder / a).write_bytes(b"x" * _SIZE)
+    with pytest.raises(DataLoss, match="damaged"):
+        shelf.lease(a)
+    assert shelf.damaged == [a]
+    with shelf.leased(b, c), pytest.raises(DataLoss, match="damaged"):
+        shelf.lease(a)  # memory has no room for it
+    assert shelf.damaged == [a, a]
+    assert (shelf.tiers.leases(a), shelf.tiers.used_bytes) == (0, 2 * _SIZE)
+    (shelf.folder / a).write_bytes(bytes(_SIZE))
+    with shelf.leased(b, c):
+        assert shelf.use(a) is Tier.DISK
+    shelf.tiers.close()
+
+
+def test_what_is_in_memory_already_is_taken_as_it_is(shelf: _Shelf) -> None:
+    a, b, c = (shelf.put(number) for number in range(3))
+
+    def given(digest: str) -> int:
+        descriptor = new_file("given")
+        os.write(descriptor, (shelf.folder / digest).read_bytes())
+        seal(descriptor)
+        return descriptor
+
+    assert shelf.tiers.adopt(a, given(a), _SIZE)
+    assert shelf.use(a) is Tier.MEMORY
+    assert shelf.tiers.counts.loads == 0
+    assert not shelf.tiers.adopt(a, given(a), _SIZE), "it is there"
+    shelf.use(b)
+    assert shelf.tiers.adopt(c, given(c), _SIZE)
+    assert shelf.tiers.state(a) is None, "the one used longest ago goes"
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
+    with shelf.leased(b, c):
+        for _ in range(5):
+            assert not shelf.tiers.adopt(a, given(a), _SIZE), "there is no room"
     assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208 - names alone
