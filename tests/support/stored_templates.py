@@ -175,3 +175,20 @@ def elements(data: bytes, layout: SectionLayout = LAYOUT) -> list[bytes]:
 def section_paths(folder: Path) -> list[Path]:
     """All files of sections, and of what templates were drawn with."""
     return sorted(path for path in (folder / "sections").glob("??/*"))
+
+
+def block_profile(**changed: Any) -> pb.BlockProfile:
+    """Of the templates' model at their size. changed: fields."""
+    fields = {
+        "model_hash": MODEL,
+        "dtype": "float32",
+        "width": 48,
+        "height": 40,
+        "shares": [0.25, 0.5],
+        "blocks": [
+            pb.BlockCost(name=each.name, size_bytes=64, full_s=0.5, masked_s=[0.25, 0.375]) for each in LAYOUT.tensors
+        ],
+        "forward_s": 2.0,
+        "about": "measured for a test",
+    }
+    return pb.BlockProfile(**{**fields, **changed})

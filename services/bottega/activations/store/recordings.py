@@ -70,7 +70,7 @@ class PendingRecordings:
         """All of it was sent: it stays until `remove`, whatever becomes of the link. None where there is none such."""
         with self._lock:
             found = self._pending.get(key)
-            if found is None or found.complete or (found.link, found.recording) != (link, recording):
+            if found is None or found.complete or found.link != link or found.recording not in ("", recording):
                 return None
             found.complete = True
             return found

@@ -1,0 +1,200 @@
+"""A store whose disk is full or fails is read-only: it says so, serves what it has, and heals by itself."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from bottega.activations.store.store import ActivationStore
+from bottega.errors import ConfigError, StorageUnavailable, Unavailable
+from tests.support.full_disk import fill, read_only, small_disk
+from tests.support.stored_templates import (
+    WAIT_S,
+    answer,
+    block_profile,
+    drawn_of,
+    elements,
+    read,
+    record,
+    recording_header,
+    running_store,
+    section_paths,
+    send_sections,
+    settings_of,
+    tensors_of,
+)
+from tests.support.waiting import wait_until
+
+_DISK_BYTES = 4 << 20
+
+
+def _in_trouble(store: ActivationStore, says: str) -> None:
+    """It says so, records nothing, and serves the template "kept"."""
+    wait_until(lambda: store.statistics().trouble != "", "the store to notice")
+    assert says in store.statistics().trouble
+    assert not answer(store, "new").record
+    record(store, "new")
+    assert store.statistics().dropped["trouble"] >= 1
+    _serves(store, "kept")
+
+
+def _serves(store: ActivationStore, name: str) -> None:
+    sections = answer(store, name).sections
+    assert len(sections) == 3
+    for step, info in enumerate(sections):
+        assert elements(read(store, info.digest)[0]) == [bytes(each) for each in tensors_of(f"{name} {step}")]
+
+
+def _healed(store: ActivationStore) -> None:
+    wait_until(lambda: store.statistics().trouble == "", "the store to heal")
+    assert answer(store, "later").record
+    record(store, "later")
+    _serves(store, "later")
+
+
+def test_a_full_disk_is_said_and_heals_when_there_is_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk, running_store(disk / "store") as store:
+        record(store, "kept")
+        ballast = fill(disk)
+        record(store, "half")
+        _in_trouble(store, "the disk is full")
+        assert not list((disk / "store" / "sections" / "incoming").iterdir())
+        with pytest.raises(StorageUnavailable, match="the disk is full"):
+            store.set_profile(block_profile())
+        ballast.unlink()
+        _healed(store)
+        _serves(store, "kept")
+        assert len(section_paths(disk / "store")) == 2 * 4, "what did not fit leaves nothing behind"
+
+
+def test_a_disk_that_fills_up_while_a_template_is_recorded_costs_that_template(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk, running_store(disk / "store") as store:
+        record(store, "kept")
+        send_sections(store, "half", range(2))
+        store.flush(WAIT_S)
+        ballast = fill(disk)
+        store.complete(recording_header("half"), drawn_of("half"), "worker")
+        wait_until(lambda: store.statistics().trouble != "", "the store to notice")
+        assert not answer(store, "half").sections
+        ballast.unlink()
+        _healed(store)
+        assert answer(store, "half").record
+        record(store, "half")
+        _serves(store, "half")
+
+
+def test_dropping_makes_room_on_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk, running_store(disk / "store") as store:
+        for number in range(20):
+            record(store, f"template {number}")
+        fill(disk)
+        record(store, "new")
+        wait_until(lambda: store.statistics().trouble != "", "the store to notice")
+        assert store.drop("") == 20
+        _healed(store)
+    with small_disk(tmp_path / "other", size_bytes=_DISK_BYTES) as disk, running_store(disk / "store") as store:
+        assert store.templates(10) == []
+
+
+def test_a_disk_that_cannot_be_written_is_served_from(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk:
+        with running_store(disk / "store") as store:
+            record(store, "kept")
+        store = ActivationStore(settings_of(disk / "store"))
+        with read_only(disk):
+            store.start()
+            _in_trouble(store, "cannot be written")
+        _healed(store)
+        store.close()
+        with running_store(disk / "store") as store:
+            _serves(store, "kept")
+            _serves(store, "later")
+
+
+def test_a_store_starts_on_a_full_disk_and_heals(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk:
+        (disk / "store").mkdir()
+        ballast = fill(disk)
+        with running_store(disk / "store") as store:
+            assert store.statistics().trouble
+            assert not answer(store, "new").record
+            ballast.unlink()
+            wait_until(lambda: store.statistics().trouble == "", "the store to heal")
+            store.set_profile(block_profile())
+            _healed(store)
+
+
+def test_some_of_the_disk_stays_free_for_others(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    ballast = disk / "ballast"
+    with small_disk(disk, size_bytes=_DISK_BYTES), running_store(disk / "store", min_free_bytes=1 << 30) as store:
+        record(store, "kept")
+        ballast.write_bytes(bytes(_DISK_BYTES * 94 // 100))
+        record(store, "half")
+        _in_trouble(store, "stay free (min_free_bytes)")
+        ballast.unlink()
+        _healed(store)
+
+
+@pytest.mark.parametrize("gone", ["store", "store/records.db", "store/sections"])
+def test_what_somebody_has_deleted_is_made_again(tmp_path: Path, gone: str) -> None:
+    with running_store(tmp_path / "store", memory_budget_bytes=0) as store:
+        record(store, "kept")
+        place = tmp_path / gone
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+        record(store, "half")
+        wait_until(lambda: store.statistics().dropped["trouble"] >= 1, "the store to notice")
+        _healed(store)
+        assert not answer(store, "kept").sections
+    with running_store(tmp_path / "store") as store:
+        _serves(store, "later")
+
+
+def test_records_that_are_damaged_while_it_runs_are_made_again(tmp_path: Path) -> None:
+    with running_store(tmp_path) as store:
+        for number in range(50):
+            record(store, f"template {number}")
+        send_sections(store, "pending", range(2))
+        store.flush(WAIT_S)
+        file = tmp_path / "records.db"
+        with file.open("r+b") as records:
+            records.write(b"\xff" * file.stat().st_size)
+        record(store, "half")
+        wait_until(lambda: store.statistics().dropped["trouble"] >= 1, "the store to notice")
+        _healed(store)
+        assert store.statistics().templates == 1
+        assert len(section_paths(tmp_path)) == 4, "nobody knows the others any more"
+        assert store.statistics().disk_bytes == sum(path.stat().st_size for path in section_paths(tmp_path))
+
+
+def test_one_process_at_a_time_has_a_folder(tmp_path: Path) -> None:
+    with running_store(tmp_path), pytest.raises(Unavailable, match="in use"):
+        ActivationStore(settings_of(tmp_path)).start()
+    with running_store(tmp_path) as store:
+        record(store, "kept")
+
+
+def test_somebody_elses_records_are_left_alone(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "records.db") as connection:
+        connection.execute("CREATE TABLE mine (number INTEGER)")
+    connection.close()
+    with pytest.raises(ConfigError, match="not the records of templates"), running_store(tmp_path):
+        pass
+
+
+def test_profiles_are_kept_and_told_with_answers(tmp_path: Path) -> None:
+    with running_store(tmp_path) as store:
+        store.set_profile(block_profile())
+        store.set_profile(block_profile(width=64))
+        record(store, "kept")
+        assert answer(store, "kept").profile == block_profile()
+        assert answer(store, "kept", dtype="float16").profile.ByteSize() == 0
+        found = answer(store, "new", width=64, height=40)
+        assert (found.profile, found.record) == (block_profile(width=64), True)
+    with running_store(tmp_path) as store:
+        assert store.profiles() == [block_profile(), block_profile(width=64)]
+        store.set_profile(block_profile(blocks=()))
+        assert store.profiles() == [block_profile(width=64)]
