@@ -78,7 +78,8 @@ def _send(store: ActivationStore, name: str, step: int, prompt: str, link: str) 
     store.take_section(header, LAYOUT, views, link)
 
 
-def _work(store: ActivationStore, chance: random.Random, turn: int) -> None:
+def work(store: ActivationStore, chance: random.Random, turn: int) -> None:
+    """What a worker does for one edit. turn: which one, of all workers."""
     name, link = str(chance.randrange(_TEMPLATES)), f"worker {turn}"
     found = answer(store, name, link=link)
     prompts = [f"{number:064x}" for number in range(3)]
@@ -110,7 +111,7 @@ def main() -> None:
     chance = random.Random()
     _say("writing")
     for turn in itertools.count():
-        _work(store, chance, turn)
+        work(store, chance, turn)
         if turn % 20 == 19:
             store.flush(WAIT_S)
         if turn % 200 == 199:

@@ -1,0 +1,96 @@
+"""Profiles of blocks are kept as they were measured, and what is damaged is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega.activations.disk.profiles import BlockProfileFolder, profile_key
+from bottega.v1.activations_pb2 import BlockCost, BlockProfile
+from tests.support.stored_templates import block_profile
+
+
+def _folder(path: Path) -> BlockProfileFolder:
+    made = BlockProfileFolder(path)
+    made.open()
+    return made
+
+
+def test_a_profile_is_of_a_model_its_element_type_and_a_size(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "profiles")
+    made = [block_profile(), block_profile(dtype="float16"), block_profile(height=64), block_profile(model_hash="12")]
+    for each in made:
+        folder.set(each)
+    newer = block_profile(about="measured again")
+    folder.set(newer)
+    again = _folder(tmp_path / "profiles")
+    assert [again.get(profile_key(each)) for each in made] == [newer, *made[1:]]
+    assert again.all() == folder.all()
+    again.set(block_profile(blocks=()))
+    assert again.get(profile_key(newer)) is None
+    assert len(_folder(tmp_path / "profiles").all()) == 3
+
+
+def test_a_profile_that_is_changed_by_its_maker_is_not_changed_here(tmp_path: Path) -> None:
+    folder, made = _folder(tmp_path), block_profile()
+    folder.set(made)
+    made.about = "another"
+    assert folder.all() == [block_profile()]
+
+
+def test_a_damaged_profile_is_none_and_others_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = _folder(tmp_path)
+    for each in (block_profile(), block_profile(width=64)):
+        folder.set(each)
+    path = min(tmp_path.glob("*.json"))
+    path.write_text(path.read_text().replace("0.375", "0.376", 1))
+    assert len(_folder(tmp_path).all()) == 1
+    assert "bottega templates profile makes it again" in caplog.text
+    path.write_bytes(b"[" * 100_000)
+    assert len(_folder(tmp_path).all()) == 1
+    (tmp_path / "ab.json").write_text(max(tmp_path.glob("*.json")).read_text())
+    assert len(_folder(tmp_path).all()) == 1, "under another name"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model_hash": "no hex"},
+        {"model_hash": ""},
+        {"dtype": ""},
+        {"width": 0},
+        {"height": 1 << 15},
+        {"about": "a" * 1001},
+        {"shares": [0.5, 0.25]},
+        {"shares": [0.0, 0.5]},
+        {"shares": [0.5, 1.5]},
+        {"shares": [0.25]},
+        {"forward_s": float("nan")},
+        {"blocks": [BlockCost(name="a", masked_s=[0.1, 0.2])] * 2},
+        {"blocks": [BlockCost(name="", masked_s=[0.1, 0.2])]},
+        {"blocks": [BlockCost(name="a", masked_s=[0.1, -0.2])]},
+        {"blocks": [BlockCost(name="a", full_s=-1.0, masked_s=[0.1, 0.2])]},
+        {"blocks": [BlockCost(name="a", size_bytes=-1, masked_s=[0.1, 0.2])]},
+        {"blocks": [BlockCost(name=f"b{number}", masked_s=[0.1, 0.2]) for number in range(4097)]},
+    ],
+)
+def test_what_is_no_profile_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
+    folder = _folder(tmp_path)
+    with pytest.raises(ValueError, match=r"^(model_hash|dtype|width|about|shares|forward_s|blocks)"):
+        folder.set(block_profile(**changed))
+    assert folder.all() == []
+
+
+def test_the_largest_profile_is_kept(tmp_path: Path) -> None:
+    shares = [number / 8 for number in range(1, 9)]
+    blocks = [
+        BlockCost(name=f"{number:0200d}", size_bytes=1 << 40, full_s=1 / 3, masked_s=[1 / 7] * 8)
+        for number in range(4096)
+    ]
+    largest = block_profile(shares=shares, blocks=blocks)
+    _folder(tmp_path).set(largest)
+    found = _folder(tmp_path).all()
+    assert found == [largest]
+    assert isinstance(found[0], BlockProfile)

@@ -1,0 +1,108 @@
+"""The table of templates: what is found, what goes first, and that what has gone has gone from everywhere."""
+
+from __future__ import annotations
+
+from bottega.activations.store.template_table import TemplateTable, files_of
+from bottega.activations.template import DrawnFile, SectionKey, StoredSection, StoredTemplate, TemplateUse
+from bottega.v1.activations_pb2 import RecordingHeader
+from tests.support.stored_templates import ALL, LAYOUT, SECTION_BYTES, SHAPE
+
+_DRAWN_BYTES = 100
+_TEMPLATE_BYTES = 2 * SECTION_BYTES + _DRAWN_BYTES
+
+
+def _section(name: str, step: int) -> StoredSection:
+    key = SectionKey(timestep=float(100 - step), half=0)
+    return StoredSection(key=key, digest=f"{name}{step}", layout=LAYOUT, map=ALL, prompt="")
+
+
+def _template(number: int, name: str, *, source: str = "s", steps: int = 2) -> StoredTemplate:
+    header = RecordingHeader(
+        key=name, recording=f"r{name}", source=source, latent_height=SHAPE[2], latent_width=SHAPE[3]
+    )
+    sections = [_section(name, step) for step in range(steps)]
+    drawn = DrawnFile(digest=f"{name}d", shape=SHAPE, size_bytes=_DRAWN_BYTES)
+    return StoredTemplate(
+        number, header, drawn=drawn, sections={each.key: each for each in sections}, use=TemplateUse()
+    )
+
+
+def _table(*names: str, room: int = 100) -> TemplateTable:
+    clock = iter(range(1, 1000))
+    table = TemplateTable(budget_bytes=room * _TEMPLATE_BYTES, max_templates=100, now=lambda: float(next(clock)))
+    for number, name in enumerate(names):
+        table.add(_template(number, name))
+    table.take_changes()
+    return table
+
+
+def _names(table: TemplateTable) -> list[str]:
+    return [template.key for template in table.newest()]
+
+
+def test_what_is_found_is_used_and_written() -> None:
+    table = _table("a", "b", "c")
+    found = table.find("a")
+    assert found is not None
+    assert (found.use.uses, found.valid_share, found.timesteps, found.size_bytes) == (1, 1.0, 2, _TEMPLATE_BYTES)
+    assert table.find("a", "other") is None
+    assert table.find("z") is None
+    assert table.get("b") is not None
+    assert _names(table) == ["a", "c", "b"]
+    assert table.of_source("s")[0].key == "a"
+    changes = table.take_changes()
+    assert list(changes.uses) == [0]
+    assert not table.take_changes()
+
+
+def test_room_is_made_by_whole_templates_that_are_neither_pinned_nor_meant() -> None:
+    table = _table("a", "b", "c", room=3)
+    assert table.pin("rb", pinned=True) == 1
+    gone = table.make_room(1, but="a")
+    assert gone is not None
+    assert [template.key for template in gone] == ["c"]
+    assert sorted(files_of(gone)) == ["c0", "c1", "cd"]
+    assert table.make_room(3 * _TEMPLATE_BYTES) is None
+    assert _names(table) == ["b", "a"], "none goes in vain"
+    assert table.section("c0") is None
+    assert {template.key for template in table.of_source("s")} == {"a", "b"}
+    assert table.take_changes().templates == {2}
+
+
+def test_what_is_lost_is_one_section_until_it_was_the_last() -> None:
+    table = _table("a", "b")
+    assert table.lose("a0") == ["a0"]
+    assert table.lose("a0") == []
+    assert table.section("a0") is None
+    assert table.section("a1") is not None
+    changes = table.take_changes()
+    assert changes.sections == {(0, SectionKey(timestep=100.0, half=0))}
+    assert sorted(table.lose("a1")) == ["a1", "ad"]
+    assert table.get("a") is None
+    assert sorted(table.lose("bd")) == ["b0", "b1", "bd"]
+    assert table.take_changes().templates == {0, 1}
+    totals = table.totals()
+    assert (totals.templates, totals.sections, totals.size_bytes) == (0, 0, 0)
+    assert table.of_source("s") == []
+
+
+def test_a_section_takes_the_place_of_another() -> None:
+    table = _table("a")
+    new = StoredSection(key=SectionKey(timestep=100.0, half=0), digest="new", layout=LAYOUT, map=ALL, prompt="p")
+    assert table.replace(0, "a", new) == ["a0"]
+    assert table.section("a0") is None
+    assert table.section("new") is new
+    further = StoredSection(key=SectionKey(timestep=1.0, half=0), digest="new", layout=LAYOUT, map=ALL, prompt="p")
+    assert table.replace(0, "a", further) == []
+    assert table.totals().size_bytes == _TEMPLATE_BYTES + SECTION_BYTES
+    assert table.replace(1, "a", new) is None, "it is another template"
+    assert table.replace(0, "b", new) is None
+    assert table.lose("new") == ["new", "new"], "each use of it"
+
+
+def test_a_use_of_what_has_gone_is_not_written() -> None:
+    table = _table("a", "b")
+    table.find("a")
+    assert [template.key for template in table.drop("ra")] == ["a"]
+    changes = table.take_changes()
+    assert (changes.uses, changes.templates) == ({}, {0})
