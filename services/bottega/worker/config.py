@@ -37,9 +37,10 @@ class EngineConfig:
     cache that says nothing is taken for dead. cache_recording_bytes: of recordings that wait to be sent to it; what is
     more is dropped.
     activations_mib: of what blocks put out for the images of edits, which later edits of them use again, and of what is
-    loaded of activation stores of other hosts; 0 keeps none, and asks no store. activations_upload_mib: of recordings
-    that wait to be sent to a store; one that has no room there stays in this worker. activations_silence_s: after which
-    an activation store that says nothing is taken for dead.
+    loaded of activation stores of other hosts; 0 keeps none, and asks no store. activations_template_mib: that one
+    image may take of it: of more, those blocks alone are recorded that save most time; 0 is as much as all.
+    activations_upload_mib: of recordings that wait to be sent to a store; one that has no room there stays in this
+    worker. activations_silence_s: after which an activation store that says nothing is taken for dead.
     mask_margin: tokens of the finest level of attention around a mask that masked blocks compute, too.
     peer: host:port of the worker that it forms a pair with, which names this one: each computes rows of the other one's
     requests while it has none of its own. Not together with fixed_rows, under which fewer rows take no less time.
@@ -73,6 +74,7 @@ class EngineConfig:
     cache_silence_s: Seconds = 5.0
     cache_recording_bytes: NotNegative = 64 << 20
     activations_mib: NotNegative = 512
+    activations_template_mib: NotNegative = 0
     activations_upload_mib: NotNegative = 512
     activations_silence_s: Seconds = 5.0
     mask_margin: Annotated[int, Field(ge=0, le=64)] = 1

@@ -16,6 +16,7 @@ from bottega.diffusion.editing.asking import PendingAnswer
 from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.editing.job_edits import JobEdits
 from bottega.diffusion.editing.keeping import JobKeeping
+from bottega.diffusion.editing.loading.kept_blocks import kept_names
 from bottega.diffusion.editing.loading.planner import LoadPlanner
 from bottega.diffusion.editing.loading.times import BlockTimes
 from bottega.diffusion.editing.masked.backbone import transformer_blocks
@@ -23,7 +24,7 @@ from bottega.diffusion.editing.masked.support import unsupported
 from bottega.diffusion.editing.masked.tokens import finest_stride
 from bottega.diffusion.editing.order import read_decision, read_order
 from bottega.diffusion.editing.prompts import LEAST_COSINE, PromptCosines, measure_prompts
-from bottega.diffusion.editing.recordings.image import ImageReader, MaskLevels
+from bottega.diffusion.editing.recordings.image import ImageReader, ImageRecorder, MaskLevels
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, RecordedControl, Recording, RecordingKey
 from bottega.diffusion.editing.recordings.source import ActivationSource, TemplateQuery
 from bottega.diffusion.editing.recordings.step_loads import LoadCounts
@@ -50,7 +51,8 @@ _DECIDED_ANSWER_S = 5.0
 
 class EngineEdits(EngineAddOn):
     """source: where recordings are. margin: see MaskLevels. fixed_rows: whether groups always have as many rows.
-    sparse: see EngineLimits.sparse_convolutions.
+    sparse: see EngineLimits.sparse_convolutions. template_budget_bytes: that one recording may take, 0 without bound;
+    what its source says counts beside it.
 
     It stands behind those of ControlNets and LoRAs: what they report says whether a recording is worth anything.
     unusable: why masked blocks never are; empty where they may be. cosines: how far blocks follow the prompt; None
@@ -61,7 +63,14 @@ class EngineEdits(EngineAddOn):
     kind = kinds.ACTIVATIONS
 
     def __init__(
-        self, model: Model, source: ActivationSource, *, margin: int = 1, fixed_rows: bool = False, sparse: bool = True
+        self,
+        model: Model,
+        source: ActivationSource,
+        *,
+        margin: int = 1,
+        fixed_rows: bool = False,
+        sparse: bool = True,
+        template_budget_bytes: int = 0,
     ) -> None:
         unet = model.backbone.unet
         self.model = model
@@ -78,6 +87,7 @@ class EngineEdits(EngineAddOn):
         )
         self.cosines: PromptCosines | None = None
         self.step_table = StepTable()
+        self.template_budget_bytes = template_budget_bytes
         self.times = BlockTimes(unet, sparse=sparse)
         self.planner = LoadPlanner(source, self.times)
         self._events: Counter[str] = Counter(dict.fromkeys(EVENTS, 0))
@@ -145,6 +155,21 @@ class EngineEdits(EngineAddOn):
     ) -> Recording | None:
         """A new recording of an order's template, see ActivationSource."""
         return self.source.begin(key, shape, drawn, origin=read_order(order).source)
+
+    def recorder(self, recording: Recording, request: Request, valid: Tensor) -> ImageRecorder:
+        """Records an image into a recording that was begun: as many blocks of each of its steps as it has room for.
+
+        valid: see ImageRecorder.
+        """
+        bounds = recording.budget_bytes, self.template_budget_bytes, self.source.budget_bytes
+        recording.budget_bytes = min(bound for bound in bounds if bound)
+        kept = kept_names(
+            self.times.blocks(recording.shape),
+            budget_bytes=recording.budget_bytes,
+            forwards=request.steps_left * request.row_count,
+            profile=recording.profile or self.times.profile(recording.shape),
+        )
+        return ImageRecorder(self.source, recording, request, valid, kept=kept)
 
     def list_templates(self) -> ListTemplatesResponse:
         """The one used last first."""

@@ -227,7 +227,7 @@ class JobEdits(JobAddOn):
         if begun is None:
             self._because = "another edit is recording this image"
             return
-        self._recorder = ImageRecorder(self._addon.source, begun, request, ~self._addon.levels.dilated(edit.mask))
+        self._recorder = self._addon.recorder(begun, request, ~self._addon.levels.dilated(edit.mask))
         request.activations = self._recorder
 
     def _draw_again(self, seed: int, job: EngineJob, conditions: Conditions) -> None:

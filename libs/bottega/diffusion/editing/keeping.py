@@ -135,4 +135,4 @@ class JobKeeping(JobAddOn):
         begun = self._addon.begin(self._order, key, (height, width))
         if begun is None:
             return None
-        return ImageRecorder(self._addon.source, begun, picture.request, torch.ones(height, width, dtype=torch.bool))
+        return self._addon.recorder(begun, picture.request, torch.ones(height, width, dtype=torch.bool))

@@ -42,6 +42,7 @@ class WorkerEdits(EngineEdits):
             margin=config.mask_margin,
             fixed_rows=config.fixed_rows > 0,
             sparse=config.sparse_convolutions,
+            template_budget_bytes=config.activations_template_mib << 20,
         )
 
     def hosted(self) -> Sequence[Hosted]:

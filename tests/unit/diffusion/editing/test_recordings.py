@@ -320,6 +320,59 @@ def test_where_blocks_follow_the_prompt_the_half_that_has_it_is_computed_for_ano
     assert recording.is_idle
 
 
+def test_where_blocks_follow_the_prompt_two_prompts_on_one_image_do_not_drive_each_other_out(model: Model) -> None:
+    desk = following(model)
+    desk.draw(FIRST)
+    (recording,) = desk.source.recordings
+    alone_bytes = recording.size_bytes
+    prompts = ("a yellow square", FIRST.spec.prompt, "a yellow square", FIRST.spec.prompt)
+    records = [
+        edit_record(desk, masked_order(replace(FIRST.spec, prompt=prompt), key=number, any_prompt=False))
+        for number, prompt in enumerate(prompts)
+    ]
+    assert [record.blocks_reused / record.blocks_total for record in records] == [0.5, 1.0, 1.0, 1.0]
+    assert recording.size_bytes == 1.5 * alone_bytes
+    edit_record(desk, masked_order(replace(FIRST.spec, prompt="a blue ring"), key="third", any_prompt=False))
+    assert recording.size_bytes == 1.5 * alone_bytes, "no third one is kept"
+
+
+def test_without_room_for_two_prompts_the_newer_one_stays(model: Model) -> None:
+    desk = following(model)
+    desk.draw(FIRST)
+    (recording,) = desk.source.recordings
+    recording.budget_bytes = recording.size_bytes
+    other = replace(FIRST.spec, prompt="a yellow square")
+    records = [
+        edit_record(desk, masked_order(spec, key=number, any_prompt=False))
+        for number, spec in enumerate((other, other, FIRST.spec))
+    ]
+    assert [record.blocks_reused / record.blocks_total for record in records] == [0.5, 1.0, 0.5]
+    assert recording.size_bytes == recording.budget_bytes
+
+
+# What is recorded where a template may not take all.
+
+
+def test_within_a_template_s_budget_the_blocks_that_save_most_are_recorded_and_reused(model: Model) -> None:
+    whole, desk = EditDesk(model), EditDesk(model)
+    in_full = whole.draw(FIRST)
+    size_bytes = whole.source.recordings[0].size_bytes
+    desk.edits.template_budget_bytes = size_bytes // 3
+    desk.draw(FIRST)
+    (recording,) = desk.source.recordings
+    assert 0 < recording.size_bytes <= size_bytes // 3
+    (names,) = {frozenset(step.names) for step in recording.steps.values()}
+    everything = next(iter(whole.source.recordings[0].steps.values()))
+    assert names < set(everything.names)
+    again = desk.draw(replace(FIRST, key="again"))
+    assert again.record.edit is not None
+    assert again.record.edit.blocks_reused
+    torch.testing.assert_close(again.latents[0], in_full.latents[0], atol=0.02, rtol=0)
+    other = desk.draw(replace(SECOND, spec=replace(SECOND.spec, num_inference_steps=7)))
+    assert other.record.edit is not None
+    assert recording.size_bytes <= size_bytes // 3, "further timesteps have no more room"
+
+
 def test_where_blocks_follow_the_prompt_an_unguided_edit_with_another_one_computes_all_and_says_so(
     model: Model,
 ) -> None:

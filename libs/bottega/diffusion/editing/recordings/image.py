@@ -50,11 +50,20 @@ class MaskLevels:
 class ImageRecorder:
     """Records one image into a recording that was begun. lost: why that came to nothing; empty while it goes well.
 
-    valid: bool [height, width] of the latent, where the template stands.
+    valid: bool [height, width] of the latent, where the template stands. kept: see StepRecorder.
     """
 
-    def __init__(self, source: ActivationSource, recording: Recording, request: Request, valid: Tensor) -> None:
+    def __init__(
+        self,
+        source: ActivationSource,
+        recording: Recording,
+        request: Request,
+        valid: Tensor,
+        *,
+        kept: frozenset[str] | None = None,
+    ) -> None:
         self.lost = ""
+        self._kept = kept
         self.request = request
         self.recording = recording
         self._source = source
@@ -65,9 +74,11 @@ class ImageRecorder:
         """Of the step that comes next; asked again where that is tried again."""
         if not self.lost and _lacks_loras(self.request):
             self.give_up("a LoRA came late")
+        if not self.lost and self._kept is not None and not self._kept:
+            self.give_up("its activations have no room")
         if self.lost:
             return None
-        sink = self._pending[step_key(self.request, half)] = StepRecorder()
+        sink = self._pending[step_key(self.request, half)] = StepRecorder(self._kept)
         return RowActivations(sink=sink)
 
     def made_step(self) -> None:
@@ -160,6 +171,8 @@ class ImageReader:
         self._completes = completes
         self._any_prompt = any_prompt
         self._prompts = {half: prompt_of(request.spec, half) for half in Half}
+        # A recording has the same blocks in all of its steps.
+        self._kept = next((frozenset(step.names) for step in recording.steps.values()), None)
         self._plans: dict[int, _ValidPlan] = {}
         self._readers: dict[StepKey, tuple[StepReader, _ValidPlan]] = {}
         self._sinks: dict[StepKey, StepRecorder] = {}
@@ -201,7 +214,8 @@ class ImageReader:
         for key, completer in completers.items():
             if completer.written:
                 self.recording.grow(completer.step, completer.area, prompt=self._prompts[key.half])
-                self._source.changed(self.recording, key)
+                if self.recording.steps.get(key) is completer.step:
+                    self._source.changed(self.recording, key)
                 self.wrote = True
         for key, sink in sinks.items():
             self._add(key, sink)
@@ -260,7 +274,7 @@ class ImageReader:
 
     def _step(self, key: StepKey) -> RecordedStep | None:
         """What it may take; None where that was not recorded, or with another prompt."""
-        step = self.recording.steps.get(key)
+        step = self.recording.step(key, self._prompts[key.half])
         if step is None or self._any_prompt or step.prompt == self._prompts[key.half]:
             return step
         self.other_prompt = True
@@ -270,26 +284,43 @@ class ImageReader:
         """Of a timestep that the recording does not have, or with another prompt: computed in full."""
         if not self._completes:
             return None
-        sink = self._sinks[key] = StepRecorder()
+        sink = self._sinks[key] = StepRecorder(self._kept)
         return RowActivations(sink=sink)
 
     def _add(self, key: StepKey, sink: StepRecorder) -> None:
         """Takes a timestep into the recording, where there is room; it may be there by now."""
         if not sink.outputs or self._step(key) is not None or not sink.finite:
             return
-        others = sum(step.held_bytes for other, step in self.recording.steps.items() if other != key)
-        if self._source.reserve(self.recording, others + sink.size_bytes):
+        if self._make_room(key, sink.size_bytes):
             self.recording.add(key, sink.outputs, ~self._mask, prompt=self._prompts[key.half])
             self._source.changed(self.recording, key)
             self.wrote = True
+
+    def _make_room(self, key: StepKey, size_bytes: int) -> bool:
+        """Whether there is room for so much more, of a timestep; what it has of other prompts may have to go for it."""
+        recording, before = self.recording, self.recording.steps.get(key)
+        recording.forget_other(key)
+        if self._has_room(size_bytes, size_bytes):
+            return True
+        if before is None or not self._has_room(size_bytes - before.size_bytes, size_bytes - before.held_bytes):
+            return False
+        recording.forget(key)
+        return True
+
+    def _has_room(self, more_bytes: int, more_held_bytes: int) -> bool:
+        """more_bytes: of the template. more_held_bytes: of this process's memory."""
+        recording, budget_bytes = self.recording, self.recording.budget_bytes
+        if budget_bytes and recording.recorded_bytes + more_bytes > budget_bytes:
+            return False
+        return self._source.reserve(recording, recording.held_bytes + more_held_bytes)
 
     def _writable(self, key: StepKey, step: RecordedStep) -> RecordedStep | None:
         """The step to complete; None where it may not be written to, and there is no copy or no room for one."""
         if step.writable:
             return step
-        if not self._source.reserve(self.recording, self.recording.held_bytes - step.held_bytes + step.size_bytes):
+        if not self._has_room(0, step.size_bytes - step.held_bytes):
             return None
-        return self.recording.writable(key)
+        return self.recording.writable(key, step)
 
     def _plan(self, step: RecordedStep) -> _ValidPlan:
         plan = self._plans.get(id(step.valid))

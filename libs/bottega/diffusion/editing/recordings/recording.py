@@ -91,6 +91,7 @@ class Recording:
     back latents that a generation has kept. origin: `source` of ActivationsOrder; empty where nobody said it.
     A step's `valid`, bool [height, width] of the latent, says where the template stood while it was recorded. Where all
     elements under a token are valid, the outputs are the template's.
+    steps: of each forward the newest, with whatever prompt; see `step` for others.
     uses: edits that have read it. readers: under way. complete: whether it may be read.
     budget_bytes: that all of its outputs may take, wherever they are kept; 0 is without bound. profile: what the
     model's blocks take, where that was measured; its source sets both.
@@ -111,6 +112,7 @@ class Recording:
         self.drawn = drawn
         self.origin = origin
         self.steps: dict[StepKey, RecordedStep] = {}
+        self._others: dict[StepKey, RecordedStep] = {}
         self.complete = False
         self.uses = 0
         self.readers = 0
@@ -128,7 +130,16 @@ class Recording:
     @property
     def held_bytes(self) -> int:
         """Of its outputs in this process's memory."""
-        return sum(step.held_bytes for step in list(self.steps.values()))
+        return sum(step.held_bytes for step in self._all)
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Of its outputs, wherever they are."""
+        return sum(step.size_bytes for step in self._all)
+
+    @property
+    def _all(self) -> list[RecordedStep]:
+        return [*list(self.steps.values()), *list(self._others.values())]
 
     @property
     def is_idle(self) -> bool:
@@ -145,26 +156,46 @@ class Recording:
         """Share of the template that can be taken from it, of the step that has least of it."""
         return min((float(step.valid.float().mean()) for step in self.steps.values()), default=0.0)
 
+    def step(self, key: StepKey, prompt: str) -> RecordedStep | None:
+        """A forward, that with this prompt where there is one; None where there is none."""
+        other = self._others.get(key)
+        return other if other is not None and other.prompt == prompt else self.steps.get(key)
+
     def add(self, key: StepKey, outputs: Mapping[str, Tensor], valid: Tensor, *, prompt: str = "") -> None:
-        """Takes in a forward that was computed in full, in place of one with another prompt."""
+        """Takes in a forward that was computed in full. One with another prompt stays beside it, but no third one."""
+        before = self.steps.get(key)
         self.put(key, MemoryStep(valid=valid, outputs=outputs, prompt=prompt))
+        if before is not None and before.prompt not in ("", prompt):
+            self._others[key] = before
+
+    def forget(self, key: StepKey) -> None:
+        """A forward goes, with whatever prompts."""
+        self.steps.pop(key, None)
+        self.forget_other(key)
+
+    def forget_other(self, key: StepKey) -> None:
+        """Makes room: what stays beside a forward, with another prompt, goes."""
+        self._others.pop(key, None)
 
     def put(self, key: StepKey, step: RecordedStep) -> None:
         """Takes in a forward as it is, in place of what was there."""
         step.valid = self._shared(step.valid)
         self.steps[key] = step
 
-    def writable(self, key: StepKey) -> RecordedStep | None:
-        """The step, to be written to: a copy in its place, where what is there may not be. Its source has made room.
+    def writable(self, key: StepKey, step: RecordedStep | None = None) -> RecordedStep | None:
+        """A step of its own, to be written to: a copy in its place, where it may not be. Its source has made room.
 
-        None where not all of it is here.
+        step: one of those of `key`; None is the newest. Returns None where not all of it is here.
         """
-        step: RecordedStep | None = self.steps[key]
-        if step is not None and not step.writable:
-            step = copy_step(step)
-            if step is not None:
-                self.put(key, step)
-        return step
+        step = step or self.steps[key]
+        if step.writable:
+            return step
+        copy = copy_step(step)
+        if copy is not None and self.steps.get(key) is step:
+            self.put(key, copy)
+        elif copy is not None:
+            self._others[key] = copy
+        return copy
 
     def grow(self, step: RecordedStep, area: Tensor, *, prompt: str) -> None:
         """A forward has computed the template in this area, too, and written it into a step, here or replaced."""
@@ -175,7 +206,7 @@ class Recording:
         """The map, the same tensor for all steps that have equal ones: what follows from it is kept by tensor."""
         known = next((each for each in self._maps if torch.equal(each, valid)), None)
         if known is None:
-            self._maps = [each for each in self._maps if any(step.valid is each for step in self.steps.values())]
+            self._maps = [each for each in self._maps if any(step.valid is each for step in self._all)]
             self._maps.append(known := valid.clone())
         return known
 
@@ -221,16 +252,21 @@ class StepReader:
 
 
 class StepRecorder:
-    """The StepActivations that a row gives to which is computed in full. outputs: so far; the forward may fail."""
+    """The StepActivations that a row gives to which is computed in full. outputs: so far; the forward may fail.
 
-    def __init__(self) -> None:
+    kept: names of what there is room for; None keeps all.
+    """
+
+    def __init__(self, kept: frozenset[str] | None = None) -> None:
         self.outputs: dict[str, Tensor] = {}
+        self._kept = kept
 
     def get(self, name: str) -> Tensor | None:
         return self.outputs.get(name)
 
     def put(self, name: str, output: Tensor) -> None:
-        self.outputs[name] = _kept(output)
+        if self._kept is None or name in self._kept:
+            self.outputs[name] = _copy(output)
 
     @property
     def size_bytes(self) -> int:
@@ -267,10 +303,10 @@ class StepCompleter:
         if output.ndim == 2:
             # Cells are whole tokens of every level.
             inside = self._within(level_of(self.area.shape, output.shape[0])).flatten()
-            stored[inside] = _kept(output[inside.to(output.device)])
+            stored[inside] = _copy(output[inside.to(output.device)])
         elif output.ndim == 3:
             inside = self._within((output.shape[1], output.shape[2]))
-            stored[:, inside] = _kept(output[:, inside.to(output.device)])
+            stored[:, inside] = _copy(output[:, inside.to(output.device)])
 
     def _within(self, size: tuple[int, int]) -> Tensor:
         """The area at a level."""
@@ -299,7 +335,7 @@ def whole_cells(area: Tensor, cell: int) -> Tensor:
     return ~outside.repeat_interleave(cell, 0).repeat_interleave(cell, 1)[:height, :width]
 
 
-def _kept(output: Tensor) -> Tensor:
+def _copy(output: Tensor) -> Tensor:
     """A copy, on the CPU, where a GPU reads it without help."""
     copy = torch.empty(output.shape, dtype=torch.float16, pin_memory=output.is_cuda)
     return copy.copy_(output.detach())
