@@ -14,8 +14,22 @@ from bottega import process
 from bottega.errors import Unavailable, WorkerLost
 from bottega.process import EngineListener, EngineTimeouts, PendingCalls
 from bottega.rpc.status import from_job_error
-from bottega.v1.activations_pb2 import DropTemplateRequest, DropTemplateResponse, ListTemplatesResponse
-from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EngineReady, EngineTemplates, EngineTemplatesRequest
+from bottega.v1.activations_pb2 import (
+    BlockProfile,
+    DropTemplateRequest,
+    DropTemplateResponse,
+    ListTemplatesResponse,
+    ProfileBlocksRequest,
+)
+from bottega.v1.engine_pb2 import (
+    EngineCommand,
+    EngineEvent,
+    EngineProfile,
+    EngineProfileRequest,
+    EngineReady,
+    EngineTemplates,
+    EngineTemplatesRequest,
+)
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkOffer, LinkResult, OpenLinkRequest
 from bottega.worker.config import EngineConfig
 
@@ -23,6 +37,8 @@ from bottega.worker.config import EngineConfig
 _OFFER_S = 3.0
 # Of a word on its templates, which comes between two turns: those of a large model take a while.
 _TEMPLATES_S = 60.0
+# Of a measurement: some tens of forwards, at least two of each kind, however slow the device is.
+_PROFILE_S = 600.0
 
 ENGINE_MODULE = "bottega.worker.engine.main"
 
@@ -47,6 +63,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         arguments = ("--config-json", json.dumps(dataclasses.asdict(config)))
         self._calls: PendingCalls[LinkResult] = PendingCalls()
         self._template_calls: PendingCalls[EngineTemplates] = PendingCalls()
+        self._profile_calls: PendingCalls[EngineProfile] = PendingCalls()
         super().__init__(module, *arguments, timeouts=EngineTimeouts(start_s=start_s, hang_s=hang_s, stall_s=stall_s))
 
     def read(self, frame: bytes) -> EngineEvent:
@@ -85,9 +102,25 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         """The engine's answer to either."""
         self._template_calls.answer(answer.request, answer)
 
+    async def profile_blocks(self, request: ProfileBlocksRequest) -> BlockProfile:
+        """What the network's blocks take, measured now. Raises what the engine refuses it with, too."""
+        question = EngineProfileRequest(profile=request)
+
+        def send(number: int) -> None:
+            question.request = number
+            self.send(EngineCommand(profile=question))
+
+        return (await self._profile_calls.call(send, _PROFILE_S)).profile
+
+    def on_profile(self, answer: EngineProfile) -> None:
+        """The engine's answer to it."""
+        self._profile_calls.answer(answer.request, from_job_error(answer.error) if answer.HasField("error") else answer)
+
     def on_lost(self, why: str) -> None:
         """There is nobody to answer any more."""
-        self._template_calls.fail_all(WorkerLost(f"the worker's engine was lost: {why}"))
+        lost = WorkerLost(f"the worker's engine was lost: {why}")
+        self._template_calls.fail_all(lost)
+        self._profile_calls.fail_all(lost)
 
     async def _ask_templates(self, question: EngineTemplatesRequest) -> EngineTemplates:
         def send(number: int) -> None:

@@ -26,7 +26,7 @@ from bottega.worker.attempts import (
     ProgressEvent,
     StartedEvent,
 )
-from bottega.worker.validation import checked_key, checked_template_id, order_from
+from bottega.worker.validation import checked_key, checked_profile, checked_template_id, order_from
 from bottega.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -75,6 +75,11 @@ class WorkerService:
                 self.drop_template,
                 activations_pb2.DropTemplateRequest.FromString,
                 activations_pb2.DropTemplateResponse.SerializeToString,
+            ),
+            "ProfileBlocks": cast(Any, grpc.unary_unary_rpc_method_handler)(
+                self.profile_blocks,
+                activations_pb2.ProfileBlocksRequest.FromString,
+                activations_pb2.ProfileBlocksResponse.SerializeToString,
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
@@ -125,6 +130,13 @@ class WorkerService:
     ) -> activations_pb2.DropTemplateResponse:
         """DropTemplate."""
         return await self._worker.drop_template(checked_template_id(request.id))
+
+    async def profile_blocks(
+        self, request: activations_pb2.ProfileBlocksRequest, _context: _Context
+    ) -> activations_pb2.ProfileBlocksResponse:
+        """ProfileBlocks."""
+        profile = await self._worker.profile_blocks(checked_profile(request))
+        return activations_pb2.ProfileBlocksResponse(profile=profile)
 
     async def _started(self, raw: bytes) -> Attempt:
         order = await copied(len(raw), lambda: order_from(raw))

@@ -16,6 +16,7 @@ from bottega import kinds, rules
 from bottega.codec.limits import MAX_IMAGE_BYTES
 from bottega.errors import InvalidRequest, Violation
 from bottega.v1 import worker_pb2
+from bottega.v1.activations_pb2 import ProfileBlocksRequest
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.worker.attempt_runner import AttemptOrder
 from bottega.worker.attempts import AttemptKey
@@ -90,6 +91,18 @@ def checked_template_id(template_id: str) -> str:
     if not _TEMPLATE_ID.fullmatch(template_id):
         rules.refuse([Violation(field="id", description="must be empty, or the first 8 to 32 hex digits of an id")])
     return template_id
+
+
+def checked_profile(request: ProfileBlocksRequest) -> ProfileBlocksRequest:
+    """A size of pictures; what of it the model draws, the engine knows. Raises InvalidRequest."""
+    rules.refuse(
+        [
+            Violation(field=field, description=f"must be 0, or 1 to {rules.MAX_SIDE} pixels")
+            for field, side in (("width", request.width), ("height", request.height))
+            if not 0 <= side <= rules.MAX_SIDE
+        ]
+    )
+    return request
 
 
 def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:

@@ -34,7 +34,12 @@ from bottega.process.memory import resident_bytes
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.status import from_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, image_pb2
-from bottega.v1.activations_pb2 import DropTemplateResponse, ListTemplatesResponse
+from bottega.v1.activations_pb2 import (
+    BlockProfile,
+    DropTemplateResponse,
+    ListTemplatesResponse,
+    ProfileBlocksRequest,
+)
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 from bottega.worker.attempt_runner import AttemptOrder, AttemptRunner
@@ -154,6 +159,14 @@ class Worker:
         """Forgets what is recorded under ids that begin so. Raises Unavailable when there is no engine."""
         return await self._engine.drop_template(template_id)
 
+    async def profile_blocks(self, request: ProfileBlocksRequest) -> BlockProfile:
+        """What the model's blocks take, measured now.
+
+        Raises Unavailable while the engine draws pictures, and when there is none; InvalidRequest and TooLarge for a
+        size; MethodNotServed where it computes no masked blocks.
+        """
+        return await self._engine.profile_blocks(request)
+
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
         """A link's offer for the other worker of the pair. caller: host of the worker.
 
@@ -242,6 +255,9 @@ class Worker:
             return
         if kind == "templates":
             self._engine.on_templates(event.templates)
+            return
+        if kind == "profile":
+            self._engine.on_profile(event.profile)
             return
         if kind is None or kind == "ready":
             return

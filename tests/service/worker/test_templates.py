@@ -10,7 +10,12 @@ import pytest
 import pytest_asyncio
 
 from bottega.v1 import generation_pb2, worker_pb2
-from bottega.v1.activations_pb2 import DropTemplateRequest, ListTemplatesRequest, ListTemplatesResponse
+from bottega.v1.activations_pb2 import (
+    DropTemplateRequest,
+    ListTemplatesRequest,
+    ListTemplatesResponse,
+    ProfileBlocksRequest,
+)
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine_client import ENGINE_MODULE
 from tests.samples.edits import box_mask, template
@@ -103,6 +108,21 @@ async def test_the_first_edit_of_a_kept_picture_computes_masked_blocks_alone(run
     assert 0 < said.blocks_reused == said.blocks_total
     without = await provenance(running, edit("not kept", 9, image=picture, strength=1.0))
     assert not without.blocks_reused
+
+
+async def test_blocks_are_measured_on_request_and_refusals_say_why(running: Running) -> None:
+    profile = (await running.stub.ProfileBlocks(ProfileBlocksRequest(), timeout=60)).profile
+    assert (profile.width, profile.height) == (64, 64)
+    assert len(profile.blocks) > 6
+    assert profile.forward_s > 0
+    for request, code in (
+        (ProfileBlocksRequest(width=-1), grpc.StatusCode.INVALID_ARGUMENT),
+        (ProfileBlocksRequest(width=63), grpc.StatusCode.INVALID_ARGUMENT),
+        (ProfileBlocksRequest(width=16384, height=16384), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await running.stub.ProfileBlocks(request, timeout=60)
+        assert refused.value.code() is code
 
 
 @pytest.mark.parametrize("template_id", ["0123456", "x" * 32])

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from bottega.diffusion.editing.job_edits import JobEdits
 from bottega.diffusion.editing.keeping import JobKeeping
 from bottega.diffusion.editing.loading.kept_blocks import kept_names
 from bottega.diffusion.editing.loading.planner import LoadPlanner
+from bottega.diffusion.editing.loading.profile import measure_blocks
 from bottega.diffusion.editing.loading.times import BlockTimes
 from bottega.diffusion.editing.masked.backbone import transformer_blocks
 from bottega.diffusion.editing.masked.support import unsupported
@@ -35,8 +36,9 @@ from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
+from bottega.errors import MethodNotServed
 from bottega.planning import StepTable
-from bottega.v1.activations_pb2 import ListTemplatesResponse, Template
+from bottega.v1.activations_pb2 import BlockProfile, ListTemplatesResponse, Template
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 _log = logging.getLogger(__name__)
@@ -170,6 +172,16 @@ class EngineEdits(EngineAddOn):
             profile=recording.profile or self.times.profile(recording.shape),
         )
         return ImageRecorder(self.source, recording, request, valid, kept=kept)
+
+    def profile_blocks(self, width: int, height: int, beat: Callable[[], None]) -> BlockProfile:
+        """Measures them here; plans count with it from now on. Raises MethodNotServed where none is ever masked."""
+        if self.unusable:
+            raise MethodNotServed(f"this worker computes no masked blocks: {self.unusable}")
+        scale = self.model.latent_scale
+        size = height // scale, width // scale
+        profile = measure_blocks(self.model, self.times.blocks(size), size, sparse=self.times.sparse, beat=beat)
+        self.times.use(size, profile)
+        return profile
 
     def list_templates(self) -> ListTemplatesResponse:
         """The one used last first."""

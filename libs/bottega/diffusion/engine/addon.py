@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.errors import Unavailable
-from bottega.v1.activations_pb2 import ListTemplatesResponse
+from bottega.v1.activations_pb2 import BlockProfile, ListTemplatesResponse
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.hosted_pb2 import Hosted
 
@@ -207,6 +207,13 @@ class EngineAddOn:
     def drop_templates(self, prefix: str) -> int:
         """Forgets those whose recordings' ids begin so, but for those in use. Returns how many."""
         return 0
+
+    def profile_blocks(self, width: int, height: int, beat: Callable[[], None]) -> BlockProfile | None:
+        """Measures what the network's blocks take for edits of pictures of this size; None where that is not its own.
+
+        beat: see Heartbeat. Raises BottegaError where it cannot be measured.
+        """
+        return None
 
     # What the worker reports of it.
 

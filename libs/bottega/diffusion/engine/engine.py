@@ -46,8 +46,9 @@ from bottega.diffusion.parallel.offload import OffloadTarget
 from bottega.diffusion.parallel.pair import Pair
 from bottega.diffusion.parallel.remote_rows import RemoteJobs
 from bottega.diffusion.spec import ResolvedSpec, undrawable
-from bottega.errors import TooLarge
+from bottega.errors import MethodNotServed, TooLarge, Unavailable
 from bottega.planning import RowFractions, StepTimes
+from bottega.v1.activations_pb2 import BlockProfile
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 # Beyond a few times the size that it was made for a model draws nonsense, and attention grows with the square: one
@@ -144,6 +145,7 @@ class Engine:
                 self._forward.predict, peer, self.step_times, self.row_fractions, heartbeat or Heartbeat()
             )
         self._stepper = Stepper(self._forward, self._batcher, self._jobs_by_request, self.addons, self._pair)
+        self._beat = (heartbeat or Heartbeat()).beat
         self.remote_jobs = RemoteJobs(
             self._forward.predict,
             device=model.device,
@@ -179,14 +181,7 @@ class Engine:
         Raises InvalidRequest for one of which nothing can be drawn, TooLarge, naming the limit, and what an add-on
         raises that cannot serve it, Unavailable for instance.
         """
-        rules.refuse(list(undrawable(order.spec, self.model.size_multiple)))
-        pixels = order.spec.width * order.spec.height
-        if pixels > self.max_pixels:
-            raise TooLarge(
-                f"{order.spec.width}x{order.spec.height} are {pixels} pixels; this worker draws at most "
-                f"{self.max_pixels} (max_pixels)",
-                metadata={"limit": "max_pixels", "max_pixels": str(self.max_pixels)},
-            )
+        self._check_drawable(order.spec)
         self._waiting.append(_WaitingOrder(order=order, addons=open_parts(self.addons, order)))
 
     def cancel(self, key: Hashable) -> None:
@@ -251,6 +246,34 @@ class Engine:
         if self.turns == turns:
             self._readiness.wait(
                 [*(each.addons for each in self._waiting), *(job.addons for job in self._jobs.values())]
+            )
+
+    def profile_blocks(self, width: int, height: int) -> BlockProfile:
+        """Measures what the network's blocks take for edits of pictures of this size, 0 is the model's own.
+
+        Raises Unavailable while there is anything to draw, which would be measured as well and would wait for it;
+        InvalidRequest and TooLarge for a size that it does not draw; MethodNotServed where nothing is masked here.
+        """
+        if self.busy:
+            raise Unavailable("this worker draws pictures now; its blocks are measured while it has nothing to do")
+        defaults = self.model.defaults
+        width, height = width or defaults.width, height or defaults.height
+        self._check_drawable(ResolvedSpec(prompt="", width=width, height=height))
+        for addon in self.addons:
+            profile = addon.profile_blocks(width, height, self._beat)
+            if profile is not None:
+                return profile
+        raise MethodNotServed("this worker computes no masked blocks")
+
+    def _check_drawable(self, spec: ResolvedSpec) -> None:
+        """Raises as `submit` does."""
+        rules.refuse(list(undrawable(spec, self.model.size_multiple)))
+        pixels = spec.width * spec.height
+        if pixels > self.max_pixels:
+            raise TooLarge(
+                f"{spec.width}x{spec.height} are {pixels} pixels; this worker draws at most "
+                f"{self.max_pixels} (max_pixels)",
+                metadata={"limit": "max_pixels", "max_pixels": str(self.max_pixels)},
             )
 
     def _encode_next(self) -> Iterator[Event]:

@@ -22,7 +22,7 @@ from bottega.rpc.status import to_job_error
 from bottega.v1.engine_pb2 import EngineCommand, EngineEvent
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkResult
 from bottega.worker.config import EngineConfig
-from bottega.worker.engine.messages import beat_of, event_of, failed, ready_of, templates_of
+from bottega.worker.engine.messages import beat_of, event_of, failed, profile_of, ready_of, templates_of
 from bottega.worker.engine.orders import key_of, order_of
 from bottega.worker.engine.runtime import Runtime, load_runtime
 from bottega.worker.link_requests import LinkRequests
@@ -150,6 +150,8 @@ class WorkerEngineLoop:
                 self._engine.enable_previews(key_of(command.preview.attempt))
             case "templates":
                 self._send(templates_of(self._engine, command.templates))
+            case "profile":
+                self._send(profile_of(self._engine, command.profile))
             case "services":
                 self._engine.set_services(command.services.services)
 

@@ -25,6 +25,7 @@ from bottega.diffusion.engine.events import (
     LoraRecord,
     PairRecord,
 )
+from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.loras.addon import EngineLoras
 from bottega.errors import BottegaError
 from bottega.latents import format_start
@@ -112,6 +113,16 @@ def templates_of(engine: Engine, question: engine_pb2.EngineTemplatesRequest) ->
         answer.listed.used_bytes += listed.used_bytes
         answer.listed.budget_bytes += listed.budget_bytes
     return engine_pb2.EngineEvent(templates=answer)
+
+
+def profile_of(engine: Engine, question: engine_pb2.EngineProfileRequest) -> engine_pb2.EngineEvent:
+    """The answer to what an operator has asked to measure, or why it is not."""
+    answer = engine_pb2.EngineProfile(request=question.request)
+    try:
+        answer.profile.CopyFrom(engine.profile_blocks(question.profile.width, question.profile.height))
+    except Exception as error:  # noqa: BLE001 - the boundary of a command
+        answer.error.CopyFrom(to_job_error(to_job_failure(error)))
+    return engine_pb2.EngineEvent(profile=answer)
 
 
 def beat_of(runtime: Runtime, *, peer_links: int) -> engine_pb2.EngineEvent:

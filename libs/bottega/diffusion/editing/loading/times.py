@@ -15,6 +15,7 @@ from bottega.diffusion.editing.masked.work import BlockKind, BlockWork, blocks_o
 from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.rows import Row
 from bottega.planning import WorkCost, WorkFit
+from bottega.planning.cost import MAX_SHAPES
 from bottega.v1.activations_pb2 import BlockProfile
 
 Size = tuple[int, int]
@@ -43,7 +44,7 @@ class BlockTimes:
     def __init__(self, unet: UNet2DConditionModel, *, sparse: bool) -> None:
         self.fit = WorkFit()
         self._unet = unet
-        self._sparse = sparse
+        self.sparse = sparse
         self._maps = SparseMaps()
         self._tokens = TokenCache()
         self._blocks: dict[Size, tuple[BlockWork, ...]] = {}
@@ -54,7 +55,9 @@ class BlockTimes:
     def blocks(self, size: Size) -> tuple[BlockWork, ...]:
         """Those that are recorded, in order of execution."""
         if size not in self._blocks:
-            self._blocks[size] = blocks_of(self._unet, size, sparse=self._sparse)
+            if len(self._blocks) >= MAX_SHAPES:
+                self._blocks.clear()
+            self._blocks[size] = blocks_of(self._unet, size, sparse=self.sparse)
             self._full_flops[size] = sum(block.flops for block in blocks_of(self._unet, size))
         return self._blocks[size]
 
@@ -63,6 +66,8 @@ class BlockTimes:
         known = {block.name for block in self.blocks(size)}
         if known <= {block.name for block in profile.blocks} and len(profile.shares):
             self._profiles[size] = profile
+            while len(self._profiles) > MAX_SHAPES:
+                del self._profiles[next(iter(self._profiles))]
 
     def profile(self, size: Size) -> BlockProfile | None:
         """That which is used; None where there is none of this size."""

@@ -1,0 +1,227 @@
+"""Measures what each block of a network takes on this device: computed in full, and of masked tokens alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from time import perf_counter
+
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.upsampling import Upsample2D
+from torch import Tensor
+
+from bottega.diffusion.editing.masked.backbone import MaskedBackbone
+from bottega.diffusion.editing.masked.feature_maps import FeatureMaps, FullMaps, PackedTokens
+from bottega.diffusion.editing.masked.rows import MaskedActivations
+from bottega.diffusion.editing.masked.work import BlockWork
+from bottega.diffusion.editing.recordings.recording import StepRecorder
+from bottega.diffusion.editing.sparse import SparseMaps
+from bottega.diffusion.engine.encode import encode_prompts
+from bottega.diffusion.engine.forward import stack
+from bottega.diffusion.engine.request import Request
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.rows import Row, RowActivations
+from bottega.diffusion.spec import ResolvedSpec
+from bottega.v1.activations_pb2 import BlockCost, BlockProfile
+
+SHARES = (0.05, 0.2, 0.4)
+"""Of the tokens, a square in the middle of the picture."""
+
+# Of forwards alike, after one that pays for what is made once: the median of each block's times. A slow device makes
+# do with fewer.
+_FORWARDS = 7
+_ENOUGH_S = 5.0
+
+
+@torch.inference_mode()
+def measure_blocks(
+    model: Model, blocks: Sequence[BlockWork], size: tuple[int, int], *, sparse: bool, beat: Callable[[], None]
+) -> BlockProfile:
+    """One row. blocks: of a latent of this size, [height, width]. sparse: see SparseMaps. beat: see Heartbeat."""
+    measurement = _Measurement(model, blocks, size, sparse=sparse, beat=beat)
+    full, forward_s = measurement.seconds(SHARES[0], recorded=False)
+    masked = [measurement.seconds(share, recorded=True)[0] for share in SHARES]
+    height, width = size
+    costs = [
+        BlockCost(
+            name=block.name,
+            size_bytes=block.size_bytes,
+            full_s=full[block.name],
+            masked_s=[each[block.name] for each in masked],
+        )
+        for block in blocks
+    ]
+    return BlockProfile(
+        model_hash=model.digest,
+        dtype=model.dtype_name,
+        width=width * model.latent_scale,
+        height=height * model.latent_scale,
+        shares=SHARES,
+        blocks=costs,
+        forward_s=forward_s,
+        about=f"one row on {_device_name(model.device)}, torch {torch.__version__}, {torch.get_num_threads()} threads",
+    )
+
+
+class _Clock:
+    """RecordedActivations of a row that is measured. seconds: by module, of those that began since `start`."""
+
+    def __init__(self, outputs: Mapping[str, Tensor], blocks: Sequence[BlockWork], beat: Callable[[], None]) -> None:
+        self.seconds: dict[str, float] = {}
+        self.waited_s = 0.0
+        self.reused: Collection[str] = ()
+        self._outputs = outputs
+        self._owners = {name: block.name for block in blocks for name in block.names}
+        self._beat = beat
+        self._running = ""
+        self._since_s = 0.0
+
+    def start(self) -> None:
+        """A forward begins."""
+        self.seconds, self._running, self._since_s = {}, "", perf_counter()
+
+    def mark(self, module: str) -> None:
+        """This one begins, and the one before has ended."""
+        self._beat()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now_s = perf_counter()
+        self.seconds[self._running] = self.seconds.get(self._running, 0.0) + now_s - self._since_s
+        self._running, self._since_s = module, now_s
+
+    def get(self, name: str) -> Tensor | None:
+        module = self._owners.get(name, self._running)
+        if module != self._running:
+            self.mark(module)
+        return self._outputs.get(name)
+
+    def put(self, name: str, output: Tensor) -> None:
+        """Nothing is recorded."""
+
+
+class _TimedMaps:
+    """FeatureMaps with a mark before each of their operations."""
+
+    def __init__(self, maps: FeatureMaps, clock: _Clock) -> None:
+        self._maps = maps
+        self._clock = clock
+
+    def conv_in(self, unet: UNet2DConditionModel, sample: Tensor, forward: MaskedActivations) -> Tensor:
+        return self._maps.conv_in(unet, sample, forward)
+
+    def resnet(self, resnet: ResnetBlock2D, path: str, parts: Sequence[Tensor], forward: MaskedActivations) -> Tensor:
+        self._clock.mark(path)
+        return self._maps.resnet(resnet, path, parts, forward)
+
+    def downsample(self, downsampler: Downsample2D, path: str, hidden: Tensor, forward: MaskedActivations) -> Tensor:
+        self._clock.mark(path)
+        return self._maps.downsample(downsampler, path, hidden, forward)
+
+    def upsample(
+        self, upsampler: Upsample2D, path: str, hidden: Tensor, forward: MaskedActivations, *, size: torch.Size | None
+    ) -> Tensor:
+        self._clock.mark(path)
+        return self._maps.upsample(upsampler, path, hidden, forward, size=size)
+
+    def tokens_in(
+        self, transformer: Transformer2DModel, path: str, hidden: Tensor, forward: MaskedActivations
+    ) -> Tensor:
+        self._clock.mark(f"{path}.proj_in")
+        return self._maps.tokens_in(transformer, path, hidden, forward)
+
+    def tokens_out(
+        self,
+        transformer: Transformer2DModel,
+        path: str,
+        packed: PackedTokens,
+        hidden: Tensor,
+        forward: MaskedActivations,
+    ) -> Tensor:
+        return self._maps.tokens_out(transformer, path, packed, hidden, forward)
+
+    def conv_out(self, unet: UNet2DConditionModel, hidden: Tensor, forward: MaskedActivations) -> Tensor:
+        self._clock.mark("conv_out")
+        return self._maps.conv_out(unet, hidden, forward)
+
+
+class _Measurement:
+    """See `measure_blocks`."""
+
+    def __init__(
+        self,
+        model: Model,
+        blocks: Sequence[BlockWork],
+        size: tuple[int, int],
+        *,
+        sparse: bool,
+        beat: Callable[[], None],
+    ) -> None:
+        self._blocks = blocks
+        self._size = size
+        self._beat = beat
+        self._unet = model.backbone.unet
+        self._maps: FeatureMaps = SparseMaps() if sparse else FullMaps()
+        self._row = _row(model, size)
+        recorder = StepRecorder()
+        self._run(MaskedBackbone(self._unet, maps=self._maps, beat=beat), RowActivations(sink=recorder))
+        self._outputs = recorder.outputs
+
+    def seconds(self, share: float, *, recorded: bool) -> tuple[dict[str, float], float]:
+        """Of each block, and of the whole forward: medians. recorded: whether anything can be taken; else all is
+        computed, by the code that looks for what is recorded."""
+        clock = _Clock(self._outputs if recorded else {}, self._blocks, self._beat)
+        backbone = MaskedBackbone(self._unet, maps=_TimedMaps(self._maps, clock))
+        edit = RowActivations(computed=_square(self._size, share), share=share, recorded=clock)
+        measured = list(self._forwards(backbone, edit, clock))
+        blocks = {block.name: median(each.get(block.name, 0.0) for each in measured) for block in self._blocks}
+        return blocks, median(sum(each.values()) for each in measured)
+
+    def _forwards(self, backbone: MaskedBackbone, edit: RowActivations, clock: _Clock) -> Iterator[dict[str, float]]:
+        self._run(backbone, edit)
+        began_s = perf_counter()
+        for _ in range(_FORWARDS):
+            clock.start()
+            self._run(backbone, edit)
+            clock.mark("")
+            yield clock.seconds
+            if perf_counter() - began_s > _ENOUGH_S:
+                return
+
+    def _run(self, backbone: MaskedBackbone, edit: RowActivations) -> None:
+        activations = backbone.begin(stack([replace(self._row, activations=edit)]))
+        for block in backbone.blocks:
+            block.run(activations)
+        backbone.finish(activations)
+
+
+def _row(model: Model, size: tuple[int, int]) -> Row:
+    """Of a picture without a prompt."""
+    height, width = (side * model.latent_scale for side in size)
+    spec = ResolvedSpec(prompt="", num_inference_steps=2, guidance_scale=1.0, width=width, height=height)
+    return Request(model, spec, encode_prompts(model, spec)).rows()[0]
+
+
+def _square(size: tuple[int, int], share: float) -> Tensor:
+    """A map that computes about this share, in the middle: bool [height, width]."""
+    computed = torch.zeros(size, dtype=torch.bool)
+    (top, rows), (left, columns) = (_middle(length, share) for length in size)
+    computed[top : top + rows, left : left + columns] = True
+    return computed
+
+
+def _middle(length: int, share: float) -> tuple[int, int]:
+    part = max(1, round(length * math.sqrt(share)))
+    return (length - part) // 2, part
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device)
+    name: str = torch.cuda.get_device_name(device)
+    return name

@@ -1,0 +1,62 @@
+"""What blocks take, measured one by one on this device."""
+
+from __future__ import annotations
+
+import pytest
+
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.spec import ResolvedSpec
+from bottega.errors import InvalidRequest, MethodNotServed, TooLarge, Unavailable
+from tests.samples.masked_edits import EditDesk
+
+SIZE = (16, 16)
+
+
+def test_every_block_is_measured_in_full_and_at_each_share(model: Model) -> None:
+    desk = EditDesk(model)
+    profile = desk.engine.profile_blocks(0, 0)
+    blocks = desk.edits.times.blocks(SIZE)
+    assert [block.name for block in profile.blocks] == [block.name for block in blocks]
+    assert [block.size_bytes for block in profile.blocks] == [block.size_bytes for block in blocks]
+    assert list(profile.shares) == [0.05, 0.2, 0.4]
+    for block in profile.blocks:
+        assert block.full_s > 0
+        assert len(block.masked_s) == 3
+        assert all(seconds > 0 for seconds in block.masked_s)
+    assert sum(block.full_s for block in profile.blocks) <= profile.forward_s * 1.2
+    assert (profile.width, profile.height) == (64, 64)
+    assert (profile.model_hash, profile.dtype) == (model.digest, "float32")
+
+
+def test_masked_tokens_take_less_at_large_sizes(model: Model) -> None:
+    profile = EditDesk(model).engine.profile_blocks(256, 256)
+    full_s = sum(block.full_s for block in profile.blocks)
+    least, middle, most = (sum(block.masked_s[place] for block in profile.blocks) for place in range(3))
+    assert least < middle < most < full_s
+
+
+def test_plans_count_with_what_was_measured_of_this_size_alone(model: Model) -> None:
+    desk = EditDesk(model)
+    times = desk.edits.times
+    profile = desk.engine.profile_blocks(64, 64)
+    assert times.profile(SIZE) == profile
+    assert times.profile((32, 32)) is None
+    full_s, known = times.full_s(SIZE), [block.full_s for block in profile.blocks]
+    scale = full_s[0] / known[0]
+    assert full_s == pytest.approx([scale * seconds for seconds in known])
+
+
+def test_what_cannot_be_measured_is_refused(model: Model) -> None:
+    desk = EditDesk(model)
+    with pytest.raises(InvalidRequest, match="width"):
+        desk.engine.profile_blocks(63, 64)
+    with pytest.raises(TooLarge, match="max_pixels"):
+        desk.engine.profile_blocks(8192, 8192)
+    with pytest.raises(MethodNotServed, match="keeps no activations"):
+        EditDesk(model, mib=0).engine.profile_blocks(0, 0)
+    desk.submit(
+        EngineOrder(key="plain", spec=ResolvedSpec(prompt="a star", num_inference_steps=4, width=64, height=64))
+    )
+    with pytest.raises(Unavailable, match="draws pictures now"):
+        desk.engine.profile_blocks(0, 0)
