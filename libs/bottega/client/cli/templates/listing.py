@@ -15,6 +15,8 @@ from bottega.v1.activations_pb2 import Template
 _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86_400.0
 # Of a template, whose names fit beside its other facts.
 _MOST_NAMES = 2
+# What a template was drawn with is read from the disk when an edit asks: next to nothing beside its activations.
+_WHOLE = 0.99
 _TITLES = {kinds.ACTIVATIONS: "store", kinds.WORKER: "worker"}
 
 _NOTHING_YET = (
@@ -112,7 +114,7 @@ def _places(known: KnownTemplate) -> Iterator[str]:
     record = known.record
     if known.store:
         in_memory = record.memory_bytes / record.size_bytes if record.size_bytes else 1.0
-        yield "memory" if in_memory >= 1 else f"memory {_share(in_memory)}" if in_memory else "disk"
+        yield "memory" if in_memory >= _WHOLE else f"memory {_share(in_memory)}" if in_memory else "disk"
     if len(known.workers) > _MOST_NAMES:
         yield f"{len(known.workers)} workers"
     else:
