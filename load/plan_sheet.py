@@ -15,7 +15,7 @@ import PIL.Image
 
 from bottega.client import Client
 from bottega.client.addons.templates.block_worth import HALVES, masked_s, nearest_share
-from bottega.planning.block_loading import BlockCost, LoadPlan, plan_steps
+from bottega.planning.block_loading import BlockCost, StepPlan, plan_steps
 from bottega.v1.activations_pb2 import BlockProfile
 from load.plan_drawing import Bar, PlanSheet, draw_plan
 
@@ -84,7 +84,7 @@ def sheet_of(profile: BlockProfile, name: str, *, share: float, rate: float) -> 
     )
 
 
-def _taken(plans: Sequence[LoadPlan], steps: Sequence[Sequence[BlockCost]]) -> str:
+def _taken(plans: Sequence[StepPlan], steps: Sequence[Sequence[BlockCost]]) -> str:
     """Such as "61 and 58", of the blocks that have a recording."""
     counts = [
         sum(taken and block.load_s > 0 for taken, block in zip(plan.takes, blocks, strict=True))

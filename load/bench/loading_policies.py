@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from bottega.diffusion.editing.loading.planner import EditReader, LoadPlanner, LoadPolicy
 from bottega.diffusion.editing.loading.times import BlockTimes
 from bottega.diffusion.editing.recordings.source import ActivationSource
-from bottega.planning import BlockCost, LoadPlan
+from bottega.planning import BlockCost, StepPlan
 from bottega.planning.block_loading import follow
 from load.bench.greedy_loading import decide_one_by_one
 
@@ -42,9 +42,9 @@ def planners(source: ActivationSource, times: BlockTimes) -> Mapping[str, LoadPl
     }
 
 
-def _one_by_one(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> list[LoadPlan]:
+def _one_by_one(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> list[StepPlan]:
     return follow(steps, decide_one_by_one(steps, load_busy_s=load_busy_s), load_busy_s=load_busy_s)
 
 
-def _everything(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> list[LoadPlan]:
+def _everything(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> list[StepPlan]:
     return follow(steps, [True] * sum(map(len, steps)), load_busy_s=load_busy_s)

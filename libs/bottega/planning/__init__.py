@@ -3,7 +3,7 @@
 The gateway's scheduler and the worker's engine decide by the same functions, so that they agree.
 """
 
-from bottega.planning.block_loading import BlockCost, LoadPlan, least_end_s, plan_step, plan_steps
+from bottega.planning.block_loading import BlockCost, StepPlan, least_end_s, plan_step, plan_steps
 from bottega.planning.cost import Shape, StepTimes
 from bottega.planning.eviction import (
     FIFO,
@@ -55,7 +55,7 @@ __all__ = [
     "EvictionHeap",
     "EvictionPolicy",
     "LengthClass",
-    "LoadPlan",
+    "StepPlan",
     "PredictorRates",
     "PredictorSwitch",
     "QualitySample",

@@ -43,7 +43,7 @@ class BlockCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPlan:
+class StepPlan:
     """A step's plan. Times count from now, which is the beginning of the first step that was planned.
 
     takes: by block, whether it takes what was recorded. compute_s: when its last block ends. load_s: when the load
@@ -56,14 +56,14 @@ class LoadPlan:
     waits_s: tuple[float, ...]
 
 
-def plan_step(blocks: Sequence[BlockCost], *, load_busy_s: float = 0.0) -> LoadPlan:
+def plan_step(blocks: Sequence[BlockCost], *, load_busy_s: float = 0.0) -> StepPlan:
     """The plan of one step that ends first; exact. See `plan_steps`."""
     return plan_steps([blocks], load_busy_s=load_busy_s, most_states=None)[0]
 
 
 def plan_steps(
     steps: Sequence[Sequence[BlockCost]], *, load_busy_s: float = 0.0, most_states: int | None = MOST_STATES
-) -> list[LoadPlan]:
+) -> list[StepPlan]:
     """The plans with which the last of these steps ends first: the load stream runs on from step to step.
 
     load_busy_s: when the load stream is free, from now. Below 0 it is ahead of computing by as much: what of these
@@ -91,7 +91,7 @@ def least_end_s(steps: Sequence[Sequence[BlockCost]], *, load_busy_s: float = 0.
     return LoadingBound(costs, load_busy_s).least_s
 
 
-def follow(steps: Sequence[Sequence[BlockCost]], takes: Sequence[bool], *, load_busy_s: float = 0.0) -> list[LoadPlan]:
+def follow(steps: Sequence[Sequence[BlockCost]], takes: Sequence[bool], *, load_busy_s: float = 0.0) -> list[StepPlan]:
     """What a choice comes to. takes: by block, of all steps; as many as there are."""
     choice = iter(takes)
     compute_s, load_s = 0.0, load_busy_s
@@ -106,7 +106,7 @@ def follow(steps: Sequence[Sequence[BlockCost]], takes: Sequence[bool], *, load_
             compute_s += wait_s + block.masked_s if take else block.full_s
             taken.append(take)
             waits_s.append(wait_s)
-        plans.append(LoadPlan(takes=tuple(taken), compute_s=compute_s, load_s=load_s, waits_s=tuple(waits_s)))
+        plans.append(StepPlan(takes=tuple(taken), compute_s=compute_s, load_s=load_s, waits_s=tuple(waits_s)))
     return plans
 
 

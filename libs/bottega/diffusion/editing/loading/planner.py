@@ -18,7 +18,7 @@ from bottega.diffusion.editing.recordings.recording import StepKey
 from bottega.diffusion.editing.recordings.source import ActivationSource
 from bottega.diffusion.editing.recordings.step import RecordedStep
 from bottega.diffusion.editing.recordings.step_loads import StepLoads
-from bottega.planning import BlockCost, LoadPlan, plan_steps
+from bottega.planning import BlockCost, StepPlan, plan_steps
 
 # Requests are made for so much at once, in the order of use of all rows: the tensors of one block of SDXL are some MiB.
 _REQUEST_BYTES = 2 << 20
@@ -96,7 +96,7 @@ class _Turn:
         self.seconds = [total + own for total, own in zip(self.seconds, seconds, strict=True)]
 
 
-def choose_plans(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> list[LoadPlan]:
+def choose_plans(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> list[StepPlan]:
     """Those that end first."""
     return plan_steps(steps, load_busy_s=load_busy_s)
 
@@ -111,7 +111,7 @@ class LoadPolicy:
     patience: how long a block is waited for, in times of what computing it takes.
     """
 
-    choose: Callable[[Sequence[Sequence[BlockCost]], float], list[LoadPlan]] = choose_plans
+    choose: Callable[[Sequence[Sequence[BlockCost]], float], list[StepPlan]] = choose_plans
     turns: int = 3
     patience: float = 1.0
 
@@ -197,7 +197,7 @@ def _costs(blocks: Sequence[BlockWork], turn: _Turn, rate: float) -> list[BlockC
     return costs
 
 
-def _decide(blocks: Sequence[BlockWork], turn: _Turn, plan: LoadPlan, patience_s: Sequence[float]) -> None:
+def _decide(blocks: Sequence[BlockWork], turn: _Turn, plan: StepPlan, patience_s: Sequence[float]) -> None:
     """Keeps what the rows of a turn take, and requests it in the order of use. patience_s: by block."""
     wanted: list[tuple[RecordedStep, Sequence[str]]] = []
     loads = [new.row.decide(_seconds(new, plan)) for new in turn.new]
@@ -212,7 +212,7 @@ def _decide(blocks: Sequence[BlockWork], turn: _Turn, plan: LoadPlan, patience_s
         step.request(names)
 
 
-def _seconds(new: _New, plan: LoadPlan) -> list[float]:
+def _seconds(new: _New, plan: StepPlan) -> list[float]:
     """What a row takes by the plan, by block."""
     return [
         full_s if away and not takes else masked_s
