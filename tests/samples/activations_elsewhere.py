@@ -15,6 +15,7 @@ class StepElsewhere:
     """A RecordedStep. requested: names, in order. comes: whether one that was requested is there when waited for."""
 
     writable = False
+    mapped = False
     held_bytes = 0
 
     def __init__(self, step: MemoryStep, comes: Callable[[str], bool]) -> None:

@@ -12,6 +12,8 @@ _FIRST_BYTES_PER_S = 500e6
 # Seconds of loading after which a measurement counts for a third of what it did.
 _RECENT_S = 2.0
 _LEAST_S = 1e-6
+# Seconds without any load after which it is guessed again: a pace that was slow once would keep everybody from loading.
+_FORGOTTEN_S = 10.0
 
 EVENTS = (
     "loads",
@@ -38,6 +40,7 @@ class LoadMeter:
         self._seconds = {"load_ms": 0.0, "wait_ms": 0.0}
         self._recent_bytes = 0.0
         self._recent_s = 0.0
+        self._came_at = -_FORGOTTEN_S
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -48,9 +51,9 @@ class LoadMeter:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of late, while something was being loaded; a guess before."""
+        """Of late, while something was being loaded; a guess before, and where that is long ago."""
         with self._lock:
-            if not self._recent_bytes:
+            if not self._recent_bytes or self._clock() - self._came_at >= _FORGOTTEN_S:
                 return _FIRST_BYTES_PER_S
             return self._recent_bytes / max(self._recent_s, _LEAST_S)
 
@@ -62,6 +65,7 @@ class LoadMeter:
     def came(self, size_bytes: int, seconds: float) -> None:
         """So much has come, for which so long was waited: seconds in which nothing else came of the same link."""
         with self._lock:
+            self._came_at = self._clock()
             self._counts["load_bytes"] += size_bytes
             self._seconds["load_ms"] += seconds
             kept = max(0.0, 1 - seconds / _RECENT_S) if self._recent_s > _RECENT_S else 1.0

@@ -105,6 +105,10 @@ class StoredStep:
         return self._held_bytes
 
     @property
+    def mapped(self) -> bool:
+        return self.link.shares and self.section.in_memory
+
+    @property
     def whole(self) -> bool:
         """Whether all of it is here."""
         return len(self._tensors) == len(self._names)

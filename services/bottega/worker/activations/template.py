@@ -30,13 +30,14 @@ _PROMPT = re.compile("([0-9a-f]{64})?")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredSection:
-    """One forward that the store has. digest: of its bytes, hex. valid: see Recording."""
+    """One forward that the store has. digest: of its bytes, hex. valid: see Recording. in_memory: of the store."""
 
     key: StepKey
     digest: str
     layout: SectionLayout
     valid: Tensor
     prompt: str
+    in_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,6 +114,7 @@ def _section(info: SectionInfo, layouts: Sequence[SectionLayout], maps: Sequence
         layout=layouts[info.layout],
         valid=maps[info.map],
         prompt=info.prompt,
+        in_memory=info.in_memory,
     )
 
 

@@ -115,6 +115,15 @@ def test_a_slow_store_is_asked_for_some_blocks_alone_and_the_picture_is_the_same
     assert_close(slow, in_full, FLOAT16)
 
 
+def test_all_is_taken_of_what_this_host_has_however_slow_loads_have_been(desk: LoadingDesk) -> None:
+    from_memory = desk.draw(SECOND)
+    for step in desk.move(load_bytes_per_s=1.0):
+        step.mapped = True
+    mapped = desk.draw(replace(SECOND, key="mapped"))
+    assert_close(mapped, from_memory, atol=0)
+    assert load_counts(desk)[1] == 0
+
+
 def test_requests_come_in_the_order_of_use_and_once(desk: LoadingDesk) -> None:
     steps = desk.move()
     desk.draw(SECOND)

@@ -191,7 +191,8 @@ def _costs(blocks: Sequence[BlockWork], turn: _Turn, rate: float) -> list[BlockC
         least_s = turn.seconds[place] + sum(new.masked_s[place] for new in turn.new)
         away = [new for new in turn.new if new.away[place]]
         saved_s = sum(new.full_s[place] - new.masked_s[place] for new in away)
-        load_bytes = sum(new.row.step.bytes_of(name) for new in away for name in new.away[place])
+        loaded = [new for new in away if not new.row.step.mapped]
+        load_bytes = sum(new.row.step.bytes_of(name) for new in loaded for name in new.away[place])
         full_s = least_s + max(0.0, saved_s)
         costs.append(BlockCost(name=block.name, full_s=full_s, masked_s=least_s, load_s=load_bytes / rate))
     return costs

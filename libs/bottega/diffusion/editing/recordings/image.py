@@ -254,7 +254,7 @@ class ImageReader:
     @property
     def outstanding_bytes(self) -> int:
         """See EditReader."""
-        return sum(loads.outstanding_bytes for loads in self.loads.values())
+        return sum(loads.outstanding_bytes for loads in self.loads.values() if not loads.step.mapped)
 
     def close(self) -> None:
         """The job is over: what was requested for it is not needed any more."""

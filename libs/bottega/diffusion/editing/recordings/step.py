@@ -40,6 +40,11 @@ class RecordedStep(Protocol):
         """Whether its tensors may be written to."""
         ...
 
+    @property
+    def mapped(self) -> bool:
+        """Whether what is requested is memory of this host, which comes at once and keeps no stream of loads busy."""
+        ...
+
     def bytes_of(self, name: str) -> int:
         """Of one of its names, wherever it is; 0 for another one."""
         ...
@@ -65,6 +70,7 @@ class MemoryStep:
     """All of a forward in this process. outputs: by name, float16, on the CPU, in the order of `names`."""
 
     writable = True
+    mapped = False
 
     def __init__(self, *, valid: Tensor, outputs: Mapping[str, Tensor], prompt: str = "") -> None:
         self.valid = valid
