@@ -344,6 +344,16 @@ def test_one_worker_records_a_bounded_number_at_once(tmp_path: Path) -> None:
         assert answer(store, "template 70", link="other").record
 
 
+def test_a_worker_may_send_many_templates_one_after_the_other(tmp_path: Path) -> None:
+    with running_store(tmp_path) as store:
+        for number in range(200):
+            send_sections(store, f"template {number}", range(2))
+            store.complete(recording_header(f"template {number}"), drawn_of("x"), "worker")
+        assert store.flush(WAIT_S)
+        assert store.statistics().templates == 200
+        assert (store.statistics().waiting, store.statistics().waiting_bytes) == (0, 0)
+
+
 def test_nothing_is_recorded_without_a_budget(tmp_path: Path) -> None:
     with running_store(tmp_path, disk_budget_bytes=0) as store:
         assert not answer(store, "cat").record

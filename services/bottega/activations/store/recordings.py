@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from bottega.activations.template import SectionKey, StoredSection
 
-# Of one worker, which has some tens of jobs under way.
+# Of one worker, which has some tens of jobs under way. What was sent whole only waits to be written.
 _MOST_OF_A_LINK = 64
 
 
@@ -120,7 +120,7 @@ class PendingRecordings:
         return found
 
     def _count(self, link: Hashable) -> int:
-        return sum(each.link == link for each in self._pending.values())
+        return sum(each.link == link and not each.complete for each in self._pending.values())
 
     def _is_idle(self, pending: PendingRecording) -> bool:
         return self._now() - pending.seen_s > self._idle_s

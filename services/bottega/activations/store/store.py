@@ -202,8 +202,15 @@ class ActivationStore:
         template = self._table.get(header.key)
         if template is not None and template.recording == header.recording:
             return
+        size_bytes = drawn.size_bytes if drawn is not None else 0
+        reason = self._writer.reserve(size_bytes, is_end=True)
+        if reason is not None:
+            self._recordings.abandon(header.recording, link)
+            self._counts.drop(reason)
+            return
         pending = self._recordings.complete(header.key, header.recording, link)
         if pending is None:
+            self._writer.unreserve(size_bytes)
             self._counts.drop(DropReason.NOT_GRANTED)
         else:
             self._writer.complete(pending, header, drawn)

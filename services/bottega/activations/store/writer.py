@@ -22,6 +22,9 @@ from bottega.sections import DrawnTensors
 from bottega.storage.store_thread import StoreThread
 from bottega.v1.activations_pb2 import RecordingHeader
 
+# For ends of recordings, of half a MiB each: without it the last section that waits would cost the whole template.
+_SPARE_BYTES = 64 << 20
+
 _log = logging.getLogger(__name__)
 
 
@@ -83,12 +86,16 @@ class ActivationWriter:
             return False
         return self._loaded and not self._trouble
 
-    def reserve(self, size_bytes: int) -> DropReason | None:
-        """Room for a section of so many bytes, until `write` or `unreserve`; or why there is none."""
+    def reserve(self, size_bytes: int, *, is_end: bool = False) -> DropReason | None:
+        """Room for so many bytes, until they are written; or why there is none.
+
+        is_end: of a recording, whose sections are here already: it may wait where no further section may.
+        """
         if self._trouble:
             return DropReason.TROUBLE
+        most_bytes = self._settings.max_waiting_bytes + (_SPARE_BYTES if is_end else 0)
         with self._lock:
-            if self._waiting and self._waiting_bytes + size_bytes > self._settings.max_waiting_bytes:
+            if self._waiting and self._waiting_bytes + size_bytes > most_bytes:
                 return DropReason.BUSY
             self._waiting += 1
             self._waiting_bytes += size_bytes
@@ -105,7 +112,7 @@ class ActivationWriter:
         self._thread.post(lambda: self._write(incoming))
 
     def complete(self, pending: PendingRecording, header: RecordingHeader, drawn: DrawnTensors | None) -> None:
-        """Has a template made of what was recorded, when its sections are written."""
+        """Has a template made of what was recorded, when its sections are written. Room was reserved for `drawn`."""
         self._thread.post(lambda: self._complete(pending, header, drawn))
 
     def forget(self, pending: PendingRecording) -> None:
@@ -181,6 +188,7 @@ class ActivationWriter:
             self._fail(error)
         finally:
             self._recordings.remove(pending)
+            self.unreserve(drawn.size_bytes if drawn is not None else 0)
 
     def _note(self, reason: DropReason | None) -> None:
         if reason is not None:
