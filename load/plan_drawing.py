@@ -18,7 +18,7 @@ _LEFT, _RIGHT, _TOP = 170, 40, 40
 _TITLE, _TEXT, _SMALL = 34, 24, 21
 _LANE, _LANE_GAP, _BAR, _BAR_GAP = 74, 62, 34, 18
 _INK, _FAINT, _PAPER, _ARROW = "#1f2430", "#5d6675", "#ffffff", "#bcd3ec"
-_MASKED, _FULL, _REST, _WAIT, _OTHER = "#3a9d5d", "#e08a2e", "#8790a0", "#dfe3e9", "#c3c9d3"
+_MASKED, _FULL, _WAIT, _OTHER = "#3a9d5d", "#e08a2e", "#dfe3e9", "#c3c9d3"
 # Of what is loaded, by step: the stream runs on from one to the next.
 _LOADED = ("#4a90d9", "#2c66ad")
 _LEAST_TICKS = 6
@@ -26,7 +26,6 @@ _LEGEND = {
     _LOADED[0]: "a block's recording is loaded",
     _MASKED: "its masked part is computed",
     _FULL: "a block is computed in full",
-    _REST: "in no block",
     _WAIT: "computing waits",
 }
 
@@ -82,8 +81,9 @@ def _spans(sheet: PlanSheet) -> Iterator[Iterator[_Span]]:
             computed_s = begin_s + (block.masked_s if taken else block.full_s)
             load = (loaded_s, loaded_s + block.load_s) if taken and block.load_s else None
             loaded_s = load[1] if load else loaded_s
-            colour = _FULL if not taken else _MASKED if block.masked_s < block.full_s else _REST
-            spans.append(_Span(colour=colour, load=load, compute=(begin_s, computed_s), wait_s=wait_s))
+            spans.append(
+                _Span(colour=_MASKED if taken else _FULL, load=load, compute=(begin_s, computed_s), wait_s=wait_s)
+            )
         yield iter(spans)
 
 
@@ -128,8 +128,9 @@ class _Drawing:
     def _legend(self) -> None:
         left, top = _LEFT, self._load_top - 78
         spans = [span for each in self._spans for span in each]
-        waits = any(self._x(span.wait_s) - _LEFT > 1 for span in spans)
-        drawn = {_LOADED[0], *(span.colour for span in spans), *([_WAIT] if waits else [])}
+        seen_s = self._end_s / (WIDTH - _LEFT - _RIGHT)
+        drawn = {span.colour for span in spans if span.compute[1] - span.compute[0] > seen_s}
+        drawn |= {_LOADED[0], *([_WAIT] if any(span.wait_s > seen_s for span in spans) else [])}
         for colour, label in _LEGEND.items():
             if colour not in drawn:
                 continue
@@ -171,7 +172,7 @@ class _Drawing:
         for number, spans in enumerate(self._spans, 1):
             end_s = spans[-1].compute[1]
             x, bottom = self._x(end_s), self._compute_top + _LANE
-            for y in range(self._load_top - 8, bottom + 40, 10):
+            for y in range(self._load_top - 8, bottom + 4, 10):
                 self._pen.line([x * _SCALE, y * _SCALE, x * _SCALE, (y + 5) * _SCALE], fill=_INK, width=_SCALE)
             self._text((x, bottom + 46), f"step {number} is done after {end_s * 1e3:.0f} ms", _SMALL, anchor="ra")
 

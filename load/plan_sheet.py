@@ -25,9 +25,9 @@ _SLOWNESS = 1.6
 
 
 def step_of(profile: BlockProfile, *, share: float, bytes_per_s: float) -> list[BlockCost]:
-    """The blocks of one edit's step, both halves of guidance at once, and what is in no block behind them."""
+    """The blocks of one edit's step, both halves of guidance at once. What is in no block is left out: it is little."""
     column = nearest_share(profile, share)
-    blocks = [
+    return [
         BlockCost(
             name=block.name,
             full_s=HALVES * block.full_s,
@@ -36,8 +36,6 @@ def step_of(profile: BlockProfile, *, share: float, bytes_per_s: float) -> list[
         )
         for block in profile.blocks
     ]
-    rest_s = max(0.0, HALVES * profile.forward_s - sum(block.full_s for block in blocks))
-    return [*blocks, BlockCost(name="rest", full_s=rest_s, masked_s=rest_s)]
 
 
 def in_order(steps: Sequence[Sequence[BlockCost]]) -> float:
@@ -67,12 +65,14 @@ def sheet_of(profile: BlockProfile, name: str, *, share: float, rate: float) -> 
     plans = plan_steps(steps)
     measured = profile.shares[nearest_share(profile, share)]
     step_mb = HALVES * sum(block.size_bytes for block in profile.blocks) / 1e6
-    model = f"{name}, {profile.width}x{profile.height} pixels, {measured:.0%} of the image computed"
+    edit = (
+        f"One edit of {profile.width}x{profile.height} pixels, {measured:.0%} of them computed, both halves of guidance"
+    )
     pace = f"{step_mb:.0f} MB of recordings a step, loaded at {rate / 1e6:.0f} MB/s"
-    taken = f"Of {len(profile.blocks)} blocks of a step the plan takes {_taken(plans, steps)} from recordings"
+    taken = f"of {len(profile.blocks)} blocks the plan takes {_taken(plans, steps)} from recordings"
     return PlanSheet(
         title="The plan of one edit: recordings are loaded while blocks are computed",
-        subtitle=(f"{model}, both halves of guidance: {pace}.", f"{taken}. Measured by bottega templates profile."),
+        subtitle=(f"{name}, measured by bottega templates profile.", f"{edit}; {pace};", f"{taken}."),
         steps=steps,
         plans=plans,
         bars=(
@@ -110,7 +110,7 @@ def main() -> None:
         measured = client.profile_blocks()
     rate = bytes_per_s(measured.profile, share=options.share, slowness=options.slowness)
     sheet = sheet_of(measured.profile, options.name or measured.model, share=options.share, rate=rate)
-    draw_plan(sheet).quantize(64, dither=PIL.Image.Dither.NONE).save(options.file, optimize=True)
+    draw_plan(sheet).quantize(256, dither=PIL.Image.Dither.NONE).save(options.file, optimize=True)
     print(options.file)
 
 

@@ -106,7 +106,9 @@ def masked_s(block: BlockCost, column: int) -> float:
 
 
 def _kept(blocks: Sequence[BlockCost], column: int, budget_bytes: int | None) -> Set[str]:
-    """As engines choose them: none that saves nothing. budget_bytes: of one forward; None is without bound."""
+    """As engines choose them: all, where all have room. budget_bytes: of one forward; None is without bound."""
+    if budget_bytes is None or sum(block.size_bytes for block in blocks) <= budget_bytes:
+        return {block.name for block in blocks}
     values = [
         BlockValue(name=block.name, saved_s=_saved_s(block, column), size_bytes=block.size_bytes) for block in blocks
     ]

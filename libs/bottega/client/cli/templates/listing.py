@@ -139,7 +139,8 @@ def _share(share: float) -> str:
 
 
 def _room(used_bytes: int, budget_bytes: int) -> str:
-    return f"{size_text(used_bytes)} of {size_text(budget_bytes)}" if budget_bytes else "nothing"
+    used = size_text(used_bytes) if used_bytes else "0"
+    return f"{used} of {size_text(budget_bytes)}" if budget_bytes else "nothing"
 
 
 def _ago(seconds: float) -> str:

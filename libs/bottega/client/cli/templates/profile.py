@@ -106,9 +106,9 @@ def _row(group: BlockGroup) -> tuple[str, ...]:
     return (
         _SUFFIX.sub("", group.name) + (f" x{group.blocks}" if group.blocks > 1 else ""),
         size_text(group.size_bytes),
-        f"{group.full_s * 1e3:.3g}",
-        f"{group.masked_s * 1e3:.3g}",
-        f"{group.saved_s_per_mib * 1e3:.3g}",
+        _three_digits(group.full_s * 1e3),
+        _three_digits(group.masked_s * 1e3),
+        _three_digits(group.saved_s_per_mib * 1e3),
         kept,
     )
 
@@ -127,7 +127,7 @@ def _facts(found: BlockWorth, profile: BlockProfile, steps: int, budget_bytes: i
 
 def _kept(found: BlockWorth, budget_bytes: int) -> str:
     if not budget_bytes:
-        return "none for a template (template_mib): all that saves time is kept, while the store has room"
+        return "none for a template (template_mib): every block is kept, while the store has room"
     kept = f"{found.kept} of {found.blocks} blocks, {size_text(found.kept_bytes)}"
     return f"{size_text(budget_bytes)} for a template keeps {kept}: {share_text(found.kept_share)} of what all save"
 
@@ -152,4 +152,9 @@ def _name(profile: BlockProfile, served: Mapping[str, Model]) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{_three_digits(seconds * 1e3)} ms"
+
+
+def _three_digits(number: float) -> str:
+    """So many count, and no exponent is written."""
+    return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}" if abs(number) >= 1e-3 else "0"
