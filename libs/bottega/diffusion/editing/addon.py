@@ -149,8 +149,15 @@ class EngineEdits(EngineAddOn):
     def ask(self, order: EngineOrder, key: RecordingKey, recording: str = "") -> PendingAnswer:
         """Whether a template is recorded. recording: this one alone, that an attempt has decided on."""
         origin = read_order(order).source
-        asked = self.source.ask(TemplateQuery(key=key, recording=recording, would_record=not recording, origin=origin))
-        return PendingAnswer(asked, _DECIDED_ANSWER_S if recording else _ANSWER_S)
+        query = TemplateQuery(
+            key=key,
+            recording=recording,
+            would_record=not recording,
+            origin=origin,
+            width=order.spec.width,
+            height=order.spec.height,
+        )
+        return PendingAnswer(self.source.ask(query), _DECIDED_ANSWER_S if recording else _ANSWER_S)
 
     def begin(
         self, order: EngineOrder, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None

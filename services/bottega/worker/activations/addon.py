@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from bottega import kinds
@@ -47,11 +48,14 @@ class WorkerEdits(EngineEdits):
 
     def hosted(self) -> Sequence[Hosted]:
         """Templates of which something is in memory, the newest ones, by their sources."""
-        here = [each for each in self._stores.recordings if each.complete and each.origin and each.held_bytes]
-        sources = dict.fromkeys(each.origin for each in here)
+        sizes: Counter[str] = Counter()
+        for each in self._stores.recordings:
+            if each.complete and each.origin:
+                sizes[each.origin] += each.held_bytes
+        here = [(source, size_bytes) for source, size_bytes in sizes.items() if size_bytes]
         return [
-            Hosted(kind=kinds.ACTIVATIONS, digest=source, state=HOSTED_STATE_LOADED)
-            for source in list(sources)[:_MOST_HOSTED]
+            Hosted(kind=kinds.ACTIVATIONS, digest=source, size_bytes=size_bytes, state=HOSTED_STATE_LOADED)
+            for source, size_bytes in here[:_MOST_HOSTED]
         ]
 
     @property

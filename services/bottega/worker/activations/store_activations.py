@@ -363,6 +363,8 @@ def _question(query: TemplateQuery) -> TemplateQuestion:
         source=query.origin,
         model_hash=query.key.model_hash,
         dtype=query.key.dtype,
+        width=query.width,
+        height=query.height,
     )
 
 

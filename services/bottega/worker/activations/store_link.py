@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 # Sections that were requested and have not come; an engine has some tens of edits, each some steps ahead.
 _MOST_FETCHES = 2048
+# Smaller ones are sent within a host, too.
+_LEAST_SHARED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,7 @@ class ActivationStoreLink(LinkClientHandler):
         self._fetches: dict[int, SectionFetch] = {}
         self._connection: Connection | None = None
         self._told = False
+        self._files: bool | None = None  # whether the last large section came as a file; None before the first
         self._client = LinkClient(
             self,
             peer=f"activation store {store.name}",
@@ -118,8 +121,13 @@ class ActivationStoreLink(LinkClientHandler):
     @property
     def shares(self) -> bool:
         """See SectionLink."""
-        connection = self._connection
-        return connection is not None and connection.link is not None and connection.link.passes_files
+        link = self._connection.link if self._connection is not None else None
+        return link is not None and link.passes_files and self._files is not False
+
+    @property
+    def gives_whole(self) -> bool:
+        """See SectionLink."""
+        return self.shares and self._files is True
 
     def ask(self, number: int, question: TemplateQuestion) -> bool:
         """Sends a question; False where there is no link."""
@@ -151,7 +159,7 @@ class ActivationStoreLink(LinkClientHandler):
                 del self._fetches[number]
             connection = self._connection
         for number, fetch in gone.items():
-            step.give_up(fetch.tensors)
+            step.give_up(fetch)
             self._meter.note("loads_cancelled")
             if connection is not None:
                 connection.send(messages.cancel_message(number))
@@ -163,7 +171,7 @@ class ActivationStoreLink(LinkClientHandler):
     def on_open(self, connection: Connection) -> None:
         self.uploads.lose()  # what was begun since the last link has ended
         with self._lock:
-            self._connection, self._told = connection, False
+            self._connection, self._told, self._files = connection, False, None
         self.tried = True
         assert connection.link is not None
         choice = connection.link.backend_choice
@@ -200,7 +208,7 @@ class ActivationStoreLink(LinkClientHandler):
             lost, self._fetches = self._fetches, {}
         self.tried = True
         for fetch in lost.values():
-            fetch.step.give_up(fetch.tensors)
+            fetch.step.give_up(fetch)
         self._meter.note("loads_lost", len(lost))
         self.uploads.lose()
         if not self._told:  # once, however often it is tried again
@@ -241,9 +249,11 @@ class ActivationStoreLink(LinkClientHandler):
             return  # nobody waits for it any more
         if place not in fetch.tensors:
             raise ValueError("a store sent a tensor that nobody has requested")
-        fetch.step.take_chunk(place, start, data)
+        fetch.step.take_chunk(fetch, place, start, data)
         self._pace.came(len(data))
-        if not fetch.step.awaits(fetch.tensors):
+        if fetch.step.section.layout.size_bytes >= _LEAST_SHARED_BYTES:
+            self._files = False
+        if not fetch.step.awaits(fetch):
             self._finish(number)
 
     def _take_whole(self, number: int, file: memoryview | None) -> None:
@@ -258,6 +268,7 @@ class ActivationStoreLink(LinkClientHandler):
             self._refuse(number, error)
             return
         self._pace.came(len(file))
+        self._files = True
         with self._lock:  # what else was requested of it is here, too
             same = [other for other, each in self._fetches.items() if each.step is fetch.step]
         for each in same:
@@ -273,7 +284,7 @@ class ActivationStoreLink(LinkClientHandler):
             return
         self._meter.note("loads_refused")
         _log.info("a section is not loaded", extra={"store": self.store.name, "text": error.message})
-        fetch.step.give_up(fetch.tensors, lost=True)
+        fetch.step.give_up(fetch, lost=True)
 
     def _finish(self, number: int) -> None:
         with self._lock:

@@ -38,7 +38,12 @@ class SectionLink(Protocol):
 
     @property
     def shares(self) -> bool:
-        """Whether sections come as the store's own files: then they take no memory here."""
+        """Whether sections may come as the store's own files: then they take no memory here."""
+        ...
+
+    @property
+    def gives_whole(self) -> bool:
+        """Whether they come so: a section's first request brings all of it."""
         ...
 
     def fetch(self, fetch: SectionFetch) -> bool:
@@ -87,7 +92,7 @@ class StoredStep:
         self._layout = section.layout
         self._names = tuple(tensor.name for tensor in section.layout.tensors)
         self._tensors: dict[str, Tensor] = {}
-        self._coming: set[str] = set()
+        self._coming: dict[str, SectionFetch] = {}
         self._copied: set[str] = set()  # names that take memory, or will: room was made
         self._buffers: dict[str, tuple[Tensor, int]] = {}  # and the bytes of each that are here
         self._held_bytes = 0
@@ -126,16 +131,19 @@ class StoredStep:
             wanted = tuple(dict.fromkeys(place for place in places if place is not None))
         if not wanted:
             return
+        if self.link.gives_whole:
+            wanted = tuple(dict.fromkeys((*wanted, *self._places_away())))
         asked = {self._names[place] for place in wanted}
         copied = () if self.link.shares else asked
         if copied and not self._room.make_room(sum(map(self.bytes_of, copied))):
             self._room.meter.note("loads_without_room")
             return
+        fetch = SectionFetch(step=self, tensors=wanted)
         with self._room.arrivals:
-            self._coming |= asked
+            self._coming |= dict.fromkeys(asked, fetch)
             self._hold(copied)
-        if not self.link.fetch(SectionFetch(step=self, tensors=wanted)):
-            self.give_up(wanted)
+        if not self.link.fetch(fetch):
+            self.give_up(fetch)
 
     def wait(self, name: str, timeout_s: float) -> bool:
         if name in self._tensors:
@@ -160,23 +168,22 @@ class StoredStep:
 
     # Below: by the link.
 
-    def take_chunk(self, place: int, start: int, data: memoryview) -> None:
-        """The next bytes of a tensor are here. Those of one that nobody waits for any more are thrown away.
+    def take_chunk(self, fetch: SectionFetch, place: int, start: int, data: memoryview) -> None:
+        """The next bytes of a tensor are here. Those that nobody waits for any more are thrown away.
 
         Raises ValueError for bytes that are not the next ones.
         """
         tensor = self._layout.tensors[place]
-        with self._room.arrivals:
-            buffer, filled = self._buffer(tensor)
-        if buffer is None:
+        if not self._takes(tensor, fetch):
             return
+        buffer, filled = self._buffers.get(tensor.name) or (self._empty(tensor), 0)
         end = start + len(data)
         if start != filled or end > tensor.size_bytes:
             raise ValueError(f"bytes {start} to {end} of {tensor.name} came when {filled} were here")
-        # Without the lock, and torch's copying lets other threads run.
+        # Without the lock: the engine's thread need not wait for it.
         buffer.view(-1).view(torch.uint8)[start:end].copy_(torch.frombuffer(data, dtype=torch.uint8))
         with self._room.arrivals:
-            if tensor.name not in self._buffers:
+            if self._coming.get(tensor.name) is not fetch:  # it was cancelled meanwhile
                 return
             self._buffers[tensor.name] = buffer, end
             if end == tensor.size_bytes:
@@ -198,38 +205,44 @@ class StoredStep:
             self._buffers.clear()
             self._arrived(tuple(self._coming))
 
-    def awaits(self, places: Iterable[int]) -> bool:
-        """Whether any of these tensors is still to come."""
-        return any(self._names[place] in self._coming for place in places)
+    def awaits(self, fetch: SectionFetch) -> bool:
+        """Whether anything of it is still to come."""
+        return any(self._coming.get(self._names[place]) is fetch for place in fetch.tensors)
 
-    def give_up(self, places: Iterable[int], *, lost: bool = False) -> None:
-        """These will not come. lost: nor will others."""
+    def give_up(self, fetch: SectionFetch, *, lost: bool = False) -> None:
+        """What has not come of it will not. lost: nor will anything else."""
         with self._room.arrivals:
             self.lost = self.lost or lost
-            gone = {self._names[place] for place in places} & self._coming
+            gone = [name for name, by in self._coming.items() if by is fetch]
             for name in gone:
                 self._buffers.pop(name, None)
             self._let_go(gone)
-            self._arrived(tuple(gone))
+            self._arrived(gone)
+
+    def _places_away(self) -> list[int]:
+        return [place for place, name in enumerate(self._names) if self._is_away(name)]
 
     def _is_away(self, name: str) -> bool:
         return name not in self._tensors and name not in self._coming
 
-    def _buffer(self, tensor: SectionTensor) -> tuple[Tensor | None, int]:
-        """Where a tensor's bytes go, and how many are there. Under the lock."""
+    def _takes(self, tensor: SectionTensor, fetch: SectionFetch) -> bool:
+        """Whether somebody waits for a tensor, and there is room for it."""
         name = tensor.name
-        if name not in self._coming:
-            return None, 0
-        if name not in self._buffers:
-            if name not in self._copied:  # a store of this host sends what it does not have in memory
-                if not self._room.has_room(tensor.size_bytes):
-                    self._room.meter.note("loads_without_room")
-                    self._arrived((name,))
-                    return None, 0
+        with self._room.arrivals:
+            if self._coming.get(name) is not fetch:
+                return False
+            if name in self._copied:
+                return True
+            # A store of this host sends what it does not have in memory: no room was made.
+            if self._room.has_room(tensor.size_bytes):
                 self._hold((name,))
-            made = torch.empty(tensor.shape, dtype=torch.float16, pin_memory=self._room.pinned)
-            self._buffers[name] = made, 0
-        return self._buffers[name]
+                return True
+            self._arrived((name,))
+        self._room.meter.note("loads_without_room")
+        return False
+
+    def _empty(self, tensor: SectionTensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=torch.float16, pin_memory=self._room.pinned)
 
     def _hold(self, names: Iterable[str]) -> None:
         for name in set(names) - self._copied:
@@ -243,7 +256,8 @@ class StoredStep:
 
     def _arrived(self, names: Iterable[str]) -> None:
         """Nobody has to wait for these any more."""
-        self._coming.difference_update(names)
+        for name in names:
+            self._coming.pop(name, None)
         self._room.arrivals.notify_all()
 
 

@@ -17,13 +17,16 @@ EVENTS = ("hits", "misses", "recorded", "given_up", "evictions", "dropped")
 class TemplateQuery:
     """Is this template recorded? key: of its recordings. recording: this one alone, 32 hex digits; empty is any.
 
-    would_record: whether the job would record it, if nobody has. origin: see Recording.
+    would_record: whether the job would record it, if nobody has. origin: see Recording. width, height: of what the job
+    draws, in pixels; 0 where nobody says.
     """
 
     key: RecordingKey
     recording: str = ""
     would_record: bool = True
     origin: str = ""
+    width: int = 0
+    height: int = 0
 
 
 class ActivationSource(Protocol):
