@@ -1,0 +1,265 @@
+"""Edits whose recordings are in a real activation store: every tier gives the same picture, and none a torn one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bottega import kinds
+from bottega.diffusion.editing.addon import EngineEdits
+from bottega.diffusion.editing.loading.planner import LoadPlanner, LoadPolicy
+from bottega.diffusion.engine.engine import EngineLimits
+from bottega.diffusion.engine.events import EditRecord
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.model.model import Model
+from bottega.planning import BlockCost, LoadPlan
+from bottega.planning.block_loading import follow
+from bottega.transport import LinkCounters
+from bottega.v1.activations_pb2 import ActivationsOrder
+from bottega.worker.activations import ActivationLinkSettings, ActivationSettings, StoreActivations
+from tests.samples.masked_edits import RIGHT, SPEC, masked_order
+from tests.samples.small_model import small_model
+from tests.support.activation_hosts import HostOffers, StoreHost, StoreProcess
+from tests.support.engines import make_engine
+from tests.support.manual_engine import Drawing, ManualEngine, load
+from tests.support.waiting import wait_until
+
+FIRST = masked_order(key="first")
+SECOND = masked_order(replace(SPEC, prompt="a red star", seed=6), key="second")
+# What the first one's recording has, this one computes, but for what float16 leaves out.
+AGAIN = replace(FIRST, key="again")
+ELSEWHERE = masked_order(replace(SPEC, prompt="a red star", seed=7), RIGHT, key="elsewhere")
+# Activations are kept in float16.
+TOLERANCE = 0.02
+# Six transformer blocks, two halves, three steps.
+BLOCKS = 36
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load(small_model())
+
+
+def everything(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> list[LoadPlan]:
+    """Takes all, whatever it takes."""
+    return follow(steps, [True] * sum(map(len, steps)), load_busy_s=load_busy_s)
+
+
+class StoreDesk(ManualEngine):
+    """A worker's engine with links to stores. waits: whether it loads everything, and waits for it. turns: that it
+    plans at once."""
+
+    def __init__(self, model: Model, offers: HostOffers, *, mib: int = 64, waits: bool = True, turns: int = 3) -> None:
+        link = ActivationLinkSettings(retry_s=0.05)
+        settings = ActivationSettings(budget_bytes=mib << 20, model_name="m", latent_scale=4, link=link)
+        self.source = StoreActivations(settings, offers=offers, counters=LinkCounters())
+        self.edits = EngineEdits(model, self.source)
+        if waits:
+            policy = LoadPolicy(choose=everything, patience=1e6, turns=turns)
+            self.edits.planner = LoadPlanner(self.source, self.edits.times, policy)
+        super().__init__(make_engine(model, EngineLimits(max_rows=64, max_wait_turns=0), addons=(self.edits,)))
+        self.edits.set_services(offers.addresses())
+        wait_until(lambda: self.source.linked == len(offers.hosts), "the links")
+
+    def wait_sent(self, recordings: int = 1) -> None:
+        """Returns when so many were given to a store."""
+        wait_until(lambda: self.source.counts["uploaded"] >= recordings, "the recording")
+
+
+class Desks:
+    """Makes engines, and ends them."""
+
+    def __init__(self, model: Model, folder: Path, stack: ExitStack) -> None:
+        self._model = model
+        self._folder = folder
+        self._stack = stack
+
+    def host(self, *, unix: bool = True, **settings: int) -> StoreHost:
+        """The store of the test, or the same again."""
+        host = StoreHost(self._folder, unix=unix, **settings)
+        self._stack.callback(host.close)
+        return host
+
+    def process(self, way: str = "unix") -> StoreProcess:
+        """The store of the test, in a process."""
+        process = StoreProcess(self._folder, way)
+        self._stack.callback(process.close)
+        return process
+
+    def desk(self, host: StoreHost | StoreProcess, **options: Any) -> StoreDesk:
+        """Another worker. options: of StoreDesk."""
+        desk = StoreDesk(self._model, HostOffers(store=host), **options)
+        self._stack.callback(desk.source.stop)
+        return desk
+
+
+@pytest.fixture
+def desks(model: Model, tmp_path: Path) -> Iterator[Desks]:
+    with ExitStack() as stack:
+        yield Desks(model, tmp_path, stack)
+
+
+def edit_of(drawing: Drawing) -> EditRecord:
+    assert drawing.record.edit is not None
+    return drawing.record.edit
+
+
+def assert_close(drawing: Drawing, expected: Drawing) -> None:
+    torch.testing.assert_close(drawing.latents[0], expected.latents[0], atol=TOLERANCE, rtol=0)
+
+
+def started(desk: StoreDesk, order: EngineOrder, steps: int) -> Drawing:
+    """An edit that has made so many steps."""
+    drawing = desk.submit(order)
+    while drawing.job is None or drawing.job.requests[0].step - drawing.job.requests[0].begin < steps:
+        desk.turn()
+    return drawing
+
+
+@pytest.mark.parametrize("unix", [True, False], ids=["of the same host", "of another host"])
+def test_another_worker_draws_the_same_picture_as_the_one_that_has_recorded(desks: Desks, unix: bool) -> None:
+    host = desks.host(unix=unix)
+    first = desks.desk(host)
+    recorded = edit_of(first.draw(FIRST))
+    assert recorded.recorded
+    first.wait_sent()
+    in_memory = first.draw(SECOND)
+    other = desks.desk(host)
+    stored = other.draw(SECOND)
+    assert torch.equal(stored.latents[0], in_memory.latents[0])
+    assert (edit_of(stored).blocks_reused, edit_of(stored).blocks_total) == (BLOCKS, BLOCKS)
+    assert edit_of(stored).recording == edit_of(in_memory).recording
+    assert other.source.counts["loads"] >= 6
+    held = sum(recording.held_bytes for recording in other.source.recordings)
+    assert (held == 0) is unix
+    again = other.draw(replace(SECOND, key="again"))
+    assert torch.equal(again.latents[0], in_memory.latents[0])
+
+
+@pytest.mark.parametrize("unix", [True, False], ids=["of the same host", "of another host"])
+def test_what_does_not_come_in_time_is_computed(desks: Desks, unix: bool) -> None:
+    host = desks.host(unix=unix)
+    first = desks.desk(host)
+    recorded = first.draw(FIRST)
+    first.wait_sent()
+    drawing = desks.desk(host, waits=False).draw(AGAIN)
+    assert_close(drawing, recorded)
+    assert 0 <= edit_of(drawing).blocks_reused <= BLOCKS
+
+
+def test_two_workers_that_edit_an_image_at_once_record_it_once(desks: Desks) -> None:
+    host = desks.host()
+    one, other = desks.desk(host), desks.desk(host)
+    started(one, FIRST, 1)
+    started(other, replace(SECOND, key="beside"), 1)
+    one.run()
+    other.run()
+    one.wait_sent()
+    wait_until(lambda: len(host.store.templates(10)) == 1, "the template")
+    (template,) = host.store.templates(10)
+    assert template.id == one.source.recordings[0].id
+    assert other.source.recordings[0].id != template.id, "its own: all of it is here"
+    assert edit_of(other.draw(ELSEWHERE)).blocks_reused
+
+
+def test_what_an_edit_elsewhere_completes_all_workers_have(desks: Desks) -> None:
+    host = desks.host()
+    first = desks.desk(host)
+    first.draw(FIRST)
+    first.wait_sent()
+    second = desks.desk(host)
+    second.draw(SECOND)
+    completing = second.draw(replace(ELSEWHERE, key="completing"))
+    assert edit_of(completing).computed_share
+    host.store.flush(20.0)
+    third = desks.desk(host)
+    again = third.draw(ELSEWHERE)
+    assert edit_of(again).blocks_reused == BLOCKS
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_an_edit_whose_store_is_killed_midway_goes_on_by_itself(desks: Desks, way: str, steps: int) -> None:
+    """What is here stays; what was not loaded is computed."""
+    process = desks.process(way)
+    first = desks.desk(process)
+    recorded = first.draw(FIRST)
+    first.wait_sent()
+    other = desks.desk(process, turns=1)
+    drawing = started(other, AGAIN, steps)
+    process.kill()
+    other.run()
+    assert_close(drawing, recorded)
+    assert edit_of(drawing).blocks_reused == steps * BLOCKS // 3
+    assert_close(other.draw(replace(AGAIN, key="later")), recorded)
+
+
+def test_a_store_that_is_killed_while_it_is_given_a_recording_serves_nothing_torn(desks: Desks) -> None:
+    process = desks.process()
+    first = desks.desk(process)
+    recorded = started(first, FIRST, 2)
+    process.kill()
+    first.run()
+    assert edit_of(first.draw(AGAIN)).blocks_reused == BLOCKS, "its own is whole"
+    process = desks.process()
+    other = desks.desk(process)
+    drawing = other.draw(AGAIN)
+    assert edit_of(drawing).recorded, "the store has nothing of it"
+    assert torch.equal(drawing.latents[0], recorded.latents[0])
+
+
+def test_what_is_damaged_on_the_disk_is_computed(desks: Desks, tmp_path: Path) -> None:
+    host = desks.host()
+    first = desks.desk(host)
+    recorded = first.draw(FIRST)
+    first.wait_sent()
+    assert host.store.flush(20.0)
+    host.close()
+    files = [path for path in (tmp_path / "state" / "sections").rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: path.stat().st_size)[-3:]:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 3] ^= 4
+        path.chmod(0o600)
+        path.write_bytes(data)
+    host = desks.host()
+    other = desks.desk(host)
+    drawing = other.draw(AGAIN)
+    assert_close(drawing, recorded)
+    assert 0 < edit_of(drawing).blocks_reused < BLOCKS
+    assert host.store.statistics().damaged == 3
+    assert other.source.counts["loads_refused"] == 3
+
+
+def test_a_tenant_has_nothing_of_another(desks: Desks) -> None:
+    def of(order: EngineOrder, tenant: str) -> EngineOrder:
+        return replace(order, addons={kinds.ACTIVATIONS: ActivationsOrder(tenant=tenant).SerializeToString()})
+
+    host = desks.host()
+    first = desks.desk(host)
+    first.draw(of(FIRST, "one"))
+    first.wait_sent()
+    other = desks.desk(host)
+    assert edit_of(other.draw(of(SECOND, "two"))).recorded
+    other.wait_sent()
+    third = desks.desk(host)
+    assert edit_of(third.draw(of(SECOND, "one"))).blocks_reused == BLOCKS
+    assert len(host.store.templates(10)) == 2
+
+
+def test_a_worker_without_room_for_it_draws_from_the_stores_memory(desks: Desks) -> None:
+    """Of another host's store it has room for some of it, and computes the rest."""
+    host = desks.host()
+    first = desks.desk(host)
+    first.draw(FIRST)
+    first.wait_sent()
+    in_memory = first.draw(SECOND)
+    size_bytes = sum(recording.size_bytes for recording in first.source.recordings)
+    small = desks.desk(host, mib=1)
+    assert size_bytes > 1 << 20
+    assert torch.equal(small.draw(SECOND).latents[0], in_memory.latents[0])

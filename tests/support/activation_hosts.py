@@ -1,0 +1,140 @@
+"""Real activation stores with real links, for workers' engines in the test's process: in this process, or in one that
+can be killed.
+
+`python -m tests.support.activation_hosts FOLDER WAY` is such a process: for each line of its stdin, the id of a
+link, it prints an offer of one in its place, in base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from bottega.activations.config import ActivationLinksConfig
+from bottega.activations.store.settings import ActivationStoreSettings
+from bottega.activations.store.store import ActivationStore
+from bottega.activations.worker_link import ActivationLinks
+from bottega.errors import PeerDead
+from bottega.transport import Offer, ServiceOffer, offer_from_wire, offer_to_wire
+from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.v1.link_pb2 import LinkOffer
+from tests.support.offers import OffersAtOnce
+
+_START_S = 60.0
+
+
+class Host(Protocol):
+    """Offers links of a store."""
+
+    def offer(self, link_id: str) -> Offer:
+        """Raises PeerDead where it is away."""
+        ...
+
+
+class StoreHost:
+    """A store of this process. bytes_per_s: see ActivationLinksConfig; unix: whether workers are of its host."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        unix: bool = True,
+        bytes_per_s: int = 0,
+        memory_bytes: int = 64 << 20,
+        template_bytes: int = 0,
+    ) -> None:
+        settings = ActivationStoreSettings(
+            folder=folder / "state",
+            disk_budget_bytes=1 << 30,
+            memory_budget_bytes=memory_bytes,
+            template_budget_bytes=template_bytes,
+        )
+        self.store = ActivationStore(settings)
+        self.store.start()
+        socket = str(folder / "links.sock") if unix else None
+        listen = "" if unix else "127.0.0.1:0"
+        config = ActivationLinksConfig(listen=listen, socket=socket, bytes_per_s=bytes_per_s)
+        self.links = ActivationLinks(config, store=self.store)
+
+    def offer(self, link_id: str) -> Offer:
+        return self.links.offer("w", link_id, caller="")
+
+    def close(self) -> None:
+        """Ends links and store."""
+        self.links.close()
+        self.store.close()
+
+
+class StoreProcess:
+    """A store of another process."""
+
+    def __init__(self, folder: Path, way: str = "unix") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "tests.support.activation_hosts", str(folder), way]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def offer(self, link_id: str) -> Offer:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(f"{link_id}\n")
+            self._process.stdin.flush()
+            said = self._process.stdout.readline()
+        except OSError:
+            said = ""
+        if not said:
+            raise PeerDead("the store is away")
+        return offer_from_wire(LinkOffer.FromString(base64.b64decode(said)))
+
+    def kill(self) -> None:
+        """As the system kills one that has taken too much memory."""
+        self._process.kill()
+        self._process.wait(_START_S)
+
+    def close(self) -> None:
+        """Kills it, where that was not done."""
+        self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+class HostOffers(OffersAtOnce):
+    """Offers of stores by address; one may come in another's place."""
+
+    def __init__(self, **hosts: Host) -> None:
+        super().__init__()
+        self.hosts = dict(hosts)
+
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
+        if address not in self.hosts:
+            raise PeerDead(f"{address} is away")
+        return ServiceOffer(offer=self.hosts[address].offer(link_id), service=address)
+
+    def addresses(self) -> Sequence[ServiceAddress]:
+        """Of all."""
+        return [ServiceAddress(name=name, address=name) for name in self.hosts]
+
+
+def main(folder: str, way: str) -> None:
+    """Until stdin ends."""
+    host = StoreHost(Path(folder), unix=way == "unix")
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        packed = offer_to_wire(host.offer(line.strip())).SerializeToString()
+        sys.stdout.write(base64.b64encode(packed).decode() + "\n")
+        sys.stdout.flush()
+    host.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
