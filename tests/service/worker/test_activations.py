@@ -18,7 +18,7 @@ from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import EditRecord
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
-from bottega.planning import BlockCost, LoadPlan
+from bottega.planning import BlockCost, StepPlan
 from bottega.planning.block_loading import follow
 from bottega.transport import LinkCounters
 from bottega.v1.activations_pb2 import ActivationsOrder
@@ -46,7 +46,7 @@ def model() -> Model:
     return load(small_model())
 
 
-def everything(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> list[LoadPlan]:
+def everything(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> list[StepPlan]:
     """Takes all, whatever it takes."""
     return follow(steps, [True] * sum(map(len, steps)), load_busy_s=load_busy_s)
 

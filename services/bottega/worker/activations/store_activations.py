@@ -26,7 +26,7 @@ from bottega.worker.activations.load_meter import LoadMeter
 from bottega.worker.activations.rendezvous import choose
 from bottega.worker.activations.store_link import ActivationLinkSettings, ActivationStoreLink
 from bottega.worker.activations.stored_step import StoredStep
-from bottega.worker.activations.template import StoredSection, StoredTemplate
+from bottega.worker.activations.template import KnownSection, KnownTemplate
 
 # Stores that are linked: a fleet has one, or a few.
 _MOST_STORES = 16
@@ -51,7 +51,7 @@ class ActivationSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Question:
+class _AskedTemplate:
     query: TemplateQuery
     known: Future[None]
     link: ActivationStoreLink
@@ -59,10 +59,10 @@ class _Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Answer:
+class _StoreAnswer:
     """origin: see Recording."""
 
-    template: StoredTemplate
+    template: KnownTemplate
     link: ActivationStoreLink
     origin: str
 
@@ -91,8 +91,8 @@ class StoreActivations:
         # Under the lock.
         self._lock = threading.Lock()
         self._links: dict[str, ActivationStoreLink] = {}
-        self._questions: dict[int, _Question] = {}
-        self._answers: OrderedDict[str, _Answer] = OrderedDict()  # by digest of the key
+        self._questions: dict[int, _AskedTemplate] = {}
+        self._answers: OrderedDict[str, _StoreAnswer] = OrderedDict()  # by digest of the key
 
     @property
     def linked(self) -> int:
@@ -191,11 +191,11 @@ class StoreActivations:
         self.set_stores(())
 
     def make_room(self, size_bytes: int) -> bool:
-        """See LoadRoom."""
+        """Whether there is room for so much more, recordings that nobody uses having gone for it."""
         return self._memory.make_room(size_bytes)
 
     def has_room(self, size_bytes: int) -> bool:
-        """See LoadRoom."""
+        """Whether there is room now. Any thread may ask."""
         return self._memory.used_bytes + size_bytes <= self._memory.budget_bytes
 
     def on_link(self, link: ActivationStoreLink) -> None:
@@ -205,14 +205,14 @@ class StoreActivations:
                 if asked.link is link and not asked.known.done():
                     link.ask(number, _question(asked.query))
 
-    def on_answer(self, link: ActivationStoreLink, number: int, template: StoredTemplate) -> None:
+    def on_answer(self, link: ActivationStoreLink, number: int, template: KnownTemplate) -> None:
         """One that comes too late is thrown away."""
         with self._lock:
             asked = self._questions.pop(number, None)
         # Cancelled at this moment, perhaps: then nobody wants it.
         if asked is None or asked.link is not link or not asked.known.set_running_or_notify_cancel():
             return
-        self._keep(asked.query.key, _Answer(template=template, link=link, origin=asked.query.origin))
+        self._keep(asked.query.key, _StoreAnswer(template=template, link=link, origin=asked.query.origin))
         asked.known.set_result(None)
 
     def on_lost(self, link: ActivationStoreLink) -> None:
@@ -258,14 +258,14 @@ class StoreActivations:
                 return False
             number = next(self._numbers)
             until_s = self._clock() + _ANSWER_S
-            self._questions[number] = _Question(query=query, known=known, link=link, until_s=until_s)
+            self._questions[number] = _AskedTemplate(query=query, known=known, link=link, until_s=until_s)
             sent = link.ask(number, _question(query))
             waits = sent or not link.tried
             if not waits:
                 del self._questions[number]
         return waits
 
-    def _give_up(self, which: Callable[[_Question], bool]) -> None:
+    def _give_up(self, which: Callable[[_AskedTemplate], bool]) -> None:
         with self._lock:
             gone = {number: each for number, each in self._questions.items() if which(each)}
             for number in gone:
@@ -274,18 +274,18 @@ class StoreActivations:
             if asked.known.set_running_or_notify_cancel():
                 asked.known.set_result(None)
 
-    def _keep(self, key: RecordingKey, answer: _Answer) -> None:
+    def _keep(self, key: RecordingKey, answer: _StoreAnswer) -> None:
         with self._lock:
             self._answers[key.digest] = answer
             self._answers.move_to_end(key.digest)
             while len(self._answers) > _MOST_ANSWERS:
                 self._answers.popitem(last=False)
 
-    def _answer(self, key: RecordingKey) -> _Answer | None:
+    def _answer(self, key: RecordingKey) -> _StoreAnswer | None:
         with self._lock:
             return self._answers.pop(key.digest, None)
 
-    def _take_in(self, key: RecordingKey, answer: _Answer, recording: str) -> None:
+    def _take_in(self, key: RecordingKey, answer: _StoreAnswer, recording: str) -> None:
         """Has the memory know what the store has said. recording: that is wanted; empty is any.
 
         A recording in use is never replaced by another one: they were drawn from different noise.
@@ -308,7 +308,7 @@ class StoreActivations:
             self._memory.adopt(kept)
         self._use_stored(kept, answer)
 
-    def _use_stored(self, recording: Recording, answer: _Answer) -> None:
+    def _use_stored(self, recording: Recording, answer: _StoreAnswer) -> None:
         """What the store has of a recording is loaded when it is requested; what it lacks, it is given."""
         template, link = answer.template, answer.link
         recording.budget_bytes, recording.profile = template.budget_bytes, template.profile
@@ -322,7 +322,7 @@ class StoreActivations:
         for key in recording.steps.keys() - {section.key for section in template.sections}:
             link.uploads.add(recording, key)
 
-    def _offer(self, recording: Recording, answer: _Answer) -> None:
+    def _offer(self, recording: Recording, answer: _StoreAnswer) -> None:
         """One that is in this worker alone: the store was away, or lost it. Gives it, where the store takes it."""
         uploads = answer.link.uploads
         if answer.template.recording:
@@ -368,7 +368,7 @@ def _question(query: TemplateQuery) -> TemplateQuestion:
     )
 
 
-def _is_known(recording: Recording, section: StoredSection, link: ActivationStoreLink) -> bool:
+def _is_known(recording: Recording, section: KnownSection, link: ActivationStoreLink) -> bool:
     """Whether what is here of a forward is as good as what the store has: written here, or the same."""
     step = recording.steps.get(section.key)
     if step is None:

@@ -34,7 +34,7 @@ from bottega.v1.activations_pb2 import SectionRequest, TemplateQuestion
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.activations.load_meter import LinkPace, LoadMeter
 from bottega.worker.activations.stored_step import SectionFetch, StoredStep
-from bottega.worker.activations.template import StoredTemplate, read_template
+from bottega.worker.activations.template import KnownTemplate, read_template
 from bottega.worker.activations.uploads import Uploads
 
 _log = logging.getLogger(__name__)
@@ -54,14 +54,14 @@ class ActivationLinkSettings(LinkClientSettings):
     upload_bytes: int = 256 << 20
 
 
-class LinkOwner(Protocol):
+class ActivationLinkOwner(Protocol):
     """Who asks. Called by the link's threads."""
 
     def on_link(self, link: ActivationStoreLink) -> None:
         """It is open."""
         ...
 
-    def on_answer(self, link: ActivationStoreLink, number: int, template: StoredTemplate) -> None:
+    def on_answer(self, link: ActivationStoreLink, number: int, template: KnownTemplate) -> None:
         """The answer to the question of this number, which it may not have asked."""
         ...
 
@@ -82,7 +82,7 @@ class ActivationStoreLink(LinkClientHandler):
         self,
         store: ServiceAddress,
         *,
-        owner: LinkOwner,
+        owner: ActivationLinkOwner,
         offers: OfferSource,
         settings: ActivationLinkSettings,
         meter: LoadMeter,
@@ -120,13 +120,13 @@ class ActivationStoreLink(LinkClientHandler):
 
     @property
     def shares(self) -> bool:
-        """See SectionLink."""
+        """Whether sections may come as files: it is of this host, and has not sent the last one in bytes."""
         link = self._connection.link if self._connection is not None else None
         return link is not None and link.passes_files and self._files is not False
 
     @property
     def gives_whole(self) -> bool:
-        """See SectionLink."""
+        """Whether the last one has come as a file."""
         return self.shares and self._files is True
 
     def ask(self, number: int, question: TemplateQuestion) -> bool:
@@ -135,7 +135,7 @@ class ActivationStoreLink(LinkClientHandler):
         return connection is not None and connection.send(messages.question_message(number, question))
 
     def fetch(self, fetch: SectionFetch) -> bool:
-        """See SectionLink."""
+        """Requests it; False where there is no link, or too much is on its way."""
         with self._lock:
             connection = self._connection
             if connection is None or len(self._fetches) >= _MOST_FETCHES:
@@ -152,7 +152,7 @@ class ActivationStoreLink(LinkClientHandler):
         return False
 
     def cancel(self, step: StoredStep) -> None:
-        """See SectionLink."""
+        """What was requested for it and has not come is not needed."""
         with self._lock:
             gone = {number: each for number, each in self._fetches.items() if each.step is step}
             for number in gone:

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Upload:
+class RecordingUpload:
     """What is sent next. ends: whether it is the recording's last word."""
 
     recording: Recording
@@ -146,7 +146,7 @@ class Uploads:
             self._queue.clear()
             self._waiting_bytes = 0
 
-    def next(self) -> Upload | None:
+    def next(self) -> RecordingUpload | None:
         """What comes next; None for nothing. By the thread that sends: it makes the message."""
         while True:
             with self._lock:
@@ -160,7 +160,7 @@ class Uploads:
                 _log.exception("a recording could not be sent")
                 self._meter.note("upload_dropped_refused")
 
-    def sent(self, upload: Upload) -> None:
+    def sent(self, upload: RecordingUpload) -> None:
         """It is with the store."""
         self._meter.note("upload_bytes", upload.size_bytes)
         if upload.ends:
@@ -181,17 +181,17 @@ class Uploads:
             self._waiting_bytes = sum(each.size_bytes for each in kept)
 
 
-def _upload(item: _Section | _End) -> Upload:
+def _upload(item: _Section | _End) -> RecordingUpload:
     """Raises ValueError for a section that no message has room for."""
     recording = item.recording
     if isinstance(item, _Section):
         message: WholeMessage = _section_message(item)
-        return Upload(recording=recording, message=message, size_bytes=item.size_bytes, ends=False)
+        return RecordingUpload(recording=recording, message=message, size_bytes=item.size_bytes, ends=False)
     if item.header is None:
         message = messages.abandon_message(recording.id)
-        return Upload(recording=recording, message=message, size_bytes=0, ends=False)
+        return RecordingUpload(recording=recording, message=message, size_bytes=0, ends=False)
     message = messages.recording_message(item.header, drawn_tensors(recording.drawn))
-    return Upload(recording=recording, message=message, size_bytes=0, ends=True)
+    return RecordingUpload(recording=recording, message=message, size_bytes=0, ends=True)
 
 
 def _section_message(section: _Section) -> WholeMessage:
