@@ -129,16 +129,17 @@ class House:
         """Has the activation store have a template; its id."""
         channel = self.caller.channels["ActivationService"]
         store: activations_pb2_grpc.ActivationServiceStub = activations_pb2_grpc.ActivationServiceStub(channel)
-        with _linked(channel, kinds.ACTIVATIONS) as link:
-            made = Recorded(source=SOURCE)
-            record_template(link, made)
+        made = Recorded(source=SOURCE)
 
-            def found() -> bool:
-                listed = store.ListStoredTemplates(activations_pb2.ListStoredTemplatesRequest(), timeout=_JOIN_S)
-                return any(template.id == made.id for template in listed.templates)
+        def found() -> bool:
+            listed = store.ListStoredTemplates(activations_pb2.ListStoredTemplatesRequest(), timeout=_JOIN_S)
+            return any(template.id == made.id for template in listed.templates)
 
-            wait_until(found, "the template to be kept")
-            return made.id
+        if not found():
+            with _linked(channel, kinds.ACTIVATIONS) as link:
+                record_template(link, made)
+                wait_until(found, "the template to be kept")
+        return made.id
 
     def dead(self) -> list[str]:
         """Which of them have ended."""

@@ -51,7 +51,7 @@ class SectionSender:
 
     @property
     def idle_s(self) -> float | None:
-        """See LinkHandler.idle_s: whatever there is to say goes before the next piece of a section."""
+        """How long nothing else may be to say before the next piece of a section; None where there is none."""
         return self._pace.wait_s if self._sendings else None
 
     def fetch(self, number: int, request: SectionRequest) -> None:
