@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from load.bench.report import report
+from tests.chaos.activation_stores import kill_loading_stores, kill_recording_stores
 from tests.chaos.caches import kill_cache_stores
 from tests.chaos.cancels import flood_cancels
 from tests.chaos.controlnets import kill_controlnets
@@ -62,6 +63,8 @@ PARTS: Mapping[str, Part] = {
     "kill-controlnets": Part(play=kill_controlnets, times=48, workers=1),
     "kill-lora-stores": Part(play=kill_lora_stores, times=24, workers=1),
     "kill-cache-stores": Part(play=kill_cache_stores, times=24, workers=1),
+    "kill-loading-stores": Part(play=kill_loading_stores, times=50, workers=0),
+    "kill-recording-stores": Part(play=kill_recording_stores, times=50, workers=0),
     "kill-gateways": Part(play=kill_gateways, times=60),
     "full-disks": Part(play=fill_disks, times=5),
     "rogue-joins": Part(play=join_rogues, times=5),

@@ -164,9 +164,9 @@ class Scene:
         self._gateways.append(service)
         return service
 
-    def start_worker(self, name: str) -> Service:
+    def start_worker(self, name: str, engine: Mapping[str, object] = ENGINE) -> Service:
         """Starts a worker; returns when it has joined."""
-        config = worker_config(self.fleet_address, name=name, engine=ENGINE, hang_s=HANG_S)
+        config = worker_config(self.fleet_address, name=name, engine=engine, hang_s=HANG_S)
         service = self._services.start("worker", config, name=self._name(name))
         self._workers[name] = service
         wait_until(lambda: name in self.joined(), f"{name} to join")
@@ -219,6 +219,25 @@ class Scene:
         )
         return service
 
+    def start_activations(self, bytes_per_s: int = 0) -> Service:
+        """Starts the activation store, with what it had before; returns when it has joined. bytes_per_s: to each
+        worker; 0 is all, and memory is shared."""
+        config = {
+            "name": "activations",
+            "gateway": self.fleet_address,
+            "server": FREE_PORTS,
+            "folder": str(self.folder / "activations"),
+            "min_free_bytes": 0,
+            "links": {"bytes_per_s": bytes_per_s},
+        }
+        service = self._services.start("activations", config, name=self._name("activations"))
+        self._workers["activations"] = service
+        wait_until(
+            lambda: service.address in {member.registration.address for member in self.members(kinds.ACTIVATIONS)},
+            "the activation store to join",
+        )
+        return service
+
     def boot_loras(self, bytes_per_s: int) -> Future[Service]:
         """Starts the LoRA store while other things go on."""
         return self._booting.submit(self.start_loras, bytes_per_s)
@@ -232,7 +251,7 @@ class Scene:
         return self._booting.submit(self.start_controlnets, name, nets)
 
     def worker(self, name: str) -> Service:
-        """The newest life of a worker, of a ControlNet server, of the LoRA store, "loras", or of the cache, "cache"."""
+        """The newest life of a worker, of a ControlNet server, or of "loras", "cache" or "activations", the stores."""
         return self._workers[name]
 
     def engine_of(self, name: str) -> psutil.Process:

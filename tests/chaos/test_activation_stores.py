@@ -1,0 +1,30 @@
+"""Of what `make chaos` does to activation stores, one of each: on a suite of its own, which pads no rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.activation_stores import kill_loading_stores, kill_recording_stores
+from tests.chaos.scene import Scene
+
+# A worker draws on all cores beside what kills.
+pytestmark = pytest.mark.alone
+
+
+@pytest.fixture
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with Scene(tmp_path_factory.mktemp("stores"), ()) as scene:
+        yield scene
+
+
+def test_an_edit_whose_store_is_killed_leaves_its_picture(scene: Scene) -> None:
+    kill_loading_stores(scene, times=1, rng=random.Random(5))
+    assert scene.tally.well, (scene.tally.zeros, scene.tally.faults)
+
+
+def test_a_recording_whose_store_is_killed_is_the_same_picture_and_no_half_template(scene: Scene) -> None:
+    kill_recording_stores(scene, times=1, rng=random.Random(5))
+    assert scene.tally.well, (scene.tally.zeros, scene.tally.faults)
