@@ -1,4 +1,7 @@
-"""Seconds as a function of floating-point operations and bytes: a regression over batches that ran, kept fresh."""
+"""Seconds as a function of floating-point operations and bytes: a regression over batches that ran, kept fresh.
+
+Convolutions over feature maps run at another pace than attention and projections, so theirs are counted apart.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,28 @@ _WEIGHT = 0.25
 _HALF_LIFE = 200
 # Parts into which kinds are divided to be held out, one part after the other.
 _PARTS = 5
-_FEATURES = 3
+_FEATURES = 4
+# By how much, in shares of all that was measured, both paces of operations are held together: it decides as long as
+# what ran does not tell them apart.
+_ONE_PACE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkCost:
-    """seconds = per_flop_s * flops + per_byte_s * size_bytes + fixed_s; none is negative."""
+    """seconds = per_flop_s * flops + per_map_flop_s * map_flops + per_byte_s * size_bytes + fixed_s; none is negative.
+
+    map_flops: of convolutions over feature maps; flops: all others.
+    """
 
     per_flop_s: float
+    per_map_flop_s: float
     per_byte_s: float
     fixed_s: float
 
-    def seconds(self, flops: float, size_bytes: float) -> float:
+    def seconds(self, flops: float, size_bytes: float, map_flops: float = 0.0) -> float:
         """Of a batch."""
-        return self.per_flop_s * flops + self.per_byte_s * size_bytes + self.fixed_s
+        computed_s = self.per_flop_s * flops + self.per_map_flop_s * map_flops
+        return computed_s + self.per_byte_s * size_bytes + self.fixed_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +55,7 @@ class _Batch:
     """
 
     flops: float
+    map_flops: float
     size_bytes: float
     seconds: float
     weight: float
@@ -63,20 +75,22 @@ class WorkFit:
     """
 
     def __init__(self) -> None:
-        self._batches: dict[tuple[int, int], _Batch] = {}
+        self._batches: dict[tuple[int, ...], _Batch] = {}
         self._measured = 0
         self._cost: WorkCost | None = None
 
-    def observe(self, *, flops: float, size_bytes: float, seconds: float) -> None:
-        """Takes in a batch that ran. What is not finite, or took no time, changes nothing."""
-        if not (math.isfinite(flops + size_bytes + seconds) and min(flops, size_bytes) >= 0.0 < seconds):
+    def observe(self, *, flops: float, size_bytes: float, seconds: float, map_flops: float = 0.0) -> None:
+        """Takes in a batch that ran, see WorkCost. What is not finite, or took no time, changes nothing."""
+        work = flops, map_flops, size_bytes
+        if not (math.isfinite(sum(work) + seconds) and min(work) >= 0.0 < seconds):
             return
         self._measured += 1
         self._cost = None
-        kind = _rounded(flops), _rounded(size_bytes)
+        kind = tuple(map(_rounded, work))
         known = self._batches.pop(kind, None)  # the last one is the newest
         self._batches[kind] = _Batch(
             flops=flops,
+            map_flops=map_flops,
             size_bytes=size_bytes,
             seconds=seconds if known is None else known.seconds + _WEIGHT * (seconds - known.seconds),
             weight=1.0 + (0.0 if known is None else known.weight_at(self._measured)),
@@ -92,10 +106,10 @@ class WorkFit:
             self._cost = self._fitted(list(self._batches.values()))
         return self._cost
 
-    def seconds(self, flops: float, size_bytes: float) -> float | None:
+    def seconds(self, flops: float, size_bytes: float, map_flops: float = 0.0) -> float | None:
         """What a batch is expected to take; None before anything was measured."""
         cost = self.cost
-        return None if cost is None else cost.seconds(flops, size_bytes)
+        return None if cost is None else cost.seconds(flops, size_bytes, map_flops)
 
     @property
     def r2(self) -> float | None:
@@ -110,16 +124,21 @@ class WorkFit:
         for part in range(_PARTS):
             cost = self._fitted([batch for place, batch in enumerate(batches) if place % _PARTS != part])
             held_out = batches[part::_PARTS]
-            errors += sum((cost.seconds(each.flops, each.size_bytes) - each.seconds) ** 2 for each in held_out)
+            errors += sum(_error(cost, each) ** 2 for each in held_out)
         mean_s = fmean(batch.seconds for batch in batches)
         spread = sum((batch.seconds - mean_s) ** 2 for batch in batches)
         return 1.0 - errors / spread if spread > 0.0 else None
 
     def _fitted(self, batches: Sequence[_Batch]) -> WorkCost:
         weights = [batch.weight_at(self._measured) for batch in batches]
-        rows = [(batch.flops, batch.size_bytes, 1.0) for batch in batches]
-        per_flop_s, per_byte_s, fixed_s = _non_negative(rows, [batch.seconds for batch in batches], weights)
-        return WorkCost(per_flop_s=per_flop_s, per_byte_s=per_byte_s, fixed_s=fixed_s)
+        rows = [(batch.flops, batch.map_flops, batch.size_bytes, 1.0) for batch in batches]
+        factors = _non_negative(rows, [batch.seconds for batch in batches], weights)
+        per_flop_s, per_map_flop_s, per_byte_s, fixed_s = factors
+        return WorkCost(per_flop_s=per_flop_s, per_map_flop_s=per_map_flop_s, per_byte_s=per_byte_s, fixed_s=fixed_s)
+
+
+def _error(cost: WorkCost, batch: _Batch) -> float:
+    return cost.seconds(batch.flops, batch.size_bytes, batch.map_flops) - batch.seconds
 
 
 def _rounded(amount: float) -> int:
@@ -133,8 +152,13 @@ def _non_negative(
 
     With so few columns all sets of columns are tried: in the best set the unbounded solution is not negative.
     """
-    scales = [max(row[column] for row in rows) or 1.0 for column in range(_FEATURES)]
+    most_flops = max(max(row[:2]) for row in rows) or 1.0
+    scales = [most_flops, most_flops, max(row[2] for row in rows) or 1.0, 1.0]
     gram = _gram(rows, targets, weights, scales)
+    apart = _ONE_PACE * sum(weights)
+    for column, other in ((0, 1), (1, 0)):
+        gram[column][column] += apart
+        gram[column][other] -= apart
     best, most = (0.0,) * _FEATURES, 0.0
     for count in range(1, _FEATURES + 1):
         for columns in combinations(range(_FEATURES), count):

@@ -15,7 +15,7 @@ from bottega.planning.work_fit import MAX_BATCHES
 
 
 def law(per_flop_s: float = 2e-12, per_byte_s: float = 3e-10, fixed_s: float = 2e-3) -> WorkCost:
-    return WorkCost(per_flop_s=per_flop_s, per_byte_s=per_byte_s, fixed_s=fixed_s)
+    return WorkCost(per_flop_s=per_flop_s, per_map_flop_s=0.0, per_byte_s=per_byte_s, fixed_s=fixed_s)
 
 
 def measured(
@@ -37,6 +37,27 @@ def test_a_linear_law_is_found_again(per_flop_s: float, per_byte_s: float, fixed
     assert fit.r2 == pytest.approx(1.0)
     for flops, size_bytes in ((1e9, 1e7), (5e10, 1e6), (2e11, 2e8)):
         assert fit.seconds(flops, size_bytes) == pytest.approx(true.seconds(flops, size_bytes), rel=1e-3)
+
+
+def test_two_paces_of_operations_are_told_apart() -> None:
+    true = WorkCost(per_flop_s=2e-12, per_map_flop_s=7e-13, per_byte_s=1e-10, fixed_s=1e-3)
+    fit, rng = WorkFit(), Random(2)
+    for _ in range(60):
+        flops, map_flops, size_bytes = rng.uniform(1e9, 1e11), rng.uniform(1e9, 1e11), rng.uniform(1e5, 1e8)
+        seconds = true.seconds(flops, size_bytes, map_flops)
+        fit.observe(flops=flops, map_flops=map_flops, size_bytes=size_bytes, seconds=seconds)
+    assert fit.r2 == pytest.approx(1.0, abs=1e-4)
+    assert fit.seconds(5e10, 1e7, 0.0) == pytest.approx(true.seconds(5e10, 1e7), rel=0.02)
+    assert fit.seconds(0.0, 1e7, 5e10) == pytest.approx(true.seconds(0.0, 1e7, 5e10), rel=0.02)
+
+
+def test_paces_that_cannot_be_told_apart_are_one() -> None:
+    fit = WorkFit()
+    for times in (1, 2, 4):
+        fit.observe(flops=3e9 * times, map_flops=1e9 * times, size_bytes=0.0, seconds=0.004 * times)
+    assert fit.cost is not None
+    assert fit.cost.per_map_flop_s == pytest.approx(fit.cost.per_flop_s, rel=0.01)
+    assert fit.seconds(3e9, 0.0, 1e9) == pytest.approx(0.004, rel=0.01)
 
 
 def test_batches_that_were_held_out_are_predicted_through_noise() -> None:

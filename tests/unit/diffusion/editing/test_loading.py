@@ -32,7 +32,8 @@ class _Device(WorkFit):
 
     @property
     def cost(self) -> WorkCost:
-        return WorkCost(per_flop_s=self.per_flop_s, per_byte_s=0.0, fixed_s=0.0)
+        pace = self.per_flop_s
+        return WorkCost(per_flop_s=pace, per_map_flop_s=pace, per_byte_s=0.0, fixed_s=0.0)
 
 
 class LoadingDesk(EditDesk):

@@ -22,7 +22,7 @@ Size = tuple[int, int]
 """Height and width of a latent."""
 
 # Until a turn was measured: about a core's. Only ratios count then.
-_FIRST_COST = WorkCost(per_flop_s=1e-11, per_byte_s=1e-10, fixed_s=0.0)
+_FIRST_COST = WorkCost(per_flop_s=1e-11, per_map_flop_s=1e-11, per_byte_s=1e-10, fixed_s=0.0)
 # Beyond this, a profile was measured on another kind of device: its ratios are worth nothing here.
 _MOST_CALIBRATION = 100.0
 
@@ -38,6 +38,22 @@ class RowWork:
     share: float
 
 
+@dataclass(slots=True, kw_only=True)
+class _Done:
+    """What was computed: operations, those of feature maps apart, and bytes that were taken from recordings."""
+
+    flops: float = 0.0
+    map_flops: float = 0.0
+    size_bytes: int = 0
+
+    def add(self, block: BlockWork, flops: float) -> None:
+        """So many of a block."""
+        if block.kind is BlockKind.MAPS:
+            self.map_flops += flops
+        else:
+            self.flops += flops
+
+
 class BlockTimes:
     """sparse: see SparseMaps. fit: seconds of whole turns."""
 
@@ -48,7 +64,7 @@ class BlockTimes:
         self._maps = SparseMaps()
         self._tokens = TokenCache()
         self._blocks: dict[Size, tuple[BlockWork, ...]] = {}
-        self._full_flops: dict[Size, float] = {}
+        self._full: dict[Size, _Done] = {}
         self._works: WeakKeyDictionary[MaskTokens, RowWork] = WeakKeyDictionary()
         self._profiles: dict[Size, BlockProfile] = {}
 
@@ -58,7 +74,9 @@ class BlockTimes:
             if len(self._blocks) >= MAX_SHAPES:
                 self._blocks.clear()
             self._blocks[size] = blocks_of(self._unet, size, sparse=self.sparse)
-            self._full_flops[size] = sum(block.flops for block in blocks_of(self._unet, size))
+            self._full[size] = full = _Done()
+            for block in blocks_of(self._unet, size):
+                full.add(block, block.flops)
         return self._blocks[size]
 
     def use(self, size: Size, profile: BlockProfile) -> None:
@@ -89,7 +107,7 @@ class BlockTimes:
             scale, measured = self._calibration(size, profile), {each.name: each.full_s for each in profile.blocks}
             return [scale * measured[block.name] for block in self.blocks(size)]
         cost = self._cost
-        return [cost.per_flop_s * block.flops for block in self.blocks(size)]
+        return [_flops_s(cost, block, block.flops) for block in self.blocks(size)]
 
     def masked_s(self, size: Size, work: RowWork) -> list[float]:
         """By block, of one row that takes all that it does not compute from a recording."""
@@ -100,14 +118,15 @@ class BlockTimes:
             return [scale * _along(profile.shares, each.masked_s, each.full_s, work.share) for each in curves]
         cost = self._cost
         return [
-            cost.per_flop_s * block.flops_at(share) + cost.per_byte_s * block.size_bytes
+            _flops_s(cost, block, block.flops_at(share)) + cost.per_byte_s * block.size_bytes
             for block, share in zip(self.blocks(size), work.shares, strict=True)
         ]
 
     def step_s(self, size: Size, rows: float) -> float | None:
         """Of a step of so many whole rows, fractions as what they cost of one; None before a turn was measured."""
         self.blocks(size)
-        return self.fit.seconds(rows * self._full_flops[size], 0.0)
+        full = self._full[size]
+        return self.fit.seconds(rows * full.flops, 0.0, rows * full.map_flops)
 
     def observe(self, rows: Sequence[Row], seconds: float) -> None:
         """A forward of these rows took so long. One that records says nothing: its copies are no block's work."""
@@ -115,23 +134,23 @@ class BlockTimes:
             return
         _, *size = rows[0].sample.shape
         latent = (size[0], size[1])
-        flops = size_bytes = 0.0
+        done = _Done()
         for row in rows:
-            row_flops, row_bytes = self._done(latent, row)
-            flops, size_bytes = flops + row_flops, size_bytes + row_bytes
-        self.fit.observe(flops=flops, size_bytes=size_bytes, seconds=seconds)
+            self._add(done, latent, row)
+        self.fit.observe(flops=done.flops, map_flops=done.map_flops, size_bytes=float(done.size_bytes), seconds=seconds)
 
-    def _done(self, size: Size, row: Row) -> tuple[float, float]:
-        """Operations of a row that ran, and bytes that it took from a recording."""
+    def _add(self, done: _Done, size: Size, row: Row) -> None:
+        """A row that ran."""
         blocks, edit = self.blocks(size), row.activations
+        done.flops += self._full[size].flops
+        done.map_flops += self._full[size].map_flops
         if edit is None or edit.computed is None or edit.recorded is None:
-            return self._full_flops[size], 0.0
+            return
         work, reused = self.work(size, edit.computed, edit.share), frozenset(edit.recorded.reused)
-        taken = [
-            (block, share) for block, share in zip(blocks, work.shares, strict=True) if reused.issuperset(block.names)
-        ]
-        saved = sum(block.flops - block.flops_at(share) for block, share in taken)
-        return self._full_flops[size] - saved, float(sum(block.size_bytes for block, _ in taken))
+        for block, share in zip(blocks, work.shares, strict=True):
+            if reused.issuperset(block.names):
+                done.add(block, block.flops_at(share) - block.flops)
+                done.size_bytes += block.size_bytes
 
     def _share(self, block: BlockWork, tokens: MaskTokens) -> float:
         if block.kind is BlockKind.MAPS:
@@ -151,6 +170,11 @@ class BlockTimes:
             return 1.0
         scale = here_s / profile.forward_s
         return scale if 1 / _MOST_CALIBRATION < scale < _MOST_CALIBRATION else 1.0
+
+
+def _flops_s(cost: WorkCost, block: BlockWork, flops: float) -> float:
+    """Of so many operations of a block."""
+    return (cost.per_map_flop_s if block.kind is BlockKind.MAPS else cost.per_flop_s) * flops
 
 
 def _along(shares: Sequence[float], masked_s: Sequence[float], full_s: float, share: float) -> float:
