@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--tcp-edits", type=int, default=400, help="over TCP (default: 400)")
     parser.add_argument("--flips", type=int, default=10_000, help="of bits on the disk (default: 10000)")
     options = parser.parse_args()
-    logging.disable(logging.WARNING)  # the store tells of each section that is damaged
+    logging.disable(logging.CRITICAL)  # the store tells of each section that is damaged
     with scratch() as folder:
         values = values_of(*measure(folder, options))
     report("templates", table_of(values), values)
