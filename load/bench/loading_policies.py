@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bottega.diffusion.editing.loading.planner import EditReader, LoadPlanner, LoadPolicy
+from bottega.diffusion.editing.loading.planner import EditReader, LoadPlanner, LoadPolicy, PlannedStep
 from bottega.diffusion.editing.loading.times import BlockTimes
 from bottega.diffusion.editing.recordings.source import ActivationSource
 from bottega.planning import BlockCost, StepPlan
@@ -19,13 +19,13 @@ _LONGEST_LOAD_S = 120.0
 class SequencePlanner(LoadPlanner):
     """Loads all of a step before it is computed, and nothing meanwhile."""
 
-    def plan(self, readers: Sequence[EditReader], others: int) -> float | None:
-        """Returns when all of the next step is here."""
-        planned_s = super().plan(readers, others)
+    def plan(self, readers: Sequence[EditReader], others: int) -> list[PlannedStep]:
+        """The same, when all of the next step is here."""
+        planned = super().plan(readers, others)
         for row in (row for reader in readers for row in reader.coming(0)[0]):
             for name in row.step.names:
                 row.step.wait(name, _LONGEST_LOAD_S)
-        return planned_s
+        return planned
 
 
 def planners(source: ActivationSource, times: BlockTimes) -> Mapping[str, LoadPlanner]:

@@ -28,7 +28,7 @@ from bottega.diffusion.editing.prompts import LEAST_COSINE, PromptCosines, measu
 from bottega.diffusion.editing.recordings.image import ImageReader, ImageRecorder, MaskLevels
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, RecordedControl, Recording, RecordingKey
 from bottega.diffusion.editing.recordings.source import ActivationSource, TemplateQuery
-from bottega.diffusion.editing.recordings.step_loads import LoadCounts
+from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.job import EngineOrder
@@ -126,9 +126,9 @@ class EngineEdits(EngineAddOn):
             return False
         readers = {request: request.activations for request in requests if not request.done}
         reading = [reader for reader in readers.values() if isinstance(reader, ImageReader)]
-        if reading:
-            others = sum(request.row_count for request, each in readers.items() if not isinstance(each, ImageReader))
-            self.planner.plan(reading, others)
+        others = sum(request.row_count for request, each in readers.items() if not isinstance(each, ImageReader))
+        for planned in self.planner.plan(reading, others):
+            self.step_table.note(planned.size, planned.row_equivalents, planned.seconds)
         return False
 
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
@@ -165,6 +165,11 @@ class EngineEdits(EngineAddOn):
         """A new recording of an order's template, see ActivationSource."""
         return self.source.begin(key, shape, drawn, origin=read_order(order).source)
 
+    def use_profile(self, recording: Recording) -> None:
+        """Plans count with what was measured of the blocks elsewhere, as long as nobody has measured them here."""
+        if recording.profile is not None and self.times.profile(recording.shape) is None:
+            self.times.use(recording.shape, recording.profile)
+
     def recorder(self, recording: Recording, request: Request, valid: Tensor) -> ImageRecorder:
         """Records an image into a recording that was begun: as many blocks of each of its steps as it has room for.
 
@@ -176,7 +181,7 @@ class EngineEdits(EngineAddOn):
             self.times.blocks(recording.shape),
             budget_bytes=recording.budget_bytes,
             forwards=request.steps_left * request.row_count,
-            profile=recording.profile or self.times.profile(recording.shape),
+            profile=self.times.profile(recording.shape) or recording.profile,
         )
         return ImageRecorder(self.source, recording, request, valid, kept=kept)
 
@@ -258,7 +263,7 @@ class EngineEdits(EngineAddOn):
             valid_share=recording.valid_share,
         )
 
-    def note_loads(self, counts: LoadCounts) -> None:
+    def note_loads(self, counts: StepLoadCounts) -> None:
         """Of a step that was made."""
         self._events["blocks_loaded"] += counts.loaded
         self._events["blocks_recomputed"] += counts.recomputed

@@ -89,7 +89,7 @@ class JobEdits(JobAddOn):
         kept = self._use_kept(job)
         if kept is None and self._order.kept_latents and not self._because:
             self._key = self._addon.key(self._order)
-        found = self._find(self._key, decided)
+        found = self._find(self._key, decided, job.requests[0].latent)
         if found is not None:
             self._any_prompt = self._takes_any_prompt(job, conditions)
             self._read(found, job)
@@ -184,11 +184,17 @@ class JobEdits(JobAddOn):
         self._common = True
         return kept
 
-    def _find(self, key: RecordingKey, decided: Decided | None) -> Recording | None:
-        """The recording to read, in use from now on; None for none."""
+    def _find(self, key: RecordingKey, decided: Decided | None, latent: Tensor) -> Recording | None:
+        """The recording to read, in use from now on; None for none. latent: of an image, [1, channels, ...]."""
         if self._because or (decided is not None and not decided.recording):
             return None
-        return self._addon.source.find(key, decided.recording if decided is not None else "")
+        found = self._addon.source.find(key, decided.recording if decided is not None else "")
+        if found is None or _fits(found, latent):
+            return found
+        _log.warning("a recording has another size than its image; the edit does without it")
+        self._addon.source.release(found)
+        self._because = "what is recorded of this image does not fit it"
+        return None
 
     def _takes_any_prompt(self, job: EngineJob, conditions: Conditions) -> bool:
         """Whether what was computed with another prompt is good enough."""
@@ -199,6 +205,7 @@ class JobEdits(JobAddOn):
 
     def _read(self, found: Recording, job: EngineJob) -> None:
         self._found, self._readers_open = found, True
+        self._addon.use_profile(found)
         # What stale residuals have made is no part of the template; nobody knows at which steps they will be stale.
         completes = not (self._spec.stale_residuals and self._spec.controlnets)
         for request in job.requests:
@@ -213,6 +220,7 @@ class JobEdits(JobAddOn):
                 levels=self._addon.levels,
                 completes=completes,
                 any_prompt=self._any_prompt,
+                shapes=self._addon.times.shapes(found.shape),
             )
             request.activations = reader
 
@@ -270,6 +278,13 @@ def _unusable(spec: ResolvedSpec) -> str:
     if not all(control.digest for control in spec.controlnets):
         return "the version of a ControlNet is not known"
     return ""
+
+
+def _fits(recording: Recording, latent: Tensor) -> bool:
+    """What a store says need not be so."""
+    drawn = recording.drawn
+    tensors = () if drawn is None else (drawn.image_latent, drawn.noise)
+    return recording.shape == latent.shape[2:] and all(each.shape == latent.shape for each in tensors)
 
 
 def _edit(request: Request) -> Edit:

@@ -10,6 +10,7 @@ from PIL import ImageOps
 from torch import Tensor
 
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
+from bottega.diffusion.editing.recordings.step import MemoryStep
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
@@ -204,3 +205,54 @@ def test_loads_in_a_busy_batch_change_nobodys_picture(desk: LoadingDesk) -> None
     loaded, recomputed = load_counts(desk)
     assert loaded > 0
     assert recomputed > 0
+
+
+def test_the_planned_seconds_of_steps_that_load_are_noted_for_the_gateway(desk: LoadingDesk) -> None:
+    assert not list(desk.edits.step_table.entries())
+    desk.draw(SECOND)
+    assert not list(desk.edits.step_table.entries()), "all of it is here"
+    desk.move()
+    desk.draw(replace(SECOND, key="loaded"))
+    entries = list(desk.edits.step_table.entries())
+    assert {shape for shape, _, _ in entries} == {(16, 16)}
+    whole_s = sum(desk.edits.times.full_s((16, 16)))
+    for _, rows, seconds in entries:
+        assert 0 < rows < 2
+        assert 0 < seconds < 2 * whole_s * 1.01
+
+
+def test_a_tensor_of_another_shape_is_not_taken(desk: LoadingDesk) -> None:
+    """A store that lies costs no more than its lie is worth."""
+    (recording,) = desk.source.recordings
+    name = desk.edits.blocks[0]
+    for step in recording.steps.values():
+        assert isinstance(step, MemoryStep)
+        tokens, channels = step.outputs[name].shape
+        step.outputs[name] = step.outputs[name].reshape(channels, tokens)
+    drawn = desk.draw(replace(FIRST, key="again"))
+    assert drawn.record.edit is not None
+    assert drawn.record.edit.blocks_reused == drawn.record.edit.blocks_total - 6
+    assert_close(drawn, desk.drawings[FIRST.key], FLOAT16)
+
+
+def test_a_recording_of_another_size_is_not_used(desk: LoadingDesk) -> None:
+    (recording,) = desk.source.recordings
+    recording.shape = (8, 8)
+    drawn = desk.draw(replace(FIRST, key="again"))
+    assert drawn.record.edit is not None
+    assert drawn.record.edit.computed_all_because == "what is recorded of this image does not fit it"
+    assert recording.is_idle
+
+
+def test_a_store_s_profile_counts_until_blocks_are_measured_here(desk: LoadingDesk) -> None:
+    size, (recording,) = (16, 16), desk.source.recordings
+    theirs = desk.engine.profile_blocks(0, 0)
+    other = LoadingDesk(desk.edits.model)
+    other.draw(FIRST)
+    other.source.recordings[0].profile = theirs
+    other.draw(SECOND)
+    assert other.edits.times.profile(size) == theirs
+    ours = other.engine.profile_blocks(0, 0)
+    other.draw(replace(SECOND, key="again"))
+    assert other.edits.times.profile(size) == ours != theirs
+    assert recording.profile is None

@@ -116,6 +116,17 @@ class LoadPolicy:
     patience: float = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """A step that loads what it does not compute. size: of its latents. row_equivalents: its rows, each as what its
+    blocks would take of a whole one's if all of it were here. seconds: that it takes by the plan.
+    """
+
+    size: Size
+    row_equivalents: float
+    seconds: float
+
+
 class LoadPlanner:
     """Plans for readers of recordings of `source`. times: what blocks take."""
 
@@ -124,36 +135,45 @@ class LoadPlanner:
         self._times = times
         self._policy = policy or LoadPolicy()
 
-    def plan(self, readers: Sequence[EditReader], others: int) -> float | None:
+    def plan(self, readers: Sequence[EditReader], others: int) -> list[PlannedStep]:
         """Decides for the rows that come, and requests what they take. others: rows beside them, of whole pictures.
 
-        Returns how long the next step takes by the plan; None where all that is read is here.
+        Returns of each size the last step for which something new has to be loaded.
         """
-        rate = self._source.load_bytes_per_s
+        rate, planned = self._source.load_bytes_per_s, list[PlannedStep]()
         if rate is None:
-            return None
-        total_s = None
+            return planned
         for size in dict.fromkeys(reader.size for reader in readers):
             same = [reader for reader in readers if reader.size == size]
             coming = [[reader.coming(turn) for reader in same] for turn in range(self._policy.turns)]
             if any(not row.step.writable for turn in coming for rows, _ in turn for row in rows):
                 # Before: what is decided here is not outstanding yet.
                 busy_s = sum(reader.outstanding_bytes for reader in same) / rate
-                total_s = (total_s or 0.0) + self._plan(size, coming, others, rate, busy_s)
-        return total_s
+                planned.extend(self._plan(size, coming, others, rate, busy_s))
+        return planned
 
-    def _plan(self, size: Size, coming: Sequence[Sequence[Coming]], others: int, rate: float, busy_s: float) -> float:
-        """Of the readers of one size of pictures, by turn. Returns the seconds of their next step."""
+    def _row_equivalents(self, size: Size, coming: Sequence[Coming], others: int) -> float:
+        works = [self._times.work(size, row.computed, row.share) for rows, _ in coming for row in rows]
+        whole_s = sum(self._times.full_s(size))
+        masked = sum(sum(self._times.masked_s(size, work)) / whole_s for work in works)
+        return others + sum(computed for _, computed in coming) + masked
+
+    def _plan(
+        self, size: Size, coming: Sequence[Sequence[Coming]], others: int, rate: float, busy_s: float
+    ) -> list[PlannedStep]:
+        """Of the readers of one size of pictures, by turn. Returns the last step that was planned now."""
         blocks = self._times.blocks(size)
         turns = [self._turn(size, of_turn, others) for of_turn in coming]
         last = max((place for place, turn in enumerate(turns) if turn.new), default=-1)
         if last < 0:
-            return sum(turns[0].seconds)
+            return []
         steps = [_costs(blocks, turn, rate) for turn in turns[: last + 1]]
         plans = self._policy.choose(steps, busy_s)
         for turn, plan, costs in zip(turns, plans, steps, strict=False):
             _decide(blocks, turn, plan, [self._policy.patience * cost.full_s for cost in costs])
-        return plans[0].compute_s
+        seconds = plans[last].compute_s - (plans[last - 1].compute_s if last else 0.0)
+        rows = self._row_equivalents(size, coming[last], others)
+        return [PlannedStep(size=size, row_equivalents=rows, seconds=seconds)]
 
     def _turn(self, size: Size, coming: Sequence[Coming], others: int) -> _Turn:
         full_s = self._times.full_s(size)

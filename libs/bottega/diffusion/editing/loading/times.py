@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -78,6 +78,11 @@ class BlockTimes:
             for block in blocks_of(self._unet, size):
                 full.add(block, block.flops)
         return self._blocks[size]
+
+    def shapes(self, size: Size) -> Mapping[str, tuple[int, ...]]:
+        """Of what is recorded, by name."""
+        blocks = self.blocks(size)
+        return {name: shape for block in blocks for name, shape in zip(block.names, block.shapes, strict=True)}
 
     def use(self, size: Size, profile: BlockProfile) -> None:
         """What was measured of the blocks, on this device or on one that is like it."""

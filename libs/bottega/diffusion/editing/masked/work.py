@@ -6,6 +6,7 @@ layer over feature maps. It knows no device: seconds are fitted to these numbers
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ class BlockKind(Enum):
 class BlockWork:
     """One block of one row.
 
-    name: path of its module. names: under which it is recorded, in the order in which it puts them out. size: height
-    and width of its level, in tokens or elements. size_bytes: of all of its names, in float16.
+    name: path of its module. names: under which it is recorded, in the order in which it puts them out; shapes: of
+    what is recorded under each, in float16. size: height and width of its level, in tokens or elements.
     flops: of the whole row. fixed_flops: of these, what is computed for every token, whatever is masked.
     """
 
@@ -44,9 +45,14 @@ class BlockWork:
     names: tuple[str, ...]
     kind: BlockKind
     size: _Size
-    size_bytes: int
+    shapes: tuple[tuple[int, ...], ...]
     flops: float
     fixed_flops: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all that is recorded of it."""
+        return sum(map(math.prod, self.shapes)) * _FLOAT16_BYTES
 
     def flops_at(self, share: float) -> float:
         """Where this share of the tokens or elements of its level is computed."""
@@ -172,7 +178,7 @@ class _Walk:
             names=(recorded,),
             kind=BlockKind.TRANSFORMER,
             size=self.size,
-            size_bytes=tokens * width * _FLOAT16_BYTES,
+            shapes=((tokens, width),),
             flops=float(fixed + attention + cross + feed_forward + out),
             fixed_flops=float(fixed),
         )
@@ -184,7 +190,7 @@ class _Walk:
             names=tuple(recorded),
             kind=BlockKind.MAPS,
             size=self.size,
-            size_bytes=self._elements * sum(recorded.values()) * _FLOAT16_BYTES,
+            shapes=tuple((channels, *self.size) for channels in recorded.values()),
             flops=self._elements * flops,
         )
 

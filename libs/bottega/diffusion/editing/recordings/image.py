@@ -5,6 +5,7 @@ Each is asked for the activations of a row as often as its step is tried, and to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ from bottega.diffusion.editing.recordings.recording import (
 )
 from bottega.diffusion.editing.recordings.source import ActivationSource
 from bottega.diffusion.editing.recordings.step import RecordedStep
-from bottega.diffusion.editing.recordings.step_loads import LoadCounts, StepLoads
+from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts, StepLoads
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.rows import Half, RowActivations
 
@@ -139,6 +140,7 @@ class _ValidPlan:
 class ImageReader:
     """Takes what one image does not redraw from a recording, and completes that.
 
+    shapes: see StepReader.
     mask: what the edit redraws, dilated; bool [height, width] of the latent. completes: whether it may write.
     any_prompt: whether it takes what was computed with another prompt; else it computes that half in full, and puts it
     in place of the other. The unconditional half has the same prompt in most edits.
@@ -157,6 +159,7 @@ class ImageReader:
         levels: MaskLevels,
         completes: bool,
         any_prompt: bool,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.recording = recording
         self.other_prompt = False
@@ -170,6 +173,7 @@ class ImageReader:
         self._levels = levels
         self._completes = completes
         self._any_prompt = any_prompt
+        self._shapes = shapes
         self._prompts = {half: prompt_of(request.spec, half) for half in Half}
         # A recording has the same blocks in all of its steps.
         self._kept = next((frozenset(step.names) for step in recording.steps.values()), None)
@@ -193,13 +197,13 @@ class ImageReader:
             self._completers[key] = sink
         if plan.computed is None:
             return None if sink is None else RowActivations(sink=sink)
-        reader = StepReader(step, self._request.latent.device, self._loads_of(key, step))
+        reader = StepReader(step, self._request.latent.device, self._loads_of(key, step), self._shapes)
         self._readers[key] = reader, plan
         return RowActivations(computed=plan.computed, share=plan.share, recorded=reader, sink=sink)
 
-    def made_step(self) -> LoadCounts:
+    def made_step(self) -> StepLoadCounts:
         """The step is made. What of it had to be loaded."""
-        counts = LoadCounts()
+        counts = StepLoadCounts()
         readers, self._readers = self._readers, {}
         sinks, self._sinks = self._sinks, {}
         completers, self._completers = self._completers, {}
@@ -236,7 +240,7 @@ class ImageReader:
         return self.recording.shape
 
     def coming(self, turn: int) -> Coming:
-        """See EditReader."""
+        """Its rows of the step that it makes in so many turns, for the planner."""
         request = self._request
         if request.step + turn >= request.end:
             return (), 0
@@ -253,8 +257,8 @@ class ImageReader:
 
     @property
     def outstanding_bytes(self) -> int:
-        """See EditReader."""
-        return sum(loads.outstanding_bytes for loads in self.loads.values() if not loads.step.mapped)
+        """Of what was requested for it and is not here."""
+        return sum(loads.outstanding_bytes for loads in self.loads.values())
 
     def close(self) -> None:
         """The job is over: what was requested for it is not needed any more."""

@@ -222,21 +222,29 @@ def prompt_of(spec: ResolvedSpec, half: Half) -> str:
 class StepReader:
     """The RecordedActivations of a row that takes from a recorded step.
 
-    loads: what was planned of what is not here; without a plan that is computed.
+    loads: what was planned of what is not here; without a plan that is computed. shapes: that the network puts out, by
+    name: what has another one, from a store that lies, would fail its whole batch, and is computed; None trusts it.
     """
 
-    def __init__(self, step: RecordedStep, device: torch.device, loads: StepLoads | None = None) -> None:
+    def __init__(
+        self,
+        step: RecordedStep,
+        device: torch.device,
+        loads: StepLoads | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         self.reused: set[str] = set()
         self.waited_s = 0.0
         self._step = step
         self._device = device
         self._loads = loads
+        self._shapes = shapes
 
     def get(self, name: str) -> Tensor | None:
         output = self._step.get(name)
         if output is None and self._loads is not None:
             output = self._awaited(name, self._loads)
-        if output is None:
+        if output is None or (self._shapes is not None and output.shape != self._shapes.get(name)):
             return None
         self.reused.add(name)
         return output.to(self._device, non_blocking=True)

@@ -12,7 +12,7 @@ from bottega.diffusion.editing.recordings.step import RecordedStep
 
 
 @dataclass(slots=True, kw_only=True)
-class LoadCounts:
+class StepLoadCounts:
     """loaded: blocks that took what had to be loaded. recomputed: that were computed, though they were recorded, for
     want of it. waited_s: for what was on its way.
     """
@@ -21,7 +21,7 @@ class LoadCounts:
     recomputed: int = 0
     waited_s: float = 0.0
 
-    def add(self, other: LoadCounts) -> None:
+    def add(self, other: StepLoadCounts) -> None:
         """Of another step."""
         self.loaded += other.loaded
         self.recomputed += other.recomputed
@@ -76,7 +76,7 @@ class StepLoads:
         self._patience_s[block] = self._patience_s[block] - waited_s if here else 0.0
         return here
 
-    def counts(self, reused: Collection[str]) -> LoadCounts:
+    def counts(self, reused: Collection[str]) -> StepLoadCounts:
         """When the step is made. reused: names that the row has taken."""
         loaded = sum(all(name in reused for name in block.names) for block in self._away)
-        return LoadCounts(loaded=loaded, recomputed=len(self._away) - loaded, waited_s=self.waited_s)
+        return StepLoadCounts(loaded=loaded, recomputed=len(self._away) - loaded, waited_s=self.waited_s)
