@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +18,9 @@ from bottega.diffusion.editing.recordings.source import TemplateQuery
 from bottega.diffusion.editing.recordings.step import RecordedStep
 from bottega.sections import messages
 from bottega.v1.activations_pb2 import BlockProfile, SectionRequest, TemplateAnswer
-from bottega.worker.activations.stored_step import StoredStep
+from bottega.worker.activations.load_meter import LoadMeter
+from bottega.worker.activations.stored_step import SectionFetch, StoredStep
+from bottega.worker.activations.template import KnownSection
 from tests.fakes.scripted_activation_store import ScriptedLink, ScriptedStore
 from tests.support.stored_activations import (
     KEY,
@@ -253,6 +258,22 @@ def test_what_nobody_needs_is_cancelled_and_what_comes_of_it_thrown_away(far: Sc
         assert step.held_bytes == step.bytes_of(NAMES[1])
 
 
+def test_a_chunk_of_a_cancelled_request_is_none_of_a_newer_one() -> None:
+    """The link's thread may have it in hand while the engine's cancels, and requests the same again."""
+    link, room = _HeldLink(), _Room()
+    step = StoredStep(_known(0), recording=Recording(KEY, SHAPE), link=link, room=room, edit=1)
+    data = memoryview(bytearray(outputs(0)[NAMES[0]].numpy().tobytes()))
+    step.request(NAMES[:1])
+    step.give_up(link.fetches[0])
+    step.request(NAMES[:1])
+    step.take_chunk(link.fetches[0], 0, 0, data[:32])
+    step.take_chunk(link.fetches[1], 0, 0, data[:48])
+    step.take_chunk(link.fetches[0], 0, 48, data[48:])
+    assert step.get(NAMES[0]) is None
+    step.take_chunk(link.fetches[1], 0, 48, data[48:])
+    assert torch.equal(_tensor(step), outputs(0)[NAMES[0]])
+
+
 def test_what_another_edit_may_wait_for_is_not_cancelled(far: ScriptedStore) -> None:
     far.put(RECORDING, section(0))
     held: list[tuple[ScriptedLink, int, SectionRequest]] = []
@@ -461,3 +482,62 @@ def test_a_recording_that_a_worker_uses_outlives_its_link(tmp_path: Path) -> Non
         other = replace(KEY, template="ee" * 32)
         own = here.record(key=other)
         assert here.found(other) is own
+
+
+def test_the_memory_of_a_recording_that_is_let_go_is_free_at_once(far: ScriptedStore) -> None:
+    far.put(RECORDING, section(0))
+    with worker(far) as here:
+        recording = here.found()
+        tensor = weakref.ref(_tensor(load(recording, 0)))
+        here.source.release(recording)
+        assert here.source.drop("") == 1
+        gc.collect()
+        gc.disable()
+        try:
+            del recording
+            assert tensor() is None
+        finally:
+            gc.enable()
+
+
+def _tensor(step: RecordedStep) -> torch.Tensor:
+    tensor = step.get(NAMES[0])
+    assert tensor is not None
+    return tensor
+
+
+class _HeldLink:
+    """Keeps requests. A SectionLink."""
+
+    shares = gives_whole = False
+
+    def __init__(self) -> None:
+        self.fetches: list[SectionFetch] = []
+
+    def fetch(self, fetch: SectionFetch) -> bool:
+        self.fetches.append(fetch)
+        return True
+
+    def cancel(self, step: StoredStep) -> None:
+        """Nothing is on its way."""
+
+
+class _Room:
+    """For all that comes. A LoadRoom."""
+
+    pinned = False
+
+    def __init__(self) -> None:
+        self.meter = LoadMeter()
+        self.arrivals = threading.Condition()
+
+    def make_room(self, _size_bytes: int) -> bool:
+        return True
+
+    def has_room(self, _size_bytes: int) -> bool:
+        return True
+
+
+def _known(place: int) -> KnownSection:
+    said = section(place)
+    return KnownSection(key=step_key(place), digest=said.digest, layout=said.layout, valid=valid_map(place), prompt="")

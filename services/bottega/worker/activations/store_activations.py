@@ -107,7 +107,11 @@ class StoreActivations:
         wanted = {store.name: store for store in stores[:_MOST_STORES]}
         with self._lock:
             old = self._links
-            kept = {name: link for name, link in old.items() if name in wanted and link.store == wanted[name]}
+            kept = {
+                name: link
+                for name, link in old.items()
+                if name in wanted and link.store.address == wanted[name].address
+            }
             self._links = {name: kept.get(name) or self._open(store) for name, store in wanted.items()}
         for name, link in old.items():
             if name not in kept:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -84,11 +85,13 @@ class StoredStep:
         self.valid = section.valid
         self.prompt = section.prompt
         self.section = section
-        self.recording = recording
         self.link = link
         self.edit = edit
         self.lost = False
         self._room = room
+        # Weak: a recording has its steps, and its memory is to be free as soon as nobody has it.
+        self._recording = weakref.ref(recording)
+        self._owner = owner(recording.key.digest)
         self._layout = section.layout
         self._names = tuple(tensor.name for tensor in section.layout.tensors)
         self._tensors: dict[str, Tensor] = {}
@@ -157,7 +160,8 @@ class StoredStep:
         return name in self._tensors
 
     def drop_requests(self) -> None:
-        if self._coming and self.recording.readers <= 1:  # else another edit may wait for the same
+        recording = self._recording()
+        if self._coming and (recording is None or recording.readers <= 1):  # else another edit may wait for the same
             self.link.cancel(self)
 
     def rest(self) -> None:
@@ -195,7 +199,7 @@ class StoredStep:
         """All of it is here, as the store's own memory. Raises DataLoss where it is another section."""
         if len(file) != self._layout.size_bytes:
             raise DataLoss("the store sent a file of another size than it has said")
-        if bytes(file[-OWNER_BYTES:]) != owner(self.recording.key.digest):
+        if bytes(file[-OWNER_BYTES:]) != self._owner:
             raise DataLoss("the store sent another template's file")
         with self._room.arrivals:
             for name, tensor, offset in zip(self._names, self._layout.tensors, self._layout.offsets, strict=True):
