@@ -257,8 +257,8 @@ class ImageReader:
 
     @property
     def outstanding_bytes(self) -> int:
-        """Of what was requested for it and is not here."""
-        return sum(loads.outstanding_bytes for loads in self.loads.values())
+        """Of what was requested for it and is not here; what a host's store maps takes no time of the load stream."""
+        return sum(loads.outstanding_bytes for loads in self.loads.values() if not loads.step.mapped)
 
     def close(self) -> None:
         """The job is over: what was requested for it is not needed any more."""
