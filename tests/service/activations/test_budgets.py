@@ -156,6 +156,7 @@ def test_prefetching_more_than_memory_has_room_for_keeps_what_came_first(tmp_pat
     with running_store(tmp_path, memory_budget_bytes=(_STEPS + 2) * SECTION_BYTES) as store:
         store.prefetch([source_of(name) for name in names])
         wait_until(lambda: store.statistics().loads == _STEPS + 2, "the loads")
+        store.prefetch([source_of(name) for name in names])
         assert [sum(info.in_memory for info in answer(store, name).sections) for name in names] == [_STEPS, 2, 0]
         assert [info.in_memory for info in answer(store, "b").sections] == [True, True, False, False], "the first steps"
         assert store.statistics().memory_evictions == 0
