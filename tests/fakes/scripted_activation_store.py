@@ -32,6 +32,7 @@ from bottega.transport import (
     read_number,
 )
 from bottega.v1.activations_pb2 import (
+    AbandonHeader,
     RecordingHeader,
     SectionHeader,
     SectionInfo,
@@ -82,7 +83,7 @@ class Section:
 class Sent:
     """What a worker has sent to be recorded. tensors: of a section. drawn: of an end."""
 
-    header: SectionHeader | RecordingHeader | str
+    header: SectionHeader | RecordingHeader | AbandonHeader
     tensors: Mapping[str, Tensor]
     drawn: DrawnTensors | None = None
 

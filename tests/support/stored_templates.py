@@ -101,6 +101,11 @@ def recording_header(name: str, **changed: Any) -> pb.RecordingHeader:
     return pb.RecordingHeader(**{**fields, **changed})
 
 
+def abandoned(name: str, **changed: Any) -> pb.AbandonHeader:
+    """Of a recording that comes to nothing. changed: fields."""
+    return pb.AbandonHeader(**{"recording": recording_of(name), "key": key_of(name), **changed})
+
+
 def question_of(name: str, **changed: Any) -> pb.TemplateQuestion:
     """About the template. changed: fields."""
     fields = {

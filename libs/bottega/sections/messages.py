@@ -165,9 +165,9 @@ def recording_message(header: RecordingHeader, drawn: DrawnTensors | None) -> Ac
     return _message(ActivationMessageKind.RECORDING, 0, header, _drawn_tensors(drawn))
 
 
-def abandon_message(recording: str) -> ActivationMessage:
-    """An abandon message. recording: 32 hex digits."""
-    return _message(ActivationMessageKind.ABANDON, 0, AbandonHeader(recording=recording))
+def abandon_message(recording: str, key: str) -> ActivationMessage:
+    """An abandon message. recording: 32 hex digits. key: of its template, 64."""
+    return _message(ActivationMessageKind.ABANDON, 0, AbandonHeader(recording=recording, key=key))
 
 
 def read_question(layout: Layout, views: Sequence[memoryview]) -> tuple[int, TemplateQuestion]:
@@ -234,10 +234,10 @@ def read_recording(layout: Layout, views: Sequence[memoryview]) -> RecordingHead
     return _read(layout, views, RecordingHeader, MAX_REQUEST_BYTES)[1]
 
 
-def read_abandon(layout: Layout, views: Sequence[memoryview]) -> str:
-    """The recording of an abandon message."""
+def read_abandon(layout: Layout, views: Sequence[memoryview]) -> AbandonHeader:
+    """Header of an abandon message."""
     _check_end(layout, _FIRST)
-    return _read(layout, views, AbandonHeader, MAX_REQUEST_BYTES)[1].recording
+    return _read(layout, views, AbandonHeader, MAX_REQUEST_BYTES)[1]
 
 
 def _message(

@@ -30,7 +30,7 @@ class SectionKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StoredSection:
+class SectionRecord:
     """A section whose file is there. digest: of the file. map: where the template stood, as in TemplateAnswer.maps.
 
     prompt: what it was computed with, hex; empty where that was more than one.
@@ -66,7 +66,7 @@ class DrawnFile:
     size_bytes: int
 
 
-class StoredTemplate:
+class TemplateRecord:
     """A template that is recorded. number: unique for the life of the store. header: as its recorder has said.
 
     drawn: None where edits put back what a generation has kept. used_s: on the store's steady clock. sections: never
@@ -79,22 +79,22 @@ class StoredTemplate:
         header: RecordingHeader,
         *,
         drawn: DrawnFile | None,
-        sections: Mapping[SectionKey, StoredSection],
+        sections: Mapping[SectionKey, SectionRecord],
         use: TemplateUse,
     ) -> None:
         self.number = number
         self.header = header
         self.drawn = drawn
         self.use = use
-        self.sections: Mapping[SectionKey, StoredSection] = {}
-        self.size_bytes = 0
+        self.sections: Mapping[SectionKey, SectionRecord] = {}
+        self.size_bytes = self.sections_bytes = 0
         self.set_sections(sections)
 
-    def set_sections(self, sections: Mapping[SectionKey, StoredSection]) -> None:
+    def set_sections(self, sections: Mapping[SectionKey, SectionRecord]) -> None:
         """It has these from now on, and no others."""
         self.sections = MappingProxyType(dict(sections))
-        own_bytes = self.drawn.size_bytes if self.drawn is not None else 0
-        self.size_bytes = own_bytes + sum(section.size_bytes for section in self.sections.values())
+        self.sections_bytes = sum(section.size_bytes for section in self.sections.values())
+        self.size_bytes = self.sections_bytes + (self.drawn.size_bytes if self.drawn is not None else 0)
 
     @property
     def key(self) -> str:
@@ -112,7 +112,7 @@ class StoredTemplate:
         return True
 
     @property
-    def in_order(self) -> list[StoredSection]:
+    def in_order(self) -> list[SectionRecord]:
         """Its sections, as its steps use them."""
         return sorted(self.sections.values(), key=lambda section: section.key.order)
 

@@ -138,14 +138,14 @@ def test_prefetching_brings_a_template_into_memory_before_it_is_asked_for(tmp_pa
     with running_store(tmp_path) as store:
         where, nowhere = store.prefetch([source_of("a"), source_of("b")])
         assert (where.tier, where.source) == (pb.TEMPLATE_TIER_DISK, source_of("a"))
-        assert (where.size_bytes, where.disk_bytes) == (_STEPS * SECTION_BYTES, _STEPS * SECTION_BYTES)
+        assert (where.size_bytes, where.disk_bytes) == (_TEMPLATE_BYTES, _TEMPLATE_BYTES)
         assert (nowhere.tier, nowhere.size_bytes) == (pb.TEMPLATE_TIER_NOWHERE, 0)
         wait_until(lambda: store.prefetch([source_of("a")])[0].tier == pb.TEMPLATE_TIER_MEMORY, "the loads")
         found = answer(store, "a")
         assert [read(store, info.digest)[1] for info in found.sections] == [Tier.LOADED] * _STEPS, "for this one"
         assert store.statistics().loads == _STEPS
         template = store.templates(1)[0]
-        assert (template.tier, template.memory_bytes) == (pb.TEMPLATE_TIER_MEMORY, _STEPS * SECTION_BYTES)
+        assert (template.tier, template.memory_bytes) == (pb.TEMPLATE_TIER_MEMORY, _TEMPLATE_BYTES)
 
 
 def test_prefetching_more_than_memory_has_room_for_keeps_what_came_first(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_warming_says_how_much_is_on_its_way(tmp_path: Path) -> None:
         assert warmed.templates == 1
         assert warmed.loading_bytes <= _STEPS * SECTION_BYTES
         wait_until(lambda: store.statistics().loads == _STEPS, "the loads")
-        assert [template.memory_bytes for template in store.templates(2)] == [0, _STEPS * SECTION_BYTES]
+        assert [template.memory_bytes for template in store.templates(2)] == [0, _TEMPLATE_BYTES]
         assert store.warm("").templates == 2
         wait_until(lambda: store.statistics().loads == 2 * _STEPS, "the loads")
         assert (store.warm("").templates, store.warm("").loading_bytes) == (2, 0)

@@ -126,7 +126,7 @@ async def test_what_a_worker_had_begun_is_nothing_when_its_link_ends_or_it_gives
 
         await eventually(may_record)
         send_section(two, made, 0)
-        send(two, messages.abandon_message(made.id))
+        send(two, messages.abandon_message(made.id, made.key))
         with await store.link("three") as three:
             await asyncio.to_thread(record_template, three, made)
             await eventually(lambda: _is_told(store, two, made))
@@ -260,7 +260,7 @@ _BROKEN: dict[str, Callable[[], WholeMessage]] = {
     ),
     "a recording of no key": lambda: _recording(key="x"),
     "a recording without what it says was drawn": lambda: messages.recording_message(Recorded().header(), None),
-    "an abandoned recording that is none": lambda: messages.abandon_message("../x"),
+    "an abandoned recording that is none": lambda: messages.abandon_message("../x", "ab" * 32),
 }
 
 

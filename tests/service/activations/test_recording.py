@@ -20,6 +20,7 @@ from tests.support.stored_templates import (
     SECTION_BYTES,
     SHAPE,
     WAIT_S,
+    abandoned,
     answer,
     drawn_of,
     elements,
@@ -129,15 +130,23 @@ def test_a_worker_of_which_nothing_comes_has_given_up(tmp_path: Path) -> None:
 def test_what_is_abandoned_is_forgotten(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
         send_sections(store, "cat", range(3))
-        store.abandon(recording_of("cat"), "other")
+        store.abandon(abandoned("cat"), "other")
         store.flush(WAIT_S)
         assert len(section_paths(tmp_path)) == 3, "it is not that worker's"
-        store.abandon(recording_of("cat"), "worker")
+        store.abandon(abandoned("cat"), "worker")
         store.complete(recording_header("cat"), drawn_of("cat"), "worker")
         store.flush(WAIT_S)
         assert section_paths(tmp_path) == []
         assert store.statistics().recording == 0
         assert answer(store, "cat", link="other").record
+
+
+def test_what_is_abandoned_before_its_first_section_is_for_others(tmp_path: Path) -> None:
+    with running_store(tmp_path) as store:
+        for name in ("cat", "dog"):
+            assert answer(store, name).record
+        store.abandon(abandoned("cat"), "worker")
+        assert [answer(store, name, link="other").record for name in ("cat", "dog")] == [True, False]
 
 
 def test_a_worker_that_begins_anew_loses_what_it_had_begun(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from bottega.caching import Tier
 from bottega.v1 import activations_pb2 as pb
 from tests.support.stored_templates import (
     WAIT_S,
+    abandoned,
     answer,
     drawn_of,
     key_of,
@@ -82,6 +83,6 @@ def test_a_recording_is_not_found_by_its_name_under_another_key(tmp_path: Path) 
         store.flush(WAIT_S)
         assert len(answer(store, "ann").sections) == 3
         assert key_of("ann") != key_of("bob")
-        store.abandon(recording_of("ann"), "bob")
+        store.abandon(abandoned("bob", recording=recording_of("ann")), "bob")
         store.flush(WAIT_S)
         assert len(answer(store, "ann").sections) == 3

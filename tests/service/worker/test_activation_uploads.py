@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bottega.diffusion.editing.recordings.source import TemplateQuery
-from bottega.v1.activations_pb2 import RecordingHeader, SectionHeader, TemplateAnswer
+from bottega.v1.activations_pb2 import AbandonHeader, RecordingHeader, SectionHeader, TemplateAnswer
 from tests.fakes.scripted_activation_store import ScriptedStore, Sent
 from tests.support.stored_activations import (
     KEY,
@@ -114,7 +114,7 @@ def test_one_that_is_given_up_is_abandoned(far: ScriptedStore) -> None:
         here.add(begun, 0)
         sent(far)
         here.source.abandon(begun)
-        assert sent(far).header == begun.id
+        assert sent(far).header == AbandonHeader(recording=begun.id, key=begun.key.digest)
         assert here.find() is None
 
 

@@ -66,7 +66,8 @@ def test_sections_and_recordings_come_back() -> None:
     layout, views = _sent(messages.recording_message(ended, _DRAWN))
     assert messages.read_recording(layout, views) == ended
     assert _drawn(messages.read_drawn(layout, views, has_drawn=True)) == _drawn(_DRAWN)
-    assert messages.read_abandon(*_sent(messages.abandon_message("12" * 16))) == "12" * 16
+    abandoned = pb.AbandonHeader(recording="12" * 16, key=_DIGEST)
+    assert messages.read_abandon(*_sent(messages.abandon_message("12" * 16, _DIGEST))) == abandoned
 
 
 def test_what_was_read_of_a_slot_stays_when_the_slot_is_used_again() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from bottega.activations.disk.records import RecordChanges, TemplateRecords
 from bottega.activations.disk.section_files import SectionFiles
-from bottega.activations.template import StoredSection, StoredTemplate
+from bottega.activations.template import SectionRecord, TemplateRecord
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class ActivationDisk:
         was_in_place = self.records.in_place and self.files.in_place
         return self.records.open() and was_in_place
 
-    def load(self) -> list[StoredTemplate]:
+    def load(self) -> list[TemplateRecord]:
         """All templates, with those sections whose files are there. What is of no use goes with `tidy`."""
         self._changes, self._garbage = RecordChanges(), []
         sizes = self.files.open()
@@ -63,8 +63,8 @@ class ActivationDisk:
         self,
         changes: RecordChanges,
         *,
-        added: Collection[StoredTemplate] = (),
-        sections: Collection[tuple[int, StoredSection]] = (),
+        added: Collection[TemplateRecord] = (),
+        sections: Collection[tuple[int, SectionRecord]] = (),
     ) -> None:
         """Notes templates, and sections of known ones, whose files are there, and what else changed: all or nothing."""
         self._changes.add(changes)
@@ -72,7 +72,7 @@ class ActivationDisk:
             self.records.write(self._changes, added=added, sections=sections)
             self._changes = RecordChanges()
 
-    def _complete(self, template: StoredTemplate, sizes: dict[str, int]) -> bool:
+    def _complete(self, template: TemplateRecord, sizes: dict[str, int]) -> bool:
         """Takes what is missing out of it; whether there is anything left that can be used."""
         drawn = template.drawn
         there = {

@@ -16,7 +16,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from bottega.activations.template import DrawnFile, SectionKey, StoredSection, StoredTemplate, TemplateUse
+from bottega.activations.template import DrawnFile, SectionKey, SectionRecord, TemplateRecord, TemplateUse
 from bottega.sections.section import SectionLayout
 from bottega.storage import SqliteSchema
 from bottega.storage.checksums import Value, checksum
@@ -73,7 +73,7 @@ Part = Callable[[str], bytes | None]
 """The bytes of a layout or a map by digest; None where they are not there, or damaged."""
 
 
-def template_row(template: StoredTemplate) -> tuple[Value, ...]:
+def template_row(template: TemplateRecord) -> tuple[Value, ...]:
     """The values of TEMPLATE_COLUMNS."""
     drawn = template.drawn
     said = "" if drawn is None else json.dumps([drawn.digest, drawn.shape, drawn.size_bytes])
@@ -82,7 +82,7 @@ def template_row(template: StoredTemplate) -> tuple[Value, ...]:
     return (*values, checksum(values), int(use.pinned), use.uses, use.used_s)
 
 
-def section_row(number: int, section: StoredSection) -> tuple[Value, ...]:
+def section_row(number: int, section: SectionRecord) -> tuple[Value, ...]:
     """The values of SECTION_COLUMNS. number: of its template."""
     values = (
         *section_place(number, section.key),
@@ -119,7 +119,7 @@ def part_digest(part: bytes) -> str:
     return hashlib.sha256(part).hexdigest()
 
 
-def read_template(row: Sequence[Any], sections: Callable[[int], Iterable[StoredSection]]) -> StoredTemplate | None:
+def read_template(row: Sequence[Any], sections: Callable[[int], Iterable[SectionRecord]]) -> TemplateRecord | None:
     """The template of the values of TEMPLATE_COLUMNS; None where they are not what was written.
 
     sections: those of a template, by number.
@@ -128,7 +128,7 @@ def read_template(row: Sequence[Any], sections: Callable[[int], Iterable[StoredS
     if checksum(values) != expected:
         return None
     number, header, drawn = values
-    return StoredTemplate(
+    return TemplateRecord(
         number,
         RecordingHeader.FromString(header),
         drawn=_drawn(drawn),
@@ -137,7 +137,7 @@ def read_template(row: Sequence[Any], sections: Callable[[int], Iterable[StoredS
     )
 
 
-def read_section(row: Sequence[Any], part: Part) -> StoredSection | None:
+def read_section(row: Sequence[Any], part: Part) -> SectionRecord | None:
     """The section of the values of SECTION_COLUMNS; None where they are not what was written."""
     *values, expected = row
     if checksum(values) != expected:
@@ -147,7 +147,7 @@ def read_section(row: Sequence[Any], part: Part) -> StoredSection | None:
     if layout is None or valid is None:
         return None
     key = SectionKey(timestep=timestep, half=half, controls=tuple(json.loads(controls)))
-    return StoredSection(key=key, digest=digest, layout=read_layout(layout), map=valid, prompt=prompt)
+    return SectionRecord(key=key, digest=digest, layout=read_layout(layout), map=valid, prompt=prompt)
 
 
 def _drawn(said: str) -> DrawnFile | None:

@@ -26,7 +26,7 @@ from bottega.activations.disk.record_rows import (
     section_row,
     template_row,
 )
-from bottega.activations.template import SectionKey, StoredSection, StoredTemplate, TemplateUse
+from bottega.activations.template import SectionKey, SectionRecord, TemplateRecord, TemplateUse
 from bottega.storage import SqliteFile
 
 _TEMPLATES = f"SELECT {', '.join(TEMPLATE_COLUMNS)} FROM templates"
@@ -90,7 +90,7 @@ class TemplateRecords:
         """Whether the file that is open is still the one in the folder."""
         return self._inode != 0 and self._found_inode() == self._inode
 
-    def read(self) -> tuple[list[StoredTemplate], list[int]]:
+    def read(self) -> tuple[list[TemplateRecord], list[int]]:
         """All templates whose rows are what was written, with such sections; and the numbers of the others."""
         return self._file.transact(_read)
 
@@ -107,8 +107,8 @@ class TemplateRecords:
         self,
         changes: RecordChanges,
         *,
-        added: Collection[StoredTemplate] = (),
-        sections: Collection[tuple[int, StoredSection]] = (),
+        added: Collection[TemplateRecord] = (),
+        sections: Collection[tuple[int, SectionRecord]] = (),
     ) -> None:
         """It is on the disk when this returns, all of it or nothing. Templates are added with their sections.
 
@@ -123,10 +123,10 @@ class TemplateRecords:
             return 0
 
 
-def _read(connection: sqlite3.Connection) -> tuple[list[StoredTemplate], list[int]]:
+def _read(connection: sqlite3.Connection) -> tuple[list[TemplateRecord], list[int]]:
     part = _parts(connection)
 
-    def sections(number: int) -> Iterator[StoredSection]:
+    def sections(number: int) -> Iterator[SectionRecord]:
         for row in connection.execute(_SECTIONS, (number,)):
             if (section := read_section(row, part)) is not None:
                 yield section
@@ -155,8 +155,8 @@ def _parts(connection: sqlite3.Connection) -> Part:
 def _write(
     connection: sqlite3.Connection,
     changes: RecordChanges,
-    added: Collection[StoredTemplate],
-    sections: Collection[tuple[int, StoredSection]],
+    added: Collection[TemplateRecord],
+    sections: Collection[tuple[int, SectionRecord]],
 ) -> None:
     connection.executemany(_DROP_SECTION, [section_place(number, key) for number, key in changes.sections])
     gone = [(number,) for number in changes.templates]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from bottega.activations.disk.record_rows import layout_part
 from bottega.activations.disk.section_files import SectionFiles
 from bottega.activations.store.sealed_parts import read_drawn
-from bottega.activations.template import StoredSection, StoredTemplate
+from bottega.activations.template import SectionRecord, TemplateRecord
 from bottega.caching import LruCache, TieredCache
 from bottega.errors import StorageUnavailable
 from bottega.sections import DrawnTensors
@@ -20,7 +20,7 @@ from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, TemplateAnswer
 _DRAWN_BYTES = 64 << 20
 
 
-def template_answer(template: StoredTemplate, memory: TieredCache) -> TemplateAnswer:
+def template_answer(template: TemplateRecord, memory: TieredCache) -> TemplateAnswer:
     """Its sections in the order of their use, with their layouts and maps once each."""
     sections = template.in_order
     layouts = _places([layout_part(section.layout) for section in sections])
@@ -56,7 +56,7 @@ class DrawnCache:
         self._lock = threading.Lock()
         self._cache: LruCache[_KeptDrawn] = LruCache(budget_bytes=_DRAWN_BYTES)
 
-    def get(self, template: StoredTemplate) -> DrawnTensors | None:
+    def get(self, template: TemplateRecord) -> DrawnTensors | None:
         """What a template was drawn with; None where it cannot be read. It waits for the disk, the first time."""
         drawn = template.drawn
         assert drawn is not None, "ask whether it has any"
@@ -87,7 +87,7 @@ class _KeptDrawn:
 
 
 def _info(
-    section: StoredSection, layouts: dict[bytes, int], maps: dict[bytes, int], memory: TieredCache
+    section: SectionRecord, layouts: dict[bytes, int], maps: dict[bytes, int], memory: TieredCache
 ) -> SectionInfo:
     return SectionInfo(
         key=section.key.to_wire(),

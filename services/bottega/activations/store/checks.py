@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from bottega.activations.disk.record_rows import layout_part
-from bottega.activations.template import SectionKey, StoredSection, key_from_wire, map_bytes
+from bottega.activations.template import SectionKey, SectionRecord, key_from_wire, map_bytes
 from bottega.sections import DrawnTensors
 from bottega.sections.messages import MAX_HEADER_BYTES, MAX_MAP_BYTES
 from bottega.v1.activations_pb2 import RecordingHeader, SectionHeader, TemplateQuestion
@@ -82,7 +82,7 @@ def check_header(header: RecordingHeader, drawn: DrawnTensors | None) -> None:
         raise ValueError("image latent and noise of a recording have another size than its latent")
 
 
-def fits_answer(sections: Mapping[SectionKey, StoredSection]) -> bool:
+def fits_answer(sections: Mapping[SectionKey, SectionRecord]) -> bool:
     """Whether an answer has room for all of them."""
     # Most are the same object: comparing layouts takes long.
     layouts = set({id(section.layout): section.layout for section in sections.values()}.values())

@@ -18,7 +18,7 @@ from bottega.activations.store.sealed_parts import drawn_file
 from bottega.activations.store.settings import ActivationStoreSettings
 from bottega.activations.store.statistics import ActivationCounts, DropReason
 from bottega.activations.store.template_table import TemplateTable, files_of
-from bottega.activations.template import DrawnFile, SectionKey, StoredSection, StoredTemplate, TemplateUse, map_bytes
+from bottega.activations.template import DrawnFile, SectionKey, SectionRecord, TemplateRecord, TemplateUse, map_bytes
 from bottega.caching import TieredCache
 from bottega.caching.sealed_files import digest_of
 from bottega.clocks import SteadyClock
@@ -42,9 +42,9 @@ class IncomingSection:
     pending: PendingRecording | None
     number: int = 0
 
-    def stored(self, digest: str) -> StoredSection:
+    def stored(self, digest: str) -> SectionRecord:
         """It, when its file is there."""
-        return StoredSection(key=self.section, digest=digest, layout=self.layout, map=self.map, prompt=self.prompt)
+        return SectionRecord(key=self.section, digest=digest, layout=self.layout, map=self.map, prompt=self.prompt)
 
 
 class TemplateInsertion:
@@ -76,7 +76,7 @@ class TemplateInsertion:
         """Of files of templates that are being recorded."""
         return self._pending_bytes
 
-    def load(self, templates: Iterable[StoredTemplate]) -> None:
+    def load(self, templates: Iterable[TemplateRecord]) -> None:
         """Takes in templates of earlier times; there are no others."""
         self._uses.clear()
         for template in sorted(templates, key=lambda template: template.use.used_s):
@@ -167,7 +167,7 @@ class TemplateInsertion:
         sizes = {len(section.map) for section in pending.sections.values()}
         return None if sizes == expected else DropReason.UNFIT
 
-    def _sections(self, incoming: IncomingSection) -> Mapping[SectionKey, StoredSection] | None:
+    def _sections(self, incoming: IncomingSection) -> Mapping[SectionKey, SectionRecord] | None:
         """Those that are there of its template; None where that has gone."""
         if incoming.pending is not None:
             return incoming.pending.sections
@@ -190,7 +190,7 @@ class TemplateInsertion:
         self._disk.files.write(digest, descriptor, size_bytes)
         return True
 
-    def _keep(self, section: StoredSection, incoming: IncomingSection) -> DropReason | None:
+    def _keep(self, section: SectionRecord, incoming: IncomingSection) -> DropReason | None:
         """Its file is there. Raises StorageUnavailable, DataLoss."""
         self._uses[section.digest] += 1
         if incoming.pending is not None:
@@ -202,7 +202,7 @@ class TemplateInsertion:
             self._counts.add("recorded_sections")
         return reason
 
-    def _add(self, section: StoredSection, pending: PendingRecording) -> None:
+    def _add(self, section: SectionRecord, pending: PendingRecording) -> None:
         before = pending.sections.get(section.key)
         pending.sections[section.key] = section
         change = section.size_bytes - (before.size_bytes if before is not None else 0)
@@ -210,7 +210,7 @@ class TemplateInsertion:
         self._pending_bytes += change
         self.release([before.digest] if before is not None else [])
 
-    def _replace(self, section: StoredSection, incoming: IncomingSection) -> DropReason | None:
+    def _replace(self, section: SectionRecord, incoming: IncomingSection) -> DropReason | None:
         """In a template that is there."""
         try:
             self._disk.write(self._table.take_changes(), sections=[(incoming.number, section)])
@@ -234,7 +234,7 @@ class TemplateInsertion:
                 return DropReason.NO_ROOM
             self._uses[said.digest] += 1
         use = TemplateUse(used_s=self._now())
-        template = StoredTemplate(self._next_number, header, drawn=said, sections=pending.sections, use=use)
+        template = TemplateRecord(self._next_number, header, drawn=said, sections=pending.sections, use=use)
         self._next_number += 1
         try:
             self._disk.write(self._table.take_changes(), added=[template])

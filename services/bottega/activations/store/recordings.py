@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from bottega.activations.template import SectionKey, StoredSection
+from bottega.activations.template import SectionKey, SectionRecord
 
 # Of one worker, which has some tens of jobs under way. What was sent whole only waits to be written.
 _MOST_OF_A_LINK = 64
@@ -31,7 +31,7 @@ class PendingRecording:
     seen_s: float
     complete: bool = False
     over: bool = False
-    sections: dict[SectionKey, StoredSection] = field(default_factory=dict)
+    sections: dict[SectionKey, SectionRecord] = field(default_factory=dict)
     size_bytes: int = 0
 
 
@@ -81,9 +81,9 @@ class PendingRecordings:
             if self._pending.get(pending.key) is pending:
                 del self._pending[pending.key]
 
-    def abandon(self, recording: str, link: Hashable) -> None:
-        """The worker has given it up. Harmless where there is none such."""
-        self._end_those(lambda each: each.link == link and each.recording == recording)
+    def abandon(self, key: str, recording: str, link: Hashable) -> None:
+        """The worker has given it up, before its first section or later. Harmless where there is none such."""
+        self._end_those(lambda each: each.key == key and each.link == link and each.recording in ("", recording))
 
     def end_link(self, link: Hashable) -> None:
         """The worker is gone, and what it was recording."""

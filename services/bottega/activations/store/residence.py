@@ -5,22 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
-from bottega.activations.template import StoredTemplate
+from bottega.activations.template import TemplateRecord
 from bottega.caching import TieredCache
 from bottega.v1 import activations_pb2 as pb
 
 # A source has one template for each set of LoRAs and ControlNets of its edits; which of them comes next nobody knows.
 _MOST_OF_A_SOURCE = 2
-# Loads of less are too short to tell how fast the disk is.
+# Loads of less are too short to tell how fast the disk is, unless nothing is known at all.
 _LEAST_MEASURED_S = 0.01
 _NEW_SHARE = 0.5
 
 
-class TemplateResidence:
-    """memory: of sections. budget_bytes: that it may take.
-
-    Its name is also that of a message, which it makes.
-    """
+class TemplateLoader:
+    """memory: of sections. budget_bytes: that it may take."""
 
     def __init__(self, memory: TieredCache, *, budget_bytes: int) -> None:
         self._memory = memory
@@ -32,11 +29,12 @@ class TemplateResidence:
         """That loads from the disk have had of late; 0 is not known."""
         return self._pace()
 
-    def memory_bytes(self, template: StoredTemplate) -> int:
-        """Of its sections that are in memory."""
-        return sum(each.size_bytes for each in template.sections.values() if self._memory.state(each.digest))
+    def memory_bytes(self, template: TemplateRecord) -> int:
+        """Of it that are in memory; all, where all its sections are: what it was drawn with is read with an answer."""
+        there = sum(each.size_bytes for each in template.sections.values() if self._memory.state(each.digest))
+        return template.size_bytes if there == template.sections_bytes else there
 
-    def load(self, templates: Iterable[StoredTemplate]) -> list[int]:
+    def load(self, templates: Iterable[TemplateRecord]) -> list[int]:
         """Begins to load these, in this order, as far as all of memory has room; of each, bytes not yet in memory, or
         -1 where not all of it will be."""
         left_bytes, found = self._budget_bytes, []
@@ -52,17 +50,17 @@ class TemplateResidence:
             found.append(coming_bytes)
         return found
 
-    def prefetch(self, sources: Sequence[tuple[str, Sequence[StoredTemplate]]]) -> list[pb.TemplateResidence]:
+    def prefetch(self, sources: Sequence[tuple[str, Sequence[TemplateRecord]]]) -> list[pb.TemplateResidence]:
         """Begins to load what each source has, the one used last first; where that one is."""
         wanted = [template for _, templates in sources for template in templates[:_MOST_OF_A_SOURCE]]
         where = [self._where(source, templates) for source, templates in sources]
         self.load(wanted)
         return where
 
-    def _where(self, source: str, templates: Sequence[StoredTemplate]) -> pb.TemplateResidence:
+    def _where(self, source: str, templates: Sequence[TemplateRecord]) -> pb.TemplateResidence:
         if not templates:
             return pb.TemplateResidence(source=source, tier=pb.TEMPLATE_TIER_NOWHERE)
-        size_bytes = sum(section.size_bytes for section in templates[0].sections.values())
+        size_bytes = templates[0].size_bytes
         disk_bytes = size_bytes - self.memory_bytes(templates[0])
         tier = pb.TEMPLATE_TIER_DISK if disk_bytes else pb.TEMPLATE_TIER_MEMORY
         return pb.TemplateResidence(source=source, tier=tier, size_bytes=size_bytes, disk_bytes=disk_bytes)
@@ -82,9 +80,9 @@ class DiskPace:
         with self._lock:
             counts = self._memory.counts
             new_bytes, new_s = counts.loaded_bytes - self._seen[0], counts.load_s - self._seen[1]
-            if new_s >= _LEAST_MEASURED_S:
+            known = self._bytes_per_s
+            if new_s >= _LEAST_MEASURED_S or (new_s > 0.0 and not known):
                 self._seen = counts.loaded_bytes, counts.load_s
                 pace = new_bytes / new_s
-                known = self._bytes_per_s
                 self._bytes_per_s = pace if not known else _NEW_SHARE * pace + (1 - _NEW_SHARE) * known
             return self._bytes_per_s

@@ -17,19 +17,20 @@ from bottega.activations.disk.section_files import SectionFiles
 from bottega.activations.store.answers import DrawnCache, add_profile, template_answer
 from bottega.activations.store.checks import (
     check_header,
+    check_key,
     check_question,
     check_recording,
     checked_section_key,
 )
 from bottega.activations.store.insertion import IncomingSection, TemplateInsertion
 from bottega.activations.store.recordings import PendingRecording, PendingRecordings
-from bottega.activations.store.residence import TemplateResidence
+from bottega.activations.store.residence import TemplateLoader
 from bottega.activations.store.sealed_parts import section_file
 from bottega.activations.store.settings import ActivationStoreSettings
 from bottega.activations.store.statistics import ActivationCounts, ActivationStatistics, DropReason
 from bottega.activations.store.template_table import TemplateTable
 from bottega.activations.store.writer import ActivationWriter
-from bottega.activations.template import StoredTemplate, TemplateReply
+from bottega.activations.template import TemplateRecord, TemplateReply
 from bottega.caching import CacheLease, Tier, TieredCache
 from bottega.clocks import Clock, SteadyClock
 from bottega.errors import StorageUnavailable, Unavailable
@@ -68,7 +69,7 @@ class ActivationStore:
             max_loads=settings.max_loads,
             on_damaged=self._lose,
         )
-        self._residence = TemplateResidence(self._memory, budget_bytes=settings.memory_budget_bytes)
+        self._loader = TemplateLoader(self._memory, budget_bytes=settings.memory_budget_bytes)
         self._recordings = PendingRecordings(idle_s=settings.record_idle_s, now=self._now, on_over=self._forget)
         disk = ActivationDisk(files=self._files, records=TemplateRecords(settings.folder / "records.db"))
         self._insertion = TemplateInsertion(
@@ -205,7 +206,7 @@ class ActivationStore:
         size_bytes = drawn.size_bytes if drawn is not None else 0
         reason = self._writer.reserve(size_bytes, is_end=True)
         if reason is not None:
-            self._recordings.abandon(header.recording, link)
+            self._recordings.abandon(header.key, header.recording, link)
             self._counts.drop(reason)
             return
         pending = self._recordings.complete(header.key, header.recording, link)
@@ -215,10 +216,14 @@ class ActivationStore:
         else:
             self._writer.complete(pending, header, drawn)
 
-    def abandon(self, recording: str, link: Hashable) -> None:
-        """A recording is worth nothing. Harmless where there is none such. Raises ValueError for no name."""
-        check_recording(recording)
-        self._recordings.abandon(recording, link)
+    def abandon(self, header: pb.AbandonHeader, link: Hashable) -> None:
+        """A recording is worth nothing. Harmless where there is none such.
+
+        Raises ValueError for what breaks a rule of activations.proto.
+        """
+        check_recording(header.recording)
+        check_key(header.key)
+        self._recordings.abandon(header.key, header.recording, link)
 
     def link_ended(self, link: Hashable) -> None:
         """What the worker was recording is forgotten."""
@@ -228,11 +233,11 @@ class ActivationStore:
 
     def prefetch(self, sources: Sequence[str]) -> list[pb.TemplateResidence]:
         """Begins to bring into memory what edits of these sources will use; where it is now, for each."""
-        return self._residence.prefetch([(source, self._table.of_source(source)) for source in sources])
+        return self._loader.prefetch([(source, self._table.expect(source)) for source in sources])
 
     def warm(self, prefix: str) -> pb.WarmTemplateResponse:
         """Begins to bring templates into memory whose recordings' names begin so, those used last first."""
-        found = [coming for coming in self._residence.load(self._table.matching(prefix)) if coming >= 0]
+        found = [coming for coming in self._loader.load(self._table.matching(prefix)) if coming >= 0]
         return pb.WarmTemplateResponse(templates=len(found), loading_bytes=sum(found))
 
     def templates(self, limit: int) -> list[pb.Template]:
@@ -272,7 +277,7 @@ class ActivationStore:
     @property
     def disk_bytes_per_s(self) -> float:
         """That loads from the disk have had of late; 0 is not known."""
-        return self._residence.disk_bytes_per_s
+        return self._loader.disk_bytes_per_s
 
     def statistics(self) -> ActivationStatistics:
         """Its figures of this moment."""
@@ -306,7 +311,7 @@ class ActivationStore:
             trouble=self._writer.trouble,
         )
 
-    def _reply(self, template: StoredTemplate) -> TemplateReply | None:
+    def _reply(self, template: TemplateRecord) -> TemplateReply | None:
         """None where what it was drawn with cannot be read."""
         if template.drawn is None:
             return TemplateReply(header=template_answer(template, self._memory))
@@ -317,10 +322,9 @@ class ActivationStore:
         wanted = question.would_record and not self._writer.trouble and self._settings.disk_budget_bytes > 0
         return wanted and self._table.get(question.key) is None and self._recordings.grant(question.key, link)
 
-    def _describe(self, template: StoredTemplate) -> pb.Template:
+    def _describe(self, template: TemplateRecord) -> pb.Template:
         header, use = template.header, template.use
-        memory_bytes = self._residence.memory_bytes(template)
-        in_memory = all(self._memory.state(section.digest) for section in template.sections.values())
+        memory_bytes = self._loader.memory_bytes(template)
         return pb.Template(
             id=template.recording,
             digest=header.digest,
@@ -334,7 +338,7 @@ class ActivationStore:
             idle_s=max(0.0, self._now() - use.used_s),
             in_use=any(self._memory.leases(section.digest) for section in template.sections.values()),
             valid_share=template.valid_share,
-            tier=pb.TEMPLATE_TIER_MEMORY if in_memory else pb.TEMPLATE_TIER_DISK,
+            tier=pb.TEMPLATE_TIER_MEMORY if memory_bytes == template.size_bytes else pb.TEMPLATE_TIER_DISK,
             pinned=use.pinned,
             memory_bytes=memory_bytes,
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from bottega.activations.disk.records import RecordChanges
-from bottega.activations.template import StoredSection, StoredTemplate
+from bottega.activations.template import SectionRecord, TemplateRecord, TemplateUse
 from bottega.caching import LruCache
 
 
@@ -31,8 +31,8 @@ class TemplateTable:
     def __init__(self, *, budget_bytes: int, max_templates: int, now: Callable[[], float]) -> None:
         self._lock = threading.Lock()
         self._now = now
-        self._evicted: list[StoredTemplate] = []
-        self._templates: LruCache[StoredTemplate] = LruCache(
+        self._evicted: list[TemplateRecord] = []
+        self._templates: LruCache[TemplateRecord] = LruCache(
             budget_bytes=budget_bytes,
             max_entries=max_templates,
             on_evict=lambda _, template: self._evicted.append(template),
@@ -42,23 +42,22 @@ class TemplateTable:
         self._key_of: dict[str, str] = {}
         self._changes = RecordChanges()
 
-    def find(self, key: str, recording: str = "") -> StoredTemplate | None:
+    def find(self, key: str, recording: str = "") -> TemplateRecord | None:
         """The template of a key, used from now on; None where there is none. recording: only this one."""
         with self._lock:
             found = self._templates.get(key)
             if found is None or recording not in ("", found.recording):
                 return None
             self._templates.use(key)
-            found.use = replace(found.use, uses=found.use.uses + 1, used_s=self._now())
-            self._changes.uses[found.number] = found.use
+            self._note_use(found, replace(found.use, uses=found.use.uses + 1, used_s=self._now()))
             return found
 
-    def get(self, key: str) -> StoredTemplate | None:
+    def get(self, key: str) -> TemplateRecord | None:
         """The same, without using it."""
         with self._lock:
             return self._templates.get(key)
 
-    def section(self, digest: str) -> StoredSection | None:
+    def section(self, digest: str) -> SectionRecord | None:
         """One whose file has this digest; None where there is none."""
         with self._lock:
             template = self._template_of(digest)
@@ -66,23 +65,30 @@ class TemplateTable:
                 return None
             return next((each for each in template.sections.values() if each.digest == digest), None)
 
-    def newest(self, limit: int | None = None) -> list[StoredTemplate]:
+    def newest(self, limit: int | None = None) -> list[TemplateRecord]:
         """The one used last first."""
         with self._lock:
             return self._all()[::-1][:limit]
 
-    def matching(self, prefix: str) -> list[StoredTemplate]:
+    def matching(self, prefix: str) -> list[TemplateRecord]:
         """Those whose recordings' names begin so, the one used last first."""
         return [template for template in self.newest() if template.recording.startswith(prefix)]
 
-    def of_source(self, source: str) -> list[StoredTemplate]:
-        """Those of a source, the one used last first."""
-        with self._lock:
-            found = [self._templates.get(key) for key in self._by_source.get(source, ())]
-        there = [template for template in found if template is not None]
-        return sorted(there, key=lambda template: template.use.used_s, reverse=True)
+    def expect(self, source: str) -> list[TemplateRecord]:
+        """Those of a source, the one used last first: that one counts as used now, for an edit is on its way to it.
 
-    def add(self, template: StoredTemplate) -> None:
+        A worker that has it in its own memory asks for nothing, and the template is one of the last to go all the same.
+        """
+        with self._lock:
+            found = (self._templates.get(key) for key in self._by_source.get(source, ()))
+            there = [template for template in found if template is not None]
+            there.sort(key=lambda template: template.use.used_s, reverse=True)
+            for template in there[:1]:
+                self._templates.use(template.key)
+                self._note_use(template, replace(template.use, used_s=self._now()))
+            return there
+
+    def add(self, template: TemplateRecord) -> None:
         """Takes in one that is written. There is none of its key."""
         with self._lock:
             self._templates.add(template.key, template)
@@ -90,7 +96,7 @@ class TemplateTable:
             if template.use.pinned:
                 self._templates.pinned |= {template.key}
 
-    def replace(self, number: int, key: str, section: StoredSection) -> list[str] | None:
+    def replace(self, number: int, key: str, section: SectionRecord) -> list[str] | None:
         """Takes in a section that is written. The digest of that whose place it took, if any.
 
         None where the template is not there any more.
@@ -127,7 +133,7 @@ class TemplateTable:
             self._key_of.pop(digest, None)
             return [digest] * len(lost)
 
-    def make_room(self, size_bytes: int, *, but: str = "") -> list[StoredTemplate] | None:
+    def make_room(self, size_bytes: int, *, but: str = "") -> list[TemplateRecord] | None:
         """Forgets templates until so many more bytes are within the budget, and one more in number; which ones.
 
         Forgets none and returns None where that cannot be. but: the key of one that stays.
@@ -144,7 +150,7 @@ class TemplateTable:
                 self._forget(template)
             return None if found is None else gone
 
-    def drop(self, prefix: str) -> list[StoredTemplate]:
+    def drop(self, prefix: str) -> list[TemplateRecord]:
         """Forgets those whose recordings' names begin so."""
         with self._lock:
             gone = [each for each in self._all() if each.recording.startswith(prefix)]
@@ -158,8 +164,7 @@ class TemplateTable:
         with self._lock:
             found = [each for each in self._all() if each.recording.startswith(prefix)]
             for template in found:
-                template.use = replace(template.use, pinned=pinned)
-                self._changes.uses[template.number] = template.use
+                self._note_use(template, replace(template.use, pinned=pinned))
             keys = frozenset(template.key for template in found)
             self._templates.pinned = self._templates.pinned | keys if pinned else self._templates.pinned - keys
             return len(found)
@@ -180,14 +185,19 @@ class TemplateTable:
             taken, self._changes = self._changes, RecordChanges()
             return taken
 
-    def _all(self) -> list[StoredTemplate]:
+    def _note_use(self, template: TemplateRecord, use: TemplateUse) -> None:
+        """Under the lock."""
+        template.use = use
+        self._changes.uses[template.number] = use
+
+    def _all(self) -> list[TemplateRecord]:
         return [kept[1] for kept in self._templates.items()]
 
-    def _template_of(self, digest: str) -> StoredTemplate | None:
+    def _template_of(self, digest: str) -> TemplateRecord | None:
         key = self._key_of.get(digest)
         return self._templates.get(key) if key is not None else None
 
-    def _index(self, template: StoredTemplate, gone: StoredSection | None = None) -> None:
+    def _index(self, template: TemplateRecord, gone: SectionRecord | None = None) -> None:
         """Under the lock: what its files and its source are found by."""
         digests = template.files
         if gone is not None and gone.digest not in digests:
@@ -196,7 +206,7 @@ class TemplateTable:
         if template.header.source:
             self._by_source.setdefault(template.header.source, set()).add(template.key)
 
-    def _forget(self, template: StoredTemplate | None) -> None:
+    def _forget(self, template: TemplateRecord | None) -> None:
         """Under the lock: it is no longer in the cache."""
         assert template is not None, "whoever forgets has found it"
         self._templates.pinned -= {template.key}
@@ -210,6 +220,6 @@ class TemplateTable:
         self._changes.templates.add(template.number)
 
 
-def files_of(templates: Iterable[StoredTemplate]) -> Sequence[str]:
+def files_of(templates: Iterable[TemplateRecord]) -> Sequence[str]:
     """Digests of all their files, one for each use."""
     return [digest for template in templates for digest in template.files]

@@ -188,7 +188,7 @@ def _upload(item: _Section | _End) -> RecordingUpload:
         message: WholeMessage = _section_message(item)
         return RecordingUpload(recording=recording, message=message, size_bytes=item.size_bytes, ends=False)
     if item.header is None:
-        message = messages.abandon_message(recording.id)
+        message = messages.abandon_message(recording.id, recording.key.digest)
         return RecordingUpload(recording=recording, message=message, size_bytes=0, ends=False)
     message = messages.recording_message(item.header, drawn_tensors(recording.drawn))
     return RecordingUpload(recording=recording, message=message, size_bytes=0, ends=True)

@@ -35,7 +35,7 @@ def test_what_was_sent_whole_is_nobodys_to_end() -> None:
     assert table.pending.complete("key", "ra", "a") is None, "once"
     table.now = 100.0
     table.pending.end_link("a")
-    table.pending.abandon("ra", "a")
+    table.pending.abandon("key", "ra", "a")
     table.pending.expire()
     assert table.pending.begin_section("key", "ra", "a") is None
     assert not table.pending.grant("key", "b")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bottega.activations.store.template_table import TemplateTable, files_of
-from bottega.activations.template import DrawnFile, SectionKey, StoredSection, StoredTemplate, TemplateUse
+from bottega.activations.template import DrawnFile, SectionKey, SectionRecord, TemplateRecord, TemplateUse
 from bottega.v1.activations_pb2 import RecordingHeader
 from tests.support.stored_templates import ALL, LAYOUT, SECTION_BYTES, SHAPE
 
@@ -11,18 +11,18 @@ _DRAWN_BYTES = 100
 _TEMPLATE_BYTES = 2 * SECTION_BYTES + _DRAWN_BYTES
 
 
-def _section(name: str, step: int) -> StoredSection:
+def _section(name: str, step: int) -> SectionRecord:
     key = SectionKey(timestep=float(100 - step), half=0)
-    return StoredSection(key=key, digest=f"{name}{step}", layout=LAYOUT, map=ALL, prompt="")
+    return SectionRecord(key=key, digest=f"{name}{step}", layout=LAYOUT, map=ALL, prompt="")
 
 
-def _template(number: int, name: str, *, source: str = "s", steps: int = 2) -> StoredTemplate:
+def _template(number: int, name: str, *, source: str = "s", steps: int = 2) -> TemplateRecord:
     header = RecordingHeader(
         key=name, recording=f"r{name}", source=source, latent_height=SHAPE[2], latent_width=SHAPE[3]
     )
     sections = [_section(name, step) for step in range(steps)]
     drawn = DrawnFile(digest=f"{name}d", shape=SHAPE, size_bytes=_DRAWN_BYTES)
-    return StoredTemplate(
+    return TemplateRecord(
         number, header, drawn=drawn, sections={each.key: each for each in sections}, use=TemplateUse()
     )
 
@@ -49,7 +49,6 @@ def test_what_is_found_is_used_and_written() -> None:
     assert table.find("z") is None
     assert table.get("b") is not None
     assert _names(table) == ["a", "c", "b"]
-    assert table.of_source("s")[0].key == "a"
     changes = table.take_changes()
     assert list(changes.uses) == [0]
     assert not table.take_changes()
@@ -65,8 +64,8 @@ def test_room_is_made_by_whole_templates_that_are_neither_pinned_nor_meant() -> 
     assert table.make_room(3 * _TEMPLATE_BYTES) is None
     assert _names(table) == ["b", "a"], "none goes in vain"
     assert table.section("c0") is None
-    assert {template.key for template in table.of_source("s")} == {"a", "b"}
-    assert table.take_changes().templates == {2}
+    assert {template.key for template in table.expect("s")} == {"a", "b"}
+    assert 2 in table.take_changes().templates
 
 
 def test_what_is_lost_is_one_section_until_it_was_the_last() -> None:
@@ -83,16 +82,16 @@ def test_what_is_lost_is_one_section_until_it_was_the_last() -> None:
     assert table.take_changes().templates == {0, 1}
     totals = table.totals()
     assert (totals.templates, totals.sections, totals.size_bytes) == (0, 0, 0)
-    assert table.of_source("s") == []
+    assert table.expect("s") == []
 
 
 def test_a_section_takes_the_place_of_another() -> None:
     table = _table("a")
-    new = StoredSection(key=SectionKey(timestep=100.0, half=0), digest="new", layout=LAYOUT, map=ALL, prompt="p")
+    new = SectionRecord(key=SectionKey(timestep=100.0, half=0), digest="new", layout=LAYOUT, map=ALL, prompt="p")
     assert table.replace(0, "a", new) == ["a0"]
     assert table.section("a0") is None
     assert table.section("new") is new
-    further = StoredSection(key=SectionKey(timestep=1.0, half=0), digest="new", layout=LAYOUT, map=ALL, prompt="p")
+    further = SectionRecord(key=SectionKey(timestep=1.0, half=0), digest="new", layout=LAYOUT, map=ALL, prompt="p")
     assert table.replace(0, "a", further) == []
     assert table.totals().size_bytes == _TEMPLATE_BYTES + SECTION_BYTES
     assert table.replace(1, "a", new) is None, "it is another template"
@@ -106,3 +105,16 @@ def test_a_use_of_what_has_gone_is_not_written() -> None:
     assert [template.key for template in table.drop("ra")] == ["a"]
     changes = table.take_changes()
     assert (changes.uses, changes.templates) == ({}, {0})
+
+
+def test_what_an_edit_is_on_its_way_to_goes_last_though_no_worker_asks_for_it() -> None:
+    table = _table("a", "b", "c", room=3)
+    table.add(_template(7, "d", source="other"))
+    assert [template.key for template in table.expect("other")] == ["d"]
+    table.find("a")
+    assert table.expect("s")[0].key == "a"
+    assert table.expect("nobody's") == []
+    assert table.newest()[0].use.uses == 1
+    gone = table.make_room(0)
+    assert gone is not None
+    assert [template.key for template in gone] == ["b"]
