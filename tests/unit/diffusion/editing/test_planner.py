@@ -1,0 +1,132 @@
+"""What is requested for the steps that come: by costs, in the order of use of all rows, once, and some turns ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from bottega.diffusion.editing.loading.planner import Coming, ComingRow, LoadPlanner
+from bottega.diffusion.editing.loading.times import BlockTimes
+from bottega.diffusion.editing.recordings.recording import StepKey
+from bottega.diffusion.editing.recordings.step import MemoryStep
+from bottega.diffusion.editing.recordings.step_loads import StepLoads
+from bottega.diffusion.rows import Half
+from tests.samples.activations_elsewhere import ActivationsElsewhere, StepElsewhere
+from tests.samples.masked_networks import box, small_unet
+
+SIZE = (32, 32)
+UNET = small_unet()
+
+
+@dataclass
+class Reader:
+    """An edit of `turns` steps of which both halves are elsewhere. log: requests of all its steps, in order."""
+
+    turns: int
+    times: BlockTimes
+    size: tuple[int, int] = SIZE
+    made: int = 0
+    log: list[tuple[int, Half, str]] = field(default_factory=list)
+    loads: dict[StepKey, StepLoads] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.computed = box(8, 8, 8, 8, size=SIZE)
+        self.steps = {(turn, half): self._step(turn, half) for turn in range(self.turns) for half in Half}
+
+    def _step(self, turn: int, half: Half) -> StepElsewhere:
+        outputs = {
+            name: torch.zeros(shape, dtype=torch.float16)
+            for block in self.times.blocks(SIZE)
+            for name, shape in zip(block.names, block.shapes, strict=True)
+        }
+        log = self.log
+
+        class Logged(StepElsewhere):
+            def request(self, names: object) -> None:
+                assert isinstance(names, list | tuple)
+                super().request(names)
+                log.extend((turn, half, name) for name in names)
+
+        return Logged(MemoryStep(valid=torch.ones(SIZE, dtype=torch.bool), outputs=outputs), lambda name: True)
+
+    def coming(self, turn: int) -> Coming:
+        step = self.made + turn
+        if step >= self.turns:
+            return (), 0
+        keys = {half: StepKey(timestep=float(step), half=half) for half in Half}
+        rows = [
+            ComingRow(key=key, step=self.steps[step, half], computed=self.computed, share=0.1, loads=self.loads)
+            for half, key in keys.items()
+        ]
+        return rows, 0
+
+    @property
+    def outstanding_bytes(self) -> int:
+        return sum(loads.outstanding_bytes for loads in self.loads.values())
+
+    def make(self) -> None:
+        """All that was requested for the next step has come, and it is made."""
+        for half in Half:
+            self.steps[self.made, half].load()
+            self.loads.pop(StepKey(timestep=float(self.made), half=half), None)
+        self.made += 1
+
+
+def planner(rate: float | None) -> tuple[LoadPlanner, BlockTimes]:
+    source, times = ActivationsElsewhere(1 << 30), BlockTimes(UNET, sparse=True)
+    source.load_bytes_per_s = rate
+    return LoadPlanner(source, times), times
+
+
+def names_of(times: BlockTimes) -> list[str]:
+    return [name for block in times.blocks(SIZE) for name in block.names]
+
+
+def test_a_fast_store_is_asked_for_all_that_saves_anything_some_turns_ahead_and_once() -> None:
+    plans, times = planner(1e12)
+    reader = Reader(5, times)
+    plans.plan([reader], others=0)
+    assert {turn for turn, _, _ in reader.log} == {0, 1, 2}
+    asked = len(reader.log)
+    plans.plan([reader], others=0)
+    assert len(reader.log) == asked, "nothing twice"
+    reader.make()
+    plans.plan([reader], others=0)
+    assert {turn for turn, _, _ in reader.log[asked:]} == {3}
+
+
+def test_requests_are_in_the_order_of_use_and_within_some_bytes_for_both_halves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bottega.diffusion.editing.loading.planner._REQUEST_BYTES", 1 << 15)
+    plans, times = planner(1e12)
+    reader = Reader(2, times)
+    plans.plan([reader], others=0)
+    order = names_of(times)
+    places = [(turn, order.index(name)) for turn, half, name in reader.log if half is Half.CONDITIONAL]
+    assert places == sorted(places)
+    assert [turn for turn, _, _ in reader.log] == sorted(turn for turn, _, _ in reader.log)
+    halves = [half for turn, half, _ in reader.log if turn == 0]
+    assert set(halves[: len(halves) // 4]) == set(Half)
+
+
+def test_a_slow_store_is_asked_for_less_and_a_dead_slow_one_for_nothing() -> None:
+    counts = []
+    for rate in (1e12, 2e6, 1.0):
+        plans, times = planner(rate)
+        reader = Reader(3, times)
+        (planned,) = plans.plan([reader], others=0)
+        assert 0 < planned.row_equivalents < 2
+        counts.append((len(reader.log), planned.seconds))
+    (most, least_s), (some, middle_s), (none, most_s) = counts
+    assert most > some > none == 0
+    assert least_s < middle_s < most_s
+
+
+def test_where_nothing_is_ever_loaded_nothing_is_planned() -> None:
+    plans, times = planner(None)
+    reader = Reader(2, times)
+    assert plans.plan([reader], others=0) == []
+    assert not reader.loads
