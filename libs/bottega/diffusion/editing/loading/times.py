@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 from diffusers import UNet2DConditionModel
@@ -27,17 +27,6 @@ _FIRST_COST = WorkCost(per_flop_s=1e-11, per_map_flop_s=1e-11, per_byte_s=1e-10,
 _MOST_CALIBRATION = 100.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowWork:
-    """What a row has to do, by block. shares: of the tokens or elements of the block's level; 1 computes all.
-
-    share: see RowActivations.
-    """
-
-    shares: Sequence[float]
-    share: float
-
-
 @dataclass(slots=True, kw_only=True)
 class _Done:
     """What was computed: operations, those of feature maps apart, and bytes that were taken from recordings."""
@@ -52,6 +41,18 @@ class _Done:
             self.map_flops += flops
         else:
             self.flops += flops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowWork:
+    """What a row has to do, by block. shares: of the tokens or elements of the block's level; 1 computes all.
+
+    share: see RowActivations. saved: what it did not compute in the last step, by the names that it took.
+    """
+
+    shares: Sequence[float]
+    share: float
+    saved: dict[frozenset[str], _Done] = field(default_factory=dict, repr=False)
 
 
 class BlockTimes:
@@ -152,10 +153,17 @@ class BlockTimes:
         if edit is None or edit.computed is None or edit.recorded is None:
             return
         work, reused = self.work(size, edit.computed, edit.share), frozenset(edit.recorded.reused)
-        for block, share in zip(blocks, work.shares, strict=True):
-            if reused.issuperset(block.names):
-                done.add(block, block.flops_at(share) - block.flops)
-                done.size_bytes += block.size_bytes
+        saved = work.saved.get(reused)
+        if saved is None:
+            work.saved.clear()  # of one edit all steps are alike, but for some whose loads were late
+            saved = work.saved[reused] = _Done()
+            for block, share in zip(blocks, work.shares, strict=True):
+                if reused.issuperset(block.names):
+                    saved.add(block, block.flops - block.flops_at(share))
+                    saved.size_bytes += block.size_bytes
+        done.flops -= saved.flops
+        done.map_flops -= saved.map_flops
+        done.size_bytes += saved.size_bytes
 
     def _share(self, block: BlockWork, tokens: MaskTokens) -> float:
         if block.kind is BlockKind.MAPS:
@@ -166,7 +174,15 @@ class BlockTimes:
     @property
     def _cost(self) -> WorkCost:
         cost = self.fit.cost
-        return cost if cost is not None and cost.per_flop_s > 0.0 else _FIRST_COST
+        if cost is None or min(cost.per_flop_s, cost.per_map_flop_s) > 0.0:
+            return cost or _FIRST_COST
+        # Whole rows of one size do not tell the two kinds of operations apart: one rate then, as it is for such rows.
+        full = next(iter(self._full.values()), _Done())
+        seconds = cost.seconds(full.flops, 0.0, full.map_flops)
+        if seconds <= 0.0:
+            return _FIRST_COST
+        rate = seconds / (full.flops + full.map_flops)
+        return replace(cost, per_flop_s=rate, per_map_flop_s=rate)
 
     def _calibration(self, size: Size, profile: BlockProfile) -> float:
         """What a row takes here, of what it took where the profile was measured."""
