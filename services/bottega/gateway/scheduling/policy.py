@@ -24,6 +24,7 @@ from functools import cache, lru_cache
 from heapq import nsmallest
 from itertools import islice
 from math import ceil
+from operator import attrgetter
 
 from bottega.planning import (
     RemainingWork,
@@ -38,7 +39,7 @@ from bottega.planning import (
 # Pending jobs that are considered in one round; those behind them cannot change who is next. And of these, those that
 # are planned at a worker without a place, because they would be done sooner there than where there is one.
 _HORIZON = 32
-_MOST_UNBOUND = 4
+_MOST_UNBOUND = 2
 # Pending jobs that are imagined beside the next one, and like it, when the width of a group is chosen.
 _LOOK_AHEAD = 4
 # The lead time of a job: to encode a prompt and to cross the wire, or one and a half turns, as progress is only known
@@ -47,10 +48,11 @@ _LEAD_S = 0.05
 _LEAD_TURNS = 1.5
 # Seconds of one row and turn while nothing was measured: proportional, so that nothing shares a worker then.
 _UNMEASURED_S = 0.1
-# Workers that are looked at closely for one job: those that would have it done soonest at the most.
-_CANDIDATES = 8
+# Of many workers those are looked at closely for a job that would have it done soonest if nothing shared a turn, and
+# those that have least to do, where a place is likely.
+_NEAREST, _LEAST_BUSY = 6, 2
 # Kinds of edits, by what they compute, of which it is found out how many should run together.
-_TYPICAL_SHARES = 4
+_TYPICAL_SHARES = 2
 _TYPICAL = 1024
 
 
@@ -175,12 +177,12 @@ def assign(pending: Iterable[PendingJob], workers: Sequence[WorkerState]) -> lis
         candidates = [plan for plan in plans if job.may_run_on(plan.state.worker)]
         if job.exclusive:
             candidates = _idle_or_drained(candidates, plans)
-        options = [_Option(job, plan, behind) for plan in candidates if not plan.closed]
+        options = [_Option(job, plan, behind) for plan in _shortlist(job, candidates)]
         if not options:
             continue
         if job.eligible is None and not any(option.has_slack for option in options):
             break
-        best = _least_estimated_completion(options)
+        best = min(options, key=lambda option: option.completes_s)
         if best.has_slack:
             assignments.append(best.assignment())
         unbound += not best.has_slack
@@ -189,10 +191,24 @@ def assign(pending: Iterable[PendingJob], workers: Sequence[WorkerState]) -> lis
     return assignments
 
 
-def _least_estimated_completion(options: Sequence[_Option]) -> _Option:
-    if len(options) > _CANDIDATES:
-        options = nsmallest(_CANDIDATES, options, key=lambda option: option.at_most_s)
-    return min(options, key=lambda option: option.completes_s)
+def _shortlist(job: PendingJob, candidates: Iterable[WorkerPlan]) -> list[WorkerPlan]:
+    """Those of the workers that are looked at closely."""
+    plans = [plan for plan in candidates if not plan.closed]
+    if len(plans) <= _NEAREST + _LEAST_BUSY:
+        return plans
+
+    loads_s, reduced, typical = job.load_s, job.reduced, _typical(job.request)
+    at_most_s = {
+        plan: plan.load_s
+        + plan.alone_s(_typical(reduced[plan.worker]) if plan.worker in reduced else typical)
+        + loads_s.get(plan.worker, 0.0)
+        for plan in plans
+    }
+    nearest = nsmallest(_NEAREST, plans, key=at_most_s.__getitem__)
+    return nearest + nsmallest(_LEAST_BUSY, [plan for plan in plans if plan not in nearest], key=_LOAD_S)
+
+
+_LOAD_S = attrgetter("load_s")
 
 
 def _idle_or_drained(candidates: list[WorkerPlan], plans: Sequence[WorkerPlan]) -> list[WorkerPlan]:
@@ -219,11 +235,6 @@ class _Option:
         self._load_s = job.load_s.get(worker, 0.0)
 
     @property
-    def at_most_s(self) -> float:
-        """When it would complete if nothing shared a turn: quick to tell, and good enough to compare far and near."""
-        return self.plan.load_s + self.plan.alone_s(self.request) + self._load_s
-
-    @property
     def completes_s(self) -> float:
         """When it would complete."""
         return self.plan.completes_s(self.request, self._behind) + self._load_s
@@ -240,10 +251,15 @@ class _Option:
 
 
 class WorkerPlan:
-    """A worker with what it runs, what it was given in this round, and what was planned for it."""
+    """A worker with what it runs, what it was given in this round, and what was planned for it.
+
+    load_s: seconds that what is here takes, one after the other. closed: whether it gets nothing more.
+    """
 
     def __init__(self, state: WorkerState) -> None:
         self.state = state
+        self.worker = state.worker
+        self.load_s = self._load_s()
         self.closed = state.exclusive
         self._has_unbound = False
         self._added: tuple[ResourceRequest, ...] = ()
@@ -252,14 +268,6 @@ class WorkerPlan:
     def empty(self) -> bool:
         """Whether nothing runs here, nor is planned."""
         return not self.state.running and not self._added and not self.state.finishing
-
-    @property
-    def load_s(self) -> float:
-        """Seconds that what is here takes, one after the other."""
-        found = self.state.findings
-        if found.load_s is None:
-            found.load_s = sum(self.alone_s(request) for request in self.state.running)
-        return found.load_s + sum(self.alone_s(request) for request in self._added)
 
     def alone_s(self, request: ResourceRequest) -> float:
         """Seconds of the turns of one job, alone."""
@@ -291,6 +299,7 @@ class WorkerPlan:
     def add(self, request: ResourceRequest, *, bound: bool) -> None:
         """Counts a job in. bound: whether the worker gets it now."""
         self._added = (*self._added, request)
+        self.load_s += self.alone_s(request)
         self._has_unbound = self._has_unbound or not bound
 
     def unmeasured(self, request: ResourceRequest) -> bool:
@@ -306,6 +315,12 @@ class WorkerPlan:
         works, seconds = _works(planned, shape, self.state), cache(_turn_seconds(self.state.times, shape))
         width = best_width(works[: 2 * _LOOK_AHEAD], seconds, max_rows=self.state.most_rows)
         return completion_times(works, seconds, max(1, width))
+
+    def _load_s(self) -> float:
+        found = self.state.findings
+        if found.load_s is None:
+            found.load_s = sum(self.alone_s(request) for request in self.state.running)
+        return found.load_s
 
     @property
     def _planned(self) -> list[ResourceRequest]:
