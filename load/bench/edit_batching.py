@@ -33,6 +33,7 @@ LOAD = 0.7
 CODEC_SHARE = 0.16
 WANTED = {"static_p95_ratio": 1.35, "strawman_p95_ratio": 1.4}
 _FAR_APART_S = 1e4
+_ALONE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +91,14 @@ def measure(sides: Sides, trace: MaskRatios, options: argparse.Namespace) -> Rou
     """Capacity, an edit alone, and then the sides by turns."""
     shares = list(itertools.islice(trace.draw(random.Random(trace.name)), options.requests))
     full = [0.0] * MAX_BATCH
-    sides.static(sides.arriving(full, shares[:MAX_BATCH], 1))  # pays for what is made once
+    sides.static(sides.arriving([0.0] * 2, shares[:2], 1))  # pays for what is made once
     batches = [
         sides.static(sides.arriving(full, _some(shares, number * MAX_BATCH), number))
         for number in range(options.batches)
     ]
     capacity_per_s = MAX_BATCH / mean(each.busy_s for each in batches)
-    apart = [number * _FAR_APART_S for number in range(MAX_BATCH)]
-    edit_s = mean(sides.joining(sides.arriving(apart, _some(shares, 0), 2)).took_s)
+    apart = [number * _FAR_APART_S for number in range(_ALONE)]
+    edit_s = mean(sides.joining(sides.arriving(apart, shares[:_ALONE], 2)).took_s)
     at_s = typical_arrivals(LOAD * capacity_per_s, options.requests, capacity_per_s=capacity_per_s, seed=trace.name)
     took: dict[str, Sequence[float]] = {}
     for side in ("static", "engine", "strawman"):
@@ -181,8 +182,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench-edit-batching", description=__doc__)
     names = [trace.name for trace in TRACES]
     parser.add_argument("--traces", nargs="+", default=names, choices=names, help="of mask ratios (default: all)")
-    parser.add_argument("--requests", type=int, default=24, help="of each trace, on each side (default: 24)")
-    parser.add_argument("--steps", type=int, default=6, help="of each edit; one less runs (default: 6)")
+    parser.add_argument("--requests", type=int, default=20, help="of each trace, on each side (default: 20)")
+    parser.add_argument("--steps", type=int, default=5, help="of each edit; one less runs (default: 5)")
     parser.add_argument("--batches", type=int, default=1, help="that capacity is measured with (default: 1)")
     parser.add_argument("--threads", type=int, default=THREADS, help="of torch (default: 2)")
     return parser.parse_args()

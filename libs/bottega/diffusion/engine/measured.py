@@ -13,6 +13,8 @@ from bottega.planning import RowFractions, StepTimes
 
 # The warm-up measures wider turns until one takes so long: the rest is learnt from real ones.
 _WARM_UP_TURN_S = 1.0
+# Of a guided request.
+_LEAST_WARM_UP_ROWS = 2
 
 
 class MeasuredForward:
@@ -69,13 +71,16 @@ class MeasuredForward:
             self._fractions.observe(self.step_times, (height, width), rows=len(rows), shares=shares, seconds=seconds)
 
     def warm_up(self, row: Row, max_rows: int) -> None:
-        """Measures forwards of 1, 2, 4, ... rows like this one until one takes a second, and what add-ons cost."""
-        count = 1
-        while count <= max_rows:
+        """Measures forwards of 1, 2, 4, ... rows like this one until one takes a second, and what add-ons cost.
+
+        Two rows are measured in any case, once where one takes so long: what parts of rows cost follows from both.
+        """
+        count, slow = 1, False
+        while count <= max_rows and (count <= _LEAST_WARM_UP_ROWS or not slow):
             rows = [replace(row) for _ in range(count)]
-            self._denoiser.predict(rows)  # the first of its size pays for what is made once
-            if max(self.predict(rows).seconds for _ in range(3)) > _WARM_UP_TURN_S:
-                break
+            if not slow:
+                self._denoiser.predict(rows)  # the first of its size pays for what is made once
+            slow = max(self.predict(rows).seconds for _ in range(1 if slow else 3)) > _WARM_UP_TURN_S
             count *= 2
         for addon in self._addons:
             addon.warm_up(row, self.predict)

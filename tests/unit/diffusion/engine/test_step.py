@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,11 +15,15 @@ from numpy.typing import NDArray
 
 from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobStarted
-from bottega.diffusion.engine.job import STAGES, EngineOrder
+from bottega.diffusion.engine.forward import Denoiser, Prediction
+from bottega.diffusion.engine.job import STAGES, EngineOrder, open_job
+from bottega.diffusion.engine.measured import MeasuredForward
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
+from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
+from bottega.planning import StepTimes
 from tests.fakes.fake_time import FakeTime
 from tests.samples.small_model import small_model
 from tests.support.engines import make_engine
@@ -219,6 +223,21 @@ def test_warming_up_measures_turns_of_growing_width_and_the_time_beside_them(mod
     assert all(seconds > 0 for _, _, seconds in entries)
     assert engine.fixed_s > 0
     assert not engine.busy
+
+
+class SlowDenoiser(Denoiser):
+    """Two seconds for each row, as it says."""
+
+    def predict(self, rows: Sequence[Row]) -> Prediction:
+        return Prediction(noise={row: row.sample for row in rows}, seconds=2.0 * len(rows))
+
+
+def test_warming_up_a_slow_model_measures_one_row_and_two(model: Model) -> None:
+    times = StepTimes()
+    row = open_job(model, EngineOrder(key=0, spec=SPEC), {}, 0.0).requests[0].rows()[0]
+    MeasuredForward(SlowDenoiser(model.backbone), times, ()).warm_up(row, 16)
+    assert [(rows, seconds) for _, rows, seconds in times.entries()] == [(1, 2.0), (2, 4.0)]
+    assert times.seconds((16, 16), 0.5) == 1.0
 
 
 def test_drawing_leaves_the_process_own_random_numbers_alone(model: Model) -> None:
