@@ -15,11 +15,13 @@ _PIECE_BYTES = 16 << 10
 class Throttle:
     """Listens on `port` of loopback, any free one where it is 0, and passes on to `target` on loopback.
 
-    bytes_per_s: each way, of all connections together; may be changed at any time.
+    bytes_per_s: each way, of all connections together; may be changed at any time. piece_bytes: passed on at once; the
+    larger, the less the relay takes of the processors.
     """
 
-    def __init__(self, *, bytes_per_s: float = 1e9) -> None:
+    def __init__(self, *, bytes_per_s: float = 1e9, piece_bytes: int = _PIECE_BYTES) -> None:
         self.bytes_per_s = bytes_per_s
+        self._piece_bytes = piece_bytes
         self.target = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._connections: list[socket.socket] = []
@@ -53,7 +55,7 @@ class Throttle:
 
     def _pass_on(self, source: socket.socket, sink: socket.socket, way: int) -> None:
         with contextlib.suppress(OSError):
-            while piece := source.recv(_PIECE_BYTES):
+            while piece := source.recv(self._piece_bytes):
                 self._wait(len(piece), way)
                 sink.sendall(piece)
         for end in (source, sink):
