@@ -90,8 +90,10 @@ def kill_recording_stores(scene: Scene, *, times: int, rng: random.Random) -> No
 
 def _set_up(scene: Scene) -> NDArray[np.uint8]:
     """A worker and a store that has recorded the template; the picture of the edit that did."""
-    scene.start_activations()
-    scene.start_worker(WORKER, _ENGINE)
+    if WORKER not in scene.joined():
+        scene.start_activations()
+        scene.start_worker(WORKER, _ENGINE)
+    _call(scene, "DropStoredTemplate", pb.DropStoredTemplateRequest())
     for _ in range(_TRIES):  # nothing is recorded before the worker has its link
         _let_go(scene)
         picture = _finished(scene)

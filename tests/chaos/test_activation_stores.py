@@ -9,15 +9,23 @@ import pytest
 
 from tests.chaos.activation_stores import kill_loading_stores, kill_recording_stores
 from tests.chaos.scene import Scene
+from tests.chaos.tally import Tally
 
 # A worker draws on all cores beside what kills.
 pytestmark = pytest.mark.alone
 
 
-@pytest.fixture
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     with Scene(tmp_path_factory.mktemp("stores"), ()) as scene:
         yield scene
+
+
+@pytest.fixture
+def scene(suite: Scene) -> Scene:
+    """With a tally of the test's own."""
+    suite.tally = Tally()
+    return suite
 
 
 def test_an_edit_whose_store_is_killed_leaves_its_picture(scene: Scene) -> None:
