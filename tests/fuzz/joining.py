@@ -91,6 +91,7 @@ def joining_corpus() -> Iterator[Case]:
         models=[image_pb2.Model()] * 2,
     )
     yield from _loads(case)
+    yield from _masked(case)
     yield from _planned(case)
     yield from control_loads(case)
     yield from lora_loads(case)
@@ -139,9 +140,26 @@ def _loads(case: Any) -> Iterator[Case]:
             yield refused_load(case(f"{field} {value}", load=fleet_pb2.Load(**facts)), field)
 
 
+def _masked(case: Any) -> Iterator[Case]:
+    """What a worker says of masked rows. What of it is nonsense is not used."""
+    tokens, most = "mask_tokens", fleet_pb2.MaskTokens(token_elements=64, margin_tokens=64)
+    yield case("tokens at their limits", load=fleet_pb2.Load(mask_tokens=most))
+    for field in ("token_elements", "margin_tokens"):
+        for number in (-1, 65, 2**31 - 1, -(2**31)):
+            facts: dict[str, Any] = {field: number}
+            load = fleet_pb2.Load(mask_tokens=fleet_pb2.MaskTokens(**facts))
+            yield refused_load(case(f"{field} {number}", load=load), tokens)
+    odd = fleet_pb2.PlannedTime(rows=NAN, seconds=-INF)
+    for sizes, planned, refused in ((32, 32, False), (33, 1, True), (1, 33, True)):
+        time = fleet_pb2.MaskedTimes(latent_height=-1, latent_width=2**31 - 1, fixed_share=NAN, planned=[odd] * planned)
+        each = case(f"{sizes} sizes of {planned} masked times", load=fleet_pb2.Load(masked_times=[time] * sizes))
+        yield refused_load(each, "masked_times") if refused else each
+
+
 def _planned(case: Any) -> Iterator[Case]:
     """Of workers of a model of their own; what is ordered from one is planned with what it has said."""
     step = {"latent_height": 16, "latent_width": 16, "rows": 2, "seconds": 0.02}
+    planned = {"rows": 5e-324, "seconds": 1e308}
     loads: dict[str, dict[str, Any]] = {
         "every number at its limit": {"fixed_s": 1e308, "max_rows": 2**31 - 1, "memory_bytes": 2**63 - 1},
         "no rows": {"max_rows": 0},
@@ -150,6 +168,10 @@ def _planned(case: Any) -> Iterator[Case]:
         "endless turns": {"step_times": [{**step, "seconds": 1e308}, {**step, "rows": 2**31 - 1, "seconds": 1e308}]},
         "turns of no time": {"step_times": [{**step, "seconds": 5e-324}], "running": [_running("foreign")]},
         "old turns": {"step_times": [{**step, "rows": rows, "outdated": True} for rows in (-(2**31), 0, 1, 2**31 - 1)]},
+        "masked turns of no time": {
+            "mask_tokens": {"token_elements": 2, "margin_tokens": 1},
+            "masked_times": [{"latent_height": 16, "latent_width": 16, "fixed_share": 0.5, "planned": [planned]}],
+        },
         "turns of no picture": {"step_times": [{**step, "latent_height": -1, "latent_width": 2**31 - 1}]},
     }
     model = image_pb2.Model(name="other", default_width=64, default_height=64, default_steps=200)
@@ -160,4 +182,4 @@ def _planned(case: Any) -> Iterator[Case]:
 
 def _running(job_id: str) -> fleet_pb2.RunningAttempt:
     attempt = worker_pb2.AttemptId(job_id=job_id, number=2**31 - 1)
-    return fleet_pb2.RunningAttempt(attempt=attempt, steps_left=2**31 - 1)
+    return fleet_pb2.RunningAttempt(attempt=attempt, steps_left=2**31 - 1, computed_share=NAN)

@@ -93,7 +93,6 @@ async def test_what_edits_wait_for_is_brought_into_memory_by_its_source(tmp_path
             return bool(found.tier == MEMORY and found.disk_bytes == 0)
 
         await eventually(is_in_memory)
-        assert (await store.call("PrefetchTemplates", sources=[made.source])).disk_bytes_per_s > 0
         with await store.link() as link:
             answer = (await asyncio.to_thread(ask, link, made.question())).header
         assert all(section.in_memory for section in answer.sections)
