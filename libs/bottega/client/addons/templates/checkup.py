@@ -27,7 +27,7 @@ _BUDGET = "activations_mib, of the engine in its configuration, says how much me
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Findings:
+class _StoreFindings:
     listing: pb.ListStoredTemplatesResponse
     profiled: Set[str]
 
@@ -105,12 +105,12 @@ def _check_workers(workers: Sequence[Registration]) -> Iterator[CheckResult]:
             yield ok(f"{worker.name} has recorded {count} template{'' if count == 1 else 's'} of edits")
 
 
-async def _ask_store(store: Registration) -> _Findings:
+async def _ask_store(store: Registration) -> _StoreFindings:
     async with STORES.open(store) as stub:
         request = pb.ListStoredTemplatesRequest(limit=MOST_LISTED)
         listing = await stub.ListStoredTemplates(request, timeout=_ANSWER_S)
         answer = await stub.ListBlockProfiles(pb.ListBlockProfilesRequest(), timeout=_ANSWER_S)
-    return _Findings(listing=listing, profiled={profile.model_hash for profile in answer.profiles})
+    return _StoreFindings(listing=listing, profiled={profile.model_hash for profile in answer.profiles})
 
 
 async def _ask_worker(worker: Registration) -> pb.ListTemplatesResponse:

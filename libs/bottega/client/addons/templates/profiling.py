@@ -28,7 +28,11 @@ class MeasuredBlocks:
 async def measure_blocks(
     fleet: ListMembersResponse, *, model: str | None, worker: str | None, width: int, height: int, timeout_s: float
 ) -> MeasuredBlocks:
-    """See AsyncTemplateMethods.profile_blocks."""
+    """Waits for the worker's measurement, at most timeout_s; no store is told.
+
+    model, worker: None leaves the choice. width, height: in pixels; 0 is the model's own.
+    Raises ModelNotFound, NoWorker without one that may measure it, and Unavailable where that has no blocks to measure.
+    """
     request = build_message(ProfileBlocksRequest(), width=width, height=height)
     chosen = _choose_worker(fleet, model, worker)
     async with WORKERS.open(chosen) as stub:
