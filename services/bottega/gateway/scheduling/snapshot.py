@@ -75,12 +75,9 @@ class FleetSnapshot:
 
         Others wait for an add-on that is away, and do not hold up those behind them.
         """
-        known: dict[Hashable, WorkerCosts] = {}
+        known: dict[tuple[AddOn, Hashable], WorkerCosts] = {}
         for job in line:
-            key = tuple(addon.cost_key(job) for addon in self._addons)
-            if key not in known:
-                known[key] = self._costs(job, members)
-            costs = known[key]
+            costs = self._costs(job, members, known)
             if costs.eligible is None or costs.eligible:
                 yield PendingJob(
                     job_id=job.job_id,
@@ -113,9 +110,21 @@ class FleetSnapshot:
         by_share = {share: _request_for(job, steps_left, share) for share in set(shares.values())}
         return {worker: by_share[share] for worker, share in shares.items()}
 
-    def _costs(self, job: Job, members: Mapping[str, Member]) -> WorkerCosts:
-        all_costs = [addon.worker_costs(job, members) for addon in self._addons if addon.cost_key(job) is not None]
-        return functools.reduce(_sum, all_costs, NO_COSTS)
+    def _costs(
+        self, job: Job, members: Mapping[str, Member], known: dict[tuple[AddOn, Hashable], WorkerCosts]
+    ) -> WorkerCosts:
+        """known: of jobs before this one, by add-on and key."""
+        total = NO_COSTS
+        for addon in self._addons:
+            key = addon.cost_key(job)
+            if key is None:
+                continue
+            costs = known.get((addon, key))
+            if costs is None:
+                costs = known[addon, key] = addon.worker_costs(job, members)
+            if costs != NO_COSTS:
+                total = costs if total is NO_COSTS else _sum(total, costs)
+        return total
 
     def _worker(self, member: Member) -> WorkerState:
         cached, connection = self._cache.get(member), self._dispatcher.connection(member)

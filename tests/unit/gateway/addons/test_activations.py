@@ -158,12 +158,12 @@ def test_a_template_in_a_store_is_at_hand_everywhere_and_costs_those_who_load_it
     addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10)))
     costs = addon.worker_costs(job, workers)
     assert costs.shares == dict.fromkeys(workers, 0.2)
-    # Of a turn in full, .1 s, a row of .6 takes .08 s, and where it is loaded .096 s. The disk is read for .1 s.
-    assert costs.load_s == pytest.approx({"far": 0.1, "slow": 0.2}), "what is loaded costs at most what it saves"
+    # Of a turn in full, .1 s, a row of .6 takes .06 s, and where it is loaded .096 s. The disk is read for .1 s.
+    assert costs.load_s == pytest.approx({"far": 0.1, "slow": 0.4}), "what is loaded costs at most what it saves"
     time.now += 5
-    assert addon.worker_costs(job, workers).load_s == pytest.approx({"slow": 0.16})
+    assert addon.worker_costs(job, workers).load_s == pytest.approx({"slow": 0.36})
     addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10_000)))
-    assert addon.worker_costs(job, workers).load_s == pytest.approx({"far": 0.2, "slow": 0.2})
+    assert addon.worker_costs(job, workers).load_s == pytest.approx({"far": 0.4, "slow": 0.4})
 
 
 def test_an_edit_that_computes_all_has_no_costs() -> None:
@@ -184,9 +184,9 @@ def test_costs_follow_from_the_newest_report() -> None:
     request = JobRequest(fingerprint="f", shape=SHAPE, template=CAT, computed_share=0.2)
     job = Job(clock=FakeTime().clock(), spec=spec, bare=spec, request=request)
     costs, worker = LoadingCosts(), _worker("w")
-    assert costs.of(job, worker).saved_s == pytest.approx(10 * (0.1 - 0.1 * (1 + 0.6) / 2))
+    assert costs.of(job, worker).saved_s == pytest.approx(10 * (0.1 - 0.06))
     worker.times, worker.load = StepTimes.from_entries([(SHAPE, 1, 1.0)]), Load()
-    assert costs.of(job, worker).saved_s == pytest.approx(10 * (1.0 - (1 + 0.6) / 2))
+    assert costs.of(job, worker).saved_s == pytest.approx(10 * (1.0 - 0.6))
     worker.times, worker.load = StepTimes(), Load()
     assert costs.of(job, worker).with_disk(9.0) == 0.0, "nothing is known"
 

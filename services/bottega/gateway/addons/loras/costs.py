@@ -46,6 +46,8 @@ class LoraSizes:
 
 def lora_costs(loras: LoraSetKey, members: Mapping[str, Member], sizes: LoraSizes) -> Mapping[str, float]:
     """Seconds that workers need beside a job with this set, or without LoRAs; those that are not named need none."""
+    if not loras:
+        return {name: seconds for name, member in members.items() if (seconds := _out_s(member))}
     digests = frozenset(digest for digest, _ in loras)
     return {
         name: seconds
@@ -54,10 +56,16 @@ def lora_costs(loras: LoraSetKey, members: Mapping[str, Member], sizes: LoraSize
     }
 
 
+def _out_s(member: Member) -> float:
+    """Where all of its rows come to have none."""
+    hosted = member.hosts(kinds.LORAS)
+    return _OUT_SHARE * hosted.switch_s if hosted.applied else 0.0
+
+
 def _swap_s(loras: LoraSetKey, member: Member) -> float:
     """Where all of its rows come to have this set, which is when sets go into the weights."""
     hosted = member.hosts(kinds.LORAS)
     if loras == hosted.applied:
         return 0.0
-    share = (_OUT_SHARE if hosted.applied else 0.0) + (_INTO_SHARE if loras else 0.0)
+    share = (_OUT_SHARE if hosted.applied else 0.0) + _INTO_SHARE
     return share * hosted.switch_s
