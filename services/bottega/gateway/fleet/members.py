@@ -78,6 +78,11 @@ class Member:
         """Models that it draws with; what other kinds of services list is none of them."""
         return self.registration.models if self.is_worker else ()
 
+    @property
+    def served(self) -> frozenset[str]:
+        """Names of its models."""
+        return self._served
+
     def hosts(self, kind: str) -> HostedKind:
         """What it hosts of a kind."""
         return self.hosted.get(kind, _NOTHING_HOSTED)

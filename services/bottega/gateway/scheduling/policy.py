@@ -48,9 +48,9 @@ _LEAD_S = 0.05
 _LEAD_TURNS = 1.5
 # Seconds of one row and turn while nothing was measured: proportional, so that nothing shares a worker then.
 _UNMEASURED_S = 0.1
-# Of many workers those are looked at closely for a job that would have it done soonest if nothing shared a turn, and
-# those that have least to do, where a place is likely.
-_NEAREST, _LEAST_BUSY = 6, 2
+# Of many workers those that have least to do are compared; of these, those are looked at closely that would have a job
+# done soonest if nothing shared a turn, and the idlest, where a place is likely.
+_LEAST_BUSY, _NEAREST, _IDLEST = 16, 4, 2
 # Kinds of edits, by what they compute, of which it is found out how many should run together.
 _TYPICAL_SHARES = 2
 _TYPICAL = 1024
@@ -194,18 +194,16 @@ def assign(pending: Iterable[PendingJob], workers: Sequence[WorkerState]) -> lis
 def _shortlist(job: PendingJob, candidates: Iterable[WorkerPlan]) -> list[WorkerPlan]:
     """Those of the workers that are looked at closely."""
     plans = [plan for plan in candidates if not plan.closed]
-    if len(plans) <= _NEAREST + _LEAST_BUSY:
+    if len(plans) <= _NEAREST + _IDLEST:
         return plans
 
-    loads_s, reduced, typical = job.load_s, job.reduced, _typical(job.request)
-    at_most_s = {
-        plan: plan.load_s
-        + plan.alone_s(_typical(reduced[plan.worker]) if plan.worker in reduced else typical)
-        + loads_s.get(plan.worker, 0.0)
-        for plan in plans
-    }
-    nearest = nsmallest(_NEAREST, plans, key=at_most_s.__getitem__)
-    return nearest + nsmallest(_LEAST_BUSY, [plan for plan in plans if plan not in nearest], key=_LOAD_S)
+    def at_most_s(plan: WorkerPlan) -> float:
+        worker = plan.state.worker
+        return plan.load_s + plan.alone_s(_typical(job.request_at(worker))) + job.load_s.get(worker, 0.0)
+
+    least_busy = nsmallest(_LEAST_BUSY, plans, key=_LOAD_S)
+    nearest = nsmallest(_NEAREST, least_busy, key=at_most_s)
+    return nearest + [plan for plan in least_busy if plan not in nearest][:_IDLEST]
 
 
 _LOAD_S = attrgetter("load_s")
@@ -258,7 +256,6 @@ class WorkerPlan:
 
     def __init__(self, state: WorkerState) -> None:
         self.state = state
-        self.worker = state.worker
         self.load_s = self._load_s()
         self.closed = state.exclusive
         self._has_unbound = False

@@ -164,4 +164,4 @@ class Scheduler:
             self._report_backlog_to(member)
 
     def _report_backlog_to(self, member: Member) -> None:
-        member.report_backlog(sum(len(self._queue.line(model.name)) for model in member.models))
+        member.report_backlog(sum(len(self._queue.line(model)) for model in member.served))

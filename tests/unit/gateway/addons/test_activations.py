@@ -185,7 +185,7 @@ def test_costs_follow_from_the_newest_report() -> None:
     job = Job(clock=FakeTime().clock(), spec=spec, bare=spec, request=request)
     costs, worker = LoadingCosts(), _worker("w")
     assert costs.of(job, worker).saved_s == pytest.approx(10 * (0.1 - 0.06))
-    worker.times, worker.load = StepTimes.from_entries([(SHAPE, 1, 1.0)]), Load()
+    worker.times, worker.load = StepTimes.from_entries((SHAPE, rows, 1.0 * rows) for rows in (1, 2)), Load()
     assert costs.of(job, worker).saved_s == pytest.approx(10 * (1.0 - 0.6))
     worker.times, worker.load = StepTimes(), Load()
     assert costs.of(job, worker).with_disk(9.0) == 0.0, "nothing is known"
