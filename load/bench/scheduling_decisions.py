@@ -1,0 +1,133 @@
+"""What a look of the gateway's real scheduler takes, with 64 workers that edit and 1,000 edits queued.
+
+It is its own processor time, from the queue to the calls of workers.
+
+The controller is the gateway's, with all its add-ons; its workers are calls that wait (tests.fakes.gateway_rules).
+Between two looks some workers make a step, report, or complete an edit, and another edit comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+
+from bottega import kinds
+from bottega.clocks import Clock
+from bottega.gateway.addons.activations.addon import ActivationsAddOn
+from bottega.gateway.fleet.members import Member
+from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.jobs.job import Job
+from bottega.gateway.jobs.values import JobRequest
+from bottega.gateway.metrics import GatewayMetrics
+from bottega.v1 import fleet_pb2, worker_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
+from load.bench.mask_ratios import PUBLIC
+from load.bench.template_popularity import TemplatePopularity
+from tests.fakes.gateway_rules import Shop
+from tests.samples.controlnet_hosts import bounds
+
+WORKERS, QUEUED = 64, 1000
+_SHAPE = (16, 16)
+_STEPS = (20, 30, 50)
+_TEMPLATES = 32
+# Looks that are not counted.
+_WARM_UP = 100
+# Of the workers, those that make a step, those that report and those that complete an edit, between two looks.
+_STEPPING, _REPORTING, _COMPLETING = 0.08, 0.03, 0.01
+
+
+def decision_times_s(*, looks: int) -> list[float]:
+    """Seconds of processor time of each look, over the edits that it gave away, where those were several."""
+    return asyncio.run(_Desk().measure(looks))
+
+
+class _Desk:
+    """The controller, and what changes between its looks."""
+
+    def __init__(self) -> None:
+        self._chance = random.Random("decisions")
+        self._shares, self._templates = PUBLIC.draw(self._chance), TemplatePopularity().draw(self._chance)
+
+    async def measure(self, looks: int) -> list[float]:
+        clock = Clock()
+        fleet = Fleet(lease_s=60, model_grace_s=60, bounds=bounds(256), clock=clock)
+        shop = Shop(addons=[ActivationsAddOn(fleet, GatewayMetrics(CollectorRegistry()), clock)])
+        members = [shop.worker(f"w{number}") for number in range(WORKERS)]
+        for member in members:
+            self._report(shop, member)
+        scheduler, taken = shop.controller.scheduler, []
+        try:
+            while len(shop.queue) < QUEUED:
+                shop.take(self._edit(shop))
+            gc.freeze()
+            for _ in range(_WARM_UP + looks):
+                for member in members:
+                    await self._change(shop, member)
+                before = len(shop.queue)
+                began_s = time.thread_time()
+                scheduler.schedule("m")
+                seconds = time.thread_time() - began_s
+                taken.append(seconds / max(1, before - len(shop.queue)))
+                shop.time.now += 0.015
+                while len(shop.queue) < QUEUED - 1:
+                    shop.take(self._edit(shop))
+        finally:
+            gc.unfreeze()
+            await shop.stop()
+        return taken[_WARM_UP:]
+
+    async def _change(self, shop: Shop, member: Member) -> None:
+        """What happens at a worker from one look to the next."""
+        if self._chance.random() < _REPORTING:
+            self._report(shop, member)
+        running = shop.running(member) if self._chance.random() < _STEPPING else []
+        for job in running:
+            job.set_steps_done(job.number, min(job.steps.total - 1, job.steps.done + 1))
+        connection = shop.dispatcher.connection(member)
+        if connection is not None and running:
+            connection.revision += 1
+        if self._chance.random() < _COMPLETING and (ending := shop.running(member)):
+            await self._complete(shop, ending[0])
+
+    async def _complete(self, shop: Shop, job: Job) -> None:
+        """Without a look at the queue, which comes afterwards."""
+        scheduler = shop.controller.scheduler
+        scheduler.draining = True
+        await shop.complete(job)
+        scheduler.draining = False
+
+    def _report(self, shop: Shop, member: Member) -> None:
+        hosted = [
+            Hosted(kind=kinds.ACTIVATIONS, digest=digest, state=HOSTED_STATE_LOADED) for digest in set(self._digests())
+        ]
+        times = [
+            fleet_pb2.StepTime(latent_height=16, latent_width=16, rows=rows, seconds=0.02 + 0.1 * rows)
+            for rows in (1, 2, 4, 8, 16)
+        ]
+        running = [
+            fleet_pb2.RunningAttempt(
+                attempt=worker_pb2.AttemptId(job_id=job.job_id, number=job.number),
+                steps_left=job.steps.total - job.steps.done,
+                computed_share=job.request.computed_share,
+            )
+            for job in shop.running(member)
+        ]
+        masked = [fleet_pb2.MaskedTimes(latent_height=16, latent_width=16, fixed_share=0.3)]
+        load = fleet_pb2.Load(step_times=times, max_rows=16, running=running, hosted=hosted, masked_times=masked)
+        shop.fleet.report(member, load)
+
+    def _digests(self) -> Iterator[str]:
+        return (f"{next(self._templates):064x}" for _ in range(_TEMPLATES))
+
+    def _edit(self, shop: Shop) -> Job:
+        steps = self._chance.choice(_STEPS)
+        spec = GenerationSpec(model="m", num_inference_steps=steps, num_images=1, guidance_scale=5.0, seed=1)
+        share, template = min(1.0, next(self._shares) + 0.02), f"{next(self._templates):064x}"
+        request = JobRequest(fingerprint="f", shape=_SHAPE, template=template, computed_share=share)
+        return Job(clock=shop.time.clock(), spec=spec, bare=spec, request=request)
