@@ -20,7 +20,7 @@ from bottega.sections import messages
 from bottega.v1.activations_pb2 import BlockProfile, SectionRequest, TemplateAnswer
 from bottega.worker.activations.load_meter import LoadMeter
 from bottega.worker.activations.stored_step import SectionFetch, StoredStep
-from bottega.worker.activations.template import KnownSection
+from bottega.worker.activations.template import AnsweredSection
 from tests.fakes.scripted_activation_store import ScriptedLink, ScriptedStore
 from tests.support.stored_activations import (
     KEY,
@@ -538,6 +538,8 @@ class _Room:
         return True
 
 
-def _known(place: int) -> KnownSection:
+def _known(place: int) -> AnsweredSection:
     said = section(place)
-    return KnownSection(key=step_key(place), digest=said.digest, layout=said.layout, valid=valid_map(place), prompt="")
+    return AnsweredSection(
+        key=step_key(place), digest=said.digest, layout=said.layout, valid=valid_map(place), prompt=""
+    )

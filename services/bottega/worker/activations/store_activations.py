@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,22 +19,17 @@ from bottega.diffusion.editing.recordings.memory import MemoryActivations
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
 from bottega.diffusion.editing.recordings.source import TemplateQuery
 from bottega.transport import LinkCounters, OfferSource
-from bottega.v1.activations_pb2 import RecordingHeader, TemplateQuestion
+from bottega.v1.activations_pb2 import RecordingHeader
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.activations.load_meter import LoadMeter
+from bottega.worker.activations.questions import StoreAnswer, TemplateQuestions
 from bottega.worker.activations.rendezvous import choose
 from bottega.worker.activations.store_link import ActivationLinkSettings, ActivationStoreLink
 from bottega.worker.activations.stored_step import StoredStep
-from bottega.worker.activations.template import KnownSection, KnownTemplate
+from bottega.worker.activations.template import AnsweredSection
 
 # Stores that are linked: a fleet has one, or a few.
 _MOST_STORES = 16
-# That wait for their answers: a worker holds at most some tens of jobs.
-_MOST_QUESTIONS = 1024
-# Answers whose jobs have not begun; each has an image latent and a noise, some megabytes for the largest pictures.
-_MOST_ANSWERS = 64
-# An engine waits for less; a store that does not answer in this time does not know.
-_ANSWER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,25 +44,8 @@ class ActivationSettings:
     link: ActivationLinkSettings = field(default_factory=ActivationLinkSettings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _AskedTemplate:
-    query: TemplateQuery
-    known: Future[None]
-    link: ActivationStoreLink
-    until_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _StoreAnswer:
-    """origin: see Recording."""
-
-    template: KnownTemplate
-    link: ActivationStoreLink
-    origin: str
-
-
 class StoreActivations:
-    """As the protocol says of threads; links' threads call `on_link`, `on_answer`, `on_lost` and `on_quiet`."""
+    """Its threads are those of the protocol."""
 
     def __init__(
         self,
@@ -84,15 +61,12 @@ class StoreActivations:
         self._settings = settings
         self._offers = offers
         self._counters = counters
-        self._clock = clock
         self._memory = MemoryActivations(settings.budget_bytes, clock)
         self._numbers = itertools.count(1)
         self._of_store: WeakKeyDictionary[Recording, ActivationStoreLink] = WeakKeyDictionary()
-        # Under the lock.
+        self._questions = TemplateQuestions(clock)
+        self._links: dict[str, ActivationStoreLink] = {}  # by the name of the store
         self._lock = threading.Lock()
-        self._links: dict[str, ActivationStoreLink] = {}
-        self._questions: dict[int, _AskedTemplate] = {}
-        self._answers: OrderedDict[str, _StoreAnswer] = OrderedDict()  # by digest of the key
 
     @property
     def linked(self) -> int:
@@ -118,25 +92,26 @@ class StoreActivations:
                 link.close()
 
     def ask(self, query: TemplateQuery) -> Future[None]:
-        known: Future[None] = Future()
         link = None if self._is_here(query) else self._link_of(query.key)
-        if link is None or (link.tried and not link.open) or not self._put_question(query, known, link):
-            known.set_result(None)
+        if link is not None:
+            return self._questions.ask(query, link)
+        known: Future[None] = Future()
+        known.set_result(None)
         return known
 
     def find(self, key: RecordingKey, recording: str = "") -> Recording | None:
-        answer = self._answer(key)
+        answer = self._questions.take(key)
         if answer is not None:
             self._take_in(key, answer, recording)
         found = self._memory.find(key, recording)
         if found is None and answer is not None:
-            self._keep(key, answer)  # for `begin`
+            self._questions.keep(key, answer)  # for `begin`
         return found
 
     def begin(
         self, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None, *, origin: str = ""
     ) -> Recording | None:
-        answer = self._answer(key)
+        answer = self._questions.take(key)
         begun = self._memory.begin(key, shape, drawn, origin=origin)
         if begun is None or answer is None:
             return begun
@@ -202,38 +177,10 @@ class StoreActivations:
         """Whether there is room now. Any thread may ask."""
         return self._memory.used_bytes + size_bytes <= self._memory.budget_bytes
 
-    def on_link(self, link: ActivationStoreLink) -> None:
-        """What was asked before there was a link, is asked."""
-        with self._lock:
-            for number, asked in self._questions.items():
-                if asked.link is link and not asked.known.done():
-                    link.ask(number, _question(asked.query))
-
-    def on_answer(self, link: ActivationStoreLink, number: int, template: KnownTemplate) -> None:
-        """One that comes too late is thrown away."""
-        with self._lock:
-            asked = self._questions.pop(number, None)
-        # Cancelled at this moment, perhaps: then nobody wants it.
-        if asked is None or asked.link is not link or not asked.known.set_running_or_notify_cancel():
-            return
-        self._keep(asked.query.key, _StoreAnswer(template=template, link=link, origin=asked.query.origin))
-        asked.known.set_result(None)
-
-    def on_lost(self, link: ActivationStoreLink) -> None:
-        """What it was asked it does not know, and what it has said counts no more."""
-        with self._lock:
-            self._answers = OrderedDict((key, each) for key, each in self._answers.items() if each.link is not link)
-        self._give_up(lambda asked: asked.link is link)
-
-    def on_quiet(self) -> None:
-        """Gives up what is not answered in time."""
-        now_s = self._clock()
-        self._give_up(lambda asked: asked.until_s < now_s)
-
     def _open(self, store: ServiceAddress) -> ActivationStoreLink:
         return ActivationStoreLink(
             store,
-            owner=self,
+            owner=self._questions,
             offers=self._offers,
             settings=self._settings.link,
             meter=self.meter,
@@ -254,42 +201,7 @@ class StoreActivations:
         name = choose(self._links, key.digest)
         return None if name is None else self._links[name]
 
-    def _put_question(self, query: TemplateQuery, known: Future[None], link: ActivationStoreLink) -> bool:
-        """Asks it, now or when the link is open. False where it cannot be asked."""
-        with self._lock:
-            self._questions = {number: each for number, each in self._questions.items() if not each.known.done()}
-            if len(self._questions) >= _MOST_QUESTIONS:
-                return False
-            number = next(self._numbers)
-            until_s = self._clock() + _ANSWER_S
-            self._questions[number] = _AskedTemplate(query=query, known=known, link=link, until_s=until_s)
-            sent = link.ask(number, _question(query))
-            waits = sent or not link.tried
-            if not waits:
-                del self._questions[number]
-        return waits
-
-    def _give_up(self, which: Callable[[_AskedTemplate], bool]) -> None:
-        with self._lock:
-            gone = {number: each for number, each in self._questions.items() if which(each)}
-            for number in gone:
-                del self._questions[number]
-        for asked in gone.values():
-            if asked.known.set_running_or_notify_cancel():
-                asked.known.set_result(None)
-
-    def _keep(self, key: RecordingKey, answer: _StoreAnswer) -> None:
-        with self._lock:
-            self._answers[key.digest] = answer
-            self._answers.move_to_end(key.digest)
-            while len(self._answers) > _MOST_ANSWERS:
-                self._answers.popitem(last=False)
-
-    def _answer(self, key: RecordingKey) -> _StoreAnswer | None:
-        with self._lock:
-            return self._answers.pop(key.digest, None)
-
-    def _take_in(self, key: RecordingKey, answer: _StoreAnswer, recording: str) -> None:
+    def _take_in(self, key: RecordingKey, answer: StoreAnswer, recording: str) -> None:
         """Has the memory know what the store has said. recording: that is wanted; empty is any.
 
         A recording in use is never replaced by another one: they were drawn from different noise.
@@ -312,7 +224,7 @@ class StoreActivations:
             self._memory.adopt(kept)
         self._use_stored(kept, answer)
 
-    def _use_stored(self, recording: Recording, answer: _StoreAnswer) -> None:
+    def _use_stored(self, recording: Recording, answer: StoreAnswer) -> None:
         """What the store has of a recording is loaded when it is requested; what it lacks, it is given."""
         template, link = answer.template, answer.link
         recording.budget_bytes, recording.profile = template.budget_bytes, template.profile
@@ -326,7 +238,7 @@ class StoreActivations:
         for key in recording.steps.keys() - {section.key for section in template.sections}:
             link.uploads.add(recording, key)
 
-    def _offer(self, recording: Recording, answer: _StoreAnswer) -> None:
+    def _offer(self, recording: Recording, answer: StoreAnswer) -> None:
         """One that is in this worker alone: the store was away, or lost it. Gives it, where the store takes it."""
         uploads = answer.link.uploads
         if answer.template.recording:
@@ -359,20 +271,7 @@ class StoreActivations:
         )
 
 
-def _question(query: TemplateQuery) -> TemplateQuestion:
-    return TemplateQuestion(
-        key=query.key.digest,
-        recording=query.recording,
-        would_record=query.would_record,
-        source=query.origin,
-        model_hash=query.key.model_hash,
-        dtype=query.key.dtype,
-        width=query.width,
-        height=query.height,
-    )
-
-
-def _is_known(recording: Recording, section: KnownSection, link: ActivationStoreLink) -> bool:
+def _is_known(recording: Recording, section: AnsweredSection, link: ActivationStoreLink) -> bool:
     """Whether what is here of a forward is as good as what the store has: written here, or the same."""
     step = recording.steps.get(section.key)
     if step is None:

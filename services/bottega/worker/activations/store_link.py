@@ -34,7 +34,7 @@ from bottega.v1.activations_pb2 import SectionRequest, TemplateQuestion
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.activations.load_meter import LinkPace, LoadMeter
 from bottega.worker.activations.stored_step import SectionFetch, StoredStep
-from bottega.worker.activations.template import KnownTemplate, read_template
+from bottega.worker.activations.template import AnsweredTemplate, read_template
 from bottega.worker.activations.uploads import Uploads
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class ActivationLinkOwner(Protocol):
         """It is open."""
         ...
 
-    def on_answer(self, link: ActivationStoreLink, number: int, template: KnownTemplate) -> None:
+    def on_answer(self, link: ActivationStoreLink, number: int, template: AnsweredTemplate) -> None:
         """The answer to the question of this number, which it may not have asked."""
         ...
 

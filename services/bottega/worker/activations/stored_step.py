@@ -23,7 +23,7 @@ from bottega.diffusion.editing.recordings.recording import Recording
 from bottega.errors import DataLoss
 from bottega.sections.section import OWNER_BYTES, SectionTensor, owner
 from bottega.worker.activations.load_meter import LoadMeter
-from bottega.worker.activations.template import KnownSection
+from bottega.worker.activations.template import AnsweredSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,7 +80,7 @@ class StoredStep:
     writable = False
 
     def __init__(
-        self, section: KnownSection, *, recording: Recording, link: SectionLink, room: LoadRoom, edit: int
+        self, section: AnsweredSection, *, recording: Recording, link: SectionLink, room: LoadRoom, edit: int
     ) -> None:
         self.valid = section.valid
         self.prompt = section.prompt

@@ -29,7 +29,7 @@ _PROMPT = re.compile("([0-9a-f]{64})?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KnownSection:
+class AnsweredSection:
     """One forward that the store has. digest: of its bytes, hex. valid: see Recording. in_memory: of the store."""
 
     key: StepKey
@@ -41,7 +41,7 @@ class KnownSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KnownTemplate:
+class AnsweredTemplate:
     """What a store knows of a template. recording: its id; empty where it has none. shape: of the latent.
 
     record: whether this worker may record it. budget_bytes: that one template may take; 0 is without bound. profile:
@@ -50,19 +50,19 @@ class KnownTemplate:
 
     recording: str
     shape: tuple[int, int] = (0, 0)
-    sections: tuple[KnownSection, ...] = ()
+    sections: tuple[AnsweredSection, ...] = ()
     drawn: DrawnTemplate | None = None
     record: bool = False
     budget_bytes: int = 0
     profile: BlockProfile | None = None
 
 
-def read_template(answer: TemplateAnswer, drawn: DrawnTensors | None) -> KnownTemplate:
+def read_template(answer: TemplateAnswer, drawn: DrawnTensors | None) -> AnsweredTemplate:
     """An answer, checked. Raises ValueError for one that says what cannot be."""
     profile = answer.profile if answer.HasField("profile") else None
     budget_bytes = max(0, answer.template_budget_bytes)
     if not answer.recording:
-        return KnownTemplate(recording="", record=answer.record, budget_bytes=budget_bytes, profile=profile)
+        return AnsweredTemplate(recording="", record=answer.record, budget_bytes=budget_bytes, profile=profile)
     _check(_RECORDING.fullmatch(answer.recording) is not None, "a recording has an id of 32 hex digits")
     shape = answer.latent_height, answer.latent_width
     _check(all(1 <= side <= _MAX_SIDE for side in shape), f"a latent has 1 to {_MAX_SIDE} elements a side")
@@ -71,7 +71,7 @@ def read_template(answer: TemplateAnswer, drawn: DrawnTensors | None) -> KnownTe
     maps = [unpack_map(each, shape) for each in answer.maps]
     sections = tuple(_section(info, layouts, maps) for info in answer.sections)
     _check(len({each.key for each in sections}) == len(sections), "a template has two sections of one forward")
-    return KnownTemplate(
+    return AnsweredTemplate(
         recording=answer.recording,
         shape=shape,
         sections=sections,
@@ -99,7 +99,7 @@ def section_key(key: StepKey) -> SectionKey:
     return SectionKey(timestep=key.timestep, half=key.half.value, controls=key.controls)
 
 
-def _section(info: SectionInfo, layouts: Sequence[SectionLayout], maps: Sequence[Tensor]) -> KnownSection:
+def _section(info: SectionInfo, layouts: Sequence[SectionLayout], maps: Sequence[Tensor]) -> AnsweredSection:
     key = info.key
     _check(0 <= info.layout < len(layouts), "a section has a layout that the answer lacks")
     _check(0 <= info.map < len(maps), "a section has a map that the answer lacks")
@@ -108,7 +108,7 @@ def _section(info: SectionInfo, layouts: Sequence[SectionLayout], maps: Sequence
     _check(len(key.controls) <= rules.MAX_ADAPTERS, "a section has more ControlNets than a request may")
     _check(_DIGEST.fullmatch(info.digest) is not None, "a section has a digest of 64 hex digits")
     _check(_PROMPT.fullmatch(info.prompt) is not None, "a section has a prompt's digest of 64 hex digits, or none")
-    return KnownSection(
+    return AnsweredSection(
         key=StepKey(timestep=key.timestep, half=Half(key.half), controls=tuple(key.controls)),
         digest=info.digest,
         layout=layouts[info.layout],
