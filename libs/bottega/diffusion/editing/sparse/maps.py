@@ -7,9 +7,11 @@ computes that layer in full. Source: SIGE (NeurIPS'22), whose blocks of one size
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.downsampling import Downsample2D
@@ -24,6 +26,9 @@ from bottega.diffusion.editing.masked.tokens import MaskTokens
 from bottega.diffusion.editing.sparse.layer import Layer
 from bottega.diffusion.editing.sparse.pieces import Whole, pieces, windows
 from bottega.diffusion.editing.sparse.rectangles import Rectangle, cover, pays
+
+# Of some tens of edits in hand, at each level of their networks.
+_KNOWN_COVERS = 256
 
 
 class SparseMaps(FullMaps):
@@ -137,8 +142,14 @@ class SparseMaps(FullMaps):
         """None where all of a map costs no more."""
         covers = self._covers.setdefault(tokens, {})
         if size not in covers:
-            covers[size] = cover(tokens.at(*size).mask.numpy())
+            covers[size] = _covered(tokens.at(*size).mask.numpy().tobytes(), size)
         return covers[size] if pays(covers[size], *size) else None
+
+
+@functools.lru_cache(maxsize=_KNOWN_COVERS)
+def _covered(mask: bytes, size: tuple[int, int]) -> tuple[Rectangle, ...]:
+    """Of a mask's elements. Kept by content: forwards and those who count their costs look for the same ones."""
+    return cover(np.frombuffer(mask, dtype=np.bool_).reshape(size))
 
 
 def _each(activation: nn.Module, maps: Sequence[Tensor]) -> list[Tensor]:
