@@ -116,6 +116,19 @@ def test_of_a_store_of_this_host_nothing_is_copied_and_it_is_let_go_with_its_las
         assert not here.source.recordings
 
 
+def test_what_lies_beside_another_prompts_step_is_let_go_as_well(tmp_path: Path) -> None:
+    store = ScriptedStore("one", folder=tmp_path)
+    store.put(RECORDING, section(0, prompt="34" * 32))
+    with worker(store) as here:
+        recording = here.found()
+        step = load(recording, 0)
+        here.add(recording, 0)
+        assert recording.step(step_key(0), "34" * 32) is step
+        here.source.release(recording)
+        assert list(here.source.recordings) == [recording]
+        assert step.get(NAMES[0]) is None
+
+
 def test_what_was_copied_counts_and_stays_for_the_next_edit(far: ScriptedStore) -> None:
     far.put(RECORDING, section(0))
     with worker(far) as here:

@@ -27,7 +27,7 @@ _ANSWER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StoreAnswer:
+class LinkAnswer:
     """link: whose it is. origin: see Recording."""
 
     template: AnsweredTemplate
@@ -51,7 +51,7 @@ class TemplateQuestions:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._questions: dict[int, _PendingQuestion] = {}
-        self._answers: OrderedDict[str, StoreAnswer] = OrderedDict()  # by digest of the key
+        self._answers: OrderedDict[str, LinkAnswer] = OrderedDict()  # by digest of the key
 
     def ask(self, query: TemplateQuery, link: ActivationStoreLink) -> Future[None]:
         """Done when `take` has what there is to know: at once where the store is away."""
@@ -60,12 +60,12 @@ class TemplateQuestions:
             known.set_result(None)
         return known
 
-    def take(self, key: RecordingKey) -> StoreAnswer | None:
+    def take(self, key: RecordingKey) -> LinkAnswer | None:
         """The newest answer about a template, once."""
         with self._lock:
             return self._answers.pop(key.digest, None)
 
-    def keep(self, key: RecordingKey, answer: StoreAnswer) -> None:
+    def keep(self, key: RecordingKey, answer: LinkAnswer) -> None:
         """For whoever takes it next."""
         with self._lock:
             self._answers[key.digest] = answer
@@ -87,7 +87,7 @@ class TemplateQuestions:
         # Cancelled at this moment, perhaps: then nobody wants it.
         if asked is None or asked.link is not link or not asked.known.set_running_or_notify_cancel():
             return
-        self.keep(asked.query.key, StoreAnswer(template=template, link=link, origin=asked.query.origin))
+        self.keep(asked.query.key, LinkAnswer(template=template, link=link, origin=asked.query.origin))
         asked.known.set_result(None)
 
     def on_lost(self, link: ActivationStoreLink) -> None:

@@ -22,7 +22,7 @@ from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.activations_pb2 import RecordingHeader
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.activations.load_meter import LoadMeter
-from bottega.worker.activations.questions import StoreAnswer, TemplateQuestions
+from bottega.worker.activations.questions import LinkAnswer, TemplateQuestions
 from bottega.worker.activations.rendezvous import choose
 from bottega.worker.activations.store_link import ActivationLinkSettings, ActivationStoreLink
 from bottega.worker.activations.stored_step import StoredStep
@@ -145,7 +145,7 @@ class StoreActivations:
         self._memory.release(recording)
         if recording.readers:
             return
-        for step in recording.steps.values():
+        for step in recording.all_steps:
             if isinstance(step, StoredStep):
                 step.rest()
         if not recording.held_bytes:
@@ -201,7 +201,7 @@ class StoreActivations:
         name = choose(self._links, key.digest)
         return None if name is None else self._links[name]
 
-    def _take_in(self, key: RecordingKey, answer: StoreAnswer, recording: str) -> None:
+    def _take_in(self, key: RecordingKey, answer: LinkAnswer, recording: str) -> None:
         """Has the memory know what the store has said. recording: that is wanted; empty is any.
 
         A recording in use is never replaced by another one: they were drawn from different noise.
@@ -224,7 +224,7 @@ class StoreActivations:
             self._memory.adopt(kept)
         self._use_stored(kept, answer)
 
-    def _use_stored(self, recording: Recording, answer: StoreAnswer) -> None:
+    def _use_stored(self, recording: Recording, answer: LinkAnswer) -> None:
         """What the store has of a recording is loaded when it is requested; what it lacks, it is given."""
         template, link = answer.template, answer.link
         recording.budget_bytes, recording.profile = template.budget_bytes, template.profile
@@ -238,7 +238,7 @@ class StoreActivations:
         for key in recording.steps.keys() - {section.key for section in template.sections}:
             link.uploads.add(recording, key)
 
-    def _offer(self, recording: Recording, answer: StoreAnswer) -> None:
+    def _offer(self, recording: Recording, answer: LinkAnswer) -> None:
         """One that is in this worker alone: the store was away, or lost it. Gives it, where the store takes it."""
         uploads = answer.link.uploads
         if answer.template.recording:

@@ -130,15 +130,16 @@ class Recording:
     @property
     def held_bytes(self) -> int:
         """Of its outputs in this process's memory."""
-        return sum(step.held_bytes for step in self._all)
+        return sum(step.held_bytes for step in self.all_steps)
 
     @property
     def recorded_bytes(self) -> int:
         """Of its outputs, wherever they are."""
-        return sum(step.size_bytes for step in self._all)
+        return sum(step.size_bytes for step in self.all_steps)
 
     @property
-    def _all(self) -> list[RecordedStep]:
+    def all_steps(self) -> list[RecordedStep]:
+        """Those of every prompt."""
         return [*list(self.steps.values()), *list(self._others.values())]
 
     @property
@@ -206,7 +207,7 @@ class Recording:
         """The map, the same tensor for all steps that have equal ones: what follows from it is kept by tensor."""
         known = next((each for each in self._maps if torch.equal(each, valid)), None)
         if known is None:
-            self._maps = [each for each in self._maps if any(step.valid is each for step in self._all)]
+            self._maps = [each for each in self._maps if any(step.valid is each for step in self.all_steps)]
             self._maps.append(known := valid.clone())
         return known
 
