@@ -151,7 +151,7 @@ class _TimedMaps:
 
 
 class _Measurement:
-    """See `measure_blocks`."""
+    """One measurement of a network's blocks, under way."""
 
     def __init__(
         self,
