@@ -27,7 +27,7 @@ from bottega.v1.activations_pb2 import (
     ProfileBlocksRequest,
     ProfileBlocksResponse,
 )
-from bottega.v1.hosted_pb2 import Hosted
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 from tests.samples.hosted_loras import at_hand
 from tests.support.addon_messages import loras_at, placements
@@ -95,6 +95,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.draining = False
         self.loras: list[str] = []
         self.applied_loras: list[Hosted] = []
+        self.templates: list[str] = []
+        self.mask_tokens: fleet_pb2.MaskTokens | None = None
         self._gateway = gateway
         self._model = model
         self._step_s = step_s or {}
@@ -162,7 +164,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             ],
             draining=self.draining,
             max_rows=16,
-            hosted=[*at_hand(*self.loras), *self.applied_loras],
+            hosted=[*at_hand(*self.loras), *self.applied_loras, *_templates(self.templates)],
+            mask_tokens=self.mask_tokens,
             switch_times=[fleet_pb2.SwitchTime(kind=kinds.LORAS, seconds=0.1)],
         )
 
@@ -317,3 +320,8 @@ def _lora_uses(request: worker_pb2.RunAttemptRequest, script: Script) -> Iterato
             from_step=script.loras_step,
             similarities=script.similarities if lora.measure_similarity else (),
         )
+
+
+def _templates(sources: Sequence[str]) -> list[Hosted]:
+    """Activations of these are in its memory."""
+    return [Hosted(kind=kinds.ACTIVATIONS, digest=source, state=HOSTED_STATE_LOADED) for source in sources]

@@ -1,0 +1,157 @@
+"""The real gateway with a real activation store in its fleet, and workers that do what the test says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from bottega import kinds
+from bottega.v1 import generation_pb2, image_pb2, worker_pb2
+from bottega.v1.activations_pb2 import ActivationsOrder
+from bottega.v1.fleet_pb2 import MaskTokens
+from tests.samples.hostile_images import saved
+from tests.support.running_activations import LARGE, Recorded, Running, joined_store
+from tests.support.running_gateway import Running as RunningGateway
+from tests.support.running_gateway import running_gateway
+from tests.support.waiting import eventually
+
+BALANCED = generation_pb2.FIDELITY_BALANCED
+PICTURE = saved(Image.new("RGB", (96, 80), "red"))
+
+
+def _mask(side: int = 16) -> bytes:
+    mask = Image.new("L", (64, 64))
+    mask.paste(255, (0, 0, side, side))
+    return saved(mask)
+
+
+def _edit(**said: Any) -> dict[str, Any]:
+    return {"prompt": "a star", "image": PICTURE, "mask_image": _mask(), "fidelity": BALANCED, **said}
+
+
+def _source(request: worker_pb2.RunAttemptRequest) -> str:
+    return ActivationsOrder.FromString(request.addons[kinds.ACTIVATIONS]).source
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[RunningGateway]:
+    async with running_gateway(codec_processes=1) as running:
+        yield running
+
+
+async def test_edits_of_one_image_at_one_size_are_of_one_template(house: RunningGateway) -> None:
+    worker = await house.worker()
+    other = saved(Image.new("RGB", (96, 80), "blue"))
+    same = [_edit(), _edit(mask_image=_mask(32), prompt="a dog", seed=3, techniques=_masked())]
+    others = [_edit(image=other), _edit(width=128), _edit(padding_mask_crop=4), _edit(padding_mask_crop=40)]
+    for said in (*same, *others):
+        await house.draw(**said)
+    sources = [_source(request) for request in worker.requests]
+    assert sources[0] == sources[1]
+    assert len(set(sources)) == 1 + len(others)
+    assert all(len(source) == 64 for source in sources)
+
+
+async def test_what_computes_all_has_no_template(house: RunningGateway) -> None:
+    worker = await house.worker()
+    for said in (
+        _edit(fidelity=generation_pb2.FIDELITY_EXACT),
+        _edit(mask_image=None),
+        _edit(techniques=_masked(False)),
+    ):
+        await house.draw(**said)
+    assert [kinds.ACTIVATIONS in request.addons for request in worker.requests] == [False] * 3
+
+
+async def test_an_edit_counts_by_its_mask_through_a_restart(tmp_path: Path) -> None:
+    async with running_gateway(codec_processes=1, state=str(tmp_path)) as house:
+        worker = await house.worker(hold_at=1)
+        worker.mask_tokens = MaskTokens(token_elements=2, margin_tokens=1)
+        assert worker.membership is not None
+        worker.membership.report_soon()
+        fleet = house.gateway._controller._fleet
+        await eventually(lambda: fleet.mask_tokens("miniature") is not None or fleet.mask_tokens("m") is not None)
+        job = await house.submit(**_edit())
+        kept = house.gateway._jobs.find_live(job.job_id)
+        assert kept is not None
+        # 16 pixels are 4 elements of the latent, 2 tokens a side of 8; with the margin 3 of them.
+        assert kept.request.computed_share == pytest.approx(9 / 64)
+        template = kept.request.template
+        await house.stop_early()
+    async with running_gateway(codec_processes=1, state=str(tmp_path)) as house:
+        kept = house.gateway._jobs.find_live(job.job_id)
+        assert kept is not None
+        assert kept.request.template == template
+        assert kept.request.computed_share == pytest.approx(9 / 64)
+        await house.worker("w2")
+        assert (await house.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_a_template_comes_from_the_disk_while_its_edit_waits(house: RunningGateway, tmp_path: Path) -> None:
+    worker = await house.worker()
+    await house.draw(**_edit())
+    template = Recorded(source=_source(worker.requests[-1]), layout=LARGE)
+    async with joined_store(house, tmp_path) as store:
+        await store.fill(template, Recorded(seed=1, layout=LARGE))
+    async with joined_store(house, tmp_path, name="again") as store:
+        assert await _memory_bytes(store) == 0
+        worker.script.hold_at = 1
+        running = await house.submit(**_edit(mask_image=None))
+        waiting = await house.submit(**_edit(seed=2, techniques=_masked()))
+        await eventually(lambda: _is_in_memory(store, template))
+        assert not await _is_in_memory(store, Recorded(seed=1)), "nobody waits for that"
+        assert (await house.job(waiting.job_id)).state in {image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING}
+        worker.script.release.set()
+        for job in (running, waiting):
+            assert (await house.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_a_store_that_is_gone_holds_up_no_edit(house: RunningGateway, tmp_path: Path) -> None:
+    worker = await house.worker()
+    async with joined_store(house, tmp_path):
+        await house.draw(**_edit())
+    await house.draw(**_edit(seed=1, techniques=_masked()))
+    assert len(worker.requests) == 2
+
+
+async def test_an_edit_goes_to_the_worker_that_has_its_template(house: RunningGateway) -> None:
+    first, second = (
+        await house.worker("w1", step_s={1: 0.01, 2: 0.02}),
+        await house.worker("w2", step_s={1: 0.01, 2: 0.02}),
+    )
+    for worker in (first, second):
+        worker.mask_tokens = MaskTokens(token_elements=2, margin_tokens=1)
+        assert worker.membership is not None
+        worker.membership.report_soon()
+    await house.draw(**_edit())
+    template = _source((first.requests or second.requests)[-1])
+    having = second if first.requests else first
+    having.templates = [template]
+    assert having.membership is not None
+    having.membership.report_soon()
+    addons = house.gateway._controller._addons
+    await eventually(lambda: any(having.name in _workers_with(addon, template) for addon in addons))
+    before = len(having.requests)
+    for seed in range(3):
+        await house.draw(**_edit(seed=seed, techniques=_masked()))
+    assert len(having.requests) == before + 3
+
+
+def _workers_with(addon: Any, template: str) -> set[str]:
+    return set(addon._residences.workers_with(template)) if hasattr(addon, "_residences") else set()
+
+
+def _masked(on: bool = True) -> generation_pb2.Techniques:
+    return generation_pb2.Techniques(masked_blocks=on)
+
+
+async def _memory_bytes(store: Running) -> int:
+    return int((await store.call("ListStoredTemplates")).memory_bytes)
+
+
+async def _is_in_memory(store: Running, template: Recorded) -> bool:
+    return any(found.id == template.id and found.memory_bytes for found in await store.templates())
