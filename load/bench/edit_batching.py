@@ -2,8 +2,8 @@
 and against one that decodes and encodes images between its steps.
 
 The bench model of edits, masked blocks and sparse convolutions on every side, and one process, by turns. Poisson
-arrivals at .7 of what full static batches get through, masks as in production. The clock is that of edit_queue: idle
-time is not waited for.
+arrivals at .7 of what full static batches get through, masks as in production, and step counts mixed as 20, 30 and 50
+are. The clock is that of edit_queue: idle time is not waited for.
 """
 
 from __future__ import annotations
@@ -60,6 +60,14 @@ class Round:
         return [each / self.edit_s for each in seconds]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """share: of the tokens, that its mask has. steps: that it asks for; one less runs."""
+
+    share: float
+    steps: int
+
+
 class Sides:
     """The engine that is measured, and one that runs static batches, over the same model and the same recording."""
 
@@ -70,12 +78,12 @@ class Sides:
         self._static: Engine = desk.engine(EngineLimits(max_wait_turns=0), (self._batches,))
         desk.record(self.engine)
 
-    def arriving(self, at_s: Sequence[float], shares: Sequence[float], seed: int) -> list[Arriving]:
+    def arriving(self, at_s: Sequence[float], edits: Sequence[Edit], seed: int) -> list[Arriving]:
         """The same edits each time."""
         chance = random.Random(seed)
         return [
-            Arriving(at_s=when, order=self._desk.order(number, share, chance))
-            for number, (when, share) in enumerate(zip(at_s, shares, strict=True))
+            Arriving(at_s=when, order=self._desk.order(number, edit.share, chance, edit.steps))
+            for number, (when, edit) in enumerate(zip(at_s, edits, strict=True))
         ]
 
     def static(self, arriving: Sequence[Arriving]) -> Served:
@@ -89,20 +97,22 @@ class Sides:
 
 def measure(sides: Sides, trace: MaskRatios, options: argparse.Namespace) -> Round:
     """Capacity, an edit alone, and then the sides by turns."""
-    shares = list(itertools.islice(trace.draw(random.Random(trace.name)), options.requests))
+    chance = random.Random(trace.name)
+    shares = itertools.islice(trace.draw(chance), options.requests)
+    edits = [Edit(share=share, steps=chance.choice(options.steps)) for share in shares]
     full = [0.0] * MAX_BATCH
-    sides.static(sides.arriving([0.0] * 2, shares[:2], 1))  # pays for what is made once
+    sides.static(sides.arriving([0.0] * 2, edits[:2], 1))  # pays for what is made once
     batches = [
-        sides.static(sides.arriving(full, _some(shares, number * MAX_BATCH), number))
+        sides.static(sides.arriving(full, _some(edits, number * MAX_BATCH), number))
         for number in range(options.batches)
     ]
     capacity_per_s = MAX_BATCH / mean(each.busy_s for each in batches)
     apart = [number * _FAR_APART_S for number in range(_ALONE)]
-    edit_s = mean(sides.joining(sides.arriving(apart, shares[:_ALONE], 2)).took_s)
+    edit_s = mean(sides.joining(sides.arriving(apart, edits[:_ALONE], 2)).took_s)
     at_s = typical_arrivals(LOAD * capacity_per_s, options.requests, capacity_per_s=capacity_per_s, seed=trace.name)
     took: dict[str, Sequence[float]] = {}
     for side in ("static", "engine", "strawman"):
-        arriving = sides.arriving(at_s, shares, 3)
+        arriving = sides.arriving(at_s, edits, 3)
         if side == "static":
             took[side] = sides.static(arriving).took_s
         else:
@@ -111,9 +121,9 @@ def measure(sides: Sides, trace: MaskRatios, options: argparse.Namespace) -> Rou
     return Round(name=trace.name, capacity_per_s=capacity_per_s, edit_s=edit_s, **took)
 
 
-def _some(shares: Sequence[float], first: int) -> list[float]:
+def _some(edits: Sequence[Edit], first: int) -> list[Edit]:
     """A batch of them, from one on, and round again."""
-    return [shares[(first + number) % len(shares)] for number in range(MAX_BATCH)]
+    return [edits[(first + number) % len(edits)] for number in range(MAX_BATCH)]
 
 
 def values_of(rounds: Sequence[Round]) -> dict[str, float]:
@@ -183,7 +193,9 @@ def _options() -> argparse.Namespace:
     names = [trace.name for trace in TRACES]
     parser.add_argument("--traces", nargs="+", default=names, choices=names, help="of mask ratios (default: all)")
     parser.add_argument("--requests", type=int, default=20, help="of each trace, on each side (default: 20)")
-    parser.add_argument("--steps", type=int, default=5, help="of each edit; one less runs (default: 5)")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=[3, 4, 6], help="that edits have, mixed; one less runs (default: 3 4 6)"
+    )
     parser.add_argument("--batches", type=int, default=1, help="that capacity is measured with (default: 1)")
     parser.add_argument("--threads", type=int, default=THREADS, help="of torch (default: 2)")
     return parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -26,11 +27,14 @@ _RECORDED_SHARES = (0.0, 0.0)
 
 
 class EditDesk:
-    """Makes engines over one loaded model and one memory of recordings, and orders for them. steps: of each edit."""
+    """Makes engines over one loaded model and one memory of recordings, and orders for them.
 
-    def __init__(self, model: Path, *, steps: int, threads: int) -> None:
+    steps: that edits may have; a template is recorded for each of them, as their timesteps differ.
+    """
+
+    def __init__(self, model: Path, *, steps: Sequence[int], threads: int) -> None:
         torch.set_num_threads(threads)
-        self.steps = steps
+        self._steps = steps
         self._model = load_model(model, name="bench", device=torch.device("cpu"), dtype=torch.float32)
         self._recordings = MemoryActivations(_RECORDINGS_BYTES)
         self._pixels = torch.from_numpy(np.array(template()))
@@ -44,17 +48,17 @@ class EditDesk:
 
     def record(self, engine: Engine) -> None:
         """The template, all of it."""
-        for number, share in enumerate(_RECORDED_SHARES):
-            engine.submit(self.order(f"record {number}", share, random.Random(number)))
+        for steps, (number, share) in itertools.product(self._steps, enumerate(_RECORDED_SHARES)):
+            engine.submit(self.order(f"record {number}", share, random.Random(number), steps))
             while engine.busy:
                 list(engine.turn())
 
-    def order(self, key: Hashable, share: float, chance: random.Random) -> EngineOrder:
-        """An edit whose mask has this share of the tokens, anywhere."""
+    def order(self, key: Hashable, share: float, chance: random.Random, steps: int) -> EngineOrder:
+        """An edit whose mask has this share of the tokens, anywhere. steps: one of those that are recorded."""
         mask = placed_mask(share, chance)
         spec = ResolvedSpec(
             prompt=PROMPT,
-            num_inference_steps=self.steps,
+            num_inference_steps=steps,
             guidance_scale=GUIDANCE_SCALE,
             width=SIZE,
             height=SIZE,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
@@ -60,9 +60,11 @@ class EditQueue:
         while self._coming and self._coming[0].at_s <= self.clock_s:
             self.waiting.append(self._coming.popleft())
 
-    def submit(self) -> None:
-        """Gives the engine the one that waits longest."""
+    def submit(self, steps: int = 0) -> None:
+        """Gives the engine the one that waits longest. steps: that it has instead of its own; 0 is its own."""
         order = self.waiting.popleft().order
+        if steps not in (0, order.spec.num_inference_steps):
+            order = replace(order, spec=replace(order.spec, num_inference_steps=steps))
         self.drawing.add(order.key)
         self.engine.submit(order)
         self._stall()
@@ -119,7 +121,7 @@ def _width(engine: Engine, waiting: int) -> int:
 
 
 class StaticBatches(EngineAddOn):
-    """All that wait, at most eight, run together to the end, and all of them are answered then.
+    """All that wait, at most eight, run together to the longest of their steps, and all of them are answered then.
 
     As an add-on it holds a batch's first step back until the last of it has been encoded. The engine has to admit all
     that fit into a turn: max_wait_turns of 0.
@@ -136,8 +138,10 @@ class StaticBatches(EngineAddOn):
         if queue.drawing:
             return
         self.members, self.attached = min(len(queue.waiting), MAX_BATCH), 0
-        for _ in range(self.members):
-            queue.submit()
+        batch = list(queue.waiting)[: self.members]
+        longest = max((each.order.spec.num_inference_steps for each in batch), default=0)
+        for _ in batch:
+            queue.submit(longest)
 
     def open(self, order: EngineOrder) -> JobAddOn:
         return _Member(self)

@@ -103,13 +103,13 @@ def _diffusers(theirs: Side, steps: int, options: argparse.Namespace) -> list[fl
 
 def _in_engine(model: Path, theirs: Side, measured: Measured, options: argparse.Namespace) -> None:
     """Latencies at the same arrivals, by load."""
-    desk = EditDesk(model, steps=options.steps, threads=options.threads)
+    desk = EditDesk(model, steps=(options.steps,), threads=options.threads)
     engine = desk.engine(EngineLimits())
     desk.record(engine)
 
     def ours(at_s: Sequence[float], what: str) -> list[float]:
         shares, chance = _shares(len(at_s), what), random.Random(what)
-        orders = [desk.order(number, share, chance) for number, share in enumerate(shares)]
+        orders = [desk.order(number, share, chance, options.steps) for number, share in enumerate(shares)]
         arriving = [Arriving(at_s=when, order=order) for when, order in zip(at_s, orders, strict=True)]
         return list(serve(engine, arriving, step_by_step).took_s)
 

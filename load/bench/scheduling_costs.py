@@ -54,7 +54,7 @@ def measured(*, threads: int, rounds: int) -> TurnCosts:
 
 
 def _measured(model: Path, *, threads: int, rounds: int) -> TurnCosts:
-    desk = EditDesk(model, steps=_STEPS, threads=threads)
+    desk = EditDesk(model, steps=(_STEPS,), threads=threads)
     engine = desk.engine(EngineLimits(max_rows=2 * max(_WIDTHS), max_wait_turns=0))  # all that are here share a turn
     desk.record(engine)
     chance = random.Random("scheduling costs")
@@ -64,7 +64,7 @@ def _measured(model: Path, *, threads: int, rounds: int) -> TurnCosts:
             for first in range(len(_SHARES)):
                 shares = [_SHARES[(first + 3 * place) % len(_SHARES)] for place in range(width)]
                 for place, share in enumerate(shares):
-                    engine.submit(desk.order(f"{number}-{width}-{first}-{place}", share, chance))
+                    engine.submit(desk.order(f"{number}-{width}-{first}-{place}", share, chance, _STEPS))
                 rows, tokens, seconds = _turn(engine)
                 turns.setdefault((rows, round(tokens, 6)), []).append(seconds)
     fit = WorkFit()

@@ -112,7 +112,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
 
 def arriving(*at_s: float) -> list[Arriving]:
     order: Any = SimpleNamespace
-    return [Arriving(at_s=when, order=order(key=number)) for number, when in enumerate(at_s)]
+    spec = order(num_inference_steps=2)
+    return [Arriving(at_s=when, order=order(key=number, spec=spec)) for number, when in enumerate(at_s)]
 
 
 def test_the_clock_skips_what_nobody_waits_in_and_counts_from_the_arrival(engine: ScriptedEngine) -> None:
