@@ -25,7 +25,7 @@ from bottega.client.addons.controlnets.types import (
 )
 from bottega.client.addons.loras.profiling import LoraBoundMeasured
 from bottega.client.addons.templates.client import DroppedTemplates, WarmedTemplates
-from bottega.client.addons.templates.overview import KnownTemplate, SilentService, TemplateHolder, TemplateOverview
+from bottega.client.addons.templates.overview import FleetTemplate, SilentService, TemplateHolder, TemplateOverview
 from bottega.client.addons.templates.profiling import MeasuredBlocks
 from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.sdk.clients import AsyncClient, Client
@@ -61,7 +61,7 @@ __all__ = [
     "JobPage",
     "JobState",
     "JobStatus",
-    "KnownTemplate",
+    "FleetTemplate",
     "Lora",
     "LoraBoundMeasured",
     "LoraLike",

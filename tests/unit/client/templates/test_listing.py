@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from bottega import kinds
-from bottega.client.addons.templates.overview import KnownTemplate, TemplateHolder
+from bottega.client.addons.templates.overview import FleetTemplate, TemplateHolder
 from bottega.client.cli.templates.listing import holders_table, templates_table
 from bottega.client.cli.terminal import PlainTable
 from bottega.v1.activations_pb2 import Template
@@ -24,7 +24,7 @@ def _shown(table: PlainTable) -> list[str]:
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
-def _known(number: int, **facts: object) -> KnownTemplate:
+def _known(number: int, **facts: object) -> FleetTemplate:
     """One of SDXL, large and old: what takes most letters."""
     fields: dict[str, object] = {
         "id": f"{number:032x}"[::-1],
@@ -39,7 +39,7 @@ def _known(number: int, **facts: object) -> KnownTemplate:
         "valid_share": 1.0,
     }
     workers = ("worker-gpu-rack7-0", "worker-gpu-rack7-1", "worker-gpu-rack7-2")[: number % 4]
-    return KnownTemplate(record=Template(**{**fields, **facts}), store="activations", workers=workers)  # type: ignore[arg-type]
+    return FleetTemplate(record=Template(**{**fields, **facts}), store="activations", workers=workers)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [1, 30])
@@ -70,7 +70,7 @@ def test_the_state_of_a_template_is_said() -> None:
     assert _where(_known(0, recording=True, valid_share=0.5)) == "disk;recording"
 
 
-def _where(known: KnownTemplate) -> str:
+def _where(known: FleetTemplate) -> str:
     """What the last column says, in however many lines, without spaces."""
     lines = _shown(templates_table([known]))
     begin = lines[1].index("where")

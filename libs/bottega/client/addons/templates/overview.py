@@ -41,7 +41,7 @@ class TemplateHolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownTemplate:
+class FleetTemplate:
     """A template, and where it is.
 
     record: as its store describes it, else the worker that has used it last; whether it is in use, is recorded and
@@ -67,7 +67,7 @@ class SilentService:
 class TemplateOverview:
     """All of it. templates: the one used last first. silent: what these have is not among them."""
 
-    templates: tuple[KnownTemplate, ...]
+    templates: tuple[FleetTemplate, ...]
     holders: tuple[TemplateHolder, ...]
     silent: tuple[SilentService, ...]
 
@@ -137,7 +137,7 @@ async def _ask_worker(worker: Registration) -> _Listing:
     return _Listing(holder=holder, templates=answer.templates)
 
 
-def _merged(listings: Iterable[_Listing]) -> tuple[KnownTemplate, ...]:
+def _merged(listings: Iterable[_Listing]) -> tuple[FleetTemplate, ...]:
     """One entry for each template. Stores come first, so that the first record of one is its store's."""
     records: defaultdict[str, list[tuple[TemplateHolder, Template]]] = defaultdict(list)
     for listing in listings:
@@ -147,7 +147,7 @@ def _merged(listings: Iterable[_Listing]) -> tuple[KnownTemplate, ...]:
     return tuple(sorted(found, key=lambda known: known.record.idle_s))
 
 
-def _known(records: Sequence[tuple[TemplateHolder, Template]]) -> KnownTemplate:
+def _known(records: Sequence[tuple[TemplateHolder, Template]]) -> FleetTemplate:
     stores = [(holder, record) for holder, record in records if holder.kind == kinds.ACTIVATIONS]
     _, nearest = min(stores or records, key=lambda item: item[1].idle_s)
     record = Template()
@@ -155,7 +155,7 @@ def _known(records: Sequence[tuple[TemplateHolder, Template]]) -> KnownTemplate:
     record.idle_s = min(each.idle_s for _, each in records)
     record.in_use = any(each.in_use for _, each in records)
     record.recording = any(each.recording for _, each in records)
-    return KnownTemplate(
+    return FleetTemplate(
         record=record,
         store=stores[0][0].name if stores else "",
         workers=tuple(holder.name for holder, _ in records if holder.kind == kinds.WORKER),

@@ -9,7 +9,7 @@ from typing import NoReturn
 import click
 
 from bottega.client.addons.templates.client import DroppedTemplates, WarmedTemplates
-from bottega.client.addons.templates.overview import KnownTemplate, TemplateOverview
+from bottega.client.addons.templates.overview import FleetTemplate, TemplateOverview
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.list_group import ListGroup
 from bottega.client.cli.templates.listing import command as list_command
@@ -174,7 +174,7 @@ def _fail_unkept(missing: Sequence[str], there: TemplateOverview) -> NoReturn:
     fail(f"no store has the template {', '.join(missing)}", _LISTS)
 
 
-def _found(id: str, there: TemplateOverview) -> list[KnownTemplate]:
+def _found(id: str, there: TemplateOverview) -> list[FleetTemplate]:
     return [known for known in there.templates if known.record.id.startswith(id)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import click
 
 from bottega import kinds
-from bottega.client.addons.templates.overview import KnownTemplate, TemplateHolder, TemplateOverview
+from bottega.client.addons.templates.overview import FleetTemplate, TemplateHolder, TemplateOverview
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, note, print_table, say, short_hash, size_text
 from bottega.v1.activations_pb2 import Template
@@ -53,7 +53,7 @@ def command(*, limit: int, address: str) -> None:
     _tell_trouble(overview)
 
 
-def _show_by_model(templates: Sequence[KnownTemplate]) -> None:
+def _show_by_model(templates: Sequence[FleetTemplate]) -> None:
     models = list(dict.fromkeys(known.record.model for known in templates))
     for model in models:
         if len(models) > 1:
@@ -61,7 +61,7 @@ def _show_by_model(templates: Sequence[KnownTemplate]) -> None:
         print_table(templates_table([known for known in templates if known.record.model == model]))
 
 
-def templates_table(templates: Sequence[KnownTemplate]) -> PlainTable:
+def templates_table(templates: Sequence[FleetTemplate]) -> PlainTable:
     """Of one model; a line fits into 80 letters."""
     table = PlainTable("template", "pixels", ">steps", ">size", ">uses", ">used", "where", wraps_last=True)
     for known in templates:
@@ -109,7 +109,7 @@ def _records(overview: TemplateOverview) -> bool:
     return not workers or any(each.memory_budget_bytes for each in workers)
 
 
-def _places(known: KnownTemplate) -> Iterator[str]:
+def _places(known: FleetTemplate) -> Iterator[str]:
     """Its store's memory or disk, and the workers."""
     record = known.record
     if known.store:
