@@ -24,6 +24,8 @@ _ALSO = {
     "Join": {_S.FAILED_PRECONDITION, _S.UNAVAILABLE},
     # UNIMPLEMENTED: the worker runs no ControlNets.
     "RunAttempt": {_S.FAILED_PRECONDITION, _S.CANCELLED, _S.ABORTED, _S.UNIMPLEMENTED, _S.UNAVAILABLE},
+    # While it draws.
+    "ProfileBlocks": {_S.UNAVAILABLE},
     # ALREADY_EXISTS: the one that is configured.
     "AddControlNet": {_S.FAILED_PRECONDITION, _S.ALREADY_EXISTS},
     # As many offers as may be wait to be taken up, which nobody here does; or the worker has no peer.
