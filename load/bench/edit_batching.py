@@ -101,14 +101,14 @@ def measure(sides: Sides, trace: MaskRatios, options: argparse.Namespace) -> Rou
     shares = itertools.islice(trace.draw(chance), options.requests)
     edits = [Edit(share=share, steps=chance.choice(options.steps)) for share in shares]
     full = [0.0] * MAX_BATCH
-    sides.static(sides.arriving([0.0] * 2, edits[:2], 1))  # pays for what is made once
+    sides.static(sides.arriving([0.0] * 2, _some(edits, 0)[:2], 1))  # pays for what is made once
     batches = [
         sides.static(sides.arriving(full, _some(edits, number * MAX_BATCH), number))
         for number in range(options.batches)
     ]
     capacity_per_s = MAX_BATCH / mean(each.busy_s for each in batches)
     apart = [number * _FAR_APART_S for number in range(_ALONE)]
-    edit_s = mean(sides.joining(sides.arriving(apart, edits[:_ALONE], 2)).took_s)
+    edit_s = mean(sides.joining(sides.arriving(apart, _some(edits, 0)[:_ALONE], 2)).took_s)
     at_s = typical_arrivals(LOAD * capacity_per_s, options.requests, capacity_per_s=capacity_per_s, seed=trace.name)
     took: dict[str, Sequence[float]] = {}
     for side in ("static", "engine", "strawman"):
