@@ -234,7 +234,7 @@ class ActivationStoreLink(LinkClientHandler):
             connection.send_now(link, upload.message)
         except (NoSharedMemory, TooLarge) as error:  # nothing of it was sent, and the link lives
             _log.warning("a section is not recorded", extra={"store": self.store.name, "text": error.message})
-            self._meter.note("upload_dropped_refused")
+            self.uploads.refused(upload)
         else:
             self.uploads.sent(upload)
 

@@ -158,7 +158,7 @@ class Uploads:
                 return _upload(item)
             except Exception:  # noqa: BLE001 - the boundary of an upload: the link, and others', go on without it
                 _log.exception("a recording could not be sent")
-                self._meter.note("upload_dropped_refused")
+                self._refused(item.recording, ends=isinstance(item, _End))
 
     def sent(self, upload: RecordingUpload) -> None:
         """It is with the store."""
@@ -167,6 +167,16 @@ class Uploads:
             with self._lock:
                 self._unfinished.discard(upload.recording)
             self._meter.note("uploaded")
+
+    def refused(self, upload: RecordingUpload) -> None:
+        """There was no room to send it."""
+        self._refused(upload.recording, ends=upload.ends)
+
+    def _refused(self, recording: Recording, *, ends: bool) -> None:
+        """A recording whose end cannot be sent is worth nothing to the store; it may be given it again."""
+        self._meter.note("upload_dropped_refused")
+        if ends:
+            self.abandon(recording)
 
     # Below: under the lock.
 

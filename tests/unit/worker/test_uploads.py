@@ -1,0 +1,97 @@
+"""Recordings that are to be sent to a store: what becomes of one that cannot be."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
+from bottega.diffusion.rows import Half
+from bottega.transport import kind_of
+from bottega.v1.activations_pb2 import RecordingHeader
+from bottega.worker.activations.load_meter import LoadMeter
+from bottega.worker.activations.uploads import Uploads
+
+SHAPE = (4, 6)
+HEADER = RecordingHeader(recording="12" * 16)
+
+
+def uploads() -> Uploads:
+    return Uploads(budget_bytes=1 << 20, meter=LoadMeter(), wake=lambda: None)
+
+
+def recording(drawn: DrawnTemplate | None = None) -> Recording:
+    made = Recording(RecordingKey(model_hash="ab" * 32, dtype="float32", template="cd" * 32), SHAPE, drawn)
+    key = StepKey(timestep=1.0, half=Half.CONDITIONAL)
+    made.add(key, {"block": torch.zeros(6, 8, dtype=torch.float16)}, torch.ones(SHAPE, dtype=torch.bool))
+    return made
+
+
+def kinds_of(waiting: Uploads) -> list[str]:
+    """What is sent next, and is."""
+    kinds = []
+    while (upload := waiting.next()) is not None:
+        waiting.sent(upload)
+        kinds.append(kind_of(upload.message.layout))
+    return kinds
+
+
+def begun(waiting: Uploads, made: Recording) -> Recording:
+    waiting.begin(made)
+    for key in made.steps:
+        waiting.add(made, key)
+    return made
+
+
+def test_one_whose_end_has_no_room_is_abandoned_and_may_be_given_again() -> None:
+    waiting = uploads()
+    made = begun(waiting, recording())
+    section = waiting.next()
+    assert section is not None
+    waiting.sent(section)
+    waiting.complete(made, HEADER)
+    end = waiting.next()
+    assert end is not None
+    waiting.refused(end)
+    assert waiting.lacks(made)
+    assert kinds_of(waiting) == ["abandon"]
+    begun(waiting, made)
+    waiting.complete(made, HEADER)
+    assert kinds_of(waiting) == ["section", "recording"]
+    assert not waiting.lacks(made)
+
+
+def test_one_whose_end_has_no_room_takes_no_memory_when_nobody_else_has_it() -> None:
+    waiting = uploads()
+    made = begun(waiting, recording())
+    waiting.complete(made, HEADER)
+    while (upload := waiting.next()) is not None:
+        waiting.refused(upload)
+    known = weakref.ref(made)
+    del made
+    gc.collect()
+    assert known() is None
+
+
+def test_a_section_that_has_no_room_is_dropped_alone() -> None:
+    waiting = uploads()
+    made = begun(waiting, recording())
+    section = waiting.next()
+    assert section is not None
+    waiting.refused(section)
+    waiting.complete(made, HEADER)
+    assert not waiting.lacks(made)
+    assert kinds_of(waiting) == ["recording"]
+
+
+def test_one_whose_end_no_message_can_say_is_abandoned(caplog: pytest.LogCaptureFixture) -> None:
+    waiting = uploads()
+    of_rank_5 = torch.zeros(1, 4, 1, *SHAPE)
+    made = begun(waiting, recording(DrawnTemplate(image_latent=of_rank_5, noise=of_rank_5, seed=1)))
+    waiting.complete(made, HEADER)
+    assert kinds_of(waiting) == ["section", "abandon"]
+    assert waiting.lacks(made)
+    assert "could not be sent" in caplog.text
