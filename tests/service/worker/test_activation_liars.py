@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,15 @@ import torch
 
 from bottega.sections import messages
 from bottega.transport import WholeMessage, number_message
-from bottega.v1.activations_pb2 import SectionInfo, SectionKey, SectionLayout, SectionRequest, TemplateAnswer
+from bottega.v1.activations_pb2 import (
+    BlockCost,
+    BlockProfile,
+    SectionInfo,
+    SectionKey,
+    SectionLayout,
+    SectionRequest,
+    TemplateAnswer,
+)
 from tests.fakes.scripted_activation_store import ScriptedLink, ScriptedStore, Section, answer
 from tests.support.stored_activations import KEY, RECORDING, SHAPES, drawn, outputs, section, step_key, worker
 from tests.support.waiting import EVENTUALLY_S, wait_until
@@ -46,6 +54,18 @@ def changed(change: Change) -> TemplateAnswer:
     return said
 
 
+def set_profile(
+    said: TemplateAnswer,
+    *,
+    full_s: float = 0.5,
+    forward_s: float = 1.0,
+    shares: Sequence[float] = (0.1, 0.2),
+    masked_s: Sequence[float] = (0.1, 0.2),
+) -> None:
+    block = BlockCost(name=NAMES[0], full_s=full_s, masked_s=masked_s)
+    said.profile.CopyFrom(BlockProfile(shares=shares, blocks=[block], forward_s=forward_s))
+
+
 ANSWERS: dict[str, Change] = {
     "an id that is none": lambda said: setattr(said, "recording", "x" * 32),
     "no sections": lambda said: said.ClearField("sections"),
@@ -68,6 +88,10 @@ ANSWERS: dict[str, Change] = {
     "a seed that is none": lambda said: setattr(said, "seed", 2**60),
     "latent and noise that do not follow": lambda said: setattr(said, "has_drawn", False),
     "latent and noise of another size": lambda said: said.MergeFrom(TemplateAnswer(latent_height=6, latent_width=4)),
+    "a profile of endless seconds": lambda said: set_profile(said, full_s=float("inf")),
+    "a profile of seconds that are no number": lambda said: set_profile(said, forward_s=float("nan")),
+    "a profile of shares twice": lambda said: set_profile(said, shares=(0.2, 0.2)),
+    "a profile of other shares than its blocks": lambda said: set_profile(said, masked_s=(0.1,)),
     "too many sections": lambda said: said.sections.extend(
         SectionInfo(key=SectionKey(timestep=step), digest=FIRST.digest) for step in range(5000)
     ),
@@ -81,6 +105,14 @@ def test_an_answer_that_cannot_be_is_none(far: ScriptedStore, change: Change, ca
         assert here.find() is None
         assert broke_rules(caplog)
         assert here.source.begin(KEY, (4, 6)) is not None
+
+
+def test_a_profile_that_can_be_comes_with_its_template(far: ScriptedStore) -> None:
+    far.header, far.drawn = changed(set_profile), drawn()
+    with worker(far) as here:
+        profile = here.found().profile
+        assert profile is not None
+        assert [block.full_s for block in profile.blocks] == [0.5]
 
 
 def test_latent_and_noise_that_are_no_numbers_are_none(far: ScriptedStore, caplog: pytest.LogCaptureFixture) -> None:

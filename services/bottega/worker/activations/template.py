@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ class AnsweredTemplate:
 
 def read_template(answer: TemplateAnswer, drawn: DrawnTensors | None) -> AnsweredTemplate:
     """An answer, checked. Raises ValueError for one that says what cannot be."""
-    profile = answer.profile if answer.HasField("profile") else None
+    profile = _profile(answer)
     budget_bytes = max(0, answer.template_budget_bytes)
     if not answer.recording:
         return AnsweredTemplate(recording="", record=answer.record, budget_bytes=budget_bytes, profile=profile)
@@ -131,6 +132,23 @@ def _drawn(drawn: DrawnTensors | None, shape: tuple[int, int], seed: int) -> Dra
     finite = bool(torch.isfinite(image_latent).all()) and bool(torch.isfinite(noise).all())
     _check(finite, "image latent and noise of a template are not all numbers")
     return DrawnTemplate(image_latent=image_latent, noise=noise, seed=seed)
+
+
+def _profile(answer: TemplateAnswer) -> BlockProfile | None:
+    """Plans divide by differences of its shares, and the engine waits by its seconds."""
+    if not answer.HasField("profile"):
+        return None
+    profile = answer.profile
+    shares = (0.0, *profile.shares)
+    # Written so that NaN breaks the rules.
+    ascending = all(before < share <= 1.0 for before, share in pairwise(shares))
+    _check(ascending, "the shares of a profile are ascending, above 0 and at most 1")
+    alike = all(len(block.masked_s) == len(profile.shares) for block in profile.blocks)
+    _check(alike, "a block of a profile has other shares than the profile")
+    seconds = [second for block in profile.blocks for second in (block.full_s, *block.masked_s)]
+    possible = all(math.isfinite(each) and each >= 0.0 for each in (profile.forward_s, *seconds))
+    _check(possible, "the seconds of a profile are no durations")
+    return profile
 
 
 def _check(holds: bool, rule: str) -> None:
