@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from bottega.diffusion.editing.loading.planner import Coming, ComingRow, LoadPlanner
+from bottega.diffusion.editing.loading.planner import Coming, ComingRow, LoadPlanner, LoadPolicy
 from bottega.diffusion.editing.loading.times import BlockTimes
 from bottega.diffusion.editing.recordings.recording import StepKey
 from bottega.diffusion.editing.recordings.step import MemoryStep
 from bottega.diffusion.editing.recordings.step_loads import StepLoads
 from bottega.diffusion.rows import Half
+from bottega.planning import BlockCost, StepPlan, plan_steps
 from tests.samples.activations_elsewhere import ActivationsElsewhere, StepElsewhere
 from tests.samples.masked_networks import box, small_unet
 
@@ -22,18 +24,23 @@ UNET = small_unet()
 
 @dataclass
 class Reader:
-    """An edit of `turns` steps of which both halves are elsewhere. log: requests of all its steps, in order."""
+    """An edit of `turns` steps of which both halves are elsewhere, `steps` of another one where they are given.
+
+    log: requests of all its steps, in order. waits: how long was waited for any at most.
+    """
 
     turns: int
     times: BlockTimes
     size: tuple[int, int] = SIZE
     made: int = 0
     log: list[tuple[int, Half, str]] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    steps: dict[tuple[int, Half], StepElsewhere] = field(default_factory=dict)
     loads: dict[StepKey, StepLoads] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.computed = box(8, 8, 8, 8, size=SIZE)
-        self.steps = {(turn, half): self._step(turn, half) for turn in range(self.turns) for half in Half}
+        self.steps = self.steps or {(turn, half): self._step(turn, half) for turn in range(self.turns) for half in Half}
 
     def _step(self, turn: int, half: Half) -> StepElsewhere:
         outputs = {
@@ -41,13 +48,17 @@ class Reader:
             for block in self.times.blocks(SIZE)
             for name, shape in zip(block.names, block.shapes, strict=True)
         }
-        log = self.log
+        log, waits = self.log, self.waits
 
         class Logged(StepElsewhere):
             def request(self, names: object) -> None:
                 assert isinstance(names, list | tuple)
                 super().request(names)
                 log.extend((turn, half, name) for name in names)
+
+            def wait(self, name: str, timeout_s: float) -> bool:
+                waits.append(timeout_s)
+                return super().wait(name, timeout_s)
 
         return Logged(MemoryStep(valid=torch.ones(SIZE, dtype=torch.bool), outputs=outputs), lambda name: True)
 
@@ -74,10 +85,10 @@ class Reader:
         self.made += 1
 
 
-def planner(rate: float | None) -> tuple[LoadPlanner, BlockTimes]:
+def planner(rate: float | None, policy: LoadPolicy | None = None) -> tuple[LoadPlanner, BlockTimes]:
     source, times = ActivationsElsewhere(1 << 30), BlockTimes(UNET, sparse=True)
     source.load_bytes_per_s = rate
-    return LoadPlanner(source, times), times
+    return LoadPlanner(source, times, policy), times
 
 
 def names_of(times: BlockTimes) -> list[str]:
@@ -123,6 +134,33 @@ def test_a_slow_store_is_asked_for_less_and_a_dead_slow_one_for_nothing() -> Non
     (most, least_s), (some, middle_s), (none, most_s) = counts
     assert most > some > none == 0
     assert least_s < middle_s < most_s
+
+
+def test_what_two_edits_take_of_the_same_step_is_loaded_once() -> None:
+    loads = []
+    for readers in (1, 2):
+        chosen: list[float] = []
+
+        def choose(steps: Sequence[Sequence[BlockCost]], busy_s: float, costs: list[float] = chosen) -> list[StepPlan]:
+            costs.extend(block.load_s for blocks in steps for block in blocks)
+            return plan_steps(steps, load_busy_s=busy_s)
+
+        plans, times = planner(1e9, LoadPolicy(choose=choose))
+        first = Reader(3, times)
+        others = [Reader(3, times, steps=first.steps) for _ in range(readers - 1)]
+        plans.plan([first, *others], others=0)
+        loads.append(chosen)
+    assert max(loads[0]) > 0.0
+    assert loads[1] == loads[0]
+
+
+def test_nothing_is_waited_for_longer_than_an_engine_may_say_nothing() -> None:
+    plans, times = planner(1e12, LoadPolicy(patience=1e15))
+    reader = Reader(1, times)
+    plans.plan([reader], others=0)
+    loads = next(iter(reader.loads.values()))
+    assert loads.wait_for(reader.log[0][2])
+    assert reader.waits == [10.0]
 
 
 def test_where_nothing_is_ever_loaded_nothing_is_planned() -> None:

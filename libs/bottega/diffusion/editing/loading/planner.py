@@ -22,6 +22,8 @@ from bottega.planning import BlockCost, StepPlan, plan_steps
 
 # Requests are made for so much at once, in the order of use of all rows: the tensors of one block of SDXL are some MiB.
 _REQUEST_BYTES = 2 << 20
+# However long a block takes by what was measured elsewhere: the engine says nothing while it waits.
+_MOST_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -185,7 +187,7 @@ class LoadPlanner:
         behind = outlook.behind if last == len(turns) - 1 else 0
         plans = self._policy.choose([*steps, *[steps[last]] * behind], outlook.busy_s)[: last + 1]
         for turn, plan, costs in zip(turns, plans, steps, strict=False):
-            _decide(blocks, turn, plan, [self._policy.patience * cost.full_s for cost in costs])
+            _decide(blocks, turn, plan, [min(self._policy.patience * each.full_s, _MOST_PATIENCE_S) for each in costs])
         seconds = plans[last].compute_s - (plans[last - 1].compute_s if last else 0.0)
         rows = self._row_equivalents(size, coming[last], others)
         return [PlannedStep(size=size, row_equivalents=rows, seconds=seconds)]
@@ -226,7 +228,8 @@ def _costs(blocks: Sequence[BlockWork], turn: _Turn, rate: float) -> list[BlockC
         least_s = turn.seconds[place] + sum(new.masked_s[place] for new in turn.new)
         away = [new for new in turn.new if new.away[place]]
         saved_s = sum(new.full_s[place] - new.masked_s[place] for new in away)
-        loaded = [new for new in away if not new.row.step.mapped]
+        # Edits of one template at the same step take the same tensors, which are loaded once.
+        loaded = {id(new.row.step): new for new in away if not new.row.step.mapped}.values()
         load_bytes = sum(new.row.step.bytes_of(name) for new in loaded for name in new.away[place])
         full_s = least_s + max(0.0, saved_s)
         costs.append(BlockCost(name=block.name, full_s=full_s, masked_s=least_s, load_s=load_bytes / rate))
