@@ -194,6 +194,14 @@ def test_of_a_template_of_which_the_store_has_another_recording_it_is_asked_once
         assert far.sent.empty()
 
 
+def test_its_own_does_not_go_for_one_that_is_nowhere(far: ScriptedStore) -> None:
+    far.header = TemplateAnswer(record=False)
+    with worker(far) as here:
+        own = here.record()
+        assert here.find(recording=RECORDING) is None
+        assert here.found() is own
+
+
 def test_sections_that_the_store_has_lost_it_is_given_again(far: ScriptedStore) -> None:
     with worker(far) as here:
         own = here.record(2)

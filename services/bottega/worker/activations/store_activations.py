@@ -213,6 +213,8 @@ class StoreActivations:
             if own and kept.complete and recording in ("", kept.id):
                 self._offer(kept, answer)
                 return
+            if own and not template.recording:
+                return  # the one that is wanted is nowhere: this one is not to go for it
             if not kept.is_idle:
                 return
             self._memory.forget(kept)
