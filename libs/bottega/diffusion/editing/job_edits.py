@@ -91,6 +91,7 @@ class JobEdits(JobAddOn):
             self._key = self._addon.key(self._order)
         found = self._find(self._key, decided, job.requests[0].latent)
         if found is not None:
+            self._found, self._readers_open = found, True  # to be given back, whatever fails from here on
             self._any_prompt = self._takes_any_prompt(job, conditions)
             self._read(found, job)
             decided = Decided(recording=found.id, seed=found.drawn.seed if found.drawn is not None else 0)
@@ -204,7 +205,6 @@ class JobEdits(JobAddOn):
         return not self._addon.follow_prompts(self._spec, conditions, _edit(job.requests[0]))
 
     def _read(self, found: Recording, job: EngineJob) -> None:
-        self._found, self._readers_open = found, True
         self._addon.use_profile(found)
         # What stale residuals have made is no part of the template; nobody knows at which steps they will be stale.
         completes = not (self._spec.stale_residuals and self._spec.controlnets)

@@ -16,7 +16,14 @@ from bottega.diffusion.editing.prompts import LEAST_COSINE, PromptCosines
 from bottega.diffusion.editing.recordings.step import RecordedStep
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.engine import EngineLimits
-from bottega.diffusion.engine.events import ControlUse, EditRecord, EngineRecord, JobAdvanced, JobCheckpointed
+from bottega.diffusion.engine.events import (
+    ControlUse,
+    EditRecord,
+    EngineRecord,
+    JobAdvanced,
+    JobCheckpointed,
+    JobFailed,
+)
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import Sampler, SamplerKind
@@ -303,6 +310,25 @@ def edit_record(desk: EditDesk, order: EngineOrder) -> EditRecord:
     record = desk.draw(order).record.edit
     assert record is not None
     return record
+
+
+def test_an_edit_that_fails_before_its_first_step_gives_the_recording_back(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.draw(FIRST)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    hook = model.backbone.unet.mid_block.register_forward_pre_hook(fail)
+    try:
+        # How far blocks follow the prompt is measured first.
+        failed = desk.draw(masked_order(replace(SECOND.spec, prompt="a yellow square"), key="failed", any_prompt=False))
+    finally:
+        hook.remove()
+    (recording,) = desk.source.recordings
+    assert isinstance(failed.events[-1], JobFailed)
+    assert recording.uses == 1
+    assert recording.is_idle
 
 
 def test_where_blocks_follow_the_prompt_the_half_that_has_it_is_computed_for_another_one(model: Model) -> None:
