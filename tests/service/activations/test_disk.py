@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sqlite3
 from pathlib import Path
 
 import pytest
 
+from bottega.activations.disk import disk
 from bottega.activations.store.store import ActivationStore
 from bottega.errors import ConfigError, StorageUnavailable, Unavailable
 from tests.support.full_disk import fill, read_only, small_disk
@@ -198,3 +200,16 @@ def test_profiles_are_kept_and_told_with_answers(tmp_path: Path) -> None:
         assert store.profiles() == [block_profile(), block_profile(width=64)]
         store.set_profile(block_profile(blocks=()))
         assert store.profiles() == [block_profile(width=64)]
+
+
+def test_records_of_what_was_replaced_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_STRAYS_AFTER", 4)
+    with running_store(tmp_path) as store:
+        record(store, "cat")
+        for number in range(1, 31):
+            send_sections(store, "cat", [0], map=bytes([number, 0, 0, 0]))
+            assert store.flush(WAIT_S)
+        assert len(answer(store, "cat").maps) == 2
+    with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as records:
+        ((parts,),) = records.execute("SELECT count(*) FROM parts")
+    assert 3 <= parts <= 3 + 4, "a layout, the maps of three sections, and what was replaced of late"

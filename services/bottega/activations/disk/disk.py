@@ -14,6 +14,9 @@ from bottega.activations.disk.records import RecordChanges, TemplateRecords
 from bottega.activations.disk.section_files import SectionFiles
 from bottega.activations.template import SectionRecord, TemplateRecord
 
+# Records that went or were replaced, after which is looked for layouts and maps that nothing has any more.
+_STRAYS_AFTER = 1000
+
 
 @dataclass(slots=True, kw_only=True)
 class ActivationDisk:
@@ -23,6 +26,7 @@ class ActivationDisk:
     records: TemplateRecords
     _changes: RecordChanges = field(default_factory=RecordChanges)
     _garbage: list[str] = field(default_factory=list)
+    _gone: int = 0
 
     def open(self) -> bool:
         """Opens the records, again or for the first time. Whether what is there is what was there."""
@@ -48,6 +52,8 @@ class ActivationDisk:
         """Deletes what is to be deleted, and notes what changed."""
         self.make_room()
         self.write(changes)
+        if self._gone >= _STRAYS_AFTER:
+            self.drop_strays()
 
     def make_room(self) -> None:
         """Deletes what is to be deleted of the files, so that others have room."""
@@ -58,6 +64,7 @@ class ActivationDisk:
     def drop_strays(self) -> None:
         """Deletes records of nothing, as dropped templates leave them behind."""
         self.records.drop_strays()
+        self._gone = 0
 
     def write(
         self,
@@ -70,6 +77,7 @@ class ActivationDisk:
         self._changes.add(changes)
         if added or sections or self._changes:
             self.records.write(self._changes, added=added, sections=sections)
+            self._gone += len(self._changes.templates) + len(self._changes.sections) + len(sections)
             self._changes = RecordChanges()
 
     def _complete(self, template: TemplateRecord, sizes: dict[str, int]) -> bool:
