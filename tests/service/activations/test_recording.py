@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bottega.activations.store import writer
 from bottega.caching import Tier
 from bottega.clocks import Clock
 from bottega.errors import Unavailable
+from bottega.process import open_files
 from bottega.sections import SectionLayout
 from bottega.v1 import activations_pb2 as pb
 from tests.support.stored_templates import (
@@ -248,6 +251,28 @@ def test_more_than_may_wait_is_dropped_and_the_rest_is_of_use(tmp_path: Path) ->
         assert len(found.sections) == figures.recorded_sections
         for info in found.sections:
             read(store, info.digest)
+
+
+def test_sections_that_wait_have_a_part_of_the_descriptors_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_SHARE_OF_OPEN_FILES", 4 / open_files.limit())
+    with running_store(tmp_path) as store:
+        may_write = threading.Event()
+
+        def hold() -> None:
+            may_write.wait(WAIT_S)
+
+        store._writer._thread.post(hold)
+        try:
+            send_sections(store, "cat", range(20))
+            assert store.statistics().waiting == 4
+            store.complete(recording_header("cat"), drawn_of("cat"), "worker")
+        finally:
+            may_write.set()
+        assert store.flush(WAIT_S)
+        assert store.statistics().dropped["busy"] == 16
+        assert len(answer(store, "cat").sections) == 4, "its end waits where no further section may"
 
 
 def test_one_section_that_is_larger_than_all_that_may_wait_is_taken(tmp_path: Path) -> None:

@@ -18,12 +18,15 @@ from bottega.activations.store.settings import ActivationStoreSettings
 from bottega.activations.store.statistics import ActivationCounts, DropReason
 from bottega.activations.store.template_table import TemplateTable, files_of
 from bottega.errors import DataLoss, StorageUnavailable
+from bottega.process import open_files
 from bottega.sections import DrawnTensors
 from bottega.storage.store_thread import StoreThread
 from bottega.v1.activations_pb2 import RecordingHeader
 
 # For ends of recordings, of half a MiB each: without it the last section that waits would cost the whole template.
 _SPARE_BYTES = 64 << 20
+# That sections may have that wait, each of which has one: a disk that hangs takes none from links and callers.
+_SHARE_OF_OPEN_FILES = 0.125
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ class ActivationWriter:
         self._insertion = insertion
         self._counts = counts
         self._thread = StoreThread("activation-writer", tick=self._tick, every_s=settings.retry_s)
+        self._most_waiting = max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit()))
         self._lock = threading.Lock()
         self._waiting = self._waiting_bytes = 0
         self._trouble = ""
@@ -95,7 +99,8 @@ class ActivationWriter:
             return DropReason.TROUBLE
         most_bytes = self._settings.max_waiting_bytes + (_SPARE_BYTES if is_end else 0)
         with self._lock:
-            if self._waiting and self._waiting_bytes + size_bytes > most_bytes:
+            too_many = self._waiting >= self._most_waiting and not is_end
+            if too_many or (self._waiting and self._waiting_bytes + size_bytes > most_bytes):
                 return DropReason.BUSY
             self._waiting += 1
             self._waiting_bytes += size_bytes
