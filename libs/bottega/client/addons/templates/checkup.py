@@ -87,7 +87,7 @@ def _check_pins(store: Registration, listing: pb.ListStoredTemplatesResponse) ->
         share = f"{pinned / max(1, listing.budget_bytes):.0%}"
         yield warn(
             f"pinned templates take {share} of the disk that the activation store {store.name} may use",
-            "bottega templates unpin ID lets one go; or give it a larger budget_bytes.",
+            "bottega templates unpin ID lets one go; or give it a larger disk_bytes.",
         )
 
 

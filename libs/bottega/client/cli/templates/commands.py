@@ -163,7 +163,13 @@ def _tell_what_stayed(ids: Sequence[str], missing: Sequence[str], there: Templat
 
 
 def _fail_unkept(missing: Sequence[str], there: TemplateOverview) -> NoReturn:
-    """Of pins and warming: nothing was done for these, as no store has them."""
+    """Of pins and warming: nothing was done for these, as no store has them, or has room for them in its memory."""
+    kept = [id for id in missing if any(known.store for known in _found(id, there))]
+    if kept:
+        fail(
+            f"the memory of {_holders(kept, there, of_workers=False)} has no room for all of {', '.join(kept)}",
+            "budget_bytes, in the configuration of the store, says how much there is; edits use it from the disk.",
+        )
     elsewhere = [id for id in missing if _found(id, there)]
     if elsewhere:
         where = _holders(elsewhere, there)
@@ -178,7 +184,8 @@ def _found(id: str, there: TemplateOverview) -> list[FleetTemplate]:
     return [known for known in there.templates if known.record.id.startswith(id)]
 
 
-def _holders(ids: Sequence[str], there: TemplateOverview) -> str:
-    """Names of the services that have them."""
+def _holders(ids: Sequence[str], there: TemplateOverview, *, of_workers: bool = True) -> str:
+    """Names of the services that have them. of_workers: or of stores alone."""
     found = [known for id in ids for known in _found(id, there)]
-    return ", ".join(sorted({name for known in found for name in (known.store, *known.workers) if name}))
+    names = {name for known in found for name in (known.store, *(known.workers if of_workers else ())) if name}
+    return ", ".join(sorted(names))
