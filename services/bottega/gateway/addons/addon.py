@@ -134,6 +134,9 @@ class AddOn:
         """Why a job waits in vain."""
         return None
 
+    def job_refused(self, job: Job) -> None:
+        """A job is not taken: by what is known it would end after its deadline. Others like it may come."""
+
     def job_queued(self, job: Job) -> None:
         """A new job lines up."""
 

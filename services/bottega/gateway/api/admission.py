@@ -251,7 +251,7 @@ class Admission:
             self._controller.queue.reserve(job)
         try:
             if waits:
-                self._controller.estimates.check_deadline(job)
+                self._check_deadline(job)
             self._storage.check_writable()
             if await self._jobs.add(job, replaces=replaces) is not job:
                 return False
@@ -261,6 +261,15 @@ class Admission:
         finally:
             if job.sequence == 0:
                 self._controller.queue.remove(job)  # only the room that was reserved
+
+    def _check_deadline(self, job: Job) -> None:
+        """Raises DeadlineUnmeetable."""
+        try:
+            self._controller.estimates.check_deadline(job)
+        except DeadlineUnmeetable:
+            for addon in self._addons:
+                addon.job_refused(job)
+            raise
 
     async def _check(self, received: _Received, before: Job | None) -> _Checked:
         """Every rule, with all violations at once. The model is that of the job before, where there was one."""

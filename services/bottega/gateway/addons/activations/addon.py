@@ -76,6 +76,10 @@ class ActivationsAddOn(AddOn):
             return 1.0
         return job.request.computed_share
 
+    def job_refused(self, job: Job) -> None:
+        """Asks the stores for its template: until somebody asks, it counts as an edit that computes all."""
+        self.prefetch([job])
+
     def job_queued(self, job: Job) -> None:
         """Has the stores load its template."""
         self.prefetch([job])
