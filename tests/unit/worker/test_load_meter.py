@@ -18,3 +18,15 @@ def test_a_pace_that_was_slow_once_is_forgotten_when_nothing_is_loaded() -> None
     assert meter.bytes_per_s == guessed
     meter.came(1000, 1.0)
     assert meter.bytes_per_s == 1000
+
+
+def test_what_is_mapped_says_nothing_of_how_fast_the_rest_is_loaded() -> None:
+    clock = FakeTime()
+    meter = LoadMeter(clock.monotonic)
+    guessed = meter.bytes_per_s
+    meter.came(1 << 40, 1e-3, mapped=True)
+    assert meter.bytes_per_s == guessed
+    meter.came(1000, 1.0)
+    meter.came(1 << 40, 1e-3, mapped=True)
+    assert meter.bytes_per_s == 1000
+    assert meter.counts["load_bytes"] == 2 * (1 << 40) + 1000

@@ -62,12 +62,17 @@ class LoadMeter:
         with self._lock:
             self._counts[name] += count
 
-    def came(self, size_bytes: int, seconds: float) -> None:
-        """So much has come, for which so long was waited: seconds in which nothing else came of the same link."""
+    def came(self, size_bytes: int, seconds: float, *, mapped: bool = False) -> None:
+        """So much has come, for which so long was waited: seconds in which nothing else came of the same link.
+
+        mapped: it was in this host's memory, which says nothing of how fast the rest is loaded.
+        """
         with self._lock:
-            self._came_at = self._clock()
             self._counts["load_bytes"] += size_bytes
             self._seconds["load_ms"] += seconds
+            if mapped:
+                return
+            self._came_at = self._clock()
             kept = max(0.0, 1 - seconds / _RECENT_S) if self._recent_s > _RECENT_S else 1.0
             self._recent_bytes = kept * self._recent_bytes + size_bytes
             self._recent_s = kept * self._recent_s + seconds
@@ -80,7 +85,7 @@ class LoadMeter:
 
 
 class LinkPace:
-    """When something came of one link: the seconds of it, for its meter. Under the lock of its owner."""
+    """When something came of one link: the seconds of it, for its meter."""
 
     def __init__(self, meter: LoadMeter, clock: Callable[[], float] = time.monotonic) -> None:
         self._meter = meter
@@ -92,8 +97,8 @@ class LinkPace:
         if idle:
             self._since_s = self._clock()
 
-    def came(self, size_bytes: int) -> None:
-        """It has."""
+    def came(self, size_bytes: int, *, mapped: bool = False) -> None:
+        """It has. mapped: see LoadMeter."""
         now_s = self._clock()
-        self._meter.came(size_bytes, max(0.0, now_s - self._since_s))
+        self._meter.came(size_bytes, max(0.0, now_s - self._since_s), mapped=mapped)
         self._since_s = now_s

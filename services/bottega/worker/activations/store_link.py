@@ -267,7 +267,7 @@ class ActivationStoreLink(LinkClientHandler):
         except DataLoss as error:
             self._refuse(number, error)
             return
-        self._pace.came(len(file))
+        self._pace.came(len(file), mapped=fetch.step.section.in_memory)
         self._files = True
         with self._lock:  # what else was requested of it is here, too
             same = [other for other, each in self._fetches.items() if each.step is fetch.step]
