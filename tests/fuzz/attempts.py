@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -82,7 +83,8 @@ def _of_templates() -> Iterator[Case]:
     for template in ("0123456", "0123456789abcdef" * 2 + "0", "ABCDEFAB", "../../../x", "0" * (1 << 20)):
         yield case_of("DropTemplate", f"template {shown(template)}", DropTemplateRequest(id=template), INVALID, "id")
     for side in (0, 64):
-        yield case_of("ProfileBlocks", f"pictures of {side}", ProfileBlocksRequest(width=side, height=side))
+        pictures = ProfileBlocksRequest(width=side, height=side)
+        yield replace(case_of("ProfileBlocks", f"pictures of {side}", pictures), if_idle=True)
     for side in (-1, rules.MAX_SIDE + 1, 2**31 - 1, -(2**31)):
         for field in ("width", "height"):
             sides: dict[str, Any] = {"width": 64, "height": 64, field: side}

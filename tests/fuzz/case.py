@@ -28,7 +28,7 @@ class Case:
 
     raw: the messages of the caller, one but for Join.
     fields: all that are named as wrong, in any order. refused_later: of an attempt that the engine refuses, unless it
-    is cancelled before: then `code` is what it gets.
+    is cancelled before: then `code` is what it gets. if_idle: a worker that still draws says UNAVAILABLE.
     """
 
     method: str
@@ -37,6 +37,7 @@ class Case:
     code: grpc.StatusCode
     fields: frozenset[str] = frozenset()
     refused_later: bool = False
+    if_idle: bool = False
 
 
 def case_of(method: str, name: str, request: Message, code: grpc.StatusCode = OK, *fields: str) -> Case:
