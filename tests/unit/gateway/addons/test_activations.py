@@ -30,9 +30,10 @@ from bottega.v1.activations_pb2 import (
 from bottega.v1.fleet_pb2 import Load, Registration
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
+from bottega.v1.worker_pb2 import RunAttemptRequest
 from tests.fakes.fake_time import FakeTime
 from tests.fakes.gateway_rules import Shop
-from tests.samples.controlnet_hosts import bounds
+from tests.samples.controlnet_hosts import again, bounds
 
 CAT, DOG = "a" * 64, "b" * 64
 SHAPE = (16, 16)
@@ -81,6 +82,32 @@ async def test_an_attempt_at_an_edit_is_told_how_its_template_is_asked_for_and_o
     for job, told in ((shop.take(_edit(shop)), {kinds.ACTIVATIONS: ActivationsOrder(source=CAT)}), (shop.submit(), {})):
         (request,) = shop.client(job.worker).requests
         assert {kind: ActivationsOrder.FromString(order) for kind, order in request.addons.items()} == told
+
+
+async def test_a_template_in_a_store_is_loaded_for_the_first_of_a_queue_and_for_what_runs(shop: Shop) -> None:
+    addon, worker = _activations(shop), shop.worker("w1")
+    store = addon._fleet.join(again(Registration(kind=kinds.ACTIVATIONS, name="store", address=STORE)))
+    near, far = _edit(shop), _edit(shop, DOG)
+
+    def asked() -> list[str]:
+        """Since the last time."""
+        queue = addon._prefetcher._queues.get(store)
+        names = list(queue.names) if queue is not None else []
+        if queue is not None:
+            queue.names.clear()
+        return names
+
+    addon.job_queued(near)
+    assert asked() == [CAT], "nobody knows where it is"
+    addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10), (DOG, TEMPLATE_TIER_NOWHERE, 0)))
+    addon.job_queued(near)
+    assert asked() == [], "those before it would have theirs driven out"
+    addon.job_queued(far)
+    assert asked() == [DOG], "it may have been recorded meanwhile"
+    addon.prefetch([near])
+    assert asked() == [CAT]
+    addon.prepare_attempt(near, worker, RunAttemptRequest())
+    assert asked() == [CAT]
 
 
 async def test_an_edit_goes_to_the_worker_that_has_its_template(shop: Shop) -> None:

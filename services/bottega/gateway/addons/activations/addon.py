@@ -81,8 +81,12 @@ class ActivationsAddOn(AddOn):
         self.prefetch([job])
 
     def job_queued(self, job: Job) -> None:
-        """Has the stores load its template."""
-        self.prefetch([job])
+        """Asks the stores for its template where nobody knows whether they have it.
+
+        Else it is loaded when the job is one of the first of its queue, or runs: sooner it would drive theirs out.
+        """
+        if self._residences.stored(job.request.template, self._clock.monotonic()) is None:
+            self.prefetch([job])
 
     def prefetch(self, jobs: Sequence[Job]) -> None:
         """The same for these, once more: what has waited for long may have been driven out again."""
@@ -91,10 +95,11 @@ class ActivationsAddOn(AddOn):
             self._prefetcher.request(store, templates)
 
     def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
-        """Says whose edit it is, and how its template is asked for."""
+        """Says whose edit it is, and how its template is asked for; stores load it, and count it as used."""
         template = job.request.template
         if not template:
             return
+        self.prefetch([job])
         order = ActivationsOrder(source=template)
         request.addons[kinds.ACTIVATIONS] = order.SerializeToString()
         self._metrics.edits.labels(self._residence(template, worker.name)).inc()
