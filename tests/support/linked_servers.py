@@ -55,6 +55,7 @@ class LinkedServer:
         self.digests = {each: self.registry.add(each, path).digest for each, path in folders.items()}
         self.computes = threading.Event()
         self.computes.set()
+        self._paused = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._compute, daemon=True)
         self._thread.start()
@@ -66,6 +67,11 @@ class LinkedServer:
     def offer(self, link_id: str) -> Offer:
         """As the server's front hands it on."""
         return self.links.offer("tester", link_id, caller="")
+
+    def pause(self) -> None:
+        """Steps that come from now on wait, until `computes` is set."""
+        self.computes.clear()
+        assert self._paused.wait(10), "a forward does not end"
 
     def close(self) -> None:
         """Takes no links and computes nothing any more."""
@@ -82,7 +88,10 @@ class LinkedServer:
 
     def _compute(self) -> None:
         while not self._stopped.is_set():
+            if not self.computes.is_set():
+                self._paused.set()
             self.computes.wait()
+            self._paused.clear()
             self.executor.run_batch(0.02)
 
 

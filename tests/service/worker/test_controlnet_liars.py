@@ -218,7 +218,7 @@ def test_what_a_link_had_is_given_back_when_it_ends(server: LinkedServer, base: 
         send(link, open_message(opening(base, sessions=2)))
         assert heard(link) == (ControlMessageKind.OPENED, 1)
         assert server.links.sessions == {"edges": 3}
-        server.computes.clear()
+        server.pause()
         send(link, step_message(step()))
         wait_until(lambda: server.executor.busy, "the step to be taken in")
     wait_until(lambda: server.links.sessions == {"edges": 1}, "the sessions to be closed")

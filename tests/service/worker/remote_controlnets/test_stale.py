@@ -100,7 +100,7 @@ def test_a_job_that_ends_takes_no_answers_from_those_in_its_group(model: Model, 
     until(lambda: desk.easel.turn() is not None and steps_done(short) == 1)
     time.sleep(0.1)  # what both have asked for their next steps is there
     until(lambda: not near.executor.busy)
-    near.computes.clear()
+    near.pause()
     time.sleep(0.1)  # what the server was about to do
     until(lambda: desk.easel.turn() is not None and short.ended)
     assert near.executor.busy, "the answer of the last step, which both have asked for, is on its way"
