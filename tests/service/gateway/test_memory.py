@@ -102,7 +102,8 @@ async def test_many_large_requests_take_bounded_memory_which_is_given_back_and_t
     tmp_path: Path,
 ) -> None:
     noise = os.urandom(8 << 20)
-    spec = GenerationSpec(prompt="a star", image=noise, mask_image=noise, strength=0.5)
+    # The image is decoded, which takes longer than sending the next one on any machine; the mask is none.
+    spec = GenerationSpec(prompt="a star", image=_large_png(), mask_image=noise, strength=0.5)
     raw = image_pb2.SubmitJobRequest(spec=spec).SerializeToString()
 
     async def refused(channel: grpc.aio.Channel) -> BottegaError:
