@@ -6,19 +6,16 @@ Room is reserved before writing. Any thread may call it.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bottega.errors import QueueFull, StorageUnavailable, TooLarge
-from bottega.storage import os_errors
+from bottega.storage import free_space, os_errors
 
 # Uploads under way end, or have become LoRAs, by then.
 _RETRY_S = 5.0
-# On a disk so small that `min_free_bytes` would be most of it, this share of it stays free.
-_FREE_SHARE = 0.05
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -118,11 +115,8 @@ class DiskQuota:
 
     def _disk(self) -> tuple[int, int, int]:
         """Bytes that are free for us; of these, those that are promised, and those that stay free."""
-        with os_errors.translated():
-            disk = os.statvfs(self._folder)
-        whole_bytes = disk.f_blocks * disk.f_frsize
-        pending_bytes = sum(each.pending_bytes for each in tuple(self._reserved))
-        return disk.f_bavail * disk.f_frsize, pending_bytes, min(self._min_free_bytes, int(whole_bytes * _FREE_SHARE))
+        free_bytes, kept_bytes = free_space.measure(self._folder, min_free_bytes=self._min_free_bytes)
+        return free_bytes, sum(each.pending_bytes for each in tuple(self._reserved)), kept_bytes
 
 
 def _disk_full(why: str) -> StorageUnavailable:

@@ -18,15 +18,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from bottega.storage import folders, os_errors
+from bottega.storage import folders, free_space, os_errors
 
 # Of the size of a latent of SDXL.
 _PROBE, _PROBE_BYTES = "probe", 256 << 10
 _INCOMING = "incoming"
 _NAME = re.compile(r"[0-9a-f]{32}(@[0-9]{1,3}|\.rgb)")
 _SHARD_DIGITS = 2
-# On a disk so small that `min_free_bytes` would be most of it, this share of it stays free.
-_FREE_SHARE = 0.05
 _FOREIGN_NAMES_IN_LOG = 5
 
 _log = logging.getLogger(__name__)
@@ -105,15 +103,7 @@ class LatentFiles:
 
     def check_room(self, size_bytes: int) -> None:
         """Raises StorageUnavailable where so much more would leave others less of the disk than it should."""
-        if not self._min_free_bytes:
-            return  # the system itself says when it is full
-        with os_errors.translated():
-            disk = os.statvfs(self._folder)
-        kept_free_bytes = min(self._min_free_bytes, int(disk.f_blocks * disk.f_frsize * _FREE_SHARE))
-        free_bytes = disk.f_bavail * disk.f_frsize
-        if free_bytes - size_bytes < kept_free_bytes:
-            what = f"the disk is full: {free_bytes} bytes are free, and {kept_free_bytes} stay free (min_free_bytes)"
-            raise os_errors.unavailable(what, cause="ENOSPC")
+        free_space.check(self._folder, size_bytes, min_free_bytes=self._min_free_bytes)
 
     def probe(self) -> None:
         """Returns when something could be written, and was taken away again."""
