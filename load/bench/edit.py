@@ -18,7 +18,7 @@ from statistics import median
 from load.bench.bench_model import write_bench_model
 from load.bench.edit_model import EDIT_SHAPE, RATIOS
 from load.bench.edit_network import ForwardAsk, Network
-from load.bench.edit_steps import SIDES, EditAsk, Edited, Side
+from load.bench.edit_steps import LATENT, SIDES, EditAsk, Edited, Side
 from load.bench.report import report
 from load.bench.scratch import scratch
 
@@ -91,13 +91,13 @@ def _round(sides: Mapping[str, Side], ask: EditAsk, *, turned: bool) -> dict[str
 
 def _exact(sides: Mapping[str, Side], folder: Path, steps: int) -> float:
     """The largest difference of the suite's latents from Diffusers', all computed."""
-    import torch
+    from safetensors.torch import load_file
 
     latents = {}
     for name, side in sides.items():
-        file = folder / f"{name}.pt"
+        file = folder / f"{name}.safetensors"
         side.edit(EditAsk(share=0.19, steps=steps, exact=True, latent=str(file)))
-        latents[name] = torch.load(file, weights_only=True)
+        latents[name] = load_file(file)[LATENT]
     theirs = latents.pop("diffusers")
     return max(float((ours - theirs).abs().max()) for ours in latents.values())
 

@@ -24,6 +24,9 @@ PROMPT = "a big red star on the left on a blue background"
 GUIDANCE_SCALE = 5.0
 # Diffusers' own default of inpainting.
 STRENGTH = 0.9999
+LATENT = "latent"
+"""Of the tensor in the file of an EditAsk."""
+
 SIDES = ("diffusers", "suite", "suite-sparse")
 # Of all recordings. One template's with sparse convolutions takes 50 MB a step.
 _ACTIVATIONS_BYTES = 4 << 30
@@ -33,7 +36,8 @@ _ACTIVATIONS_BYTES = 4 << 30
 class EditAsk:
     """One edit of the one template. share: of tokens that its mask has, with its margin.
 
-    exact: computes all, as Diffusers does. latent: a file that the finished latent is written to; empty for none.
+    exact: computes all, as Diffusers does. latent: a file of safetensors that the finished latent is
+    written to; empty for none.
     """
 
     share: float
@@ -73,6 +77,7 @@ def diffusers_side(model: Path) -> Callable[[EditAsk], Edited]:
     import torch
     from diffusers import StableDiffusionXLInpaintPipeline
     from diffusers.utils import logging
+    from safetensors.torch import save_file
 
     # It warns of casts of the VAE that it does itself.
     logging.set_verbosity_error()
@@ -102,7 +107,7 @@ def diffusers_side(model: Path) -> Callable[[EditAsk], Edited]:
             output_type="latent" if ask.latent else "pil",
         )
         if ask.latent:
-            torch.save(made.images, ask.latent)
+            save_file({LATENT: made.images.contiguous()}, ask.latent)
         return Edited(seconds=perf_counter() - began_s, denoise_s=times[-1] - times[0])
 
     return draw
@@ -111,6 +116,7 @@ def diffusers_side(model: Path) -> Callable[[EditAsk], Edited]:
 def suite_side(model: Path, *, sparse: bool) -> Callable[[EditAsk], Edited]:
     """The suite's engine, with recordings in its memory."""
     import torch
+    from safetensors.torch import save_file
 
     from bottega.diffusion.editing.addon import EngineEdits
     from bottega.diffusion.editing.recordings.memory import MemoryActivations
@@ -154,7 +160,7 @@ def suite_side(model: Path, *, sparse: bool) -> Callable[[EditAsk], Edited]:
                         raise event.error
         seconds = perf_counter() - began_s
         if ask.latent:
-            torch.save(job.requests[0].latent, ask.latent)
+            save_file({LATENT: job.requests[0].latent.contiguous()}, ask.latent)
         edited = record.edit or EditRecord()
         return Edited(
             seconds=seconds,
