@@ -64,7 +64,9 @@ def command(
     in_background: bool,
     **services: Any,
 ) -> None:
-    """Run the suite here: a gateway, its workers, a LoRA store and a ControlNet server.
+    """Run the suite here: a gateway, its workers, a ControlNet server, and the stores.
+
+    These are a LoRA store, an approximate cache and an activation store.
 
     The server hosts the ControlNets in the model's own folder `controlnets`, and the store has the LoRAs in its folder
     `loras`; the embedded model has edges and layout, and striped, checked and dusk. The store keeps what

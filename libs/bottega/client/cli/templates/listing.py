@@ -39,6 +39,7 @@ def command(*, limit: int, address: str) -> None:
     A template is in an activation store, in its memory (or so much of it) or on its disk alone, and in the memories of
     the workers that are named, which have used it of late. Edits under way need one that is in use. Of one with
     "75 % of the image" edits can take that much; those that need more compute and add it.
+    Uses of a store's template are workers' questions: an edit for which its worker has all at hand asks nothing.
     """
     with connect(address) as client:
         overview = client.templates()
