@@ -42,11 +42,12 @@ class Acceleration(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class AccelerationResult:
     """What the self-check found of one acceleration.
 
     kept: whether the worker uses it. speedup: plain time over its own, of the probe; 0 where it was not timed.
-    difference: as `tolerance`; 0 where it was not compared. reason: why it is off, for a person; empty where it is kept.
+    difference: as `tolerance`; 0 where it was not compared. reason: why it is off, for a person; empty where it is
+    kept.
     """
 
     name: str
