@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from bottega.errors import InternalError
-from bottega.process import ChildProcess
+from bottega.process import ChildProcess, thread_environment
 from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EngineStart
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.worker_pb2 import AttemptId
@@ -76,9 +76,9 @@ async def running(model: str, threads: int) -> AsyncIterator[BareEngine]:
     """An engine of `model`, warm."""
     config = EngineConfig(model=model, threads=threads)
     settings = json.dumps(dataclasses.asdict(config))
-    wait_policy = {"OMP_WAIT_POLICY": "PASSIVE"}
+    variables = thread_environment(exclusive_cores=config.exclusive_cores)
     engine = BareEngine(
-        await ChildProcess.start("bottega.worker.engine.main", "--config-json", settings, env=wait_policy)
+        await ChildProcess.start("bottega.worker.engine.main", "--config-json", settings, env=variables)
     )
     try:
         await engine.ready()

@@ -22,6 +22,7 @@ from load.bench.bench_model import write_bench_model
 from load.bench.edit_desk import EditDesk
 from load.bench.edit_model import EDIT_SHAPE
 from load.bench.edit_queue import MAX_BATCH, Arriving, Served, StaticBatches, serve, step_by_step
+from load.bench.exclusive_cores import begin_with_exclusive_cores
 from load.bench.mask_ratios import TRACES, MaskRatios
 from load.bench.report import percentile, report
 from load.bench.scratch import scratch
@@ -202,4 +203,5 @@ def _options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    begin_with_exclusive_cores()
     main()

@@ -27,6 +27,7 @@ from load.bench.edit_model import EDIT_SHAPE
 from load.bench.edit_queue import Arriving, serve, step_by_step
 from load.bench.edit_steps import EditAsk, Side
 from load.bench.edit_suite import TIMEOUT_S, EditSuite, running
+from load.bench.exclusive_cores import begin_with_exclusive_cores
 from load.bench.mask_ratios import PUBLIC
 from load.bench.report import percentile, report
 from load.bench.scratch import scratch
@@ -193,4 +194,5 @@ def _options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    begin_with_exclusive_cores()
     main()

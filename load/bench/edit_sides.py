@@ -32,7 +32,7 @@ class Side(SideProcess):
     """One side's process, driven from here. side: diffusers or suite. Stop it (`with` does)."""
 
     def __init__(self, side: str, model: Path, threads: int) -> None:
-        super().__init__("load.bench.edit_sides", side, "--model", model, "--threads", threads)
+        super().__init__("load.bench.edit_sides", side, "--model", model, "--threads", threads, exclusive_cores=True)
 
     def draw(self, shares: Sequence[float], *, steps: int) -> Mapping[str, float]:
         """Seconds for all of them. The suite says also which share of the edits' blocks it reused (reused_share)."""

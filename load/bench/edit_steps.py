@@ -65,7 +65,7 @@ class Side(SideProcess):
     """One side's process, driven from here. Stop it (`with` does)."""
 
     def __init__(self, side: str, model: Path, threads: int) -> None:
-        super().__init__("load.bench.edit_steps", side, "--model", model, "--threads", threads)
+        super().__init__("load.bench.edit_steps", side, "--model", model, "--threads", threads, exclusive_cores=True)
 
     def edit(self, ask: EditAsk) -> Edited:
         """Draws; returns what it took in its process."""

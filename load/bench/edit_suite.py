@@ -78,6 +78,7 @@ def running(model: Path, folder: Path, *, threads: int, sparse: bool) -> Iterato
         "model": str(model),
         "model_name": "bench",
         "threads": threads,
+        "exclusive_cores": True,
         "sparse_convolutions": sparse,
         "activations_mib": _ACTIVATIONS_MIB,
     }

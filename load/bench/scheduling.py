@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from load.bench.exclusive_cores import begin_with_exclusive_cores
 from load.bench.mask_ratios import TRACES, MaskRatios
 from load.bench.report import percentile, report
 from load.bench.scheduling_costs import TurnCosts, measured
@@ -156,4 +157,5 @@ def _options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    begin_with_exclusive_cores()
     main()

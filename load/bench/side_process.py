@@ -11,17 +11,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from bottega.process import thread_environment
+
 # To end, with the cores shared.
 _END_TIMEOUT_S = 120.0
 
 
 class SideProcess:
-    """`python -m module`, driven from here; it has answered once when it is ready. Stop it (`with` does)."""
+    """`python -m module`, driven from here; it has answered once when it is ready. Stop it (`with` does).
 
-    def __init__(self, module: str, *arguments: object) -> None:
+    exclusive_cores: of a side that computes while no other one does.
+    """
+
+    def __init__(self, module: str, *arguments: object, exclusive_cores: bool = False) -> None:
         self._module = module
         command = [sys.executable, "-m", module, *map(str, arguments)]
-        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+        env = {**os.environ, **thread_environment(exclusive_cores=exclusive_cores)}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         try:
             self._answer()

@@ -7,6 +7,7 @@ from bottega.process.framed_pipe import MAX_FRAME_BYTES, AsyncFramedPipe, Framed
 from bottega.process.limited_process import Loss, ProcessLost, ProcessSpec
 from bottega.process.pending_calls import PendingCalls
 from bottega.process.process_pool import PoolLimits, PreparedCall, ProcessPool
+from bottega.process.thread_environment import thread_environment
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -25,4 +26,5 @@ __all__ = [
     "ProcessSpec",
     "copied",
     "open_pair",
+    "thread_environment",
 ]

@@ -23,12 +23,12 @@ from bottega.clocks import AwakeClock
 from bottega.errors import BottegaError, InternalError, TooManyOpenFiles, Unavailable
 from bottega.process.child import ChildProcess
 from bottega.process.copying import copied
+from bottega.process.thread_environment import thread_environment
 
 _log = logging.getLogger(__name__)
 
-# Two torch processes on the same cores collapse 80-fold when their threads wait actively (measured).
 # Transformers warns about image processors that nothing here uses.
-_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TRANSFORMERS_VERBOSITY": "error"}
+_ENVIRONMENT = {"TRANSFORMERS_VERBOSITY": "error"}
 # The engine reads its pipe between two turns; this many commands waiting means that it has stopped to.
 _MAX_COMMANDS = 1024
 _STOP_GRACE_S = 2.0
@@ -70,15 +70,17 @@ class EngineTimeouts:
 class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
     """Keeps one engine process. `spawn` first, then `watch` until the end, then `stop`.
 
-    Subclasses know what is said. lost: the error of a command to an engine that is not there.
+    Subclasses know what is said. lost: the error of a command to an engine that is not there. exclusive_cores: see
+    thread_environment.
     """
 
     lost: ClassVar[type[Unavailable]] = Unavailable
 
-    def __init__(self, module: str, *arguments: str, timeouts: EngineTimeouts) -> None:
+    def __init__(self, module: str, *arguments: str, timeouts: EngineTimeouts, exclusive_cores: bool = False) -> None:
         self._module = module
         self._arguments = arguments
         self._timeouts = timeouts
+        self._environment = {**_ENVIRONMENT, **thread_environment(exclusive_cores=exclusive_cores)}
         self._awake = AwakeClock(min(_LOOK_S, timeouts.hang_s / _LEAST_LOOKS))
         self._child: ChildProcess | None = None
         self._commands: asyncio.Queue[_Command] | None = None
@@ -102,7 +104,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
 
     async def spawn(self) -> None:
         """Starts the process; it gets ready while others go on."""
-        self._child = await ChildProcess.start(self._module, *self._arguments, env=_ENVIRONMENT)
+        self._child = await ChildProcess.start(self._module, *self._arguments, env=self._environment)
 
     async def watch(self, listener: EngineListener[ReadyT, EventT]) -> None:
         """Serves the listener until cancelled, with one engine process after the other."""

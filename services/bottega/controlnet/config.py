@@ -20,6 +20,7 @@ class ControlNetEngineConfig:
     """What the engine process may be told.
 
     device: auto, cpu, cuda or cuda:N. dtype: that of the workers' models. threads: 0 leaves the number to torch.
+    exclusive_cores: whether nothing else computes on the cores that this engine may use, as a worker's.
     budget_bytes: most bytes of weights that are loaded at once. max_rows: of one forward; a guided step has two for
     each of its images. fixed_rows: pads every forward to so many rows, for images that are equal byte for byte
     whatever runs beside them; 0 is off.
@@ -35,6 +36,7 @@ class ControlNetEngineConfig:
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     threads: NotNegative = 0
+    exclusive_cores: bool = False
     budget_bytes: AtLeastOne = 8 << 30
     max_rows: AtLeastOne = 16
     fixed_rows: NotNegative = 0

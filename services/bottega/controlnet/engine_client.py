@@ -31,7 +31,8 @@ class ControlNetEngineClient(
     def __init__(
         self, config: ControlNetEngineConfig, *, timeouts: EngineTimeouts, module: str = ENGINE_MODULE
     ) -> None:
-        super().__init__(module, "--config-json", json.dumps(dataclasses.asdict(config)), timeouts=timeouts)
+        arguments = ("--config-json", json.dumps(dataclasses.asdict(config)))
+        super().__init__(module, *arguments, timeouts=timeouts, exclusive_cores=config.exclusive_cores)
         self._calls: PendingCalls[pb.ControlNetEngineHosted | LinkResult] = PendingCalls()
 
     def read(self, frame: bytes) -> pb.ControlNetEngineEvent:

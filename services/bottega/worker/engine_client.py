@@ -64,7 +64,8 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         self._calls: PendingCalls[LinkResult] = PendingCalls()
         self._template_calls: PendingCalls[EngineTemplates] = PendingCalls()
         self._profile_calls: PendingCalls[EngineProfile] = PendingCalls()
-        super().__init__(module, *arguments, timeouts=EngineTimeouts(start_s=start_s, hang_s=hang_s, stall_s=stall_s))
+        timeouts = EngineTimeouts(start_s=start_s, hang_s=hang_s, stall_s=stall_s)
+        super().__init__(module, *arguments, timeouts=timeouts, exclusive_cores=config.exclusive_cores)
 
     def read(self, frame: bytes) -> EngineEvent:
         return EngineEvent.FromString(frame)

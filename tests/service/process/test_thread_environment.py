@@ -1,0 +1,29 @@
+"""How an engine's threads wait is said by the environment of its process, before torch is imported there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bottega.worker.config import EngineConfig
+from bottega.worker.engine_client import WorkerEngineClient
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+async def test_threads_wait_asleep_unless_the_cores_are_the_engine_s_alone(
+    exclusive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "9999999")
+    config = EngineConfig(exclusive_cores=exclusive)
+    engine = WorkerEngineClient(config, start_s=20, hang_s=10, stall_s=10, module="tests.fakes.scripted_engine")
+    await engine.spawn()
+    try:
+        said = Path(f"/proc/{engine.pid}/environ").read_bytes().split(b"\0")
+    finally:
+        await engine.stop()
+    assert b"OMP_WAIT_POLICY=PASSIVE" in said
+    (turns,) = [int(each.partition(b"=")[2]) for each in said if each.startswith(b"GOMP_SPINCOUNT=")]
+    assert (0 < turns <= 100_000) == exclusive
+    assert exclusive or turns == 0
