@@ -283,9 +283,17 @@ def receive_sections(
             on_chunk(number)
             if number not in parts:
                 continue
-            part = parts[number].setdefault(header.tensor, bytearray())
-            assert header.start == len(part), "bytes of a tensor come in their order"
-            part += views[2]
+            rest = bytes(views[2])
+            for place in wanted[number][wanted[number].index(header.tensor) :]:
+                part = parts[number].setdefault(place, bytearray())
+                if place == header.tensor:
+                    assert header.start == len(part), "bytes of a tensor come in their order"
+                left = layouts[number].tensors[place].size_bytes - len(part)
+                part += rest[:left]
+                rest = rest[left:]
+                if not rest:
+                    break
+            assert not rest, "more bytes than were asked for"
             sizes = {place: layouts[number].tensors[place].size_bytes for place in wanted[number]}
             if {place: len(each) for place, each in parts[number].items()} == sizes:
                 came = {place: bytes(each) for place, each in parts[number].items()}

@@ -51,22 +51,35 @@ class SectionTransfer:
         return not self._left
 
     def send_piece(self, link: Link, most_bytes: int) -> int:
-        """Sends the next bytes, of one tensor; returns how many. Raises InternalError where the file has become
-        shorter, and what sending does."""
-        tensor = self._left[0]
-        offset, whole_bytes = self._layout.place(self._layout.tensors[tensor].name)
-        size_bytes = min(most_bytes, whole_bytes - self._sent_bytes)
+        """Sends the next bytes, of as many tensors as they are; returns how many. Raises InternalError where the file
+        has become shorter, and what sending does."""
+        first, start = self._left[0], self._sent_bytes
+        pieces = self._next_pieces(most_bytes)
+        size_bytes = sum(length for _, length in pieces)
         with link.start_message(messages.chunk_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:
-            head = messages.chunk_header(self.number, tensor=tensor, start=self._sent_bytes)
+            head = messages.chunk_header(self.number, tensor=first, start=start)
             for view, said in zip(outgoing.views, head, strict=False):
                 view[:] = said
-            self._fill(outgoing.views[-1], offset + self._sent_bytes)
+            view = outgoing.views[-1]
+            for place, length in pieces:
+                self._fill(view[:length], place)
+                view = view[length:]
             outgoing.finish()
-        self._sent_bytes += size_bytes
-        if self._sent_bytes == whole_bytes:
-            self._left.popleft()
-            self._sent_bytes = 0
         return size_bytes
+
+    def _next_pieces(self, most_bytes: int) -> list[tuple[int, int]]:
+        """Takes so many of the bytes that are left: where they lie in the file, and how many."""
+        pieces = []
+        while self._left and most_bytes:
+            offset, whole_bytes = self._layout.place(self._layout.tensors[self._left[0]].name)
+            length = min(most_bytes, whole_bytes - self._sent_bytes)
+            pieces.append((offset + self._sent_bytes, length))
+            most_bytes -= length
+            self._sent_bytes += length
+            if self._sent_bytes == whole_bytes:
+                self._left.popleft()
+                self._sent_bytes = 0
+        return pieces
 
     def _fill(self, view: memoryview, place: int) -> None:
         """Reads bytes of the file into a tensor of a slot."""

@@ -173,27 +173,12 @@ class StoredStep:
     # Below: by the link.
 
     def take_chunk(self, fetch: SectionFetch, place: int, start: int, data: memoryview) -> None:
-        """The next bytes of a tensor are here. Those that nobody waits for any more are thrown away.
+        """The next bytes are here: of a tensor from `start` on, then of those that were requested behind it.
 
-        Raises ValueError for bytes that are not the next ones.
+        Those that nobody waits for any more are thrown away. Raises ValueError for bytes that are not the next ones.
         """
-        tensor = self._layout.tensors[place]
-        if not self._takes(tensor, fetch):
-            return
-        buffer, filled = self._buffers.get(tensor.name) or (self._empty(tensor), 0)
-        end = start + len(data)
-        if start != filled or end > tensor.size_bytes:
-            raise ValueError(f"bytes {start} to {end} of {tensor.name} came when {filled} were here")
-        # Without the lock: the engine's thread need not wait for it.
-        buffer.view(-1).view(torch.uint8)[start:end].copy_(torch.frombuffer(data, dtype=torch.uint8))
-        with self._room.arrivals:
-            if self._coming.get(tensor.name) is not fetch:  # it was cancelled meanwhile
-                return
-            self._buffers[tensor.name] = buffer, end
-            if end == tensor.size_bytes:
-                del self._buffers[tensor.name]
-                self._tensors[tensor.name] = buffer
-                self._arrived((tensor.name,))
+        for tensor, first, part in self._parts(fetch, place, start, data):
+            self._take_part(fetch, tensor, first, part)
 
     def take_whole(self, file: memoryview) -> None:
         """All of it is here, as the store's own memory. Raises DataLoss where it is another section."""
@@ -222,6 +207,41 @@ class StoredStep:
                 self._buffers.pop(name, None)
             self._let_go(gone)
             self._arrived(gone)
+
+    def _parts(
+        self, fetch: SectionFetch, place: int, start: int, data: memoryview
+    ) -> list[tuple[SectionTensor, int, memoryview]]:
+        """Which bytes of a chunk are which tensor's, and from where on. Raises ValueError, before any are taken."""
+        if place not in fetch.tensors:
+            raise ValueError("a store sent a tensor that nobody has requested")
+        parts = []
+        for each in fetch.tensors[fetch.tensors.index(place) :]:
+            tensor = self._layout.tensors[each]
+            part = data[: max(0, tensor.size_bytes - start)]
+            parts.append((tensor, start, part))
+            data, start = data[len(part) :], 0
+            if not data:
+                return parts
+        raise ValueError(f"a store sent {len(data)} bytes more than were requested")
+
+    def _take_part(self, fetch: SectionFetch, tensor: SectionTensor, start: int, data: memoryview) -> None:
+        """Bytes of one tensor."""
+        if not self._takes(tensor, fetch):
+            return
+        buffer, filled = self._buffers.get(tensor.name) or (self._empty(tensor), 0)
+        end = start + len(data)
+        if start != filled:
+            raise ValueError(f"bytes {start} to {end} of {tensor.name} came when {filled} were here")
+        # Without the lock: the engine's thread need not wait for it.
+        buffer.view(-1).view(torch.uint8)[start:end].copy_(torch.frombuffer(data, dtype=torch.uint8))
+        with self._room.arrivals:
+            if self._coming.get(tensor.name) is not fetch:  # it was cancelled meanwhile
+                return
+            self._buffers[tensor.name] = buffer, end
+            if end == tensor.size_bytes:
+                del self._buffers[tensor.name]
+                self._tensors[tensor.name] = buffer
+                self._arrived((tensor.name,))
 
     def _places_away(self) -> list[int]:
         return [place for place, name in enumerate(self._names) if self._is_away(name)]
