@@ -38,7 +38,7 @@ class Network(SideProcess):
     """The network's process, driven from here. Stop it (`with` does)."""
 
     def __init__(self, model: Path, threads: int) -> None:
-        super().__init__("load.bench.edit_network", "--model", model, "--threads", threads)
+        super().__init__("load.bench.edit_network", "--model", model, "--threads", threads, exclusive_cores=True)
 
     def forward_s(self, ask: ForwardAsk) -> float:
         """Seconds of one forward of a guided request's two rows."""
@@ -121,6 +121,7 @@ class LoadedNetwork:
 class InMemory:
     """RecordedActivations of one row: all is here, and nobody asks what was taken."""
 
+    projections = None
     reused: frozenset[str] = frozenset()
     waited_s = 0.0
 

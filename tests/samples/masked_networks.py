@@ -13,7 +13,7 @@ from torch import Tensor
 from bottega.diffusion.engine.forward import stack
 from bottega.diffusion.loras.lora import UNET
 from bottega.diffusion.model.backbone import UNetBackbone
-from bottega.diffusion.rows import Embeds, Factors, Half, LoraSet, Row, RowActivations
+from bottega.diffusion.rows import Embeds, Factors, Half, KeptProjections, LoraSet, Row, RowActivations
 
 _TEXT, _PROMPT_TOKENS = 24, 7
 LATENT = (16, 16)
@@ -44,12 +44,13 @@ def small_unet(seed: int = 0, **options: Any) -> UNet2DConditionModel:
 
 @dataclass(eq=False)
 class StepInMemory:
-    """RecordedActivations. asked: names in the order in which they were asked for."""
+    """RecordedActivations. asked: names in the order in which they were asked for. projections: kept, if any."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     reused: set[str] = field(default_factory=set)
     waited_s: float = 0.0
+    projections: KeptProjections | None = None
 
     def get(self, name: str) -> Tensor | None:
         self.asked.append(name)

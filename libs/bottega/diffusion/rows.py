@@ -92,8 +92,43 @@ class StepActivations(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Projections:
+    """Keys and values of a block's self-attention, [tokens, channels] each, as they follow from what was recorded.
+
+    unknown: bool [tokens], on the CPU: those of which they do not.
+    """
+
+    keys: Tensor
+    values: Tensor
+    unknown: Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        """Of both."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+class KeptProjections(Protocol):
+    """Projections of one recorded step, by the name of their block. They are a recording's shadow: worth keeping where
+    memory is cheaper than computing them again, and never needed."""
+
+    def get(self, name: str) -> Projections | None:
+        """Those of a block."""
+        ...
+
+    def put(self, name: str, projections: Projections) -> None:
+        """Keeps them, where there is room; nobody writes to them from now on."""
+        ...
+
+
 class RecordedActivations(StepActivations, Protocol):
     """Those that a row takes from. `get` may wait for what is on its way; None then is what has not come in time."""
+
+    @property
+    def projections(self) -> KeptProjections | None:
+        """Of the same step; None where none are kept."""
+        ...
 
     @property
     def reused(self) -> Collection[str]:

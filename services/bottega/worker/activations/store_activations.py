@@ -156,6 +156,10 @@ class StoreActivations:
         return self._memory.budget_bytes
 
     @property
+    def spare_bytes(self) -> int:
+        return self._memory.spare_bytes
+
+    @property
     def recordings(self) -> Sequence[Recording]:
         return self._memory.recordings
 

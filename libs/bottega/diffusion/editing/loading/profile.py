@@ -76,6 +76,7 @@ class _Clock:
         self.seconds: dict[str, float] = {}
         self.waited_s = 0.0
         self.reused: Collection[str] = ()
+        self.projections = None
         self._outputs = outputs
         self._owners = {name: block.name for block in blocks for name in block.names}
         self._beat = beat

@@ -18,6 +18,7 @@ from torch.nn import functional
 from bottega.diffusion.editing.masked.cross_attention import project
 from bottega.diffusion.editing.masked.feature_maps import PackedTokens
 from bottega.diffusion.editing.masked.packing import Packing
+from bottega.diffusion.editing.masked.projections import keep_projections, kept_projections
 from bottega.diffusion.editing.masked.rows import MaskedActivations
 
 
@@ -56,17 +57,25 @@ class MaskedTransformer:
         """Each block by itself: a row that has no recording of one is computed in full there."""
         made: PackedTokens | None = None
         for place, block in enumerate(self._blocks):
-            if made is not None:
-                whole = made.packing.merge(made.items, made.recorded)
-                forward.put(self.names[place - 1], whole)
             recorded = forward.recorded(self.names[place])
             masked = [rest is not None for rest in recorded]
             forward.count(masked)
             packing = forward.packing(size, masked)
-            items = made.items if made is not None and made.packing is packing else packing.pack(whole)
-            normed = block.norm1(whole)
-            keys, values = block.attn1.to_k(normed), block.attn1.to_v(normed)
-            queries = _packed(block.attn1.to_q, packing.pack(normed), packing, forward)
+            kept = kept_projections(self._paths[place], size, made, packing, forward)
+            if made is not None and kept is not None:
+                items, normed = made.items, block.norm1(made.items)
+                keys = packing.merge(_packed(block.attn1.to_k, normed, packing, forward), kept.keys)
+                values = packing.merge(_packed(block.attn1.to_v, normed, packing, forward), kept.values)
+            else:
+                if made is not None:
+                    whole = made.packing.merge(made.items, made.recorded)
+                    forward.put(self.names[place - 1], whole)
+                items = made.items if made is not None and made.packing is packing else packing.pack(whole)
+                of_all = block.norm1(whole)
+                keys, values = block.attn1.to_k(of_all), block.attn1.to_v(of_all)
+                keep_projections(self._paths[place], size, made, (keys, values), forward)
+                normed = packing.pack(of_all)
+            queries = _packed(block.attn1.to_q, normed, packing, forward)
             attended = attend(queries, keys, values, packing, heads=block.attn1.heads)
             items = self._behind_attention(place, items, attended, packing, forward)
             made = PackedTokens(items=items, packing=packing, recorded=recorded)

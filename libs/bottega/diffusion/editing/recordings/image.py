@@ -26,7 +26,7 @@ from bottega.diffusion.editing.recordings.source import ActivationSource
 from bottega.diffusion.editing.recordings.step import RecordedStep
 from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts, StepLoads
 from bottega.diffusion.engine.request import Request
-from bottega.diffusion.rows import Half, RowActivations
+from bottega.diffusion.rows import Half, KeptProjections, RowActivations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,13 @@ class ImageReader:
             self._completers[key] = sink
         if plan.computed is None:
             return None if sink is None else RowActivations(sink=sink)
-        reader = StepReader(step, self._request.latent.device, self._loads_of(key, step), self._shapes)
+        reader = StepReader(
+            step,
+            self._request.latent.device,
+            self._loads_of(key, step),
+            self._shapes,
+            projections=self._projections(step),
+        )
         self._readers[key] = reader, plan
         return RowActivations(computed=plan.computed, share=plan.share, recorded=reader, sink=sink)
 
@@ -264,6 +270,12 @@ class ImageReader:
         """The job is over: what was requested for it is not needed any more."""
         while self.loads:
             self._drop_requests(self.loads.popitem()[1])
+
+    def _projections(self, step: RecordedStep) -> KeptProjections | None:
+        """On a CPU alone: a device computes them sooner than it is given them."""
+        if self._request.latent.device.type != "cpu":
+            return None
+        return self.recording.projections(step, room_bytes=self._source.spare_bytes // self._request.row_count)
 
     def _loads_of(self, key: StepKey, step: RecordedStep) -> StepLoads | None:
         """What was decided for a step, as it is now."""

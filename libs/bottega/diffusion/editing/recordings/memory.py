@@ -29,6 +29,10 @@ class MemoryActivations:
         return self._budget_bytes
 
     @property
+    def spare_bytes(self) -> int:
+        return max(0, self._budget_bytes - self._cache.used_bytes)
+
+    @property
     def recordings(self) -> Sequence[Recording]:
         return [kept[1] for kept in self._cache.items()][::-1]
 
@@ -60,7 +64,11 @@ class MemoryActivations:
             self._cache.remove(recording.key.digest)
 
     def make_room(self, size_bytes: int) -> bool:
-        """Whether there is room for so much more, idle recordings having gone for it."""
+        """Whether there is room for so much more, what follows from recordings and idle ones having gone for it."""
+        for recording in self.recordings[::-1]:
+            if size_bytes <= self.spare_bytes:
+                break
+            recording.drop_projections()
         return self._cache.make_room(size_bytes) is not None
 
     @property
@@ -95,7 +103,7 @@ class MemoryActivations:
 
     def reserve(self, recording: Recording, size_bytes: int) -> bool:
         more_bytes = size_bytes - recording.size_bytes
-        if more_bytes > 0 and self._cache.make_room(more_bytes) is None:
+        if more_bytes > 0 and not self.make_room(more_bytes):
             return False
         recording.reserved_bytes = size_bytes
         return True

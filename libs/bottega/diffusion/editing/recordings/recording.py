@@ -8,16 +8,18 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bottega.diffusion.editing.recordings.projections import StepProjections
 from bottega.diffusion.editing.recordings.step import MemoryStep, RecordedStep, copy_step
 from bottega.diffusion.editing.recordings.step_loads import StepLoads
-from bottega.diffusion.rows import Half, SetKey
+from bottega.diffusion.rows import Half, KeptProjections, SetKey
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.v1.activations_pb2 import BlockProfile
 
@@ -113,6 +115,8 @@ class Recording:
         self.origin = origin
         self.steps: dict[StepKey, RecordedStep] = {}
         self._others: dict[StepKey, RecordedStep] = {}
+        # By the step itself: what follows from it goes with it.
+        self._projections: MutableMapping[RecordedStep, StepProjections] = weakref.WeakKeyDictionary()
         self.complete = False
         self.uses = 0
         self.readers = 0
@@ -129,8 +133,9 @@ class Recording:
 
     @property
     def held_bytes(self) -> int:
-        """Of its outputs in this process's memory."""
-        return sum(step.held_bytes for step in self.all_steps)
+        """Of its outputs in this process's memory, and of what is kept that follows from them."""
+        kept = sum(each.size_bytes for each in self._projections.values())
+        return kept + sum(step.held_bytes for step in self.all_steps)
 
     @property
     def recorded_bytes(self) -> int:
@@ -168,6 +173,16 @@ class Recording:
         self.put(key, MemoryStep(valid=valid, outputs=outputs, prompt=prompt))
         if before is not None and before.prompt not in ("", prompt):
             self._others[key] = before
+
+    def projections(self, step: RecordedStep, *, room_bytes: int) -> StepProjections:
+        """What is kept that follows from a step. room_bytes: that more of it may take."""
+        kept = self._projections.setdefault(step, StepProjections())
+        kept.room_bytes = room_bytes
+        return kept
+
+    def drop_projections(self) -> None:
+        """Makes room: what follows from its outputs can be computed again."""
+        self._projections.clear()
 
     def forget(self, key: StepKey) -> None:
         """A forward goes, with whatever prompts."""
@@ -225,6 +240,7 @@ class StepReader:
 
     loads: what was planned of what is not here; without a plan that is computed. shapes: that the network puts out, by
     name: what has another one, from a store that lies, would fail its whole batch, and is computed; None trusts it.
+    projections: that are kept of the step; None keeps none.
     """
 
     def __init__(
@@ -233,7 +249,10 @@ class StepReader:
         device: torch.device,
         loads: StepLoads | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        *,
+        projections: KeptProjections | None = None,
     ) -> None:
+        self.projections = projections
         self.reused: set[str] = set()
         self.waited_s = 0.0
         self._step = step

@@ -96,6 +96,11 @@ class ActivationSource(Protocol):
         ...
 
     @property
+    def spare_bytes(self) -> int:
+        """Of the budget, what nothing takes."""
+        ...
+
+    @property
     def recordings(self) -> Sequence[Recording]:
         """Those that are here, the one used last first."""
         ...
