@@ -10,6 +10,10 @@ from bottega.worker.config import EngineConfig
 from bottega.worker.engine_client import WorkerEngineClient
 
 
+def environment_of(pid: int | None) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
 @pytest.mark.parametrize("exclusive", [False, True])
 async def test_threads_wait_asleep_unless_the_cores_are_the_engine_s_alone(
     exclusive: bool, monkeypatch: pytest.MonkeyPatch
@@ -20,7 +24,7 @@ async def test_threads_wait_asleep_unless_the_cores_are_the_engine_s_alone(
     engine = WorkerEngineClient(config, start_s=20, hang_s=10, stall_s=10, module="tests.fakes.scripted_engine")
     await engine.spawn()
     try:
-        said = Path(f"/proc/{engine.pid}/environ").read_bytes().split(b"\0")
+        said = environment_of(engine.pid)
     finally:
         await engine.stop()
     assert b"OMP_WAIT_POLICY=PASSIVE" in said
