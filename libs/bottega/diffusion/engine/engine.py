@@ -396,7 +396,12 @@ def _masked_backbone(model: Model, limits: EngineLimits, heartbeat: Heartbeat | 
     if unsupported(model.backbone.unet):
         return None
     maps = SparseMaps() if limits.sparse_convolutions else FullMaps()
-    return MaskedBackbone(model.backbone.unet, maps=maps, beat=heartbeat.beat if heartbeat else None)
+    return MaskedBackbone(
+        model.backbone.unet,
+        maps=maps,
+        beat=heartbeat.beat if heartbeat else None,
+        operations=model.operations,
+    )
 
 
 def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import rescale_noise_cfg
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.engine.encode import Conditions, LatentDistribution, to_latent
+from bottega.diffusion.engine.guided_step import Guidance, guided_step
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import Sampler, SamplerState, draws_noise, first_step_from
 from bottega.diffusion.rows import GroupKey, Half, LoraSet, Row, RowActivations, SetKey
@@ -219,16 +219,16 @@ class Request:
 
     def advance(self, noise: Mapping[Half, Tensor]) -> None:
         """Takes the predictions of all its rows [channels, height, width] and makes the step."""
-        conditional = noise[Half.CONDITIONAL][None]
-        combined = conditional
-        if Half.UNCONDITIONAL in noise:
-            unconditional = noise[Half.UNCONDITIONAL][None]
-            combined = unconditional + self.spec.guidance_scale * (conditional - unconditional)
-            if self.spec.guidance_rescale > 0.0:
-                combined = rescale_noise_cfg(combined, conditional, guidance_rescale=self.spec.guidance_rescale)
-        latent, estimate = self._sampler.step(combined, self.step, self.latent, self._generator)
+        latent, estimate = guided_step(
+            self._sampler,
+            self.step,
+            self.latent,
+            noise,
+            guidance=Guidance(scale=self.spec.guidance_scale, rescale=self.spec.guidance_rescale),
+            generator=self._generator,
+            operations=self._model.operations,
+        )
         self.step += 1
-        latent = latent.to(self.latent.dtype)
         if self.edit is not None:
             latent, estimate = self.edit.put_back(latent, self._sampler, self.step), self.edit.paste(estimate)
         self.latent, self.estimate = latent, estimate

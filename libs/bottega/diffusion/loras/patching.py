@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from bottega.diffusion.operations import Operations, WeightSum
 from bottega.diffusion.rows import Factors, LoraSet
 
 # Of weights. Below, waking threads, a tenth of a millisecond each, takes longer than what they take over.
@@ -24,13 +25,22 @@ _WORTH_THREADS_BYTES = 4 << 20
 class Patcher:
     """The weights of one component. keep_on: where pristine copies are kept; None is beside the weights.
 
+    operations: writes sums by what is in them.
     Everything is between two forwards: nothing may read the weights meanwhile.
     """
 
-    def __init__(self, network: nn.Module, component: str, *, keep_on: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        component: str,
+        *,
+        keep_on: torch.device | None = None,
+        operations: Operations | None = None,
+    ) -> None:
         self._modules = dict(network.named_modules())
         self._component = component
         self._keep_on = keep_on
+        self._operations = operations or Operations()
         self._pristine: dict[str, Tensor] = {}
         self._patched: LoraSet | None = None
 
@@ -80,11 +90,19 @@ class Patcher:
 
     def _write(self, paths: Iterable[str], factors: Mapping[str, Factors], changed: Collection[str]) -> None:
         """changed: of whose weights a set is part already; the others are as pristine as their copies."""
+        write = self._operations.write_sums or _write_sums
+        write(self._sums(paths, factors, changed))
+
+    def _sums(
+        self, paths: Iterable[str], factors: Mapping[str, Factors], changed: Collection[str]
+    ) -> Iterator[WeightSum]:
+        """One by one, so that a weight which is copied first is written while it is still near."""
         for path in paths:
             weight = self._weight(path)
             if path not in self._pristine:
                 self._pristine[path] = weight.to(self._keep_on or weight.device, copy=True)
-            _write_sum(weight, self._pristine[path] if path in changed else weight, factors[path])
+            before = self._pristine[path] if path in changed else weight
+            yield WeightSum(weight=weight, before=before, factors=factors[path])
 
     def _copy_back(self, paths: Sequence[str]) -> None:
         self._share_out(self._copy, paths)
@@ -136,12 +154,30 @@ def _one_thread_each() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _write_sum(weight: Tensor, pristine: Tensor, factors: Factors) -> None:
-    """weight = pristine + up @ down, rounded once. A weight that is pristine itself is read and written in one pass."""
-    low = factors.down.flatten(1)
-    after = weight.view(weight.shape[0], -1)
-    before = after if pristine is weight else pristine.to(weight.device).flatten(1)
+def as_matrix(tensor: Tensor) -> Tensor:
+    """A weight, or what is shaped like it, as [first dimension, the others] in the order in which it lies in memory."""
+    if tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor.permute(0, 2, 3, 1).flatten(1)
+    return tensor.view(tensor.shape[0], -1)
+
+
+def down_matrix(each: WeightSum) -> Tensor:
+    """The factors' `down` as [rank, columns], its columns in the order of `as_matrix` of the weight."""
+    down, weight = each.factors.down, each.weight
+    return down.flatten(1) if weight.is_contiguous() else down.permute(0, 2, 3, 1).flatten(1)
+
+
+def _write_sums(sums: Iterable[WeightSum]) -> None:
+    for each in sums:
+        _write_sum(each)
+
+
+def _write_sum(each: WeightSum) -> None:
+    """A weight that is pristine itself is read and written in one pass."""
+    weight, low = each.weight, down_matrix(each)
+    after = as_matrix(weight)
+    before = after if each.before is weight else as_matrix(each.before.to(weight.device))
     if weight.dtype == torch.float32:
-        torch.addmm(before, factors.up, low, out=after)
+        torch.addmm(before, each.factors.up, low, out=after)
     else:
-        after.copy_(torch.addmm(before.float(), factors.up.float(), low.float()))
+        after.copy_(torch.addmm(before.float(), each.factors.up.float(), low.float()))

@@ -50,7 +50,10 @@ class LoraWeights:
         self._networks = networks
         self._patches = patches
         self._unmerged = UnmergedLoras(networks[UNET], row_by_row=not patches)
-        self._patchers = {name: Patcher(network, name, keep_on=keep_on) for name, network in networks.items()}
+        self._patchers = {
+            name: Patcher(network, name, keep_on=keep_on, operations=model.operations)
+            for name, network in networks.items()
+        }
         self._sets: WeakValueDictionary[SetKey, LoraSet] = WeakValueDictionary()
 
     @property

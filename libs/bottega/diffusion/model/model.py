@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.model.samplers import SamplerKind, default_kind
+from bottega.diffusion.operations import Operations
 
 # An optional file beside model_index.json: what to draw with when a request does not say.
 DEFAULTS_FILE = "bottega.json"
@@ -48,7 +49,7 @@ class Model:
     """The parts of one model, in evaluation mode; to be run in inference mode.
 
     latent_scale: pixels a side that one latent element stands for; width and height of a request
-    are multiples of it. digest: SHA-256 over weights and configuration, hex.
+    are multiples of it. digest: SHA-256 over weights and configuration, hex. operations: those that may be accelerated.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Model:
     zeros_for_absent_negative: bool
     latent_scale: int
     defaults: Defaults
+    operations: Operations = field(default_factory=Operations)
 
     @property
     def latent_channels(self) -> int:

@@ -17,6 +17,8 @@ from diffusers import (
 )
 from torch import Tensor
 
+from bottega.diffusion.operations import EulerStep
+
 
 class SamplerKind(Enum):
     """The samplers that are served, by the Diffusers class behind each."""
@@ -123,6 +125,18 @@ class Sampler:
         made = self._scheduler.step(noise, self.timestep(step), latent, **extra, return_dict=False)
         estimate = self._scheduler.model_outputs[-1] if self._kind is SamplerKind.DPMPP_2M else made[1]
         return made[0], estimate
+
+    def euler_step(self, step: int) -> EulerStep | None:
+        """For who makes this step in another way, and says so by `count_step`; None where it is not Euler's."""
+        prediction = self._scheduler.config.prediction_type if self._kind is SamplerKind.EULER else ""
+        if prediction not in {"epsilon", "v_prediction"}:
+            return None
+        sigma, next_sigma = (float(each) for each in self._scheduler.sigmas[step : step + 2])
+        return EulerStep(sigma=sigma, next_sigma=next_sigma, velocity=prediction == "v_prediction")
+
+    def count_step(self) -> None:
+        """The step for which `model_input` was asked last is made."""
+        self._scheduler._step_index += 1
 
     def state(self) -> SamplerState:
         """What `restore` needs beside the step. Only multi-step samplers remember anything."""

@@ -22,6 +22,7 @@ from bottega.diffusion.editing.masked.support import unsupported
 from bottega.diffusion.editing.masked.tokens import TokenCache
 from bottega.diffusion.editing.masked.transformer import Caching, MaskedTransformer
 from bottega.diffusion.model.backbone import Activations, Inputs, UNetBackbone
+from bottega.diffusion.operations import Operations
 
 
 class UnsupportedNetwork(ValueError):
@@ -33,6 +34,7 @@ class MaskedBackbone(UNetBackbone):
 
     caching: what recordings have of a transformer block. maps: computes feature maps; all of them in full without it.
     beat: called after each block, see Heartbeat.
+    operations: moves tokens and tiles by what is in them.
     spans: for hooks of layers. block_names: see `transformer_blocks`.
     """
 
@@ -43,6 +45,7 @@ class MaskedBackbone(UNetBackbone):
         caching: Caching = Caching.OUTPUTS,
         maps: FeatureMaps | None = None,
         beat: Callable[[], None] | None = None,
+        operations: Operations | None = None,
     ) -> None:
         reason = unsupported(unet)
         if reason:
@@ -52,6 +55,7 @@ class MaskedBackbone(UNetBackbone):
         self._prompts = PromptCache()
         self._maps: FeatureMaps = maps or FullMaps()
         self._beat = beat
+        self._operations = operations or Operations()
         self._transformers = {
             path: MaskedTransformer(module, path, caching) for path, module in _transformers(unet).items()
         }
@@ -68,6 +72,7 @@ class MaskedBackbone(UNetBackbone):
             cache=self._tokens,
             spans=self.spans,
             prompts=self._prompts.of(inputs.origins),
+            moves=self._operations.moves,
         )
         forward.hidden = forward.points[0] = self._maps.conv_in(self.unet, sample, forward)
         return forward

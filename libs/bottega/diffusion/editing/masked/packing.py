@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.editing.masked.tokens import TokenSet
+from bottega.diffusion.operations import Moves
 
 
 class RowSpans:
@@ -52,6 +53,7 @@ class Packing:
 
     rows, tokens: of whole tensors. offsets: see RowSpans. runs: rows in groups of equally many items.
     index: int64 [items], the place of each item among rows * tokens; None where every token of every row is computed.
+    moves: in place of the plain ways, with slots: see Moves.
     """
 
     rows: int
@@ -59,9 +61,13 @@ class Packing:
     offsets: tuple[int, ...]
     runs: tuple[Run, ...]
     index: Tensor | None
+    moves: Moves | None = None
+    slots: Tensor | None = None
 
     def pack(self, whole: Tensor) -> Tensor:
         """The items of a whole tensor."""
+        if self.index is not None and self.moves is not None:
+            return self.moves.pack(whole, self.index)
         flat = whole.reshape(self.rows * self.tokens, -1)
         return flat if self.index is None else flat.index_select(0, self.index)
 
@@ -72,6 +78,8 @@ class Packing:
         """
         if self.index is None:
             return items.view(self.rows, self.tokens, -1)
+        if self.moves is not None and self.slots is not None:
+            return self.moves.merge(items, self.index, self.slots, recorded, self.tokens)
         whole = items.new_empty(self.rows, self.tokens, items.shape[-1])
         for row, rest in zip(whole, recorded, strict=True):
             if rest is not None:
@@ -80,18 +88,37 @@ class Packing:
         return whole
 
 
-def pack_rows(sets: Sequence[TokenSet | None], tokens: int, device: torch.device) -> Packing:
-    """sets: by row; None computes all of its `tokens`."""
+def pack_rows(
+    sets: Sequence[TokenSet | None], tokens: int, device: torch.device, moves: Moves | None = None
+) -> Packing:
+    """sets: by row; None computes all of its `tokens`. moves: see Packing."""
     counts = [tokens if each is None else each.count for each in sets]
     offsets = [0]
     for count in counts:
         offsets.append(offsets[-1] + count)
-    index = None
+    index = slots = None
     if offsets[-1] != len(sets) * tokens:
         everything = torch.arange(tokens)
         places = [row * tokens + (everything if each is None else each.index) for row, each in enumerate(sets)]
-        index = torch.cat(places).to(device, non_blocking=True)
-    return Packing(rows=len(sets), tokens=tokens, offsets=tuple(offsets), runs=tuple(_runs(counts)), index=index)
+        joined = torch.cat(places)
+        index = joined.to(device, non_blocking=True)
+        slots = None if moves is None else _slots(joined, len(sets) * tokens).to(device, non_blocking=True)
+    return Packing(
+        rows=len(sets),
+        tokens=tokens,
+        offsets=tuple(offsets),
+        runs=tuple(_runs(counts)),
+        index=index,
+        moves=moves,
+        slots=slots,
+    )
+
+
+def _slots(index: Tensor, places: int) -> Tensor:
+    """int32 [places]: the item of each, -1 where it has none."""
+    slots = torch.full((places,), -1, dtype=torch.int32)
+    slots[index] = torch.arange(len(index), dtype=torch.int32)
+    return slots
 
 
 def _runs(counts: Sequence[int]) -> Iterator[Run]:

@@ -11,6 +11,7 @@ from bottega.diffusion.editing.masked.cross_attention import PromptProjections
 from bottega.diffusion.editing.masked.packing import Packing, RowSpans, pack_rows
 from bottega.diffusion.editing.masked.tokens import MaskTokens, TokenCache
 from bottega.diffusion.model.backbone import Activations
+from bottega.diffusion.operations import Moves
 from bottega.diffusion.rows import RowActivations
 
 
@@ -21,12 +22,14 @@ class MaskedActivations(Activations):
     edits: by row; None for a plain one. cache: of token sets. spans: where rows lie in the layer call in hand.
     prompts: by row, what is kept of its prompt; empty where nothing is.
     reused: by row, how many transformer blocks took what they did not compute from the recording.
+    moves: of tokens and tiles; None: the plain ways.
     """
 
     edits: list[RowActivations | None]
     cache: TokenCache
     spans: RowSpans
     prompts: list[PromptProjections]
+    moves: Moves | None = None
     reused: list[int] = field(init=False)
     _packings: dict[tuple[int, int, tuple[bool, ...]], Packing] = field(init=False, default_factory=dict)
 
@@ -75,5 +78,5 @@ class MaskedActivations(Activations):
         if known is None:
             tokens = [self.tokens_of(row) if reads else None for row, reads in enumerate(masked)]
             sets = [None if each is None else each.at(height, width) for each in tokens]
-            known = self._packings[key] = pack_rows(sets, height * width, self.hidden.device)
+            known = self._packings[key] = pack_rows(sets, height * width, self.hidden.device, self.moves)
         return known

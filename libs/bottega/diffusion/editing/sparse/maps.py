@@ -24,7 +24,7 @@ from bottega.diffusion.editing.masked.feature_maps import FullMaps
 from bottega.diffusion.editing.masked.rows import MaskedActivations
 from bottega.diffusion.editing.masked.tokens import MaskTokens
 from bottega.diffusion.editing.sparse.layer import Layer
-from bottega.diffusion.editing.sparse.pieces import Whole, pieces, windows
+from bottega.diffusion.editing.sparse.pieces import Whole, pieces
 from bottega.diffusion.editing.sparse.rectangles import Rectangle, cover, pays
 
 # Of some tens of edits in hand, at each level of their networks.
@@ -72,7 +72,7 @@ class SparseMaps(FullMaps):
                 continue
             height, width = piece.shape
             corners = [(2 * each.top - padding, 2 * each.left - padding) for each in piece.rectangles]
-            read = windows((hidden,), piece.rows, corners, (2 * height + 1, 2 * width + 1))
+            read = piece.cut((hidden,), corners, (2 * height + 1, 2 * width + 1))
             made.append(layer.convolve_piece(convolution, piece, read, margin=0))
         return layer.join(f"{path}:map", made, size)
 
@@ -136,7 +136,8 @@ class SparseMaps(FullMaps):
                     recorded[name][row] = rest
         if all(each is None for each in rectangles) and not any(edit and edit.sink for edit in forward.edits):
             return None
-        return Layer(forward=forward, pieces=pieces(rectangles, (size[0], size[1])), recorded=recorded)
+        cut = pieces(rectangles, (size[0], size[1]), forward.moves)
+        return Layer(forward=forward, pieces=cut, recorded=recorded)
 
     def _cover(self, tokens: MaskTokens, size: tuple[int, int]) -> tuple[Rectangle, ...] | None:
         """None where all of a map costs no more."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bottega.diffusion.editing.sparse.rectangles import Rectangle
+from bottega.diffusion.operations import Moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +46,27 @@ class Whole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """Rectangles of one shape. rows: whose each is, ascending. size: of whole maps. offsets: see RowSpans."""
+    """Rectangles of one shape. rows: whose each is, ascending. size: of whole maps. offsets: see RowSpans.
+
+    moves: cuts and pastes; None: the plain ways.
+    """
 
     rows: tuple[int, ...]
     rectangles: tuple[Rectangle, ...]
     size: tuple[int, int]
     offsets: tuple[int, ...]
+    moves: Moves | None = None
 
     def take(self, parts: Sequence[Tensor], margin: int = 0) -> Tensor:
         """Cut out with `margin` elements more on each side: [tiles, channels, height + 2 * margin, ...]."""
         corners = [(each.top - margin, each.left - margin) for each in self.rectangles]
         shape = self.shape[0] + 2 * margin, self.shape[1] + 2 * margin
-        return windows(parts, self.rows, corners, shape)
+        return self.cut(parts, corners, shape)
+
+    def cut(self, parts: Sequence[Tensor], corners: Sequence[tuple[int, int]], shape: tuple[int, int]) -> Tensor:
+        """A window of that shape for each rectangle, see `windows`."""
+        cut = windows if self.moves is None else self.moves.cut
+        return cut(parts, self.rows, corners, shape)
 
     def take_enlarged(self, hidden: Tensor, margin: int) -> Tensor:
         """Cut out of smaller maps as they are when their elements have been repeated to the size of whole ones."""
@@ -88,6 +98,10 @@ class Tiles:
 
     def paste(self, whole: Tensor, maps: Tensor) -> None:
         """Writes them to their places in [rows, channels, height, width]."""
+        if self.moves is not None:
+            corners = [(each.top, each.left) for each in self.rectangles]
+            self.moves.paste(whole, maps, self.rows, corners)
+            return
         for row, rectangle, tile in zip(self.rows, self.rectangles, maps, strict=True):
             whole[row, :, rectangle.rows, rectangle.columns] = tile
 
@@ -108,8 +122,13 @@ class Tiles:
 Piece = Whole | Tiles
 
 
-def pieces(rectangles: Sequence[Sequence[Rectangle] | None], size: tuple[int, int]) -> tuple[Piece, ...]:
-    """rectangles: of each row; None for one that is computed whole. size: height and width of whole maps."""
+def pieces(
+    rectangles: Sequence[Sequence[Rectangle] | None], size: tuple[int, int], moves: Moves | None = None
+) -> tuple[Piece, ...]:
+    """rectangles: of each row; None for one that is computed whole. size: height and width of whole maps.
+
+    moves: see Tiles.
+    """
     whole = tuple(row for row, of_row in enumerate(rectangles) if of_row is None)
     shapes: dict[tuple[int, int], list[tuple[int, Rectangle]]] = {}
     for row, of_row in enumerate(rectangles):
@@ -118,7 +137,8 @@ def pieces(rectangles: Sequence[Sequence[Rectangle] | None], size: tuple[int, in
     made: list[Piece] = [Whole(rows=whole, offsets=_offsets(whole, len(rectangles)))] if whole else []
     for alike in shapes.values():
         rows, cut = zip(*alike, strict=True)
-        made.append(Tiles(rows=rows, rectangles=cut, size=size, offsets=_offsets(rows, len(rectangles))))
+        offsets = _offsets(rows, len(rectangles))
+        made.append(Tiles(rows=rows, rectangles=cut, size=size, offsets=offsets, moves=moves))
     return tuple(made)
 
 
