@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -21,6 +22,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # The last bits of a result depend on the number of threads; the tests' own should not depend on the machine. More of
 # them cost a sixth more processor time (measured); files for which their number matters say it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Read when Triton is first imported, as Diffusers may do: kernels run on the CPU then. `pytest -m gpu` compiles them.
+if "gpu" not in sys.argv:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Nothing is downloaded at run time; a test that tries fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -59,7 +59,7 @@ def read_faults() -> list[Fault]:
 def _sources() -> Mapping[str, str]:
     return {
         str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-        for top in ("libs", "services")
+        for top in ("libs", "services", "kernels")
         for path in sorted((ROOT / top).rglob("*.py"))
     }
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.faults.catalogue import ROOT, Fault, Place
 
-_COPIED = ("libs", "services", "protos", "tests", "load", "deploy", "pyproject.toml", "Makefile")
+_COPIED = ("libs", "services", "kernels", "protos", "tests", "load", "deploy", "pyproject.toml", "Makefile")
 _PYTEST = ("-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "--timeout=60", "--override-ini=addopts=")
 _MOST_S = 180.0
 
@@ -107,7 +107,7 @@ class _Tree:
         os.utime(path, (stamp, stamp))
 
     def test(self, tests: Sequence[str], *, most_s: float) -> Outcome:
-        code = os.pathsep.join(str(self._path / name) for name in ("libs", "services", "protos"))
+        code = os.pathsep.join(str(self._path / name) for name in ("libs", "services", "kernels", "protos"))
         began = time.monotonic()
         with subprocess.Popen(
             [sys.executable, "-m", "pytest", *_PYTEST, "--import-mode=importlib", *tests],

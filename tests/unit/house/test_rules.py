@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-DISTRIBUTIONS = ("protos", "libs", "services")
+DISTRIBUTIONS = ("protos", "libs", "services", "kernels")
 SERVICES = sorted(path.name for path in (ROOT / "services" / "bottega").iterdir() if (path / "__init__.py").exists())
 
 
@@ -81,7 +81,7 @@ def test_the_readme_maps_every_package_and_nothing_else() -> None:
     assert not [path for path in mapped if not (ROOT / path).exists()]
     packages = {
         f"{root}/bottega/{path.parent.name}/"
-        for root in ("libs", "services")
+        for root in ("libs", "services", "kernels")
         for path in (ROOT / root / "bottega").glob("*/__init__.py")
     }
     assert packages <= mapped

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 MODULES = {
     str(path.relative_to(ROOT)): list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    for base in ("libs", "services")
+    for base in ("libs", "services", "kernels")
     for path in sorted((ROOT / base / "bottega").rglob("*.py"))
     if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
 }
