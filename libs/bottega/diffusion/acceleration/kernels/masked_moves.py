@@ -1,0 +1,97 @@
+"""Tokens and tiles of masked rows by kernels: see operations.Moves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.acceleration.kernels.availability import unavailable
+from bottega.diffusion.editing.masked.support import unsupported as cannot_mask
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.operations import Operations
+
+# Of some tens of edits in hand, at each level of their networks, for each kind of layer.
+_KNOWN_CORNERS = 1024
+
+
+class MaskedMoves:
+    """tolerance: values are moved, and recorded ones rounded as the plain way rounds them."""
+
+    name = "kernels.masked_moves"
+    probe = "masked"
+    tolerance = 0.0
+    excludes: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        self._operations: Operations | None = None
+
+    def unsupported(self, model: Model) -> str:
+        why = cannot_mask(model.backbone.unet)
+        return unavailable(model) or (f"edits are computed in full: {why}" if why else "")
+
+    def enable(self, model: Model) -> None:
+        # Raises here what it would raise in the first turn.
+        from bottega.kernels import tile_moves, token_moves  # noqa: F401
+
+        self._operations = model.operations
+        model.operations.moves = KernelMoves()
+
+    def disable(self) -> None:
+        if self._operations is not None:
+            self._operations.moves = None
+        self._operations = None
+
+
+class KernelMoves:
+    def pack(self, whole: Tensor, index: Tensor) -> Tensor:
+        from bottega.kernels.token_moves import gather_tokens
+
+        return gather_tokens(whole, index)
+
+    def merge(
+        self, items: Tensor, index: Tensor, slots: Tensor, recorded: Sequence[Tensor | None], tokens: int
+    ) -> Tensor:
+        from bottega.kernels.token_moves import merge_reference, merge_tokens
+
+        here = [
+            None if rest is None else rest.to(items.device, non_blocking=True).view(tokens, -1).contiguous()
+            for rest in recorded
+        ]
+        if len({rest.dtype for rest in here if rest is not None}) == 1:
+            return merge_tokens(items.contiguous(), slots, here, tokens)
+        return merge_reference(items, index, here, tokens)
+
+    def cut(
+        self, parts: Sequence[Tensor], rows: Sequence[int], corners: Sequence[tuple[int, int]], shape: tuple[int, int]
+    ) -> Tensor:
+        from bottega.kernels.tile_moves import cut_tiles
+
+        near = parts[0].is_contiguous(memory_format=torch.channels_last)
+        cut = torch.empty(
+            (len(rows), sum(part.shape[1] for part in parts), *shape),
+            dtype=parts[0].dtype,
+            device=parts[0].device,
+            memory_format=torch.channels_last if near else torch.contiguous_format,
+        )
+        places = _corners(tuple(rows), tuple(corners), cut.device)
+        first = 0
+        for part in parts:
+            cut_tiles(part, places, cut.narrow(1, first, part.shape[1]))
+            first += part.shape[1]
+        return cut
+
+    def paste(self, whole: Tensor, tiles: Tensor, rows: Sequence[int], corners: Sequence[tuple[int, int]]) -> None:
+        from bottega.kernels.tile_moves import paste_tiles
+
+        paste_tiles(whole, _corners(tuple(rows), tuple(corners), whole.device), tiles)
+
+
+@functools.lru_cache(maxsize=_KNOWN_CORNERS)
+def _corners(rows: tuple[int, ...], corners: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """On the device. Kept: of a mask they are the same in every step."""
+    from bottega.kernels.tile_moves import corners_of
+
+    return corners_of([(row, top, left) for row, (top, left) in zip(rows, corners, strict=True)], device)
