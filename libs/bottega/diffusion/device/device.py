@@ -61,13 +61,18 @@ class Device(Protocol):
         ...
 
     def to_host(self, tensor: Tensor) -> HostCopy:
-        """Copies a tensor to pinned memory of the host, beside what else runs."""
+        """Copies a tensor to pinned memory of the host, beside what else runs.
+
+        As it is when what the current stream has been given so far is done; not to be written to until it has arrived,
+        nor is the copy, which on a CPU is the tensor itself.
+        """
         ...
 
     def to_device(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor of the host on the device: copied through pinned memory, so that the calling thread goes on.
 
-        The host's tensor may be changed or freed when this returns. dtype: its own without one.
+        The host's tensor may be changed or freed when this returns; but on a CPU the result is that tensor itself
+        where its element type fits. dtype: its own without one.
         """
         ...
 

@@ -19,6 +19,8 @@ from diffusers.utils import logging as diffusers_logging
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
+from bottega.diffusion.device.device import Device
+from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.model.samplers import SamplerKind, default_kind
 from bottega.diffusion.operations import Operations
@@ -49,13 +51,15 @@ class Model:
     """The parts of one model, in evaluation mode; to be run in inference mode.
 
     latent_scale: pixels a side that one latent element stands for; width and height of a request
-    are multiples of it. digest: SHA-256 over weights and configuration, hex. operations: those that may be accelerated.
+    are multiples of it. digest: SHA-256 over weights and configuration, hex. runtime: what its device is asked for.
+    operations: those that may be accelerated.
     """
 
     name: str
     digest: str
     dtype: torch.dtype
     device: torch.device
+    runtime: Device
     tokenizers: tuple[CLIPTokenizer, CLIPTokenizer]
     text_encoders: tuple[CLIPTextModel, CLIPTextModelWithProjection]
     backbone: UNetBackbone
@@ -120,6 +124,7 @@ def load_model(folder: Path, *, name: str, device: torch.device, dtype: torch.dt
         digest=digest(folder),
         dtype=dtype,
         device=device,
+        runtime=open_device(device),
         tokenizers=(pipeline.tokenizer, pipeline.tokenizer_2),
         text_encoders=(pipeline.text_encoder, pipeline.text_encoder_2),
         backbone=UNetBackbone(pipeline.unet),

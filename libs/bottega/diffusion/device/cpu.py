@@ -1,0 +1,78 @@
+"""A CPU as a device: all is done when it is asked for."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.device.device import Event
+
+
+class CpuEvent:
+    """A time of this process."""
+
+    __slots__ = ("_at_s",)
+
+    def __init__(self) -> None:
+        self._at_s = perf_counter()
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Nothing is waited for."""
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CpuEvent), "events of one device are compared"
+        return self._at_s - earlier._at_s
+
+
+class ArrivedCopy:
+    """A tensor that is on the host already: itself."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    @property
+    def ready(self) -> bool:
+        return True
+
+    def take(self) -> Tensor:
+        return self._tensor
+
+
+class CpuDevice:
+    """Of the host, see Device. What it "copies" is the same memory, so that nothing is moved for nothing."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+
+    def record(self) -> Event:
+        return CpuEvent()
+
+    def stream(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def wait_for(self, event: Event) -> None:
+        """It has happened."""
+
+    def to_host(self, tensor: Tensor) -> ArrivedCopy:
+        return ArrivedCopy(tensor)
+
+    def to_device(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def free_bytes(self) -> int | None:
+        return None

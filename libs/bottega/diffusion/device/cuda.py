@@ -1,0 +1,120 @@
+"""A CUDA device: streams by name, events, and copies through pinned memory.
+
+Pinned memory and that of the device come from PyTorch's caching allocators: what is freed while a copy runs is given to
+nobody before that copy is over, as long as the allocator was told of the stream (`record_stream`; `copy_` does so for
+pinned memory). Source: torch/cuda/streams.py, aten/src/ATen/cuda/CachingHostAllocator.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.device.cpu import ArrivedCopy
+from bottega.diffusion.device.device import Event, HostCopy
+
+# Copies to the host leave the stream that computes as soon as what they read is there.
+_TO_HOST = "to_host"
+
+
+class CudaEvent:
+    """Recorded in the current stream of a device."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, device: torch.device) -> None:
+        # blocking: a thread that waits sleeps, and leaves its core to the others.
+        self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def delay(self, stream: torch.cuda.Stream) -> None:
+        """What this stream is given from now on runs after the event."""
+        stream.wait_event(self._event)
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CudaEvent), "events of one device are compared"
+        return float(earlier._event.elapsed_time(self._event)) / 1000.0
+
+
+class CudaHostCopy:
+    """host: pinned, filled when the event comes."""
+
+    __slots__ = ("_event", "_host")
+
+    def __init__(self, host: Tensor, event: CudaEvent) -> None:
+        self._host = host
+        self._event = event
+
+    @property
+    def ready(self) -> bool:
+        return self._event.ready
+
+    def take(self) -> Tensor:
+        self._event.wait()
+        return self._host
+
+
+class CudaDevice:
+    """See Device. torch_device: with its index."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    def record(self) -> CudaEvent:
+        return CudaEvent(self.torch_device)
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        stream = self._stream(name)
+        stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def wait_for(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent), "an event of this device"
+        event.delay(torch.cuda.current_stream(self.torch_device))
+
+    def to_host(self, tensor: Tensor) -> HostCopy:
+        source = tensor.detach()
+        if source.device.type == "cpu":
+            return ArrivedCopy(source)
+        host = self.empty_pinned(tuple(source.shape), source.dtype)
+        with self.stream(_TO_HOST):
+            source.record_stream(self._stream(_TO_HOST))
+            host.copy_(source, non_blocking=True)
+            return CudaHostCopy(host, self.record())
+
+    def to_device(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        if tensor.device.type == "cpu":
+            # A copy of its own even where the tensor is pinned: its owner may write to it again at once.
+            staged = self.empty_pinned(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+            tensor = staged.to(self.torch_device, non_blocking=True)
+        # In its own element type first: a conversion on the way would be made on the host, in memory that is not
+        # pinned, and the thread would wait for the copy.
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def free_bytes(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return int(free)
+
+    def _stream(self, name: str) -> torch.cuda.Stream:
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        return self._streams[name]

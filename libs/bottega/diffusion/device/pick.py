@@ -1,0 +1,31 @@
+"""Which Device a torch.device is."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from bottega.diffusion.device.cpu import CpuDevice
+from bottega.diffusion.device.cuda import CudaDevice
+from bottega.diffusion.device.device import Device
+
+
+def open_device(torch_device: torch.device) -> Device:
+    """The one that this process has for it. Raises ValueError for a kind that nothing here computes on."""
+    kind = torch_device.type
+    if kind == "cuda":
+        # A device without an index is the current one, whatever that is: its type does not say that there may be none.
+        index: int | None = torch_device.index
+        return _open(kind, torch.cuda.current_device() if index is None else index)
+    return _open(kind, 0)
+
+
+@lru_cache
+def _open(kind: str, index: int) -> Device:
+    """One for each: streams are by name, and belong together."""
+    if kind == "cpu":
+        return CpuDevice()
+    if kind == "cuda":
+        return CudaDevice(torch.device(kind, index))
+    raise ValueError(f"device {kind} is not served: use cpu or cuda")
