@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from bottega.diffusion.device.device import Device, HostCopy
 from bottega.diffusion.engine.events import Decisions
 from bottega.diffusion.engine.request import RequestState
 from bottega.diffusion.model.model import Model
@@ -27,6 +28,7 @@ VERSION = 4
 
 # What images of an edit have beside: see Edit.
 _OF_EDITS = ("image_latent", "noise")
+_SAMPLER = "sampler."
 
 _HEADER = "bottega"
 _DIGEST = "digest"
@@ -40,28 +42,40 @@ class SavedJob:
     decisions: Decisions = field(default_factory=dict)
 
 
+class JobCopy:
+    """A job's state on its way to the host. Later steps do not change it: they make tensors of their own."""
+
+    def __init__(self, device: Device, job: SavedJob) -> None:
+        self._job = job
+        self._copies = [{name: device.to_host(tensor) for name, tensor in _tensors(state)} for state in job.images]
+
+    @property
+    def ready(self) -> bool:
+        """Whether all of it has arrived. Never waits."""
+        return all(copy.ready for copies in self._copies for copy in copies.values())
+
+    def take(self) -> SavedJob:
+        """The state, its tensors on the CPU; waits where it has not arrived."""
+        images = [_arrived(state, copies) for state, copies in zip(self._job.images, self._copies, strict=True)]
+        return dataclasses.replace(self._job, images=images)
+
+
 class CheckpointMismatch(ValueError):
     """The checkpoint is of another model, another job or another version, or it is damaged."""
 
 
 def write_checkpoint(model: Model, spec: ResolvedSpec, job: SavedJob) -> bytes:
-    """The state of a job as bytes."""
+    """The state of a job as bytes. Its tensors are on the CPU."""
     tensors: dict[str, Tensor] = {}
     images: list[dict[str, object]] = []
     for index, state in enumerate(job.images):
-        tensors[f"{index}.latent"] = state.latent
-        tensors[f"{index}.generator"] = state.generator
-        for name in _OF_EDITS:
-            tensor = getattr(state, name)
-            if tensor is not None:
-                tensors[f"{index}.{name}"] = tensor
-        tensors |= {f"{index}.sampler.{name}": tensor for name, tensor in state.sampler.tensors.items()}
+        tensors |= {f"{index}.{name}": tensor for name, tensor in _tensors(state)}
         images.append({"step": state.step, "sampler": state.sampler.numbers})
     # LoRAs are noted by what they are and their step, never by how they were added.
     loras = [{"name": lora.name, "digest": lora.digest, "scale": lora.scale} for lora in spec.loras]
     decisions = {kind: decision.hex() for kind, decision in job.decisions.items()}
     header = _identity(model, spec) | {"images": images, "loras": loras, "decisions": decisions}
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     header[_DIGEST] = _digest(header, whole)
     return safetensors.torch.save(whole, metadata={_HEADER: json.dumps(header)})
 
@@ -88,6 +102,30 @@ def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> SavedJob:
     if len(states) != spec.num_images:
         raise CheckpointMismatch(f"it has {len(states)} images, not {spec.num_images}")
     return SavedJob(images=states, decisions=decisions)
+
+
+def _tensors(state: RequestState) -> Iterator[tuple[str, Tensor]]:
+    """All that it has, by the name in a checkpoint."""
+    yield "latent", state.latent
+    yield "generator", state.generator
+    for name in _OF_EDITS:
+        if (tensor := getattr(state, name)) is not None:
+            yield name, tensor
+    for name, tensor in state.sampler.tensors.items():
+        yield f"{_SAMPLER}{name}", tensor
+
+
+def _arrived(state: RequestState, copies: Mapping[str, HostCopy]) -> RequestState:
+    """The state with these tensors."""
+    here = {name: copy.take() for name, copy in copies.items()}
+    kept = {name.removeprefix(_SAMPLER): here.pop(name) for name in list(here) if name.startswith(_SAMPLER)}
+    return RequestState(
+        step=state.step,
+        latent=here["latent"],
+        generator=here["generator"],
+        sampler=SamplerState(tensors=kept, numbers=state.sampler.numbers),
+        **{name: here.get(name) for name in _OF_EDITS},
+    )
 
 
 def _identity(model: Model, spec: ResolvedSpec) -> dict[str, Any]:
@@ -118,7 +156,7 @@ def _header(data: bytes) -> dict[str, Any]:
 
 
 def _state(index: int, image: dict[str, Any], tensors: dict[str, Tensor]) -> RequestState:
-    prefix = f"{index}.sampler."
+    prefix = f"{index}.{_SAMPLER}"
     kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     numbers = {str(name): int(value) for name, value in image["sampler"].items()}
     return RequestState(

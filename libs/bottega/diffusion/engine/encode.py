@@ -50,7 +50,7 @@ def encode_prompts(model: Model, spec: ResolvedSpec) -> Conditions:
     names = ("prompt", "prompt_2" if spec.prompt_2 else "prompt")
     prompt, pooled = _encode_pair(model, pair, names, truncations)
     time_ids = torch.tensor([spec.height, spec.width, 0, 0, spec.height, spec.width], dtype=prompt.dtype)
-    time_ids = time_ids.to(model.device)
+    time_ids = model.runtime.to_device(time_ids)
     conditional = Embeds(prompt=prompt, pooled=pooled, time_ids=time_ids)
     unconditional = None
     if spec.guided:
@@ -69,7 +69,7 @@ def encode_image(model: Model, pixels: Tensor) -> LatentDistribution:
     """Where the VAE puts a picture. pixels: uint8 [height, width, 3]."""
     # Diffusers' layout in memory too: another one is summed in another order.
     image = pixels[None].permute(0, 3, 1, 2).to(torch.float32) / 255.0
-    image = (2.0 * image - 1.0).to(model.device, model.dtype)
+    image = model.runtime.to_device(2.0 * image - 1.0, model.dtype)
     with _upcast_for_encoding(model):
         distribution = model.vae.encode(image.to(model.vae.dtype)).latent_dist
     return LatentDistribution(mean=distribution.mean, std=distribution.std)
@@ -82,7 +82,8 @@ def to_latent(model: Model, latent: Tensor) -> Tensor:
         scaled: Tensor = config.scaling_factor * latent
         return scaled
     mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1).to(latent) for values in (config.latents_mean, config.latents_std)
+        model.runtime.to_device(torch.tensor(values).view(1, -1, 1, 1), latent.dtype)
+        for values in (config.latents_mean, config.latents_std)
     )
     normalised: Tensor = (latent - mean) * config.scaling_factor / std
     return normalised
@@ -114,7 +115,7 @@ def _encode_pair(
         whole = tokenizer(text, padding="longest", return_tensors="pt").input_ids
         if whole.shape[-1] > length:
             truncations[field] = tokenizer.decode(whole[0, length - 1 : -1])
-        out = encoder(ids.to(model.device), output_hidden_states=True)
+        out = encoder(model.runtime.to_device(ids), output_hidden_states=True)
         if out[0].ndim == 2:
             pooled = out[0]
         states.append(out.hidden_states[-2])

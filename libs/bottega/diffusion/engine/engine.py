@@ -9,24 +9,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
 from types import MappingProxyType
 
 import torch
 
 from bottega import rules
+from bottega.diffusion.device.span import Span
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.masked.feature_maps import FullMaps
 from bottega.diffusion.editing.masked.support import unsupported
 from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.engine.addon import EngineAddOn, Parts, close_parts, open_parts
 from bottega.diffusion.engine.batcher import Batcher
-from bottega.diffusion.engine.checkpoint import write_checkpoint
+from bottega.diffusion.engine.decoding import Decoding, start_decoding
 from bottega.diffusion.engine.events import (
     Event,
     ImageDrawn,
-    JobAdvanced,
-    JobCheckpointed,
     JobFailed,
     JobFinished,
     JobKept,
@@ -34,13 +32,12 @@ from bottega.diffusion.engine.events import (
 from bottega.diffusion.engine.forward import Denoiser
 from bottega.diffusion.engine.job import EngineJob, EngineOrder, open_job
 from bottega.diffusion.engine.measured import MeasuredForward
-from bottega.diffusion.engine.preview import LatentPreview
 from bottega.diffusion.engine.readiness import ReadinessGate
+from bottega.diffusion.engine.reporting import Reporter
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.step import Stepper
 from bottega.diffusion.errors import not_finite, to_job_failure
 from bottega.diffusion.heartbeat import Heartbeat, call_after_blocks
-from bottega.diffusion.model.decode import decode_latent
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import OffloadTarget
 from bottega.diffusion.parallel.pair import Pair
@@ -118,7 +115,12 @@ class Engine:
         self._waiting: deque[_WaitingOrder] = deque()
         self._jobs: dict[Hashable, EngineJob] = {}
         self._jobs_by_request: dict[Request, EngineJob] = {}
-        self._preview = LatentPreview.fit(model)
+        self._reporter = Reporter(
+            model,
+            progress_interval_s=limits.progress_interval_s,
+            checkpoint_interval_s=limits.checkpoint_interval_s,
+        )
+        self._decoding: Decoding | None = None
 
         self.addons = tuple(addons)
         self.row_fractions = RowFractions()
@@ -135,6 +137,7 @@ class Engine:
             next((addon.residuals for addon in self.addons if addon.residuals is not None), None),
             fixed_rows=limits.fixed_rows,
             masked=_masked_backbone(model, limits, heartbeat),
+            device=model.runtime,
         )
         self._forward = MeasuredForward(denoiser, self.step_times, self.addons, self.row_fractions)
         if heartbeat is not None:
@@ -144,7 +147,9 @@ class Engine:
             self._pair = Pair(
                 self._forward.predict, peer, self.step_times, self.row_fractions, heartbeat or Heartbeat()
             )
-        self._stepper = Stepper(self._forward, self._batcher, self._jobs_by_request, self.addons, self._pair)
+        self._stepper = Stepper(
+            self._forward, self._batcher, self._jobs_by_request, self.addons, self._pair, device=model.runtime
+        )
         self._beat = (heartbeat or Heartbeat()).beat
         self.remote_jobs = RemoteJobs(
             self._forward.predict,
@@ -230,20 +235,23 @@ class Engine:
         defaults = self.model.defaults
         spec = ResolvedSpec(prompt="", num_inference_steps=2, width=defaults.width, height=defaults.height)
         for _ in range(2):  # the first time pays for what is made once
-            began_s = perf_counter()
+            began = self.model.runtime.record()
             job = open_job(self.model, EngineOrder(key="", spec=spec), {}, self._clock())
-            decode_latent(self.model, job.requests[0].latent)
-            self.fixed_s = perf_counter() - began_s
+            start_decoding(self.model, job, job.requests[0]).take()
+            self.fixed_s = Span(begin=began, end=self.model.runtime.record()).seconds
         self._forward.warm_up(job.requests[0].rows()[0], self._batcher.max_rows)
 
     def turn(self) -> Iterator[Event]:
         """One turn, and its events as they happen. Harmless when there is nothing to do."""
+        yield from self._say_arrived()
         yield from self._encode_next()
         yield from self._update_readiness()
         turns = self.turns
         yield from self._step()
         yield from self._decode_next()
-        if self.turns == turns:
+        if self.turns == turns and self._decoding is not None:
+            self._decoding.take()  # there is nothing else to do meanwhile
+        elif self.turns == turns:
             self._readiness.wait(
                 [*(each.addons for each in self._waiting), *(job.addons for job in self._jobs.values())]
             )
@@ -295,12 +303,15 @@ class Engine:
         try:
             for addon in self.addons:
                 addon.before_prompt(waiting.addons.get(addon))
-            began_s = perf_counter()
+            if self._decoding is not None and waiting.order.image is not None:
+                # A VAE that is encoding in another element type than it decodes in is moved to that one meanwhile.
+                self.model.runtime.wait_for(self._decoding.span.end)
+            began = self.model.runtime.record()
             job = open_job(self.model, waiting.order, waiting.addons, now_s)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
             yield self._refuse(waiting, error)
             return
-        job.seconds["encode"] = perf_counter() - began_s
+        job.encoding = Span(begin=began, end=self.model.runtime.record())
         self._jobs[job.key] = job
         self._jobs_by_request |= dict.fromkeys(job.runs, job)
 
@@ -325,39 +336,54 @@ class Engine:
         for job, error in outcome.failed.items():
             yield self._fail(job, error)
         for job in outcome.jobs:
-            yield from self._report(job)
+            self._reporter.note_step(job, self._clock())
+            yield from self._say(job)
 
-    def _report(self, job: EngineJob) -> Iterator[Event]:
-        """Progress and checkpoint, where they are due."""
-        now_s = self._clock()
-        ended = job.steps_done == job.steps_total
-        if ended or now_s - job.reported_s >= self._limits.progress_interval_s:
-            job.reported_s = now_s
-            shown = job.previewed()
-            preview = self._preview.draw(shown.estimate) if job.order.preview else None
-            yield JobAdvanced(key=job.key, steps_done=job.steps_done, preview_index=shown.index, preview=preview)
-        if not ended and job.checkpoint_due(now_s, self._limits.checkpoint_interval_s):
-            if not all(request.finite for request in job.requests):
-                yield self._fail(job, not_finite(job.order.spec.loras))
-                return
-            job.checkpoint_s, job.checkpoint_steps = now_s, job.steps_done
-            data = write_checkpoint(self.model, job.order.spec, job.state())
-            yield JobCheckpointed(key=job.key, steps_done=job.steps_done, data=data)
+    def _say_arrived(self) -> Iterator[Event]:
+        """What has come from the device since the last turn."""
+        self._stepper.note_times()
+        for job in self._reporter.jobs:
+            yield from self._say(job)
+
+    def _say(self, job: EngineJob, *, to_the_end: bool = False) -> Iterator[Event]:
+        """What there is to say of a job, see Reporter."""
+        try:
+            yield from self._reporter.say(job, to_the_end=to_the_end)
+        except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
+            yield self._fail(job, error)
 
     def _decode_next(self) -> Iterator[Event]:
-        """Decodes the oldest latent that is finished."""
+        """Hands out what has been decoded, and has the oldest latent that is finished decoded."""
+        yield from self._collect()
+        if self._decoding is not None:
+            return
         for job in self._jobs.values():
             request = job.undrawn()
             if request is not None:
-                yield from self._decode(job, request)
+                try:
+                    self._decoding = start_decoding(self.model, job, request)
+                except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
+                    yield self._fail(job, error)
+                yield from self._collect()
                 return
 
-    def _decode(self, job: EngineJob, request: Request) -> Iterator[Event]:
+    def _collect(self) -> Iterator[Event]:
+        """Hands out the image that has been decoded."""
+        if self._decoding is None or not self._decoding.ready:
+            return
+        decoding, self._decoding = self._decoding, None
+        self._stepper.note_times()
+        yield from self._say(decoding.job, to_the_end=True)
+        if decoding.job in self._jobs.values():
+            yield from self._hand_out(decoding)
+
+    def _hand_out(self, decoding: Decoding) -> Iterator[Event]:
+        job, request = decoding.job, decoding.request
         try:
-            if not request.finite:
+            pixels = decoding.take()
+            if pixels is None:
                 raise not_finite(job.order.spec.loras)
-            with job.stage("decode"):
-                pixels = decode_latent(self.model, request.latent)
+            job.seconds["decode"] += decoding.span.seconds
             for part in job.addons.values():
                 part.after_decode(request.index, pixels)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
@@ -370,9 +396,9 @@ class Engine:
                 yield JobKept(key=job.key, index=request.index, data=kept)
         if job.finished:
             self._forget(job)
-            beside_s = job.seconds["encode"] + job.seconds["decode"] / len(job.requests)
-            self.fixed_s += _FIXED_WEIGHT * (beside_s - self.fixed_s)
             record = job.record()
+            beside_s = record.seconds["encode"] + record.seconds["decode"] / len(job.requests)
+            self.fixed_s += _FIXED_WEIGHT * (beside_s - self.fixed_s)
             yield JobFinished(key=job.key, record=record)
             for part in job.addons.values():
                 part.finish(record)
@@ -383,6 +409,9 @@ class Engine:
 
     def _forget(self, job: EngineJob) -> None:
         del self._jobs[job.key]
+        self._reporter.forget(job)
+        if self._decoding is not None and self._decoding.job is job:
+            self._decoding = None
         close_parts(job.addons)
         if self._pair is not None and job.remote_job is not None:
             self._pair.forget(job.remote_job)

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from bottega.diffusion.device.device import Device
+from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.masked.packing import RowSpans
 from bottega.diffusion.editing.masked.rows import MaskedActivations
 from bottega.diffusion.engine.residuals import ResidualProvider
+from bottega.diffusion.engine.times import ForwardClock, ForwardTimes
 from bottega.diffusion.model.backbone import Activations, Backbone, Inputs
 from bottega.diffusion.rows import LoraSet, Row
 from bottega.errors import Unavailable
@@ -35,11 +36,10 @@ STRAGGLER_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prediction:
-    """What a forward made.
+    """What a forward made, or what the device will have made of it.
 
     noise: [channels, height, width] of every row that was not late. A row that is missing is to be asked for
-    again, with all rows of its owner. seconds: that the network took, without waiting for residuals.
-    waited_s: for residuals. encoder_s: what of `seconds` went by before the first of them was needed.
+    again, with all rows of its owner. times: see there; `seconds`, `waited_s` and `encoder_s` wait for them.
     blocks_reused: of rows with activations, how many transformer blocks took what is unmasked from the recording. A row
     with activations that has none of it was computed in full and recorded nowhere: this network, or a fixed number of
     rows, does not allow more. load_waits_s: of such rows, how long the forward waited for what was on its way from
@@ -47,11 +47,33 @@ class Prediction:
     """
 
     noise: dict[Row, Tensor]
-    seconds: float
-    waited_s: float = 0.0
-    encoder_s: float = 0.0
+    times: ForwardTimes
     blocks_reused: Mapping[Row, int] = field(default_factory=dict)
     load_waits_s: Mapping[Row, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """See ForwardTimes."""
+        return self.times.seconds
+
+    @property
+    def waited_s(self) -> float:
+        """See ForwardTimes."""
+        return self.times.waited_s
+
+    @property
+    def encoder_s(self) -> float:
+        """See ForwardTimes."""
+        return self.times.encoder_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Needed:
+    """Residuals that the next block needs. patience_s: with rows that have none; clock: of the forward."""
+
+    points: tuple[int, ...]
+    patience_s: float
+    clock: ForwardClock
 
 
 class RowWeights(Protocol):
@@ -75,6 +97,7 @@ class Denoiser:
     row_weights: makes their LoRAs count; None where none has some. residuals: where those of their ControlNets are.
     fixed_rows: every forward has so many rows, whatever comes, for results that are equal byte for byte; 0 is off.
     masked: runs the groups in which a row has activations; never with fixed_rows, under which masks would change bits.
+    device: of the rows; without it, what they lie on says.
     """
 
     def __init__(
@@ -85,14 +108,14 @@ class Denoiser:
         *,
         fixed_rows: int = 0,
         masked: MaskedBackbone | None = None,
+        device: Device | None = None,
     ) -> None:
         self._backbone = backbone
         self._masked = None if fixed_rows else masked
         self._row_weights = row_weights
         self._residuals = residuals
         self._fixed_rows = fixed_rows
-        self._waited_s = 0.0
-        self._encoder_s = 0.0
+        self._device = device
 
     @torch.inference_mode()
     def predict(self, rows: Sequence[Row]) -> Prediction:
@@ -102,29 +125,25 @@ class Denoiser:
         """
         group = self._padded(rows)
         masked = self._masked if any(row.activations for row in group) else None
-        inputs = stack(group)
-        self._waited_s = self._encoder_s = 0.0
+        inputs = stack(group, self._device)
         controlled = [row for row in group if row.controls]
-        began_s = perf_counter()
+        clock = ForwardClock(self._device_of(group))
         if controlled:
-            with self._waiting():  # in this process, ControlNets run now
+            with clock.waiting():  # in this process, ControlNets run now
                 self._provider().ask(controlled)
         backbone = self._backbone if masked is None else masked
         self._enter(group, backbone)
         try:
             activations = backbone.begin(inputs)
-            group, late, prediction = self._run(group, backbone, activations)
+            group, late, prediction = self._run(group, backbone, activations, clock)
         finally:
             if self._row_weights is not None:
                 self._row_weights.leave()
-        _finish(prediction)
         noise = {row: predicted for row, predicted in zip(group, prediction, strict=True) if row.owner not in late}
-        ended_s, load_waits_s = perf_counter(), _load_waits(rows)
+        load_waits_s = _load_waits(rows)
         return Prediction(
             noise={row: noise[row] for row in rows if row in noise},
-            seconds=ended_s - began_s - self._waited_s - sum(load_waits_s.values()),
-            waited_s=self._waited_s,
-            encoder_s=self._encoder_s,
+            times=clock.times(sum(load_waits_s.values())),
             blocks_reused=_reused(group, activations),
             load_waits_s=load_waits_s,
         )
@@ -141,20 +160,21 @@ class Denoiser:
         blank = replace(rows[-1], owner=None, controls=(), loras=None, activations=None)
         return [*_by_set(rows), *[blank] * (self._fixed_rows - len(rows))]
 
+    def _device_of(self, rows: Sequence[Row]) -> Device:
+        return self._device or open_device(rows[0].sample.device)
+
     def _run(
-        self, group: list[Row], backbone: Backbone, activations: Activations
+        self, group: list[Row], backbone: Backbone, activations: Activations, clock: ForwardClock
     ) -> tuple[list[Row], set[Hashable], Tensor]:
         """The blocks. Returns the rows that went through, which of their owners were late, and the prediction."""
         late: set[Hashable] = set()
         patience_s = 0.0
         controlled = any(row.controls for row in group)
-        began_s = perf_counter()
+        clock.blocks_begin()
         for block in backbone.blocks:
             if block.needs and controlled:
-                if not self._encoder_s:
-                    _finish(activations.hidden)
-                    self._encoder_s = perf_counter() - began_s
-                late |= self._late(group, late, block.needs, patience_s)
+                clock.residuals_needed()
+                late |= self._late(group, late, _Needed(points=block.needs, patience_s=patience_s, clock=clock))
                 patience_s = STRAGGLER_S
                 if all(row.owner in late for row in group if row.owner is not None):
                     return group, late, activations.hidden  # nobody is left to go on for
@@ -165,8 +185,8 @@ class Denoiser:
             block.run(activations)
         return group, late, backbone.finish(activations)
 
-    def _late(self, group: list[Row], gone: set[Hashable], points: tuple[int, ...], patience_s: float) -> set[Hashable]:
-        """The owners that have a late row after `patience_s`; longer only while that would be all of them.
+    def _late(self, group: list[Row], gone: set[Hashable], needed: _Needed) -> set[Hashable]:
+        """The owners that have a late row after some patience; longer only while that would be all of them.
 
         Those with a void row are not waited for. gone: owners that were late before.
         """
@@ -176,21 +196,21 @@ class Denoiser:
         while True:
             controlled = [row for row in group if row.controls and row.owner not in gone]
             void = {row.owner for row in controlled if provider.is_void(row)}
-            missing = [row for row in controlled if row.owner not in void and not provider.ready(row, points)]
+            missing = [row for row in controlled if row.owner not in void and not provider.ready(row, needed.points)]
             late = {row.owner for row in missing}
             waited_s = time.monotonic() - began_s
-            left_s = (RESIDUAL_TIMEOUT_S if late == owners - void else patience_s) - waited_s
+            left_s = (RESIDUAL_TIMEOUT_S if late == owners - void else needed.patience_s) - waited_s
             if not late or (left_s <= 0 and late != owners - void):
                 return late | void
             if left_s <= 0:
                 raise Unavailable(f"no ControlNet answered within {RESIDUAL_TIMEOUT_S:g} s")
-            with self._waiting():
-                provider.wait(missing, points, left_s)
+            with needed.clock.waiting():
+                provider.wait(missing, needed.points, left_s)
 
     def _leave(self, group: list[Row], late: set[Hashable], activations: Activations) -> list[Row]:
         """Takes the rows of these owners out of the forward; returns the others."""
         kept = [index for index, row in enumerate(group) if row.owner not in late]
-        activations.select(kept)
+        activations.select(kept, self._device_of(group).to_device(torch.tensor(kept)))
         return [group[index] for index in kept]
 
     def _enter(self, group: Sequence[Row], backbone: Backbone) -> None:
@@ -198,13 +218,6 @@ class Denoiser:
         if self._row_weights is not None:
             spans = backbone.spans if isinstance(backbone, MaskedBackbone) else None
             self._row_weights.enter([row.loras for row in group], spans)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Counts the time of the block to the waits."""
-        began_s = perf_counter()
-        yield
-        self._waited_s += perf_counter() - began_s
 
     def _add_residuals(
         self, group: list[Row], late: set[Hashable], points: tuple[int, ...], activations: Activations
@@ -247,18 +260,12 @@ def _load_waits(rows: Sequence[Row]) -> dict[Row, float]:
     return {row: each.waited_s for row, each in recorded if each is not None and each.waited_s}
 
 
-def _finish(tensor: Tensor) -> None:
-    """Waits until the device has computed it: else a time would be that of the launch."""
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)
-
-
-def stack(rows: Sequence[Row]) -> Inputs:
-    """The inputs of one forward, row by row."""
-    sample = torch.stack([row.sample for row in rows])
+def stack(rows: Sequence[Row], device: Device | None = None) -> Inputs:
+    """The inputs of one forward, row by row. device: of the rows; without it, what they lie on says."""
+    device = device or open_device(rows[0].sample.device)
     return Inputs(
-        sample=sample,
-        timestep=torch.stack([row.timestep.float() for row in rows]).to(sample.device),
+        sample=torch.stack([row.sample for row in rows]),
+        timestep=device.to_device(torch.stack([row.timestep.float() for row in rows])),
         prompt_embeds=torch.stack([row.embeds.prompt for row in rows]),
         pooled_embeds=torch.stack([row.embeds.pooled for row in rows]),
         time_ids=torch.stack([row.embeds.time_ids for row in rows]),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
 from torch import Tensor
 
+from bottega.diffusion.device.span import Span
 from bottega.diffusion.editing.edit import latent_mask
 from bottega.diffusion.engine.addon import Parts
 from bottega.diffusion.engine.checkpoint import SavedJob, read_checkpoint
@@ -65,8 +64,8 @@ class EngineJob:
 
     addons: its parts of the engine's add-ons. pinned: what earlier attempts decided; decided: what this one has decided
     and told. extra: requests that are denoised beside its images, to measure by; the images are handed out after them.
-    started: whether JobStarted was emitted. remote_job: what the other worker of a pair is told of it; None where
-    none of its rows may be offloaded.
+    encoding: of its first stage. started: whether JobStarted was emitted. remote_job: what the other worker of a pair
+    is told of it; None where none of its rows may be offloaded.
     """
 
     order: EngineOrder
@@ -77,6 +76,7 @@ class EngineJob:
     decided: Decisions = field(default_factory=dict)
     extra: Sequence[Request] = ()
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    encoding: Span | None = None
     remote_job: RemoteJob | None = None
     pair: PairRecord | None = None
     drawn: set[int] = field(default_factory=set)
@@ -184,7 +184,9 @@ class EngineJob:
         return next((request for request in self.requests if not request.done), self.requests[-1])
 
     def record(self) -> EngineRecord:
-        """What happened to it."""
+        """What happened to it; the device has done all of it."""
+        if self.encoding is not None:
+            self.seconds["encode"] = self.encoding.seconds
         record = EngineRecord(
             begin_step=self.requests[0].begin,
             truncations=self.truncations,
@@ -195,13 +197,6 @@ class EngineJob:
         for part in self.addons.values():
             record = part.report(record)
         return record
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Counts the time of the block to a stage."""
-        began_s = perf_counter()
-        yield
-        self.seconds[name] += perf_counter() - began_s
 
 
 def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float) -> EngineJob:

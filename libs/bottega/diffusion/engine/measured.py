@@ -1,18 +1,26 @@
-"""Forwards on this worker, and what they take: the step times by which groups are formed and pairs share rows."""
+"""Forwards on this worker, and what they take: the step times by which groups are formed and pairs share rows.
+
+On a GPU a forward is enqueued, and its time is known a turn later. So that the thread is never further ahead than that,
+the forward before the last has to be done before the next one is enqueued: the device has the last one meanwhile.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
 from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.forward import Denoiser, Prediction
 from bottega.diffusion.engine.request import Request
+from bottega.diffusion.engine.times import ForwardTimes
 from bottega.diffusion.rows import Row
 from bottega.planning import RowFractions, StepTimes
 
 # The warm-up measures wider turns until one takes so long: the rest is learnt from real ones.
 _WARM_UP_TURN_S = 1.0
+# Forwards that the device may not have finished when another one is enqueued.
+_AHEAD = 1
 # Of a guided request.
 _LEAST_WARM_UP_ROWS = 2
 
@@ -34,17 +42,26 @@ class MeasuredForward:
         self._fractions = fractions or RowFractions()
         self._denoiser = denoiser
         self._addons = addons
+        self._unread: deque[tuple[Sequence[Row], ForwardTimes]] = deque()
 
     def predict(self, rows: Sequence[Row]) -> Prediction:
-        """A forward of these rows, see Denoiser.predict."""
+        """A forward of these rows, see Denoiser.predict. Learns from those before it that the device has finished."""
+        self._learn(_AHEAD)
         prediction = self._denoiser.predict(rows)
-        if len(prediction.noise) < len(rows):
-            return prediction  # some of them ran only half of it
-        if any(row.activations is not None for row in rows):
-            self._learn_masked(rows, prediction.seconds)
-        else:
-            self._learn_plain(rows, prediction.seconds)
+        self._unread.append((rows if len(prediction.noise) == len(rows) else (), prediction.times))
+        self._learn(len(self._unread))
         return prediction
+
+    def _learn(self, ahead: int) -> None:
+        """From the forwards that are done; waits for them where more than so many are not."""
+        while self._unread and (len(self._unread) > ahead or self._unread[0][1].ready):
+            rows, times = self._unread.popleft()
+            if not rows:  # some of them ran only half of it
+                times.wait()
+            elif any(row.activations is not None for row in rows):
+                self._learn_masked(rows, times.seconds)
+            else:
+                self._learn_plain(rows, times.seconds)
 
     def cost(self, request: Request) -> float:
         """What each of a request's rows costs in the next turn, as a fraction of a plain one."""

@@ -44,9 +44,9 @@ class LatentPreview:
         return cls(torch.linalg.lstsq(torch.cat(latents), torch.cat(colours)).solution)
 
     def draw(self, latent: Tensor) -> Tensor:
-        """uint8 [height, width, 3] of a latent [1, channels, height, width]."""
+        """uint8 [height, width, 3] of a latent [1, channels, height, width] on the CPU."""
         height, width = latent.shape[2:]
-        colours = _columns(latent.detach().float().cpu()) @ self._weights
+        colours = _columns(latent.detach().float()) @ self._weights
         return (colours.clamp(0, 1) * 255).round().to(torch.uint8).reshape(height, width, 3)
 
 

@@ -6,12 +6,14 @@ The engine's loop adds and removes jobs, and reports what a step returns.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
 from torch import Tensor
 
+from bottega.diffusion.device.device import Device
+from bottega.diffusion.device.span import Span
 from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.batcher import Batcher
 from bottega.diffusion.engine.forward import Prediction
@@ -32,6 +34,21 @@ class StepOutcome:
     failed: Mapping[EngineJob, Exception] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Turn:
+    """One that was enqueued. sampler: guidance and samplers. whole: from the choice of its group."""
+
+    jobs: Sequence[EngineJob]
+    prediction: Prediction
+    sampler: Span
+    whole: Span
+
+    @property
+    def ready(self) -> bool:
+        """Whether its times are known."""
+        return self.whole.ready and self.prediction.times.ready
+
+
 class Stepper:
     """jobs: by request, as they come and go. pair: shares rows with another worker, where there is one.
 
@@ -45,18 +62,22 @@ class Stepper:
         jobs: Mapping[Request, EngineJob],
         addons: Sequence[EngineAddOn],
         pair: Pair | None,
+        *,
+        device: Device,
     ) -> None:
         self._forward = forward
         self._batcher = batcher
         self._jobs = jobs
         self._addons = addons
         self._pair = pair
+        self._device = device
+        self._unread: deque[_Turn] = deque()
         self.turns = 0
 
     def step(self) -> StepOutcome | None:
         """One denoising step of the next group; None where no request is ready for one."""
         self._prepare_weights()
-        began_s = perf_counter()
+        began = self._device.record()
         group = self._batcher.next_group()
         if not group:
             return None
@@ -67,13 +88,21 @@ class Stepper:
             prediction = self._predict(rows, jobs)
         except Exception as error:  # noqa: BLE001 - the boundary of a turn: the next one may go well
             return self._forward_failed(group, error)
-        predicted_s = perf_counter()
+        predicted = self._device.record()
         failed = self._advance(group, prediction.noise)
-        sampler_s = perf_counter() - predicted_s
+        sampler = Span(begin=predicted, end=self._device.record())
         self._ask_ahead([request for request in group if self._jobs[request] not in failed])
-        for job in jobs:
-            job.note_turn(prediction, sampler_s=sampler_s, turn_s=perf_counter() - began_s)
+        whole = Span(begin=began, end=self._device.record())
+        self._unread.append(_Turn(jobs=jobs, prediction=prediction, sampler=sampler, whole=whole))
+        self.note_times()
         return StepOutcome(jobs=[job for job in jobs if job not in failed], failed=failed)
+
+    def note_times(self) -> None:
+        """Tells jobs what their turns took, of those turns that the device has finished."""
+        while self._unread and self._unread[0].ready:
+            turn = self._unread.popleft()
+            for job in turn.jobs:
+                job.note_turn(turn.prediction, sampler_s=turn.sampler.seconds, turn_s=turn.whole.seconds)
 
     def _prepare_weights(self) -> None:
         """Between two turns add-ons may change weights, as the requests under way need them."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
@@ -54,9 +53,8 @@ class Activations:
     context: Tensor
     points: dict[int, Tensor] = field(default_factory=dict)
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keeps only these rows, in this order."""
-        index = torch.tensor(list(rows), device=self.hidden.device)
+    def select(self, rows: Sequence[int], index: Tensor) -> None:
+        """Keeps only these rows, in this order. index: the same, int64 on their device."""
         self.hidden = self.hidden.index_select(0, index)
         self.embedding = self.embedding.index_select(0, index)
         self.context = self.context.index_select(0, index)

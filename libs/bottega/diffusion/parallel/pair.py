@@ -13,6 +13,7 @@ from time import perf_counter
 from torch import Tensor
 
 from bottega.diffusion.engine.forward import Prediction
+from bottega.diffusion.engine.times import KnownTimes
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, OffloadTarget, RemoteJob
 from bottega.diffusion.rows import Row
@@ -98,6 +99,7 @@ class Pair:
             return self._here(rows)
         began_s = perf_counter()
         own = self._here([row for row in rows if row not in offloaded])
+        own.times.wait()  # nothing goes on before both are done, and how long the other may take follows from it
         waiting_s = perf_counter()
         returned = self._wait(_shape(rows[0]), len(offloaded), own.waited_s)
         if returned is not None:
@@ -109,9 +111,7 @@ class Pair:
         owners = frozenset(row.owner for row in offloaded)
         return PairPrediction(
             noise=_whole(rows, {**own.noise, **theirs}),
-            seconds=perf_counter() - began_s - waited_s,
-            waited_s=waited_s,
-            encoder_s=own.encoder_s,
+            times=KnownTimes(seconds=perf_counter() - began_s - waited_s, waited_s=waited_s, encoder_s=own.encoder_s),
             blocks_reused=own.blocks_reused,
             load_waits_s=own.load_waits_s,
             offloaded=owners if rest is None else frozenset(),

@@ -18,6 +18,7 @@ from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobStarted
 from bottega.diffusion.engine.forward import Denoiser, Prediction
 from bottega.diffusion.engine.job import STAGES, EngineOrder, open_job
 from bottega.diffusion.engine.measured import MeasuredForward
+from bottega.diffusion.engine.times import KnownTimes
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
@@ -229,7 +230,7 @@ class SlowDenoiser(Denoiser):
     """Two seconds for each row, as it says."""
 
     def predict(self, rows: Sequence[Row]) -> Prediction:
-        return Prediction(noise={row: row.sample for row in rows}, seconds=2.0 * len(rows))
+        return Prediction(noise={row: row.sample for row in rows}, times=KnownTimes(seconds=2.0 * len(rows)))
 
 
 def test_warming_up_a_slow_model_measures_one_row_and_two(model: Model) -> None:

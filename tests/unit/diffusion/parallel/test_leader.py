@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bottega.diffusion.engine.forward import Prediction
+from bottega.diffusion.engine.times import KnownTimes
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, RemoteJob
 from bottega.diffusion.parallel.pair import Offloadable, Pair, PairPrediction
@@ -29,7 +30,9 @@ class Network:
     def __call__(self, rows: Sequence[Row]) -> Prediction:
         self._times.observe((8, 8), len(rows), OWN_S * len(rows))
         reused = {row: 3 for row in rows if row.activations is not None}
-        return Prediction(noise={row: row.sample for row in rows}, seconds=OWN_S * len(rows), blocks_reused=reused)
+        return Prediction(
+            noise={row: row.sample for row in rows}, times=KnownTimes(seconds=OWN_S * len(rows)), blocks_reused=reused
+        )
 
 
 class ScriptedFollower:

@@ -36,9 +36,9 @@ class MaskedActivations(Activations):
     def __post_init__(self) -> None:
         self.reused = [0] * len(self.edits)
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keeps only these rows, in this order."""
-        Activations.select(self, rows)
+    def select(self, rows: Sequence[int], index: Tensor) -> None:
+        """Keeps only these rows, in this order. index: the same, int64 on their device."""
+        Activations.select(self, rows, index)
         self.edits = [self.edits[row] for row in rows]
         self.reused = [self.reused[row] for row in rows]
         self.prompts = [self.prompts[row] for row in rows] if self.prompts else []
