@@ -65,7 +65,7 @@ class CudaHostCopy:
 
 
 class CudaDevice:
-    """See Device. torch_device: with its index."""
+    """torch_device: with its index."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device

@@ -23,8 +23,8 @@ class Span:
     @property
     def seconds(self) -> float:
         """Its length; waits until it is over."""
-        self.begin.wait()
         self.end.wait()
+        self.begin.wait()
         return self.end.seconds_since(self.begin)
 
 

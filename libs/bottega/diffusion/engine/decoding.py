@@ -39,6 +39,11 @@ class Decoding:
         """Whether it is over. Never waits."""
         return self.finite.ready and self.span.ready and (self.pixels is None or self.pixels.ready)
 
+    def wait(self) -> None:
+        """Until it is over."""
+        self.span.end.wait()
+        self.take()
+
     def take(self) -> Tensor | None:
         """uint8 [height, width, 3] on the CPU; None where the latent is not finite. Waits where it is not over."""
         if self.pixels is None or not bool(self.finite.take()):

@@ -250,7 +250,7 @@ class Engine:
         yield from self._step()
         yield from self._decode_next()
         if self.turns == turns and self._decoding is not None:
-            self._decoding.take()  # there is nothing else to do meanwhile
+            self._decoding.wait()  # there is nothing else to do meanwhile
         elif self.turns == turns:
             self._readiness.wait(
                 [*(each.addons for each in self._waiting), *(job.addons for job in self._jobs.values())]

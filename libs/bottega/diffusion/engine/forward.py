@@ -53,17 +53,14 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """See ForwardTimes."""
         return self.times.seconds
 
     @property
     def waited_s(self) -> float:
-        """See ForwardTimes."""
         return self.times.waited_s
 
     @property
     def encoder_s(self) -> float:
-        """See ForwardTimes."""
         return self.times.encoder_s
 
 

@@ -21,7 +21,7 @@ from bottega.diffusion.model.model import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Progress:
+class _Advance:
     """How far a job was. preview: the latent of image `preview_index`, where one is shown."""
 
     steps_done: int
@@ -56,7 +56,7 @@ class Reporter:
         self._progress_interval_s = progress_interval_s
         self._checkpoint_interval_s = checkpoint_interval_s
         self._preview = LatentPreview.fit(model)
-        self._reports: dict[EngineJob, deque[_Progress | _Snapshot]] = {}
+        self._reports: dict[EngineJob, deque[_Advance | _Snapshot]] = {}
 
     @property
     def jobs(self) -> Sequence[EngineJob]:
@@ -70,7 +70,7 @@ class Reporter:
             job.reported_s = now_s
             shown = job.previewed()
             preview = self._model.runtime.to_host(shown.estimate) if job.order.preview else None
-            self._add(job, _Progress(steps_done=job.steps_done, preview_index=shown.index, preview=preview))
+            self._add(job, _Advance(steps_done=job.steps_done, preview_index=shown.index, preview=preview))
         if not ended and job.checkpoint_due(now_s, self._checkpoint_interval_s):
             job.checkpoint_s, job.checkpoint_steps = now_s, job.steps_done
             copy = JobCopy(self._model.runtime, job.state())
@@ -85,17 +85,17 @@ class Reporter:
             if not (to_the_end or reports[0].ready):
                 return
             report = reports.popleft()
-            yield self._advanced(job, report) if isinstance(report, _Progress) else self._checkpoint(job, report)
+            yield self._advanced(job, report) if isinstance(report, _Advance) else self._checkpoint(job, report)
         self.forget(job)
 
     def forget(self, job: EngineJob) -> None:
         """Nothing more is said of it. Harmless where nothing was to be."""
         self._reports.pop(job, None)
 
-    def _add(self, job: EngineJob, report: _Progress | _Snapshot) -> None:
+    def _add(self, job: EngineJob, report: _Advance | _Snapshot) -> None:
         self._reports.setdefault(job, deque()).append(report)
 
-    def _advanced(self, job: EngineJob, said: _Progress) -> JobAdvanced:
+    def _advanced(self, job: EngineJob, said: _Advance) -> JobAdvanced:
         preview = None if said.preview is None else self._preview.draw(said.preview.take())
         return JobAdvanced(key=job.key, steps_done=said.steps_done, preview_index=said.preview_index, preview=preview)
 

@@ -35,7 +35,7 @@ class StepOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Turn:
+class _EnqueuedTurn:
     """One that was enqueued. sampler: guidance and samplers. whole: from the choice of its group."""
 
     jobs: Sequence[EngineJob]
@@ -71,7 +71,7 @@ class Stepper:
         self._addons = addons
         self._pair = pair
         self._device = device
-        self._unread: deque[_Turn] = deque()
+        self._unread: deque[_EnqueuedTurn] = deque()
         self.turns = 0
 
     def step(self) -> StepOutcome | None:
@@ -93,7 +93,7 @@ class Stepper:
         sampler = Span(begin=predicted, end=self._device.record())
         self._ask_ahead([request for request in group if self._jobs[request] not in failed])
         whole = Span(begin=began, end=self._device.record())
-        self._unread.append(_Turn(jobs=jobs, prediction=prediction, sampler=sampler, whole=whole))
+        self._unread.append(_EnqueuedTurn(jobs=jobs, prediction=prediction, sampler=sampler, whole=whole))
         self.note_times()
         return StepOutcome(jobs=[job for job in jobs if job not in failed], failed=failed)
 
