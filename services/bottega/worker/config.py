@@ -23,6 +23,9 @@ class EngineConfig:
     folder's own name. device: auto, cpu, cuda or cuda:N. threads: 0 leaves the number to torch.
     exclusive_cores: whether nothing else computes on the cores that this engine may use; its threads wait for each
     other awake then: a quarter faster on a CPU, and slower where it is not so.
+    accelerations: ways to compute the same faster that the engine tries at its start, and keeps where they are faster
+    there and draw the same: auto is all of them on a GPU and none on a CPU; off is none; else a list of their names.
+    self_check_s: after which it tries no more.
     max_rows: of one group; a guided request has two. fixed_rows: runs groups of always so many rows, for images
     that are equal byte for byte whatever runs beside them; on a CPU a multiple of twice the threads; 0 is off.
     max_wait_turns: that a request may be passed over; one that would make others wait longer waits to begin.
@@ -61,6 +64,8 @@ class EngineConfig:
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     threads: NotNegative = 0
     exclusive_cores: bool = False
+    accelerations: Literal["auto", "off"] | tuple[str, ...] = "auto"
+    self_check_s: Seconds = 120.0
     max_rows: AtLeastOne = 16
     fixed_rows: NotNegative = 0
     max_wait_turns: AtLeastOne = 8

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
+from pathlib import Path
 from typing import ClassVar, Protocol
 
 from bottega import process
@@ -60,7 +62,10 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
     def __init__(
         self, config: EngineConfig, *, start_s: float, hang_s: float, stall_s: float, module: str = ENGINE_MODULE
     ) -> None:
-        arguments = ("--config-json", json.dumps(dataclasses.asdict(config)))
+        # Outlives the engine processes, and ends with this one.
+        self._trials = tempfile.TemporaryDirectory(prefix="bottega-trials-")
+        trials = str(Path(self._trials.name) / "trials.json")
+        arguments = ("--config-json", json.dumps(dataclasses.asdict(config)), "--trials", trials)
         self._calls: PendingCalls[LinkResult] = PendingCalls()
         self._template_calls: PendingCalls[EngineTemplates] = PendingCalls()
         self._profile_calls: PendingCalls[EngineProfile] = PendingCalls()

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from bottega.rpc.operation.link_metrics import link_metrics
 from bottega.v1.engine_pb2 import EngineBeat
+from bottega.v1.fleet_pb2 import Acceleration
 from bottega.v1.generation_pb2 import LoraUse
 
 _CODEC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -94,6 +95,13 @@ class WorkerMetrics:
             )
         )
         self._engine = _Engine(registry)
+        self._accelerations = {
+            what: Gauge(f"bottega_worker_acceleration_{what}", text, ("acceleration",), registry=registry)
+            for what, text in (
+                ("kept", "Whether the worker computes by it: 1, or 0 where its self-check left it off."),
+                ("speedup", "Plain time over its own in the self-check; 0 where it was not timed."),
+            )
+        }
         self._restarts = Counter("bottega_worker_engine_restarts", "Engines that were lost.", registry=registry)
 
     def attempt_began(self) -> None:
@@ -128,6 +136,14 @@ class WorkerMetrics:
     def set_beat(self, beat: EngineBeat) -> None:
         """The engine's newest word."""
         self._engine.beat = beat
+
+    def set_accelerations(self, accelerations: Sequence[Acceleration]) -> None:
+        """What the self-check of the newest engine found."""
+        for gauge in self._accelerations.values():
+            gauge.clear()
+        for each in accelerations:
+            self._accelerations["kept"].labels(each.name).set(each.kept)
+            self._accelerations["speedup"].labels(each.name).set(each.speedup)
 
     def on_engine_lost(self) -> None:
         """The engine died, hung or did not start."""

@@ -98,6 +98,7 @@ class Worker:
         self._runners: dict[AttemptKey, AttemptRunner] = {}
         self._membership: FleetMembership | None = None
         self._beat = engine_pb2.EngineBeat()
+        self._accelerations: Sequence[fleet_pb2.Acceleration] = ()
         self._model: image_pb2.Model | None = None
         self._model_name: str | None = None  # kept while an engine is lost: the next one has the same
         self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -204,6 +205,7 @@ class Worker:
             switch_times=self._beat.switch_times,
             mask_tokens=self._beat.mask_tokens if self._beat.HasField("mask_tokens") else None,
             masked_times=self._beat.masked_times,
+            accelerations=self._accelerations,
         )
 
     async def drain(self) -> None:
@@ -231,6 +233,8 @@ class Worker:
         _log.info("engine ready", extra={"model": ready.model.name, "device": ready.device, "pid": self._engine.pid})
         self._backlog, self._services = -1, []
         self._model, self._model_name = ready.model, ready.model.name
+        self._accelerations = ready.accelerations
+        self._metrics.set_accelerations(ready.accelerations)
         if self._config.gateway:
             self._membership = self._join(ready)
             self._membership.start()

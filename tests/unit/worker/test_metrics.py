@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from bottega.v1.engine_pb2 import EngineBeat, EngineCount
-from bottega.v1.fleet_pb2 import StepTime
+from bottega.v1.fleet_pb2 import Acceleration, StepTime
 from bottega.v1.generation_pb2 import LoraUse
 from bottega.worker.metrics import WorkerMetrics
 
@@ -43,3 +43,17 @@ def test_what_add_ons_count_is_a_metric_by_kind_and_event() -> None:
     WorkerMetrics(registry).set_beat(EngineBeat(counts=[EngineCount(kind="cache", event="late_hits", count=3)]))
     labels = {"kind": "cache", "event": "late_hits"}
     assert registry.get_sample_value("bottega_worker_addon_events_total", labels) == 3
+
+
+def test_what_a_new_engine_does_not_try_leaves_no_series() -> None:
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry)
+    old = [Acceleration(name="old", kept=True, speedup=1.5), Acceleration(name="graphs", kept=True, speedup=2.0)]
+    metrics.set_accelerations(old)
+    metrics.set_accelerations([Acceleration(name="graphs", speedup=0.5, reason="it is slower")])
+
+    def read(name: str) -> list[float | None]:
+        of = {"acceleration": name}
+        return [registry.get_sample_value(f"bottega_worker_acceleration_{what}", of) for what in ("kept", "speedup")]
+
+    assert (read("old"), read("graphs")) == ([None, None], [0.0, 0.5])

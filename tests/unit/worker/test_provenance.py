@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from bottega.diffusion.acceleration.acceleration import AccelerationResult
 from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import CachedStart, EngineRecord, JobFinished
 from bottega.diffusion.model.model import Model
 from bottega.v1.generation_pb2 import CacheUse
-from bottega.worker.engine.messages import event_of
+from bottega.worker.engine.messages import event_of, ready_of
 from tests.samples.small_model import small_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import load
@@ -35,3 +38,19 @@ def test_each_picture_that_started_from_a_latent_is_named_with_its_pin(model: Mo
         for image in (0, 2)
     ]
     assert not provenance.HasField("cache")
+
+
+def test_accelerations_that_were_kept_are_named_and_all_are_told_of_at_the_start(model: Model) -> None:
+    engine = make_engine(model, EngineLimits())
+    engine.accelerations = [
+        AccelerationResult(name="kept", kept=True, speedup=1.5, difference=0.001, tolerance=0.02),
+        AccelerationResult(name="wrong", kept=False, difference=math.inf, tolerance=0.02, reason="it differs by inf"),
+    ]
+    record = EngineRecord(begin_step=0, truncations={}, seconds={}, mean_group_requests=1.0)
+    event = event_of(JobFinished(key=("job", 1), record=record), engine)
+    assert list(event.done.provenance.accelerations) == ["kept"]
+    told = ready_of(engine).ready.accelerations
+    assert [(each.name, each.kept, each.speedup, each.difference, each.reason) for each in told] == [
+        ("kept", True, 1.5, 0.001, ""),
+        ("wrong", False, 0.0, 0.0, "it differs by inf"),
+    ]

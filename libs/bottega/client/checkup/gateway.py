@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import grpc
 import psutil
@@ -67,10 +67,25 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
         yield ok(f"{len(workers)} joined, for {', '.join(models)}")
     else:
         yield fail("no worker has joined", "A worker takes seconds to load its model; bottega logs worker-0 says more.")
+    yield from _check_accelerations(workers)
     yield from _check_services(fleet)
     versions = sorted({member.registration.version for member in fleet.members} - {""})
     if len(versions) > 1:
         yield warn(f"the fleet runs versions {', '.join(versions)}", "Bring every service to one version.")
+
+
+def _check_accelerations(workers: Iterable[fleet_pb2.Member]) -> Iterator[CheckResult]:
+    """What each worker's self-check has kept; of one that tries none, nothing."""
+    for worker in workers:
+        tried = worker.load.accelerations
+        if not tried:
+            continue
+        kept = [f"{each.name} ({each.speedup:.2f} x)" for each in tried if each.kept]
+        name = f"{worker.registration.name} on {worker.registration.device}"
+        if kept:
+            yield ok(f"{name} computes by {', '.join(kept)}; {len(tried) - len(kept)} more are off")
+        else:
+            yield warn(f"{name} has kept none of {len(tried)} accelerations", "bottega fleet -v says why.")
 
 
 def _check_services(fleet: fleet_pb2.ListMembersResponse) -> Iterator[CheckResult]:

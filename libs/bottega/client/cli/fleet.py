@@ -24,12 +24,18 @@ _MOST_NAMES = 6
 @address_option
 @fleet_option
 @click.option("--once", is_flag=True, help="Print the table once instead of keeping it up to date.")
-def command(address: str, once: bool) -> None:
+@click.option("-v", "--verbose", is_flag=True, help="Print once, and what workers' self-checks found at their start.")
+def command(address: str, once: bool, verbose: bool) -> None:
     """Show the services and their load, live."""
     from rich.live import Live
 
     console = new_console(stderr=True)
     with connect(address) as client:
+        if verbose:
+            fleet = client.fleet()
+            print_table(fleet_table(fleet))
+            print_table(accelerations_table(fleet))
+            return
         if once or not console.is_terminal:
             print_table(fleet_table(client.fleet()))
             return
@@ -48,6 +54,19 @@ def fleet_table(fleet: ListMembersResponse) -> PlainTable:
     for member in fleet.members:
         table.add_row(*_row(member))
     table.add_caption(f"{fleet.queued} waiting in the queue")
+    return table
+
+
+def accelerations_table(fleet: ListMembersResponse) -> PlainTable:
+    """One row for each way to compute faster that a worker has tried, or left untried, and why."""
+    table = PlainTable("worker", "acceleration", "used", ">times as fast", ">differs by", "why not")
+    for member in fleet.members:
+        for each in member.load.accelerations:
+            timed = f"{each.speedup:.2f}" if each.speedup else ""
+            differs = f"{each.difference:.1e}" if each.speedup else ""
+            used = "yes" if each.kept else "no"
+            table.add_row(member.registration.name, each.name, used, timed, differs, each.reason)
+    table.add_caption("a worker tries them at its start, by engine.accelerations")
     return table
 
 

@@ -14,6 +14,10 @@ from types import MappingProxyType
 import torch
 
 from bottega import rules
+from bottega.diffusion.acceleration.acceleration import Acceleration, AccelerationResult
+from bottega.diffusion.acceleration.probes import engine_probes
+from bottega.diffusion.acceleration.self_check import SelfCheck, SelfCheckSettings
+from bottega.diffusion.acceleration.trial_log import TrialLog
 from bottega.diffusion.device.span import Span
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.masked.feature_maps import FullMaps
@@ -109,6 +113,7 @@ class Engine:
         check_fixed_rows(limits.fixed_rows, model.device)
         self.model = model
         self.fixed_s = 0.0
+        self.accelerations: Sequence[AccelerationResult] = ()
         self.step_times = StepTimes()
         self._limits = limits
         self._clock = clock
@@ -139,6 +144,7 @@ class Engine:
             masked=_masked_backbone(model, limits, heartbeat),
             device=model.runtime,
         )
+        self._denoiser = denoiser
         self._forward = MeasuredForward(denoiser, self.step_times, self.addons, self.row_fractions)
         if heartbeat is not None:
             call_after_blocks((model.backbone.unet, model.vae, *model.text_encoders), heartbeat.beat)
@@ -229,14 +235,33 @@ class Engine:
         """Of every job that denoises, the share of the tokens of its rows that its next turn computes."""
         return {job.key: job.computed_share for job in self._jobs.values()}
 
+    def check_accelerations(
+        self, candidates: Sequence[Acceleration], *, deadline_s: float, trials: TrialLog | None = None
+    ) -> None:
+        """Keeps of these what is faster here and draws the same. Before `warm_up`, which measures what is kept.
+
+        Raises InternalError, see SelfCheck.
+        """
+        if not candidates:
+            return
+        request = self._sample_job().requests[0]
+        probes = engine_probes(self.model, self._denoiser.predict, request.rows(), request.latent)
+        settings = SelfCheckSettings(synchronize=self.model.runtime.synchronize, beat=self._beat, deadline_s=deadline_s)
+        self.accelerations = SelfCheck(self.model, probes, settings, trials).run(candidates)
+
+    @torch.inference_mode()
+    def _sample_job(self) -> EngineJob:
+        """Of the model's own size."""
+        defaults = self.model.defaults
+        spec = ResolvedSpec(prompt="", num_inference_steps=2, width=defaults.width, height=defaults.height)
+        return open_job(self.model, EngineOrder(key="", spec=spec), {}, self._clock())
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Runs every stage and measures it."""
-        defaults = self.model.defaults
-        spec = ResolvedSpec(prompt="", num_inference_steps=2, width=defaults.width, height=defaults.height)
         for _ in range(2):  # the first time pays for what is made once
             began = self.model.runtime.record()
-            job = open_job(self.model, EngineOrder(key="", spec=spec), {}, self._clock())
+            job = self._sample_job()
             start_decoding(self.model, job, job.requests[0]).take()
             self.fixed_s = Span(begin=began, end=self.model.runtime.record()).seconds
         self._forward.warm_up(job.requests[0].rows()[0], self._batcher.max_rows)

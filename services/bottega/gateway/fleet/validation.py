@@ -36,6 +36,10 @@ _MAX_ENTRIES = 4096
 # Sizes of latents, and widths of groups, of which a worker says what masked rows take.
 _MAX_MASKED_TIMES = 32
 _MAX_MASK_TOKENS = 64
+# Of a worker's self-check.
+_MAX_ACCELERATIONS = 64
+_MAX_REASON = 512
+_ACCELERATION = re.compile(r"[a-z0-9_.-]{1,64}")
 # A name or an address of a host; no path, no scheme.
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 
@@ -81,6 +85,7 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
         if getattr(load, name) < 0:
             yield Violation(field=f"load.{name}", description="must not be negative")
     yield from _masked(load)
+    yield from _accelerations(load)
     yield from _hosted(load)
 
 
@@ -90,6 +95,18 @@ def _masked(load: fleet_pb2.Load) -> Iterator[Violation]:
     tokens = load.mask_tokens
     if not all(0 <= number <= _MAX_MASK_TOKENS for number in (tokens.token_elements, tokens.margin_tokens)):
         yield Violation(field="load.mask_tokens", description=f"must be 0 to {_MAX_MASK_TOKENS}")
+
+
+def _accelerations(load: fleet_pb2.Load) -> Iterator[Violation]:
+    names = [each.name for each in load.accelerations]
+    if len(names) > _MAX_ACCELERATIONS or len(set(names)) < len(names) or not all(map(_ACCELERATION.fullmatch, names)):
+        rule = f"at most {_MAX_ACCELERATIONS}, each name once, of 1 to 64 characters of [a-z0-9_.-]"
+        yield Violation(field="load.accelerations", description=rule)
+    numbers = [number for each in load.accelerations for number in (each.speedup, each.difference, each.tolerance)]
+    if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        yield Violation(field="load.accelerations", description="numbers must be finite and not negative")
+    if any(len(each.reason) > _MAX_REASON for each in load.accelerations):
+        yield Violation(field="load.accelerations", description=f"a reason has at most {_MAX_REASON} characters")
 
 
 def _hosted(load: fleet_pb2.Load) -> Iterator[Violation]:

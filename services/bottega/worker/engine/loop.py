@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from bottega.diffusion.errors import to_job_failure
 from bottega.errors import BottegaError, Unavailable
@@ -35,11 +36,14 @@ _IDLE_BEAT_S = 0.5
 _LOOK_S = 0.05
 
 
-def run(channel: FramedPipe, config: EngineConfig) -> int:
-    """Starts, says so, and serves until the front is gone. Returns 1 with a log line when it cannot start."""
+def run(channel: FramedPipe, config: EngineConfig, *, trials: Path | None = None) -> int:
+    """Starts, says so, and serves until the front is gone. Returns 1 with a log line when it cannot start.
+
+    trials: see TrialLog.
+    """
     link_requests = LinkRequests(lambda request: channel.send(EngineEvent(link_request=request).SerializeToString()))
     try:
-        runtime = load_runtime(config, link_requests)
+        runtime = load_runtime(config, link_requests, trials=trials)
     except (BottegaError, OSError, ValueError) as error:
         _log.error("the engine cannot start", extra={"model": config.model, "why": str(error)})
         return 1

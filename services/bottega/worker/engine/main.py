@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from pathlib import Path
 
 from bottega.diffusion.lean_imports import lean_imports
 from bottega.process import FramedPipe
@@ -23,13 +24,15 @@ def main() -> int:
     )
     parser.add_argument("--fd", type=int, required=True, help="the pipe to the front")
     parser.add_argument("--config-json", type=json.loads, required=True, help="EngineConfig as JSON")
+    parser.add_argument("--trials", type=Path, help="where it notes which acceleration it is trying")
     arguments = parser.parse_args()
     logs.configure("engine", "info")
     keep_freed_memory()
     trim_at_rest()
     with lean_imports():
         from bottega.worker.engine.loop import run
-    return run(FramedPipe.from_fd(arguments.fd), EngineConfig(**arguments.config_json))
+    config = EngineConfig(**arguments.config_json)
+    return run(FramedPipe.from_fd(arguments.fd), config, trials=arguments.trials)
 
 
 if __name__ == "__main__":

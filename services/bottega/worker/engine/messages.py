@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from torch import Tensor
@@ -99,7 +100,19 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
         vae_scale_factor=model.latent_scale,
         base=base_layout(model.backbone.unet.config, model.latent_scale).base,
     )
-    return engine_pb2.EngineEvent(ready=engine_pb2.EngineReady(model=said, device=str(model.device)))
+    found = [
+        fleet_pb2.Acceleration(
+            name=each.name,
+            kept=each.kept,
+            speedup=each.speedup,
+            difference=each.difference if math.isfinite(each.difference) else 0.0,
+            tolerance=each.tolerance,
+            reason=each.reason,
+        )
+        for each in engine.accelerations
+    ]
+    ready = engine_pb2.EngineReady(model=said, device=str(model.device), accelerations=found)
+    return engine_pb2.EngineEvent(ready=ready)
 
 
 def templates_of(engine: Engine, question: engine_pb2.EngineTemplatesRequest) -> engine_pb2.EngineEvent:
@@ -207,6 +220,7 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
         blocks_reused=record.edit.blocks_reused if record.edit is not None else 0,
         blocks_total=record.edit.blocks_total if record.edit is not None else 0,
         mask=None if record.edit is None else _mask_use(record.edit),
+        accelerations=[each.name for each in engine.accelerations if each.kept],
     )
 
 

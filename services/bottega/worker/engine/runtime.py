@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from bottega.diffusion.acceleration.registry import candidates
+from bottega.diffusion.acceleration.trial_log import TrialLog
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import DTYPES, Model, load_model, pick_device
@@ -41,8 +43,8 @@ class Runtime:
         return Follower(endpoints, remote_jobs=self.engine.remote_jobs, counters=self.counters, post=post)
 
 
-def load_runtime(config: EngineConfig, link_requests: LinkRequests) -> Runtime:
-    """Loads the model and warms it up.
+def load_runtime(config: EngineConfig, link_requests: LinkRequests, *, trials: Path | None = None) -> Runtime:
+    """Loads the model, checks accelerations, and warms it up. trials: see TrialLog.
 
     Raises OSError, ValueError or BottegaError with the reason when model, device or an add-on cannot be used.
     """
@@ -54,6 +56,9 @@ def load_runtime(config: EngineConfig, link_requests: LinkRequests) -> Runtime:
     )
     peer = _leader(config, model, link_requests, counters) if config.peer else None
     engine = Engine(model, _limits(config), addons=tuple(load_addons(context)), peer=peer, heartbeat=heartbeat)
+    engine.check_accelerations(
+        candidates(config.accelerations, model), deadline_s=config.self_check_s, trials=TrialLog(trials)
+    )
     engine.warm_up()
     return Runtime(config=config, engine=engine, counters=counters, heartbeat=heartbeat, peer=peer)
 

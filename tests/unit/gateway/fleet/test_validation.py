@@ -5,6 +5,7 @@ The corpus has every field at its limit and one past (tests/fuzz/joining.py and 
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from bottega import kinds
 from bottega.gateway.fleet.members import hosted_by_kind
 from bottega.gateway.fleet.validation import MAX_USED_KINDS, check_load, check_registration
-from bottega.v1.fleet_pb2 import Load, MaskedTimes, MaskTokens, PlannedTime, Registration, SwitchTime
+from bottega.v1.fleet_pb2 import Acceleration, Load, MaskedTimes, MaskTokens, PlannedTime, Registration, SwitchTime
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
 from tests.samples.hosted_loras import applied, at_hand
 
@@ -58,6 +59,17 @@ def test_what_is_said_of_masked_rows_is_bounded() -> None:
         assert _of_load(mask_tokens=MaskTokens(token_elements=good, margin_tokens=good)) == []
         assert _of_load(mask_tokens=MaskTokens(token_elements=bad)) == ["load.mask_tokens"]
         assert _of_load(mask_tokens=MaskTokens(margin_tokens=bad)) == ["load.mask_tokens"]
+
+
+def test_what_a_self_check_found_is_bounded() -> None:
+    found = [Acceleration(name=f"kernels.{number}", speedup=1.5, reason="x" * 512) for number in range(64)]
+    assert _of_load(accelerations=found) == []
+    others = [Acceleration(name="one"), Acceleration(name="one")]
+    for bad in ([*found, Acceleration(name="more")], others, [Acceleration()], [Acceleration(name="A b")]):
+        assert _of_load(accelerations=bad) == ["load.accelerations"]
+    for number in (math.inf, math.nan, -1.0):
+        assert _of_load(accelerations=[Acceleration(name="one", difference=number)]) == ["load.accelerations"]
+    assert _of_load(accelerations=[Acceleration(name="one", reason="x" * 513)]) == ["load.accelerations"]
 
 
 def test_what_is_hosted_is_bounded_kind_by_kind() -> None:

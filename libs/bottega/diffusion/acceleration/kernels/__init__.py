@@ -1,6 +1,5 @@
 """The accelerations by `bottega.kernels`, which only this package imports, and only when one of them is enabled.
 
-forwards       modules that compute in another way for a while
 availability   whether kernels can run for a model at all
 group_norm     GroupNorm and SiLU, of the network and of the VAE's decoder
 geglu          the network's feed-forward layers

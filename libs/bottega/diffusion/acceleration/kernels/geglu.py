@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from diffusers.models.activations import GEGLU
 from torch import Tensor
 
+from bottega.diffusion.acceleration.forwards import Forwards
 from bottega.diffusion.acceleration.kernels.availability import unavailable
-from bottega.diffusion.acceleration.kernels.forwards import Forwards
 from bottega.diffusion.model.model import Model
 
 

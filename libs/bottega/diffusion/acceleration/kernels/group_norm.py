@@ -13,8 +13,8 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 
+from bottega.diffusion.acceleration.forwards import Forwards
 from bottega.diffusion.acceleration.kernels.availability import unavailable
-from bottega.diffusion.acceleration.kernels.forwards import Forwards
 from bottega.diffusion.model.model import Model
 
 _Norm = Callable[..., Tensor]

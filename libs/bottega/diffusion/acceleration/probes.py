@@ -1,0 +1,88 @@
+"""What accelerations are timed by, at the model's own sizes, each by what the model computes by when it is run.
+
+forward   a step of a guided request's two rows
+decode    one latent to pixels
+patch     a LoRA into layers of the network, and out again
+step      guidance and the Euler sampler's step of one image
+masked    tokens packed and merged, and tiles cut and pasted, for a mask of a fifth of the picture
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bottega.diffusion.acceleration.acceleration import Probe
+from bottega.diffusion.acceleration.kernels.probes import masked_probe, step_probe
+from bottega.diffusion.engine.forward import Prediction
+from bottega.diffusion.loras.lora import UNET
+from bottega.diffusion.loras.patching import Patcher
+from bottega.diffusion.model.decode import decode_pixels
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.rows import Factors, LoraSet, Row
+
+_RANK = 32
+# Of the weights that the probe's LoRA touches, which are copied meanwhile, and of how many layers results are compared.
+_PATCHED_BYTES = 256 << 20
+_COMPARED_LAYERS = 4
+
+
+def engine_probes(
+    model: Model, predict: Callable[[Sequence[Row]], Prediction], rows: Sequence[Row], latent: Tensor
+) -> Mapping[str, Probe]:
+    """By name. rows: of one step of a request of the model's own size, whose latent that is."""
+
+    def forward() -> Sequence[Tensor]:
+        noise = predict(rows).noise
+        return [noise[row] for row in rows]
+
+    def decode() -> Sequence[Tensor]:
+        return [decode_pixels(model, latent)]
+
+    return {
+        "forward": forward,
+        "decode": decode,
+        "patch": _patch_probe(model),
+        "step": step_probe(model),
+        "masked": masked_probe(model),
+    }
+
+
+def _patch_probe(model: Model) -> Probe:
+    """The weights are as before afterwards, to the last bit."""
+    unet = model.backbone.unet
+    layers = dict(_layers(unet))
+    generator = torch.Generator("cpu").manual_seed(0)
+    factors = {path: _factors(layer, generator) for path, layer in layers.items()}
+    loras = LoraSet(key=(("self-check", 1.0),), components={UNET: factors})
+    compared = list(layers.values())[:_COMPARED_LAYERS]
+
+    def run() -> Sequence[Tensor]:
+        patcher = Patcher(unet, UNET, operations=model.operations)
+        try:
+            patcher.patch(loras)
+            return [layer.weight.detach().clone() for layer in compared]
+        finally:
+            patcher.restore()
+
+    return run
+
+
+def _layers(unet: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Projections of attention, as most LoRAs have them, while they are few enough."""
+    size_bytes = 0
+    for path, module in unet.named_modules():
+        if isinstance(module, nn.Linear) and path.endswith((".to_q", ".to_k", ".to_v", ".to_out.0")):
+            size_bytes += module.weight.nbytes
+            if size_bytes > _PATCHED_BYTES:
+                return
+            yield path, module
+
+
+def _factors(layer: nn.Linear, generator: torch.Generator) -> Factors:
+    weight = layer.weight
+    down = torch.randn(_RANK, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5
+    up = torch.randn(weight.shape[0], _RANK, generator=generator) * 0.05
+    return Factors(down=down.to(weight), up=up.to(weight))

@@ -1,0 +1,55 @@
+"""What the self-check was trying when its process ended: a crash of a driver leaves no other word.
+
+One file for all processes of one worker's engine, one after the other; the front makes it and removes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+
+class TrialLog:
+    """path: of the file; None keeps nothing. fatal: names during whose trial an earlier process has ended."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        said = _read(path)
+        self.fatal = frozenset(said)
+        self._write([*said])
+
+    @classmethod
+    def in_memory(cls) -> Self:
+        """For one process."""
+        return cls(None)
+
+    @contextmanager
+    def trying(self, name: str) -> Iterator[None]:
+        """While it is entered, the end of the process is that acceleration's fault."""
+        self._write([*self.fatal, name])
+        try:
+            yield
+        finally:
+            self._write([*self.fatal])
+
+    def _write(self, names: list[str]) -> None:
+        """So that it is there whatever ends the process; the machine's own end is none of an acceleration's."""
+        if self._path is None:
+            return
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(json.dumps(sorted(names)), encoding="utf-8")
+        fresh.replace(self._path)
+
+
+def _read(path: Path | None) -> list[str]:
+    """The names in it; none where it is not there, or not a list of names."""
+    if path is None or not path.is_file():
+        return []
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return []
+    return [name for name in said if isinstance(name, str)] if isinstance(said, list) else []

@@ -1,0 +1,152 @@
+"""The accelerations that run on a CPU too: the same result while they are enabled, and afterwards to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bottega.diffusion.acceleration import attention
+from bottega.diffusion.acceleration.attention import AttentionBackend
+from bottega.diffusion.acceleration.channels_last import ChannelsLastVae
+from bottega.diffusion.acceleration.compiled import RegionalCompile
+from bottega.diffusion.acceleration.probes import engine_probes
+from bottega.diffusion.acceleration.registry import all_accelerations, candidates
+from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.forward import Denoiser
+from bottega.diffusion.model.model import Model
+from bottega.errors import ConfigError
+
+EXACT = 1e-5
+
+
+def forward(model: Model) -> Sequence[Tensor]:
+    row = engine_row(model)
+    return list(Denoiser(model.backbone).predict([row]).noise.values())
+
+
+def engine_row(model: Model):  # type: ignore[no-untyped-def]
+    engine = Engine(model, EngineLimits())
+    return engine._sample_job().requests[0].rows()[0]
+
+
+def test_compiled_blocks_compute_the_same_and_those_with_hooks_as_they_are(model: Model) -> None:
+    compiling = RegionalCompile(backend="eager")
+    assert compiling.unsupported(model) == ""
+    (before,) = forward(model)
+    compiling.enable(model)
+    try:
+        (compiled,) = forward(model)
+        assert (compiled - before).abs().max() < EXACT
+        layer = next(module for path, module in model.backbone.unet.named_modules() if path.endswith("attn1.to_v"))
+        assert isinstance(layer, nn.Linear)
+        handle = layer.register_forward_hook(lambda _module, _inputs, output: output + 1.0)
+        (hooked,) = forward(model)
+        handle.remove()
+        assert (hooked - before).abs().max() > 1e-3, "compiled code would not have seen it"
+        (after_hook,) = forward(model)
+        assert torch.equal(after_hook, compiled)
+    finally:
+        compiling.disable()
+    (after,) = forward(model)
+    assert torch.equal(after, before)
+    assert not any("forward" in module.__dict__ for module in model.backbone.unet.modules())
+
+
+def test_the_vae_has_its_channels_last_for_a_while(model: Model) -> None:
+    engine = Engine(model, EngineLimits())
+    request = engine._sample_job().requests[0]
+    probes = engine_probes(model, Denoiser(model.backbone).predict, request.rows(), request.latent)
+    (before,) = probes["decode"]()
+    last = ChannelsLastVae()
+    last.enable(model)
+    weight = model.vae.decoder.conv_in.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    (during,) = probes["decode"]()
+    last.disable()
+    assert weight.is_contiguous()
+    (after,) = probes["decode"]()
+    assert torch.equal(after, before)
+    assert (during.int() - before.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("way", ["flash", "efficient", "cudnn"])
+def test_a_way_of_attention_is_alone_with_the_plain_one_and_all_are_back_afterwards(model: Model, way: str) -> None:
+    before = {name: is_on() for name, (is_on, _) in attention._SWITCHES.items()}
+    backend = AttentionBackend(way)
+    backend.enable(model)
+    during = {name for name, (is_on, _) in attention._SWITCHES.items() if is_on()}
+    backend.disable()
+    assert during == {way, "math"}
+    assert {name: is_on() for name, (is_on, _) in attention._SWITCHES.items()} == before
+    assert "CUDA" in backend.unsupported(model)
+
+
+def test_flash_attention_gets_what_it_can_do_in_its_own_order_of_dimensions() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen.append(tuple(query.shape))
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+
+    plain = functional.scaled_dot_product_attention
+    faked = attention._flash(plain, flash)
+    query, key, value = (torch.randn(2, 3, length, 8, dtype=torch.bfloat16) for length in (5, 7, 7))
+    as_diffusers: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
+    assert torch.equal(faked(query, key, value, **as_diffusers), plain(query, key, value))
+    assert seen == [(2, 5, 3, 8)]
+    mask = torch.zeros(5, 7, dtype=torch.bfloat16)
+    more: list[dict[str, Any]] = [{"attn_mask": mask}, {"is_causal": True}, {"scale": 0.5}]
+    for options in more:
+        assert torch.equal(faked(query, key, value, **options), plain(query, key, value, **options))
+    full = (query.float(), key.float(), value.float())
+    assert torch.equal(faked(*full), plain(*full))
+    assert len(seen) == 1
+
+
+def test_every_probe_gives_the_same_twice_and_leaves_the_model_as_it_was(model: Model) -> None:
+    before = {name: weight.clone() for name, weight in model.backbone.unet.state_dict().items()}
+    engine = Engine(model, EngineLimits())
+    request = engine._sample_job().requests[0]
+    probes = engine_probes(model, Denoiser(model.backbone).predict, request.rows(), request.latent)
+    assert {each.probe for each in all_accelerations()} <= probes.keys()
+    with torch.inference_mode():
+        for name, probe in probes.items():
+            first, second = ([tensor.clone() for tensor in probe()] for _ in range(2))
+            assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True)), name
+            assert first, name
+    after = model.backbone.unet.state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_names_are_unique_and_those_that_exclude_each_other_do_it_both_ways() -> None:
+    known = {each.name: each for each in all_accelerations()}
+    assert len(known) == len(all_accelerations())
+    for each in known.values():
+        assert 0 <= each.tolerance <= 0.02
+        assert set(each.excludes) <= known.keys() | {"graphs"}, each.name
+
+
+def test_what_is_tried_follows_the_configuration(model: Model) -> None:
+    assert candidates("auto", model) == []
+    assert candidates("off", model) == []
+    (chosen,) = candidates(["channels_last.vae"], model)
+    assert chosen.name == "channels_last.vae"
+    with pytest.raises(ConfigError, match=r"there is no warp_drive; auto, off, or of: .*channels_last\.vae"):
+        candidates(["warp_drive"], model)
+
+
+def test_an_engine_computes_by_what_its_check_has_kept(model: Model) -> None:
+    engine = Engine(model, EngineLimits())
+    engine.check_accelerations(candidates(["channels_last.vae", "attention.cudnn"], model), deadline_s=60.0)
+    found = {each.name: each for each in engine.accelerations}
+    assert "CUDA" in found["attention.cudnn"].reason
+    vae = found["channels_last.vae"]
+    assert vae.speedup > 0
+    assert vae.kept == (vae.reason == "")
+    model.vae.to(memory_format=torch.contiguous_format)
