@@ -64,4 +64,4 @@ def latent_mask(model: Model, mask: Tensor) -> Tensor:
     """A mask of pixels, uint8 [height, width] of 0 and 1, as a model's latents need it: [1, 1, height, width]."""
     size = mask.shape[0] // model.latent_scale, mask.shape[1] // model.latent_scale
     # Nearest: of each latent element the first pixel decides, as in prepare_mask_latents.
-    return functional.interpolate(mask[None, None].float(), size=size).to(model.device, model.dtype)
+    return model.runtime.to_device(functional.interpolate(mask[None, None].float(), size=size), model.dtype)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from bottega.diffusion.editing.edit import Edit
@@ -106,7 +105,7 @@ class Request:
             self.latent = self._start(image, mask)
         else:
             self.step = resume.step
-            self.latent = resume.latent.to(model.device, model.dtype)
+            self.latent = model.runtime.to_device(resume.latent, model.dtype)
             self.edit = self._resumed_edit(resume, mask)
             self._generator.set_state(resume.generator)
             self._sampler.restore(resume.sampler, resume.step, model.device)
@@ -145,11 +144,6 @@ class Request:
     def steps_left(self) -> int:
         """Steps to go."""
         return self.end - self.step
-
-    @property
-    def finite(self) -> bool:
-        """Whether the latent is free of NaN and infinities. On a GPU this waits for the device."""
-        return bool(torch.isfinite(self.latent).all())
 
     def share_weights(self, key: SetKey) -> bool:
         """The engine's weights have this set in them from now on; whether that makes it another group's."""
@@ -190,7 +184,7 @@ class Request:
         drawn = 1 + first if draws_noise(self.spec.sampler) else 1
         for _ in range(drawn):
             self._draw(shape)
-        started = latent[None].to(self._model.device, self._model.dtype)
+        started = self._model.runtime.to_device(latent[None], self._model.dtype)
         if first < steps:
             started = self._sampler.renoise(started, self._draw(shape), steps).to(started.dtype)
         self.latent = self.estimate = started.contiguous()
@@ -278,12 +272,11 @@ class Request:
     def _resumed_edit(self, state: RequestState, mask: Tensor | None) -> Edit | None:
         if mask is None or state.image_latent is None or state.noise is None:
             return None
-        image_latent, noise = (each.to(mask.device, mask.dtype) for each in (state.image_latent, state.noise))
+        to_device = self._model.runtime.to_device
+        image_latent, noise = (to_device(each, mask.dtype) for each in (state.image_latent, state.noise))
         return Edit(image_latent=image_latent, noise=noise, mask=mask)
 
     def _draw(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Standard normal. dtype: the model's without one."""
-        noise: Tensor = randn_tensor(
-            shape, generator=self._generator, device=self._model.device, dtype=dtype or self._model.dtype
-        )
-        return noise
+        drawn = torch.randn(shape, generator=self._generator, dtype=dtype or self._model.dtype)
+        return self._model.runtime.to_device(drawn)

@@ -17,6 +17,7 @@ from diffusers import (
 )
 from torch import Tensor
 
+from bottega.diffusion.model.ancestral import ancestral_step
 from bottega.diffusion.operations import EulerStep
 
 
@@ -94,10 +95,18 @@ class Sampler:
         return timestep
 
     def add_noise(self, latent: Tensor, noise: Tensor, step: int) -> Tensor:
-        """The latent at the noise level of `step`, as image-to-image starts."""
-        timestep = self.timestep(step).repeat(latent.shape[0])
-        noisy: Tensor = self._scheduler.add_noise(latent, noise, timestep)
-        return noisy
+        """The latent at the noise level of `step`, as image-to-image starts.
+
+        As Diffusers' `add_noise` computes it; but that copies all noise levels to the latent's device, and waits there.
+        """
+        if self._kind is SamplerKind.DDIM:
+            kept: Tensor = self._scheduler.alphas_cumprod[int(self.timestep(step))].to(latent.dtype)
+            return kept**0.5 * latent + (1 - kept) ** 0.5 * noise
+        sigma: Tensor = self._scheduler.sigmas[step].to(latent.dtype)
+        if self._kind is SamplerKind.DPMPP_2M:
+            levels: tuple[Tensor, Tensor] = self._scheduler._sigma_to_alpha_sigma_t(sigma)
+            return levels[0] * latent + levels[1] * noise
+        return latent + noise * sigma
 
     def renoise(self, latent: Tensor, noise: Tensor, step: int) -> Tensor:
         """The latent before `step`, which is not the first one, at the noise level of the step before it.
@@ -121,8 +130,11 @@ class Sampler:
         self, noise: Tensor, step: int, latent: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
         """The next latent, and the estimate of the finished one that the step was made from."""
-        extra = {"generator": generator} if self._kind in _ANCESTRAL else {}
-        made = self._scheduler.step(noise, self.timestep(step), latent, **extra, return_dict=False)
+        if self._kind is SamplerKind.EULER_ANCESTRAL:
+            made = ancestral_step(self._scheduler, step, noise, latent, generator)
+            self.count_step()
+            return made
+        made = self._scheduler.step(noise, self.timestep(step), latent, return_dict=False)
         estimate = self._scheduler.model_outputs[-1] if self._kind is SamplerKind.DPMPP_2M else made[1]
         return made[0], estimate
 
