@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.controlnets.session import ControlSession
+from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.model.backbone import Inputs
 from bottega.diffusion.rows import Half
 
@@ -33,9 +34,10 @@ def run_group(rows: Sequence[ControlRow], *, fixed_rows: int = 0) -> list[Tensor
     net = rows[0].session.net
     group = [*rows, *[rows[-1]] * (fixed_rows - len(rows))]
     embeds = [row.session.halves[row.half] for row in group]
+    to_device = open_device(net.device).to_device
     inputs = Inputs(
-        sample=torch.stack([row.sample.to(net.device, net.dtype) for row in group]),
-        timestep=torch.stack([row.timestep.float() for row in group]).to(net.device),
+        sample=to_device(torch.stack([row.sample for row in group]), net.dtype),
+        timestep=to_device(torch.stack([row.timestep.float() for row in group])),
         prompt_embeds=torch.stack([each.prompt for each in embeds]),
         pooled_embeds=torch.stack([each.pooled for each in embeds]),
         time_ids=torch.stack([each.time_ids for each in embeds]),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
-import torch
 from torch import Tensor
 
 from bottega.diffusion.controlnets.cache import ControlNetCache, ControlNetLease
@@ -15,18 +14,24 @@ from bottega.diffusion.controlnets.group import ControlRow, run_group, write_res
 from bottega.diffusion.controlnets.network import LoadedControlNet
 from bottega.diffusion.controlnets.provider import ControlInput, ControlRecord
 from bottega.diffusion.controlnets.session import ControlSession
+from bottega.diffusion.device.pick import open_device
+from bottega.diffusion.device.span import Span, SpanSum
 from bottega.diffusion.rows import Row
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _LocalSession:
-    """One control of a request: the handle. place: of its ControlNet in the request's lease."""
+    """One control of a request: the handle. place: of its ControlNet in the request's lease.
+
+    waited_s: for the ControlNet itself. computed: what its forwards took.
+    """
 
     control: ControlInput
     lease: ControlNetLease
     place: int
     session: ControlSession | None = None
     waited_s: float = 0.0
+    computed: SpanSum = field(default_factory=SpanSum)
 
     @property
     def failed(self) -> bool:
@@ -66,7 +71,7 @@ class LocalControlNets:
             self._cache.give_back(local.lease)
             local.session = None
         self._rows, self._answers = [], {}  # else they would keep a ControlNet that the cache lets go
-        return tuple(ControlRecord(waited_s=local.waited_s) for local in sessions)
+        return tuple(ControlRecord(waited_s=local.waited_s + local.computed.seconds) for local in sessions)
 
     def ask(self, rows: list[Row]) -> None:
         """Computes what can be computed now: there is nobody else to do it meanwhile."""
@@ -109,7 +114,8 @@ class LocalControlNets:
             self._run(group)
 
     def _run(self, group: Sequence[tuple[Row, _LocalSession, ControlSession]]) -> None:
-        began_s = perf_counter()
+        device = open_device(group[0][0].sample.device)
+        began = device.record()
         rows = [
             ControlRow(session=session, half=row.half, sample=row.sample, timestep=row.timestep)
             for row, _, session in group
@@ -119,13 +125,11 @@ class LocalControlNets:
         slots = [[residual[index] for residual in residuals] for index in range(len(rows))]
         for _ in write_residuals(residuals, rows, slots):
             pass
-        if residuals[0].device.type == "cuda":
-            torch.cuda.synchronize(residuals[0].device)  # else the time would be that of the launch
         for (row, local, _), answer in zip(group, slots, strict=True):
             self._answers[row, local] = answer
-        seconds = perf_counter() - began_s
+        span = Span(begin=began, end=device.record())
         for local in {local for _, local, _ in group}:
-            local.waited_s += seconds
+            local.computed.add(span)
 
     def _session(self, local: _LocalSession) -> ControlSession | None:
         """The local's session, begun once its ControlNet is here. Raises the BottegaError for which it never will."""

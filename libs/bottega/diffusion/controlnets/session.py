@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bottega.diffusion.controlnets.network import LoadedControlNet
 from bottega.diffusion.controlnets.provider import ControlInput
+from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.rows import Embeds
 
 
@@ -53,8 +54,9 @@ def _scales(net: LoadedControlNet, control: ControlInput) -> list[float | Tensor
 
 
 def _on(net: LoadedControlNet, embeds: Embeds) -> Embeds:
+    to_device = open_device(net.device).to_device
     return Embeds(
-        prompt=embeds.prompt.to(net.device, net.dtype),
-        pooled=embeds.pooled.to(net.device, net.dtype),
-        time_ids=embeds.time_ids.to(net.device),
+        prompt=to_device(embeds.prompt, net.dtype),
+        pooled=to_device(embeds.pooled, net.dtype),
+        time_ids=to_device(embeds.time_ids),
     )

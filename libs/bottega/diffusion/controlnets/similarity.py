@@ -20,11 +20,14 @@ _Half = tuple[Hashable, Half]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Product:
-    """Of the residuals at one point in two adjacent steps: their inner product, and each one's with itself."""
+    """Of the residuals at one point in two adjacent steps: their inner product, and each one's with itself.
 
-    between: float
-    before: float
-    after: float
+    Scalars on the device, read when the session has ended.
+    """
+
+    between: Tensor
+    before: Tensor
+    after: Tensor
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,7 +59,7 @@ class SimilarityMeter:
         before = steps.get(row.step - 1, {}).get(point)
         if before is not None:
             self._products.setdefault((half, row.step), {})[point] = _Product(
-                between=float(before @ now), before=float(before @ before), after=float(now @ now)
+                between=before @ now, before=before @ before, after=now @ now
             )
 
 
@@ -114,8 +117,9 @@ class MeasuredControlNets:
 
 def _cosine(products: Mapping[int, _Product]) -> float:
     """Of all points' residuals as one vector. 0 where one of the two steps has none at all."""
-    between = math.fsum(product.between for product in products.values())
+    between = math.fsum(float(product.between) for product in products.values())
     lengths = math.prod(
-        math.sqrt(math.fsum(getattr(product, name) for product in products.values())) for name in ("before", "after")
+        math.sqrt(math.fsum(float(getattr(product, name)) for product in products.values()))
+        for name in ("before", "after")
     )
     return max(-1.0, min(1.0, between / lengths)) if lengths > 0 else 0.0

@@ -66,7 +66,7 @@ class CpuDevice:
         return ArrivedCopy(tensor)
 
     def to_device(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return tensor if dtype is None else tensor.to(dtype)
+        return tensor.to(self.torch_device, dtype or tensor.dtype)
 
     def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -99,10 +99,11 @@ class CudaDevice:
         if tensor.device.type == "cpu":
             # A copy of its own even where the tensor is pinned: its owner may write to it again at once.
             staged = self.empty_pinned(tuple(tensor.shape), tensor.dtype).copy_(tensor)
-            tensor = staged.to(self.torch_device, non_blocking=True)
+            tensor = staged
         # In its own element type first: a conversion on the way would be made on the host, in memory that is not
         # pinned, and the thread would wait for the copy.
-        return tensor if dtype is None else tensor.to(dtype)
+        there = tensor.to(self.torch_device, non_blocking=True)
+        return there if dtype is None else there.to(dtype)
 
     def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
+from bottega.diffusion.device.device import Device, HostCopy
 from bottega.diffusion.editing.asking import PendingAnswer
 from bottega.diffusion.editing.kept import KeptLatents, write_kept
 from bottega.diffusion.editing.recordings.image import ImageRecorder
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Picture:
-    """One image. template: see KeptLatents. latents: before its steps, on the CPU. recorder: where it is recorded."""
+    """One image. template: see KeptLatents. latents: before its steps, and the finished one, on their way to the host.
+
+    recorder: where it is recorded.
+    """
 
     request: Request
     template: str
-    latents: dict[int, Tensor] = field(default_factory=dict)
+    device: Device
+    latents: dict[int, HostCopy] = field(default_factory=dict)
     recorder: ImageRecorder | None = None
 
     def row(self, half: Half) -> RowActivations | None:
         """Asked before each step, however often it is tried: what the picture is then, is kept."""
-        request = self.request
-        if request.step not in self.latents:
-            # One that goes on from a cached latent has not made the steps before it.
-            self.latents = {step: latent for step, latent in self.latents.items() if step < request.step}
-            self.latents[request.step] = request.latent[0].cpu()
+        self.keep_latent()
         return self.recorder.row(half) if self.recorder is not None else None
 
     @property
@@ -48,15 +48,24 @@ class _Picture:
         """It computes all."""
         return 1.0
 
+    def keep_latent(self) -> None:
+        """As it is now."""
+        request = self.request
+        if request.step not in self.latents:
+            # One that goes on from a cached latent has not made the steps before it.
+            self.latents = {step: latent for step, latent in self.latents.items() if step < request.step}
+            self.latents[request.step] = self.device.to_host(request.latent[0])
+
     def kept(self) -> KeptLatents:
         """Of the finished picture: of the steps at its end that follow each other."""
         request = self.request
+        self.keep_latent()
         first = request.end
         while first - 1 in self.latents:
             first -= 1
-        latents = [self.latents[step] for step in range(first, request.end)]
+        latents = [self.latents[step].take() for step in range(first, request.end + 1)]
         return KeptLatents(
-            latents=torch.stack([*latents, request.latent[0].cpu()]),
+            latents=torch.stack(latents),
             timesteps=tuple(request.timesteps[first - request.begin :]),
             seed=request.spec.seed + request.index,
             template=self.template,
@@ -93,7 +102,9 @@ class JobKeeping(JobAddOn):
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
         self._job = job
         for request in job.requests:
-            picture = self._pictures[request.index] = _Picture(request=request, template=self._templates[request.index])
+            picture = self._pictures[request.index] = _Picture(
+                request=request, template=self._templates[request.index], device=self._addon.model.runtime
+            )
             if not self._addon.unusable:
                 picture.recorder = self._begin(picture)
             request.activations = picture
@@ -105,7 +116,11 @@ class JobKeeping(JobAddOn):
 
     def after_step(self, request: Request) -> None:
         picture = self._pictures.get(request.index)
-        if picture is not None and picture.request is request and picture.recorder is not None:
+        if picture is None or picture.request is not request:
+            return
+        if request.done:
+            picture.keep_latent()  # so that it has come when the picture is decoded
+        if picture.recorder is not None:
             picture.recorder.made_step()
 
     def keep(self, index: int) -> bytes | None:

@@ -23,7 +23,7 @@ class LatentMeter:
     def __init__(self, shadows: Iterable[Request] = ()) -> None:
         self.shadows = tuple(shadows)
         self._ahead: dict[tuple[int, int], Tensor] = {}
-        self._least: dict[int, float] = {}
+        self._cosines: dict[int, list[Tensor]] = {}
 
     @property
     def done(self) -> bool:
@@ -32,8 +32,11 @@ class LatentMeter:
 
     @property
     def similarities(self) -> tuple[float, ...]:
-        """After each step, the cosine of the latents with and without LoRAs; of several images, the least."""
-        return tuple(self._least[step] for step in sorted(self._least))
+        """After each step, the cosine of the latents with and without LoRAs; of several images, the least.
+
+        Waits for the device: to be asked for when the job has ended.
+        """
+        return tuple(min(float(each) for each in self._cosines[step]) for step in sorted(self._cosines))
 
     def observe(self, request: Request) -> None:
         """An image, or its shadow, has made a step."""
@@ -44,12 +47,11 @@ class LatentMeter:
         if other is None:
             self._ahead[key] = request.latent  # a step makes a new one
             return
-        cosine = _cosine(request.latent, other)
-        self._least[request.step] = min(cosine, self._least.get(request.step, cosine))
+        self._cosines.setdefault(request.step, []).append(_cosine(request.latent, other))
 
 
-def _cosine(one: Tensor, other: Tensor) -> float:
-    """0 where one of them is nothing at all."""
+def _cosine(one: Tensor, other: Tensor) -> Tensor:
+    """A scalar on the device; 0 where one of them is nothing at all."""
     one, other = one.flatten().double(), other.flatten().double()
-    lengths = float(torch.linalg.vector_norm(one) * torch.linalg.vector_norm(other))
-    return max(-1.0, min(1.0, float(one @ other) / lengths)) if lengths > 0 else 0.0
+    lengths = torch.linalg.vector_norm(one) * torch.linalg.vector_norm(other)
+    return torch.where(lengths > 0, (one @ other) / lengths, 0.0).clamp(-1.0, 1.0)

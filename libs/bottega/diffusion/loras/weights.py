@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from time import perf_counter
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
+from bottega.diffusion.device.span import Span
 from bottega.diffusion.editing.masked.packing import RowSpans
 from bottega.diffusion.loras.costs import SwapCosts
 from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, LoraAtScale, LoraLayer
@@ -48,6 +48,7 @@ class LoraWeights:
         self._kept_on = str(keep_on or model.device)
         self._told_bytes = 0
         self._networks = networks
+        self._device = model.runtime
         self._patches = patches
         self._unmerged = UnmergedLoras(networks[UNET], row_by_row=not patches)
         self._patchers = {
@@ -90,22 +91,23 @@ class LoraWeights:
         return known
 
     def put_in_text(self, loras: LoraSet | None) -> float:
-        """Makes the next prompt read these LoRAs, or none. Returns the seconds it took."""
-        began_s = perf_counter()
+        """Makes the next prompt read these LoRAs, or none. Returns the seconds it took, and waits until it is done."""
+        began = self._device.record()
         for name in TEXT_ENCODERS:
             _put(self._patchers[name], loras)
-        seconds = perf_counter() - began_s
+        seconds = Span(begin=began, end=self._device.record()).seconds
         self._tell_copies()
         return seconds
 
     def put_in_unet(self, loras: LoraSet | None) -> float:
-        """Makes the UNet's weights have this set in them, or none. Returns the seconds it took."""
+        """Makes the UNet's weights have this set in them, or none. Returns the seconds it took, without the step that
+        a device was still at, and waits until it is done.
+        """
         patcher = self._patchers[UNET]
         copied = patcher.pristine_bytes
-        began_s = perf_counter()
+        began = self._device.record()
         _put(patcher, loras)
-        _finish(self._networks[UNET])
-        seconds = perf_counter() - began_s
+        seconds = Span(begin=began, end=self._device.record()).seconds
         self.swaps += 1
         if loras is not None and patcher.pristine_bytes <= copied:  # the next one will find the copies made
             self.costs.observe_patch(patcher.touched_bytes(loras), seconds)
@@ -196,10 +198,3 @@ def _put(patcher: Patcher, loras: LoraSet | None) -> None:
     except Exception:
         patcher.restore()
         raise
-
-
-def _finish(network: nn.Module) -> None:
-    """Waits until the device has done it: else a time would be that of the launch."""
-    device = next(network.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

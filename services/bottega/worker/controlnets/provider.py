@@ -53,7 +53,7 @@ class RemoteControlNets:
     ) -> None:
         self._base = base
         self._dtype = model.dtype
-        self._device = model.device
+        self._device = model.runtime
         self._local = local
         self._manager = SessionManager(
             base=base,
@@ -170,7 +170,7 @@ class RemoteControlNets:
             assert answer is not None, "it was ready"
             result, place = answer
             self._taken.setdefault(row, set()).add(result)
-            addends.append(result.at(point, place).to(self._device, self._dtype))
+            addends.append(self._device.to_device(result.at(point, place), self._dtype))
         return addends
 
     def stop(self) -> None:

@@ -15,6 +15,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from bottega.diffusion.device.loading import load_bytes
+from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.loras import Layers, LoraLayer, LoraRef
 from bottega.errors import BadLora, BottegaError, DataLoss, NoLora
 from bottega.lora import canonical
@@ -159,19 +161,21 @@ class LoraDownload:
         """The layers of a section."""
         if section.data_ptr() % _ALIGNMENT_BYTES:  # behind an odd number of half-precision items
             section = section.clone()
+        there = load_bytes(open_device(self._device), section)
         found: dict[str, dict[str, LoraLayer]] = {component: {} for component in components}
         for module in lora.modules:
             if module.component in found:
-                layer = self._layer(module, section)
+                layer = self._layer(module, section, there)
                 found[module.component][module.path] = layer
                 self.size_bytes += layer.down.nbytes + layer.up.nbytes
         return dict[str, Layers](found)
 
-    def _layer(self, module: Module, section: Tensor) -> LoraLayer:
+    def _layer(self, module: Module, section: Tensor, there: Tensor) -> LoraLayer:
+        """there: the section where the layers are wanted."""
         scale = float(_tensor(module.scale, section))
         if not math.isfinite(scale):
             raise DataLoss(f"the LoRA store sent a scale that is no number, for {self.ref.name}")
-        down, up = (_tensor(entry, section).to(self._device, self._dtype) for entry in (module.down, module.up))
+        down, up = (_tensor(entry, there).to(self._dtype) for entry in (module.down, module.up))
         return LoraLayer(down=down, up=up, scale=scale)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bottega.diffusion.device.device import Device
+from bottega.diffusion.device.loading import load_bytes
 from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.device.span import Span, SpanSum
 from tests.support.delayed_device import STEPS, DelayedDevice
@@ -36,6 +37,15 @@ def test_a_tensor_goes_to_the_device_and_comes_back(device: Device, dtype: torch
     assert copy.ready
     assert back.device.type == "cpu"
     assert torch.equal(back, host.to(back.dtype))
+
+
+@pytest.mark.parametrize("size_bytes", [0, 5, (16 << 20) + 3])
+def test_a_section_is_loaded_once_and_viewed(device: Device, size_bytes: int) -> None:
+    section = torch.arange(size_bytes, dtype=torch.int64).to(torch.uint8)
+    there = load_bytes(device, section)
+    assert there.device == device.torch_device
+    assert torch.equal(there.cpu(), section)
+    assert load_bytes(device, there) is there
 
 
 def test_copies_leave_in_the_order_of_the_stream_that_they_are_asked_in(device: Device) -> None:

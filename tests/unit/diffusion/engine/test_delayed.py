@@ -171,6 +171,7 @@ def test_a_latent_that_is_not_finite_is_noticed_when_its_copy_comes(model: Model
     assert isinstance(drawing.events[-1], JobFailed)
     assert isinstance(drawing.error, NotFinite)
     assert not drawing.all(ImageDrawn)
+    assert all(saved.steps_done < steps for saved in drawing.all(JobCheckpointed))
 
 
 def test_a_picture_is_encoded_behind_the_decoding_that_shares_its_vae(model: Model) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.editing.masked.tokens import TokenSet
 from bottega.diffusion.operations import Moves
 
@@ -101,8 +102,9 @@ def pack_rows(
         everything = torch.arange(tokens)
         places = [row * tokens + (everything if each is None else each.index) for row, each in enumerate(sets)]
         joined = torch.cat(places)
-        index = joined.to(device, non_blocking=True)
-        slots = None if moves is None else _slots(joined, len(sets) * tokens).to(device, non_blocking=True)
+        to_device = open_device(device).to_device
+        index = to_device(joined)
+        slots = None if moves is None else to_device(_slots(joined, len(sets) * tokens))
     return Packing(
         rows=len(sets),
         tokens=tokens,

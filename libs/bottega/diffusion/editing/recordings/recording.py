@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bottega.diffusion.device.device import HostCopy
+from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.editing.recordings.projections import StepProjections
 from bottega.diffusion.editing.recordings.step import MemoryStep, RecordedStep, copy_step
 from bottega.diffusion.editing.recordings.step_loads import StepLoads
@@ -280,25 +282,32 @@ class StepReader:
 
 
 class StepRecorder:
-    """The StepActivations that a row gives to which is computed in full. outputs: so far; the forward may fail.
+    """The StepActivations that a row gives to which is computed in full; the forward may fail.
 
-    kept: names of what there is room for; None keeps all.
+    kept: names of what there is room for; None keeps all. size_bytes: of what it was given so far.
     """
 
     def __init__(self, kept: frozenset[str] | None = None) -> None:
-        self.outputs: dict[str, Tensor] = {}
+        self.size_bytes = 0
+        self._copies: dict[str, HostCopy] = {}
         self._kept = kept
 
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """On the CPU, float16. Waits for the device where it has not computed them."""
+        return {name: copy.take() for name, copy in self._copies.items()}
+
     def get(self, name: str) -> Tensor | None:
-        return self.outputs.get(name)
+        copy = self._copies.get(name)
+        return None if copy is None else copy.take()
 
     def put(self, name: str, output: Tensor) -> None:
         if self._kept is None or name in self._kept:
-            self.outputs[name] = _copy(output)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.outputs.values())
+            # Of its own, because blocks that follow may write to the output while it leaves.
+            own = output.detach().to(torch.float16, copy=True, memory_format=torch.contiguous_format)
+            before = self._copies.get(name)
+            self.size_bytes += own.nbytes - (0 if before is None else before.take().nbytes)
+            self._copies[name] = open_device(own.device).to_host(own)
 
     @property
     def finite(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.editing.sparse.rectangles import Rectangle
 from bottega.diffusion.operations import Moves
 
@@ -74,9 +75,10 @@ class Tiles:
         down, across = (_sources(*lengths) for lengths in zip(size, self.size, strict=True))
         shape = self.shape[0] + 2 * margin, self.shape[1] + 2 * margin
         cut = hidden.new_empty(len(self.rows), hidden.shape[1], *shape)
+        to_device = open_device(hidden.device).to_device
         for tile, row, each in zip(cut, self.rows, self.rectangles, strict=True):
-            rows = _beside(down, each.top - margin, shape[0]).to(hidden.device)
-            columns = _beside(across, each.left - margin, shape[1]).to(hidden.device)
+            rows = to_device(_beside(down, each.top - margin, shape[0]))
+            columns = to_device(_beside(across, each.left - margin, shape[1]))
             tile.copy_(hidden[row][:, rows[:, None], columns])
         return cut
 
