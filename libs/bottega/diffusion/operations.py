@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from bottega.diffusion.model.backbone import Backbone
 from bottega.diffusion.rows import Factors
 
 
@@ -84,8 +85,9 @@ class GuidedEuler(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Operations:
-    """Of one model. None: the plain way."""
+    """Of one model. None: the plain way. backbone: computes groups without masked rows in the place of the model's."""
 
+    backbone: Backbone | None = None
     write_sums: SumWriter | None = None
     moves: Moves | None = None
     guided_euler: GuidedEuler | None = None

@@ -8,6 +8,7 @@ from bottega.diffusion.acceleration.acceleration import Acceleration
 from bottega.diffusion.acceleration.attention import AttentionBackend, FlashAttention
 from bottega.diffusion.acceleration.channels_last import ChannelsLastVae
 from bottega.diffusion.acceleration.compiled import RegionalCompile
+from bottega.diffusion.acceleration.graphs.graphs import Graphs
 from bottega.diffusion.acceleration.kernels.candidates import kernel_accelerations
 from bottega.diffusion.model.model import Model
 from bottega.errors import ConfigError
@@ -25,6 +26,7 @@ def all_accelerations() -> list[Acceleration]:
         *kernel_accelerations(),
         ChannelsLastVae(),
         RegionalCompile(),
+        Graphs(),
     ]
 
 

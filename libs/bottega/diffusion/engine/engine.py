@@ -143,6 +143,7 @@ class Engine:
             fixed_rows=limits.fixed_rows,
             masked=_masked_backbone(model, limits, heartbeat),
             device=model.runtime,
+            operations=model.operations,
         )
         self._denoiser = denoiser
         self._forward = MeasuredForward(denoiser, self.step_times, self.addons, self.row_fractions)

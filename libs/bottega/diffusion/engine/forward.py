@@ -22,6 +22,7 @@ from bottega.diffusion.editing.masked.rows import MaskedActivations
 from bottega.diffusion.engine.residuals import ResidualProvider
 from bottega.diffusion.engine.times import ForwardClock, ForwardTimes
 from bottega.diffusion.model.backbone import Activations, Backbone, Inputs
+from bottega.diffusion.operations import Operations
 from bottega.diffusion.rows import LoraSet, Row
 from bottega.errors import Unavailable
 
@@ -94,7 +95,7 @@ class Denoiser:
     row_weights: makes their LoRAs count; None where none has some. residuals: where those of their ControlNets are.
     fixed_rows: every forward has so many rows, whatever comes, for results that are equal byte for byte; 0 is off.
     masked: runs the groups in which a row has activations; never with fixed_rows, under which masks would change bits.
-    device: of the rows; without it, what they lie on says.
+    device: of the rows; without it, what they lie on says. operations: of the model, see Operations.
     """
 
     def __init__(
@@ -106,8 +107,10 @@ class Denoiser:
         fixed_rows: int = 0,
         masked: MaskedBackbone | None = None,
         device: Device | None = None,
+        operations: Operations | None = None,
     ) -> None:
         self._backbone = backbone
+        self._operations = operations or Operations()
         self._masked = None if fixed_rows else masked
         self._row_weights = row_weights
         self._residuals = residuals
@@ -128,7 +131,7 @@ class Denoiser:
         if controlled:
             with clock.waiting():  # in this process, ControlNets run now
                 self._provider().ask(controlled)
-        backbone = self._backbone if masked is None else masked
+        backbone = masked or self._operations.backbone or self._backbone
         self._enter(group, backbone)
         try:
             activations = backbone.begin(inputs)
@@ -267,5 +270,6 @@ def stack(rows: Sequence[Row], device: Device | None = None) -> Inputs:
         pooled_embeds=torch.stack([row.embeds.pooled for row in rows]),
         time_ids=torch.stack([row.embeds.time_ids for row in rows]),
         activations=[row.activations for row in rows],
+        controlled=any(row.controls for row in rows),
         origins=[(row.embeds.prompt, row.loras.key if row.loras is not None else None) for row in rows],
     )

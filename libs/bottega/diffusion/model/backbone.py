@@ -30,6 +30,7 @@ class Inputs:
     pooled_embeds: [rows, features]; time_ids: [rows, 6]. SDXL's added conditions.
     activations: by row, what it takes from a recording and gives to one; empty where none does.
     origins: by row, what makes its prompt's projections what they are; empty where they are not kept.
+    controlled: whether residuals of ControlNets are added on the way.
     """
 
     sample: Tensor
@@ -39,6 +40,7 @@ class Inputs:
     time_ids: Tensor
     activations: Sequence[RowActivations | None] = ()
     origins: Sequence[PromptOrigin] = ()
+    controlled: bool = False
 
 
 @dataclass(slots=True, kw_only=True)

@@ -129,7 +129,7 @@ def test_names_are_unique_and_those_that_exclude_each_other_do_it_both_ways() ->
     assert len(known) == len(all_accelerations())
     for each in known.values():
         assert 0 <= each.tolerance <= 0.02
-        assert set(each.excludes) <= known.keys() | {"graphs"}, each.name
+        assert set(each.excludes) <= known.keys(), each.name
 
 
 def test_what_is_tried_follows_the_configuration(model: Model) -> None:

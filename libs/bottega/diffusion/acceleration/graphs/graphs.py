@@ -1,0 +1,53 @@
+"""The acceleration by recorded forwards: a GPU that computes faster than Python launches waits for Python no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bottega.diffusion.acceleration.graphs.backbone import GraphedBackbone
+from bottega.diffusion.acceleration.graphs.capture import Capture, CudaCapture
+from bottega.diffusion.acceleration.graphs.store import RecordedForwards
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.operations import Operations
+
+# Of the memory that is free when they are tried.
+_SHARE = 4
+# Where nobody says how much is free.
+_BYTES = 2 << 30
+
+
+class Graphs:
+    """tolerance: the same launches as without; libraries may choose another way while they are recorded.
+
+    capture: for a device; another one than CUDA's is for tests.
+    """
+
+    name = "graphs"
+    probe = "forward"
+    tolerance = 0.01
+    excludes: Sequence[str] = ("compile",)
+
+    def __init__(self, capture: Callable[[torch.device], Capture] = CudaCapture) -> None:
+        self._capture = capture
+        self._operations: Operations | None = None
+        self._recordings: RecordedForwards | None = None
+
+    def unsupported(self, model: Model) -> str:
+        if self._capture is CudaCapture and model.device.type != "cuda":
+            return f"it is for CUDA devices, and the model is on {model.device.type}"
+        return ""
+
+    def enable(self, model: Model) -> None:
+        free = model.runtime.free_bytes()
+        recordings = RecordedForwards(budget_bytes=_BYTES if free is None else free // _SHARE)
+        self._operations, self._recordings = model.operations, recordings
+        model.operations.backbone = GraphedBackbone(model.backbone, recordings, self._capture(model.device))
+
+    def disable(self) -> None:
+        if self._operations is not None:
+            self._operations.backbone = None
+        if self._recordings is not None:
+            self._recordings.clear()
+        self._operations = self._recordings = None
