@@ -160,7 +160,7 @@ class Engine:
         self._beat = (heartbeat or Heartbeat()).beat
         self.remote_jobs = RemoteJobs(
             self._forward.predict,
-            device=model.device,
+            device=model.runtime,
             dtype=model.dtype,
             addons=self.addons,
             clock=clock,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bottega.diffusion.device.device import Device
 from bottega.diffusion.engine.addon import EngineAddOn, RemoteAddOn
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.parallel.offload import OffloadedPart, RemoteJob
@@ -72,7 +73,7 @@ class RemoteJobs:
         self,
         predict: Callable[[Sequence[Row]], Prediction],
         *,
-        device: torch.device,
+        device: Device,
         dtype: torch.dtype,
         addons: Sequence[EngineAddOn],
         clock: Callable[[], float],
@@ -140,7 +141,7 @@ class RemoteJobs:
         Returns None where all rows were late for their residuals. Raises ValueError for a row of a job that is not
         here, and as Denoiser.predict does.
         """
-        samples = samples.to(self._device, self._dtype)
+        samples = self._device.to_device(samples, self._dtype)
         made = [self._row(row, samples[place], timesteps[place]) for place, row in enumerate(rows)]
         prediction = self._predict(made)
         noise = {place: prediction.noise[row] for place, row in enumerate(made) if row in prediction.noise}
@@ -176,7 +177,7 @@ class RemoteJobs:
 
     def _here(self, embeds: Embeds) -> Embeds:
         return Embeds(
-            prompt=embeds.prompt.to(self._device),
-            pooled=embeds.pooled.to(self._device),
-            time_ids=embeds.time_ids.to(self._device),
+            prompt=self._device.to_device(embeds.prompt),
+            pooled=self._device.to_device(embeds.pooled),
+            time_ids=self._device.to_device(embeds.time_ids),
         )

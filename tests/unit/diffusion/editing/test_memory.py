@@ -163,7 +163,7 @@ def test_a_completed_area_is_written_at_every_level_and_nothing_else(memory: Mem
     for name, output in outputs(5.0).outputs.items():
         completer.put(name, output)
     completer.put("new", torch.zeros(16, 8))
-    assert completer.written
+    assert completer.write()
     tokens, whole = recording.steps[step(0)].get("block"), recording.steps[step(0)].get("resnet:map")
     assert tokens is not None
     assert whole is not None

@@ -222,7 +222,7 @@ class ImageReader:
                 counts.add(loads.counts(reader.reused))
                 self._drop_requests(loads)
         for key, completer in completers.items():
-            if completer.written:
+            if completer.write():
                 self.recording.grow(completer.step, completer.area, prompt=self._prompts[key.half])
                 if self.recording.steps.get(key) is completer.step:
                     self._source.changed(self.recording, key)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bottega.diffusion.device.device import HostCopy
+from bottega.diffusion.device.device import Device, HostCopy
 from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.editing.recordings.projections import StepProjections
 from bottega.diffusion.editing.recordings.step import MemoryStep, RecordedStep, copy_step
@@ -318,16 +318,15 @@ class StepRecorder:
 class StepCompleter:
     """The StepActivations of a row that computes parts of the template which a recorded step lacks.
 
-    step: writable. area: bool [height, width] of the latent: cells that are computed, and wholly the template's. It is
-    written at once: whatever happens to the forward, what it has put out there is the template's. Whether it is all of
-    it, `grow` says. written: whether anything was.
+    step: writable. area: bool [height, width] of the latent: cells that are computed, and wholly the template's.
+    Whatever happens to the forward, what it has put out there is the template's. Whether it is all of it, `grow` says.
     """
 
     def __init__(self, step: RecordedStep, area: Tensor) -> None:
         self.step = step
         self.area = area
-        self.written = False
-        self._pooled: dict[tuple[int, int], Tensor] = {}
+        self._copies: dict[str, HostCopy] = {}
+        self._within: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def get(self, name: str) -> Tensor | None:
         return self.step.get(name)
@@ -336,23 +335,33 @@ class StepCompleter:
         stored = self.step.get(name)
         if stored is None or stored.shape != output.shape:
             return  # what was not recorded is computed in full, and remains so
-        self.written = True
-        if output.ndim == 2:
-            # Cells are whole tokens of every level.
-            inside = self._within(level_of(self.area.shape, output.shape[0])).flatten()
-            stored[inside] = _copy(output[inside.to(output.device)])
-        elif output.ndim == 3:
-            inside = self._within((output.shape[1], output.shape[2]))
-            stored[:, inside] = _copy(output[:, inside.to(output.device)])
+        device = open_device(output.device)
+        _, index = self._inside(output, device)
+        # Places by their numbers: a GPU would have to be waited for to know how many a map of them has.
+        cut = output.detach().index_select(0, index) if output.ndim == 2 else output.flatten(1).index_select(1, index)
+        self._copies[name] = device.to_host(cut.to(torch.float16))
 
-    def _within(self, size: tuple[int, int]) -> Tensor:
-        """The area at a level."""
-        if size not in self._pooled:
+    def write(self) -> bool:
+        """Writes what was put out, and waits for it where it has not come. Whether there was anything."""
+        copies, self._copies = self._copies, {}
+        for name, copy in copies.items():
+            stored = self.step.get(name)
+            if stored is not None:
+                inside, _ = self._inside(stored, open_device(stored.device))
+                stored[(inside.flatten(),) if stored.ndim == 2 else (slice(None), inside)] = copy.take()
+        return bool(copies)
+
+    def _inside(self, output: Tensor, device: Device) -> tuple[Tensor, Tensor]:
+        """The area at an output's level, bool [height, width] on the CPU, and its places by number on the device."""
+        # Cells are whole tokens of every level.
+        size = level_of(self.area.shape, output.shape[0]) if output.ndim == 2 else (output.shape[1], output.shape[2])
+        if size not in self._within:
             area = self.area[None].float()
             while area.shape[1] > size[0] or area.shape[2] > size[1]:
                 area = functional.max_pool2d(area, 2, ceil_mode=True)
-            self._pooled[size] = area[0] > 0
-        return self._pooled[size]
+            inside = area[0] > 0
+            self._within[size] = inside, device.to_device(inside.flatten().nonzero()[:, 0])
+        return self._within[size]
 
 
 def level_of(shape: tuple[int, ...], tokens: int) -> tuple[int, int]:
@@ -370,9 +379,3 @@ def whole_cells(area: Tensor, cell: int) -> Tensor:
     outside = functional.max_pool2d((~area)[None].float(), cell, ceil_mode=True)[0] > 0
     height, width = area.shape
     return ~outside.repeat_interleave(cell, 0).repeat_interleave(cell, 1)[:height, :width]
-
-
-def _copy(output: Tensor) -> Tensor:
-    """A copy, on the CPU, where a GPU reads it without help."""
-    copy = torch.empty(output.shape, dtype=torch.float16, pin_memory=output.is_cuda)
-    return copy.copy_(output.detach())
