@@ -92,6 +92,7 @@ def joining_corpus() -> Iterator[Case]:
     )
     yield from _loads(case)
     yield from _masked(case)
+    yield from _accelerations(case)
     yield from _planned(case)
     yield from control_loads(case)
     yield from lora_loads(case)
@@ -154,6 +155,26 @@ def _masked(case: Any) -> Iterator[Case]:
         time = fleet_pb2.MaskedTimes(latent_height=-1, latent_width=2**31 - 1, fixed_share=NAN, planned=[odd] * planned)
         each = case(f"{sizes} sizes of {planned} masked times", load=fleet_pb2.Load(masked_times=[time] * sizes))
         yield refused_load(each, "masked_times") if refused else each
+
+
+def _accelerations(case: Any) -> Iterator[Case]:
+    """What a worker's self-check has found."""
+    name, most = "x" * 64, {"speedup": 1e308, "difference": 1e308, "tolerance": 1e308, "reason": "r" * 512}
+    good: dict[str, Any] = {"name": name, "kept": True, **most}
+    found = [fleet_pb2.Acceleration(**{**good, "name": f"kernels.a-b_{number}"}) for number in range(64)]
+    yield case("64 accelerations", load=fleet_pb2.Load(accelerations=found))
+    yield case("an acceleration at its limits", load=fleet_pb2.Load(accelerations=[fleet_pb2.Acceleration(**good)]))
+    bad: list[dict[str, Any]] = [{"name": text} for text in ("", "x" * 65, "Kernels", "a b", "a\n")]
+    bad += [{field: number} for field in ("speedup", "difference", "tolerance") for number in (-0.001, NAN, INF, -INF)]
+    bad.append({"reason": "r" * 513})
+    for facts in bad:
+        load = fleet_pb2.Load(accelerations=[fleet_pb2.Acceleration(**{**good, **facts})])
+        ((field, value),) = facts.items()
+        yield refused_load(case(f"an acceleration's {field} {shown(value)}", load=load), "accelerations")
+    for number, what in ((65, "65 accelerations"), (2, "one acceleration twice")):
+        names = [f"a{each}" if number > 2 else "a" for each in range(number)]
+        load = fleet_pb2.Load(accelerations=[fleet_pb2.Acceleration(name=each) for each in names])
+        yield refused_load(case(what, load=load), "accelerations")
 
 
 def _planned(case: Any) -> Iterator[Case]:
