@@ -93,6 +93,7 @@ def joining_corpus() -> Iterator[Case]:
     yield from _loads(case)
     yield from _masked(case)
     yield from _accelerations(case)
+    yield from _counted(case)
     yield from _planned(case)
     yield from control_loads(case)
     yield from lora_loads(case)
@@ -175,6 +176,19 @@ def _accelerations(case: Any) -> Iterator[Case]:
         names = [f"a{each}" if number > 2 else "a" for each in range(number)]
         load = fleet_pb2.Load(accelerations=[fleet_pb2.Acceleration(name=each) for each in names])
         yield refused_load(case(what, load=load), "accelerations")
+
+
+def _counted(case: Any) -> Iterator[Case]:
+    """What a service says that it has counted."""
+    names = [field.name for field in fleet_pb2.Activity.DESCRIPTOR.fields if field.name != "waited_s"]
+    most: dict[str, Any] = dict.fromkeys(names, 2**63 - 1)
+    yield case("counts at their limits", load=fleet_pb2.Load(activity=fleet_pb2.Activity(**most, waited_s=1e308)))
+    bad: list[tuple[str, Any]] = [(name, number) for name in names for number in (-1, -(2**63))]
+    bad += [("waited_s", number) for number in (-0.001, NAN, INF, -INF)]
+    for name, number in bad:
+        facts: dict[str, Any] = {name: number}
+        load = fleet_pb2.Load(activity=fleet_pb2.Activity(**facts))
+        yield refused_load(case(f"{name} {number}", load=load), "activity")
 
 
 def _planned(case: Any) -> Iterator[Case]:

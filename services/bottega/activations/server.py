@@ -67,7 +67,9 @@ class ActivationServer:
         # What lies in memory without a name is no resident memory of this process; a worker that shares some of it has
         # that in its own figure, too.
         memory_bytes = self._memory.resident_bytes + self.store.memory_bytes
-        return fleet_pb2.Load(draining=self._draining, memory_bytes=memory_bytes)
+        hits, misses = self.store.lookups()
+        activity = fleet_pb2.Activity(lookups=hits + misses, hits=hits)
+        return fleet_pb2.Load(draining=self._draining, memory_bytes=memory_bytes, activity=activity)
 
     async def drain(self) -> None:
         """Offers no links any more, and returns when nothing is being sent; edits compute what they do not get."""

@@ -74,7 +74,12 @@ class CacheServer:
 
     def load(self) -> fleet_pb2.Load:
         """How busy it is."""
-        return fleet_pb2.Load(draining=self._draining, memory_bytes=self._memory.resident_bytes)
+        lookups = self.store.lookups()
+        return fleet_pb2.Load(
+            draining=self._draining,
+            memory_bytes=self._memory.resident_bytes,
+            activity=fleet_pb2.Activity(lookups=sum(lookups.values()), hits=lookups["hit"]),
+        )
 
     async def drain(self) -> None:
         """Offers no links any more; jobs go on without what they have asked for."""

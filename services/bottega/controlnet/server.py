@@ -144,7 +144,16 @@ class ControlNetServer:
 
     def load(self) -> fleet_pb2.Load:
         """What it hosts, and how busy it is."""
-        return fleet_pb2.Load(hosted=self._hosted, draining=self._draining, memory_bytes=self._memory.resident_bytes)
+        beat = self._beat
+        activity = fleet_pb2.Activity(
+            steps=beat.rows, turns=beat.turns, lookups=beat.hits + beat.misses, hits=beat.hits
+        )
+        return fleet_pb2.Load(
+            hosted=self._hosted,
+            draining=self._draining,
+            memory_bytes=self._memory.resident_bytes,
+            activity=activity,
+        )
 
     async def drain(self) -> None:
         """Opens no sessions any more, and returns when those that are open have ended."""

@@ -112,7 +112,9 @@ class Gateway:
         # It refuses, and says where to go: without it gRPC may end a Join that is being written with INTERNAL.
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetNotServedHere(), self.server.grpc)
         self.server.add_services([image_pb2.DESCRIPTOR.services_by_name["ImageService"].full_name])
-        members = FleetService(fleet=fleet, queue=self._controller.queue, this=self._this, clock=clock)
+        members = FleetService(
+            fleet=fleet, queue=self._controller.queue, this=self._this, activity=metrics.activity, clock=clock
+        )
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(members, self.fleet_listener.grpc)
         self.fleet_listener.add_services([fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name])
 

@@ -1,4 +1,4 @@
-"""What the gateway counts and measures, beside its calls. Knows only numbers."""
+"""What the gateway counts and measures, beside its calls."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from bottega.manifest import read_services
+from bottega.rpc.operation.counted import count_and_sum, totals
+from bottega.v1.fleet_pb2 import Activity
 
 _QUEUE_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 # Routing shall take at most .6 ms.
@@ -88,6 +90,17 @@ class GatewayMetrics:
         """Takes in how long a job waited for a worker, and how long it took from there to the call of it."""
         self._queue_s.observe(queue_s)
         self._route_s.observe(route_s)
+
+    def activity(self) -> Activity:
+        """What those who look at the fleet are told of it."""
+        ended = totals(self.jobs_ended)
+        routed, waited_s = count_and_sum(self._queue_s)
+        return Activity(
+            completed=int(ended.get("completed", 0)),
+            failed=int(ended.get("failed", 0)),
+            routed=routed,
+            waited_s=waited_s,
+        )
 
     def register_members(self, kinds: Callable[[], Iterable[str]]) -> None:
         """kinds: of the services that are here, one for each service."""

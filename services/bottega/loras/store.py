@@ -18,7 +18,7 @@ from prometheus_client import Counter
 
 from bottega import kinds
 from bottega.background_tasks import BackgroundTasks
-from bottega.caching import TieredCache
+from bottega.caching import Tier, TieredCache
 from bottega.errors import ConfigError, Draining, LoraInUse, LoraNotFound, Unavailable
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.config import LoraConfig
@@ -222,7 +222,9 @@ class LoraStore:
         # What lies in memory without a name is no resident memory of this process; a worker that shares some of it has
         # that in its own figure, too.
         memory_bytes = self._memory.resident_bytes + self._cache.used_bytes
-        return fleet_pb2.Load(draining=self._draining, memory_bytes=memory_bytes)
+        by_tier = self._cache.counts.by_tier
+        activity = fleet_pb2.Activity(lookups=sum(by_tier[tier] for tier in Tier), hits=by_tier[Tier.MEMORY])
+        return fleet_pb2.Load(draining=self._draining, memory_bytes=memory_bytes, activity=activity)
 
     async def drain(self) -> None:
         """Offers no links any more, and returns when nothing is being sent."""

@@ -9,15 +9,19 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from bottega.rpc.operation.counted import totals
 from bottega.rpc.operation.link_metrics import link_metrics
 from bottega.v1.engine_pb2 import EngineBeat
-from bottega.v1.fleet_pb2 import Acceleration
+from bottega.v1.fleet_pb2 import Acceleration, Activity
 from bottega.v1.generation_pb2 import LoraUse
 
 _CODEC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _GROUP_BUCKETS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
 # From one that is in memory to one that is fetched from a slow store.
 _LORA_BUCKETS = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60)
+
+# Outcomes that are no failures: the one without an error, and the reason of JobCancelled.
+_COMPLETED, _CANCELLED = "completed", "job_cancelled"
 
 
 class _Engine(Collector):
@@ -144,6 +148,13 @@ class WorkerMetrics:
         for each in accelerations:
             self._accelerations["kept"].labels(each.name).set(each.kept)
             self._accelerations["speedup"].labels(each.name).set(each.speedup)
+
+    def activity(self) -> Activity:
+        """What the fleet is told of it."""
+        ended = dict(totals(self._attempts))
+        completed, _ = ended.pop(_COMPLETED, 0.0), ended.pop(_CANCELLED, 0.0)
+        beat = self._engine.beat
+        return Activity(completed=int(completed), failed=int(sum(ended.values())), steps=beat.steps, turns=beat.turns)
 
     def on_engine_lost(self) -> None:
         """The engine died, hung or did not start."""

@@ -206,6 +206,7 @@ class Worker:
             mask_tokens=self._beat.mask_tokens if self._beat.HasField("mask_tokens") else None,
             masked_times=self._beat.masked_times,
             accelerations=self._accelerations,
+            activity=self._metrics.activity(),
         )
 
     async def drain(self) -> None:

@@ -148,6 +148,8 @@ async def test_figures_say_where_bytes_are_and_what_workers_had(tmp_path: Path) 
                 await asyncio.to_thread(fetch, link, digest, layout_of(answer, 0), number=number)
         shown = await asyncio.to_thread(_metrics, store)
         (template,) = await store.templates()
+        activity = store.activations.load().activity
+    assert (activity.lookups, activity.hits) == (2, 1)
     for tier, size_bytes in (("disk", template.size_bytes), ("memory", template.memory_bytes)):
         (value,) = re.findall(rf'^bottega_activations_bytes{{tier="{tier}"}} (.+)$', shown, re.MULTILINE)
         assert float(value) == size_bytes

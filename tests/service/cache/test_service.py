@@ -120,6 +120,8 @@ async def test_figures_say_what_is_there_and_how_it_serves(cache: Running) -> No
     assert (model.model_hash, model.entries, model.latents, model.keys) == (MODEL_HASH, 1, 5, 1)
     assert model.has_profile
     assert (stats.lookups["hit"], stats.lookups["miss"], stats.steps_skipped) == (1, 1, 10)
+    activity = cache.cache.load().activity
+    assert (activity.lookups, activity.hits) == (2, 1)
     assert (stats.trouble, stats.bytes, stats.budget_bytes) == ("", 5 * 4 * 4 * 6 * 8, config().budget_bytes)
     shown = await asyncio.to_thread(_metrics, cache)
     assert 'bottega_cache_lookups_total{outcome="hit"} 1.0' in shown

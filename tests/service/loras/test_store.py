@@ -358,6 +358,10 @@ async def test_a_digest_that_is_not_there_is_refused_and_the_link_lives(tmp_path
             with pytest.raises(LoraNotFound):
                 await asyncio.to_thread(fetch, link, "0" * 64)
             assert len(await asyncio.to_thread(fetch, link, lora.digest, 2)) == lora.size_bytes
+            assert len(await asyncio.to_thread(fetch, link, lora.digest, 3)) == lora.size_bytes
+        # The first of them brought it into memory, in which the second has found it.
+        activity = store.store.load().activity
+        assert (activity.lookups, activity.hits) == (2, 1)
 
 
 async def test_an_import_that_needs_too_much_memory_is_ended_and_the_store_goes_on(

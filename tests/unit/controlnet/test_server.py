@@ -22,6 +22,7 @@ from bottega.errors import BottegaError, Unavailable
 from bottega.process import EngineTimeouts
 from bottega.storage import SqliteDatabase
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
+from bottega.v1.fleet_pb2 import Activity
 from bottega.v1.hosted_pb2 import Hosted
 
 
@@ -115,6 +116,13 @@ async def test_an_engine_that_dies_or_hosts_nothing_has_drained(tmp_path: Path) 
     await server.on_engine_lost("killed")
     async with asyncio.timeout(5):
         await draining
+
+
+async def test_the_fleet_is_told_of_the_engines_rows_forwards_and_hits(tmp_path: Path) -> None:
+    server = _server(Engine(), tmp_path)
+    beat = ControlNetEngineBeat(turns=5, rows=12, hits=3, misses=1)
+    await server.on_engine_event(ControlNetEngineEvent(beat=beat))
+    assert server.load().activity == Activity(turns=5, steps=12, hits=3, lookups=4)
 
 
 def _beat(*, sessions: int, draining: bool = False) -> ControlNetEngineEvent:

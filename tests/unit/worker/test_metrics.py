@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
+from bottega.errors import JobCancelled
 from bottega.v1.engine_pb2 import EngineBeat, EngineCount
-from bottega.v1.fleet_pb2 import Acceleration, StepTime
+from bottega.v1.fleet_pb2 import Acceleration, Activity, StepTime
 from bottega.v1.generation_pb2 import LoraUse
 from bottega.worker.metrics import WorkerMetrics
 
@@ -43,6 +44,16 @@ def test_what_add_ons_count_is_a_metric_by_kind_and_event() -> None:
     WorkerMetrics(registry).set_beat(EngineBeat(counts=[EngineCount(kind="cache", event="late_hits", count=3)]))
     labels = {"kind": "cache", "event": "late_hits"}
     assert registry.get_sample_value("bottega_worker_addon_events_total", labels) == 3
+
+
+def test_the_fleet_is_told_of_what_ended_and_cancelled_attempts_are_no_failures() -> None:
+    metrics = WorkerMetrics(CollectorRegistry())
+    assert metrics.activity() == Activity()
+    for outcome in ("completed", "completed", JobCancelled("").reason_name.lower(), "not_finite", "worker_lost"):
+        metrics.attempt_began()
+        metrics.attempt_ended(outcome)
+    metrics.set_beat(EngineBeat(turns=7, steps=21))
+    assert metrics.activity() == Activity(completed=2, failed=2, steps=21, turns=7)
 
 
 def test_what_a_new_engine_does_not_try_leaves_no_series() -> None:

@@ -177,6 +177,11 @@ class Engine:
         return self._stepper.turns
 
     @property
+    def steps(self) -> int:
+        """Number of denoising steps of requests, in all turns so far."""
+        return self._stepper.steps
+
+    @property
     def max_pixels(self) -> int:
         """Most pixels of one image: as configured, or what the model is made for and some more."""
         own = self.model.defaults.width * self.model.defaults.height

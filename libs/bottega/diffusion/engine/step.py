@@ -52,7 +52,7 @@ class _EnqueuedTurn:
 class Stepper:
     """jobs: by request, as they come and go. pair: shares rows with another worker, where there is one.
 
-    turns: that ran a group, so far.
+    turns: that ran a group, so far. steps: of requests, which these have made.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Stepper:
         self._device = device
         self._unread: deque[_EnqueuedTurn] = deque()
         self.turns = 0
+        self.steps = 0
 
     def step(self) -> StepOutcome | None:
         """One denoising step of the next group; None where no request is ready for one."""
@@ -143,6 +144,7 @@ class Stepper:
             job = self._jobs[request]
             try:
                 request.advance(halves[request])
+                self.steps += 1
                 job.note_step(request, group_requests=len(stepped))
             except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
                 failed[job] = error

@@ -279,6 +279,10 @@ class ActivationStore:
         """That loads from the disk have had of late; 0 is not known."""
         return self._loader.disk_bytes_per_s
 
+    def lookups(self) -> tuple[int, int]:
+        """Questions since the start that found their template recorded, and those that did not."""
+        return self._counts.total("hits"), self._counts.total("misses")
+
     def statistics(self) -> ActivationStatistics:
         """Its figures of this moment."""
         totals, counts, loads = self._table.totals(), self._counts, self._memory.counts

@@ -130,6 +130,10 @@ class LatentStore:
         """
         self._writer.record(to_recording(recording, embedding=embedding, picture=picture, latents=latents))
 
+    def lookups(self) -> dict[str, int]:
+        """Questions since the start, by outcome."""
+        return self._counts.lookups()
+
     def statistics(self) -> LatentStatistics:
         """Its figures of this moment."""
         counts, waiting = self._counts, self._writer.waiting

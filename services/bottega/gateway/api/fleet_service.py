@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -31,12 +31,24 @@ _PAUSE_S = 0.015
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
-    """How services find each other. `this` is the gateway itself; its address is known once it listens."""
+    """How services find each other.
 
-    def __init__(self, *, fleet: Fleet, queue: JobQueue, this: fleet_pb2.Registration, clock: Clock) -> None:
+    this: the gateway itself; its address is known once it listens. activity: what it has counted.
+    """
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        queue: JobQueue,
+        this: fleet_pb2.Registration,
+        activity: Callable[[], fleet_pb2.Activity],
+        clock: Clock,
+    ) -> None:
         self._fleet = fleet
         self._queue = queue
         self._this = this
+        self._activity = activity
         self._clock = clock
         self._began = clock.monotonic()
         self._pending = PendingJoins()
@@ -68,7 +80,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ListMembersResponse:
         """The gateway itself first."""
         now = self._clock.monotonic()
-        load = fleet_pb2.Load(memory_bytes=await asyncio.to_thread(_memory_bytes))
+        memory_bytes = await asyncio.to_thread(_memory_bytes)
+        load = fleet_pb2.Load(memory_bytes=memory_bytes, activity=self._activity())
         this = fleet_pb2.Member(registration=self._this, load=load, joined_s=now - self._began)
         others = [
             fleet_pb2.Member(
@@ -79,7 +92,9 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             )
             for member in self._fleet.members()
         ]
-        return fleet_pb2.ListMembersResponse(members=[this, *others], queued=len(self._queue))
+        return fleet_pb2.ListMembersResponse(
+            members=[this, *others], queued=len(self._queue), longest_wait_s=self._queue.longest_wait_s()
+        )
 
     def _services_for(self, member: Member) -> list[fleet_pb2.ServiceAddress]:
         return [

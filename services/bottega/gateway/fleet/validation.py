@@ -84,6 +84,8 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
     for name in ("max_rows", "memory_bytes"):
         if getattr(load, name) < 0:
             yield Violation(field=f"load.{name}", description="must not be negative")
+    if any(not 0 <= number < math.inf for _, number in load.activity.ListFields()):
+        yield Violation(field="load.activity", description="must be numbers that are finite and not negative")
     yield from _masked(load)
     yield from _accelerations(load)
     yield from _hosted(load)

@@ -81,6 +81,12 @@ class JobQueue:
         """Jobs that wait for a model, first come first. Not to be changed."""
         return self._lines.get(model) or deque()
 
+    def longest_wait_s(self) -> float:
+        """Seconds that the job which has waited longest waits; 0 where none does. Of one that was lost, since then."""
+        queued_at = (job.times.queued_at for line in self._lines.values() for job in line)
+        now = self._clock.monotonic()
+        return now - min(queued_at, default=now)
+
     def count_completed(self) -> None:
         """Counts a job that was drawn, for the measured rate."""
         self._completed_at.append(self._clock.monotonic())

@@ -145,6 +145,7 @@ def beat_of(runtime: Runtime, *, peer_links: int) -> engine_pb2.EngineEvent:
     links = peer_links + sum(addon.open_links for addon in engine.addons)
     beat = engine_pb2.EngineBeat(
         turns=engine.turns,
+        steps=engine.steps,
         running=[
             fleet_pb2.RunningAttempt(attempt=attempt_of(key), steps_left=steps, computed_share=shares.get(key, 0.0))
             for key, steps in engine.steps_left()

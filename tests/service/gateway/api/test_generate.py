@@ -304,3 +304,6 @@ async def test_metrics_tell_outcomes_refusals_and_members(house: Running) -> Non
     assert read("bottega_members", {"kind": "worker"}) == 1
     assert read("bottega_queued_jobs") == 0
     assert read("bottega_route_seconds_count") == 1
+    activity = (await house.fleet.ListMembers(fleet_pb2.ListMembersRequest())).members[0].load.activity
+    assert (activity.completed, activity.failed, activity.routed) == (1, 0, 1)
+    assert activity.waited_s == pytest.approx(read("bottega_queue_seconds_sum"))

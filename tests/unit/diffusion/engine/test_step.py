@@ -188,6 +188,7 @@ def test_a_turn_encodes_at_most_one_prompt_and_decodes_at_most_one_latent(model:
     assert encoded == [[0], [1], [2], [], [], []]
     assert decoded == [[(0, 0)], [(0, 1)], [(1, 0)], [(1, 1)], [(2, 0)], [(2, 1)]]
     assert easel.engine.turns == 3
+    assert easel.engine.steps == 6
 
 
 def test_steps_to_go_count_those_that_wait_as_well(model: Model) -> None:

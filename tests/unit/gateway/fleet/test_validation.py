@@ -14,7 +14,16 @@ import pytest
 from bottega import kinds
 from bottega.gateway.fleet.members import hosted_by_kind
 from bottega.gateway.fleet.validation import MAX_USED_KINDS, check_load, check_registration
-from bottega.v1.fleet_pb2 import Acceleration, Load, MaskedTimes, MaskTokens, PlannedTime, Registration, SwitchTime
+from bottega.v1.fleet_pb2 import (
+    Acceleration,
+    Activity,
+    Load,
+    MaskedTimes,
+    MaskTokens,
+    PlannedTime,
+    Registration,
+    SwitchTime,
+)
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
 from tests.samples.hosted_loras import applied, at_hand
 
@@ -70,6 +79,12 @@ def test_what_a_self_check_found_is_bounded() -> None:
     for number in (math.inf, math.nan, -1.0):
         assert _of_load(accelerations=[Acceleration(name="one", difference=number)]) == ["load.accelerations"]
     assert _of_load(accelerations=[Acceleration(name="one", reason="x" * 513)]) == ["load.accelerations"]
+
+
+def test_what_a_service_has_counted_are_numbers() -> None:
+    assert _of_load(activity=Activity(steps=2**63 - 1, waited_s=1e308)) == []
+    for bad in (Activity(hits=-1), Activity(waited_s=math.inf), Activity(waited_s=math.nan), Activity(waited_s=-1.0)):
+        assert _of_load(activity=bad) == ["load.activity"]
 
 
 def test_what_is_hosted_is_bounded_kind_by_kind() -> None:

@@ -36,6 +36,19 @@ def test_a_lost_job_goes_before_the_others() -> None:
     assert list(queue.line("m")) == [jobs[2], jobs[0], jobs[1]]
 
 
+def test_the_longest_wait_is_of_all_that_wait_whatever_their_place() -> None:
+    time = FakeTime()
+    queue = JobQueue(max_jobs=9, budget_bytes=1 << 20, clock=time.clock())
+    assert queue.longest_wait_s() == 0
+    first = sample_job(time, size_bytes=30)
+    queue.add(first)
+    time.now += 5
+    queue.add(sample_job(time, size_bytes=30), first=True)
+    assert queue.longest_wait_s() == pytest.approx(5)
+    queue.remove(first)
+    assert queue.longest_wait_s() == pytest.approx(0)
+
+
 def test_retry_after_follows_the_measured_rate() -> None:
     # One job in two seconds, and a tenth of the queue is ten jobs. Not everybody shall come back at once.
     _, queue = _drawn(100, every_s=2, pictures=10)
