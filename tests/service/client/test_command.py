@@ -329,6 +329,9 @@ def test_models_and_fleet_are_tables(gateway: ScriptedGateway, address: str) -> 
     fleet = run("fleet", "--once", address=address)
     assert fleet.exit_code == 0
     assert "4 waiting in the queue" in fleet.stdout
+    top = run("top", "--once", address=address)
+    assert top.exit_code == 0
+    assert "4 waiting in the queue, the longest for 0.0 s" in top.stdout
 
 
 def test_logs_are_readable_and_raw_on_request(own_folder: Path) -> None:

@@ -145,7 +145,7 @@ def test_every_command_shows_refusals_as_plain_text(error: Callable[[], BottegaE
             assert result.exit_code != 0
 
 
-@pytest.mark.parametrize("name", ["generate", "fleet"])
+@pytest.mark.parametrize("name", ["generate", "fleet", "top"])
 def test_what_moves_on_a_terminal_is_plain_too(name: str) -> None:
     with serving(Manner(number=1)) as address:
         shown_is_plain(on_terminal(arguments_of(name), address, end=b"waiting in the queue"))

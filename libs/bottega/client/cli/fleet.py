@@ -78,7 +78,7 @@ def _row(member: Member) -> tuple[str, ...]:
         who.address,
         ", ".join([*(model.name for model in who.models), *_hosted(load)]),
         who.device,
-        _running(member),
+        running_text(member),
         str(sum(attempt.steps_left for attempt in load.running)) if load.running else "",
         f"{load.memory_bytes / 2**20:.0f} MiB" if load.memory_bytes else "",
         _duration(member.joined_s),
@@ -100,7 +100,7 @@ def _hosted(load: Load) -> Iterator[str]:
                 yield item.name if item.state == HOSTED_STATE_LOADED else f"{item.name} (not loaded)"
 
 
-def _running(member: Member) -> str:
+def running_text(member: Member) -> str:
     """Attempts of a worker, sessions of other services."""
     load = member.load
     sessions = sum(item.sessions for item in load.hosted)
