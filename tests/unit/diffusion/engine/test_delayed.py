@@ -69,9 +69,11 @@ def test_no_step_waits_for_a_device_that_keeps_pace(model: Model) -> None:
     for order in orders():
         easel.submit(order)
     while easel.engine.busy:
+        turns, waits = easel.engine.turns, device.waits
         easel.turn()
+        if easel.engine.turns > turns:  # else an image may be decoded, and there is nothing else to do
+            assert device.waits == waits
         device.finish()
-    assert device.waits == 0
     assert all(isinstance(drawing.events[-1], JobFinished) for drawing in easel.drawings.values())
 
 

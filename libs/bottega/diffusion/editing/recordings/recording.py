@@ -341,6 +341,7 @@ class StepCompleter:
         cut = output.detach().index_select(0, index) if output.ndim == 2 else output.flatten(1).index_select(1, index)
         self._copies[name] = device.to_host(cut.to(torch.float16))
 
+    @torch.inference_mode()
     def write(self) -> bool:
         """Writes what was put out, and waits for it where it has not come. Whether there was anything."""
         copies, self._copies = self._copies, {}
