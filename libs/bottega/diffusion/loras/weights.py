@@ -91,10 +91,15 @@ class LoraWeights:
         return known
 
     def put_in_text(self, loras: LoraSet | None) -> float:
-        """Makes the next prompt read these LoRAs, or none. Returns the seconds it took, and waits until it is done."""
+        """Makes the next prompt read these LoRAs, or none.
+
+        Returns the seconds it took, and waits until it is done; without LoRAs it does neither.
+        """
         began = self._device.record()
         for name in TEXT_ENCODERS:
             _put(self._patchers[name], loras)
+        if loras is None:
+            return 0.0  # as for most prompts: nobody asks what that took
         seconds = Span(begin=began, end=self._device.record()).seconds
         self._tell_copies()
         return seconds
