@@ -166,9 +166,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int)
     parser.add_argument("--config-json", type=json.loads)
+    parser.add_argument("--trials")
     arguments = parser.parse_args()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
-    if arguments.config_json["model"] == "broken":
+    model = arguments.config_json["model"]
+    if model == "broken" or (os.path.isabs(model) and not os.path.exists(model)):
         raise SystemExit(3)
     channel = FramedPipe.from_fd(arguments.fd)
     commands: queue.Queue[engine_pb2.EngineCommand] = queue.Queue()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -63,8 +65,9 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         self, config: EngineConfig, *, start_s: float, hang_s: float, stall_s: float, module: str = ENGINE_MODULE
     ) -> None:
         # Outlives the engine processes, and ends with this one.
-        self._trials = tempfile.TemporaryDirectory(prefix="bottega-trials-")
-        trials = str(Path(self._trials.name) / "trials.json")
+        folder = tempfile.mkdtemp(prefix="bottega-trials-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        trials = str(Path(folder) / "trials.json")
         arguments = ("--config-json", json.dumps(dataclasses.asdict(config)), "--trials", trials)
         self._calls: PendingCalls[LinkResult] = PendingCalls()
         self._template_calls: PendingCalls[EngineTemplates] = PendingCalls()
