@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 import time
+from pathlib import Path
 
 from bottega import kinds
 from bottega.process import FramedPipe
@@ -170,7 +171,7 @@ def main() -> None:
     arguments = parser.parse_args()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     model = arguments.config_json["model"]
-    if model == "broken" or (os.path.isabs(model) and not os.path.exists(model)):
+    if model == "broken" or (model.startswith("/") and not Path(model).exists()):
         raise SystemExit(3)
     channel = FramedPipe.from_fd(arguments.fd)
     commands: queue.Queue[engine_pb2.EngineCommand] = queue.Queue()

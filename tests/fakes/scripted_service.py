@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict
 
 from bottega.config import STRICT
-from bottega.errors import ConfigError, Unavailable
+from bottega.errors import BottegaError, ConfigError, Unavailable
 from bottega.process import memory
 from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.server import Server, ServerConfig
@@ -33,12 +33,13 @@ _ERRORS = {"ConfigError": ConfigError, "Unavailable": Unavailable, "RuntimeError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedConfig:
-    """fails_at: the turn that raises this error. frees: whether it frees much memory and rests before it serves."""
+    """fails_at: the turn that raises this error; "served" is when it serves. frees: whether it frees much memory and
+    rests before it serves."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     server: ServerConfig = field(default_factory=ServerConfig)
-    fails_at: Literal["", "made", "entered", "warm", "finished"] = ""
+    fails_at: Literal["", "made", "entered", "warm", "served", "finished"] = ""
     error: Literal["ConfigError", "Unavailable", "RuntimeError"] = "Unavailable"
     frees: bool = False
 
@@ -64,6 +65,13 @@ class Script:
             print(_resident_mib(), gc.get_threshold()[0], gc.get_freeze_count())
         self.turn("warm")
 
+    def failed(self) -> asyncio.Future[BottegaError]:
+        """Has a result at once where it fails as soon as it serves."""
+        failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
+        if self._config.fails_at == "served":
+            failed.set_result(Unavailable("served it cannot be"))
+        return failed
+
     async def finish(self) -> None:
         self.turn("finished")
 
@@ -86,7 +94,13 @@ async def lifespan(config: ScriptedConfig, script: Script) -> AsyncIterator[Serv
     script.turn("entered")
     try:
         server = Server("scripted", config.server)
-        yield ServiceHooks(server=server, warm_up=script.warm_up, finish=script.finish, shut_down=script.shut_down)
+        yield ServiceHooks(
+            server=server,
+            warm_up=script.warm_up,
+            failed=script.failed(),
+            finish=script.finish,
+            shut_down=script.shut_down,
+        )
     finally:
         script.turn("left")
 

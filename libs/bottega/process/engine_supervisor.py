@@ -3,7 +3,8 @@
 The engine owns a device; a crash, a hang or a flood of memory there costs what it held and nothing else. Every word
 of the engine is a sign of life; after `hang_s` without one it is killed, and so is one that lives on and makes no
 turn for `stall_s` while it has work. Time in which this side was stopped itself, and received nothing for that reason,
-is not held against the engine. A new one is started with a growing pause. This module does not know what is said.
+is not held against the engine. A new one is started with a growing pause, until three in a row did not get ready: then
+it is for whoever watches the service to decide. This module does not know what is said.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _LOOK_S = 0.5
 _LEAST_LOOKS = 5
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 10.0
+# In a row: a device that is gone, or a model's file that is damaged, is not mended by a fourth.
+_MOST_FAILED_STARTS = 3
 
 CommandT = TypeVar("CommandT", bound=Message)
 EventT = TypeVar("EventT", bound=Message)
@@ -107,13 +110,19 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         self._child = await ChildProcess.start(self._module, *self._arguments, env=self._environment)
 
     async def watch(self, listener: EngineListener[ReadyT, EventT]) -> None:
-        """Serves the listener until cancelled, with one engine process after the other."""
-        pause_s = _FIRST_PAUSE_S
+        """Serves the listener until cancelled, with one engine process after the other.
+
+        Raises InternalError when several in a row did not get ready.
+        """
+        pause_s, failed_starts = _FIRST_PAUSE_S, 0
         while True:
             was_ready, why = await self._run_once(listener)
             exit_code = await self.stop()
             _log.error("engine lost", extra={"why": why, "was_ready": was_ready, "exit_code": exit_code})
             await _deliver(listener.on_engine_lost(why))
+            failed_starts = 0 if was_ready else failed_starts + 1
+            if failed_starts == _MOST_FAILED_STARTS:
+                raise InternalError(f"the engine could not be started {failed_starts} times in a row; at last: {why}")
             pause_s = _FIRST_PAUSE_S if was_ready else min(2 * pause_s, _MAX_PAUSE_S)
             await asyncio.sleep(pause_s)
 

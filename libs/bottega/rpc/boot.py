@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bottega.config import ConfigT, load
 from bottega.errors import BottegaError, ConfigError
@@ -37,13 +38,15 @@ class ServiceHooks:
     """A service's own part of its lifespan: it starts, warms up, serves until it is told to stop, drains, ends.
 
     warm_up: what must have happened before health says SERVING; a signal abandons it.
-    finish: see `Server.drain`. shut_down: always called last, whatever happened.
+    failed: has a result when the service cannot go on, though nobody told it to stop: it drains then, and that error
+        is its end. finish: see `Server.drain`. shut_down: always called last, whatever happened.
     answers_after_s: of a service that answers while it warms up, if only that it cannot serve yet: systemd is told
         after this time that it has started. None: only when it is warm.
     """
 
     server: Server
     warm_up: Step
+    failed: asyncio.Future[BottegaError] | None = None
     finish: Step | None = None
     shut_down: Step
     answers_after_s: float | None = None
@@ -107,13 +110,15 @@ async def _run(hooks: ServiceHooks, *, stop_with_stdin: bool) -> None:
                 await server.set_serving(True)
                 systemd.ready()
                 _log.info("serving", extra=server.addresses)
-                await stopping.wait()
+                await _stopped_or_failed(stopping, hooks.failed)
             _log.info("draining")
             systemd.stopping()
             await server.drain(hooks.finish)
         finally:
             await server.stop()
             await hooks.shut_down()
+    if hooks.failed and hooks.failed.done():
+        raise hooks.failed.result()
     _log.info("stopped")
 
 
@@ -132,6 +137,15 @@ def _stop_signal(stop_with_stdin: bool) -> asyncio.Event:
     if stop_with_stdin:
         loop.add_reader(_STDIN, listen)
     return stopping
+
+
+async def _stopped_or_failed(stopping: asyncio.Event, failed: asyncio.Future[BottegaError] | None) -> None:
+    waiting = asyncio.ensure_future(stopping.wait())
+    try:
+        ends: list[asyncio.Future[Any]] = [waiting, *([failed] if failed else [])]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
 
 
 async def _unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:

@@ -60,7 +60,11 @@ async def _lifespan(
         server.add_services([SERVICE_NAME])
         add_link_service(server, kinds.CONTROLNET, controlnets)
         yield ServiceHooks(
-            server=server, warm_up=controlnets.start, finish=controlnets.drain, shut_down=controlnets.stop
+            server=server,
+            warm_up=controlnets.start,
+            failed=controlnets.failed,
+            finish=controlnets.drain,
+            shut_down=controlnets.stop,
         )
     finally:
         await engine.stop()

@@ -73,6 +73,8 @@ class ControlNetServer:
         self._device = ""
         self._membership: FleetMembership | None = None
         self._first_hosting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
+        """Has a result when the server cannot go on: it gets no engine any more."""
         self._tasks = BackgroundTasks("watching of the engine")
         self._hosting = BackgroundTasks("hosting of ControlNets")
         self._adding = asyncio.Lock()
@@ -93,7 +95,7 @@ class ControlNetServer:
         """
         await self._catalogue.open()
         await self._profiles.read()
-        self._tasks.start(self._engine.watch(self))
+        self._tasks.start(self._watch_engine())
         self._tasks.start(self._memory.run())
         await self._first_hosting
 
@@ -176,6 +178,12 @@ class ControlNetServer:
         await self._inspector.stop()
         await self._engine.stop()
         await self._catalogue.close()
+
+    async def _watch_engine(self) -> None:
+        try:
+            await self._engine.watch(self)
+        except InternalError as error:
+            self.failed.set_result(error)
 
     async def on_engine_ready(self, ready: ControlNetEngineReady) -> None:
         """Has a new engine host what the catalogue says."""

@@ -62,7 +62,9 @@ async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
         await engine.spawn()
         await pool.start()
         server, worker = build(settings, engine, pool)
-        yield ServiceHooks(server=server, warm_up=worker.start, finish=worker.drain, shut_down=worker.stop)
+        yield ServiceHooks(
+            server=server, warm_up=worker.start, failed=worker.failed, finish=worker.drain, shut_down=worker.stop
+        )
     finally:
         await asyncio.gather(engine.stop(), pool.stop())
 

@@ -101,6 +101,8 @@ class Worker:
         self._accelerations: Sequence[fleet_pb2.Acceleration] = ()
         self._model: image_pb2.Model | None = None
         self._model_name: str | None = None  # kept while an engine is lost: the next one has the same
+        self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
+        """Has a result when the worker cannot go on: it gets no engine any more."""
         self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks = BackgroundTasks("watching the engine")
         self._memory_bytes = 0
@@ -112,7 +114,7 @@ class Worker:
 
     async def start(self) -> None:
         """Returns when the engine is warm. Raises InternalError when the first engine does not get so far."""
-        self._tasks.start(self._engine.watch(self))
+        self._tasks.start(self._watch_engine())
         self._tasks.start(self._sweep())
         await self._first_ready
 
@@ -290,6 +292,12 @@ class Worker:
         for runner in held:
             facts = {"died": "engine", "held_together": str(len(held))}
             runner.fail(WorkerLost(f"the worker's engine was lost: {why}", metadata=facts))
+
+    async def _watch_engine(self) -> None:
+        try:
+            await self._engine.watch(self)
+        except InternalError as error:
+            self.failed.set_result(error)
 
     def _check_model(self, spec: GenerationSpec) -> None:
         """A request for one model must not get the picture of another. Absent means the only one that there is."""

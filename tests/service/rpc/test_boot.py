@@ -96,6 +96,14 @@ def test_an_error_at_a_turn_is_a_line_and_a_status_and_what_was_made_is_taken_do
     assert seen == (status, turns, f"bottega.scripted: {turn} it cannot be\n")
 
 
+def test_a_service_that_cannot_go_on_drains_and_ends_with_the_error(tmp_path: Path) -> None:
+    status, turns, said = ended(started(tmp_path, {"fails_at": "served"}))
+    assert (status, turns) == (1, TURNS)
+    *lines, last = said.splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["serving", "draining"]
+    assert last == "bottega.scripted: served it cannot be"
+
+
 Boot = Callable[..., tuple[int, list[str], str]]
 
 

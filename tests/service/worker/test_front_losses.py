@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import psutil
@@ -19,7 +20,7 @@ from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
 from bottega.worker import worker
 from bottega.worker.config import EngineConfig
-from tests.support.running_front import CONFIG, Start, kinds, request, running_workers
+from tests.support.running_front import CONFIG, Running, Start, kinds, request, running_workers
 from tests.support.waiting import eventually
 
 
@@ -92,6 +93,37 @@ async def test_a_fault_while_results_are_swept_is_logged_and_they_are_swept_agai
 async def test_an_engine_that_never_gets_ready_ends_the_start(start: Start) -> None:
     with pytest.raises(InternalError, match="could not be started"):
         await start(replace(CONFIG, engine=EngineConfig(model="broken")))
+
+
+async def test_a_worker_whose_engine_does_not_come_back_gives_up_after_the_third_time(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tmp_path / "model"
+    model.touch()
+    running = await start(replace(CONFIG, engine=EngineConfig(model=str(model))))
+    model.unlink()
+    await _lose_engine(running)
+    await asyncio.wait([running.worker.failed], timeout=15)
+    error = running.worker.failed.result()
+    assert "3 times in a row" in error.message
+    assert [line.was_ready for line in caplog.records if line.message == "engine lost"] == [True, False, False, False]  # type: ignore[attr-defined]
+
+
+async def test_engines_that_got_ready_between_are_no_row(start: Start, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.touch()
+    running = await start(replace(CONFIG, engine=EngineConfig(model=str(model))))
+    for _ in range(4):
+        await _lose_engine(running)
+        await eventually(running.is_serving)
+    assert not running.worker.failed.done()
+
+
+async def _lose_engine(running: Running) -> None:
+    before = running.engine.pid
+    assert before
+    os.kill(before, signal.SIGKILL)
+    await eventually(lambda: running.engine.pid != before)
 
 
 async def test_draining_refuses_new_work_and_finishes_what_runs(start: Start) -> None:
