@@ -11,7 +11,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from bottega import kinds
 from bottega.client import Client
+from bottega.v1.fleet_pb2 import Activity
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import GenerateRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
@@ -83,3 +85,26 @@ def _lines(service: Service, request_id: str) -> list[dict[str, Any]]:
 
 def _said(service: Service, request_id: str) -> list[str]:
     return [line["event"] for line in _lines(service, request_id)]
+
+
+def _activity(suite: Suite) -> dict[str, Activity]:
+    """What the gateway and its workers have counted, by kind."""
+    return {member.registration.kind: member.load.activity for member in suite.client.fleet().members}
+
+
+def test_whoever_looks_at_the_fleet_is_told_what_was_done(suite: Suite) -> None:
+    before = _activity(suite)
+    suite.client.generate("a red star", num_inference_steps=5)
+
+    def done() -> bool:
+        # What came before it may have been reported since then.
+        after = _activity(suite)
+        engine, gateway = after[kinds.WORKER], after[kinds.GATEWAY]
+        return (
+            engine.completed > before[kinds.WORKER].completed
+            and engine.steps >= before[kinds.WORKER].steps + 5
+            and engine.turns >= before[kinds.WORKER].turns + 5
+            and gateway.completed > before[kinds.GATEWAY].completed
+        )
+
+    wait_until(done, "the worker and the gateway to count it")

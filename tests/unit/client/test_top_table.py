@@ -71,5 +71,5 @@ def test_what_was_seen_once_has_no_rate_yet() -> None:
 
 def test_how_many_wait_and_how_long_stands_below() -> None:
     last = shown(fleet(1), fleet(2, queued=4, longest_wait_s=12.34))[-1]
-    assert last.strip() == "4 waiting in the queue, the longest for 12.3 s, a worker is found after 1.50 s"
+    assert last.strip() == "4 waiting in the queue, the longest for 12.3 s, those that began had waited 1.50 s"
     assert shown(fleet(1))[-1].strip() == "0 waiting in the queue"

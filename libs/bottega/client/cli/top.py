@@ -105,7 +105,7 @@ def _waiting(fleet: ListMembersResponse, rates: FleetRates) -> str:
     gateways = (rates.of(member) for member in fleet.members if member.registration.kind == kinds.GATEWAY)
     waits = [each.wait_s for each in gateways if each is not None and each.wait_s is not None]
     if waits:
-        parts.append(f"a worker is found after {max(waits):.2f} s")
+        parts.append(f"those that began had waited {max(waits):.2f} s")
     return ", ".join(parts)
 
 
