@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from bottega.config import STRICT
+from bottega.device_names import DeviceName
 from bottega.rpc.server import ServerConfig
 
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -33,7 +34,7 @@ class ControlNetEngineConfig:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: DeviceName = "auto"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     threads: NotNegative = 0
     exclusive_cores: bool = False
