@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -152,6 +152,14 @@ class DelayedDevice:
         self.finish()
 
     def free_bytes(self) -> int | None:
+        return None
+
+    def limit_memory(self, size_bytes: int) -> None:
+        """It is the host's."""
+
+    def measure_peak(self, run: Callable[[], object]) -> int | None:
+        run()
+        self.finish()
         return None
 
     def _given(self, event: DelayedEvent) -> DelayedEvent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 
@@ -75,4 +76,11 @@ class CpuDevice:
         """Nothing is under way."""
 
     def free_bytes(self) -> int | None:
+        return None
+
+    def limit_memory(self, size_bytes: int) -> None:
+        """The host's is bounded by whoever runs the process."""
+
+    def measure_peak(self, run: Callable[[], object]) -> int | None:
+        run()
         return None

@@ -7,7 +7,7 @@ pinned memory). Source: torch/cuda/streams.py, aten/src/ATen/cuda/CachingHostAll
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -114,6 +114,18 @@ class CudaDevice:
     def free_bytes(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return int(free)
+
+    def limit_memory(self, size_bytes: int) -> None:
+        _, total = torch.cuda.mem_get_info(self.torch_device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total), self.torch_device)
+
+    def measure_peak(self, run: Callable[[], object]) -> int | None:
+        self.synchronize()
+        before = torch.cuda.memory_allocated(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        run()
+        self.synchronize()
+        return max(0, int(torch.cuda.max_memory_allocated(self.torch_device)) - before)
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name not in self._streams:

@@ -6,6 +6,7 @@ waits only where there is nothing else to do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -86,4 +87,13 @@ class Device(Protocol):
 
     def free_bytes(self) -> int | None:
         """Memory of the device that nobody has; None where it is the host's."""
+        ...
+
+    def limit_memory(self, size_bytes: int) -> None:
+        """From now on this process has no more of it than that. Nothing where it is the host's."""
+        ...
+
+    def measure_peak(self, run: Callable[[], object]) -> int | None:
+        """Runs this and waits for the device. The most bytes that it had beside what was there; None where they are
+        the host's. Only while nothing else runs."""
         ...

@@ -1,0 +1,149 @@
+"""One budget for all that a device's memory holds: who has how much of it, and what a picture needs beside them.
+
+What forwards and decodings need is measured once and is in proportion to the elements of the latents that they work on;
+attention takes no more than that in any of torch's fused kernels. On a CPU nothing is counted and nothing is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from bottega.diffusion.device.device import Device
+from bottega.errors import TooLarge
+
+_log = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+# Left to the device's libraries, whose workspaces torch does not allocate, where no budget is configured.
+_LEAST_RESERVE_BYTES = 512 * _MIB
+_RESERVE_SHARE = 0.05
+# After so many forwards of a size whose groups were made smaller, larger ones are tried again: what was in the way may
+# be gone.
+_FORGET_AFTER = 500
+# Of sizes whose groups were made smaller; more are as if none was.
+_MOST_SIZES = 64
+
+
+class MemoryPlan:
+    """budget_bytes: of the device, for this process; None where nothing is counted."""
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self._reserved: dict[str, int] = {}
+        self._row_bytes = 0.0
+        self._decoding_bytes = 0.0
+        self._refused: dict[int, tuple[int, int]] = {}
+
+    @property
+    def reserved(self) -> Mapping[str, int]:
+        """Bytes by who has them."""
+        return MappingProxyType(self._reserved)
+
+    @property
+    def left_bytes(self) -> int | None:
+        """For activations, beside what is reserved; None where nothing is counted."""
+        return None if self.budget_bytes is None else max(0, self.budget_bytes - sum(self._reserved.values()))
+
+    def reserve(self, name: str, size_bytes: int) -> None:
+        """Sets so many bytes aside, instead of what that name had. Raises TooLarge where they are not left."""
+        others = sum(size for holder, size in self._reserved.items() if holder != name)
+        if self.budget_bytes is not None and others + size_bytes > self.budget_bytes:
+            raise TooLarge(
+                f"{name} would take {size_bytes // _MIB} MiB of the device, and {self._said_left(name)}; "
+                "raise device_memory_mib, or use a larger device",
+                metadata=self._facts(size_bytes),
+            )
+        self._reserved[name] = size_bytes
+
+    def release(self, name: str) -> None:
+        """What that name had is free. Harmless when it has nothing."""
+        self._reserved.pop(name, None)
+        self._refused.clear()
+
+    def observe_forward(self, area: int, rows: int, peak_bytes: int | None) -> None:
+        """A forward of so many rows took so much beside the weights. area: elements of a latent's height and width."""
+        self._row_bytes = max(self._row_bytes, (peak_bytes or 0) / (area * rows))
+
+    def observe_decoding(self, area: int, peak_bytes: int | None) -> None:
+        """Decoding a latent took so much. area: of what is decoded at once."""
+        self._decoding_bytes = max(self._decoding_bytes, (peak_bytes or 0) / area)
+
+    def needed_bytes(self, area: int, *, decoded_area: int) -> int:
+        """For a picture by itself, its rows one by one. decoded_area: of what is decoded at once."""
+        return round(max(self._row_bytes * area, self._decoding_bytes * decoded_area))
+
+    def check_picture(self, width: int, height: int, *, area: int, decoded_area: int) -> None:
+        """Raises TooLarge for a picture that does not fit by itself. width, height: in pixels."""
+        needed = self.needed_bytes(area, decoded_area=decoded_area)
+        if self.left_bytes is not None and needed > self.left_bytes:
+            raise TooLarge(
+                f"{width}x{height} need about {needed // _MIB} MiB of the device's memory, and {self._said_left()}; "
+                "ask for fewer pixels",
+                metadata=self._facts(needed),
+            )
+
+    def refusal(self, width: int, height: int) -> TooLarge:
+        """Of a picture for which the device had no memory when it was its turn."""
+        why = "" if self.budget_bytes is None else f": {self._said_left()}"
+        return TooLarge(
+            f"the device has not enough memory for {width}x{height}, not even by themselves{why}; ask for fewer pixels",
+            metadata={"limit": "device_memory", "size": f"{width}x{height}"},
+        )
+
+    def most_rows(self, area: int) -> int | None:
+        """Rows of such latents that fit into one forward beside a decoding, one at least; None: as many as there are.
+
+        To be asked before each forward: it counts them.
+        """
+        bounds = []
+        if self.left_bytes is not None and self._row_bytes:
+            free = self.left_bytes - self._decoding_bytes * area
+            bounds.append(max(1, int(free // (self._row_bytes * area))))
+        if area in self._refused:
+            rows, forwards = self._refused.pop(area)
+            bounds.append(rows)
+            if forwards > 1:
+                self._refused[area] = (rows, forwards - 1)
+        return min(bounds, default=None)
+
+    def note_out_of_memory(self, area: int, rows: int) -> None:
+        """A forward of so many rows found no memory: groups of this size are half as large for a while."""
+        if area not in self._refused and len(self._refused) >= _MOST_SIZES:
+            return
+        self._refused[area] = (max(1, rows // 2), _FORGET_AFTER)
+        _log.warning("the device had no memory for a group; it is split", extra={"rows": rows, "latent_elements": area})
+
+    def _said_left(self, but: str = "") -> str:
+        """What is left of the budget, and who has the rest."""
+        others = {name: size for name, size in self._reserved.items() if name != but}
+        holders = ", ".join(f"{name} {size // _MIB} MiB" for name, size in others.items())
+        left = (self.budget_bytes or 0) - sum(others.values())
+        return f"{max(0, left) // _MIB} of {(self.budget_bytes or 0) // _MIB} MiB are left" + (
+            f" beside {holders}" if holders else ""
+        )
+
+    def _facts(self, needed_bytes: int) -> dict[str, str]:
+        facts = {"limit": "device_memory", "needed_mib": str(needed_bytes // _MIB)}
+        return facts | {"device_memory_mib": str((self.budget_bytes or 0) // _MIB)}
+
+
+def open_memory_plan(device: Device, budget_mib: int) -> MemoryPlan:
+    """Before anything is on the device. budget_mib: 0 is what is free, less a reserve.
+
+    Raises ValueError for a budget that the device does not have, or of a CPU.
+    """
+    free_bytes = device.free_bytes()
+    if free_bytes is None:
+        if budget_mib:
+            raise ValueError("device_memory_mib bounds the memory of a GPU; that of a CPU's process, its unit bounds")
+        return MemoryPlan()
+    if budget_mib * _MIB > free_bytes:
+        raise ValueError(
+            f"device_memory_mib is {budget_mib}, and {device.torch_device} has {free_bytes // _MIB} MiB free"
+        )
+    if budget_mib:
+        device.limit_memory(budget_mib * _MIB)
+        return MemoryPlan(budget_mib * _MIB)
+    return MemoryPlan(free_bytes - max(_LEAST_RESERVE_BYTES, round(_RESERVE_SHARE * free_bytes)))

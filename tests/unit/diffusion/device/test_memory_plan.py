@@ -1,0 +1,80 @@
+"""The budget of a device: who has what, what is left, and what is said of it when it is not enough."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bottega.diffusion.device.cpu import CpuDevice
+from bottega.diffusion.device.memory_plan import MemoryPlan, open_memory_plan
+from bottega.diffusion.device.out_of_memory import is_out_of_memory
+from bottega.errors import TooLarge
+from tests.support.memory_device import MemoryDevice
+
+MIB = 1 << 20
+
+
+def test_reservations_share_one_budget_and_are_named_when_it_is_not_enough() -> None:
+    plan = MemoryPlan(100 * MIB)
+    plan.reserve("model", 60 * MIB)
+    plan.reserve("graphs", 10 * MIB)
+    plan.reserve("graphs", 30 * MIB)  # instead of the ten
+    assert plan.left_bytes == 10 * MIB
+    with pytest.raises(
+        TooLarge, match=r"ControlNets would take 11 MiB .* 10 of 100 MiB are left beside model 60 MiB, g"
+    ):
+        plan.reserve("ControlNets", 11 * MIB)
+    assert plan.reserved == {"model": 60 * MIB, "graphs": 30 * MIB}
+    plan.release("graphs")
+    plan.reserve("ControlNets", 11 * MIB)
+
+
+def test_rows_that_fit_follow_from_the_peaks_and_one_always_may_try() -> None:
+    plan = MemoryPlan(100 * MIB)
+    assert plan.most_rows(16) is None  # nothing is known
+    plan.observe_forward(16, 2, 20 * MIB)
+    plan.observe_decoding(16, 30 * MIB)
+    assert plan.most_rows(16) == 7
+    assert plan.most_rows(32) == 2
+    assert plan.most_rows(1000) == 1
+    assert plan.needed_bytes(32, decoded_area=16) == 30 * MIB
+    assert plan.needed_bytes(64, decoded_area=16) == 40 * MIB
+
+
+def test_a_size_whose_group_found_no_memory_is_tried_again_after_a_while() -> None:
+    plan = MemoryPlan()
+    plan.note_out_of_memory(16, 8)
+    bounds = [plan.most_rows(16) for _ in range(600)]
+    assert bounds[:2] == [4, 4]
+    assert bounds[-1] is None
+    assert plan.most_rows(32) is None
+
+
+def test_without_a_budget_it_is_what_is_free_less_a_reserve_and_a_configured_one_binds_the_allocator() -> None:
+    device = MemoryDevice(20_000 * MIB)
+    assert open_memory_plan(device, 0).budget_bytes == 19_000 * MIB
+    assert device.limit_bytes is None
+    assert open_memory_plan(device, 8000).budget_bytes == 8000 * MIB
+    assert device.limit_bytes == 8000 * MIB
+
+
+def test_a_budget_that_the_device_does_not_have_is_refused_with_what_it_has() -> None:
+    with pytest.raises(ValueError, match="device_memory_mib is 8000, and cpu has 6000 MiB free"):
+        open_memory_plan(MemoryDevice(6000 * MIB), 8000)
+    with pytest.raises(ValueError, match="device_memory_mib bounds the memory of a GPU"):
+        open_memory_plan(CpuDevice(), 8000)
+    assert open_memory_plan(CpuDevice(), 0).budget_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("error", "whether"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_errors_of_memory_are_told_from_others(error: Exception, whether: bool) -> None:
+    assert is_out_of_memory(error) is whether
