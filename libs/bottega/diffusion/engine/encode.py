@@ -6,14 +6,13 @@ Follows StableDiffusionXLPipeline.encode_prompt, one prompt at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bottega.diffusion.model.model import Model
+from bottega.diffusion.model.vae import encode_dtype
 from bottega.diffusion.rows import Embeds
 from bottega.diffusion.spec import ResolvedSpec
 
@@ -70,8 +69,7 @@ def encode_image(model: Model, pixels: Tensor) -> LatentDistribution:
     # Diffusers' layout in memory too: another one is summed in another order.
     image = pixels[None].permute(0, 3, 1, 2).to(torch.float32) / 255.0
     image = model.runtime.to_device(2.0 * image - 1.0, model.dtype)
-    with _upcast_for_encoding(model):
-        distribution = model.vae.encode(image.to(model.vae.dtype)).latent_dist
+    distribution = model.vae.encode(image.to(encode_dtype(model.vae))).latent_dist
     return LatentDistribution(mean=distribution.mean, std=distribution.std)
 
 
@@ -87,20 +85,6 @@ def to_latent(model: Model, latent: Tensor) -> Tensor:
     )
     normalised: Tensor = (latent - mean) * config.scaling_factor / std
     return normalised
-
-
-@contextmanager
-def _upcast_for_encoding(model: Model) -> Iterator[None]:
-    """Diffusers encodes in float32 wherever force_upcast is set, in bfloat16 models too."""
-    before = model.vae.dtype
-    if model.vae.config.force_upcast and before != torch.float32:
-        model.vae.to(torch.float32)
-        try:
-            yield
-        finally:
-            model.vae.to(before)
-    else:
-        yield
 
 
 def _encode_pair(

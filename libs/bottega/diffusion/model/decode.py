@@ -15,17 +15,7 @@ def decode_pixels(model: Model, latent: Tensor) -> Tensor:
     latent: [1, channels, height, width]. Returns uint8 [height, width, 3], on the model's device.
     One latent at a time: a VAE gains nothing from a batch, and alone its result depends on nobody.
     """
-    config = model.vae.config
-    latent = latent.to(model.vae.dtype)
-    if config.latents_mean is not None and config.latents_std is not None:
-        mean, std = (
-            model.runtime.to_device(torch.tensor(values).view(1, -1, 1, 1), latent.dtype)
-            for values in (config.latents_mean, config.latents_std)
-        )
-        latent = latent * std / config.scaling_factor + mean
-    else:
-        latent = latent / config.scaling_factor
-    image = model.vae.decode(latent, return_dict=False)[0]
+    image = model.decoder.decode(latent)
     image = (image / 2 + 0.5).clamp(0, 1)[0].permute(1, 2, 0).float()
     pixels: Tensor = (image * 255).round().to(torch.uint8).contiguous()
     return pixels

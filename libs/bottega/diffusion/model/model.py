@@ -16,13 +16,18 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from diffusers.utils import logging as diffusers_logging
+from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
+from bottega.device_names import check_device_name
 from bottega.diffusion.device.device import Device
+from bottega.diffusion.device.memory_plan import MemoryPlan, open_memory_plan
+from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.model.samplers import SamplerKind, default_kind
+from bottega.diffusion.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.diffusion.operations import Operations
 
 # An optional file beside model_index.json: what to draw with when a request does not say.
@@ -52,7 +57,7 @@ class Model:
 
     latent_scale: pixels a side that one latent element stands for; width and height of a request
     are multiples of it. digest: SHA-256 over weights and configuration, hex. runtime: what its device is asked for.
-    operations: those that may be accelerated.
+    operations: those that may be accelerated. decoder: how the VAE decodes. memory: of the device.
     """
 
     name: str
@@ -64,11 +69,13 @@ class Model:
     text_encoders: tuple[CLIPTextModel, CLIPTextModelWithProjection]
     backbone: UNetBackbone
     vae: AutoencoderKL
+    decoder: VaeDecoder
     scheduler_config: dict[str, Any]
     zeros_for_absent_negative: bool
     latent_scale: int
     defaults: Defaults
     operations: Operations = field(default_factory=Operations)
+    memory: MemoryPlan = field(default_factory=MemoryPlan)
 
     @property
     def latent_channels(self) -> int:
@@ -87,19 +94,28 @@ class Model:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that `auto`, `cpu` or `cuda:N` names. Raises ValueError naming what is there."""
+    """The device that `auto`, `cpu`, `cuda` or `cuda:N` names. Raises ValueError naming what is there, or served."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    device = torch.device(check_device_name(name))
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto")
     return device
 
 
-def load_model(folder: Path, *, name: str, device: torch.device, dtype: torch.dtype) -> Model:
+def load_model(
+    folder: Path,
+    *,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    vae: VaeSettings | None = None,
+    device_memory_mib: int = 0,
+) -> Model:
     """Loads a folder in Diffusers' layout. Never downloads, never opens anything but safetensors.
 
-    Raises OSError or ValueError with the reason when the folder is not such a model.
+    device_memory_mib: see open_memory_plan. Raises OSError or ValueError with the reason when the folder is not such a
+    model, or the device has no room for it.
     """
     if not folder.is_dir():  # Diffusers would take it for a name on the hub, and look into that one's cache
         raise ValueError(f"{folder} is no folder")
@@ -109,13 +125,9 @@ def load_model(folder: Path, *, name: str, device: torch.device, dtype: torch.dt
     pipeline = StableDiffusionXLPipeline.from_pretrained(
         str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, add_watermarker=False
     )
-    for part in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.unet, pipeline.vae):
-        # Not requires_grad_(False): PyTorch multiplies by other kernels then, with other last bits than Diffusers'.
-        # Nothing is kept for gradients, because every stage runs in inference mode.
-        part.to(device).eval()
-    if dtype == torch.float16 and pipeline.vae.config.force_upcast:
-        # As Diffusers does at every decode: this VAE overflows in float16.
-        pipeline.vae.to(torch.float32)
+    runtime = open_device(device)
+    memory = open_memory_plan(runtime, device_memory_mib)
+    decoder = _place(pipeline, device, dtype, memory, vae or VaeSettings())
     config = dict(pipeline.scheduler.config)
     config["_class_name"] = type(pipeline.scheduler).__name__
     size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
@@ -124,16 +136,43 @@ def load_model(folder: Path, *, name: str, device: torch.device, dtype: torch.dt
         digest=digest(folder),
         dtype=dtype,
         device=device,
-        runtime=open_device(device),
+        runtime=runtime,
         tokenizers=(pipeline.tokenizer, pipeline.tokenizer_2),
         text_encoders=(pipeline.text_encoder, pipeline.text_encoder_2),
         backbone=UNetBackbone(pipeline.unet),
         vae=pipeline.vae,
+        decoder=decoder,
+        memory=memory,
         scheduler_config=config,
         zeros_for_absent_negative=bool(pipeline.config.force_zeros_for_empty_prompt),
         latent_scale=pipeline.vae_scale_factor,
         defaults=_defaults(folder, size, config),
     )
+
+
+def _place(
+    pipeline: StableDiffusionXLPipeline, device: torch.device, dtype: torch.dtype, memory: MemoryPlan, vae: VaeSettings
+) -> VaeDecoder:
+    """Puts a pipeline's parts on the device. Raises ValueError with the reason when they do not fit."""
+    parts = (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.unet, pipeline.vae)
+    memory.reserve("model", sum(_size_bytes(part) for part in parts))
+    try:
+        for part in parts:
+            # Not requires_grad_(False): PyTorch multiplies by other kernels then, with other last bits than Diffusers'.
+            # Nothing is kept for gradients, because every stage runs in inference mode.
+            part.to(device).eval()
+        decoder = make_decoder(pipeline.vae, device=device, dtype=dtype, settings=vae)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        size_mib = memory.reserved["model"] >> 20
+        raise ValueError(f"{device} has not enough memory for the model, whose weights are {size_mib} MiB") from None
+    memory.reserve("model", sum(_size_bytes(part) for part in parts))  # the VAE may be in other element types now
+    return decoder
+
+
+def _size_bytes(network: nn.Module) -> int:
+    return sum(tensor.nbytes for tensors in (network.parameters(), network.buffers()) for tensor in tensors)
 
 
 def digest(folder: Path) -> str:
