@@ -62,15 +62,12 @@ class DelayedEvent:
 class DelayedDevice:
     """See Device. waits: how often somebody waited for what was not done. streams: by name, how often used.
 
-    delays: how often a stream was to wait for an event.
-
     Without `running` a wait finishes what it waits for, and all before it.
     """
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.waits = 0
-        self.delays = 0
         self.streams: dict[str, int] = {}
         self._under_way: dict[str, deque[DelayedEvent]] = {}
         self._current = [STEPS]
@@ -136,7 +133,6 @@ class DelayedDevice:
 
     def wait_for(self, event: Event) -> None:
         assert isinstance(event, DelayedEvent)
-        self.delays += 1
 
     def to_host(self, tensor: Tensor) -> DelayedEvent:
         return self._given(DelayedEvent(self, tensor))

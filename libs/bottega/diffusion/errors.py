@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
-
+from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.spec import LoraSpec
 from bottega.errors import BottegaError, InternalError, NotFinite, TooLarge
 
@@ -17,7 +16,7 @@ def to_job_failure(error: Exception) -> BottegaError:
     """The error as callers may see it; what they may not is logged here."""
     if isinstance(error, BottegaError):
         return error
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         _log.error("the device has no memory left for a job", extra={"why": str(error)})
         return TooLarge("the device has not enough memory for this job", metadata={"limit": "device_memory"})
     _log.error("a job failed", exc_info=error)

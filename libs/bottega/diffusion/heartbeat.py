@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from time import monotonic
 
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
@@ -11,6 +14,7 @@ from torch import nn
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 
 # Large enough to be few (about a hundred in SDXL's UNet), small enough to end within seconds on a slow machine.
+_COVERED_BEAT_S = 1.0
 _BLOCKS = (Attention, BasicTransformerBlock, CLIPEncoderLayer, ResnetBlock2D)
 
 
@@ -19,6 +23,7 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._subscribers: list[Callable[[], None]] = []
+        self._covered_subscribers: list[Callable[[], None]] = []
 
     def subscribe(self, subscriber: Callable[[], None]) -> None:
         """Calls this at every beat from now on."""
@@ -28,6 +33,32 @@ class Heartbeat:
         """The thread lives."""
         for subscriber in self._subscribers:
             subscriber()
+
+    def subscribe_covered(self, subscriber: Callable[[], None]) -> None:
+        """Calls this, in a thread of its own, from time to time while something is covered."""
+        self._covered_subscribers.append(subscriber)
+
+    @contextmanager
+    def covering(self, deadline_s: float) -> Iterator[None]:
+        """The thread may be silent in this block for so long, because it compiles; beyond that it counts as hung.
+
+        A compiler runs no blocks, so nothing beats from inside it.
+        """
+        over = threading.Event()
+        until_s = monotonic() + deadline_s
+
+        def tell() -> None:
+            while monotonic() < until_s and not over.wait(min(_COVERED_BEAT_S, deadline_s)):
+                for subscriber in self._covered_subscribers:
+                    subscriber()
+
+        thread = threading.Thread(target=tell, name="compiling", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
 def call_after_blocks(networks: Iterable[nn.Module], callback: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from bottega.config import STRICT
+from bottega.device_names import DeviceName
 from bottega.rpc.server import ServerConfig
 
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -21,6 +22,11 @@ class EngineConfig:
 
     model: "miniature", or a folder in Diffusers' layout. model_name: what requests call it; empty is the
     folder's own name. device: auto, cpu, cuda or cuda:N. threads: 0 leaves the number to torch.
+    vae_dtype: that latents are decoded in; auto is dtype on a GPU, where a trial at the start shows that the pictures
+    are the same, and what Diffusers takes on a CPU. vae_tile_pixels: pictures of more pixels are decoded in tiles,
+    which needs less memory and blends their edges; 0 is four times the model's own size.
+    device_memory_mib: of a GPU, for all that this worker keeps and computes there; 0 is what is free at its start, less
+    a reserve. compile_s: that the first forward of a kind may take on a GPU before a silent engine counts as hung.
     exclusive_cores: whether nothing else computes on the cores that this engine may use; its threads wait for each
     other awake then: a quarter faster on a CPU, and slower where it is not so.
     accelerations: ways to compute the same faster that the engine tries at its start, and keeps where they are faster
@@ -60,8 +66,12 @@ class EngineConfig:
 
     model: str = "miniature"
     model_name: str = ""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: DeviceName = "auto"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    vae_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    vae_tile_pixels: NotNegative = 0
+    device_memory_mib: NotNegative = 0
+    compile_s: Seconds = 300.0
     threads: NotNegative = 0
     exclusive_cores: bool = False
     accelerations: Literal["auto", "off"] | tuple[str, ...] = "auto"

@@ -266,7 +266,7 @@ class Worker:
         if kind == "profile":
             self._engine.on_profile(event.profile)
             return
-        if kind is None or kind == "ready":
+        if kind is None or kind in {"ready", "compiling"}:
             return
         key = AttemptKey.of(getattr(event, kind).attempt)
         runner = self._runners.get(key)

@@ -5,10 +5,12 @@ Jobs join and leave between any two turns.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -18,6 +20,7 @@ from bottega.diffusion.acceleration.acceleration import Acceleration, Accelerati
 from bottega.diffusion.acceleration.probes import engine_probes
 from bottega.diffusion.acceleration.self_check import SelfCheck, SelfCheckSettings
 from bottega.diffusion.acceleration.trial_log import TrialLog
+from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.device.span import Span
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.masked.feature_maps import FullMaps
@@ -25,6 +28,7 @@ from bottega.diffusion.editing.masked.support import unsupported
 from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.engine.addon import EngineAddOn, Parts, close_parts, open_parts
 from bottega.diffusion.engine.batcher import Batcher
+from bottega.diffusion.engine.bounded_forward import BoundedForward
 from bottega.diffusion.engine.decoding import Decoding, start_decoding
 from bottega.diffusion.engine.events import (
     Event,
@@ -52,6 +56,8 @@ from bottega.planning import RowFractions, StepTimes
 from bottega.v1.activations_pb2 import BlockProfile
 from bottega.v1.fleet_pb2 import ServiceAddress
 
+_log = logging.getLogger(__name__)
+
 # Beyond a few times the size that it was made for a model draws nonsense, and attention grows with the square: one
 # such request would hold up everybody else's turns for minutes.
 _OWN_SIZES = 4
@@ -70,7 +76,7 @@ class EngineLimits:
     checkpoint_interval_s: a job that runs has a checkpoint at least so often.
     progress_interval_s: progress is reported at most so often.
     sparse_convolutions: whether masked blocks convolve around the mask alone, for about as many bytes of a recording
-    again.
+    again. compile_s: that the first forward of a kind may take on a GPU, before a silent engine counts as hung.
     """
 
     max_rows: int = 16
@@ -80,6 +86,7 @@ class EngineLimits:
     checkpoint_interval_s: float = 2.0
     progress_interval_s: float = 0.1
     sparse_convolutions: bool = True
+    compile_s: float = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -146,7 +153,14 @@ class Engine:
             operations=model.operations,
         )
         self._denoiser = denoiser
-        self._forward = MeasuredForward(denoiser, self.step_times, self.addons, self.row_fractions)
+        self._bounded = BoundedForward(
+            denoiser,
+            model.memory,
+            splits=not limits.fixed_rows,
+            heartbeat=heartbeat,
+            compile_s=0.0 if model.device.type == "cpu" else limits.compile_s,
+        )
+        self._forward = MeasuredForward(self._bounded, self.step_times, self.addons, self.row_fractions)
         if heartbeat is not None:
             call_after_blocks((model.backbone.unet, model.vae, *model.text_encoders), heartbeat.beat)
         self._pair = None
@@ -268,9 +282,14 @@ class Engine:
         for _ in range(2):  # the first time pays for what is made once
             began = self.model.runtime.record()
             job = self._sample_job()
-            start_decoding(self.model, job, job.requests[0]).take()
+            request = job.requests[0]
+            decode = partial(_decoded, self.model, job, request)
+            peak_bytes = self.model.runtime.measure_peak(decode)
             self.fixed_s = Span(begin=began, end=self.model.runtime.record()).seconds
-        self._forward.warm_up(job.requests[0].rows()[0], self._batcher.max_rows)
+            area = request.latent.shape[-2] * request.latent.shape[-1]
+            self.model.memory.observe_decoding(self.model.decoder.area_at_once(area), peak_bytes)
+        self._bounded.measure_memory(request.rows()[0], self.model.runtime)
+        self._forward.warm_up(request.rows()[0], self._batcher.max_rows)
 
     def turn(self) -> Iterator[Event]:
         """One turn, and its events as they happen. Harmless when there is nothing to do."""
@@ -314,6 +333,9 @@ class Engine:
                 f"{self.max_pixels} (max_pixels)",
                 metadata={"limit": "max_pixels", "max_pixels": str(self.max_pixels)},
             )
+        area = (spec.width // self.model.latent_scale) * (spec.height // self.model.latent_scale)
+        decoded = self.model.decoder.area_at_once(area)
+        self.model.memory.check_picture(spec.width, spec.height, area=area, decoded_area=decoded)
 
     def _encode_next(self) -> Iterator[Event]:
         """Encodes the oldest prompt that has all it needs; fails those that never will."""
@@ -334,13 +356,10 @@ class Engine:
         try:
             for addon in self.addons:
                 addon.before_prompt(waiting.addons.get(addon))
-            if self._decoding is not None and waiting.order.image is not None:
-                # A VAE that is encoding in another element type than it decodes in is moved to that one meanwhile.
-                self.model.runtime.wait_for(self._decoding.span.end)
             began = self.model.runtime.record()
             job = open_job(self.model, waiting.order, waiting.addons, now_s)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
-            yield self._refuse(waiting, error)
+            yield self._refuse(waiting, self._named(error, waiting.order.spec))
             return
         job.encoding = Span(begin=began, end=self.model.runtime.record())
         self._jobs[job.key] = job
@@ -436,7 +455,14 @@ class Engine:
 
     def _fail(self, job: EngineJob, error: Exception) -> JobFailed:
         self._forget(job)
-        return JobFailed(key=job.key, error=to_job_failure(error))
+        return JobFailed(key=job.key, error=to_job_failure(self._named(error, job.order.spec)))
+
+    def _named(self, error: Exception, spec: ResolvedSpec) -> Exception:
+        """That the device had no memory, with what it had none for; else the error itself."""
+        if not is_out_of_memory(error):
+            return error
+        _log.error("the device has no memory left for a job", extra={"why": str(error)})
+        return self.model.memory.refusal(spec.width, spec.height)
 
     def _forget(self, job: EngineJob) -> None:
         del self._jobs[job.key]
@@ -449,6 +475,10 @@ class Engine:
         for request in job.runs:
             del self._jobs_by_request[request]
             self._batcher.remove(request)
+
+
+def _decoded(model: Model, job: EngineJob, request: Request) -> None:
+    start_decoding(model, job, request).wait()
 
 
 def _masked_backbone(model: Model, limits: EngineLimits, heartbeat: Heartbeat | None) -> MaskedBackbone | None:

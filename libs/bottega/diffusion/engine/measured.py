@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bottega.diffusion.engine.addon import EngineAddOn
-from bottega.diffusion.engine.forward import Denoiser, Prediction
+from bottega.diffusion.engine.bounded_forward import Forward
+from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.times import ForwardTimes
 from bottega.diffusion.rows import Row
@@ -33,21 +34,21 @@ class MeasuredForward:
 
     def __init__(
         self,
-        denoiser: Denoiser,
+        forward: Forward,
         step_times: StepTimes,
         addons: Sequence[EngineAddOn],
         fractions: RowFractions | None = None,
     ) -> None:
         self.step_times = step_times
         self._fractions = fractions or RowFractions()
-        self._denoiser = denoiser
+        self._forward = forward
         self._addons = addons
         self._unread: deque[tuple[Sequence[Row], ForwardTimes]] = deque()
 
     def predict(self, rows: Sequence[Row]) -> Prediction:
         """A forward of these rows, see Denoiser.predict. Learns from those before it that the device has finished."""
         self._learn(_AHEAD)
-        prediction = self._denoiser.predict(rows)
+        prediction = self._forward.predict(rows)
         self._unread.append((rows if len(prediction.noise) == len(rows) else (), prediction.times))
         self._learn(len(self._unread))
         return prediction
@@ -69,7 +70,7 @@ class MeasuredForward:
         return self._fractions.fraction((height, width), request.computed_share)
 
     def ask_ahead(self, rows: Sequence[Row]) -> None:
-        self._denoiser.ask_ahead(rows)
+        self._forward.ask_ahead(rows)
 
     def _learn_plain(self, rows: Sequence[Row], seconds: float) -> None:
         _, height, width = rows[0].sample.shape
@@ -96,7 +97,7 @@ class MeasuredForward:
         while count <= max_rows and (count <= _LEAST_WARM_UP_ROWS or not slow):
             rows = [replace(row) for _ in range(count)]
             if not slow:
-                self._denoiser.predict(rows)  # the first of its size pays for what is made once
+                self._forward.predict(rows)  # the first of its size pays for what is made once
             slow = max(self.predict(rows).seconds for _ in range(1 if slow else 3)) > _WARM_UP_TURN_S
             count *= 2
         for addon in self._addons:

@@ -84,8 +84,8 @@ class Stepper:
             return None
         self.turns += 1
         jobs = list(dict.fromkeys(self._jobs[request] for request in group))
-        rows = [row for request in group for row in request.rows()]
         try:
+            rows = [row for request in group for row in request.rows()]
             prediction = self._predict(rows, jobs)
         except Exception as error:  # noqa: BLE001 - the boundary of a turn: the next one may go well
             return self._forward_failed(group, error)

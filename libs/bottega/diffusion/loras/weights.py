@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.device.span import Span
 from bottega.diffusion.editing.masked.packing import RowSpans
 from bottega.diffusion.loras.costs import SwapCosts
@@ -22,12 +23,15 @@ from bottega.diffusion.loras.patching import Patcher
 from bottega.diffusion.loras.unmerged import UnmergedLoras
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import LoraSet, SetKey
+from bottega.errors import TooLarge
 
 _log = logging.getLogger(__name__)
 
 # What the probe touches, and its rank: attention's projections, as most LoRAs do.
 _PROBE_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
 _PROBE_RANK = 16
+# What the copies are called among those who have some of the device's memory.
+_COPIES = "pristine copies"
 
 
 class LoraWeights:
@@ -49,6 +53,7 @@ class LoraWeights:
         self._told_bytes = 0
         self._networks = networks
         self._device = model.runtime
+        self._memory = MemoryPlan() if pristine_on_host else model.memory
         self._patches = patches
         self._unmerged = UnmergedLoras(networks[UNET], row_by_row=not patches)
         self._patchers = {
@@ -129,8 +134,10 @@ class LoraWeights:
         if wanted is None or not self._pays(wanted, steps, step_s):
             return self.put_in_unet(None) if self.patched else 0.0
         try:
+            self._memory.reserve(_COPIES, self._patchers[UNET].touched_bytes(wanted))
             seconds = self.put_in_unet(wanted)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, TooLarge) as error:
+            self._memory.release(_COPIES)
             self._patches = False
             _log.warning(
                 "the device has no memory for copies of patched weights; LoRAs go beside the weights from now on",
@@ -180,6 +187,7 @@ class LoraWeights:
         """All weights are untouched after this, and no copies are left."""
         for patcher in self._patchers.values():
             patcher.restore()
+        self._memory.release(_COPIES)
 
     def _tell_copies(self) -> None:
         """Logs what the pristine copies take, whenever that is more than ever before."""

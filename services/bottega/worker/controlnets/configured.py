@@ -23,7 +23,8 @@ from bottega.worker.config import EngineConfig
 class ConfiguredControlNets:
     """base: the layout that ControlNets of the model have. controlnets: runs them; None where there are none.
 
-    digests: by name. Raises ControlNetUnusable naming one that cannot be used, OSError.
+    digests: by name. Raises ControlNetUnusable naming one that cannot be used, TooLarge where there is no room for
+    them on the device, OSError.
     """
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
@@ -36,7 +37,9 @@ class ConfiguredControlNets:
         self.controlnets: LocalControlNets | None = None
         self._cache: ControlNetCache | None = None
         if folders:
-            budget_bytes = config.controlnet_budget_bytes
+            weights_bytes = sum(source.size_bytes for source in self._sources.values())
+            budget_bytes = min(config.controlnet_budget_bytes, weights_bytes)
+            model.memory.reserve("ControlNets", budget_bytes)
             self._cache = ControlNetCache(self._sources, budget_bytes=budget_bytes, device=model.device)
             self.controlnets = LocalControlNets(self._cache, digests=self.digests, fixed_rows=config.fixed_rows)
 

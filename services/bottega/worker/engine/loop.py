@@ -7,6 +7,7 @@ is slow does not.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -15,12 +16,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.errors import to_job_failure
 from bottega.errors import BottegaError, Unavailable
 from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request
 from bottega.rpc.status import to_job_error
-from bottega.v1.engine_pb2 import EngineCommand, EngineEvent
+from bottega.v1.engine_pb2 import EngineCommand, EngineCompiling, EngineEvent
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkResult
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine.messages import beat_of, event_of, failed, profile_of, ready_of, templates_of
@@ -47,6 +49,12 @@ def run(channel: FramedPipe, config: EngineConfig, *, trials: Path | None = None
     except (BottegaError, OSError, ValueError) as error:
         _log.error("the engine cannot start", extra={"model": config.model, "why": str(error)})
         return 1
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        facts = {"model": config.model, "why": str(error)}
+        _log.error("the engine cannot start: its device has not enough memory", extra=facts)
+        return 1
     try:
         process = WorkerEngineLoop(channel, runtime, link_requests)
         channel.send(ready_of(runtime.engine).SerializeToString())
@@ -71,6 +79,7 @@ class WorkerEngineLoop:
     def run(self) -> None:
         """Serves until the pipe closes, which ends the process."""
         self._runtime.heartbeat.subscribe(self._beat_if_due)
+        self._runtime.heartbeat.subscribe_covered(self._say_compiling)
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         if self._runtime.peer is not None:
             self._runtime.peer.start()
@@ -168,6 +177,11 @@ class WorkerEngineLoop:
         runtime = self._runtime
         linked = sum(end is not None and end.linked for end in (runtime.peer, self._follower))
         self._send(beat_of(runtime, peer_links=linked))
+
+    def _say_compiling(self) -> None:
+        """From a thread of its own: it reads nothing that the loop changes."""
+        with contextlib.suppress(Unavailable):  # the front is gone: the loop notices it
+            self._send(EngineEvent(compiling=EngineCompiling()))
 
     def _send(self, event: EngineEvent) -> None:
         self._channel.send(event.SerializeToString())

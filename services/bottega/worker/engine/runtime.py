@@ -13,6 +13,7 @@ from bottega.diffusion.acceleration.trial_log import TrialLog
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import DTYPES, Model, load_model, pick_device
+from bottega.diffusion.model.vae import VaeSettings
 from bottega.miniature import WEIGHTS
 from bottega.rpc.link_service import link_endpoints
 from bottega.transport import LinkCounters
@@ -66,7 +67,14 @@ def load_runtime(config: EngineConfig, link_requests: LinkRequests, *, trials: P
 def _model(config: EngineConfig) -> Model:
     folder = WEIGHTS if config.model == "miniature" else Path(config.model)
     name = config.model_name or ("miniature" if config.model == "miniature" else folder.name)
-    return load_model(folder, name=name, device=pick_device(config.device), dtype=DTYPES[config.dtype])
+    return load_model(
+        folder,
+        name=name,
+        device=pick_device(config.device),
+        dtype=DTYPES[config.dtype],
+        vae=VaeSettings(dtype=config.vae_dtype, tile_pixels=config.vae_tile_pixels),
+        device_memory_mib=config.device_memory_mib,
+    )
 
 
 def _limits(config: EngineConfig) -> EngineLimits:
@@ -76,6 +84,7 @@ def _limits(config: EngineConfig) -> EngineLimits:
         max_wait_turns=config.max_wait_turns,
         max_pixels=config.max_pixels,
         sparse_convolutions=config.sparse_convolutions,
+        compile_s=config.compile_s,
         checkpoint_interval_s=config.checkpoint_interval_s,
         progress_interval_s=config.progress_interval_s,
     )

@@ -174,19 +174,3 @@ def test_a_latent_that_is_not_finite_is_noticed_when_its_copy_comes(model: Model
     assert isinstance(drawing.error, NotFinite)
     assert not drawing.all(ImageDrawn)
     assert all(saved.steps_done < steps for saved in drawing.all(JobCheckpointed))
-
-
-def test_a_picture_is_encoded_behind_the_decoding_that_shares_its_vae(model: Model) -> None:
-    device = DelayedDevice()
-    easel = on(device, model)
-    easel.submit(orders()[0])
-    while not device.streams.get("decode"):
-        easel.turn()
-        device.finish(STEPS)
-    easel.submit(EngineOrder(key="plain", spec=OTHER))
-    easel.turn()
-    before = device.delays
-    pixels = torch.zeros(64, 64, 3, dtype=torch.uint8)
-    easel.submit(EngineOrder(key="image", spec=replace(OTHER, strength=0.5), image=pixels))
-    easel.turn()
-    assert (before, device.delays) == (0, 1)

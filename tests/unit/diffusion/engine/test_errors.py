@@ -136,9 +136,7 @@ def test_after_a_turn_that_failed_everyone_goes_on_alone(
     drawings = submit_all(easel)
     for _ in range(3):
         easel.turn()
-    with failing(
-        model.backbone.unet.conv_in, lambda sample: torch.OutOfMemoryError("too wide") if len(sample) > 2 else None
-    ):
+    with failing(model.backbone.unet.conv_in, lambda sample: RuntimeError("too wide") if len(sample) > 2 else None):
         easel.run()
     assert [record.message for record in caplog.records] == ["a turn failed; its requests are retried one by one"]
     for drawing in drawings:
@@ -173,7 +171,8 @@ def test_a_request_that_needs_more_memory_than_there_is_alone_too_is_too_large(
     with failing(model.backbone.unet.conv_in, lambda _: torch.OutOfMemoryError("tried to allocate 2 TiB")):
         drawing = easel.draw(EngineOrder(key=0, spec=SPEC))
     assert isinstance(drawing.error, TooLarge)
-    assert drawing.error.metadata == {"limit": "device_memory"}
+    assert drawing.error.metadata == {"limit": "device_memory", "size": "64x64"}
+    assert "64x64" in drawing.error.message
     assert not easel.engine.busy
 
 
