@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator
 from bottega.lora import messages
 from bottega.transport import Backend, Deadline, Limits, Link, Offer, connect, offer_from_wire, offer_to_wire
 from bottega.v1.link_pb2 import LinkOffer
-from tests.support.transport_backends import LAYOUT, content, read, sealed_file, write
+from tests.support.transport_backends import LAYOUT, content, devices_for, read, sealed_file, write
 
 LIMITS = Limits(slots=2, slot_bytes=1 << 20)
 FILE_BYTES = 200_000
 _LIFE_S = 120.0
+_DEVICES = "--devices"
 
 
 class Peers:
@@ -43,9 +44,9 @@ class Peers:
 
 
 @contextlib.contextmanager
-def peers() -> Iterator[Peers]:
-    """The process that starts children; they end with it at the latest."""
-    command = [sys.executable, "-m", "tests.support.link_peer"]
+def peers(*, devices: bool = False) -> Iterator[Peers]:
+    """The process that starts children; they end with it at the latest. devices: whether they link devices, too."""
+    command = [sys.executable, "-m", "tests.support.link_peer", *([_DEVICES] if devices else [])]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield Peers(process)
@@ -128,7 +129,9 @@ def _life() -> Deadline:
 def _play(role: str, way: str, encoded: str) -> None:
     signal.alarm(int(_LIFE_S))
     offer = offer_from_wire(LinkOffer.FromString(base64.b64decode(encoded)))
-    with connect(offer, _life(), limits=LIMITS, backends=(Backend(way),)) as link:
+    backend = Backend(way)
+    devices = devices_for(backend)
+    with connect(offer, _life(), limits=LIMITS, backends=(backend,), devices=devices) as link:
         name, _, digest = role.partition(":")
         if digest:
             fetch(link, digest)
@@ -138,6 +141,8 @@ def _play(role: str, way: str, encoded: str) -> None:
 
 def main() -> None:
     """Starts children until stdin ends."""
+    if _DEVICES in sys.argv:
+        devices_for(Backend.GLOO)  # imports torch, once for all children
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
     children = []
     for line in sys.stdin:

@@ -6,11 +6,13 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bottega.transport import (
     Backend,
     Deadline,
+    DeviceLinks,
     DType,
     Endpoints,
     Incoming,
@@ -19,13 +21,16 @@ from bottega.transport import (
     Link,
     LinkCounters,
     LinkListener,
+    Offer,
     SealedFile,
     TensorSpec,
     connect,
 )
 from bottega.transport.memory.sealed_file import new_file, reserve, seal
 
-BACKENDS = tuple(Backend)
+BACKENDS = tuple(backend for backend in Backend if backend is not Backend.NCCL)
+"""Those that a machine without a GPU has: slot pools share memory of the host, in place of a device's."""
+
 PATIENCE_S = 10.0
 SOON_S = 0.05
 
@@ -49,11 +54,40 @@ def soon() -> Deadline:
 
 
 @contextlib.contextmanager
-def listening(folder: Path, *, limits: Limits | None = None, token_s: float = 30.0) -> Iterator[LinkListener]:
+def listening(
+    folder: Path, *, limits: Limits | None = None, token_s: float = 30.0, devices: DeviceLinks | None = None
+) -> Iterator[LinkListener]:
     """A listener on a free port and on a unix socket in `folder`."""
     doors = Endpoints(tcp=("127.0.0.1", 0), unix_path=folder / "links.sock")
-    with LinkListener(doors, limits=limits, token_s=token_s) as listener:
+    with LinkListener(doors, limits=limits, token_s=token_s, devices=devices) as listener:
         yield listener
+
+
+def devices_for(*backends: Backend) -> DeviceLinks | None:
+    """What a process has to have for links by one of these."""
+    if not any(backend.of_devices for backend in backends):
+        return None
+    from tests.support.host_devices import host_devices  # imports torch, which peers over host memory do without
+
+    return host_devices()
+
+
+def open_link(
+    listener: LinkListener, offer: Offer, backend: Backend, *, limits: Limits | None = None, lease_s: float = 30.0
+) -> tuple[Link, Link]:
+    """Both ends of the link of an offer: the connecting end, the accepting end. They are set up at once."""
+    with ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(listener.accept, offer, patience())
+        near = connect(
+            offer,
+            patience(),
+            limits=limits,
+            counters=LinkCounters(),
+            lease_s=lease_s,
+            backends=(backend,),
+            devices=devices_for(backend),
+        )
+        return near, accepting.result()
 
 
 @contextlib.contextmanager
@@ -62,7 +96,7 @@ def linked(
 ) -> Iterator[tuple[Link, Link]]:
     """Both ends of a link; each end takes in `limits` and counts for itself."""
     with (
-        listening(folder, limits=limits) as listener,
+        listening(folder, limits=limits, devices=devices_for(backend)) as listener,
         opened(listener, backend, limits=limits, lease_s=lease_s) as ends,
     ):
         yield ends
@@ -73,10 +107,8 @@ def opened(
     listener: LinkListener, backend: Backend, *, limits: Limits | None = None, lease_s: float = 30.0
 ) -> Iterator[tuple[Link, Link]]:
     """One more link of the listener's: the connecting end, the accepting end."""
-    offer = listener.offer()
-    ways = (backend,)
-    near = connect(offer, patience(), limits=limits, counters=LinkCounters(), lease_s=lease_s, backends=ways)
-    with near, listener.accept(offer, patience()) as far:
+    near, far = open_link(listener, listener.offer(), backend, limits=limits, lease_s=lease_s)
+    with near, far:
         yield near, far
 
 

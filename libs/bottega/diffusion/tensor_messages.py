@@ -1,4 +1,8 @@
-"""Messages of links as tensors by name: how they are made, and looked at where they came."""
+"""Messages of links as tensors by name: how they are made, and looked at where they came.
+
+The first tensors of a message are its header, in memory of the host; the others may lie on a device. Whoever makes a
+message does not wait for the device: the thread that sends it does, where the link goes through memory of the host.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bottega.transport import DType, Layout, TensorSpec
+from bottega.device_links import DeviceTensor, mark
+from bottega.transport import DType, Layout, Part, TensorSpec, in_host_memory
 
 # Of the header of a message; that of eight sessions has some thousand bytes.
 _MAX_HEADER_BYTES = 64 << 10
@@ -22,27 +27,52 @@ _OURS = {theirs: ours for ours, theirs in _TORCH.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorMessage:
-    """A message to send: its layout, and a buffer for each of its tensors."""
+    """A message to send: its layout, and a buffer for each of its tensors. made: when those of a device are, in the
+    stream that was current."""
 
     layout: Layout
     tensors: tuple[Tensor, ...]
+    made: torch.cuda.Event | None = None
 
     @property
-    def buffers(self) -> list[memoryview]:
-        """The bytes of its tensors."""
-        return [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in self.tensors]
+    def buffers(self) -> list[Part]:
+        """The bytes of its tensors, where they lie."""
+        return [self._buffer(tensor.reshape(-1).view(torch.uint8)) for tensor in self.tensors]
+
+    def _buffer(self, flat: Tensor) -> Part:
+        if flat.device.type != "cpu":
+            return DeviceTensor(flat, self.made)
+        view: memoryview = flat.numpy().data
+        return view
 
 
-def message_of(parts: Mapping[str, Tensor]) -> TensorMessage:
-    """The message of these tensors, by name, in this order."""
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in parts.items()}
+def message_of(parts: Mapping[str, Tensor], *, headers: int | None = None) -> TensorMessage:
+    """The message of these tensors, by name, in this order.
+
+    headers: how many of them are its header, which are brought to the host; None: all.
+    """
+    headers = len(parts) if headers is None else headers
+    tensors = {
+        name: (tensor.cpu() if index < headers else tensor).contiguous()
+        for index, (name, tensor) in enumerate(parts.items())
+    }
     specs = [TensorSpec(name=name, dtype=_OURS[t.dtype], shape=tuple(t.shape)) for name, t in tensors.items()]
-    return TensorMessage(layout=Layout.of(*specs), tensors=tuple(tensors.values()))
+    device = next((tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"), None)
+    return TensorMessage(
+        layout=Layout.of(*specs, headers=headers),
+        tensors=tuple(tensors.values()),
+        made=mark(device) if device is not None else None,
+    )
 
 
-def parts_of(layout: Layout, views: Sequence[memoryview]) -> dict[str, Tensor]:
-    """The tensors of a received message by name, where they lie."""
-    return {spec.name: tensor_at(layout, views, index) for index, spec in enumerate(layout.specs)}
+def parts_of(layout: Layout, parts: Sequence[Part], *, headers: int | None = None) -> dict[str, Tensor]:
+    """The tensors of a received message by name, where they lie.
+
+    headers: how many of them, at least, have to be its header; None: all. Raises ValueError where fewer are.
+    """
+    if layout.headers < (len(layout.specs) if headers is None else headers):
+        raise ValueError(f"a message has {layout.headers} tensors in its header, and others of it are to be read")
+    return {spec.name: tensor_at(layout, parts, index) for index, spec in enumerate(layout.specs)}
 
 
 def packed(data: bytes) -> Tensor:
@@ -58,11 +88,13 @@ def unpacked(header: Tensor) -> bytes:
     return header.numpy().tobytes()
 
 
-def tensor_at(layout: Layout, views: Sequence[memoryview], index: int) -> Tensor:
+def tensor_at(layout: Layout, parts: Sequence[Part], index: int) -> Tensor:
     """One tensor of a message, where it lies."""
-    return tensor_of(layout.specs[index], views[index])
+    return tensor_of(layout.specs[index], parts[index])
 
 
-def tensor_of(spec: TensorSpec, view: memoryview) -> Tensor:
+def tensor_of(spec: TensorSpec, part: Part) -> Tensor:
     """One tensor of a message, where it lies. Received, it is not to be written to."""
-    return torch.frombuffer(view, dtype=_TORCH[spec.dtype]).reshape(spec.shape)
+    if isinstance(part, DeviceTensor):
+        return part.tensor.view(_TORCH[spec.dtype]).reshape(spec.shape)
+    return torch.frombuffer(in_host_memory(part), dtype=_TORCH[spec.dtype]).reshape(spec.shape)

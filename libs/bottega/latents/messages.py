@@ -139,7 +139,7 @@ def _message(
     packed = header.SerializeToString() + b" "
     specs = [number_spec(kind), TensorSpec(name="header", dtype=DType.UINT8, shape=(len(packed),))]
     return CacheMessage(
-        layout=Layout.of(*specs, *(spec for spec, _ in rest)),
+        layout=Layout.of(*specs, *(spec for spec, _ in rest), headers=len(specs)),
         buffers=(pack_number(number), packed, *(buffer for _, buffer in rest)),
     )
 

@@ -44,14 +44,14 @@ class LoraMessageKind(StrEnum):
 
 def fetch_message(number: int, digest: str) -> BytesMessage:
     """A fetch message. digest: SHA-256, hex."""
-    layout = Layout.of(number_spec(LoraMessageKind.FETCH), _bytes("digest", DIGEST_BYTES))
+    layout = Layout.of(number_spec(LoraMessageKind.FETCH), _bytes("digest", DIGEST_BYTES), headers=2)
     return BytesMessage(layout=layout, buffers=(pack_number(number), bytes.fromhex(digest)))
 
 
 def refused_message(number: int, error: bytes) -> BytesMessage:
     """A refused message. error: a JobError as JSON."""
     return BytesMessage(
-        layout=Layout.of(number_spec(LoraMessageKind.REFUSED), _bytes("error", len(error))),
+        layout=Layout.of(number_spec(LoraMessageKind.REFUSED), _bytes("error", len(error)), headers=2),
         buffers=(pack_number(number), error),
     )
 
@@ -64,12 +64,13 @@ def lora_layout(lora: CanonicalLora) -> Layout:
         number_spec(_UNET_BYTES),
         _bytes("header", lora.header_bytes),
         _bytes("text", max(1, lora.text_bytes)),
+        headers=4,
     )
 
 
 def piece_layout(size_bytes: int) -> Layout:
     """Of the next bytes of the UNet's section: its LoRA's number, and they."""
-    return Layout.of(number_spec(LoraMessageKind.PIECE), _bytes("bytes", size_bytes))
+    return Layout.of(number_spec(LoraMessageKind.PIECE), _bytes("bytes", size_bytes), headers=1)
 
 
 def read_fetch(layout: Layout, views: Sequence[memoryview]) -> tuple[int, str]:

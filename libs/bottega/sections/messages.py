@@ -132,7 +132,7 @@ def whole_message(number: int) -> BytesMessage:
 def chunk_layout(size_bytes: int) -> Layout:
     """Of so many bytes of a section, to be written in place: `chunk_header` into the views before the last."""
     specs = (number_spec(ActivationMessageKind.CHUNK), _bytes_spec(_HEADER, _HEADER_PADDING))
-    return Layout.of(*specs, _bytes_spec("bytes", size_bytes))
+    return Layout.of(*specs, _bytes_spec("bytes", size_bytes), headers=len(specs))
 
 
 def chunk_header(number: int, *, tensor: int, start: int) -> tuple[bytes, bytes]:
@@ -148,7 +148,7 @@ def chunk_message(number: int, *, tensor: int, start: int, data: bytes | memoryv
 
 def refused_message(number: int, error: bytes) -> BytesMessage:
     """A refused message. error: a JobError as JSON."""
-    layout = Layout.of(number_spec(ActivationMessageKind.REFUSED), _bytes_spec("error", len(error)))
+    layout = Layout.of(number_spec(ActivationMessageKind.REFUSED), _bytes_spec("error", len(error)), headers=2)
     return BytesMessage(layout=layout, buffers=(pack_number(number), error))
 
 
@@ -249,7 +249,7 @@ def _message(
     packed = _packed(header)
     specs = (number_spec(kind), _bytes_spec(_HEADER, len(packed)), *(spec for spec, _ in rest))
     buffers = (pack_number(number), packed, *(buffer for _, buffer in rest))
-    return ActivationMessage(layout=Layout.of(*specs), buffers=buffers)
+    return ActivationMessage(layout=Layout.of(*specs, headers=_FIRST), buffers=buffers)
 
 
 def _packed(header: Message) -> bytes:

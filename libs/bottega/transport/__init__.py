@@ -32,12 +32,15 @@ Every backend promises this, and one suite tests all of them (tests/service/tran
   (handshake/credentials.py). Both ends check it: a socket of another user is never used, even if that user has the
   token.
 
-channel/backend.py says what a backend for devices must do.
+Between devices (bottega.device_links, which imports torch) the tensors of a message lie in memory of a device, all but
+those that are its header: Outgoing.parts and Incoming.part have them. channel/backend.py says what a backend must do.
 """
 
 from bottega.transport.channel.backend import Backend, BackendChoice
+from bottega.transport.channel.buffers import DeviceBuffer, Part, SentBuffer, in_host_memory
 from bottega.transport.channel.counters import LinkCounters, LinkStatistics, TransferStatistics
 from bottega.transport.channel.deadline import Deadline
+from bottega.transport.channel.device_links import DeviceEndpoint, DeviceLinks, ProvenConnections
 from bottega.transport.channel.limits import Limits
 from bottega.transport.channel.receiver import Incoming
 from bottega.transport.channel.sender import Outgoing
@@ -67,6 +70,13 @@ from bottega.transport.server import MESSAGE_S, LinkServer, LinkServerSettings
 
 __all__ = [
     "Backend",
+    "DeviceBuffer",
+    "Part",
+    "SentBuffer",
+    "in_host_memory",
+    "DeviceEndpoint",
+    "DeviceLinks",
+    "ProvenConnections",
     "Limits",
     "Incoming",
     "Outgoing",

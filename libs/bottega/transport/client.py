@@ -14,6 +14,7 @@ from typing import Protocol
 from bottega.errors import AuthFailed, BottegaError, LinkClosed, LinkError, LinksFull, PeerDead, Unavailable
 from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.deadline import Deadline
+from bottega.transport.channel.device_links import DeviceLinks
 from bottega.transport.channel.limits import Limits
 from bottega.transport.connection import Connection, ConnectionSettings, LinkHandler
 from bottega.transport.handshake.connector import connect
@@ -56,7 +57,7 @@ class LinkClientSettings:
     let a message wait; None: silence_s.
 
     connect_s: for offer and connection; a service that lives takes milliseconds. retry_s: between two attempts at a
-    service that cannot be reached.
+    service that cannot be reached. devices: of this process, where its links may be between devices.
     """
 
     silence_s: float = 5.0
@@ -64,6 +65,7 @@ class LinkClientSettings:
     send_s: float | None = None
     connect_s: float = 5.0
     retry_s: float = 0.5
+    devices: DeviceLinks | None = None
 
 
 class LinkClientHandler(LinkHandler):
@@ -168,7 +170,13 @@ class LinkClient:
         while True:
             try:
                 offered = self._request(self.link_id).result(deadline.left_s())
-                link = connect(offered.offer, deadline, limits=self._settings.limits, counters=self._counters)
+                link = connect(
+                    offered.offer,
+                    deadline,
+                    limits=self._settings.limits,
+                    counters=self._counters,
+                    devices=self._settings.devices,
+                )
             except (LinksFull, AuthFailed) as error:  # the offer may have been given up for others' before it was used
                 wait_s = error.retry_after_s or _OFFER_RETRY_S
                 if self.connection.cause is not None or deadline.left_s() <= wait_s:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bottega.errors import BadFrame, BottegaError, LinkError, NoSharedMemory, PeerDead, TooLarge
+from bottega.transport.channel.buffers import Part
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.receiver import Incoming
 from bottega.transport.keepalive import Keepalive
@@ -150,10 +151,16 @@ class Connection:
             self._keepalive.wait(incoming, count)
 
     def wait_all(self, incoming: Incoming) -> list[memoryview]:
-        """Waits for all of a message; its tensors. Raises LinkError."""
+        """Waits for all of a message; its tensors, in memory of the host. Raises LinkError, ValueError."""
         count = len(incoming.layout.specs)
         self.wait(incoming, count)
         return [incoming.view(index) for index in range(count)]
+
+    def wait_all_parts(self, incoming: Incoming) -> list[Part]:
+        """Waits for all of a message; its tensors, where they lie. Raises LinkError."""
+        count = len(incoming.layout.specs)
+        self.wait(incoming, count)
+        return [incoming.part(index) for index in range(count)]
 
     def close(self, cause: LinkError) -> None:
         """Ends it, without waiting; the peer is told."""

@@ -2,6 +2,9 @@
 
 A layout is registered once for a link and reused for every message. Offsets are computed, never transmitted, so that
 they cannot lie. An element type is a name and a number of bytes.
+
+The first tensors of a message may be its header: whatever is read before the rest can be used. A header lies in memory
+of the host, also where the rest is moved between devices.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ MAX_LAYOUT_BYTES = 1 << 40
 # Of a description: a layout with as many tensors as there may be, and names of common lengths, has a quarter of this.
 MAX_ENCODED_BYTES = 1 << 20
 
-# A description is little-endian: the number of tensors, and of each the bytes of its name, its element type and its
-# dimensions; its name; its extents.
-_COUNT = struct.Struct("<I")
+# A description is little-endian: the numbers of tensors and of headers, and of each tensor the bytes of its name, its
+# element type and its dimensions; its name; its extents.
+_COUNTS = struct.Struct("<HH")
 _TENSOR = struct.Struct("<BBB")
 _EXTENT_BYTES = 8
 
@@ -82,12 +85,15 @@ class TensorSpec:
 class Layout:
     """Tensors in the order in which they are sent: those that are needed first come first.
 
+    headers: how many of them, from the first, are the message's header. header_bytes: of the slot, which those take.
     offsets, ends: where each begins in the slot, and the first byte behind it. size_bytes: of all, a multiple of 64.
     digest: SHA-256 of the encoding; equal digests are equal layouts.
-    Raises ValueError when there is no tensor, too many, or two of one name.
+    Raises ValueError when there is no tensor, too many, two of one name, or fewer of them than headers.
     """
 
     specs: tuple[TensorSpec, ...]
+    headers: int = 0
+    header_bytes: int = field(init=False)
     offsets: tuple[int, ...] = field(init=False)
     ends: tuple[int, ...] = field(init=False)
     size_bytes: int = field(init=False)
@@ -98,6 +104,8 @@ class Layout:
             raise ValueError(f"a layout has 1 to {MAX_TENSORS} tensors, not {len(self.specs)}")
         if len({spec.name for spec in self.specs}) < len(self.specs):
             raise ValueError("two tensors of a layout have the same name")
+        if not 0 <= self.headers <= len(self.specs):
+            raise ValueError(f"a layout of {len(self.specs)} tensors has {self.headers} headers")
         offsets, ends, end = [], [], 0
         for spec in self.specs:
             offsets.append(end)
@@ -108,15 +116,16 @@ class Layout:
         object.__setattr__(self, "offsets", tuple(offsets))
         object.__setattr__(self, "ends", tuple(ends))
         object.__setattr__(self, "size_bytes", end)
+        object.__setattr__(self, "header_bytes", [*offsets, end][self.headers])
         encoded = self.encode()
         if len(encoded) > MAX_ENCODED_BYTES:
             raise ValueError(f"a layout's description of {len(encoded)} bytes is over {MAX_ENCODED_BYTES}")
         object.__setattr__(self, "digest", hashlib.sha256(encoded).digest())
 
     @classmethod
-    def of(cls, *specs: TensorSpec) -> Layout:
+    def of(cls, *specs: TensorSpec, headers: int = 0) -> Layout:
         """The layout of these tensors, in this order."""
-        return cls(specs=specs)
+        return cls(specs=specs, headers=headers)
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
         """Where the tensors `start` to `stop` - 1 lie in the slot: first byte, and first byte behind the last."""
@@ -128,7 +137,7 @@ class Layout:
 
     def encode(self) -> bytes:
         """The description that is registered with a peer."""
-        parts = [_COUNT.pack(len(self.specs))]
+        parts = [_COUNTS.pack(len(self.specs), self.headers)]
         for spec in self.specs:
             name, rank = spec.name.encode(), len(spec.shape)
             parts += (_TENSOR.pack(len(name), spec.dtype, rank), name, struct.pack(f"<{rank}Q", *spec.shape))
@@ -143,13 +152,13 @@ class Layout:
         if len(encoded) > MAX_ENCODED_BYTES:
             raise ValueError(f"a layout's description has {len(encoded)} bytes; at most {MAX_ENCODED_BYTES} are read")
         stream = io.BytesIO(encoded)
-        (count,) = _COUNT.unpack(_read(stream, _COUNT.size))
+        count, headers = _COUNTS.unpack(_read(stream, _COUNTS.size))
         if count > MAX_TENSORS:
             raise ValueError(f"a layout's description has {count} tensors; at most {MAX_TENSORS} can be sent")
         specs = tuple(_read_spec(stream) for _ in range(count))
         if stream.read(1):
             raise ValueError("a layout's description has bytes behind its end")
-        return cls(specs=specs)
+        return cls(specs=specs, headers=headers)
 
 
 _KNOWN = frozenset(int(dtype) for dtype in DType)

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from bottega.errors import LinkClosed, LinkError
 from bottega.transport.channel.backend import BackendChoice, ReceiverBackend, SenderBackend
-from bottega.transport.channel.buffers import Buffer
+from bottega.transport.channel.buffers import SentBuffer
 from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.lifecycle import Lifecycle
@@ -86,7 +86,7 @@ class Link:
         return self._sender.passes_files
 
     def send(
-        self, layout: Layout, buffers: Sequence[Buffer], deadline: Deadline, *, file: SealedFile | None = None
+        self, layout: Layout, buffers: Sequence[SentBuffer], deadline: Deadline, *, file: SealedFile | None = None
     ) -> None:
         """Sends a whole message from buffers of the caller's, one for each tensor.
 

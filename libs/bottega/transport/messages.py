@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bottega.transport.channel.buffers import Buffer
+from bottega.transport.channel.buffers import Part, SentBuffer, in_host_memory
 from bottega.transport.layout import DType, Layout, TensorSpec
 
 _NUMBER_BYTES = 8
@@ -22,7 +22,7 @@ class WholeMessage(Protocol):
     def layout(self) -> Layout: ...
 
     @property
-    def buffers(self) -> Sequence[Buffer]: ...
+    def buffers(self) -> Sequence[SentBuffer]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +40,7 @@ def kind_of(layout: Layout) -> str:
 
 def number_message(kind: str, number: int = 0) -> BytesMessage:
     """A message that is its kind and a number."""
-    return BytesMessage(layout=Layout.of(number_spec(kind)), buffers=(pack_number(number),))
+    return BytesMessage(layout=Layout.of(number_spec(kind), headers=1), buffers=(pack_number(number),))
 
 
 def number_spec(kind: str) -> TensorSpec:
@@ -53,9 +53,9 @@ def pack_number(number: int) -> bytes:
     return number.to_bytes(_NUMBER_BYTES, "little", signed=True)
 
 
-def read_number(layout: Layout, views: Sequence[memoryview]) -> int:
+def read_number(layout: Layout, parts: Sequence[Part]) -> int:
     """The number that a message begins with. Raises ValueError where it begins with something else."""
     spec = layout.specs[0]
     if (spec.dtype, spec.shape) != (DType.INT64, (1,)):
         raise ValueError(f"a {spec.name} message does not begin with a number")
-    return int.from_bytes(bytes(views[0]), "little", signed=True)
+    return int.from_bytes(bytes(in_host_memory(parts[0])), "little", signed=True)

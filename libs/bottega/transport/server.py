@@ -13,6 +13,7 @@ from bottega.errors import Draining, LinkClosed, LinkError, LinksFull
 from bottega.sampled_log import SampledLog
 from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.deadline import Deadline
+from bottega.transport.channel.device_links import DeviceLinks
 from bottega.transport.channel.limits import Limits
 from bottega.transport.connection import Connection, ConnectionSettings, LinkHandler
 from bottega.transport.handshake.binding import Endpoints
@@ -48,7 +49,8 @@ H = TypeVar("H", bound=LinkHandler)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkServerSettings:
     """limits: of what comes in. send_s: for which a worker may let a message wait. receive_s: for which its own may
-    take to come, once begun. max_links, max_links_per_host: how many links there may be at once.
+    take to come, once begun. max_links, max_links_per_host: how many links there may be at once. devices: of this
+    process, where its links may be between devices.
     """
 
     limits: Limits
@@ -56,6 +58,7 @@ class LinkServerSettings:
     receive_s: float = MESSAGE_S
     max_links: int = _MAX_LINKS
     max_links_per_host: int = _MAX_LINKS_PER_HOST
+    devices: DeviceLinks | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,7 +91,9 @@ class LinkServer(ABC, Generic[H]):
     ) -> None:
         self.counters = counters or LinkCounters()
         self.draining = False
-        self._listener = LinkListener(endpoints, limits=settings.limits, counters=self.counters, token_s=_TOKEN_S)
+        self._listener = LinkListener(
+            endpoints, limits=settings.limits, counters=self.counters, token_s=_TOKEN_S, devices=settings.devices
+        )
         self._service = service
         self._peer = peer
         self._settings = settings

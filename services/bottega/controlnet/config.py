@@ -30,6 +30,9 @@ class ControlNetEngineConfig:
     links_socket: path of the unix socket for those of this host, in a folder that nobody else can write to; empty is
     one in the folder that systemd makes for the unit, else in a private one of this user; null is none. It is for this
     user, and for the group that BOTTEGA_LINKS_GROUP in the environment names.
+    device_links: auto links GPUs with those of other processes where both can, by memory that they share within a host,
+    else by NCCL; off moves all tensors through memory of the host; gloo, at both ends, through Gloo's own connections,
+    which are neither encrypted nor authenticated: for tests.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -44,6 +47,7 @@ class ControlNetEngineConfig:
     links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
     links_advertised: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
     links_socket: str | None = ""
+    device_links: Literal["auto", "off", "gloo"] = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

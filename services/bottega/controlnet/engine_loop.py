@@ -21,6 +21,7 @@ from bottega.controlnet.batch_executor import BatchExecutor
 from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetLinks
+from bottega.device_links import device_links
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.model.model import DTYPES, pick_device
 from bottega.errors import BottegaError, Unavailable
@@ -59,7 +60,12 @@ class ControlNetEngineLoop:
         self._beaten_s = 0.0
         self._executor = BatchExecutor(max_rows=config.max_rows, fixed_rows=config.fixed_rows)
         self._registry = ModelRegistry(budget_bytes=config.budget_bytes, device=device, dtype=dtype, alive=self._alive)
-        self._links = ControlNetLinks(config, registry=self._registry, executor=self._executor)
+        self._links = ControlNetLinks(
+            config,
+            registry=self._registry,
+            executor=self._executor,
+            devices=device_links(config.device_links, device),
+        )
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
         ready = pb.ControlNetEngineReady(device=str(device), dtype=config.dtype)
         self._send(pb.ControlNetEngineEvent(ready=ready))

@@ -29,6 +29,7 @@ from bottega.errors import BottegaError, Draining, NoSharedMemory, TooLarge
 from bottega.rpc.link_service import link_endpoints, tcp_endpoint
 from bottega.transport import (
     Connection,
+    DeviceLinks,
     Incoming,
     Limits,
     Link,
@@ -93,18 +94,18 @@ class ControlNetWorkerLink(LinkHandler):
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
         """A step is given back with its answer, so that its slots bound what is held here."""
-        views = connection.wait_all(incoming)
+        parts = connection.wait_all_parts(incoming)
         layout = incoming.layout
         kind = ControlMessageKind(kind_of(layout))
         if kind is ControlMessageKind.STEP:
-            self._step(read_step(layout, views), incoming)
+            self._step(read_step(layout, parts), incoming)
             return
         with incoming:
             match kind:
                 case ControlMessageKind.OPEN:
-                    self._open(read_opening(layout, views))
+                    self._open(read_opening(layout, parts))
                 case ControlMessageKind.CLOSE:
-                    self._give_back(read_number(layout, views))
+                    self._give_back(read_number(layout, parts))
                 case _:
                     raise ValueError(f"a worker sends no {kind} message")
 
@@ -207,13 +208,20 @@ class ControlNetWorkerLink(LinkHandler):
 class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
     """Raises ConfigError when an address cannot be bound."""
 
-    def __init__(self, config: ControlNetEngineConfig, *, registry: ModelRegistry, executor: BatchExecutor) -> None:
+    def __init__(
+        self,
+        config: ControlNetEngineConfig,
+        *,
+        registry: ModelRegistry,
+        executor: BatchExecutor,
+        devices: DeviceLinks | None = None,
+    ) -> None:
         self._registry = registry
         self._executor = executor
         super().__init__(
             link_endpoints(config.links_listen, config.links_socket),
             service="the ControlNet server",
-            settings=LinkServerSettings(limits=_LIMITS),
+            settings=LinkServerSettings(limits=_LIMITS, devices=devices),
             advertised=tcp_endpoint(config.links_advertised),
         )
 

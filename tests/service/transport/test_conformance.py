@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,10 +36,12 @@ from tests.support.transport_backends import (
     OTHER_LAYOUT,
     check_message,
     content,
+    devices_for,
     linked,
     listening,
     mapped_files,
     open_descriptors,
+    open_link,
     opened,
     patience,
     read,
@@ -388,7 +391,7 @@ def test_within_a_host_a_message_carries_a_file_and_elsewhere_it_is_said_that_no
     ends: tuple[Link, Link], backend: Backend
 ) -> None:
     near, far = ends
-    assert near.passes_files == far.passes_files == backend.within_host
+    assert near.passes_files == far.passes_files == (backend is Backend.MEMFD)
     data = bytes(range(251)) * 1000
     with sealed_file(data) as file:
         if not near.passes_files:
@@ -414,7 +417,7 @@ def test_within_a_host_a_message_carries_a_file_and_elsewhere_it_is_said_that_no
 def test_a_file_outlives_its_message_its_link_and_its_sender_and_keeps_no_descriptor(
     backend: Backend, tmp_path: Path
 ) -> None:
-    if not backend.within_host:
+    if backend is not Backend.MEMFD:
         return
     before = open_descriptors(), mapped_files()
     files = []
@@ -433,7 +436,7 @@ def test_a_file_outlives_its_message_its_link_and_its_sender_and_keeps_no_descri
 
 
 def test_files_that_nobody_takes_are_let_go(backend: Backend, tmp_path: Path) -> None:
-    if not backend.within_host:
+    if backend is not Backend.MEMFD:
         return
     before = open_descriptors(), mapped_files()
     with linked(backend, tmp_path, limits=LIMITS) as (near, far), sealed_file(b"x" * 5000) as file:
@@ -499,52 +502,56 @@ def test_what_a_dead_link_brought_expires(backend: Backend, tmp_path: Path) -> N
 
 
 def test_links_outlive_their_listener(backend: Backend, tmp_path: Path) -> None:
-    with listening(tmp_path) as listener, opened(listener, backend) as (near, far):
+    with listening(tmp_path, devices=devices_for(backend)) as listener, opened(listener, backend) as (near, far):
         listener.close()
         check_message(near, far, 2)
 
 
 def test_relinking_raises_the_epoch_and_ends_the_older_link(backend: Backend, tmp_path: Path) -> None:
-    with listening(tmp_path) as listener, opened(listener, backend) as (near, far):
+    with listening(tmp_path, devices=devices_for(backend)) as listener, opened(listener, backend) as (near, far):
         newer = listener.offer(near.link_id)
         assert newer.epoch == near.epoch + 1
         for old in (near, far):
             with pytest.raises(StaleEpoch):
                 old.recv(patience())
-        with connect(newer, patience(), backends=(backend,)) as again, listener.accept(newer, patience()) as other:
+        again, other = open_link(listener, newer, backend)
+        with again, other:
             check_message(again, other, 2)
 
 
 def test_an_old_epoch_is_stale(backend: Backend, tmp_path: Path) -> None:
-    with listening(tmp_path) as listener:
+    devices = devices_for(backend)
+    with listening(tmp_path, devices=devices) as listener:
         old = listener.offer()
         listener.offer(old.link_id)
         with pytest.raises(StaleEpoch):
-            connect(old, patience(), backends=(backend,))
+            connect(old, patience(), backends=(backend,), devices=devices)
         with pytest.raises(StaleEpoch):
             listener.accept(old, patience())
 
 
 def test_a_token_opens_one_link_once(backend: Backend, tmp_path: Path) -> None:
-    with listening(tmp_path) as listener:
+    devices = devices_for(backend)
+    with listening(tmp_path, devices=devices) as listener, ThreadPoolExecutor(1) as pool:
         offer = listener.offer()
-        with connect(offer, patience(), backends=(backend,)) as near:
-            for _ in range(2):  # before and after it was accepted
-                with pytest.raises(AuthFailed):
-                    connect(offer, patience(), backends=(backend,))
-                if near.counters.snapshot().sent.messages == 0:
-                    far = listener.accept(offer, patience())
-                    check_message(near, far)
-            far.close()
+        connecting = pool.submit(connect, offer, patience(), backends=(backend,), devices=devices)
+        time.sleep(0.1)
+        with pytest.raises(AuthFailed):  # before it was accepted
+            connect(offer, patience(), backends=(backend,), devices=devices)
+        with listener.accept(offer, patience()) as far, connecting.result() as near:
+            with pytest.raises(AuthFailed):
+                connect(offer, patience(), backends=(backend,), devices=devices)
+            check_message(near, far)
 
 
 def test_an_offer_expires(backend: Backend, tmp_path: Path) -> None:
-    with listening(tmp_path, token_s=0.05) as listener:
+    devices = devices_for(backend)
+    with listening(tmp_path, token_s=0.05, devices=devices) as listener:
         offer = listener.offer()
         with pytest.raises(AuthFailed):
             listener.accept(offer, patience())
         with pytest.raises(AuthFailed):
-            connect(offer, patience(), backends=(backend,))
+            connect(offer, patience(), backends=(backend,), devices=devices)
 
 
 def test_counters_tell_what_moved(ends: tuple[Link, Link]) -> None:

@@ -15,9 +15,11 @@ from bottega.errors import DeadlineExceeded, LinkError, NoCredit, PeerDead
 from bottega.transport import Backend, Link, LinkListener
 from tests.support.link_peer import FILE_BYTES, LIMITS, Peers, end, peers
 from tests.support.transport_backends import (
+    BACKENDS,
     LAYOUT,
     check_message,
     content,
+    devices_for,
     listening,
     mapped_files,
     open_descriptors,
@@ -28,7 +30,7 @@ from tests.support.transport_backends import (
     write,
 )
 
-WAYS = (Backend.MEMFD, Backend.TCP)
+WAYS = BACKENDS
 AT_ONCE_S = 2.0
 
 pytestmark = pytest.mark.parametrize("way", WAYS, ids=str)
@@ -36,13 +38,13 @@ pytestmark = pytest.mark.parametrize("way", WAYS, ids=str)
 
 @pytest.fixture(scope="module")
 def others() -> Iterator[Peers]:
-    with peers() as started:
+    with peers(devices=True) as started:
         yield started
 
 
 @pytest.fixture
 def listener(tmp_path: Path) -> Iterator[LinkListener]:
-    with listening(tmp_path, limits=LIMITS) as opened:
+    with listening(tmp_path, limits=LIMITS, devices=devices_for(*WAYS)) as opened:
         yield opened
 
 
@@ -179,7 +181,7 @@ FILE_ROLES = (("pass_files", _while_it_passes_files), ("idle", _while_files_wait
 def _kill_many(others: Peers, listener: LinkListener, way: Backend, kills: int) -> tuple[float, int]:
     """Growth of resident memory in MiB and of descriptors over that many kills in mid-message, both directions."""
     before = (0.0, 0)
-    roles = ROLES + FILE_ROLES if way.within_host else ROLES
+    roles = ROLES + FILE_ROLES if way is Backend.MEMFD else ROLES
     warm_up, gone = 10, []
     for number in range(warm_up + kills):
         if number == warm_up:

@@ -235,7 +235,7 @@ def test_where_no_way_leads_every_one_is_named(tmp_path: Path) -> None:
         offer = gone.offer()
     with pytest.raises(PeerDead) as raised:
         connect(offer, patience())
-    for way in Backend:
+    for way in WAYS:
         assert f"{way}: " in str(raised.value)
 
 

@@ -125,7 +125,8 @@ def changed(message: TensorMessage, name: str, tensor: torch.Tensor) -> TensorMe
     kept = {spec.name: each for spec, each in zip(message.layout.specs, message.tensors, strict=True)} | {name: tensor}
     dtypes = {torch.float32: DType.FLOAT32, torch.uint8: DType.UINT8, torch.int64: DType.INT64}
     specs = [TensorSpec(name=key, dtype=dtypes[each.dtype], shape=tuple(each.shape)) for key, each in kept.items()]
-    return TensorMessage(layout=Layout.of(*specs), tensors=tuple(kept.values()))
+    layout = Layout.of(*specs, headers=message.layout.headers)
+    return TensorMessage(layout=layout, tensors=tuple(kept.values()))
 
 
 def garbled(message: TensorMessage) -> TensorMessage:

@@ -10,6 +10,7 @@ import pytest
 from bottega.sections import DrawnTensors, SectionLayout, messages
 from bottega.sections.messages import ActivationMessageKind
 from bottega.transport import BytesMessage, DType, Layout, TensorSpec, WholeMessage, kind_of, number_spec, pack_number
+from bottega.transport.channel.buffers import checked, on_host
 from bottega.v1 import activations_pb2 as pb
 
 _LAYOUT = SectionLayout.of([("a", (3, 5)), ("b", (7,))])
@@ -20,8 +21,8 @@ _DIGEST = "ab" * 32
 def _sent(message: WholeMessage) -> tuple[Layout, tuple[memoryview, ...]]:
     """As it lies in a receiver's slot."""
     views = message.layout.views(memoryview(bytearray(message.layout.size_bytes)))
-    for view, buffer in zip(views, message.buffers, strict=True):
-        view[:] = memoryview(buffer).cast("B")
+    for view, part in zip(views, on_host(checked(message.layout, message.buffers)), strict=True):
+        view[:] = part
     return message.layout, views
 
 

@@ -25,9 +25,11 @@ from bottega.diffusion.controlnets.layout import ControlLayout
 from bottega.diffusion.controlnets.provider import ControlInput
 from bottega.diffusion.rows import Embeds, Half
 from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, unpacked
-from bottega.transport import Layout, TensorSpec, number_spec
+from bottega.transport import Layout, Part, TensorSpec, number_spec
 
 _MAX_NUMBER = 2**53
+# Tensors of a step before its samples: the table, and the timesteps.
+_STEP_HEADERS = 2
 
 
 class ControlMessageKind(StrEnum):
@@ -125,7 +127,7 @@ def open_message(opening: Opening) -> TensorMessage:
     return message_of(parts)
 
 
-def read_opening(layout: Layout, views: Sequence[memoryview]) -> Opening:
+def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
     """What an open message says; its tensors are copies."""
     parts = parts_of(layout, views)
     try:
@@ -170,13 +172,14 @@ def step_message(step: ControlStep) -> TensorMessage:
             ControlMessageKind.STEP.value: torch.tensor(table),
             "timesteps": step.timesteps.float(),
             "samples": step.samples,
-        }
+        },
+        headers=_STEP_HEADERS,
     )
 
 
-def read_step(layout: Layout, views: Sequence[memoryview]) -> ControlStep:
+def read_step(layout: Layout, views: Sequence[Part]) -> ControlStep:
     """What a step message says; samples and timesteps lie where they came."""
-    parts = parts_of(layout, views)
+    parts = parts_of(layout, views, headers=_STEP_HEADERS)
     table, samples, timesteps = parts[ControlMessageKind.STEP.value], parts.get("samples"), parts.get("timesteps")
     if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 3 or len(table) < 2:
         raise ValueError("a step's table is no int64 [1 + rows, 3]")
@@ -200,7 +203,7 @@ def residuals_layout(rows: int, shapes: tuple[tuple[int, int, int], ...], dtype:
         TensorSpec(name=f"point.{point}", dtype=DTYPES[dtype], shape=(rows, *shapes[point]))
         for point in reversed(range(len(shapes)))
     ]
-    return Layout.of(number_spec(ControlMessageKind.RESIDUALS.value), *points)
+    return Layout.of(number_spec(ControlMessageKind.RESIDUALS.value), *points, headers=1)
 
 
 def refused_message(refusal: Refusal) -> TensorMessage:
@@ -209,7 +212,7 @@ def refused_message(refusal: Refusal) -> TensorMessage:
     return message_of({ControlMessageKind.REFUSED.value: torch.tensor([lease, step]), "error": packed(refusal.error)})
 
 
-def read_refusal(layout: Layout, views: Sequence[memoryview]) -> Refusal:
+def read_refusal(layout: Layout, views: Sequence[Part]) -> Refusal:
     """What a refused message says."""
     parts = parts_of(layout, views)
     numbers, error = parts[ControlMessageKind.REFUSED.value], parts.get("error")

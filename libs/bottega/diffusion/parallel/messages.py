@@ -27,9 +27,11 @@ from bottega.diffusion.parallel.offload import OffloadedPart, OffloadedRow, Remo
 from bottega.diffusion.parallel.remote_rows import RemoteRow
 from bottega.diffusion.rows import Embeds, Half
 from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, unpacked
-from bottega.transport import Layout
+from bottega.transport import Layout, Part
 
 _MAX_NUMBER = 2**53
+# Tensors of a step before its samples: the table, and the timesteps.
+_STEP_HEADERS = 2
 # Add-ons that have a part in one job.
 _MOST_PARTS = 8
 # What a step's table says of a row, before what is active in it.
@@ -114,7 +116,7 @@ def job_message(number: int, remote_job: RemoteJob) -> TensorMessage:
     )
 
 
-def read_job(layout: Layout, views: Sequence[memoryview]) -> tuple[int, RemoteJob]:
+def read_job(layout: Layout, views: Sequence[Part]) -> tuple[int, RemoteJob]:
     """A job's number, and the job; its tensors are copies."""
     parts = parts_of(layout, views)
     try:
@@ -137,13 +139,14 @@ def step_message(number: int, rows: Sequence[OffloadedRow], remote_jobs: Mapping
             PairMessageKind.STEP.value: torch.tensor(table),
             "timesteps": torch.stack([each.row.timestep.float() for each in rows]),
             "samples": torch.stack([each.row.sample for each in rows]),
-        }
+        },
+        headers=_STEP_HEADERS,
     )
 
 
-def read_step(layout: Layout, views: Sequence[memoryview]) -> RemoteStep:
+def read_step(layout: Layout, views: Sequence[Part]) -> RemoteStep:
     """What a step message says; its tensors are copies."""
-    parts = parts_of(layout, views)
+    parts = parts_of(layout, views, headers=_STEP_HEADERS)
     table, samples, timesteps = parts[PairMessageKind.STEP.value], parts.get("samples"), parts.get("timesteps")
     if table.dtype != torch.int64 or table.dim() != 2 or not 2 <= len(table) <= _MOST_ROWS:
         raise ValueError("a step's table is no int64 [1 + rows, facts]")
@@ -170,12 +173,12 @@ def read_step(layout: Layout, views: Sequence[memoryview]) -> RemoteStep:
 def noise_message(answer: RemoteNoise) -> TensorMessage:
     """A noise message."""
     table = [answer.number, round(answer.waited_s * _PER_S), *answer.places]
-    return message_of({PairMessageKind.NOISE.value: torch.tensor(table), "rows": answer.noise})
+    return message_of({PairMessageKind.NOISE.value: torch.tensor(table), "rows": answer.noise}, headers=1)
 
 
-def read_noise(layout: Layout, views: Sequence[memoryview]) -> RemoteNoise:
+def read_noise(layout: Layout, views: Sequence[Part]) -> RemoteNoise:
     """What a noise message says; its tensor is a copy."""
-    parts = parts_of(layout, views)
+    parts = parts_of(layout, views, headers=1)
     table, noise = parts[PairMessageKind.NOISE.value], parts.get("rows")
     if table.dtype != torch.int64 or table.dim() != 1 or noise is None or len(noise) != len(table) - 2:
         raise ValueError("a noise message has not one number for each row")

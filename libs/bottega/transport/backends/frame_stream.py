@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Sequence
 
-from bottega.errors import BadFrame, DeadlineExceeded, LinkError, PeerDead
+from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoSharedMemory, PeerDead
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import HEADER_BYTES, Frame, FrameKind, bye, unpack
 
@@ -29,6 +29,7 @@ _COARSE_BYTES = 256 << 10
 # For a thread that is writing a frame, which never waits, to get on.
 _NOTICE_S = 0.1
 
+_DESCRIPTOR_BYTES = array.array("i").itemsize
 _Rights = tuple[int, int, "array.array[int]"]
 
 
@@ -89,6 +90,24 @@ class FrameStream:
             self._write([memoryview(frame.pack())], deadline)
             self._write([memoryview(b"\0")], deadline, rights)
             self._torn = False
+
+    def receive_descriptor(self) -> int:
+        """The descriptor that comes with the next byte, which is there. Raises PeerDead, BadFrame, NoSharedMemory."""
+        room = socket.CMSG_LEN(_DESCRIPTOR_BYTES)  # for one; the system drops what is more
+        try:
+            data, extra, flags, _ = self.socket.recvmsg(1, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            data, extra, flags = b"\0", [], 0
+        except OSError as error:
+            raise gone(error) from error
+        if not data:
+            raise gone()
+        for level, kind, value in extra:
+            if (level, kind, len(value)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR_BYTES):
+                return array.array("i", value)[0]
+        if flags & socket.MSG_CTRUNC:
+            raise NoSharedMemory("this process has no file descriptor left for what the peer shares: raise its limit")
+        raise BadFrame("the peer announced shared memory and sent none")
 
     def send_credit(self, frame: Frame) -> None:
         """Sends a CREDIT without waiting. Raises PeerDead, BadFrame when the peer reads nothing.

@@ -7,14 +7,14 @@ mapped as it comes, and its descriptor closed: none is kept here.
 
 from __future__ import annotations
 
-import array
 import mmap
 import os
 import socket
 from collections.abc import Sequence
 
-from bottega.errors import BadFrame, NoSharedMemory
-from bottega.transport.backends.frame_stream import FrameStream, gone
+from bottega.errors import BadFrame
+from bottega.transport.backends.frame_stream import FrameStream
+from bottega.transport.channel.buffers import Part, on_host
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import Frame, FrameKind
 from bottega.transport.channel.limits import Limits
@@ -24,7 +24,6 @@ from bottega.transport.memory.mappings import received_slot, shared_slot
 from bottega.transport.memory.sealed_file import SealedFile, received_file
 from bottega.transport.memory.slots import GrowingSlots, Slot
 
-_DESCRIPTOR_BYTES = array.array("i").itemsize
 _WITH_DESCRIPTOR = frozenset({FrameKind.SEGMENT, FrameKind.FILE})
 
 
@@ -40,9 +39,9 @@ class MemfdSender(FrameStream):
     def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
         return self._slots.get(index, size_bytes, lambda wanted_bytes: self._share(index, wanted_bytes, deadline))
 
-    def stage(self, index: int, layout: Layout, buffers: Sequence[memoryview], deadline: Deadline) -> list[memoryview]:
+    def stage(self, index: int, layout: Layout, parts: Sequence[Part], deadline: Deadline) -> list[Part]:
         slot = self.slot(index, layout.size_bytes, deadline)
-        for target, source in zip(slot.views(layout), buffers, strict=True):
+        for target, source in zip(slot.views(layout), on_host(parts), strict=True):
             copy(target, source)
         return []
 
@@ -50,7 +49,7 @@ class MemfdSender(FrameStream):
         frame = Frame(FrameKind.FILE, slot=index, size=file.size_bytes)
         self.send_frame_with_descriptor(frame, file.descriptor, deadline)
 
-    def send_data(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
+    def send_data(self, frame: Frame, pieces: Sequence[Part], deadline: Deadline) -> None:
         # The bytes are where they shall be. The system call orders them before the frame for other processors.
         self.send_frame(frame, deadline)
 
@@ -110,7 +109,7 @@ class MemfdReceiver(FrameStream):
 
     def _map_memory(self, announced: Frame) -> None:
         """Maps the memory that comes with the next byte."""
-        descriptor = self._receive_descriptor()
+        descriptor = self.receive_descriptor()
         try:
             if announced.slot >= self._limits.slots or not 0 < announced.size <= self._limits.segment_bytes:
                 raise BadFrame(f"the peer shares slot {announced.slot} of {announced.size} bytes, beyond the limits")
@@ -121,20 +120,3 @@ class MemfdReceiver(FrameStream):
                 self._slots[announced.slot] = Slot(received_slot(descriptor, announced.size))
         finally:
             os.close(descriptor)
-
-    def _receive_descriptor(self) -> int:
-        room = socket.CMSG_LEN(_DESCRIPTOR_BYTES)  # for one; the system drops what is more
-        try:
-            data, extra, flags, _ = self.socket.recvmsg(1, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
-        except BlockingIOError:
-            data, extra, flags = b"\0", [], 0
-        except OSError as error:
-            raise gone(error) from error
-        if not data:
-            raise gone()
-        for level, kind, value in extra:
-            if (level, kind, len(value)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR_BYTES):
-                return array.array("i", value)[0]
-        if flags & socket.MSG_CTRUNC:
-            raise NoSharedMemory("this process has no file descriptor left for what the peer shares: raise its limit")
-        raise BadFrame("the peer announced shared memory and sent none")

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Sequence
 
 from bottega.transport.backends.frame_stream import FrameStream
+from bottega.transport.channel.buffers import Part, on_host
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import Frame
 from bottega.transport.layout import Layout
@@ -44,9 +45,10 @@ class TcpSender(FrameStream):
     def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
         return self._slots.get(index, size_bytes)
 
-    def stage(self, index: int, layout: Layout, buffers: Sequence[memoryview], deadline: Deadline) -> list[memoryview]:
-        pieces, end = [], 0
-        for offset, buffer in zip(layout.offsets, buffers, strict=True):
+    def stage(self, index: int, layout: Layout, parts: Sequence[Part], deadline: Deadline) -> list[Part]:
+        pieces: list[Part] = []
+        end = 0
+        for offset, buffer in zip(layout.offsets, on_host(parts), strict=True):
             if offset > end:
                 pieces.append(memoryview(bytes(offset - end)))
             pieces.append(buffer)
@@ -56,8 +58,8 @@ class TcpSender(FrameStream):
     def attach_file(self, index: int, file: SealedFile, deadline: Deadline) -> None:
         raise ValueError("links over TCP pass no files")
 
-    def send_data(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
-        self.write([memoryview(frame.pack()), *pieces], deadline)
+    def send_data(self, frame: Frame, pieces: Sequence[Part], deadline: Deadline) -> None:
+        self.write([memoryview(frame.pack()), *on_host(pieces)], deadline)
 
     def close(self) -> None:
         super().close()

@@ -2,30 +2,19 @@
 
 A link decides which frames are sent and when; a backend moves frames and bytes, and owns the slots.
 
-What a backend of devices, which will stand beside memfd.py and tcp.py, can rely on:
+What backends of devices (bottega.device_links) rely on:
 
-- Frames go over a connection of the backend's own, one for each direction: a device backend keeps one (unix or TCP,
-  frame_stream.py) for frames, and moves bytes beside it. So a process group (ProcessGroupNCCL) or slot pool (CUDA IPC)
-  for each direction fits, and no two links share one.
-- Sender and Receiver never read a slot's bytes: they hand on what `slot`, `open_slot` and `stage` return. A device
-  backend's slot is a device tensor in the place of the memoryview, sliced by the same offsets (64-byte aligned, slots
-  by page), and `views` and `view` return slices of it.
-- Slots are few, long-lived, and known by index. Memory is exported once for each (one cudaMalloc each, no expandable
-  segments) and announced by a SEGMENT. It is unmapped in `close`, which comes when the peer is known to be dead, not at
-  the next handshake. `slot` is called before anything is written, with the size of the message.
-- `send_data` may be called when the work that fills the tensors is only enqueued: the backend owns a stream for each
-  direction, makes it wait for the caller's current one, and sends DATA when its copy is enqueued or done, whichever
-  its receiver needs.
-- `open_slot` is called when the header has been checked and before any byte is needed, `receive_data` after that. A
-  backend that must not post a receive before the sender has come (NCCL) posts it in `receive_data`, because the DATA
-  frame shows that the sender is there; one whose sender must not start before the receive is posted answers from
-  `open_slot`.
-- Every call has a deadline, but a stuck kernel returns by none: `shut_down` may come at any time from any thread, by
-  Link.end, and must free a thread that is stuck (ProcessGroupNCCL.abort()).
-- `send_credit` is called when the consumer is done with a slot; a backend whose consumers enqueue work records an event
-  there and lets the frame wait for it.
-- Two ends on one device, two ranks of one group, device numbers and peer access are for the backend's probe, which
-  comes before memfd in `connect`, and says why when it does not pass.
+- Frames go over a connection of the backend's own, one for each direction, and so do the tensors that are a message's
+  header: nothing is parsed in memory of a device. What moves the other bytes belongs to one direction of one link.
+- Sender and Receiver never read a slot's bytes: they hand on what `slot`, `open_slot` and `stage` return.
+- Slots are few, long-lived, and known by index.
+- `send_data` may be called when the work that fills the tensors is only enqueued, in the stream that is current then.
+- `open_slot` is called when a message's header frame has been checked and before any byte is needed, `receive_data`
+  after that: its DATA frame shows that the sender is there.
+- Every call has a deadline, but a stuck device returns by none: `shut_down` may come at any time from any thread, by
+  Link.end, and frees a thread that is stuck.
+- `send_credit` is called when the consumer is done with a slot, or has enqueued in the stream that is current then all
+  that reads it.
 """
 
 from __future__ import annotations
@@ -36,23 +25,37 @@ from enum import StrEnum
 from typing import Protocol
 
 from bottega.errors import LinkError
+from bottega.transport.channel.buffers import Part
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import Frame
 from bottega.transport.layout import Layout
 from bottega.transport.memory.sealed_file import SealedFile
-from bottega.transport.memory.slots import Slot
 
 
 class Backend(StrEnum):
-    """What carries a link."""
+    """What carries a link, the quickest first: pools of slots in memory of a device that two processes of a host share,
+    a process group of NCCL or of Gloo, memory of the host that they share, and TCP."""
 
+    CUDA_IPC = "cuda-ipc"
+    NCCL = "nccl"
+    GLOO = "gloo"
     MEMFD = "memfd"
     TCP = "tcp"
 
     @property
+    def of_devices(self) -> bool:
+        """Whether bottega.device_links has it."""
+        return self not in {Backend.MEMFD, Backend.TCP}
+
+    @property
     def within_host(self) -> bool:
-        """Whether it links processes of one host only."""
-        return self is not Backend.TCP
+        """Whether it links processes of one host only, which may share memory."""
+        return self in {Backend.CUDA_IPC, Backend.MEMFD}
+
+    @property
+    def over_network(self) -> bool:
+        """Whether its connections may be of TCP."""
+        return not self.within_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,18 @@ class BackendChoice:
 
     backend: Backend
     reason: str
+
+
+class SentSlot(Protocol):
+    """A slot of the sender's: its memory, which one message after the other is written to."""
+
+    def views(self, layout: Layout) -> tuple[Part, ...]:
+        """Where each tensor of the layout lies; the slot is large enough."""
+        ...
+
+    def pieces(self, layout: Layout, start: int, stop: int) -> Sequence[Part]:
+        """The bytes `start` to `stop` - 1 of a message of this layout, as `send_data` takes them."""
+        ...
 
 
 class BackendEnd(Protocol):
@@ -95,17 +110,17 @@ class SenderBackend(BackendEnd, Protocol):
         """Whether `attach_file` does anything but raise."""
         ...
 
-    def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
+    def slot(self, index: int, size_bytes: int, deadline: Deadline) -> SentSlot:
         """Writable memory of at least that size, the same for an index as long as it is large enough.
 
         Raises NoSharedMemory, and DeadlineExceeded where the receiver has to be told.
         """
         ...
 
-    def stage(self, index: int, layout: Layout, buffers: Sequence[memoryview], deadline: Deadline) -> list[memoryview]:
-        """Takes a whole message from the sender's own buffers; returns what `send_data` has to be given.
+    def stage(self, index: int, layout: Layout, parts: Sequence[Part], deadline: Deadline) -> list[Part]:
+        """Takes a whole message from the sender's own memory; returns what `send_data` has to be given.
 
-        The buffers must not change until the slot's credit is back.
+        It must not change until the slot's credit is back.
         """
         ...
 
@@ -118,7 +133,7 @@ class SenderBackend(BackendEnd, Protocol):
         """Sends a frame with its payload. Raises DeadlineExceeded, after which the direction cannot be used."""
         ...
 
-    def send_data(self, frame: Frame, pieces: Sequence[memoryview], deadline: Deadline) -> None:
+    def send_data(self, frame: Frame, pieces: Sequence[Part], deadline: Deadline) -> None:
         """Sends a DATA frame and moves the bytes that are ready now. Raises as `send_frame` does."""
         ...
 
@@ -126,7 +141,7 @@ class SenderBackend(BackendEnd, Protocol):
 class ReceiverBackend(BackendEnd, Protocol):
     """The receiver's end."""
 
-    def open_slot(self, index: int, layout: Layout) -> tuple[memoryview, ...]:
+    def open_slot(self, index: int, layout: Layout) -> tuple[Part, ...]:
         """Where each tensor of the message in this slot will be. Called once a message, before any byte moves."""
         ...
 

@@ -19,6 +19,7 @@ from bottega.errors import (
     MessageAborted,
 )
 from bottega.transport.channel.backend import ReceiverBackend
+from bottega.transport.channel.buffers import Part, in_host_memory
 from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye
@@ -155,8 +156,8 @@ class Receiver:
             if frame.slot >= self._limits.slots or frame.slot in self._held or frame.sequence != self._sequence:
                 raise BadFrame("the sender sent a message without a credit for it")
             self._held.add(frame.slot)
-        views = self._backend.open_slot(frame.slot, layout)
-        current = self._current = Incoming(self, layout, views, frame.slot, frame.sequence)
+        parts = self._backend.open_slot(frame.slot, layout)
+        current = self._current = Incoming(self, layout, parts, frame.slot, frame.sequence)
         current.file = self._backend.pop_file(frame.slot)
         current.file_bytes = 0 if current.file is None else len(current.file)
         self._started.append(current)
@@ -196,7 +197,7 @@ class Receiver:
 class Incoming:
     """A message that is coming in, or has. Use it as a context: leaving it gives it back.
 
-    The views of what has arrived may be used by any thread until then, however many more messages come; the memory
+    The parts of what has arrived may be used by any thread until then, however many more messages come; the memory
     stays valid for as long as somebody refers to it, but after `release` the next message may be written to it.
     When a wait raises, the message will never be whole: whatever was computed from its first tensors is void too, and
     has to be thrown away.
@@ -207,8 +208,8 @@ class Incoming:
 
     __slots__ = (
         "_lifecycle",
+        "_parts",
         "_receiver",
-        "_views",
         "aborted",
         "arrived",
         "awaited",
@@ -224,12 +225,10 @@ class Incoming:
         "stop",
     )
 
-    def __init__(
-        self, receiver: Receiver, layout: Layout, views: tuple[memoryview, ...], index: int, sequence: int
-    ) -> None:
+    def __init__(self, receiver: Receiver, layout: Layout, parts: tuple[Part, ...], index: int, sequence: int) -> None:
         self._receiver = receiver
         self._lifecycle = receiver.lifecycle
-        self._views = views
+        self._parts = parts
         self.layout = layout
         self.index = index
         self.sequence = sequence
@@ -262,14 +261,22 @@ class Incoming:
         self.wait(len(self.layout.specs), deadline)
 
     def view(self, index: int) -> memoryview:
-        """One tensor's bytes, to read. Python takes them for writable, so that torch.frombuffer does not warn; they are
-        not: between processes writing ends this process, within one it changes what the sender may still have.
+        """One tensor's bytes in memory of the host, to read. Python takes them for writable, so that torch.frombuffer
+        does not warn; they are not: between processes writing ends this process, within one it changes what the sender
+        may still have.
+
+        Raises as `part` does, and ValueError where they are in memory of a device.
+        """
+        return in_host_memory(self.part(index))
+
+    def part(self, index: int) -> Part:
+        """One tensor's bytes where they lie, to read.
 
         Raises IndexError when the tensor has not arrived, LeaseExpired when the message was given back, or its link
         died longer ago than its lease_s.
         """
-        views = (
-            self._views
+        parts = (
+            self._parts
         )  # read first: a thread that releases the message meanwhile sets `released` before it drops them
         if self._lifecycle.cause is not None:
             self._receiver.check_lease()
@@ -277,13 +284,13 @@ class Incoming:
             raise LeaseExpired("the message was released; copy what is needed for longer before that")
         if not 0 <= index < self.arrived:
             raise IndexError(f"tensor {index} has not arrived: wait for {index + 1} first")
-        return views[index]
+        return parts[index]
 
     def release(self) -> None:
         """Gives the message back: the sender has its credit again, once it is done with the message. Any thread may
         call it, more than once."""
         self._receiver.release(self)
-        self._views = ()
+        self._parts = ()
         self.file = None
 
 

@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import ParamSpec
 
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoCredit, NoSharedMemory, TooLarge
-from bottega.transport.channel.backend import SenderBackend
-from bottega.transport.channel.buffers import Buffer, check_file, checked
+from bottega.transport.channel.backend import SenderBackend, SentSlot
+from bottega.transport.channel.buffers import SentBuffer, check_file, checked, in_host_memory
 from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye
@@ -19,7 +19,6 @@ from bottega.transport.channel.lifecycle import Lifecycle
 from bottega.transport.channel.limits import Limits
 from bottega.transport.layout import Layout
 from bottega.transport.memory.sealed_file import SealedFile
-from bottega.transport.memory.slots import Slot
 
 _NOW = Deadline(at=0.0)
 _ABORTED = 1
@@ -64,16 +63,16 @@ class Sender:
         return self._backend.passes_files
 
     def send(
-        self, layout: Layout, buffers: Sequence[Buffer], deadline: Deadline, file: SealedFile | None = None
+        self, layout: Layout, buffers: Sequence[SentBuffer], deadline: Deadline, file: SealedFile | None = None
     ) -> None:
-        pieces = checked(layout, buffers)
+        parts = checked(layout, buffers)
         if file is not None:
             check_file(file, passes=self.passes_files, most_bytes=self._limits.slot_bytes)
         with self.lock:
             index, number = self._admit(layout, deadline)
             began = time.monotonic()
             try:
-                staged = self._backend.stage(index, layout, pieces, deadline)
+                staged = self._backend.stage(index, layout, parts, deadline)
             except NoSharedMemory:
                 self._undo_admit(index)
                 raise
@@ -102,7 +101,7 @@ class Sender:
             layout, index = outgoing.layout, outgoing.index
             start, stop = layout.span(outgoing.published, count)
             frame = self._data(index, outgoing.number, count, (start, stop))
-            self._send(self._backend.send_data, frame, [outgoing.slot.memory[start:stop]], outgoing.deadline)
+            self._send(self._backend.send_data, frame, outgoing.slot.pieces(layout, start, stop), outgoing.deadline)
             if count == len(layout.specs):
                 self._open = None
                 self._counters.sent(layout.size_bytes, time.monotonic() - outgoing.began)
@@ -209,7 +208,7 @@ class Sender:
         del self._under_way[frame.slot]
         self._free.append(frame.slot)
 
-    def _slot(self, index: int, layout: Layout, deadline: Deadline) -> Slot:
+    def _slot(self, index: int, layout: Layout, deadline: Deadline) -> SentSlot:
         try:
             return self._backend.slot(index, layout.size_bytes, deadline)
         except NoSharedMemory:
@@ -239,14 +238,15 @@ class Sender:
 class Outgoing:
     """A message that is being written in place. Use it as a context: leaving it unfinished aborts it.
 
-    views: where each tensor's bytes are to be written; not to be written any more once they are ready.
+    parts: where each tensor's bytes are to be written, in memory of the host or of a device; not to be written any more
+    once they are ready. Of a device it is enough that the writing is enqueued, in the stream that is then current.
     deadline: the one of `start_message`, for all of the message.
     """
 
-    __slots__ = ("_sender", "began", "deadline", "index", "layout", "number", "published", "slot", "views")
+    __slots__ = ("_sender", "began", "deadline", "index", "layout", "number", "parts", "published", "slot")
 
     def __init__(
-        self, sender: Sender, layout: Layout, slot: Slot, *, number: int, index: int, deadline: Deadline
+        self, sender: Sender, layout: Layout, slot: SentSlot, *, number: int, index: int, deadline: Deadline
     ) -> None:
         self._sender = sender
         self.layout = layout
@@ -254,7 +254,7 @@ class Outgoing:
         self.index = index
         self.slot = slot
         self.deadline = deadline
-        self.views = slot.views(layout)
+        self.parts = slot.views(layout)
         self.published = 0
         self.began = time.monotonic()
 
@@ -263,6 +263,11 @@ class Outgoing:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.abort()
+
+    @property
+    def views(self) -> tuple[memoryview, ...]:
+        """The parts, all of which are in memory of the host. Raises ValueError where one is not."""
+        return tuple(in_host_memory(part) for part in self.parts)
 
     def ready(self, count: int) -> None:
         """Says that the first `count` tensors are complete.

@@ -194,7 +194,7 @@ class _PendingConnection:
 
     def _on_request(self, encoded: bytes) -> None:
         request = parse_request(encoded)
-        if request.backend != self.backend:
+        if request.backend != self.backend and not _carries(self.backend, request.backend):
             raise BadFrame("its request is for another backend")
         token = self._authenticator.token_for(request)
         if isinstance(token, Verdict):
@@ -209,3 +209,8 @@ class _PendingConnection:
             self.connection.send(bytes([Verdict.REFUSED]))
             raise BadFrame("its proof is wrong")
         return self._request
+
+
+def _carries(listening: Backend, backend: Backend) -> bool:
+    """Whether connections of a backend of devices may come in where another backend's do."""
+    return backend.of_devices and (listening is Backend.MEMFD or backend.over_network)

@@ -1,6 +1,7 @@
 """The connecting side of links: tries the backends of an offer, quickest first, and says which it chose, and why.
 
-A backend is chosen only when its connections stand and both ends have proved themselves.
+A backend is chosen only when its connections stand and both ends have proved themselves, one of devices only when bytes
+have come through in both directions.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from bottega.transport.backends.tcp import tune
 from bottega.transport.channel.backend import Backend, BackendChoice
 from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.deadline import Deadline
+from bottega.transport.channel.device_links import DeviceLinks, ProvenConnections
 from bottega.transport.channel.limits import Limits
 from bottega.transport.handshake.credentials import distrust_reason, links_group
+from bottega.transport.handshake.device_opening import open_device_link
 from bottega.transport.handshake.messages import (
     CHALLENGE_BYTES,
     WELCOME_BYTES,
@@ -44,19 +47,23 @@ def connect(
     limits: Limits | None = None,
     counters: LinkCounters | None = None,
     lease_s: float = LEASE_S,
-    backends: tuple[Backend, ...] = tuple(Backend),
+    backends: tuple[Backend, ...] | None = None,
+    devices: DeviceLinks | None = None,
 ) -> Link:
-    """Opens the link of an offer: on one host by shared memory, else by TCP; Link.backend_choice has which, and why.
+    """Opens the link of an offer: between devices where both ends have one and can, else on one host by shared memory,
+    else by TCP; Link.backend_choice has which, and why.
 
-    limits: of what this end receives. backends: those that may be tried, in order.
-    Raises StaleEpoch, AuthFailed, or PeerDead naming what became of each backend; DeadlineExceeded.
+    limits: of what this end receives. backends: those that may be tried, in order; None: all. devices: this end's.
+    Raises StaleEpoch, AuthFailed, or PeerDead naming what became of each backend; DeadlineExceeded. AuthFailed also
+    where two devices could not be linked after all, which has used the offer up: with a new one, others are tried.
     """
     limits = limits or Limits()
     reasons: list[str] = []
     refused = False
-    for backend in backends:
+    for backend in backends or tuple(each for each in Backend if devices is not None or not each.of_devices):
         try:
-            sending, receiving = _connections(offer, backend, limits, deadline.sooner(_ATTEMPT_S))
+            dial = _dial_device(offer, backend, devices) if backend.of_devices else _DIALS[backend](offer)
+            sending, receiving = _connections(dial, offer, backend, limits, deadline.sooner(_ATTEMPT_S))
         except StaleEpoch:
             raise
         except LinkError as error:
@@ -73,18 +80,38 @@ def connect(
                 counters=counters or LinkCounters(),
                 lease_s=lease_s,
             )
-            return Link(terms, *backend_ends(backend, sending, receiving, limits))
+            if not backend.of_devices:
+                return Link(terms, *backend_ends(backend, sending, receiving, limits))
+            assert devices is not None, "they were asked"
+            return _device_link(
+                terms,
+                devices,
+                ProvenConnections(sending=sending, receiving=receiving, connecting=True, limits=limits),
+                offer,
+            )
         if deadline.left_s() == 0:
             raise DeadlineExceeded(f"no link in time: {'; '.join(reasons)}")
     kind = AuthFailed if refused else PeerDead
     raise kind(f"no backend reaches the listener: {'; '.join(reasons)}")
 
 
+def _device_link(terms: LinkTerms, devices: DeviceLinks, connections: ProvenConnections, offer: Offer) -> Link:
+    assert offer.device is not None, "it was dialled"
+    backend = terms.backend_choice.backend
+    try:
+        return open_device_link(terms, devices, connections)
+    except LinkError as error:
+        devices.remember_failure(backend, offer.device, error.message)
+        raise AuthFailed(
+            f"the two devices could not be linked by {backend}, which has used the offer up; with a new one other "
+            f"backends are tried: {error.message}"
+        ) from error
+
+
 def _connections(
-    offer: Offer, backend: Backend, limits: Limits, deadline: Deadline
+    dial: _Dial, offer: Offer, backend: Backend, limits: Limits, deadline: Deadline
 ) -> tuple[socket.socket, socket.socket]:
     """Two proven connections: one to send on, one to receive on. Raises LinkError."""
-    dial = _DIALS[backend](offer)
     made: list[socket.socket] = []
     try:
         for direction in Direction:
@@ -125,9 +152,31 @@ def _tcp_dial(offer: Offer) -> _Dial:
     return functools.partial(_tcp, (endpoint.host, endpoint.port))
 
 
+def _dial_device(offer: Offer, backend: Backend, devices: DeviceLinks | None) -> _Dial:
+    """By which the frames of a backend of devices go: a unix socket within a host. Raises PeerDead."""
+    if devices is None:
+        raise PeerDead("this process has no device to link")
+    if offer.device is None:
+        raise PeerDead("the listener has no device, or links none")
+    if why := devices.misfit(backend, offer.device):
+        raise PeerDead(why)
+    endpoint = offer.memfd
+    if endpoint is not None and endpoint.host and endpoint.host == host_identity():
+        return functools.partial(_unix, endpoint.path)
+    if not backend.over_network:
+        raise PeerDead("the listener is on another host")
+    return _tcp_dial(offer)
+
+
 # How each backend's listener is reached; raises PeerDead where it cannot be.
 _DIALS: dict[Backend, Callable[[Offer], _Dial]] = {Backend.MEMFD: _memfd_dial, Backend.TCP: _tcp_dial}
-_CHOSEN = {Backend.MEMFD: "both ends are on one host", Backend.TCP: "the address answers"}
+_CHOSEN = {
+    Backend.CUDA_IPC: "both ends have a device of one host",
+    Backend.NCCL: "both ends have a device of their own",
+    Backend.GLOO: "both ends are told to",
+    Backend.MEMFD: "both ends are on one host",
+    Backend.TCP: "the address answers",
+}
 
 
 def _unix(path: str, deadline: Deadline) -> socket.socket:

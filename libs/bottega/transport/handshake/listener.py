@@ -28,10 +28,12 @@ from bottega.transport.backends.tcp import tune
 from bottega.transport.channel.backend import Backend, BackendChoice
 from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.deadline import Deadline
+from bottega.transport.channel.device_links import DeviceLinks, ProvenConnections
 from bottega.transport.channel.limits import Limits
 from bottega.transport.handshake.acceptor import Acceptor
 from bottega.transport.handshake.binding import Endpoints, bind_tcp, bind_unix
 from bottega.transport.handshake.credentials import links_group
+from bottega.transport.handshake.device_opening import open_device_link
 from bottega.transport.handshake.messages import Direction, HandshakeRequest, Verdict
 from bottega.transport.handshake.offer import (
     TOKEN_BYTES,
@@ -61,8 +63,10 @@ class LinkListener:
         counters: LinkCounters | None = None,
         token_s: float = 30.0,
         lease_s: float = LEASE_S,
+        devices: DeviceLinks | None = None,
     ) -> None:
-        """token_s: for how long an offer can be used, at the longest (handshake/pending_offers.py).
+        """token_s: for how long an offer can be used, at the longest (handshake/pending_offers.py). devices: this
+        process's, for links from those of others.
 
         Raises ConfigError when an address cannot be bound, or the unix socket's folder is in others' hands.
         """
@@ -70,6 +74,7 @@ class LinkListener:
         self._limits = limits or Limits()
         self._counters = counters
         self._lease_s = lease_s
+        self._devices = devices
         self._lock = threading.RLock()
         self._pending = PendingOffers(self._lock, token_s=token_s)
         self._epochs: OrderedDict[str, int] = OrderedDict()
@@ -117,15 +122,26 @@ class LinkListener:
         """The link, when the other end has connected.
 
         Raises DeadlineExceeded, after which one may wait again; AuthFailed when the offer has expired, or was given up
-        for others; StaleEpoch when there is a newer one.
+        for others; StaleEpoch when there is a newer one; what a link between devices could not be opened for.
         """
+        request, pending = self._taken_up(offer, deadline)
+        link = self._link(pending, request)
+        with self._lock:
+            stale = offer.epoch < self._epochs.get(offer.link_id, 0)
+            if not stale:
+                self._links[offer.link_id] = link
+        if stale:
+            link.close()
+            raise StaleEpoch("there is a newer offer for this link")
+        return link
+
+    def _taken_up(self, offer: Offer, deadline: Deadline) -> tuple[HandshakeRequest, PendingOffer]:
+        """Waits for the connections of both directions."""
         with self._lock:
             while True:
                 pending = self._pending_offer(offer)
-                link = self._completed(pending)
-                if link is not None:
-                    self._links[offer.link_id] = link
-                    return link
+                if len(pending.connections) == len(Direction) and pending.request is not None:
+                    return pending.request, self._pending.pop(offer.link_id)
                 left_s = min(deadline.left_s(), max(pending.until - time.monotonic(), 0.0))
                 if not pending.changed.wait(left_s) and deadline.left_s() == 0:
                     raise DeadlineExceeded("the offer of a link was not used in time")
@@ -149,6 +165,10 @@ class LinkListener:
             pending = self._pending.get(request.link_id)
             if pending is None or pending.offer.epoch != request.epoch or request.direction in pending.connections:
                 return Verdict.REFUSED
+            if pending.request is not None and request.backend != pending.request.backend:
+                return Verdict.REFUSED
+            if request.backend.of_devices and not self._has(request.backend):
+                return Verdict.REFUSED
             return pending.offer.token
 
     def admit(self, request: HandshakeRequest, connection: socket.socket) -> bool:
@@ -158,7 +178,7 @@ class LinkListener:
             if pending is None or isinstance(self.token_for(request), Verdict) or self._closed:
                 return False
             try:
-                if request.backend == Backend.TCP:
+                if connection.family != socket.AF_UNIX:
                     tune(connection)
                 connection.send(bytes([Verdict.WELCOME]))
             except OSError:
@@ -180,12 +200,6 @@ class LinkListener:
             )
         return pending
 
-    def _completed(self, pending: PendingOffer) -> Link | None:
-        """The link if both directions are there; under the lock."""
-        if len(pending.connections) < len(Direction) or pending.request is None:
-            return None
-        return self._link(self._pending.pop(pending.offer.link_id), pending.request)
-
     def _link(self, pending: PendingOffer, request: HandshakeRequest) -> Link:
         terms = LinkTerms(
             link_id=pending.offer.link_id,
@@ -198,7 +212,14 @@ class LinkListener:
         )
         sending = pending.connections[Direction.LISTENER_SENDS]
         receiving = pending.connections[Direction.CONNECTOR_SENDS]
-        return Link(terms, *backend_ends(request.backend, sending, receiving, self._limits))
+        if not request.backend.of_devices:
+            return Link(terms, *backend_ends(request.backend, sending, receiving, self._limits))
+        assert self._devices is not None, "others are refused"
+        connections = ProvenConnections(sending=sending, receiving=receiving, connecting=False, limits=self._limits)
+        return open_device_link(terms, self._devices, connections)
+
+    def _has(self, backend: Backend) -> bool:
+        return self._devices is not None and backend in self._devices.endpoint.backends
 
     def _new_offer(self, link_id: str, epoch: int) -> Offer:
         return Offer(
@@ -208,6 +229,7 @@ class LinkListener:
             limits=self._limits,
             memfd=self._memfd,
             tcp=self._tcp,
+            device=self._devices.endpoint if self._devices is not None else None,
         )
 
     def _bind(self) -> list[tuple[Backend, socket.socket]]:

@@ -29,7 +29,8 @@ CHALLENGE_BYTES = _CHALLENGE.size
 PROOF_BYTES = 32
 WELCOME_BYTES = 1
 
-_BACKENDS = (Backend.MEMFD, Backend.TCP)
+# By their numbers in a request.
+_BACKENDS = (Backend.MEMFD, Backend.TCP, Backend.CUDA_IPC, Backend.NCCL, Backend.GLOO)
 
 
 class Direction(IntEnum):

@@ -11,6 +11,7 @@ import string
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bottega.transport.channel.device_links import DeviceEndpoint
 from bottega.transport.channel.limits import Limits
 
 TOKEN_BYTES = 32
@@ -50,6 +51,7 @@ class Offer:
     limits: Limits
     memfd: MemfdEndpoint | None = None
     tcp: TcpEndpoint | None = None
+    device: DeviceEndpoint | None = None
 
     def __post_init__(self) -> None:
         if not is_link_id(self.link_id):
@@ -59,6 +61,8 @@ class Offer:
         if not 1 <= self.epoch <= MAX_EPOCH:
             raise ValueError("epoch is at least 1")
         texts = [text for text in (self.memfd and self.memfd.path, self.tcp and self.tcp.host) if text]
+        if self.device is not None:
+            texts += [self.device.host, self.device.device, self.device.version]
         if any(len(text) > _MAX_TEXT for text in texts):
             raise ValueError(f"an endpoint is longer than {_MAX_TEXT} characters")
         if self.tcp is not None and not 1 <= self.tcp.port <= 65535:

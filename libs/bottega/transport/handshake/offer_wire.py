@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bottega.errors import InvalidRequest, Violation
+from bottega.transport.channel.backend import Backend
+from bottega.transport.channel.device_links import DeviceEndpoint
 from bottega.transport.channel.limits import Limits
 from bottega.transport.handshake.offer import MemfdEndpoint, Offer, TcpEndpoint
 from bottega.v1 import link_pb2
@@ -21,6 +23,9 @@ def offer_to_wire(offer: Offer) -> link_pb2.LinkOffer:
         message.memfd.path, message.memfd.host = offer.memfd.path, offer.memfd.host
     if offer.tcp is not None:
         message.tcp.host, message.tcp.port = offer.tcp.host, offer.tcp.port
+    if (device := offer.device) is not None:
+        message.device.host, message.device.device, message.device.version = device.host, device.device, device.version
+        message.device.backends.extend(device.backends)
     return message
 
 
@@ -35,7 +40,14 @@ def offer_from_wire(message: link_pb2.LinkOffer) -> Offer:
             limits=Limits(slots=wire.slots, slot_bytes=wire.slot_bytes, layouts=wire.layouts),
             memfd=MemfdEndpoint(path=memfd.path, host=memfd.host) if message.HasField("memfd") else None,
             tcp=TcpEndpoint(host=tcp.host, port=tcp.port) if message.HasField("tcp") else None,
+            device=_device(message.device) if message.HasField("device") else None,
         )
     except ValueError as error:
         violation = Violation(field="offer", description=str(error))
         raise InvalidRequest(f"offer: {error}", violations=[violation]) from error
+
+
+def _device(message: link_pb2.LinkDeviceEndpoint) -> DeviceEndpoint:
+    known = {backend.value for backend in Backend if backend.of_devices}
+    backends = tuple(Backend(name) for name in message.backends if name in known)  # a newer listener may have others
+    return DeviceEndpoint(host=message.host, device=message.device, version=message.version, backends=backends)

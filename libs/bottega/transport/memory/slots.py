@@ -28,6 +28,10 @@ class Slot:
             self._layout, self._views = layout, layout.views(self.memory)
         return self._views
 
+    def pieces(self, layout: Layout, start: int, stop: int) -> list[memoryview]:
+        """The bytes `start` to `stop` - 1 of a message, as they are sent."""
+        return [self.memory[start:stop]]
+
 
 class GrowingSlots:
     """Slots by index, made when they are first used. One that is too small becomes as large as the largest of them:

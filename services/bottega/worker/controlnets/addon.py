@@ -20,7 +20,7 @@ def create(context: EngineAddOnContext) -> WorkerControlNets:
         model=context.model,
         offers=context.offers,
         local=local.controlnets,
-        settings=ControlLinkSettings(silence_s=context.config.controlnet_silence_s),
+        settings=ControlLinkSettings(silence_s=context.config.controlnet_silence_s, devices=context.devices),
         counters=context.counters,
         heartbeat=context.heartbeat,
     )

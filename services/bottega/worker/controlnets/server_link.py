@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bottega import kinds
@@ -25,6 +26,7 @@ from bottega.transport import (
     LinkClientSettings,
     LinkCounters,
     OfferSource,
+    Part,
     WholeMessage,
     kind_of,
     number_message,
@@ -177,7 +179,7 @@ class ServerLink(LinkClientHandler):
             self._take_residuals(connection, incoming)
             return
         with incoming:
-            self._take(incoming, connection.wait_all(incoming))
+            self._take(incoming, connection.wait_all_parts(incoming))
         self._changes.notify()
 
     def on_pong(self, progress: int) -> None:
@@ -204,14 +206,14 @@ class ServerLink(LinkClientHandler):
         if not self._client.connection.send(message, on_failure=refuse):
             self._changes.notify()  # it is lost
 
-    def _take(self, incoming: Incoming, views: list[memoryview]) -> None:
+    def _take(self, incoming: Incoming, parts: Sequence[Part]) -> None:
         layout = incoming.layout
         match ControlMessageKind(kind_of(layout)):
             case ControlMessageKind.OPENED:
-                if (answer := self._leases.pop(read_number(layout, views), None)) is not None:
+                if (answer := self._leases.pop(read_number(layout, parts), None)) is not None:
                     answer.opened = True
             case ControlMessageKind.REFUSED:
-                refusal = read_refusal(layout, views)
+                refusal = read_refusal(layout, parts)
                 error = from_job_error(job_error_from_json(refusal.error))
                 self._refuse(error, lease=refusal.lease, step=refusal.step)
             case kind:
@@ -229,7 +231,7 @@ class ServerLink(LinkClientHandler):
 
     def _take_residuals(self, connection: Connection, incoming: Incoming) -> None:
         connection.wait(incoming, 1)
-        number = read_number(incoming.layout, [incoming.view(0)])
+        number = read_number(incoming.layout, [incoming.part(0)])
         result = self._results.pop(number, None)
         if result is None:
             raise ValueError(f"the answer to step {number}, which was not asked for")
@@ -239,10 +241,10 @@ class ServerLink(LinkClientHandler):
         for index in range(1, len(incoming.layout.specs)):
             connection.wait(incoming, index + 1)
             try:
-                view = incoming.view(index)
+                part = incoming.part(index)
             except LeaseExpired:
                 continue  # nobody reads it any more
-            result.put(result.points - index, tensor_of(incoming.layout.specs[index], view))
+            result.put(result.points - index, tensor_of(incoming.layout.specs[index], part))
             self._changes.notify()
         self._progress_s = time.monotonic()
         self.answer_s = _smoothed(self.answer_s, self._progress_s - result.asked_s)

@@ -11,7 +11,7 @@ from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.errors import ConfigError
 from bottega.manifest import load_object, read_services
-from bottega.transport import LinkCounters, OfferSource
+from bottega.transport import DeviceLinks, LinkCounters, OfferSource
 from bottega.worker.config import EngineConfig
 
 
@@ -20,6 +20,7 @@ class EngineAddOnContext:
     """What an add-on of an engine may use.
 
     offers: opens links to services. counters: of all links of the process. heartbeat: beats while a turn runs.
+    devices: for links that may be between devices.
     """
 
     config: EngineConfig
@@ -27,6 +28,7 @@ class EngineAddOnContext:
     offers: OfferSource
     counters: LinkCounters
     heartbeat: Heartbeat
+    devices: DeviceLinks | None = None
 
 
 def load_addons(context: EngineAddOnContext) -> Iterator[EngineAddOn]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from bottega.device_links import device_links
 from bottega.diffusion.acceleration.registry import candidates
 from bottega.diffusion.acceleration.trial_log import TrialLog
 from bottega.diffusion.engine.engine import Engine, EngineLimits
@@ -16,7 +17,7 @@ from bottega.diffusion.model.model import DTYPES, Model, load_model, pick_device
 from bottega.diffusion.model.vae import VaeSettings
 from bottega.miniature import WEIGHTS
 from bottega.rpc.link_service import link_endpoints
-from bottega.transport import LinkCounters
+from bottega.transport import DeviceLinks, LinkCounters
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine.addons import EngineAddOnContext, load_addons
 from bottega.worker.link_requests import LinkRequests
@@ -27,7 +28,7 @@ from bottega.worker.peer import Follower, Leader, PeerLinkSettings
 class Runtime:
     """All that draws. counters: of its links. heartbeat: of the engine's turns.
 
-    peer: the other worker of a pair, as this engine leads it.
+    peer: the other worker of a pair, as this engine leads it. devices: for links that may be between devices.
     """
 
     config: EngineConfig
@@ -35,13 +36,20 @@ class Runtime:
     counters: LinkCounters
     heartbeat: Heartbeat
     peer: Leader | None = None
+    devices: DeviceLinks | None = None
 
     def follow(self, post: Callable[[Callable[[], None]], None]) -> Follower | None:
         """What it does for the other worker of a pair. post: see Follower. Raises ConfigError."""
         if self.peer is None:
             return None
         endpoints = link_endpoints(self.config.links_listen, self.config.links_socket)
-        return Follower(endpoints, remote_jobs=self.engine.remote_jobs, counters=self.counters, post=post)
+        return Follower(
+            endpoints,
+            remote_jobs=self.engine.remote_jobs,
+            counters=self.counters,
+            post=post,
+            devices=self.devices,
+        )
 
 
 def load_runtime(config: EngineConfig, link_requests: LinkRequests, *, trials: Path | None = None) -> Runtime:
@@ -52,16 +60,17 @@ def load_runtime(config: EngineConfig, link_requests: LinkRequests, *, trials: P
     if config.threads:
         torch.set_num_threads(config.threads)
     model, counters, heartbeat = _model(config), LinkCounters(), Heartbeat()
+    devices = device_links(config.device_links, model.device)
     context = EngineAddOnContext(
-        config=config, model=model, offers=link_requests, counters=counters, heartbeat=heartbeat
+        config=config, model=model, offers=link_requests, counters=counters, heartbeat=heartbeat, devices=devices
     )
-    peer = _leader(config, model, link_requests, counters) if config.peer else None
+    peer = _leader(context) if config.peer else None
     engine = Engine(model, _limits(config), addons=tuple(load_addons(context)), peer=peer, heartbeat=heartbeat)
     engine.check_accelerations(
         candidates(config.accelerations, model), deadline_s=config.self_check_s, trials=TrialLog(trials)
     )
     engine.warm_up()
-    return Runtime(config=config, engine=engine, counters=counters, heartbeat=heartbeat, peer=peer)
+    return Runtime(config=config, engine=engine, counters=counters, heartbeat=heartbeat, peer=peer, devices=devices)
 
 
 def _model(config: EngineConfig) -> Model:
@@ -90,7 +99,12 @@ def _limits(config: EngineConfig) -> EngineLimits:
     )
 
 
-def _leader(config: EngineConfig, model: Model, link_requests: LinkRequests, counters: LinkCounters) -> Leader:
-    settings = PeerLinkSettings(silence_s=config.peer_silence_s)
-    terms = {"model_hash": model.digest, "dtype": model.dtype_name}
-    return Leader(config.peer, terms=terms, offers=link_requests, counters=counters, settings=settings)
+def _leader(context: EngineAddOnContext) -> Leader:
+    config, model = context.config, context.model
+    return Leader(
+        config.peer,
+        terms={"model_hash": model.digest, "dtype": model.dtype_name},
+        offers=context.offers,
+        counters=context.counters,
+        settings=PeerLinkSettings(silence_s=config.peer_silence_s, devices=context.devices),
+    )

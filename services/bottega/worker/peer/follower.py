@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from bottega.diffusion.parallel.messages import (
     PairMessageKind,
@@ -25,6 +26,7 @@ from bottega.errors import BottegaError, PeerDead, Unavailable
 from bottega.sampled_log import SampledLog
 from bottega.transport import (
     Connection,
+    DeviceLinks,
     Endpoints,
     Incoming,
     Limits,
@@ -77,18 +79,18 @@ class LeaderLink(LinkHandler):
         """What takes time is done by the engine's thread."""
         layout = incoming.layout
         with incoming:
-            views = connection.wait_all(incoming)
+            parts = connection.wait_all_parts(incoming)
             match PairMessageKind(kind_of(layout)):
                 case PairMessageKind.STEP:
-                    self._step(read_step(layout, views))
+                    self._step(read_step(layout, parts))
                 case PairMessageKind.JOB:
-                    number, remote_job = read_job(layout, views)
+                    number, remote_job = read_job(layout, parts)
                     if number in self._remote_jobs or len(self._remote_jobs) >= _MAX_REMOTE_JOBS:
                         raise ValueError(f"job {number} is here already, or is one of more than {_MAX_REMOTE_JOBS}")
                     self._remote_jobs.add(number)
                     self._follower.admit(self, number, remote_job)
                 case PairMessageKind.LEAVE:
-                    left = read_number(layout, views)
+                    left = read_number(layout, parts)
                     if left not in self._remote_jobs:
                         raise ValueError(f"job {left} leaves, which is not here")
                     self._remote_jobs.remove(left)
@@ -132,6 +134,7 @@ class Follower(LinkServer[LeaderLink]):
         remote_jobs: RemoteJobs,
         counters: LinkCounters,
         post: Callable[[Callable[[], None]], None],
+        devices: DeviceLinks | None = None,
     ) -> None:
         self.busy = False
         self._remote_jobs = remote_jobs
@@ -139,7 +142,8 @@ class Follower(LinkServer[LeaderLink]):
         self._leader = ""  # name of the worker that is linked, or about to be
         self._link: LeaderLink | None = None
         self._changing = threading.Lock()
-        super().__init__(endpoints, service="the worker", peer="its peer", settings=_SETTINGS, counters=counters)
+        settings = replace(_SETTINGS, devices=devices)
+        super().__init__(endpoints, service="the worker", peer="its peer", settings=settings, counters=counters)
 
     def new_handler(self, connection: Connection) -> LeaderLink:
         """What serves one link."""

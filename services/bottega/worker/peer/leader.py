@@ -178,14 +178,14 @@ class Leader(LinkClientHandler):
         assert state is not None, "it was opened"
         layout = incoming.layout
         with incoming:
-            views = connection.wait_all(incoming)
+            parts = connection.wait_all_parts(incoming)
             kind = PairMessageKind(kind_of(layout))
             if kind is PairMessageKind.NOISE:
-                answer = read_noise(layout, views)
+                answer = read_noise(layout, parts)
                 noise = dict(zip(answer.places, answer.noise, strict=True))
                 self._settle(state, answer.number, noise, waited_s=answer.waited_s)
                 return
-            number = read_number(layout, views)
+            number = read_number(layout, parts)
         match kind:
             case PairMessageKind.DECLINED:
                 self._settle(state, number, None)

@@ -1,0 +1,212 @@
+"""What a process's device can do with links: its endpoint in offers, which backends fit, and their set-up."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, TimeoutError
+from contextlib import suppress
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from bottega.device_links.groups import GlooGroup, NcclGroup, PairGroup, failed
+from bottega.device_links.process_group import GroupReceiver, GroupSender
+from bottega.device_links.shared_memory import CudaMemory, SharedMemory
+from bottega.device_links.slot_pool import PoolReceiver, PoolSender
+from bottega.device_links.store import LinkStore
+from bottega.errors import DeadlineExceeded, LinkError
+from bottega.transport import Backend, Deadline, DeviceEndpoint, ProvenConnections
+from bottega.transport.channel.backend import ReceiverBackend, SenderBackend
+from bottega.transport.handshake.offer import host_identity
+
+_log = logging.getLogger(__name__)
+
+Setting = Literal["auto", "off", "gloo"]
+"""What a configuration says of links between devices: those that the device has, none, or Gloo's through memory of the
+host, for tests and where nothing else gets through."""
+
+Ends = tuple[SenderBackend, ReceiverBackend]
+Opener = Callable[[ProvenConnections, Deadline], Ends]
+
+# After which a backend that came to nothing with a listener's device is tried again.
+_AGAIN_S = 600.0
+# Of those that are remembered.
+_MAX_FAILURES = 256
+_LOOPBACK = "127.0.0.1"
+
+
+def device_links(setting: Setting, device: torch.device) -> Devices | None:
+    """What this process's links can be between; None: memory of the host alone."""
+    if setting == "gloo":
+        return Devices("memory of the host", {Backend.GLOO: open_gloo})
+    if setting == "off" or device.type != "cuda":
+        return None
+    openers: dict[Backend, Opener] = {}
+    try:
+        openers[Backend.CUDA_IPC] = pool_opener(CudaMemory(device))
+    except OSError as error:
+        _log.warning("memory of the device is not shared with other processes", extra={"why": str(error)})
+    if dist.is_available() and dist.is_nccl_available():
+        openers[Backend.NCCL] = lambda connections, deadline: _open_nccl(device, connections, deadline)
+    return Devices(f"GPU {torch.cuda.get_device_properties(device).uuid}", openers)
+
+
+class Devices:
+    """A bottega.transport DeviceLinks. device: its name, the same for all processes. openers: of its backends."""
+
+    def __init__(self, device: str, openers: Mapping[Backend, Opener]) -> None:
+        self.endpoint = DeviceEndpoint(
+            host=host_identity(), device=device, version=_version(), backends=tuple(b for b in Backend if b in openers)
+        )
+        self._openers = openers
+        self._failures: dict[tuple[Backend, DeviceEndpoint], tuple[float, str]] = {}
+        self._lock = threading.Lock()
+
+    def misfit(self, backend: Backend, listener: DeviceEndpoint) -> str:
+        """Why a backend cannot carry a link to a listener, or nothing."""
+        here = self.endpoint
+        if backend not in here.backends or backend not in listener.backends:
+            return f"{'this end' if backend not in here.backends else 'the listener'} has none"
+        if backend is not Backend.CUDA_IPC and here.version != listener.version:
+            return f"the listener has {listener.version}, and this end {here.version}"
+        if backend is Backend.CUDA_IPC and here.host != listener.host:
+            return "the listener is on another host"
+        if backend is Backend.NCCL and (here.host, here.device) == (listener.host, listener.device):
+            return "both ends are on one device"
+        return self._failure(backend, listener)
+
+    def open(self, backend: Backend, connections: ProvenConnections, deadline: Deadline) -> Ends:
+        """Sets up both directions, while the other end does the same.
+
+        Raises LinkError with the reason, and has closed the connections then. What sets up is given up by the deadline:
+        no call of NCCL's ends by one.
+        """
+        ends: Future[Ends] = Future()
+        threading.Thread(
+            target=self._set_up, args=(backend, connections, deadline, ends), name="link-devices", daemon=True
+        ).start()
+        try:
+            return self._await(backend, ends, deadline)
+        except LinkError:
+            _close(connections)
+            raise
+
+    def _set_up(self, backend: Backend, connections: ProvenConnections, deadline: Deadline, ends: Future[Ends]) -> None:
+        made: Ends | LinkError
+        try:
+            made = self._openers[backend](connections, deadline)
+        except LinkError as error:
+            made = error
+        except Exception as error:  # noqa: BLE001 - what libraries raise here is theirs; this link alone fails
+            made = failed(error)
+        waited_for = ends.set_running_or_notify_cancel()
+        if isinstance(made, LinkError):
+            if waited_for:
+                ends.set_exception(made)
+        elif waited_for:
+            ends.set_result(made)
+        else:
+            for end in made:
+                end.shut_down(DeadlineExceeded("the devices were linked too late"))
+                end.close()
+
+    @staticmethod
+    def _await(backend: Backend, ends: Future[Ends], deadline: Deadline) -> Ends:
+        try:
+            return ends.result(timeout=deadline.left_s())
+        except TimeoutError as error:
+            if ends.cancel():
+                raise DeadlineExceeded(f"{backend} did not link the devices in time") from error
+            return ends.result()  # it came at the last moment
+
+    def remember_failure(self, backend: Backend, listener: DeviceEndpoint, why: str) -> None:
+        """`misfit` says so for a while."""
+        _log.warning("two devices could not be linked", extra={"backend": backend, "why": why})
+        with self._lock:
+            if len(self._failures) >= _MAX_FAILURES:
+                del self._failures[next(iter(self._failures))]
+            self._failures[backend, listener] = time.monotonic(), why
+
+    def _failure(self, backend: Backend, listener: DeviceEndpoint) -> str:
+        with self._lock:
+            when_s, why = self._failures.get((backend, listener), (0.0, ""))
+            if why and time.monotonic() - when_s > _AGAIN_S:
+                del self._failures[backend, listener]
+                why = ""
+        return f"it failed before: {why}" if why else ""
+
+
+def pool_opener(memory: SharedMemory) -> Opener:
+    """Opens links by memory that two processes of a host share."""
+
+    def open_pool(connections: ProvenConnections, deadline: Deadline) -> Ends:
+        sender = PoolSender(connections.sending, memory)
+        return sender, PoolReceiver(connections.receiving, memory, connections.limits)
+
+    return open_pool
+
+
+def open_gloo(connections: ProvenConnections, deadline: Deadline) -> Ends:
+    """Opens a link by Gloo, in memory of the host."""
+    host = _LOOPBACK
+    if connections.sending.family != socket.AF_UNIX:
+        host = connections.sending.getsockname()[0]
+    return _open_groups(
+        connections,
+        torch.device("cpu"),
+        deadline,
+        lambda store, sends: GlooGroup(store, sends=sends, host=host, deadline=deadline),
+    )
+
+
+def _open_nccl(device: torch.device, connections: ProvenConnections, deadline: Deadline) -> Ends:
+    return _open_groups(
+        connections,
+        device,
+        deadline,
+        lambda store, sends: NcclGroup(store, sends=sends, device=device, deadline=deadline),
+    )
+
+
+def _open_groups(
+    connections: ProvenConnections,
+    device: torch.device,
+    deadline: Deadline,
+    new_group: Callable[[LinkStore, bool], PairGroup],
+) -> Ends:
+    """One group for each direction, in the same order at both ends."""
+    groups: dict[bool, PairGroup] = {}
+    try:
+        for sends in (connections.connecting, not connections.connecting):
+            store = LinkStore(connections.sending if sends else connections.receiving, deadline)
+            groups[sends] = new_group(store, sends)
+            store.close()
+    except BaseException:
+        for group in groups.values():
+            group.abort()
+        raise
+    return (
+        GroupSender(connections.sending, device, groups[True]),
+        GroupReceiver(connections.receiving, device, groups[False]),
+    )
+
+
+def _close(connections: ProvenConnections) -> None:
+    """Wakes whoever reads them, too."""
+    for connection in (connections.sending, connections.receiving):
+        with suppress(OSError):  # it has ended
+            connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
+
+
+def _version() -> str:
+    """Of what two ends of a process group must have in common."""
+    text = f"torch {torch.__version__.partition('+')[0]}"
+    if torch.version.cuda and dist.is_available() and dist.is_nccl_available():
+        text += f" NCCL {'.'.join(str(part) for part in torch.cuda.nccl.version())}"  # type: ignore[no-untyped-call]
+    return text

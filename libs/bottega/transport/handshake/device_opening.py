@@ -1,0 +1,52 @@
+"""Opening a link between devices: it is set up by both ends at once, and proves in both directions that bytes come
+through before anybody uses it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bottega.errors import BadFrame, LinkError
+from bottega.transport.channel.backend import ReceiverBackend, SenderBackend
+from bottega.transport.channel.buffers import on_host
+from bottega.transport.channel.counters import LinkCounters
+from bottega.transport.channel.deadline import Deadline
+from bottega.transport.channel.device_links import DeviceLinks, ProvenConnections
+from bottega.transport.channel.limits import Limits
+from bottega.transport.layout import DType, Layout, TensorSpec
+from bottega.transport.link import Link, LinkTerms
+
+# The first group of NCCL in a process takes seconds.
+_SET_UP_S = 10.0
+_PROBE_BYTES = 4096
+# A prime number of values, so that no two places of an alignment look alike.
+_PATTERN = (bytes(range(251)) * (_PROBE_BYTES // 251 + 1))[:_PROBE_BYTES]
+
+
+def open_device_link(terms: LinkTerms, devices: DeviceLinks, connections: ProvenConnections) -> Link:
+    """The link, while the other end does the same. Raises LinkError with the reason, and has closed all then."""
+    deadline = Deadline.after(_SET_UP_S)
+    ends = devices.open(terms.backend_choice.backend, connections, deadline)
+    _probe(terms, ends, deadline)
+    return Link(terms, *ends)
+
+
+def _probe(terms: LinkTerms, ends: tuple[SenderBackend, ReceiverBackend], deadline: Deadline) -> None:
+    """Sends a pattern each way, by a link that is not the one that will be used: that one begins to count anew."""
+    link = Link(replace(terms, counters=LinkCounters()), *ends)
+    sent, expected = _layout(terms.theirs), _layout(terms.ours)
+    try:
+        link.send(sent, [_PATTERN[: sent.specs[0].size_bytes]], deadline)
+        with link.recv(deadline, expected) as incoming:
+            incoming.wait_all(deadline)
+            if bytes(on_host([incoming.part(0)])[0]) != _PATTERN[: expected.specs[0].size_bytes]:
+                raise BadFrame("the bytes that came through are not those that were sent")
+        link.drain(deadline)
+    except LinkError as error:
+        link.end(error)
+        link.close()
+        raise
+
+
+def _layout(limits: Limits) -> Layout:
+    """Of a probe that an end with these limits receives."""
+    return Layout.of(TensorSpec(name="probe", dtype=DType.UINT8, shape=(min(_PROBE_BYTES, limits.slot_bytes),)))
