@@ -1,6 +1,6 @@
 """An index for each exact key: what is found for one key was added under it.
 
-A key that has no entries has no index. One thread in the background makes the graphs of all keys, one after the other,
+A key that has no entries has no index. One thread in the background makes the lists of all keys, one after the other,
 and makes way for the threads that search.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bottega.cache.background_thread import BackgroundThread
-from bottega.cache.index.hnsw_index import HnswIndex
+from bottega.cache.index.clustered_index import ClusteredIndex
 from bottega.cache.index.settings import IndexSettings
 from bottega.cache.index.vector_index import MAX_COUNT, Match, Numbers, Vectors, unit_vectors
 from bottega.errors import QueueFull
@@ -21,13 +21,12 @@ from bottega.errors import QueueFull
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexStatistics:
-    """keys: with entries. graph_entries: of the entries, those in graphs. deleted: nodes of graphs that stand for no
-    entry any more. rebuilds: graphs that were made. size_bytes: of vectors and graphs."""
+    """keys: with entries. listed_entries: of the entries, those in lists. rebuilds: of lists, or of flat parts from
+    them. size_bytes: of vectors and centres."""
 
     keys: int
     entries: int
-    graph_entries: int
-    deleted: int
+    listed_entries: int
     rebuilds: int
     size_bytes: int
 
@@ -42,7 +41,7 @@ class KeyedIndex:
         self._max_entries = max_entries
         self._settings = settings or IndexSettings()
         self._lock = threading.Lock()
-        self._indexes: dict[str, HnswIndex] = {}
+        self._indexes: dict[str, ClusteredIndex] = {}
         self._entries = 0
         self._past_rebuilds = 0
         self._builder = BackgroundThread("index-build")
@@ -54,8 +53,8 @@ class KeyedIndex:
     def load(self, key: str, numbers: Numbers, vectors: NDArray[np.floating]) -> None:
         """Adds many at once, as a service does that starts. numbers: [n], each once. vectors: [n, width].
 
-        Returns when they are in the graph where the key is to have one; that takes a millisecond or so each, in the
-        calling thread. Give a million in pieces: until a piece is in the graph, its vectors are searched one by one.
+        Returns when they are in lists where the key is to have some; centres are made in the calling thread. Give a
+        million in pieces: meanwhile they are there twice.
         Raises as `add` does, and then has added none.
         """
         made = unit_vectors(vectors)
@@ -129,18 +128,16 @@ class KeyedIndex:
         with self._lock:
             indexes = list(self._indexes.values())
             past = self._past_rebuilds
-        graphs = [index.graph_rows for index in indexes]
         return IndexStatistics(
             keys=len(indexes),
             entries=self._entries,
-            graph_entries=sum(entries for entries, _ in graphs),
-            deleted=sum(deleted for _, deleted in graphs),
+            listed_entries=sum(index.listed for index in indexes),
             rebuilds=past + sum(index.rebuilds for index in indexes),
             size_bytes=sum(index.size_bytes for index in indexes),
         )
 
     def close(self) -> None:
-        """Ends what is built, which takes as long as a batch of some thousand vectors. May be called again."""
+        """Ends what is built, which takes a round of making centres: seconds for a million. May be called again."""
         with self._lock:
             self._closed = True
             indexes = list(self._indexes.values())
@@ -178,11 +175,11 @@ class KeyedIndex:
                 raise QueueFull(f"an index has at most {self._max_entries} entries (max_entries)")
             self._entries += entries
 
-    def _index(self, key: str, width: int) -> HnswIndex:
+    def _index(self, key: str, width: int) -> ClusteredIndex:
         with self._lock:
             index = self._indexes.get(key)
             if index is None:
-                index = self._indexes[key] = HnswIndex(width, self._settings, on_due=self._rebuild_soon)
+                index = self._indexes[key] = ClusteredIndex(width, self._settings, on_due=self._rebuild_soon)
             return index
 
     def _forget_if_empty(self, key: str) -> None:
@@ -191,7 +188,7 @@ class KeyedIndex:
             self._past_rebuilds += index.rebuilds
             del self._indexes[key]
 
-    def _rebuild_soon(self, index: HnswIndex) -> None:
+    def _rebuild_soon(self, index: ClusteredIndex) -> None:
         self._builder.start(index.rebuild)
 
 
@@ -200,6 +197,6 @@ def _check_number(number: int) -> None:
         raise ValueError("a number is at least 0")
 
 
-def _check_width(index: HnswIndex, vectors: Vectors) -> None:
+def _check_width(index: ClusteredIndex, vectors: Vectors) -> None:
     if vectors.shape[-1] != index.width:
         raise ValueError(f"vectors of this key have {index.width} numbers, not {vectors.shape[-1]}")

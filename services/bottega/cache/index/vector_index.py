@@ -54,11 +54,6 @@ class VectorIndex(Protocol):
         ...
 
 
-def best(matches: list[Match], count: int) -> list[Match]:
-    """So many of them, the most similar first."""
-    return sorted(matches, key=lambda match: -match.similarity)[:count]
-
-
 def unit_vectors(vectors: NDArray[np.floating]) -> Vectors:
     """The same directions with length 1, as a copy. Raises ValueError where there is none."""
     made = np.array(vectors, dtype=np.float32, order="C")

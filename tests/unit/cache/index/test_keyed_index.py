@@ -16,7 +16,7 @@ from bottega.errors import QueueFull
 from tests.support.waiting import EVENTUALLY_S, wait_until
 
 WIDTH = 8
-SETTINGS = IndexSettings(flat_entries=100, recent_entries=20)
+SETTINGS = IndexSettings(flat_entries=100)
 
 
 @pytest.fixture
@@ -115,21 +115,21 @@ def test_numbers_are_not_negative_and_loaded_once_each(index: KeyedIndex) -> Non
     assert len(index) == 0
 
 
-def test_a_load_ends_when_all_are_in_the_graph(index: KeyedIndex) -> None:
+def test_a_load_ends_when_all_are_in_lists(index: KeyedIndex) -> None:
     vectors = _random(700)
     for first in (0, 300, 600):
         index.load("key", np.arange(first, min(first + 300, 700)), vectors[first : first + 300])
-        assert index.statistics().graph_entries == index.entries("key") == min(first + 300, 700)
+        assert index.statistics().listed_entries == index.entries("key") == min(first + 300, 700)
     index.load("small", np.arange(5), vectors[:5])
     index.load("none", np.arange(0), vectors[:0])
     assert index.statistics().keys == 2
     assert [index.search("key", vector, 1)[0].number for vector in vectors] == list(range(700))
 
 
-def test_what_is_added_one_by_one_gets_its_graph_in_the_background(index: KeyedIndex) -> None:
+def test_what_is_added_one_by_one_gets_its_lists_in_the_background(index: KeyedIndex) -> None:
     for number, vector in enumerate(_random(130)):
         index.add("key", number, vector)
-    wait_until(lambda: index.statistics().graph_entries >= 100, "a graph")
+    wait_until(lambda: index.statistics().listed_entries >= 100, "lists")
     assert index.statistics().rebuilds >= 1
     assert index.statistics().size_bytes > 0
 

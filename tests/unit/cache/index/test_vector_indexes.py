@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from bottega.cache.index.clustered_index import ClusteredIndex
 from bottega.cache.index.flat_index import FlatIndex
-from bottega.cache.index.hnsw_index import HnswIndex
 from bottega.cache.index.settings import IndexSettings
 from bottega.cache.index.vector_index import VectorIndex, unit_vectors
 
@@ -18,15 +18,15 @@ WIDTH = 16
 TOLERANCE = 5e-4
 
 
-def _hnsw(flat_entries: int) -> HnswIndex:
-    settings = IndexSettings(flat_entries=flat_entries, recent_entries=40)
-    return HnswIndex(WIDTH, settings, on_due=HnswIndex.rebuild)
+def _clustered(flat_entries: int) -> ClusteredIndex:
+    settings = IndexSettings(flat_entries=flat_entries)
+    return ClusteredIndex(WIDTH, settings, on_due=ClusteredIndex.rebuild)
 
 
 BACKENDS: dict[str, Callable[[], VectorIndex]] = {
     "flat": lambda: FlatIndex(WIDTH),
-    "hnsw, still flat": lambda: _hnsw(10_000),
-    "hnsw": lambda: _hnsw(100),
+    "clustered, still flat": lambda: _clustered(10_000),
+    "clustered": lambda: _clustered(100),
 }
 
 
