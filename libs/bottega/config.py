@@ -1,17 +1,20 @@
 """One way to read configuration: a YAML file into a service's one frozen dataclass.
 
-An unknown key or a bad value refuses to start and names itself.
+An unknown key, one that is there twice, or a bad value refuses to start and names itself. A section without keys is as
+if it were not there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import pydantic
 import yaml
 
+from bottega.config_keys import KeyPath, masked
 from bottega.errors import ConfigError
 
 # Set on every config dataclass (`__pydantic_config__ = STRICT`), nested ones too.
@@ -35,7 +38,7 @@ def parse(kind: type[ConfigT], values: object, *, source: str) -> ConfigT:
     Raises ConfigError naming every key that is wrong.
     """
     try:
-        return pydantic.TypeAdapter(kind).validate_python(values)
+        return pydantic.TypeAdapter(kind).validate_python(_without_empty_sections(kind, values))
     except pydantic.ValidationError as error:
         lines = [f"  {_key(item['loc'])}: {_rule(kind, item)}" for item in error.errors()]
         raise ConfigError(f"{source} cannot be used:\n" + "\n".join(lines)) from None
@@ -43,11 +46,38 @@ def parse(kind: type[ConfigT], values: object, *, source: str) -> ConfigT:
 
 def _read(path: Path) -> object:
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        text = path.read_text(encoding="utf-8")
+        _check_for_doubles(path, yaml.compose(text), ())
+        return yaml.safe_load(text) or {}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
+
+
+def _check_for_doubles(path: Path, node: yaml.Node | None, section: KeyPath) -> None:
+    """Of a key that is there twice YAML takes the last, and whoever edits the first wonders."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        here, line = (*section, str(key.value)), key.start_mark.line + 1
+        if key.value in lines:
+            raise ConfigError(f"{path} cannot be used:\n  {_key(here)}: twice, in lines {lines[key.value]} and {line}")
+        lines[key.value] = line
+        _check_for_doubles(path, value, here)
+
+
+def _without_empty_sections(kind: type[object], values: object) -> object:
+    """Without the names of sections that have nothing below them, as where all of their keys are comments."""
+    if not (isinstance(values, Mapping) and dataclasses.is_dataclass(kind)):
+        return values
+    hints = get_type_hints(kind)
+    return {
+        name: _without_empty_sections(hints.get(name, object), value)
+        for name, value in values.items()
+        if not (value is None and dataclasses.is_dataclass(hints.get(name)))
+    }
 
 
 def _key(location: tuple[int | str, ...]) -> str:
@@ -58,4 +88,5 @@ def _rule(kind: type[object], item: Any) -> str:
     if item["type"] == "unexpected_keyword_argument":
         known = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
         return f"unknown key; known at the top level: {known}"
-    return f"{item['msg']} (got {item['input']!r})"
+    shown = masked(tuple(str(part) for part in item["loc"]), item["input"])
+    return f"{item['msg']} (got {shown!r})"

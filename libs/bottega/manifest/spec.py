@@ -72,6 +72,8 @@ class ServiceSpec:
 
     kind: with which it joins the fleet; its process, its folder below the state and its unit have the same name.
     title: for people. module: `python -m MODULE --config FILE` starts it.
+    config: its configuration's dataclass, "MODULE:CLASS"; empty: `bottega config` knows nothing of it.
+    example: what the configuration sets that is installed with its unit; the other keys stand there as comments.
     configure: its configuration in a suite on one machine; the second argument is the process's name.
     count: the option that says how many there are, and their names are numbered; None: always one.
     options: further ones. joins: it is ready when it has joined the fleet, else as soon as it serves.
@@ -86,6 +88,8 @@ class ServiceSpec:
     title: str
     module: str
     configure: Callable[[SuiteSettings, str], Mapping[str, object]]
+    config: str = ""
+    example: Mapping[str, object] = field(default_factory=dict)
     count: ServiceOption | None = None
     options: tuple[ServiceOption, ...] = ()
     joins: bool = True

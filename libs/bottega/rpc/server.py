@@ -101,7 +101,8 @@ class ListenerConfig:
 class ServerConfig(ListenerConfig):
     """What every service may be told about its server: its own port, the one of its metrics, and its end.
 
-    metrics_listen: host:port; port 0 is any free one. drain_grace_s: for calls to end after SIGTERM.
+    metrics_listen: host:port; port 0 is any free one. drain_grace_s: for calls to end after SIGTERM; the unit's
+    TimeoutStopSec is above it. log_level: debug, info, warning or error; what is below it is not logged.
     """
 
     metrics_listen: str = "127.0.0.1:0"

@@ -46,7 +46,7 @@ class CacheConfig:
     on the disk; a small picture of each entry comes on top. min_free_bytes: of the disk, that are left to others; of
     one smaller than 20 times that, a twentieth. max_entries: pictures of which there are latents.
     policy: which latents go first. "lcbfu" is frequency times steps (Nirvana, NSDI'24), "lcbfu-decayed" the same with
-    a frequency that halves every `half_life` questions; the others are for comparison.
+    a frequency that halves; the others are for comparison. half_life: questions after which that frequency halves.
     exploration: share of hits that are drawn from noise all the same, so that pictures stay various.
     plain_for_loras: whether pictures with LoRAs may start from latents that were recorded without any, up to the step
     that the LoRAs may come late. Set it only where lora_accuracy_drop_points of load/README.md is small enough.

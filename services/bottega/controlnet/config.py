@@ -60,8 +60,8 @@ class ControlNetConfig:
     root: below it are the folders that callers may add; empty is none.
     catalogue: the SQLite file that remembers those, and what was measured of ControlNets; empty is controlnets.db in
     the folder for Bottega's state. One server at a time may use it.
-    start_s: that the engine may take to start. hang_s: without a word of the engine, and stall_s: without a forward
-    though steps wait, after which it is taken for hung and replaced.
+    start_s: that the engine may take to start. hang_s: without a word of the engine, after which it is taken for hung
+    and replaced. stall_s: the same without a forward though steps wait.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

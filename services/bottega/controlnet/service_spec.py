@@ -38,6 +38,11 @@ SPEC = ServiceSpec(
     title="ControlNet server",
     module="bottega.controlnet",
     configure=_configure,
+    config="bottega.controlnet.config:ControlNetConfig",
+    example={
+        "name": "controlnet-miniature",
+        "controlnets": {"edges": "miniature/edges", "layout": "miniature/layout"},
+    },
     count=_COUNT,
     add_on="bottega.gateway.addons.controlnets.addon:create",
     engine_add_on="bottega.worker.controlnets.addon:create",

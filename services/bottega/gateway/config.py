@@ -50,6 +50,7 @@ class FleetConfig(ListenerConfig):
 class GatewayConfig:
     """Everything about one gateway.
 
+    name: by which the fleet lists it.
     fleet: the listener where services join, and are listed.
     max_queued, max_queued_bytes: bounds on the jobs that wait for a worker, in number and in request bytes.
     state: folder of its jobs and images, which nobody else may use; empty is "gateway" in $BOTTEGA_STATE, else in

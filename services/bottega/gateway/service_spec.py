@@ -19,6 +19,7 @@ SPEC = ServiceSpec(
     title="gateway",
     module="bottega.gateway",
     configure=_configure,
+    config="bottega.gateway.config:GatewayConfig",
     joins=False,
     install="bottega-services",
 )

@@ -35,6 +35,11 @@ SPEC = ServiceSpec(
     title="LoRA store",
     module="bottega.loras",
     configure=_configure,
+    config="bottega.loras.config:LoraConfig",
+    example={
+        "name": "loras",
+        "loras": {name: {"path": f"miniature/{name}"} for name in ("striped", "checked", "dusk")},
+    },
     add_on="bottega.gateway.addons.loras.addon:create",
     engine_add_on="bottega.worker.loras.addon:create",
     requires=("numpy",),

@@ -21,7 +21,8 @@ class EngineConfig:
     """What the engine process may be told.
 
     model: "miniature", or a folder in Diffusers' layout. model_name: what requests call it; empty is the
-    folder's own name. device: auto, cpu, cuda or cuda:N. threads: 0 leaves the number to torch.
+    folder's own name. device: auto, cpu, cuda or cuda:N. dtype: that the model computes in. threads: 0 leaves the
+    number to torch.
     vae_dtype: that latents are decoded in; auto is dtype on a GPU, where a trial at the start shows that the pictures
     are the same, and what Diffusers takes on a CPU. vae_tile_pixels: pictures of more pixels are decoded in tiles,
     which needs less memory and blends their edges; 0 is four times the model's own size.
@@ -38,8 +39,8 @@ class EngineConfig:
     max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
     sparse_convolutions: whether masked blocks of edits convolve around the mask alone: faster at small masks, for about
     as many bytes of each recording again.
-    controlnets: by name, folders of ControlNets that it runs itself when no server does, and controlnet_budget_bytes
-    the most bytes of their weights that are loaded at once. controlnet_silence_s: after which a ControlNet server that
+    controlnets: by name, folders of ControlNets that it runs itself when no server does. controlnet_budget_bytes: most
+    bytes of their weights that are loaded at once. controlnet_silence_s: after which a ControlNet server that
     says nothing is taken for dead.
     lora_budget_bytes: of LoRAs that are kept beside those that requests wait for. lora_timeout_s: how long a request
     waits for its LoRAs. lora_silence_s: after which a LoRA store that says nothing is taken for dead. lora_pristine:
@@ -63,6 +64,8 @@ class EngineConfig:
     device_links: auto links GPUs with those of other processes where both can, by memory that they share within a host,
     else by NCCL; off moves all tensors through memory of the host; gloo, at both ends, through Gloo's own connections,
     which are neither encrypted nor authenticated: for tests.
+    checkpoint_interval_s: after which a picture's latents are sent to the gateway again, from which another worker
+    could go on. progress_interval_s: at least, between two words on how far a picture is.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -126,10 +129,11 @@ class WorkerConfig:
 
     name: unique in the fleet; empty is "worker-", the host's name and the process's id. gateway: its
     fleet.listen, host:port; empty joins no fleet.
-    start_s: that the engine may take to load its model. hang_s: without a word of the engine, and stall_s: without a
-    step though it has work, after which it is taken for hung and replaced; stall_s must be above the longest turn of
-    the largest picture, and the longest encoding and decoding. result_grace_s and result_bytes: for how long, and how
-    much, finished results are kept for a gateway that was cut off. max_attempts: held at once.
+    codec_processes: that encode pictures and decode input images. codec_deadline_s: of one image in them.
+    start_s: that the engine may take to load its model. hang_s: without a word of the engine, after which it is taken
+    for hung and replaced. stall_s: the same without a step though it has work; above the longest turn of the largest
+    picture, and the longest encoding and decoding. result_grace_s: for how long finished results are kept for a gateway
+    that was cut off. result_bytes: of these results, that are kept at most. max_attempts: held at once.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -18,7 +18,20 @@ from bottega.client.cli.unexpected_errors import report_unexpected_error, show_l
 from bottega.errors import BottegaError
 
 # In the order in which a newcomer needs them; each module or package has the click command as `command`.
-_COMMANDS = ("up", "stop", "generate", "edit", "jobs", "models", *add_on_names(), "fleet", "top", "logs", "doctor")
+_COMMANDS = (
+    "up",
+    "stop",
+    "generate",
+    "edit",
+    "jobs",
+    "models",
+    *add_on_names(),
+    "fleet",
+    "top",
+    "logs",
+    "config",
+    "doctor",
+)
 
 
 class _Commands(click.Group):

@@ -82,6 +82,9 @@ def _about_the_gateway(error: BottegaError, address: str) -> tuple[str, str]:
     match error:
         case errors.InvalidRequest():
             return _explain_violations(error)
+        case errors.ConfigError():
+            what, *wrong = error.message.split("\n")
+            return what, "\n".join(escaped(line.strip()) for line in wrong)
         case errors.StorageUnavailable():
             return error.message, storage_advice(error, "gateway")
         case errors.Unavailable():

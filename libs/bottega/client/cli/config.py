@@ -1,0 +1,102 @@
+"""`bottega config`: whether a configuration can be used, and what a service makes of it. Asks no service anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import yaml
+
+from bottega.client.cli.terminal import PlainTable, fail, print_table, say
+from bottega.config import load
+from bottega.config_keys import KeyPath, keys_of, lines_of
+from bottega.errors import ConfigError
+from bottega.manifest import ServiceSpec, load_object, read_services
+
+_FOLDER = "/etc/bottega"
+
+
+@click.group("config")
+def command() -> None:
+    """Check a configuration, and show what a service makes of it."""
+
+
+@command.command("check")
+@click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="FILE...")
+@click.option("--service", "kind", help="Whose they are, where neither name nor folder says so.")
+def check(files: tuple[Path, ...], kind: str | None) -> None:
+    """Say whether services would start with these files."""
+    wrong: list[ConfigError] = []
+    for file in files:
+        service = _named(kind) if kind else _service_of(file)
+        try:
+            config = load(load_object(service.config), file)
+        except ConfigError as error:
+            wrong.append(error)
+        else:
+            count = sum(key.path in lines_of(file) for key in keys_of(config))
+            say(f"{file}: a {service.title} can use it; it sets {count} keys")
+    if wrong:
+        raise ConfigError("\n".join(error.message for error in wrong))
+
+
+@command.command("show")
+@click.argument("service")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Its file; else that of its unit, if there.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default=_FOLDER,
+    show_default=True,
+    envvar="BOTTEGA_CONFIG",
+    help="Where the units' configurations are.",
+)
+def show(service: str, file: Path | None, folder: Path) -> None:
+    """Show every key of SERVICE, its value and where that came from; secrets are masked.
+
+    SERVICE is a kind, as gateway, or a kind and a name, as worker@miniature.
+    """
+    kind, _, name = service.partition("@")
+    spec = _named(kind)
+    if name and spec.count is None:
+        fail(f"there is one {spec.title} only, without a name", f"bottega config show {kind}", status=2)
+    usual = folder / (f"{kind}s/{name}.yaml" if name else f"{kind}.yaml")
+    # An instance was asked for by name: defaults would not be its own.
+    source = file or (usual if name or usual.exists() else None)
+    config = load(load_object(spec.config), source)
+    lines = lines_of(source) if source else {}
+    table = PlainTable("key", "value", "from", wraps_last=True)
+    for key in keys_of(config):
+        table.add_row(key.name, _text(key.shown()), _origin(key.path, source, lines))
+    print_table(table)
+
+
+def _origin(path: KeyPath, source: Path | None, lines: dict[KeyPath, int]) -> str:
+    line = lines.get(path)
+    return f"{source}, line {line}" if line else "default"
+
+
+def _text(value: object) -> str:
+    """As YAML has it, in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _services() -> dict[str, ServiceSpec]:
+    return {service.kind: service for service in read_services() if service.config}
+
+
+def _named(kind: str) -> ServiceSpec:
+    services = _services()
+    if kind not in services:
+        fail(f"there is no service {kind} whose configuration is known", f"There are: {', '.join(services)}", status=2)
+    return services[kind]
+
+
+def _service_of(file: Path) -> ServiceSpec:
+    """By the names of the units' files: KIND.yaml, or KINDs/NAME.yaml."""
+    folder = file.absolute().parent.name
+    found = [service for kind, service in _services().items() if file.stem == kind or folder == f"{kind}s"]
+    if not found:
+        fail(f"whose configuration {file} is, its name does not say", "Say it: --service KIND", status=2)
+    return found[-1]  # a worker that is called cache is a worker

@@ -1,0 +1,74 @@
+"""`bottega config`: checks a file, and shows every key with where its value came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.terminal import run
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Path:
+    """The configuration of the unit bottega-worker@left, in a folder as /etc/bottega."""
+    file = tmp_path / "workers" / "left.yaml"
+    file.parent.mkdir()
+    file.write_text("name: left\nengine:\n  max_rows: 4\n")
+    return file
+
+
+def test_a_file_that_can_be_used_is_said_to_be_so(worker: Path) -> None:
+    done = run("config", "check", worker)
+    assert (done.exit_code, done.output) == (0, f"{worker}: a worker can use it; it sets 2 keys\n")
+
+
+def test_every_key_that_is_wrong_is_named(worker: Path) -> None:
+    worker.write_text("nam: left\nengine:\n  max_rows: 0\n")
+    done = run("config", "check", worker)
+    assert done.exit_code == 1
+    assert all(text in done.output for text in (str(worker), "nam: unknown key", "engine.max_rows"))
+
+
+def test_a_file_with_any_name_is_checked_for_the_service_that_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("policy: lru\n")
+    assert run("config", "check", file, "--service", "cache").exit_code == 0
+    assert run("config", "check", file, "--service", "gateway").exit_code == 1
+    done = run("config", "check", file)
+    assert (done.exit_code, "--service KIND" in done.output) == (2, True)
+    done = run("config", "check", file, "--service", "clock")
+    assert (done.exit_code, "There are: gateway, loras" in done.output) == (2, True)
+
+
+def test_a_file_that_is_not_there_is_no_empty_one(tmp_path: Path) -> None:
+    done = run("config", "check", tmp_path / "gateway.yaml")
+    assert (done.exit_code, "cannot be read" in done.output) == (1, True)
+
+
+def shown(*arguments: object) -> dict[str, list[str]]:
+    """The rows of the table by key: value and origin."""
+    done = run("config", "show", *arguments)
+    assert done.exit_code == 0, done.output
+    return {row.split()[0]: row.strip().split(maxsplit=2)[1:] for row in done.output.splitlines() if row.strip()}
+
+
+def test_a_units_configuration_is_shown_with_the_lines_that_set_it(worker: Path) -> None:
+    rows = shown("worker@left", "--folder", worker.parents[1])
+    assert rows["name"] == ["left", f"{worker}, line 1"]
+    assert rows["engine.max_rows"] == ["4", f"{worker}, line 3"]
+    assert [part.strip() for part in rows["engine.device"]] == ["auto", "default"]
+
+
+def test_without_a_file_all_are_defaults_but_an_instance_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    rows = shown("gateway", "--folder", tmp_path)
+    assert {origin.strip() for _, origin in list(rows.values())[2:]} == {"default"}
+    done = run("config", "show", "worker@right", "--folder", tmp_path)
+    assert (done.exit_code, "right.yaml cannot be read" in done.output) == (1, True)
+    assert run("config", "show", "gateway@one", "--folder", tmp_path).exit_code == 2
+
+
+def test_secrets_are_masked(tmp_path: Path) -> None:
+    (tmp_path / "cache.yaml").write_text("profiles: ['https://me:hush@host/a.json']\n")
+    done = run("config", "show", "cache", "--folder", tmp_path)
+    assert ("hush" in done.output, "https://****" in done.output) == (False, True)
