@@ -1,0 +1,256 @@
+#!/usr/bin/env bash
+# Installs Bottega's services on this machine for systemd, upgrades them, goes back, and removes them. See --help.
+#
+# Each release is a virtual environment of its own below /opt/bottega/releases, with the units that belong to it;
+# /opt/bottega/current is a link to one of them. A release is complete and has been tried before the link moves, and what
+# runs stays in the release in which it began until it is restarted. Configurations and state belong to no release.
+set -euo pipefail
+
+usage() {
+	cat <<'TEXT'
+Usage: deploy/install.sh COMMAND [OPTION...]     as root, from a checkout
+
+  install            this checkout's release; run again, it upgrades, or finds that nothing is to be done
+  rollback           the release before the current one; again, the one after it
+  status             which releases there are, and which one is current
+  uninstall          units, releases and links; configurations and state stay, without --purge
+
+  --services LIST    what this machine runs, by commas: activations,cache,controlnet,gateway,loras,worker (all)
+  --kernels          Triton kernels too, for a machine with a CUDA device
+  --python PATH      the Python 3.11 or 3.12 that releases are made with (python3.11, else python3)
+  --root FOLDER      installs below it instead of /, and asks no running systemd for anything
+  --no-restart       leaves services that run in the release that they run in
+  --keep N           releases that stay (3)
+  --purge            of uninstall: removes /etc/bottega, and all jobs, pictures, LoRAs and records, too
+
+pip's own settings apply, as PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu where there is no GPU.
+TEXT
+}
+
+fail() {
+	echo "install.sh: $1" >&2
+	exit "${2:-1}"
+}
+
+source_folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+command=${1:-}
+[ $# -gt 0 ] && shift
+root=/ services=activations,cache,controlnet,gateway,loras,worker kernels= python= restart=yes keep=3 purge=
+while [ $# -gt 0 ]; do
+	case $1 in
+	--services | --python | --root | --keep)
+		[ $# -gt 1 ] || fail "$1 needs a value" 2
+		case $1 in --services) services=$2 ;; --python) python=$2 ;; --root) root=$2 ;; --keep) keep=$2 ;; esac
+		shift
+		;;
+	--kernels) kernels=yes ;;
+	--no-restart) restart= ;;
+	--purge) purge=yes ;;
+	-h | --help) usage && exit 0 ;;
+	*) fail "there is no option $1; see --help" 2 ;;
+	esac
+	shift
+done
+[[ $keep =~ ^[1-9][0-9]*$ ]] || fail "--keep is $keep; a number of releases, at least 1" 2
+[[ $services =~ ^(activations|cache|controlnet|gateway|loras|worker)(,(activations|cache|controlnet|gateway|loras|worker))*$ ]] ||
+	fail "--services is $services; some of activations,cache,controlnet,gateway,loras,worker" 2
+mkdir -p "$root" 2>/dev/null && root=$(cd "$root" && pwd) || fail "the folder $root cannot be made" 2
+root=${root%/}
+
+home=$root/opt/bottega
+releases=$home/releases
+etc=$root/etc/bottega
+units=$root/etc/systemd/system
+sysusers=$root/usr/lib/sysusers.d
+bin=$root/usr/local/bin
+state=$root/var/lib
+
+# Where there is a root folder, systemd's files are worked on, and nothing is asked of a systemd that runs.
+offline() { [ -n "$root" ] || [ ! -d /run/systemd/system ]; }
+link_of() { [ -L "$home/$1" ] && basename "$(readlink "$home/$1")" || true; }
+
+# A link that is one or the other at every moment.
+point() {
+	ln -sfn "releases/$2" "$home/.$1.new"
+	mv -T "$home/.$1.new" "$home/$1"
+}
+
+# The same sources are the same release, whatever they are called.
+release_name() {
+	local sum
+	sum=$(cd "$source_folder" && {
+		echo "$services $kernels"
+		sed -n 's/^version = //p' services/pyproject.toml
+		find protos libs services kernels deploy constraints.txt -type f \
+			-not -path '*/__pycache__/*' -not -path '*.egg-info/*' -not -path '*/build/*' -not -name '*_pb2*' -print0 |
+			LC_ALL=C sort -z | xargs -0 sha256sum
+	} | sha256sum | cut -c1-12)
+	echo "$(sed -n 's/^version = "\(.*\)"/\1/p' "$source_folder/services/pyproject.toml")-$sum"
+}
+
+find_python() {
+	python=${python:-$(command -v python3.11 || command -v python3 || true)}
+	[ -n "$python" ] && "$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null ||
+		fail "Python 3.11 or 3.12 with venv is needed (Debian: apt install python3-venv); say where it is with --python PATH" 2
+}
+
+# A release is made at its final place, as scripts in it name that; without the mark it is no release.
+build() {
+	local release=$releases/$1 made
+	[ -e "$release/.complete" ] && return
+	find_python
+	rm -rf "$release"
+	made=$(mktemp -d)
+	trap 'rm -rf "$made" "$release"' EXIT
+	# pip builds where the sources lie: not in somebody's checkout, which may have remains of other builds.
+	(cd "$source_folder" && tar -c --exclude=__pycache__ --exclude='*.egg-info' --exclude=build --exclude='*_pb2*' protos libs services kernels) |
+		tar -x -C "$made"
+	echo "making release $1 (torch, where it is needed, is a large download)"
+	"$python" -m venv "$release"
+	"$release/bin/python" -m pip install --quiet --disable-pip-version-check -c "$source_folder/constraints.txt" \
+		"$made/protos" "$made/libs[client]" "$made/services[$services,sandbox]" ${kernels:+"$made/kernels"} ||
+		fail "pip could not install the release; what runs was not touched"
+	mkdir -p "$release/share"
+	cp -R "$source_folder/deploy/systemd" "$source_folder/deploy/sysusers" "$source_folder/deploy/config" \
+		"$source_folder/deploy/run" "$release/share/"
+	"$release/bin/bottega" --version >/dev/null || fail "the release does not start; what runs was not touched"
+	touch "$release/.complete"
+	trap - EXIT
+	rm -rf "$made"
+}
+
+# New ones are written; what somebody has changed is theirs.
+write_configurations() {
+	local file
+	while IFS= read -r file; do
+		[ -e "$etc/$file" ] || install -D -m 644 "$1/share/config/$file" "$etc/$file"
+	done < <(cd "$1/share/config" && find . -name '*.yaml' -printf '%P\n')
+}
+
+# What the new release cannot read would keep services from starting, one after the other. Those of services that are
+# none of Bottega's are not its matter.
+check_configurations() {
+	local files
+	mapfile -d '' files < <(cd "$1/share/config" && find . -name '*.yaml' -printf '%h\n' | sort -u | while IFS= read -r folder; do
+		find "$etc/$folder" -maxdepth 1 -name '*.yaml' -print0
+	done)
+	local ours=() file
+	for file in "${files[@]}"; do
+		[ "$(dirname "$file")" != "$etc/." ] || [ -e "$1/share/config/$(basename "$file")" ] || continue
+		ours+=("$file")
+	done
+	"$1/bin/bottega" config check "${ours[@]}" >/dev/null ||
+		fail "configurations that this release cannot use (above): mend them, and run it again; nothing was switched"
+}
+
+write_units() {
+	local unit
+	for unit in "$units"/bottega*; do
+		[ ! -f "$unit" ] || [ -e "$1/share/systemd/$(basename "$unit")" ] || rm -f "$unit"
+	done
+	install -D -m 644 -t "$units" "$1"/share/systemd/*
+	install -D -m 644 -t "$sysusers" "$1"/share/sysusers/*
+	install -D -m 755 "$1/share/run" "$home/run"
+	systemd-sysusers ${root:+--root="$root"} bottega.conf
+	mkdir -p "$bin"
+	ln -sfn /opt/bottega/current/bin/bottega "$bin/bottega"
+}
+
+# The gateway last: its jobs are on its disk, and workers finish what they draw before they end.
+restart_services() {
+	offline && return
+	systemctl daemon-reload
+	[ -n "$restart" ] || return 0
+	local unit
+	for unit in $(systemctl list-units --plain --no-legend --state=active 'bottega-*.service' | awk '{print $1}' | grep -v gateway) \
+		bottega-gateway.service; do
+		systemctl is-active --quiet "$unit" || continue
+		echo "restarting $unit"
+		systemctl restart "$unit" || fail "$unit does not start in this release: journalctl -u $unit says why; back: deploy/install.sh rollback"
+	done
+}
+
+switch_to() {
+	local from
+	from=$(link_of current)
+	write_units "$releases/$1"
+	if [ "$from" != "$1" ]; then
+		[ -z "$from" ] || point previous "$from"
+		point current "$1"
+	fi
+	restart_services
+	echo "release $1 is current${from:+; before: $from}"
+}
+
+remove_old() {
+	local release
+	for release in $(ls -1t "$releases" | tail -n "+$((keep + 1))"); do
+		case $release in "$(link_of current)" | "$(link_of previous)") continue ;; esac
+		echo "removing release $release"
+		rm -rf "${releases:?}/$release"
+	done
+}
+
+lock() {
+	mkdir -p "$releases"
+	exec 9>"$home/.lock"
+	flock -n 9 || fail "another install.sh runs here"
+}
+
+case $command in
+install)
+	lock
+	release=$(release_name)
+	was=$(link_of current)
+	build "$release"
+	write_configurations "$releases/$release"
+	check_configurations "$releases/$release"
+	switch_to "$release"
+	remove_old
+	[ -n "$was" ] || cat <<-'TEXT'
+		Next, on a machine with a gateway and a worker of the embedded model:
+		  systemctl enable --now bottega.target bottega-gateway bottega-worker@miniature
+		  bottega doctor
+	TEXT
+	;;
+rollback)
+	lock
+	before=$(link_of previous)
+	[ -n "$before" ] && [ -e "$releases/$before/.complete" ] || fail "there is no release to go back to"
+	check_configurations "$releases/$before"
+	switch_to "$before"
+	;;
+status)
+	[ -d "$releases" ] || fail "nothing is installed below ${root:-/}"
+	for release in $(ls -1 "$releases"); do
+		mark=
+		[ "$release" = "$(link_of current)" ] && mark=" (current)"
+		[ "$release" = "$(link_of previous)" ] && mark=" (before it)"
+		[ -e "$releases/$release/.complete" ] || mark=" (not complete)"
+		echo "$release$mark"
+	done
+	;;
+uninstall)
+	lock
+	if ! offline; then
+		for unit in $(systemctl list-units --all --plain --no-legend 'bottega*' | awk '{print $1}'); do
+			systemctl stop "$unit"
+		done
+	fi
+	# Enabled units are links in folders of others.
+	find "$units" -name 'bottega*' \( -type f -o -type l \) -delete 2>/dev/null || true
+	find "$units" -depth -type d -name '*bottega*' -exec rmdir --ignore-fail-on-non-empty {} + 2>/dev/null || true
+	rm -f "$sysusers/bottega.conf" "$bin/bottega"
+	rm -rf "$releases" "$home/current" "$home/previous" "$home/run" "$home/.lock"
+	rmdir --ignore-fail-on-non-empty "$home"
+	if [ -n "$purge" ]; then
+		rm -rf "$etc" "$state"/bottega-* "$state"/private/bottega-* "$root"/var/cache/bottega-* "$root"/var/cache/private/bottega-*
+	else
+		echo "$etc and $state/bottega-* are still there; --purge removes them"
+	fi
+	offline || systemctl daemon-reload
+	;;
+-h | --help) usage ;;
+"") usage >&2 && exit 2 ;;
+*) fail "there is no command $command; see --help" 2 ;;
+esac
