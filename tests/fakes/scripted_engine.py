@@ -1,9 +1,9 @@
 """An engine process without a model: speaks the engine's frames and does what the prompt says.
 
 Words of a prompt: "slow" takes 20 ms a step, "hang" falls silent for ever, "stall" makes no step any more but says
-that it lives, "die" exits at once and "dies" at its third step, "nan" fails, "jumps" starts its first picture from a
-cached latent. A picture is its input image, or one flat colour by seed and index; an edit is flat everywhere. One that
-is "controlled" is its first control image.
+that it lives, "compile" runs a compiler for two seconds before its first step, "die" exits at once and "dies" at its
+third step, "nan" fails, "jumps" starts its first picture from a cached latent. A picture is its input image, or one
+flat colour by seed and index; an edit is flat everywhere. One that is "controlled" is its first control image.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from bottega.process import FramedPipe
 from bottega.v1 import engine_pb2, error_pb2, fleet_pb2, image_pb2, tensor_pb2, worker_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheStart
 from bottega.v1.hosted_pb2 import Hosted
+
+# Longer than a test's engine may be silent or make no step.
+_COMPILING_WORDS, _COMPILING_S = 4, 0.5
 
 MODEL = image_pb2.Model(name="scripted", model_hash="abc", dtype="float32", default_width=64, default_height=64)
 BEAT_S = 0.1
@@ -90,6 +93,10 @@ class Engine:
                 os._exit(9)
             while "hang" in drawing.words:
                 time.sleep(1)
+            if "compile" in drawing.words and not drawing.done:
+                for _ in range(_COMPILING_WORDS):
+                    time.sleep(_COMPILING_S)
+                    self.say(compiling=engine_pb2.EngineCompiling())
             if "nan" in drawing.words:
                 self.fail(drawing)
             elif drawing.done < drawing.steps:

@@ -47,6 +47,13 @@ async def test_a_lost_engine_fails_what_it_held_and_is_replaced(start: Start, pr
     assert kinds(await running.events(request(number=2)))[-1] == "completed"
 
 
+async def test_an_engine_that_compiles_is_not_taken_for_hung(start: Start) -> None:
+    running = await start()
+    before = running.engine.pid
+    assert kinds(await running.events(request("compile")))[-1] == "completed"
+    assert running.engine.pid == before
+
+
 async def test_a_front_that_was_stopped_itself_kills_no_engine_that_lives(start: Start) -> None:
     running = await start()
     before = running.engine.pid

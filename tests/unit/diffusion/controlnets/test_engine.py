@@ -14,6 +14,7 @@ from diffusers import ControlNetModel, StableDiffusionXLControlNetImg2ImgPipelin
 from torch import Tensor
 
 from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
+from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.engine.checkpoint import CheckpointMismatch, SavedJob, read_checkpoint, write_checkpoint
 from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.engine import EngineLimits
@@ -88,6 +89,29 @@ def test_alone_it_ends_to_the_last_bit_as_the_stock_pipeline_does(
 ) -> None:
     order = CASES[case]
     assert torch.equal(easel.draw(order).latents[0], reference(order))
+
+
+@pytest.mark.parametrize("case", ["two", "guess mode of two"])
+def test_a_forward_that_finds_no_memory_behind_its_residuals_is_split_and_ends_the_same(
+    model: Model, shelf: ControlNetCache, reference: Reference, case: str
+) -> None:
+    own = replace(model, memory=MemoryPlan())
+    easel = ManualEngine(make_engine(own, TOGETHER, controlnets=LocalControlNets(shelf)))
+    refused: list[int] = []
+
+    def refuse_two(_: object, inputs: object, arguments: dict[str, Tensor]) -> None:
+        rows = len(arguments["hidden_states"])
+        if rows > 1:
+            refused.append(rows)
+            raise torch.OutOfMemoryError("none left")
+
+    hook = model.backbone.unet.up_blocks[1].register_forward_pre_hook(refuse_two, with_kwargs=True)
+    try:
+        latent = easel.draw(CASES[case]).latents[0]
+    finally:
+        hook.remove()
+    assert refused == [2]
+    assert_close(latent, reference(CASES[case]))
 
 
 def test_one_controlnet_may_take_part_twice(easel: ManualEngine, reference: Reference) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.loras import (
     TEXT_ENCODERS,
     UNET,
@@ -376,6 +377,30 @@ def test_what_the_copies_take_is_logged_in_mib_whenever_it_is_more_than_ever(
     assert [each["pristine_mib"] for each in told] == [round(size / 2**20, 1) for size in touched]
     assert {each["kept_on"] for each in told} == {"cpu"}
     weights.restore()
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_copies_that_the_plan_has_no_room_for_are_not_made_on_the_device(model: Model, on_host: bool) -> None:
+    plan = MemoryPlan(1000)
+    weights = LoraWeights(replace(model, memory=plan), pristine_on_host=on_host)
+    weights.costs = Cheap()
+    a = weights.unet_set([LoraAtScale(digest="a", scale=1.0, layers={UNET: random_layers(model.backbone.unet, 1)})])
+    weights.choose([a], steps=9, step_s=1.0)
+    assert weights.patched is (a if on_host else None)
+    assert (weights.pristine_bytes > 0) is on_host
+    assert plan.reserved == {}
+    weights.restore()
+
+
+def test_what_copies_take_is_reserved_until_they_go(model: Model) -> None:
+    plan = MemoryPlan(1 << 30)
+    weights = LoraWeights(replace(model, memory=plan))
+    weights.costs = Cheap()
+    a = weights.unet_set([LoraAtScale(digest="a", scale=1.0, layers={UNET: random_layers(model.backbone.unet, 1)})])
+    weights.choose([a], steps=9, step_s=1.0)
+    assert plan.reserved == {"pristine copies": weights.pristine_bytes}
+    weights.restore()
+    assert plan.reserved == {}
 
 
 def test_without_memory_for_the_copies_loras_go_beside_the_weights(
