@@ -29,6 +29,8 @@ LEAST_SPEEDUP = 1.03
 _RUNS = 5
 _WARM_UP_RUNS = 2
 _MOST_REASON = 200
+# After so many engines that ended while something was tried, the next one tries nothing: it has to start.
+_MOST_FATAL = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,8 @@ class SelfCheck:
     def run(self, candidates: Sequence[Acceleration]) -> list[AccelerationResult]:
         """What was found of each, in their order; those that are kept are enabled from now on.
 
-        Raises InternalError where one cannot be taken out again: nothing that is drawn then could be trusted.
+        Raises InternalError where one cannot be taken out again: nothing that is drawn then could be trusted. Raises
+        RuntimeError where the device computes nothing any more. The log has its name then, and the next process starts.
         """
         ends_s = self._settings.clock() + self._settings.deadline_s
         results: list[AccelerationResult] = []
@@ -84,6 +87,8 @@ class SelfCheck:
             return f"nothing here shows what it gains ({candidate.probe})"
         if candidate.name in self._trials.fatal:
             return "an engine ended while it was tried"
+        if len(self._trials.fatal) >= _MOST_FATAL:
+            return f"engines ended while {', '.join(sorted(self._trials.fatal))} were tried: nothing more is tried"
         if self._settings.clock() >= ends_s:
             return "no time was left to try it (self_check_s)"
         return ""

@@ -1,4 +1,5 @@
-"""What the self-check was trying when its process ended: a crash of a driver leaves no other word.
+"""What the self-check was trying when its process ended: a crash of a driver leaves no other word, and an error that
+the device does not recover from ends the process as well.
 
 One file for all processes of one worker's engine, one after the other; the front makes it and removes it.
 """
@@ -28,12 +29,10 @@ class TrialLog:
 
     @contextmanager
     def trying(self, name: str) -> Iterator[None]:
-        """While it is entered, the end of the process is that acceleration's fault."""
+        """While it is entered, the end of the process is that acceleration's fault; so is an error that leaves it."""
         self._write([*self.fatal, name])
-        try:
-            yield
-        finally:
-            self._write([*self.fatal])
+        yield
+        self._write([*self.fatal])
 
     def _write(self, names: list[str]) -> None:
         """So that it is there whatever ends the process; the machine's own end is none of an acceleration's."""

@@ -190,6 +190,42 @@ def test_what_ended_a_process_is_not_tried_by_the_next_one(model: Model, machine
     assert json.loads(path.read_text()) == ["dying"], "nor by the one after that"
 
 
+def test_what_leaves_a_device_that_computes_nothing_is_not_tried_by_the_next_one(
+    model: Model, machine: Machine, tmp_path: Path
+) -> None:
+    path = tmp_path / "trials.json"
+    broken = Faked(machine, name="broken")
+    after = raises(torch.AcceleratorError("an illegal memory access was encountered"))
+
+    def break_device() -> None:
+        machine.results = after  # type: ignore[assignment] # it gives nothing
+        broken.disable = lambda: None  # type: ignore[method-assign] # a CUDA error of a context stays
+
+    broken.on_enable = break_device
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        check(model, machine, broken, trials=TrialLog(path))
+    machine = Machine()
+    found = check(model, machine, Faked(machine, name="broken"), Faked(machine, name="other"), trials=TrialLog(path))
+    assert [each.kept for each in found] == [False, True]
+    assert found[0].reason == "an engine ended while it was tried"
+
+
+def test_what_cannot_be_taken_out_is_not_tried_by_the_next_one(model: Model, machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "trials.json"
+    with pytest.raises(InternalError):
+        check(model, machine, Faked(machine, sticks=1.0), trials=TrialLog(path))
+    assert TrialLog(path).fatal == {"faked"}
+
+
+def test_after_two_engines_that_ended_the_next_one_tries_nothing(
+    model: Model, machine: Machine, tmp_path: Path
+) -> None:
+    path = tmp_path / "trials.json"
+    path.write_text(json.dumps(["one", "two"]))
+    (found,) = check(model, machine, Faked(machine, name="third"), trials=TrialLog(path))
+    assert found.reason == "engines ended while one, two were tried: nothing more is tried"
+
+
 @pytest.mark.parametrize("text", ["", "{", "{}", "[1, null]"])
 def test_a_log_that_cannot_be_read_is_an_empty_one(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trials.json"
