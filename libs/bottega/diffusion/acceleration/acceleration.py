@@ -18,9 +18,9 @@ class Acceleration(Protocol):
     """One way to compute the same faster. It changes nothing before `enable`.
 
     name: such as "kernels.group_norm_silu", "attention.cudnn", "graphs", "compile"; [a-z0-9_.-], at most 64 characters.
-    probe: which of the engine's probes shows what it gains: "forward", "decode", "patch", "copies".
+    probe: which of the engine's probes shows what it gains: "forward", "decode", "patch", "step", "masked", "copies".
     tolerance: largest |difference| that the probe's results may have, as a share of the plain result's largest |value|.
-    excludes: names of others that are not tried where this one is kept.
+    excludes: names of others in whose place it would be: it is not tried where one of them is kept.
     """
 
     name: str

@@ -4,6 +4,7 @@ forward   a step of a guided request's two rows
 decode    one latent to pixels
 patch     a LoRA into layers of the network, and out again
 step      guidance and the Euler sampler's step of one image
+copies    two steps, with a latent on its way to the host and recordings on their way to the device between them
 masked    tokens packed and merged, and tiles cut and pasted, for a mask of a fifth of the picture
 """
 
@@ -27,6 +28,9 @@ _RANK = 32
 # Of the weights that the probe's LoRA touches, which are copied meanwhile, and of how many layers results are compared.
 _PATCHED_BYTES = 256 << 20
 _COMPARED_LAYERS = 4
+# Of what a block of a recording has at the sizes of SDXL, and as much of it as results are compared by.
+_COPIED_BYTES = 16 << 20
+_COMPARED_VALUES = 4096
 
 
 def engine_probes(
@@ -42,12 +46,32 @@ def engine_probes(
         return [decode_pixels(model, latent)]
 
     return {
+        "copies": _copies_probe(model, predict, rows, latent),
         "forward": forward,
         "decode": decode,
         "patch": _patch_probe(model),
         "step": step_probe(model),
         "masked": masked_probe(model),
     }
+
+
+def _copies_probe(
+    model: Model, predict: Callable[[Sequence[Row]], Prediction], rows: Sequence[Row], latent: Tensor
+) -> Probe:
+    """Copies as an engine's turns make them: what the thread waits for is time in which it enqueues nothing."""
+    device = model.runtime
+    generator = torch.Generator("cpu").manual_seed(0)
+    kept = torch.randn(_COPIED_BYTES // model.dtype.itemsize, generator=generator).to(model.dtype)
+
+    def run() -> Sequence[Tensor]:
+        first = predict(rows).noise
+        copy = device.to_host(latent)
+        there = device.to_device(kept)
+        second = predict(rows).noise
+        values = there[:: max(1, there.numel() // _COMPARED_VALUES)]
+        return [copy.take(), values, *(noise[row] for noise in (first, second) for row in rows)]
+
+    return run
 
 
 def _patch_probe(model: Model) -> Probe:

@@ -10,6 +10,7 @@ from bottega.diffusion.acceleration.channels_last import ChannelsLastVae
 from bottega.diffusion.acceleration.compiled import RegionalCompile
 from bottega.diffusion.acceleration.graphs.graphs import Graphs
 from bottega.diffusion.acceleration.kernels.candidates import kernel_accelerations
+from bottega.diffusion.acceleration.pageable_copies import PageableCopies
 from bottega.diffusion.model.model import Model
 from bottega.errors import ConfigError
 
@@ -19,6 +20,7 @@ AUTO, OFF = "auto", "off"
 def all_accelerations() -> list[Acceleration]:
     """New ones, none of them enabled: of one engine. Those that others are tried on top of come first."""
     return [
+        PageableCopies(),
         FlashAttention(),
         AttentionBackend("cudnn"),
         AttentionBackend("flash"),

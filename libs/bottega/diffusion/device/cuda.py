@@ -65,10 +65,14 @@ class CudaHostCopy:
 
 
 class CudaDevice:
-    """torch_device: with its index."""
+    """torch_device: with its index.
+
+    pageable: copies go through no pinned memory, and the calling thread waits for each: what the self-check compares.
+    """
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
+        self.pageable = False
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def record(self) -> CudaEvent:
@@ -89,20 +93,20 @@ class CudaDevice:
         source = tensor.detach()
         if source.device.type == "cpu":
             return ArrivedCopy(source)
-        host = self.empty_pinned(tuple(source.shape), source.dtype)
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=not self.pageable)
         with self.stream(_TO_HOST):
             source.record_stream(self._stream(_TO_HOST))
-            host.copy_(source, non_blocking=True)
+            host.copy_(source, non_blocking=not self.pageable)
             return CudaHostCopy(host, self.record())
 
     def to_device(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        if tensor.device.type == "cpu":
+        if tensor.device.type == "cpu" and not self.pageable:
             # A copy of its own even where the tensor is pinned: its owner may write to it again at once.
             staged = self.empty_pinned(tuple(tensor.shape), tensor.dtype).copy_(tensor)
             tensor = staged
         # In its own element type first: a conversion on the way would be made on the host, in memory that is not
         # pinned, and the thread would wait for the copy.
-        there = tensor.to(self.torch_device, non_blocking=True)
+        there = tensor.to(self.torch_device, non_blocking=not self.pageable)
         return there if dtype is None else there.to(dtype)
 
     def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
