@@ -106,6 +106,14 @@ class BoundedForward:
             peak_bytes = device.measure_peak(partial(self._forward.predict, rows))
             self._memory.observe_forward(_area(rows), count, peak_bytes)
 
+    def covered(self, kind: tuple[object, ...]) -> AbstractContextManager[None]:
+        """Around what the device runs: has the heart go on where it is the first of its kind."""
+        if not self._compile_s or kind in self._run_before:
+            return nullcontext()
+        if len(self._run_before) < _MOST_KINDS:
+            self._run_before.add(kind)
+        return self._heartbeat.covering(self._compile_s)
+
     def _fitting(self, rows: Sequence[Row]) -> Iterator[Prediction]:
         """One forward, or those of its halves where it finds no memory."""
         prediction = self._tried(rows)
@@ -120,7 +128,7 @@ class BoundedForward:
     def _tried(self, rows: Sequence[Row]) -> Prediction | None:
         """One forward; None where there was no memory for it, and it can be split."""
         try:
-            with self._covered(rows):
+            with self.covered(_kind(rows)):
                 return self._forward.predict(rows)
         except Exception as error:
             if not (self._splits and len(rows) > 1 and is_out_of_memory(error)):
@@ -128,21 +136,18 @@ class BoundedForward:
         # Here and not above: the error is gone, and with it the frames that hold what the forward had computed.
         return None
 
-    def _covered(self, rows: Sequence[Row]) -> AbstractContextManager[None]:
-        """Has the heart go on where this is the first forward of its kind."""
-        masked = any(row.activations is not None for row in rows)
-        kind = (rows[0].sample.shape, len(rows), rows[0].embeds.prompt.shape, masked, any(row.controls for row in rows))
-        if not self._compile_s or kind in self._run_before:
-            return nullcontext()
-        if len(self._run_before) < _MOST_KINDS:
-            self._run_before.add(kind)
-        return self._heartbeat.covering(self._compile_s)
-
 
 def _area(rows: Sequence[Row]) -> int:
     """Elements of a row's latent in height and width."""
     _, height, width = rows[0].sample.shape
     return height * width
+
+
+def _kind(rows: Sequence[Row]) -> tuple[object, ...]:
+    """What a compiler tells forwards apart by."""
+    masked = any(row.activations is not None for row in rows)
+    controlled = any(row.controls for row in rows)
+    return rows[0].sample.shape, len(rows), rows[0].embeds.prompt.shape, masked, controlled
 
 
 def _joined(rows: Sequence[Row], parts: Sequence[Prediction]) -> Prediction:

@@ -411,7 +411,8 @@ class Engine:
             request = job.undrawn()
             if request is not None:
                 try:
-                    self._decoding = start_decoding(self.model, job, request)
+                    with self._bounded.covered(("decode", request.latent.shape)):
+                        self._decoding = start_decoding(self.model, job, request)
                 except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
                     yield self._fail(job, error)
                 yield from self._collect()
