@@ -229,6 +229,7 @@ status)
 		[ -e "$releases/$release/.complete" ] || mark=" (not complete)"
 		echo "$release$mark"
 	done
+	echo "this checkout, with these services, is $(release_name)"
 	;;
 uninstall)
 	lock

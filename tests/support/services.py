@@ -101,7 +101,7 @@ class Services:
                 env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "BOTTEGA_STATE": str(self._folder / f"{name}.state")},
             )
         try:
-            serving = _wait_until_serving(process, log)
+            serving = wait_until_serving(process, log)
         except BaseException:
             process.kill()
             process.wait(STOP_TIMEOUT_S)
@@ -162,7 +162,7 @@ def tail(log: Path, lines: int = 30) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
-def _wait_until_serving(process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
+def wait_until_serving(process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         for event in _events(log):
