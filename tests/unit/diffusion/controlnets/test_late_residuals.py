@@ -17,6 +17,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import Unavailable
+from tests.support.delayed_device import DelayedDevice
 
 WAIT_S = 0.05
 
@@ -82,6 +83,20 @@ def test_where_all_are_late_the_forward_waits_and_its_time_does_not_count_that(m
     assert len(prediction.noise) == 2
     assert residuals.waits == [2, 2]
     assert perf_counter() - began_s - prediction.seconds >= 2 * WAIT_S
+
+
+def test_what_a_device_idles_for_residuals_is_counted_when_it_has_got_there(model: Model) -> None:
+    late = request(model, 1, controlled=True)
+    device, residuals = DelayedDevice(), Residuals(late={late: 2})
+    denoiser = Denoiser(model.backbone, residuals=residuals, device=device)
+    with device.running(0.001):
+        denoiser.predict(rows_of(request(model, 2, controlled=False)))  # warm
+        times = denoiser.predict(rows_of(late)).times
+        assert not times.ready
+        times.wait()
+    assert times.waited_s > 0  # less than the thread waited: the device had something to do at first
+    assert 0 < times.encoder_s < times.seconds + times.waited_s
+    assert device.waits == 1
 
 
 @pytest.mark.parametrize("fixed_rows", [0, 6])

@@ -16,7 +16,9 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from tests.samples.edits import edit_order
 from tests.samples.masked_edits import LEFT, SPEC, EditDesk, masked_order, outside
+from tests.support.delayed_device import DelayedDevice
 from tests.support.manual_engine import Drawing
+from tests.support.torch_threads import torch_threads
 
 GENERATED = replace(SPEC, strength=None, keep_for_editing=True, num_images=2)
 SHAPE = (4, 16, 16)
@@ -49,6 +51,17 @@ def test_the_latents_of_each_picture_are_kept_and_change_nothing(model: Model) -
         assert len(read.timesteps) == 4
         assert read.seed == SPEC.seed + each.index
         assert torch.equal(read.image_latent, latent)
+
+
+def test_latents_are_kept_as_they_were_though_their_copies_come_late(model: Model) -> None:
+    device = DelayedDevice()
+    spec = replace(GENERATED, num_images=1)
+    with torch_threads(1):
+        _, (here,) = generated(EditDesk(model), spec)
+        with device.running(0.005):
+            _, (late,) = generated(EditDesk(replace(model, runtime=device)), spec)
+    ours, theirs = (read_kept(each.data, model, SHAPE).latents for each in (late, here))
+    assert torch.equal(ours, theirs)
 
 
 def test_the_first_edit_of_a_kept_picture_reuses_blocks_and_puts_its_latents_back(model: Model) -> None:
