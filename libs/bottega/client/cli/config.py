@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import yaml
 
 from bottega.client.cli.terminal import PlainTable, fail, print_table, say
-from bottega.config import load
-from bottega.config_keys import KeyPath, keys_of, lines_of
 from bottega.errors import ConfigError
 from bottega.manifest import ServiceSpec, load_object, read_services
+
+if TYPE_CHECKING:
+    from bottega.config_keys import KeyPath
 
 _FOLDER = "/etc/bottega"
 
@@ -26,6 +27,9 @@ def command() -> None:
 @click.option("--service", "kind", help="Whose they are, where neither name nor folder says so.")
 def check(files: tuple[Path, ...], kind: str | None) -> None:
     """Say whether services would start with these files."""
+    from bottega.config import load
+    from bottega.config_keys import keys_of, lines_of
+
     wrong: list[ConfigError] = []
     for file in files:
         service = _named(kind) if kind else _service_of(file)
@@ -56,6 +60,9 @@ def show(service: str, file: Path | None, folder: Path) -> None:
 
     SERVICE is a kind, as gateway, or a kind and a name, as worker@miniature.
     """
+    from bottega.config import load
+    from bottega.config_keys import keys_of, lines_of
+
     kind, _, name = service.partition("@")
     spec = _named(kind)
     if name and spec.count is None:
@@ -78,6 +85,8 @@ def _origin(path: KeyPath, source: Path | None, lines: dict[KeyPath, int]) -> st
 
 def _text(value: object) -> str:
     """As YAML has it, in one line."""
+    import yaml
+
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,8 +15,10 @@ from bottega.client.types.image_source import size_of
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.picture import Picture
 from bottega.client.types.png_parameters import parameters_of
-from bottega.codec import ImageSize
 from bottega.errors import BadImage, Violation
+
+if TYPE_CHECKING:
+    from bottega.codec import ImageSize
 
 
 @click.command("edit")
