@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # A shell that already sits in another virtual environment must not leak into this one.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test test-gpu fuzz chaos faults lint protos clean
+.PHONY: help demo test test-gpu gpu-report fuzz chaos faults lint protos clean
 .PRECIOUS: .venv/.ready
 
 help: ## List the commands
@@ -27,6 +27,13 @@ test: .venv/.ready .venv/.stubs ## Set up and run the tests that need no GPU (AR
 
 test-gpu: .venv/.ready .venv/.stubs ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# It installs nothing: a machine with a GPU has a torch of its own, and may reach no package index.
+gpu-report: REPORT_PYTHON := $(if $(wildcard .venv/.ready),$(BIN)/python,$(PYTHON))
+gpu-report: export TRANSFORMERS_VERBOSITY = error
+gpu-report: ## Measure what a GPU does, with the torch that is there; goes on where it was (ARGS="--small" on a CPU)
+	@test -f protos/bottega/v1/generation_pb2.py || $(REPORT_PYTHON) protos/generate.py
+	@PYTHONPATH="protos:libs:services:kernels:$(PYTHONPATH)" $(REPORT_PYTHON) -m load.gpu_report $(ARGS)
 
 fuzz: .venv/.ready .venv/.stubs ## Send thousands of bad requests to every method (ARGS goes to it)
 	$(BIN)/python -m tests.fuzz.run $(ARGS)

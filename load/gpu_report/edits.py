@@ -1,0 +1,144 @@
+"""Edits of one picture by the size of their mask: the steps, against Diffusers' inpainting.
+
+What the network put out for the picture lies in the host's memory and is copied to the device while blocks compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import PIL.Image
+import torch
+
+from bottega.diffusion.engine.events import EditRecord, EngineRecord, JobFinished
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.spec import EditSpec
+from bottega.worker.engine.runtime import Runtime
+from load.gpu_report.figures import Figure
+from load.gpu_report.rig import GUIDANCE_SCALE, PROMPT, Rig
+from load.gpu_report.sides import finish_all, our_runtime, spec_of, stock_pipeline
+from load.gpu_report.timing import finish, give_back
+
+# Diffusers' own default of inpainting.
+_STRENGTH = 0.9999
+# Of SDXL's transformers and convolutions, 20 steps and both halves take 17 GB.
+_ACTIVATIONS_MIB = 40 << 10
+_SMALL_ACTIVATIONS_MIB = 64
+# A token of the finest attention level, in latent elements a side; computed around a mask, in tokens.
+_TOKEN, _MARGIN = 2, 1
+WANTED_SHARE, WANTED = 0.19, 2.2
+
+
+def measure(rig: Rig) -> Sequence[Figure]:
+    """Ours for every share, after the picture has been recorded; then Diffusers, for which masks are no matter."""
+    mib = _ACTIVATIONS_MIB if rig.size.wanted else _SMALL_ACTIVATIONS_MIB
+    with our_runtime(rig, activations_mib=mib) as runtime:
+        ours = {share: _ours(rig, runtime, share) for share in sorted(rig.size.mask_shares)}
+    their_s = _their_steps_s(rig)
+    figures = [Figure(name="inpaint_s", label="Diffusers' inpainting, steps", value=their_s, unit="s")]
+    for share, (seconds, record) in ours.items():
+        percent = f"{share * 100:02.0f}"
+        edit = record.edit or EditRecord()
+        figures += [
+            rig.wanted(
+                Figure(
+                    name=f"edit_{percent}",
+                    label=f"steps of an edit, mask of {share:g}",
+                    value=their_s / seconds,
+                    unit="x",
+                    group="Edits, times as fast as Diffusers' inpainting",
+                    at_least=WANTED if share == WANTED_SHARE else None,
+                )
+            ),
+            Figure(
+                name=f"edit_{percent}_reused",
+                label="  of its transformer blocks, computed in part",
+                value=edit.blocks_reused / edit.blocks_total if edit.blocks_total else 0.0,
+            ),
+            Figure(
+                name=f"edit_{percent}_computed", label="  of its tokens, computed", value=edit.computed_share or 1.0
+            ),
+        ]
+    return figures
+
+
+def square_mask(side: int, token: int, share: float) -> npt.NDArray[np.uint8]:
+    """[side, side], 1 where it is edited: a square in the middle that has this share of the tokens with its margin.
+
+    side: of the picture; token: of one, in pixels.
+    """
+    tokens = side // token
+    across = max(round(tokens * math.sqrt(share)), 2 * _MARGIN + 1)
+    first = (tokens - across) // 4 * 2
+    inside = slice((first + _MARGIN) * token, (first + across - _MARGIN) * token)
+    mask = np.zeros((side, side), np.uint8)
+    mask[inside, inside] = 1
+    return mask
+
+
+def template(side: int) -> PIL.Image.Image:
+    """The picture that is edited: noise, as nobody looks at it."""
+    return PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8))
+
+
+def _ours(rig: Rig, runtime: Runtime, share: float) -> tuple[float, EngineRecord]:
+    """Seconds of the steps, and what the last one says. The first of all records, and of each share completes that."""
+    model, side = runtime.engine.model, rig.size.side
+    pixels = torch.from_numpy(np.array(template(side)))
+    mask = torch.from_numpy(square_mask(side, _TOKEN * model.latent_scale, share))
+    edit = EditSpec(
+        mask_digest=str(share),
+        image_digest=hashlib.sha256(pixels.numpy().tobytes()).hexdigest(),
+        masked_blocks=True,
+        any_prompt=True,
+    )
+    taken = []
+    for number in range(rig.size.rounds + 2):
+        spec = spec_of(rig, seed=number, num_inference_steps=rig.size.edit_steps, strength=_STRENGTH, edit=edit)
+        runtime.engine.submit(EngineOrder(key=number, spec=spec, image=pixels, mask=mask))
+        (record,) = (event.record for event in finish_all(runtime.engine) if isinstance(event, JobFinished))
+        taken.append(record.seconds["denoise"] + record.seconds["batch"])
+    return median(taken[2:]), record
+
+
+def _their_steps_s(rig: Rig) -> float:
+    from diffusers import StableDiffusionXLInpaintPipeline
+
+    give_back(rig.device)
+    pipeline = stock_pipeline(rig, StableDiffusionXLInpaintPipeline)
+    begun: list[float] = []
+
+    def begin(*_: Any) -> None:
+        """The first call of the network is where the steps begin: before it prompt and picture are encoded."""
+        if not begun:
+            finish(rig.device)
+            begun.append(perf_counter())
+
+    pipeline.unet.register_forward_pre_hook(begin)
+    side = rig.size.side
+    mask = PIL.Image.fromarray(255 * square_mask(side, _TOKEN * pipeline.vae_scale_factor, WANTED_SHARE))
+    taken = []
+    for number in range(rig.size.rounds + 1):
+        begun.clear()
+        pipeline(
+            PROMPT,
+            image=template(side),
+            mask_image=mask,
+            strength=_STRENGTH,
+            num_inference_steps=rig.size.edit_steps,
+            guidance_scale=GUIDANCE_SCALE,
+            width=side,
+            height=side,
+            generator=torch.Generator().manual_seed(number),
+            output_type="latent",
+        )
+        finish(rig.device)
+        taken.append(perf_counter() - begun[0])
+    return median(taken[1:])

@@ -1,0 +1,112 @@
+"""One LoRA in and out again: Diffusers' load, fuse, unfuse and unload against ours fetched, patched and restored.
+
+Ours goes where a worker's engine would put it, with what its self-check has kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+from bottega.diffusion.loras import LoraAtScale, LoraRef
+from load.bench.local_loras import LocalLoras
+from load.bench.lora_files import LoraFiles, random_lora
+from load.gpu_report.figures import Figure
+from load.gpu_report.rig import Rig, is_installed
+from load.gpu_report.sides import our_runtime, stock_pipeline
+from load.gpu_report.timing import finish, give_back
+from tests.support.engines import lora_weights
+
+# Of one LoRA's file to be mapped and hashed.
+_FETCH_S = 60.0
+# Attention's LoRA of rank 128 has 354 MiB in SDXL.
+WANTED_PATCH_MS, WANTED_RESTORE_MS = 60.0, 10.0
+
+Stages = Mapping[str, Callable[[], object]]
+
+
+def measure(rig: Rig) -> Sequence[Figure]:
+    """For each rank; Diffusers' side where PEFT is installed."""
+    folder = rig.folder / f"loras-{rig.size.name}"
+    folder.mkdir(exist_ok=True)
+    files = {rank: random_lora(rig.model, folder, seed=rank, rank=rank) for rank in rig.size.lora_ranks}
+    ours = _ours(rig, files)
+    theirs = _theirs(rig, files) if is_installed("peft") else {}
+    largest = max(files)
+    figures = []
+    for rank, lora in files.items():
+        about = f"rank {rank}, {lora.size_bytes / 2**20:.0f} MiB"
+        for name, seconds in {**ours[rank], **theirs.get(rank, {})}.items():
+            of_largest = rank == largest
+            figures.append(
+                rig.wanted(
+                    Figure(
+                        name=f"{name}_ms_{rank}",
+                        label=f"{name}, {about}",
+                        value=seconds * 1e3,
+                        unit="ms",
+                        group=f"A LoRA of {about}: milliseconds",
+                        at_most={"patch": WANTED_PATCH_MS, "restore": WANTED_RESTORE_MS}.get(name)
+                        if of_largest
+                        else None,
+                    )
+                )
+            )
+    return figures
+
+
+def _ours(rig: Rig, files: Mapping[int, LoraFiles]) -> dict[int, dict[str, float]]:
+    taken: dict[int, dict[str, float]] = {}
+    by_digest = {lora.digest: lora.ours for lora in files.values()}
+    with our_runtime(rig) as runtime, LocalLoras(by_digest) as source:
+        weights = lora_weights(runtime.engine)
+        for rank, lora in files.items():
+            rounds: list[dict[str, float]] = []
+            for _ in range(rig.size.rounds + 1):  # the first one has the copies made that restoring needs
+                spent, began_s = {}, perf_counter()
+                handle = source.begin(LoraRef(name="report", digest=lora.digest))
+                while not handle.ready:
+                    source.settle([handle], _FETCH_S)
+                layers = {"unet": handle.layers("unet")}
+                spent["fetch"], began_s = perf_counter() - began_s, perf_counter()
+                weights.put_in_unet(weights.unet_set([LoraAtScale(digest=lora.digest, scale=1.0, layers=layers)]))
+                finish(rig.device)
+                spent["patch"], began_s = perf_counter() - began_s, perf_counter()
+                weights.put_in_unet(None)
+                finish(rig.device)
+                spent["restore"] = perf_counter() - began_s
+                source.close([handle])
+                rounds.append(spent)
+            weights.restore()
+            taken[rank] = _medians(rounds[1:])
+    return taken
+
+
+def _theirs(rig: Rig, files: Mapping[int, LoraFiles]) -> dict[int, dict[str, float]]:
+    give_back(rig.device)
+    pipeline = stock_pipeline(rig)
+    taken = {}
+    for rank, lora in files.items():
+        stages: Stages = {
+            "diffusers_load": partial(pipeline.load_lora_weights, lora.theirs.parent, weight_name=lora.theirs.name),
+            "diffusers_fuse": pipeline.fuse_lora,
+            "diffusers_unfuse": pipeline.unfuse_lora,
+            "diffusers_unload": pipeline.unload_lora_weights,
+        }
+        rounds = []
+        for _ in range(rig.size.rounds + 1):
+            spent = {}
+            for name, run in stages.items():
+                began_s = perf_counter()
+                run()
+                finish(rig.device)
+                spent[name] = perf_counter() - began_s
+            rounds.append(spent)
+        taken[rank] = _medians(rounds[1:])
+    return taken
+
+
+def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: median(each[name] for each in rounds) for name in rounds[0]}

@@ -1,0 +1,67 @@
+"""The VAE as a worker runs it: how long a decode takes, in how much memory, and how close it is to float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor
+
+from bottega.diffusion.model.decode import decode_pixels
+from load.gpu_report.figures import Figure
+from load.gpu_report.rig import Rig
+from load.gpu_report.sides import our_runtime
+from load.gpu_report.timing import timed
+
+WANTED_DB = 40.0
+# Of equal pixels, which have no error.
+_EQUAL_DB = 99.0
+_GROUP = "Decoding a picture: milliseconds"
+
+
+def measure(rig: Rig) -> Sequence[Figure]:
+    """Random latents of about unit variance, as the network leaves them."""
+    with our_runtime(rig) as runtime, torch.inference_mode():
+        model = runtime.engine.model
+        side = rig.size.side // model.latent_scale
+        generator = torch.Generator("cpu").manual_seed(0)
+        latent = torch.randn(1, model.latent_channels, side, side, generator=generator).to(model.device, model.dtype)
+        ours = timed(lambda _: decode_pixels(model, latent), rounds=rig.size.rounds, device=rig.device)
+        pixels = decode_pixels(model, latent)
+        whole = AutoencoderKL.from_pretrained(rig.model / "vae", use_safetensors=True, torch_dtype=torch.float32)
+        decoder = replace(model.decoder, vae=whole.to(model.device).eval(), dtype=torch.float32)
+        exact = replace(model, decoder=decoder)
+        theirs = timed(lambda _: decode_pixels(exact, latent), rounds=rig.size.rounds, device=rig.device)
+        off_db = psnr(pixels, decode_pixels(exact, latent))
+    figures = [
+        Figure(
+            name="decode_ms",
+            label=f"ours, in {_name(model.decoder.dtype)}",
+            value=ours.seconds * 1e3,
+            unit="ms",
+            group=_GROUP,
+        ),
+        Figure(name="decode_float32_ms", label="in float32", value=theirs.seconds * 1e3, unit="ms", group=_GROUP),
+        rig.wanted(
+            Figure(name="decode_psnr_db", label="ours against float32", value=off_db, unit="dB", at_least=WANTED_DB)
+        ),
+    ]
+    if rig.on_gpu:
+        figures += [
+            Figure(name="decode_gib", label="memory at the most, ours", value=ours.peak_gib, unit="GiB"),
+            Figure(name="decode_float32_gib", label="memory at the most, float32", value=theirs.peak_gib, unit="GiB"),
+        ]
+    return figures
+
+
+def psnr(ours: Tensor, theirs: Tensor) -> float:
+    """Of two pictures of uint8, dB."""
+    error = float((ours.cpu().float() - theirs.cpu().float()).square().mean())
+    return 10 * math.log10(255**2 / error) if error else _EQUAL_DB
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

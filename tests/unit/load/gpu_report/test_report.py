@@ -1,0 +1,107 @@
+"""What the report says: table, JSON and bars; and all of it at a small size on a CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import PIL.Image
+import pytest
+
+from load.gpu_report.__main__ import BARS, main
+from load.gpu_report.bars import draw_bars
+from load.gpu_report.figures import Figure
+from load.gpu_report.gpu_tests import figures_of as figures_of_tests
+from load.gpu_report.kernels import figures_of as figures_of_kernels
+from load.gpu_report.parts import PARTS, Part
+from load.gpu_report.results import Outcome
+from load.gpu_report.rig import Rig
+from load.gpu_report.size import FULL
+from load.gpu_report.table import json_of, table_of
+
+PART = Part(name="picture", question="How long?", measure="")
+GOOD = Figure(name="ratio", label="times as fast", value=1.5, unit="x", group="g", at_least=1.24)
+BAD = Figure(name="added_ms", label="added", value=31.0, unit="ms", group="g", at_most=20.0)
+NONE = Figure(name="psnr", label="off", value=math.nan, unit="dB", group="g", at_least=40.0)
+FOUND = {
+    "picture": Outcome(part="picture", status="measured", seconds=2.0, setting={}, figures=(GOOD, BAD, NONE)),
+    "loras": Outcome(part="loras", status="left out", seconds=0.0, setting={}, why="PEFT is not installed"),
+    "suite": Outcome(part="suite", status="failed", seconds=1.0, setting={}, why="Traceback\nKeyError: 'x'"),
+    "edits": None,
+}
+SHOWN = [Part(name=name, question="?", measure="") for name in FOUND]
+# What starts processes, or needs a GPU. Its calls are tried by tests/e2e.
+_APART = {"tests", "suite"}
+
+
+def test_what_misses_what_was_wanted_is_said_in_table_and_json() -> None:
+    lines = "\n".join(table_of(SHOWN, FOUND, {"gpu": "H200"}))
+    assert "1.50 x" in lines
+    assert "at least 1.24\n" in lines
+    assert "at most 20  MISSED" in lines
+    assert "[loras: left out: PEFT is not installed]" in lines
+    assert "[edits: not run]" in lines
+    said = json.loads(json_of(SHOWN, FOUND, {"gpu": "H200"}))
+    assert (said["bench"], said["gpu"], said["ratio"], said["psnr"]) == ("gpu-report", "H200", 1.5, None)
+    assert said["missed"] == ["added_ms", "psnr"]
+    assert said["left_out"] == {"loras": "PEFT is not installed"}
+    assert said["failed"] == {"suite": "KeyError: 'x'"}
+    assert said["not_run"] == ["edits"]
+
+
+def test_bars_are_as_long_as_their_figures_say() -> None:
+    half = Figure(name="b", label="b", value=0.75, unit="x", group="g")
+    image = draw_bars("title", "machine", [GOOD, half, NONE])
+    colours = [image.getpixel((x, y)) for y in range(image.height) for x in range(image.width)]
+    met, plain = (sum(colour == wanted for colour in colours) for wanted in ((58, 157, 93), (74, 144, 217)))
+    assert met / plain == pytest.approx(2.0, rel=0.05)
+
+
+def test_failed_tests_are_counted_from_pytests_report(capsys: pytest.CaptureFixture[str]) -> None:
+    report = """<testsuites><testsuite tests="5" failures="1" errors="1" skipped="1">
+        <testcase classname="a" name="good"/><testcase classname="a" name="bad"><failure/></testcase>
+        </testsuite></testsuites>"""
+    figures = {each.name: each for each in figures_of_tests(Rig(size=FULL, device="cuda:0", folder=Path()), report)}
+    assert [figures[f"gpu_tests_{name}"].value for name in ("passed", "skipped", "failed")] == [2, 1, 2]
+    assert not figures["gpu_tests_failed"].met
+    assert capsys.readouterr().out == "FAILED a::bad\n"
+
+
+def test_a_kernel_far_from_float64_misses() -> None:
+    said = {
+        "name": "geglu 8 x 2560",
+        "kernel_us": 10.0,
+        "reference_us": 25.0,
+        "moved_bytes": 1_000_000,
+        "kernel_difference": 0.02,
+        "tolerance": 0.01,
+    }
+    speedup, off = figures_of_kernels(Rig(size=FULL, device="cuda:0", folder=Path()), [said])
+    assert (speedup.name, speedup.value, off.value, off.met) == ("kernel_geglu_8_x_2560", 2.5, 2.0, False)
+    assert "100 GB/s" in speedup.label
+
+
+def test_a_small_report_measures_every_part_and_keeps_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--small", "--folder", str(tmp_path), *(part.name for part in PARTS if part.name not in _APART)]
+    assert main(arguments) == 0
+    said = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (said["failed"], said["not_run"], said["missed"]) == ({}, [], [])
+    assert not said["left_out"].keys() - {"kernels"}  # where Triton is not installed
+    for name in ("ratio_vs_eager", "ratio_vs_compiled", "patch_ms_4", "edit_19", "decode_psnr_db", "eager_mfu"):
+        assert said[name] > 0
+    assert {f"step_{count}_controlnets_{side}_ms" for count in (0, 1) for side in ("ours", "eager")} <= said.keys()
+    assert said["edit_19_reused"] > 0
+    with PIL.Image.open(tmp_path / BARS) as bars:
+        assert bars.width > 0
+
+    assert main(arguments) == 0
+    assert "picture: measured before" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_small_report_of_the_whole_suite(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--small", "--folder", str(tmp_path), "model", "suite"]) == 0
+    said = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert said["step_1_controlnets_server_ms"] > 0
+    assert said["cache_off_s"] > 0

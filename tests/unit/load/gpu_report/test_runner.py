@@ -1,0 +1,107 @@
+"""Parts of the report: cut off, hanging, failing, and gone on with by the next run."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from load.gpu_report.figures import Figure
+from load.gpu_report.part_process import run_part
+from load.gpu_report.parts import PARTS, Part
+from load.gpu_report.results import Outcome, Results
+from load.gpu_report.rig import LeftOutError, Rig
+from load.gpu_report.runner import PartProcesses, run_parts
+from load.gpu_report.size import SMALL_SIZE
+from tests.support.waiting import wait_until
+
+SETTING = {"gpu": "none", "code": "1"}
+FAST, SLOW, LAST = (Part(name=name, question=f"{name}?", measure="") for name in ("fast", "slow", "last"))
+
+
+def outcome(part: Part, **said: object) -> Outcome:
+    plain: dict[str, object] = {"status": "measured", "seconds": 1.0, "setting": SETTING}
+    return Outcome(part=part.name, **{**plain, **said})  # type: ignore[arg-type]
+
+
+def test_what_was_measured_before_is_not_measured_again_and_what_failed_is(tmp_path: Path) -> None:
+    results, ran = Results(tmp_path, SETTING), list[str]()
+    results.put(outcome(FAST, figures=(Figure(name="a", label="A", value=math.nan),)))
+    results.put(outcome(SLOW, status="failed", why="no memory"))
+
+    def run(part: Part) -> Outcome:
+        ran.append(part.name)
+        return outcome(part)
+
+    run_parts((FAST, SLOW, LAST), results, run, told=lambda _: None)
+    assert ran == ["slow", "last"]
+    kept = results.get("fast")
+    assert kept is not None
+    assert math.isnan(kept.figures[0].value)
+
+
+def test_figures_of_other_code_or_another_machine_do_not_count(tmp_path: Path) -> None:
+    Results(tmp_path, SETTING).put(outcome(FAST))
+    assert Results(tmp_path, SETTING).get("fast") is not None
+    assert Results(tmp_path, {**SETTING, "code": "2"}).get("fast") is None
+
+
+def test_a_file_that_was_cut_off_is_no_outcome(tmp_path: Path) -> None:
+    results = Results(tmp_path, SETTING)
+    results.put(outcome(FAST))
+    path = tmp_path / "fast.json"
+    path.write_text(path.read_text()[:40])
+    assert results.get("fast") is None
+
+
+def test_no_part_is_begun_when_the_time_is_up(tmp_path: Path) -> None:
+    said = list[str]()
+    run_parts((FAST,), Results(tmp_path, SETTING), outcome, until_s=time.monotonic(), told=said.append)
+    assert said == ["fast: not begun; the next run goes on here"]
+
+
+def test_a_part_that_hangs_is_ended_with_what_it_started_and_the_others_go_on(tmp_path: Path) -> None:
+    results, pids = Results(tmp_path, SETTING), tmp_path / "pid"
+    hang = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        f"open({str(pids)!r}, 'w').write(str(child.pid)); time.sleep(600)"
+    )
+
+    def command(part: Part) -> Sequence[str]:
+        return [sys.executable, "-c", hang if part is SLOW else "raise SystemExit(3)"]
+
+    run_parts((SLOW, LAST), results, PartProcesses(results, command, longest_s=2.0, grace_s=0.3), told=lambda _: None)
+    hung, ended = results.get("slow"), results.get("last")
+    assert hung is not None
+    assert (hung.status, hung.why) == ("failed", "it was ended after 2 s")
+    assert ended is not None
+    assert (ended.status, ended.why) == ("failed", "its process ended with 3 and said nothing")
+    wait_until(lambda: not psutil.pid_exists(int(pids.read_text())), "the child to end")
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_every_part_is_there(part: Part) -> None:
+    assert callable(part.load())
+
+
+def test_an_error_of_a_part_is_its_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(size=SMALL_SIZE, device="cpu", folder=tmp_path)
+
+    def failing(error: Exception) -> Part:
+        def measure(_: Rig) -> Sequence[Figure]:
+            raise error
+
+        monkeypatch.setattr(Part, "load", lambda _: measure)
+        return FAST
+
+    missing = run_part(failing(LeftOutError("PEFT is not installed")), rig, SETTING)
+    assert (missing.status, missing.why) == ("left out", "PEFT is not installed")
+    failed = run_part(failing(RuntimeError("no memory")), rig, SETTING)
+    assert failed.status == "failed"
+    assert failed.why.endswith("RuntimeError: no memory\n")
