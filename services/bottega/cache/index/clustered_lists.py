@@ -2,8 +2,8 @@
 
 Prompts lie in sessions, and sessions in topics: what is most similar to a prompt has the same centre, or one next to
 it. In a graph (HNSW) a session of few prompts among a million others is hardly found: with 192 candidates .83 of the
-nearest were, here .95 in the same time (768 wide; `make bench-index`); and FAISS's graph neither deletes nor grows while
-it is searched. Source: Jegou et al., TPAMI 2011; Douze et al., The Faiss library, 2024.
+nearest were, here .95 in the same time (768 wide; `make bench-index`); and FAISS's graph neither deletes nor grows
+while it is searched. Source: Jegou et al., TPAMI 2011; Douze et al., The Faiss library, 2024.
 """
 
 from __future__ import annotations

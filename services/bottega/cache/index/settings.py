@@ -13,8 +13,8 @@ class IndexSettings:
     candidates: entries that a search compares, about.
     build_threads: that make centres, in the background.
 
-    More candidates find the nearest more often, and take longer: 600 among a million vectors found it in .95 of cases, in
-    2.5 ms (`make bench-index`).
+    More candidates find the nearest more often, and take longer: 600 among a million vectors found it in .95 of cases,
+    in 2.5 ms (`make bench-index`).
     """
 
     flat_entries: int = 10_000

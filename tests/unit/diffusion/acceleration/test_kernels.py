@@ -186,7 +186,11 @@ def _counted(move: Callable[..., Any], used: set[str]) -> Callable[..., Any]:
     return counted
 
 
-@pytest.mark.parametrize("made", [lambda: GroupNormSilu("unet"), lambda: GroupNormSilu("vae"), Geglu], ids=str)
+@pytest.mark.parametrize(
+    "made",
+    [lambda: GroupNormSilu("unet"), lambda: GroupNormSilu("vae"), Geglu],
+    ids=["norms of the network", "norms of the VAE", "GEGLU"],
+)
 def test_disabling_gives_every_module_its_own_forward_back(model: Model, made: Callable[[], Acceleration]) -> None:
     networks: list[nn.Module] = [model.backbone.unet, model.vae]
     acceleration = made()
