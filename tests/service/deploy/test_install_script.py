@@ -40,7 +40,9 @@ class Machine:
                 (lent / path.name).symlink_to(path)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("BOTTEGA", "PIP_"))}
         quick = {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_COMPILE": "1"}
-        self._environment = {**inherited, **quick, "PYTHONPATH": str(lent)}
+        # protoc looks for the plugins of the lent packages in PATH, where pip puts those that it installs for a build.
+        found = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        self._environment = {**inherited, **quick, "PYTHONPATH": str(lent), "PATH": found}
 
     @property
     def current(self) -> str:
