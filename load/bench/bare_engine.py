@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from bottega.errors import InternalError
-from bottega.process import ChildProcess, thread_environment
+from bottega.process import ChildProcess, engine_environment
 from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EngineStart
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.worker_pb2 import AttemptId
@@ -76,7 +76,7 @@ async def running(model: str, threads: int) -> AsyncIterator[BareEngine]:
     """An engine of `model`, warm."""
     config = EngineConfig(model=model, threads=threads)
     settings = json.dumps(dataclasses.asdict(config))
-    variables = thread_environment(exclusive_cores=config.exclusive_cores)
+    variables = engine_environment(exclusive_cores=config.exclusive_cores)
     engine = BareEngine(
         await ChildProcess.start("bottega.worker.engine.main", "--config-json", settings, env=variables)
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from bottega.process import thread_environment
+from bottega.process import engine_environment
 
 # To end, with the cores shared.
 _END_TIMEOUT_S = 120.0
@@ -26,7 +26,7 @@ class SideProcess:
     def __init__(self, module: str, *arguments: object, exclusive_cores: bool = False) -> None:
         self._module = module
         command = [sys.executable, "-m", module, *map(str, arguments)]
-        env = {**os.environ, **thread_environment(exclusive_cores=exclusive_cores)}
+        env = {**os.environ, **engine_environment(exclusive_cores=exclusive_cores)}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         try:
             self._answer()

@@ -2,12 +2,12 @@
 
 from bottega.process.child import ChildProcess, open_pair
 from bottega.process.copying import copied
+from bottega.process.engine_environment import engine_environment
 from bottega.process.engine_supervisor import EngineListener, EngineSupervisor, EngineTimeouts
 from bottega.process.framed_pipe import MAX_FRAME_BYTES, AsyncFramedPipe, FramedPipe
 from bottega.process.limited_process import Loss, ProcessLost, ProcessSpec
 from bottega.process.pending_calls import PendingCalls
 from bottega.process.process_pool import PoolLimits, PreparedCall, ProcessPool
-from bottega.process.thread_environment import thread_environment
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -26,5 +26,5 @@ __all__ = [
     "ProcessSpec",
     "copied",
     "open_pair",
-    "thread_environment",
+    "engine_environment",
 ]

@@ -24,7 +24,7 @@ from bottega.clocks import AwakeClock
 from bottega.errors import BottegaError, InternalError, TooManyOpenFiles, Unavailable
 from bottega.process.child import ChildProcess
 from bottega.process.copying import copied
-from bottega.process.thread_environment import thread_environment
+from bottega.process.engine_environment import engine_environment
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
     """Keeps one engine process. `spawn` first, then `watch` until the end, then `stop`.
 
     Subclasses know what is said. lost: the error of a command to an engine that is not there. exclusive_cores: see
-    thread_environment.
+    engine_environment.
     """
 
     lost: ClassVar[type[Unavailable]] = Unavailable
@@ -83,7 +83,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         self._module = module
         self._arguments = arguments
         self._timeouts = timeouts
-        self._environment = {**_ENVIRONMENT, **thread_environment(exclusive_cores=exclusive_cores)}
+        self._environment = {**_ENVIRONMENT, **engine_environment(exclusive_cores=exclusive_cores)}
         self._awake = AwakeClock(min(_LOOK_S, timeouts.hang_s / _LEAST_LOOKS))
         self._child: ChildProcess | None = None
         self._commands: asyncio.Queue[_Command] | None = None
