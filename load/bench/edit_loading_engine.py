@@ -118,6 +118,11 @@ class EditLoading:
         from load.bench.edit_steps import template
         from load.bench.loading_policies import planners
 
+        class _RecordedAlone(MemoryActivations):
+            """Nothing that follows from recordings is kept either: what differs is loading alone."""
+
+            spare_bytes = 0
+
         loaded = load_model(model, name="bench", device=torch.device("cpu"), dtype=torch.float32)
         link = ActivationLinkSettings(upload_bytes=_UPLOAD_BYTES, silence_s=_SILENCE_S)
         settings = ActivationSettings(
@@ -125,7 +130,7 @@ class EditLoading:
         )
         self._stores = StoreActivations(settings, offers=StoreOffers(), counters=LinkCounters())
         self._edits = {
-            LOAD_FREE: EngineEdits(loaded, MemoryActivations(_ACTIVATIONS_BYTES)),
+            LOAD_FREE: EngineEdits(loaded, _RecordedAlone(_ACTIVATIONS_BYTES)),
             RECORD: EngineEdits(loaded, self._stores),
         }
         # What turns of the one take, the plans of the other count with.

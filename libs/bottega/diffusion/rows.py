@@ -96,12 +96,12 @@ class StepActivations(Protocol):
 class Projections:
     """Keys and values of a block's self-attention, [tokens, channels] each, as they follow from what was recorded.
 
-    unknown: bool [tokens], on the CPU: those of which they do not.
+    unknown: those of which they do not, as TokenSet.bits.
     """
 
     keys: Tensor
     values: Tensor
-    unknown: Tensor
+    unknown: int
 
     @property
     def size_bytes(self) -> int:

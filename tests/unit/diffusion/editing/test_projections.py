@@ -140,7 +140,7 @@ def test_without_room_nothing_is_kept(unet: UNet2DConditionModel) -> None:
 
 def of_bytes(count: int) -> Projections:
     half = torch.zeros(count // 8, 1)
-    return Projections(keys=half, values=half.clone(), unknown=torch.zeros(count // 8, dtype=torch.bool))
+    return Projections(keys=half, values=half.clone(), unknown=0)
 
 
 def test_their_room_shrinks_by_what_is_kept_and_a_newer_one_takes_the_older_ones_place() -> None:

@@ -17,7 +17,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor
 
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
-from bottega.diffusion.editing.masked.feature_maps import FeatureMaps, FullMaps, PackedTokens
+from bottega.diffusion.editing.masked.feature_maps import FeatureMaps, FullMaps, PackedTokens, TokensIn
 from bottega.diffusion.editing.masked.rows import MaskedActivations
 from bottega.diffusion.editing.masked.work import BlockWork
 from bottega.diffusion.editing.recordings.recording import StepRecorder
@@ -132,7 +132,7 @@ class _TimedMaps:
 
     def tokens_in(
         self, transformer: Transformer2DModel, path: str, hidden: Tensor, forward: MaskedActivations
-    ) -> Tensor:
+    ) -> TokensIn:
         self._clock.mark(f"{path}.proj_in")
         return self._maps.tokens_in(transformer, path, hidden, forward)
 

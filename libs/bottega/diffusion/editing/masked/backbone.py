@@ -135,8 +135,8 @@ class MaskedBackbone(UNetBackbone):
             return
         hidden = forward.hidden
         _, _, height, width = hidden.shape
-        whole = self._maps.tokens_in(transformer.module, path, hidden, forward)
-        packed = transformer.run(whole, (height, width), forward)
+        tokens = self._maps.tokens_in(transformer.module, path, hidden, forward)
+        packed = transformer.run(tokens, (height, width), forward)
         forward.hidden = self._maps.tokens_out(transformer.module, path, packed, hidden, forward)
         if self._beat is not None:
             self._beat()

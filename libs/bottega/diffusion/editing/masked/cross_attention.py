@@ -14,10 +14,13 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
+from bottega.diffusion.editing.masked.packing import adjacent
 from bottega.diffusion.model.backbone import PromptOrigin
 
 # Of SDXL in half precision a prompt's projections are 25 MB: twenty of them. Those in use stay while they are.
 _BUDGET_BYTES = 512 << 20
+# Rows of a guided request.
+_HALVES = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +32,10 @@ class PromptProjections:
     size_bytes: int = 0
 
     def keep(self, path: str, keys: Tensor, values: Tensor) -> None:
-        """Of a block; copies of its own, because what it is given is part of a group's."""
+        """Of a block."""
         if path not in self.layers:  # two rows may have one prompt
-            kept = self.layers[path] = keys.clone(), values.clone()
-            self.size_bytes += sum(each.nbytes for each in kept)
+            self.layers[path] = keys, values
+            self.size_bytes += keys.nbytes + values.nbytes
 
 
 class PromptCache:
@@ -74,9 +77,18 @@ def project(
     kept = [each.layers.get(path) for each in known]
     rows = [each for each in kept if each is not None]
     if known and len(rows) == len(kept):
-        return torch.stack([keys for keys, _ in rows]), torch.stack([values for _, values in rows])
+        return _side_by_side([keys for keys, _ in rows]), _side_by_side([values for _, values in rows])
     keys, values = attention.to_k(context), attention.to_v(context)
-    for row, each in enumerate(known):
-        if kept[row] is None:
-            each.keep(path, keys[row], values[row])
+    for first in range(0, len(known), _HALVES):
+        # Copies, because a group's tensors are as large as the group; of both halves of a request in one piece.
+        pair = slice(first, first + _HALVES)
+        copies = zip(known[pair], keys[pair].clone(), values[pair].clone(), strict=True)
+        for each, of_keys, of_values in copies:
+            each.keep(path, of_keys, of_values)
     return keys, values
+
+
+def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
+    """[rows, ...]: without a copy where they lie in memory as they are wanted, as a lone request's halves do."""
+    joined = adjacent(rows)
+    return torch.stack(list(rows)) if joined is None else joined

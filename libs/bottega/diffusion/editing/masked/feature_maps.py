@@ -35,6 +35,17 @@ class PackedTokens:
     recorded: Sequence[Tensor | None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokensIn:
+    """A transformer's input. whole: [rows, tokens, channels], of all tokens.
+
+    as_recorded: by row, whether those that are not computed are what was recorded; False for rows computed whole.
+    """
+
+    whole: Tensor
+    as_recorded: Sequence[bool]
+
+
 class FeatureMaps(Protocol):
     """Operations on feature maps [rows, channels, height, width]. path: of the module, for names of what it records."""
 
@@ -58,8 +69,8 @@ class FeatureMaps(Protocol):
 
     def tokens_in(
         self, transformer: Transformer2DModel, path: str, hidden: Tensor, forward: MaskedActivations
-    ) -> Tensor:
-        """Norm and input projection: [rows, tokens, channels], of all tokens."""
+    ) -> TokensIn:
+        """Norm and input projection."""
         ...
 
     def tokens_out(
@@ -98,11 +109,13 @@ class FullMaps:
 
     def tokens_in(
         self, transformer: Transformer2DModel, path: str, hidden: Tensor, forward: MaskedActivations
-    ) -> Tensor:
+    ) -> TokensIn:
         normed = transformer.norm(hidden)
-        if not transformer.use_linear_projection:
-            return _tokens(_output(transformer.proj_in(normed)))
-        return _output(transformer.proj_in(_tokens(normed)))
+        if transformer.use_linear_projection:
+            whole = _output(transformer.proj_in(_tokens(normed)))
+        else:
+            whole = _tokens(_output(transformer.proj_in(normed)))
+        return TokensIn(whole=whole, as_recorded=[False] * len(hidden))
 
     def tokens_out(
         self,

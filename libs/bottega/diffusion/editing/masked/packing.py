@@ -7,8 +7,8 @@ those of the second, and so on. Padding would not do: one row that is computed i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,19 +24,23 @@ class RowSpans:
     offsets: rows + 1 numbers; row i is [offsets[i], offsets[i + 1]). None: dimension 0 is the rows.
     """
 
-    __slots__ = ("offsets",)
+    __slots__ = ("_next", "offsets")
 
     def __init__(self) -> None:
         self.offsets: tuple[int, ...] | None = None
+        self._next: tuple[int, ...] | None = None
 
-    @contextmanager
-    def packed(self, offsets: tuple[int, ...]) -> Iterator[None]:
+    def packed(self, offsets: tuple[int, ...]) -> Self:
         """In the block, layers are called with packed items: tokens [items, channels], or tiles of feature maps."""
-        self.offsets = offsets
-        try:
-            yield
-        finally:
-            self.offsets = None
+        self._next = offsets
+        return self
+
+    # A context manager itself: one is entered for each layer, and a generator's would take as long as a small layer.
+    def __enter__(self) -> None:
+        self.offsets = self._next
+
+    def __exit__(self, *_: object) -> None:
+        self.offsets = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +86,14 @@ class Packing:
         if self.moves is not None and self.slots is not None:
             return self.moves.merge(items, self.index, self.slots, recorded, self.tokens)
         whole = items.new_empty(self.rows, self.tokens, items.shape[-1])
-        for row, rest in zip(whole, recorded, strict=True):
-            if rest is not None:
-                row.copy_(rest, non_blocking=True)
+        rests = [rest for rest in recorded if rest is not None]
+        joined = adjacent(rests) if len(rests) == self.rows else None
+        if joined is not None:
+            whole.copy_(joined, non_blocking=True)
+        else:
+            for row, rest in zip(whole, recorded, strict=True):
+                if rest is not None:
+                    row.copy_(rest, non_blocking=True)
         whole.view(self.rows * self.tokens, -1).index_copy_(0, self.index, items)
         return whole
 
@@ -114,6 +123,18 @@ def pack_rows(
         moves=moves,
         slots=slots,
     )
+
+
+def adjacent(rows: Sequence[Tensor]) -> Tensor | None:
+    """Tensors of one shape as one, [rows, ...], where they lie in memory one behind the other; None elsewhere."""
+    first = rows[0]
+    storage, begin, size = first.untyped_storage().data_ptr(), first.storage_offset(), first.numel()
+    if not first.is_contiguous():
+        return None
+    for place, row in enumerate(rows):
+        if row.untyped_storage().data_ptr() != storage or row.storage_offset() != begin + place * size:
+            return None
+    return first.as_strided((len(rows), *first.shape), (size, *first.stride()))
 
 
 def _slots(index: Tensor, places: int) -> Tensor:

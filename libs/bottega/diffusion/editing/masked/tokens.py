@@ -5,16 +5,18 @@ It knows neither packing nor a network's blocks. A map is bool [height, width] a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
+import numpy as np
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSet:
     """The computed tokens of one map at one resolution.
 
@@ -28,6 +30,11 @@ class TokenSet:
     def count(self) -> int:
         """How many are computed."""
         return len(self.index)
+
+    @functools.cached_property
+    def bits(self) -> int:
+        """The mask as a number, its first token being the highest bit: for comparisons that take no tensor."""
+        return int.from_bytes(np.packbits(self.mask.numpy()).tobytes())
 
     @property
     def total(self) -> int:

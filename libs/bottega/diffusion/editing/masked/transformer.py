@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bottega.diffusion.editing.masked.cross_attention import project
-from bottega.diffusion.editing.masked.feature_maps import PackedTokens
+from bottega.diffusion.editing.masked.feature_maps import PackedTokens, TokensIn
 from bottega.diffusion.editing.masked.packing import Packing
 from bottega.diffusion.editing.masked.projections import keep_projections, kept_projections
 from bottega.diffusion.editing.masked.rows import MaskedActivations
@@ -47,27 +47,30 @@ class MaskedTransformer:
         # Nothing but the output projection reads the last block: what is recorded behind it need not be projected.
         self.names = [*self._paths[:-1], f"{path}.proj_out"]
 
-    def run(self, whole: Tensor, size: tuple[int, int], forward: MaskedActivations) -> PackedTokens:
-        """whole: the input of the first block, [rows, tokens, channels]. size: height and width in tokens."""
+    def run(self, tokens: TokensIn, size: tuple[int, int], forward: MaskedActivations) -> PackedTokens:
+        """tokens: the input of the first block. size: height and width in tokens."""
         if self._caching is Caching.KEYS_VALUES:
-            return self._run_on_keys_values(whole, size, forward)
-        return self._run_on_outputs(whole, size, forward)
+            return self._run_on_keys_values(tokens.whole, size, forward)
+        return self._run_on_outputs(tokens, size, forward)
 
-    def _run_on_outputs(self, whole: Tensor, size: tuple[int, int], forward: MaskedActivations) -> PackedTokens:
+    def _run_on_outputs(self, tokens: TokensIn, size: tuple[int, int], forward: MaskedActivations) -> PackedTokens:
         """Each block by itself: a row that has no recording of one is computed in full there."""
+        whole = tokens.whole
         made: PackedTokens | None = None
         for place, block in enumerate(self._blocks):
             recorded = forward.recorded(self.names[place])
             masked = [rest is not None for rest in recorded]
             forward.count(masked)
             packing = forward.packing(size, masked)
+            if not place:
+                made = _packed_input(tokens, masked, packing)
             kept = kept_projections(self._paths[place], size, made, packing, forward)
             if made is not None and kept is not None:
                 items, normed = made.items, block.norm1(made.items)
                 keys = packing.merge(_packed(block.attn1.to_k, normed, packing, forward), kept.keys)
                 values = packing.merge(_packed(block.attn1.to_v, normed, packing, forward), kept.values)
             else:
-                if made is not None:
+                if made is not None and place:
                     whole = made.packing.merge(made.items, made.recorded)
                     forward.put(self.names[place - 1], whole)
                 items = made.items if made is not None and made.packing is packing else packing.pack(whole)
@@ -124,18 +127,20 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, packing: Packing, *, h
 
     queries: [items, channels]; keys, values: [rows, length, channels].
     """
-    attended = torch.empty_like(queries)
+    made: list[Tensor] = []
     for run in packing.runs:
         if not run.count:
             continue  # nothing of these rows is computed
         rows, span = run.last - run.first, slice(packing.offsets[run.first], packing.offsets[run.last])
-        made = functional.scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             _by_head(queries[span].view(rows, run.count, -1), heads),
             _by_head(keys[run.first : run.last], heads),
             _by_head(values[run.first : run.last], heads),
         )
-        attended[span] = made.transpose(1, 2).reshape(rows * run.count, -1)
-    return attended
+        made.append(attended.transpose(1, 2).reshape(rows * run.count, -1))
+    if not made:
+        return torch.empty_like(queries)
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def _packed(layer: nn.Module, items: Tensor, packing: Packing, forward: MaskedActivations) -> Tensor:
@@ -143,6 +148,15 @@ def _packed(layer: nn.Module, items: Tensor, packing: Packing, forward: MaskedAc
     with forward.spans.packed(packing.offsets):
         made: Tensor = layer(items)
     return made
+
+
+def _packed_input(tokens: TokensIn, masked: Sequence[bool], packing: Packing) -> PackedTokens | None:
+    """What the first block computes of its input, as if a block before had made it; None where what a row does not
+    compute there is not what was recorded."""
+    pairs = list(zip(masked, tokens.as_recorded, strict=True))
+    if not any(masked) or (True, False) in pairs:
+        return None
+    return PackedTokens(items=packing.pack(tokens.whole), packing=packing, recorded=_where(list(tokens.whole), masked))
 
 
 def _where(recorded: Sequence[Tensor | None], masked: Sequence[bool]) -> list[Tensor | None]:

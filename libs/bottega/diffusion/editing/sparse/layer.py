@@ -9,8 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from bottega.diffusion.editing.masked.rows import MaskedActivations
-from bottega.diffusion.editing.sparse.norms import moments, scale_and_shift, scaled
+from bottega.diffusion.editing.sparse.norms import (
+    RecordedStatistics,
+    Statistics,
+    moments,
+    of_tiles,
+    scale_and_shift,
+    scaled,
+)
 from bottega.diffusion.editing.sparse.pieces import Piece, Tiles, Whole, of_rows
+from bottega.diffusion.editing.sparse.rectangles import Rectangle
 from bottega.diffusion.rows import StepActivations
 
 
@@ -18,12 +26,13 @@ from bottega.diffusion.rows import StepActivations
 class Layer:
     """Lists of tensors are by piece. recorded: by name, of every row; None for rows that are computed whole.
 
-    margin: of tiles, the elements around a rectangle that a list's tensors have.
+    statistics: of what was recorded. margin: of tiles, the elements around a rectangle that a list's tensors have.
     """
 
     forward: MaskedActivations
     pieces: Sequence[Piece]
     recorded: Mapping[str, Sequence[Tensor | None]]
+    statistics: RecordedStatistics
 
     def take(self, parts: Sequence[Tensor], margin: int) -> list[Tensor]:
         """Of feature maps that are joined over channels."""
@@ -69,9 +78,10 @@ class Layer:
 
     def norm(self, norm: nn.GroupNorm, name: str, maps: Sequence[Tensor], margin: int) -> list[Tensor]:
         """With the statistics of whole maps: see norms. name: of the recorded moments."""
-        known = self._moments(norm, name, maps, margin)
-        scale, shift = scale_and_shift(norm, torch.stack(list(known.values()))) if known else (None, None)
-        place = {row: place for place, row in enumerate(known)}
+        self._record_moments(norm, name, maps, margin)
+        parts = self._parts(norm, name, maps, margin)
+        scale, shift = scale_and_shift(norm, list(parts.values())) if parts else (None, None)
+        place = {row: place for place, row in enumerate(parts)}
         made: list[Tensor] = []
         for piece, each in zip(self.pieces, maps, strict=True):
             if scale is None or shift is None or isinstance(piece, Whole):
@@ -94,22 +104,43 @@ class Layer:
         self.forward.put(name, whole)
         return whole
 
-    def _moments(self, norm: nn.GroupNorm, name: str, maps: Sequence[Tensor], margin: int) -> dict[int, Tensor]:
-        """Of the whole maps of rows with tiles, by row, as they are now: [2 * groups, height, width]. Records them, and
-        those of rows that are computed whole."""
-        known = {row: rest.float() for row, rest in enumerate(self.recorded[name]) if rest is not None}
+    def _parts(self, norm: nn.GroupNorm, name: str, maps: Sequence[Tensor], margin: int) -> dict[int, list[Statistics]]:
+        """Of the parts of whole maps as they are now, by row with tiles."""
+        tiles: dict[int, list[tuple[Rectangle, Statistics]]] = {}
         for piece, each in zip(self.pieces, maps, strict=True):
             if isinstance(piece, Tiles):
-                of_tiles = moments(piece.core(each, margin), norm.num_groups)
-                for row, rectangle, of_tile in zip(piece.rows, piece.rectangles, of_tiles, strict=True):
-                    known[row][:, rectangle.rows, rectangle.columns] = of_tile
+                of_piece = of_tiles(norm, piece.core(each, margin))
+                for row, rectangle, statistics in zip(piece.rows, piece.rectangles, of_piece, strict=True):
+                    tiles.setdefault(row, []).append((rectangle, statistics))
+        parts: dict[int, list[Statistics]] = {}
+        for row, of_row in tiles.items():
+            rest = self.recorded[name][row]
+            assert rest is not None, "a row has tiles where its moments are recorded"
+            rectangles = tuple(rectangle for rectangle, _ in of_row)
+            parts[row] = [self.statistics.outside(rest, rectangles), *(statistics for _, statistics in of_row)]
+        return parts
+
+    def _record_moments(self, norm: nn.GroupNorm, name: str, maps: Sequence[Tensor], margin: int) -> None:
+        """Of whole maps as they are now, of those rows that record."""
+        recording = {row for row in range(len(self.forward.edits)) if self._sink(row) is not None}
+        known = {
+            row: rest.to(torch.float32, copy=True)
+            for row, rest in enumerate(self.recorded[name])
+            if rest is not None and row in recording
+        }
+        for piece, each in zip(self.pieces, maps, strict=True):
+            if recording.isdisjoint(piece.rows):
+                continue
+            of_items = moments(piece.core(each, margin), norm.num_groups)
+            if isinstance(piece, Tiles):
+                for row, rectangle, of_tile in zip(piece.rows, piece.rectangles, of_items, strict=True):
+                    if row in known:
+                        known[row][:, rectangle.rows, rectangle.columns] = of_tile
             else:
-                for of_row, row in zip(each, piece.rows, strict=True):
-                    if self._sink(row) is not None:
-                        self._put(row, name, moments(of_row[None], norm.num_groups)[0])
+                for row, of_row in zip(piece.rows, of_items, strict=True):
+                    self._put(row, name, of_row)
         for row, of_map in known.items():
             self._put(row, name, of_map)
-        return known
 
     def _sink(self, row: int) -> StepActivations | None:
         edit = self.forward.edits[row]

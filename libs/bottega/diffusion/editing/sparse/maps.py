@@ -20,10 +20,11 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
-from bottega.diffusion.editing.masked.feature_maps import FullMaps
+from bottega.diffusion.editing.masked.feature_maps import FullMaps, TokensIn
 from bottega.diffusion.editing.masked.rows import MaskedActivations
 from bottega.diffusion.editing.masked.tokens import MaskTokens
 from bottega.diffusion.editing.sparse.layer import Layer
+from bottega.diffusion.editing.sparse.norms import RecordedStatistics
 from bottega.diffusion.editing.sparse.pieces import Whole, pieces
 from bottega.diffusion.editing.sparse.rectangles import Rectangle, cover, pays
 
@@ -36,6 +37,7 @@ class SparseMaps(FullMaps):
 
     def __init__(self) -> None:
         self._covers: WeakKeyDictionary[MaskTokens, dict[tuple[int, int], tuple[Rectangle, ...]]] = WeakKeyDictionary()
+        self._statistics = RecordedStatistics()
 
     def resnet(self, resnet: ResnetBlock2D, path: str, parts: Sequence[Tensor], forward: MaskedActivations) -> Tensor:
         size = parts[0].shape[2:]
@@ -95,9 +97,10 @@ class SparseMaps(FullMaps):
 
     def tokens_in(
         self, transformer: Transformer2DModel, path: str, hidden: Tensor, forward: MaskedActivations
-    ) -> Tensor:
+    ) -> TokensIn:
         size = hidden.shape[2:]
-        layer = self._layer((f"{path}.norm:moments", f"{path}.proj_in:map"), size, forward)
+        name = f"{path}.proj_in:map"
+        layer = self._layer((f"{path}.norm:moments", name), size, forward)
         if layer is None:
             return super().tokens_in(transformer, path, hidden, forward)
         normed = layer.norm(transformer.norm, f"{path}.norm:moments", layer.take((hidden,), margin=0), margin=0)
@@ -105,7 +108,13 @@ class SparseMaps(FullMaps):
             projected = layer.project(transformer.proj_in, normed)
         else:
             projected = layer.convolve(transformer.proj_in, normed, margin=0)
-        return layer.join(f"{path}.proj_in:map", projected, size).flatten(2).transpose(1, 2)
+        return TokensIn(
+            whole=layer.join(name, projected, size).flatten(2).transpose(1, 2),
+            as_recorded=[
+                rest is not None and self._covers_exactly(forward.tokens_of(row), (size[0], size[1]))
+                for row, rest in enumerate(layer.recorded[name])
+            ],
+        )
 
     def conv_out(self, unet: UNet2DConditionModel, hidden: Tensor, forward: MaskedActivations) -> Tensor:
         size = hidden.shape[2:]
@@ -137,7 +146,14 @@ class SparseMaps(FullMaps):
         if all(each is None for each in rectangles) and not any(edit and edit.sink for edit in forward.edits):
             return None
         cut = pieces(rectangles, (size[0], size[1]), forward.moves)
-        return Layer(forward=forward, pieces=cut, recorded=recorded)
+        return Layer(forward=forward, pieces=cut, recorded=recorded, statistics=self._statistics)
+
+    def _covers_exactly(self, tokens: MaskTokens | None, size: tuple[int, int]) -> bool:
+        """Whether rectangles hold nothing beside the mask."""
+        covered = None if tokens is None else self._cover(tokens, size)
+        if tokens is None or covered is None:
+            return False
+        return sum(each.height * each.width for each in covered) == tokens.at(*size).count
 
     def _cover(self, tokens: MaskTokens, size: tuple[int, int]) -> tuple[Rectangle, ...] | None:
         """None where all of a map costs no more."""

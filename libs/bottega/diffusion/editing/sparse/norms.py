@@ -1,14 +1,35 @@
 """GroupNorm over feature maps of which only tiles are computed.
 
 Its statistics are of the whole map. What is recorded of its input, in place of the input itself, is the mean and the
-standard deviation of each group's channels at each element, its moments: with the tiles' own in their places they give
-the statistics of the map as it is now, for a fraction of the map's bytes.
+standard deviation of each group's channels at each element, its moments: those outside the tiles, joined with the
+tiles' own, give the statistics of the map as it is now, for a fraction of the map's bytes.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from bottega.diffusion.device.pick import open_device
+from bottega.diffusion.editing.sparse.rectangles import Rectangle
+
+# Masks of a template whose edits are under way by turns.
+_KNOWN_MASKS = 4
+_KNOWN_WEIGHTS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Statistics:
+    """Of each group over some elements of a feature map. mean, variance: float32 [groups]. elements: how many."""
+
+    mean: Tensor
+    variance: Tensor
+    elements: int
 
 
 def moments(feature_map: Tensor, groups: int) -> Tensor:
@@ -20,17 +41,80 @@ def moments(feature_map: Tensor, groups: int) -> Tensor:
     return torch.cat([mean, (grouped - mean[:, :, None]).square_().mean(dim=2).sqrt_()], dim=1)
 
 
-def scale_and_shift(norm: nn.GroupNorm, of_maps: Tensor) -> tuple[Tensor, Tensor]:
-    """What the norm multiplies by and adds, for whole maps with these moments: each float32 [rows, channels, 1, 1]."""
-    means, deviations = of_maps.flatten(2).chunk(2, dim=1)
-    mean = means.mean(dim=2)
-    between = (means - mean[:, :, None]).square_().mean(dim=2)
-    within = deviations.square().mean(dim=2)
-    each = norm.num_channels // norm.num_groups
-    inverse = (between + within + norm.eps).rsqrt().repeat_interleave(each, dim=1)
-    scale = inverse * norm.weight.float()
-    shift = norm.bias.float() - mean.repeat_interleave(each, dim=1) * scale
-    return scale[:, :, None, None], shift[:, :, None, None]
+class RecordedStatistics:
+    """What recorded moments say of the elements outside the tiles: the same for every edit with a mask, so that it is
+    kept for as long as the record."""
+
+    def __init__(self) -> None:
+        self._known: MutableMapping[Tensor, dict[tuple[Rectangle, ...], Statistics]] = WeakIdKeyDictionary()
+
+    def outside(self, recorded: Tensor, rectangles: tuple[Rectangle, ...]) -> Statistics:
+        """recorded: moments [2 * groups, height, width] of any element type. rectangles: without overlap."""
+        of_masks = self._known.setdefault(recorded, {})
+        found = of_masks.get(rectangles)
+        if found is None:
+            if len(of_masks) == _KNOWN_MASKS:
+                del of_masks[next(iter(of_masks))]
+            found = of_masks[rectangles] = _outside(recorded, rectangles)
+        return found
+
+
+def _outside(recorded: Tensor, rectangles: Sequence[Rectangle]) -> Statistics:
+    means, deviations = recorded.float().chunk(2)
+    height, width = recorded.shape[1:]
+    inside = torch.zeros(height, width, dtype=torch.bool)
+    for each in rectangles:
+        inside[each.rows, each.columns] = True
+    outside = open_device(recorded.device).to_device((~inside).float())
+    elements = height * width - sum(each.height * each.width for each in rectangles)
+    share = 1 / max(elements, 1)
+    mean = (means * outside).sum(dim=(1, 2)) * share
+    spread = (means - mean[:, None, None]).square() + deviations.square()
+    return Statistics(mean=mean, variance=(spread * outside).sum(dim=(1, 2)) * share, elements=elements)
+
+
+def of_tiles(norm: nn.GroupNorm, tiles: Tensor) -> list[Statistics]:
+    """Of each of [tiles, channels, height, width]."""
+    count, channels, height, width = tiles.shape
+    elements = height * width
+    # Its norm is not needed; it is the one call that gives both numbers of every group.
+    _, mean, inverse = torch.native_group_norm(
+        tiles.float().contiguous(), None, None, count, channels, elements, norm.num_groups, norm.eps
+    )
+    variance = inverse.pow(-2).sub_(norm.eps)
+    return [
+        Statistics(mean=each, variance=of_each, elements=elements)
+        for each, of_each in zip(mean.unbind(), variance.unbind(), strict=True)
+    ]
+
+
+def scale_and_shift(norm: nn.GroupNorm, rows: Sequence[Sequence[Statistics]]) -> tuple[Tensor, Tensor]:
+    """What the norm multiplies by and adds: each float32 [rows, channels, 1, 1].
+
+    rows: of each row the parts that make up its whole map.
+    """
+    parts = max(map(len, rows))
+    # Of rows with fewer parts than others one counts again, as nothing.
+    padded = [part for row in rows for part in [*row, *[row[0]] * (parts - len(row))]]
+    means = torch.stack([part.mean for part in padded]).view(len(rows), parts, -1)
+    variances = torch.stack([part.variance for part in padded]).view(len(rows), parts, -1)
+    weights = _weights(tuple(tuple(part.elements for part in row) for row in rows), means.device)
+    mean = (means * weights).sum(dim=1)
+    centred = means - mean[:, None]
+    variance = (torch.addcmul(variances, centred, centred) * weights).sum(dim=1)
+    channels = norm.num_groups, norm.num_channels // norm.num_groups
+    scale = (variance + norm.eps).rsqrt()[:, :, None] * norm.weight.float().view(channels)
+    shift = torch.addcmul(norm.bias.float().view(channels), mean[:, :, None], scale, value=-1)
+    shape = len(rows), norm.num_channels, 1, 1
+    return scale.view(shape), shift.view(shape)
+
+
+@functools.lru_cache(maxsize=_KNOWN_WEIGHTS)
+def _weights(elements: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """The share of a map that each part is: float32 [rows, parts, 1]."""
+    parts = max(map(len, elements))
+    shares = [[each / sum(row) for each in row] + [0.0] * (parts - len(row)) for row in elements]
+    return open_device(device).to_device(torch.tensor(shares)[:, :, None])
 
 
 def scaled(tiles: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
