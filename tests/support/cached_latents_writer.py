@@ -38,7 +38,7 @@ _SEEDS = 200
 
 def store_of(folder: Path) -> LatentStore:
     """As every process of such a test has it."""
-    index = KeyedIndex(settings=IndexSettings(flat_entries=16, build_threads=1))
+    index = KeyedIndex(settings=IndexSettings(flat_entries=16))
     given = settings(folder, budget_bytes=_BUDGET * LATENT_BYTES, batch_share=0.05, retry_s=0.02)
     return LatentStore(given, index=index)
 

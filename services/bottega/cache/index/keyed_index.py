@@ -1,7 +1,6 @@
 """An index for each exact key: what is found for one key was added under it.
 
-A key that has no entries has no index. One thread in the background makes the lists of all keys, one after the other,
-and makes way for the threads that search.
+A key that has no entries has no index.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bottega.cache.background_thread import BackgroundThread
-from bottega.cache.index.clustered_index import ClusteredIndex
+from bottega.cache.index.key_index import KeyIndex
 from bottega.cache.index.settings import IndexSettings
 from bottega.cache.index.vector_index import MAX_COUNT, Match, Numbers, Vectors, unit_vectors
 from bottega.errors import QueueFull
@@ -21,13 +19,11 @@ from bottega.errors import QueueFull
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexStatistics:
-    """keys: with entries. listed_entries: of the entries, those in lists. rebuilds: of lists, or of flat parts from
-    them. size_bytes: of vectors and centres."""
+    """keys: with entries. sketched_entries: of the entries, those with a sketch. size_bytes: of vectors and so on."""
 
     keys: int
     entries: int
-    listed_entries: int
-    rebuilds: int
+    sketched_entries: int
     size_bytes: int
 
 
@@ -41,10 +37,8 @@ class KeyedIndex:
         self._max_entries = max_entries
         self._settings = settings or IndexSettings()
         self._lock = threading.Lock()
-        self._indexes: dict[str, ClusteredIndex] = {}
+        self._indexes: dict[str, KeyIndex] = {}
         self._entries = 0
-        self._past_rebuilds = 0
-        self._builder = BackgroundThread("index-build")
         self._closed = False
 
     def __len__(self) -> int:
@@ -53,8 +47,6 @@ class KeyedIndex:
     def load(self, key: str, numbers: Numbers, vectors: NDArray[np.floating]) -> None:
         """Adds many at once, as a service does that starts. numbers: [n], each once. vectors: [n, width].
 
-        Returns when they are in lists where the key is to have some; centres are made in the calling thread. Give a
-        million in pieces: meanwhile they are there twice.
         Raises as `add` does, and then has added none.
         """
         made = unit_vectors(vectors)
@@ -63,9 +55,6 @@ class KeyedIndex:
         if len(numbers):
             _check_number(int(numbers.min()))
             self._add(key, numbers, made)
-            index = self._indexes.get(key)
-            if index is not None:
-                index.rebuild()
 
     def add(self, key: str, number: int, vector: NDArray[np.floating]) -> None:
         """Adds an entry, in the place of the one with that number of the key. number: at least 0.
@@ -127,23 +116,20 @@ class KeyedIndex:
         """As they are now."""
         with self._lock:
             indexes = list(self._indexes.values())
-            past = self._past_rebuilds
         return IndexStatistics(
             keys=len(indexes),
             entries=self._entries,
-            listed_entries=sum(index.listed for index in indexes),
-            rebuilds=past + sum(index.rebuilds for index in indexes),
+            sketched_entries=sum(index.sketched for index in indexes),
             size_bytes=sum(index.size_bytes for index in indexes),
         )
 
     def close(self) -> None:
-        """Ends what is built, which takes a round of making centres: seconds for a million. May be called again."""
+        """Nothing more is taken in. May be called again."""
         with self._lock:
             self._closed = True
             indexes = list(self._indexes.values())
         for index in indexes:
             index.close()
-        self._builder.close()
 
     def _add(self, key: str, numbers: Numbers, vectors: Vectors) -> None:
         self._reserve(len(numbers))
@@ -175,21 +161,17 @@ class KeyedIndex:
                 raise QueueFull(f"an index has at most {self._max_entries} entries (max_entries)")
             self._entries += entries
 
-    def _index(self, key: str, width: int) -> ClusteredIndex:
+    def _index(self, key: str, width: int) -> KeyIndex:
         with self._lock:
             index = self._indexes.get(key)
             if index is None:
-                index = self._indexes[key] = ClusteredIndex(width, self._settings, on_due=self._rebuild_soon)
+                index = self._indexes[key] = KeyIndex(width, self._settings)
             return index
 
     def _forget_if_empty(self, key: str) -> None:
         index = self._indexes.get(key)
         if index is not None and index.close_if_empty():
-            self._past_rebuilds += index.rebuilds
             del self._indexes[key]
-
-    def _rebuild_soon(self, index: ClusteredIndex) -> None:
-        self._builder.start(index.rebuild)
 
 
 def _check_number(number: int) -> None:
@@ -197,6 +179,6 @@ def _check_number(number: int) -> None:
         raise ValueError("a number is at least 0")
 
 
-def _check_width(index: ClusteredIndex, vectors: Vectors) -> None:
+def _check_width(index: KeyIndex, vectors: Vectors) -> None:
     if vectors.shape[-1] != index.width:
         raise ValueError(f"vectors of this key have {index.width} numbers, not {vectors.shape[-1]}")

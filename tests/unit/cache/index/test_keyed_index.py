@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bottega.cache.index import IndexSettings, KeyedIndex
 from bottega.errors import QueueFull
-from tests.support.waiting import EVENTUALLY_S, wait_until
+from tests.support.waiting import EVENTUALLY_S
 
 WIDTH = 8
 SETTINGS = IndexSettings(flat_entries=100)
@@ -115,22 +115,19 @@ def test_numbers_are_not_negative_and_loaded_once_each(index: KeyedIndex) -> Non
     assert len(index) == 0
 
 
-def test_a_load_ends_when_all_are_in_lists(index: KeyedIndex) -> None:
+def test_a_key_with_many_entries_gets_sketches(index: KeyedIndex) -> None:
     vectors = _random(700)
     for first in (0, 300, 600):
         index.load("key", np.arange(first, min(first + 300, 700)), vectors[first : first + 300])
-        assert index.statistics().listed_entries == index.entries("key") == min(first + 300, 700)
+        assert index.statistics().sketched_entries == index.entries("key") == min(first + 300, 700)
     index.load("small", np.arange(5), vectors[:5])
     index.load("none", np.arange(0), vectors[:0])
     assert index.statistics().keys == 2
+    assert index.statistics().sketched_entries == 700
     assert [index.search("key", vector, 1)[0].number for vector in vectors] == list(range(700))
-
-
-def test_what_is_added_one_by_one_gets_its_lists_in_the_background(index: KeyedIndex) -> None:
-    for number, vector in enumerate(_random(130)):
-        index.add("key", number, vector)
-    wait_until(lambda: index.statistics().listed_entries >= 100, "lists")
-    assert index.statistics().rebuilds >= 1
+    for number in range(99):
+        index.add("small", 5 + number, vectors[number])
+        assert index.statistics().sketched_entries == (700 if number < 94 else 700 + 6 + number)
     assert index.statistics().size_bytes > 0
 
 

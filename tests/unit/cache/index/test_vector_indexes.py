@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bottega.cache.index.clustered_index import ClusteredIndex
 from bottega.cache.index.flat_index import FlatIndex
+from bottega.cache.index.key_index import KeyIndex
 from bottega.cache.index.settings import IndexSettings
+from bottega.cache.index.sketched_index import SketchedIndex
 from bottega.cache.index.vector_index import VectorIndex, unit_vectors
 
 WIDTH = 16
@@ -18,15 +19,11 @@ WIDTH = 16
 TOLERANCE = 5e-4
 
 
-def _clustered(flat_entries: int) -> ClusteredIndex:
-    settings = IndexSettings(flat_entries=flat_entries)
-    return ClusteredIndex(WIDTH, settings, on_due=ClusteredIndex.rebuild)
-
-
 BACKENDS: dict[str, Callable[[], VectorIndex]] = {
     "flat": lambda: FlatIndex(WIDTH),
-    "clustered, still flat": lambda: _clustered(10_000),
-    "clustered": lambda: _clustered(100),
+    "sketched": lambda: SketchedIndex(np.zeros(WIDTH, np.float32), IndexSettings()),
+    "of a key, still flat": lambda: KeyIndex(WIDTH, IndexSettings()),
+    "of a key": lambda: KeyIndex(WIDTH, IndexSettings(flat_entries=100)),
 }
 
 
