@@ -154,8 +154,8 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench-edit", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of all shares, on each side (default: 5)")
-    parser.add_argument("--steps", type=int, default=6, help="of each edit; one less runs (default: 6)")
+    parser.add_argument("--rounds", type=int, default=3, help="of all shares, on each side (default: 3)")
+    parser.add_argument("--steps", type=int, default=11, help="of each edit; one less runs (default: 11)")
     parser.add_argument("--threads", type=int, default=THREADS, help="of each side (default: 2)")
     parser.add_argument(
         "--shares", type=float, nargs="+", default=list(RATIOS), choices=RATIOS, metavar="SHARE", help="of RATIOS"

@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.editing.sparse.rectangles import Rectangle
 
-# Masks of a template whose edits are under way by turns.
-_KNOWN_MASKS = 4
+# Masks of one template that are edited by turns. Half a kilobyte for each, norm and forward.
+_KNOWN_MASKS = 8
 _KNOWN_WEIGHTS = 256
 
 
@@ -43,7 +43,7 @@ def moments(feature_map: Tensor, groups: int) -> Tensor:
 
 class RecordedStatistics:
     """What recorded moments say of the elements outside the tiles: the same for every edit with a mask, so that it is
-    kept for as long as the record."""
+    kept for as long as the record. What is added to a record later lies inside of all masks that there were before."""
 
     def __init__(self) -> None:
         self._known: MutableMapping[Tensor, dict[tuple[Rectangle, ...], Statistics]] = WeakIdKeyDictionary()
