@@ -88,7 +88,12 @@ class ColourStore:
 
     async def start(self) -> None:
         """Joins the fleet."""
-        registration = fleet_pb2.Registration(kind=KIND, name=self.name, address=self._server.address)
+        registration = fleet_pb2.Registration(
+            kind=KIND,
+            name=self.name,
+            address=self._server.address,
+            metrics_address=self._server.metrics_address,
+        )
         self._membership = FleetMembership(self._config.gateway, registration, load=self.load)
         self._membership.start()
 

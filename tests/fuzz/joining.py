@@ -67,6 +67,10 @@ def joining_corpus() -> Iterator[Case]:
         "x" * 257 + ":1",
     ):
         yield case(f"address {shown(address)}", INVALID, "address", address=address)
+        if address:
+            yield case(f"metrics_address {shown(address)}", INVALID, "metrics_address", metrics_address=address)
+    for address in ("", "127.0.0.1:9001", "[::]:9001", "x" * 254 + ":1"):
+        yield case(f"metrics_address {shown(address)}", metrics_address=address)
     for field in ("version", "device"):
         for length, code in ((128, OK), (129, INVALID)):
             facts: dict[str, Any] = {field: "x" * length}

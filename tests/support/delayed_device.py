@@ -150,6 +150,9 @@ class DelayedDevice:
     def free_bytes(self) -> int | None:
         return None
 
+    def allocated_bytes(self) -> int | None:
+        return None
+
     def limit_memory(self, size_bytes: int) -> None:
         """It is the host's."""
 

@@ -11,6 +11,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
 
 import grpc
 
@@ -33,6 +34,18 @@ _REPEAT_LOG_S = 60.0
 _INSTANCE_BYTES = 16
 
 _log = logging.getLogger(__name__)
+
+
+class Listening(Protocol):
+    """The server of a service, as far as a registration says it: host:port of each, once it has started."""
+
+    @property
+    def address(self) -> str:
+        """Of its calls."""
+
+    @property
+    def metrics_address(self) -> str:
+        """Of its metrics."""
 
 
 def _with_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registration:

@@ -207,6 +207,10 @@ class Server(GrpcListener):
         """host:port of `/metrics`, once started."""
         return self._metrics.address
 
+    def add_page(self, path: str, render: Callable[[], str]) -> None:
+        """Serves JSON beside `/metrics`. render: called for every request, in a thread of its own. Before start."""
+        self._metrics.add_page(path, render)
+
     @property
     def addresses(self) -> dict[str, str]:
         """host:port of everything that it listens on, once started, by what it is."""

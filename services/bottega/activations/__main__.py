@@ -27,7 +27,7 @@ def main() -> int:
 def build(settings: ActivationsConfig, folder: Path) -> tuple[Server, ActivationServer]:
     """A store and its server, neither of them started. In a running event loop."""
     server = Server("activations", settings.server)
-    activations = ActivationServer(settings, folder=folder, address=lambda: server.address)
+    activations = ActivationServer(settings, folder=folder, listening=server)
     server.registry.register(ActivationMetrics(activations.statistics))
     service = ActivationService(activations.store, holder=activations.name)
     activations_pb2_grpc.add_ActivationServiceServicer_to_server(service, server.grpc)

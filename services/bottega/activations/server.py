@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from bottega import kinds
@@ -20,7 +19,7 @@ from bottega.activations.worker_link import ActivationLinks
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import Draining
 from bottega.process.memory import MemoryMeter
-from bottega.rpc.fleet_membership import FleetMembership
+from bottega.rpc.fleet_membership import FleetMembership, Listening
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.transport import offer_to_wire
 from bottega.v1 import fleet_pb2
@@ -30,13 +29,13 @@ from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 class ActivationServer:
     """Start it with `start`, end it with `drain` and `stop`.
 
-    address: where the server itself listens, once it does. Raises ConfigError where an address cannot be bound.
+    listening: the server itself. Raises ConfigError where an address cannot be bound.
     """
 
-    def __init__(self, config: ActivationsConfig, *, folder: Path, address: Callable[[], str]) -> None:
+    def __init__(self, config: ActivationsConfig, *, folder: Path, listening: Listening) -> None:
         self.name = config.name or f"activations-{os.getpid()}"
         self._config = config
-        self._address = address
+        self._listening = listening
         self._version = importlib.metadata.version("bottega-services")
         self.store = ActivationStore(store_settings(config, folder))
         self._links = ActivationLinks(config.links, store=self.store)
@@ -94,7 +93,11 @@ class ActivationServer:
 
     def _join(self) -> FleetMembership:
         registration = fleet_pb2.Registration(
-            kind=kinds.ACTIVATIONS, name=self.name, address=self._address(), version=self._version
+            kind=kinds.ACTIVATIONS,
+            name=self.name,
+            address=self._listening.address,
+            version=self._version,
+            metrics_address=self._listening.metrics_address,
         )
         return FleetMembership(self._config.gateway, registration, load=self.load)
 

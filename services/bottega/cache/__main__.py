@@ -27,7 +27,7 @@ def main() -> int:
 def build(settings: CacheConfig, folder: Path) -> tuple[Server, CacheServer]:
     """A cache and its server, neither of them started. In a running event loop."""
     server = Server("cache", settings.server)
-    cache = CacheServer(settings, folder=folder, address=lambda: server.address)
+    cache = CacheServer(settings, folder=folder, listening=server)
     server.registry.register(CacheMetrics(cache.statistics))
     cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(cache.store), server.grpc)
     server.add_services([SERVICE_NAME])

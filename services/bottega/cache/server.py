@@ -9,7 +9,6 @@ import asyncio
 import importlib.metadata
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from google.protobuf import json_format
@@ -25,7 +24,7 @@ from bottega.cache.worker_link import CacheLinks
 from bottega.errors import ConfigError, Draining, InvalidRequest, StorageUnavailable
 from bottega.planning.eviction import FIFO, LCBFU, LFU, LRU, EvictionPolicy, decayed_lcbfu
 from bottega.process.memory import MemoryMeter
-from bottega.rpc.fleet_membership import FleetMembership
+from bottega.rpc.fleet_membership import FleetMembership, Listening
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.transport import offer_to_wire
 from bottega.v1 import fleet_pb2
@@ -38,14 +37,14 @@ _log = logging.getLogger(__name__)
 class CacheServer:
     """Start it with `start`, end it with `drain` and `stop`.
 
-    address: where the server itself listens, once it does. Raises ConfigError where a profile of the configuration
+    listening: the server itself. Raises ConfigError where a profile of the configuration
     cannot be used, or an address cannot be bound.
     """
 
-    def __init__(self, config: CacheConfig, *, folder: Path, address: Callable[[], str]) -> None:
+    def __init__(self, config: CacheConfig, *, folder: Path, listening: Listening) -> None:
         self.name = config.name or f"cache-{os.getpid()}"
         self._config = config
-        self._address = address
+        self._listening = listening
         self._version = importlib.metadata.version("bottega-services")
         self._profiles = [read_profile(Path(path)) for path in config.profiles]
         self.store = LatentStore(store_settings(config, folder))
@@ -114,7 +113,11 @@ class CacheServer:
 
     def _join(self) -> FleetMembership:
         registration = fleet_pb2.Registration(
-            kind=kinds.CACHE, name=self.name, address=self._address(), version=self._version
+            kind=kinds.CACHE,
+            name=self.name,
+            address=self._listening.address,
+            version=self._version,
+            metrics_address=self._listening.metrics_address,
         )
         return FleetMembership(self._config.gateway, registration, load=self.load)
 

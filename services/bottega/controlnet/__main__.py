@@ -53,7 +53,7 @@ async def _lifespan(
             engine=engine,
             inspector=ControlNetInspector(),
             metrics=ControlNetMetrics(server.registry),
-            address=lambda: server.address,
+            listening=server,
             set_serving=server.set_serving,
         )
         controlnet_pb2_grpc.add_ControlNetServiceServicer_to_server(ControlNetService(controlnets), server.grpc)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -15,10 +15,21 @@ from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat
 
 
 class ControlNetMetrics(Collector):
-    """Registered once, on the server's registry. What the engine counts begins at 0 again with a new engine."""
+    """Registered once, on the server's registry. What the engine counts begins at 0 again with a new engine.
+
+    memory_bytes: set by whoever measures it. budget_bytes: set once.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._beat = ControlNetEngineBeat()
+        self.memory_bytes = Gauge(
+            "bottega_controlnet_memory_bytes",
+            "Resident bytes of the ControlNet server and its child processes.",
+            registry=registry,
+        )
+        self.budget_bytes = Gauge(
+            "bottega_controlnet_budget_bytes", "Bytes that weights in memory may have.", registry=registry
+        )
         self._restarts = Counter("bottega_controlnet_engine_restarts", "Engines that were lost.", registry=registry)
         registry.register(self)
 

@@ -24,7 +24,7 @@ from bottega.controlnet.profiles import ProfileStore
 from bottega.errors import BottegaError, ControlNetNotFound, Draining, InternalError, Unavailable
 from bottega.miniature import WEIGHTS
 from bottega.process.memory import MemoryMeter
-from bottega.rpc.fleet_membership import FleetMembership
+from bottega.rpc.fleet_membership import FleetMembership, Listening
 from bottega.storage import SqliteDatabase, folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.v1 import fleet_pb2
@@ -41,7 +41,7 @@ _EMBEDDED = {f"miniature/{name}": str(WEIGHTS / "controlnets" / name) for name i
 class ControlNetServer:
     """Start it with `start`, end it with `drain` and `stop`.
 
-    engine: spawned. address: where the server itself listens, once it does. set_serving: tells its health.
+    engine: spawned. listening: its server. set_serving: tells its health.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ControlNetServer:
         engine: ControlNetEngineClient,
         inspector: ControlNetInspector,
         metrics: ControlNetMetrics,
-        address: Callable[[], str],
+        listening: Listening,
         set_serving: Callable[[bool], Awaitable[None]],
     ) -> None:
         self.name = config.name or f"controlnet-{os.getpid()}"
@@ -65,7 +65,7 @@ class ControlNetServer:
         self._engine = engine
         self._inspector = inspector
         self._metrics = metrics
-        self._address = address
+        self._listening = listening
         self._set_serving = set_serving
         self._version = importlib.metadata.version("bottega-services")
         self._beat = ControlNetEngineBeat()
@@ -79,6 +79,8 @@ class ControlNetServer:
         self._hosting = BackgroundTasks("hosting of ControlNets")
         self._adding = asyncio.Lock()
         self._memory = MemoryMeter(self._pids)
+        metrics.memory_bytes.set_function(lambda: self._memory.resident_bytes)
+        metrics.budget_bytes.set(self.budget_bytes)
         self._draining = False
         self._drained = asyncio.Event()
 
@@ -246,8 +248,9 @@ class ControlNetServer:
         registration = fleet_pb2.Registration(
             kind=kinds.CONTROLNET,
             name=self.name,
-            address=self._address(),
+            address=self._listening.address,
             version=self._version,
+            metrics_address=self._listening.metrics_address,
             device=self._device,
         )
         return FleetMembership(self._config.gateway, registration, load=self.load)

@@ -37,6 +37,7 @@ from bottega.gateway.config import GatewayConfig
 from bottega.gateway.dispatch.worker_client import GrpcWorkerClient
 from bottega.gateway.fleet.join_limits import JoinBounds
 from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.fleet.scrape_targets import TARGETS_PATH, scrape_targets
 from bottega.gateway.jobs.provenance import version
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage
@@ -68,6 +69,9 @@ class Gateway:
         self.fleet_listener = self.server.beside(config.fleet, name="fleet")
         self._this = fleet_pb2.Registration(kind=kinds.GATEWAY, name=config.name, version=version())
         metrics = GatewayMetrics(self.server.registry)
+        self.server.add_page(
+            TARGETS_PATH, lambda: scrape_targets([self._this, *(member.registration for member in fleet.members())])
+        )
         fleet = _fleet(config, metrics, clock)
         addons = _addons(AddOnContext(fleet=fleet, metrics=metrics, clock=clock))
         self._storage = _storage(config, metrics, clock)
@@ -124,7 +128,7 @@ class Gateway:
         Does not return while the disk is unusable; reads are served as far as possible, other calls are
         refused with the reason.
         """
-        self._this.address = self.server.address
+        self._this.address, self._this.metrics_address = self.server.address, self.server.metrics_address
         starting = asyncio.create_task(self._codec.start())
         try:
             await self._storage.open(restore=self._restore, on_failure=self._jobs.allow_reads)
@@ -199,16 +203,19 @@ def _fleet(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Flee
 def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> Storage:
     folder = Path(config.state) if config.state else state_folder() / "gateway"
     jobs = SqliteJobStore(folder / "jobs.sqlite", on_commit=metrics.commit_s.observe)
-    metrics.store_waiting.set_function(lambda: jobs.waiting)
-    return Storage(
+    images = ContentStore(folder / "images", budget_bytes=config.results_bytes, ttl_s=config.results_ttl_s, clock=clock)
+    storage = Storage(
         folder=folder,
         jobs=jobs,
-        images=ContentStore(
-            folder / "images", budget_bytes=config.results_bytes, ttl_s=config.results_ttl_s, clock=clock
-        ),
+        images=images,
         max_jobs=config.max_jobs,
         jobs_bytes=config.jobs_bytes,
         jobs_ttl_s=config.jobs_ttl_s,
         waiting_bytes=2 * config.max_result_bytes,
         clock=clock,
     )
+    metrics.store_waiting.set_function(lambda: jobs.waiting)
+    metrics.store_in_trouble.set_function(lambda: storage.trouble is not None)
+    metrics.image_bytes.set_function(lambda: images.size_bytes)
+    metrics.image_budget_bytes.set(images.budget_bytes)
+    return storage

@@ -12,6 +12,8 @@ from bottega.manifest import read_services
 from bottega.rpc.operation.counted import count_and_sum, totals
 from bottega.v1.fleet_pb2 import Activity
 
+# From a picture of the embedded model to the longest that anybody waits for.
+_JOB_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _QUEUE_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 # Routing shall take at most .6 ms.
 _ROUTE_BUCKETS = (0.0001, 0.0002, 0.0004, 0.0006, 0.001, 0.002, 0.005, 0.01, 0.05)
@@ -23,7 +25,19 @@ class GatewayMetrics:
     """The gateway's own metrics: what happens counts itself in them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.jobs_ended = Counter("bottega_jobs", "Jobs that ended, by outcome.", ("outcome",), registry=registry)
+        self._jobs_ended = Counter("bottega_jobs", "Jobs that ended, by outcome.", ("outcome",), registry=registry)
+        self._aborted = Counter(
+            "bottega_jobs_aborted",
+            "Jobs that ended and did not complete, by the reason of their error; job_cancelled: somebody wanted it so.",
+            ("reason",),
+            registry=registry,
+        )
+        self._job_s = Histogram(
+            "bottega_job_seconds",
+            "Seconds from a job's acceptance to its completion.",
+            buckets=_JOB_BUCKETS,
+            registry=registry,
+        )
         self.refused = Counter("bottega_refused", "Orders refused, by reason.", ("reason",), registry=registry)
         self.attempts_lost = Counter("bottega_attempts_lost", "Attempts whose worker was lost.", registry=registry)
         self.attempts_returned = Counter(
@@ -58,7 +72,20 @@ class GatewayMetrics:
         self.store_waiting = Gauge(
             "bottega_store_waiting", "Operations that wait for the next commit of the job store.", registry=registry
         )
+        self.store_in_trouble = Gauge(
+            "bottega_store_in_trouble", "Whether jobs and pictures cannot be stored now.", registry=registry
+        )
+        self.image_bytes = Gauge("bottega_image_bytes", "Bytes of the pictures that are stored.", registry=registry)
+        self.image_budget_bytes = Gauge(
+            "bottega_image_budget_bytes", "Bytes that stored pictures may have.", registry=registry
+        )
         self.queued = Gauge("bottega_queued_jobs", "Jobs that wait.", registry=registry)
+        self.longest_wait = Gauge(
+            "bottega_longest_wait_seconds",
+            "Seconds that the job waits which has waited longest of those that wait.",
+            registry=registry,
+        )
+        self.running = Gauge("bottega_running_jobs", "Jobs that a worker has.", registry=registry)
         self.prefetches = Counter(
             "bottega_prefetches",
             "Requests to services to load what queued jobs will need, by kind of service and by outcome.",
@@ -86,6 +113,17 @@ class GatewayMetrics:
         )
         self._registry = registry
 
+    def job_ended(self, outcome: str, *, seconds: float, reason: str) -> None:
+        """Takes in how a job ended.
+
+        outcome: completed, failed or cancelled. seconds: since its acceptance. reason: of its error; empty without one.
+        """
+        self._jobs_ended.labels(outcome).inc()
+        if reason:
+            self._aborted.labels(reason).inc()
+        else:
+            self._job_s.observe(seconds)
+
     def routed(self, *, queue_s: float, route_s: float) -> None:
         """Takes in how long a job waited for a worker, and how long it took from there to the call of it."""
         self._queue_s.observe(queue_s)
@@ -93,7 +131,7 @@ class GatewayMetrics:
 
     def activity(self) -> Activity:
         """What those who look at the fleet are told of it."""
-        ended = totals(self.jobs_ended)
+        ended = totals(self._jobs_ended)
         routed, waited_s = count_and_sum(self._queue_s)
         return Activity(
             completed=int(ended.get("completed", 0)),

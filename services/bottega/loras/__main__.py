@@ -28,7 +28,7 @@ def build(settings: LoraConfig, folder: Path) -> tuple[Server, LoraStore]:
     """A store and its server, neither of them started. In a running event loop."""
     server = Server("loras", settings.server)
     imports = import_counter(server.registry)
-    store = LoraStore(settings, folder=folder, imports=imports, address=lambda: server.address)
+    store = LoraStore(settings, folder=folder, imports=imports, listening=server)
     server.registry.register(LoraMetrics(store.statistics))
     lora_pb2_grpc.add_LoraServiceServicer_to_server(LoraService(store), server.grpc)
     server.add_services([SERVICE_NAME])

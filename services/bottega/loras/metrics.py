@@ -17,11 +17,16 @@ from bottega.v1.link_pb2 import LinkCounts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStatistics:
-    """The store at one moment. disk_bytes: of LoRAs; beside them quarantined_bytes, and reserved_bytes: what comes."""
+    """The store at one moment. disk_bytes: of LoRAs; beside them quarantined_bytes, and reserved_bytes: what comes.
+
+    memory_budget_bytes, disk_budget_bytes: what there may be of each.
+    """
 
     counts: TierStatistics
     memory_bytes: int
+    memory_budget_bytes: int
     disk_bytes: int
+    disk_budget_bytes: int
     quarantined_bytes: int
     reserved_bytes: int
     links: LinkCounts
@@ -64,6 +69,10 @@ class LoraMetrics(Collector):
             "Bytes of LoRAs in memory, shared by the workers of its host.",
             value=figures.memory_bytes,
         )
+        budget = GaugeMetricFamily("bottega_lora_budget_bytes", "Bytes that LoRAs may have, by tier.", labels=("tier",))
+        budget.add_metric(("memory",), figures.memory_budget_bytes)
+        budget.add_metric(("disk",), figures.disk_budget_bytes)
+        yield budget
         for name, text, value in (
             ("disk_bytes", "Bytes of LoRAs on the disk.", figures.disk_bytes),
             ("quarantined_bytes", "Bytes on the disk that the catalogue does not know.", figures.quarantined_bytes),

@@ -10,7 +10,7 @@ import importlib.metadata
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from bottega.loras.worker_link import LoraLinks
 from bottega.miniature import WEIGHTS
 from bottega.process import open_files
 from bottega.process.memory import MemoryMeter
-from bottega.rpc.fleet_membership import FleetMembership
+from bottega.rpc.fleet_membership import FleetMembership, Listening
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.storage import folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
@@ -54,17 +54,17 @@ _MOST_NEEDED = 65_536
 class LoraStore:
     """Start it with `start`, end it with `drain` and `stop`.
 
-    imports: counts imports by outcome. address: where the server itself listens, once it does.
+    imports: counts imports by outcome. listening: its server.
 
     Raises ConfigError where a base model cannot be found, or a LoRA of its own is for none of them.
     """
 
-    def __init__(self, config: LoraConfig, *, folder: Path, imports: Counter, address: Callable[[], str]) -> None:
+    def __init__(self, config: LoraConfig, *, folder: Path, imports: Counter, listening: Listening) -> None:
         self.name = config.name or f"loras-{os.getpid()}"
         self.bases = {name: _base(name, folder) for name, folder in config.bases.items()}
         check_own_loras(config)
         self._config = config
-        self._address = address
+        self._listening = listening
         self._version = importlib.metadata.version("bottega-services")
         self._folder = folder
         self._lock = ProcessLock(folder)
@@ -257,8 +257,9 @@ class LoraStore:
         registration = fleet_pb2.Registration(
             kind=kinds.LORAS,
             name=self.name,
-            address=self._address(),
+            address=self._listening.address,
             version=self._version,
+            metrics_address=self._listening.metrics_address,
         )
         return FleetMembership(self._config.gateway, registration, load=self.load)
 
@@ -267,7 +268,9 @@ class LoraStore:
         return StoreStatistics(
             counts=self._cache.counts,
             memory_bytes=self._cache.used_bytes,
+            memory_budget_bytes=self._config.budget_bytes,
             disk_bytes=self._files.used_bytes,
+            disk_budget_bytes=self._config.disk_bytes,
             quarantined_bytes=self._files.quarantine.used_bytes,
             reserved_bytes=self._files.room.reserved_bytes,
             links=link_counts(self._links.counters, open_links=len(self._links.handlers)),

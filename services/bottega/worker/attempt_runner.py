@@ -242,7 +242,9 @@ class AttemptRunner:
             return
         self._metrics.observe_group(self._done.mean_group_requests)
         self._metrics.observe_loras(self._done.loras)
-        self.attempt.complete(self._provenance(self._done))
+        provenance = self._provenance(self._done)
+        self._metrics.observe_stages(provenance.times)
+        self.attempt.complete(provenance)
         self._end()
 
     def _provenance(self, provenance: Provenance) -> Provenance:

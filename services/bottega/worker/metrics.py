@@ -10,13 +10,16 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from bottega.rpc.operation.counted import totals
+from bottega.rpc.operation.device_metrics import device_metrics
 from bottega.rpc.operation.link_metrics import link_metrics
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import Acceleration, Activity
-from bottega.v1.generation_pb2 import LoraUse
+from bottega.v1.generation_pb2 import LoraUse, StageTime
 
 _CODEC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _GROUP_BUCKETS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
+# From handing a small picture over to denoising a large one.
+_STAGE_BUCKETS = (0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 # From one that is in memory to one that is fetched from a slow store.
 _LORA_BUCKETS = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60)
 
@@ -33,6 +36,13 @@ class _Engine(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from link_metrics(self.beat.links)
+        yield from device_metrics(self.beat.device_memory)
+        yield CounterMetricFamily("bottega_worker_turns", "Turns: forwards of a group.", value=self.beat.turns)
+        yield CounterMetricFamily(
+            "bottega_worker_turn_requests",
+            "Requests in the groups of all turns: over bottega_worker_turns, the size of a batch.",
+            value=self.beat.steps,
+        )
         yield CounterMetricFamily(
             "bottega_worker_lora_swaps",
             "Times that LoRAs went into the UNet's weights, or out of them.",
@@ -83,6 +93,13 @@ class WorkerMetrics:
             buckets=_GROUP_BUCKETS,
             registry=registry,
         )
+        self._stages = Histogram(
+            "bottega_worker_stage_seconds",
+            "Seconds of the stages of attempts that completed, as their provenance has them.",
+            ("stage",),
+            buckets=_STAGE_BUCKETS,
+            registry=registry,
+        )
         self._codec = Histogram(
             "bottega_worker_codec_seconds",
             "Seconds of decoding or encoding one image.",
@@ -106,6 +123,9 @@ class WorkerMetrics:
                 ("speedup", "Plain time over its own in the self-check; 0 where it was not timed."),
             )
         }
+        self.memory_bytes = Gauge(
+            "bottega_worker_memory_bytes", "Resident bytes of the worker and its child processes.", registry=registry
+        )
         self._restarts = Counter("bottega_worker_engine_restarts", "Engines that were lost.", registry=registry)
 
     def attempt_began(self) -> None:
@@ -124,6 +144,11 @@ class WorkerMetrics:
     def observe_group(self, mean_requests: float) -> None:
         """How many requests shared the turns of an attempt that is done."""
         self._group.observe(mean_requests)
+
+    def observe_stages(self, times: Sequence[StageTime]) -> None:
+        """How long an attempt that is done was in which stage."""
+        for time in times:
+            self._stages.labels(time.stage).observe(time.seconds)
 
     def observe_loras(self, uses: Sequence[LoraUse]) -> None:
         """The LoRAs of an attempt that is done; waiting and patching were for all of them together."""

@@ -31,7 +31,7 @@ from bottega.errors import (
 )
 from bottega.manifest import read_services
 from bottega.process.memory import resident_bytes
-from bottega.rpc.fleet_membership import FleetMembership
+from bottega.rpc.fleet_membership import FleetMembership, Listening
 from bottega.rpc.status import from_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, image_pb2
 from bottega.v1.activations_pb2 import (
@@ -56,12 +56,8 @@ _log = logging.getLogger(__name__)
 _SWEEP_INTERVAL_S = 1.0
 
 
-class WorkerServer(Protocol):
+class WorkerServer(Listening, Protocol):
     """What the worker needs of its gRPC server."""
-
-    @property
-    def address(self) -> str:
-        """Where it listens, once it does."""
 
     async def set_serving(self, serving: bool) -> None:
         """Tells the worker's health whether new work is welcome."""
@@ -345,6 +341,7 @@ class Worker:
             name=self.name,
             address=self._server.address,
             version=self._version,
+            metrics_address=self._server.metrics_address,
             models=[ready.model],
             device=ready.device,
             uses=[service.kind for service in read_services() if service.engine_add_on],
@@ -388,6 +385,7 @@ class Worker:
                 self.attempts.sweep()
                 pids = [os.getpid(), *self._pool.pids, *([self._engine.pid] if self._engine.pid else [])]
                 self._memory_bytes = resident_bytes(pids)
+                self._metrics.memory_bytes.set(self._memory_bytes)
             except Exception:  # noqa: BLE001 - the boundary of the task: without it no result is ever forgotten
                 _log.exception("ended attempts could not be swept, or memory not be measured")
             await asyncio.sleep(_SWEEP_INTERVAL_S)

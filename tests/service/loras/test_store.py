@@ -28,6 +28,7 @@ from bottega.loras.config import ImportConfig, LinksConfig, OwnLora
 from bottega.loras.metrics import import_counter
 from bottega.loras.store import LoraStore
 from bottega.v1 import lora_pb2 as pb
+from tests.fakes.listening import FakeListening
 from tests.samples.lora_files import Part, canonical_deltas, peft
 from tests.support.running_loras import (
     MODULE,
@@ -229,8 +230,9 @@ async def test_a_store_brings_more_loras_of_its_own_than_may_wait_to_be_imported
 
 def test_own_loras_that_cannot_be_anybodys_keep_a_store_from_starting(tmp_path: Path) -> None:
     for own in ({"a b": OwnLora(path="x")}, {"ink": OwnLora(path="x", base="other")}):
+        imports = import_counter(CollectorRegistry())
         with pytest.raises(ConfigError, match=next(iter(own))):
-            LoraStore(config(loras=own), folder=tmp_path, imports=import_counter(CollectorRegistry()), address=str)
+            LoraStore(config(loras=own), folder=tmp_path, imports=imports, listening=FakeListening())
 
 
 async def test_lists_come_in_pages_and_by_base(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from bottega.storage import SqliteDatabase
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
 from bottega.v1.fleet_pb2 import Activity
 from bottega.v1.hosted_pb2 import Hosted
+from tests.fakes.listening import FakeListening
 
 
 class Engine(ControlNetEngineClient):
@@ -153,6 +154,6 @@ def _server(
         engine=engine,
         inspector=ControlNetInspector(),
         metrics=ControlNetMetrics(CollectorRegistry()),
-        address=lambda: "a:1",
+        listening=FakeListening(),
         set_serving=set_serving,
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from bottega.errors import JobCancelled
+from bottega.v1.device_pb2 import DeviceMemory
 from bottega.v1.engine_pb2 import EngineBeat, EngineCount
 from bottega.v1.fleet_pb2 import Acceleration, Activity, StepTime
-from bottega.v1.generation_pb2 import LoraUse
+from bottega.v1.generation_pb2 import LoraUse, StageTime
 from bottega.worker.metrics import WorkerMetrics
 
 
@@ -44,6 +45,36 @@ def test_what_add_ons_count_is_a_metric_by_kind_and_event() -> None:
     WorkerMetrics(registry).set_beat(EngineBeat(counts=[EngineCount(kind="cache", event="late_hits", count=3)]))
     labels = {"kind": "cache", "event": "late_hits"}
     assert registry.get_sample_value("bottega_worker_addon_events_total", labels) == 3
+
+
+def test_the_mean_batch_is_the_requests_of_all_turns_over_the_turns() -> None:
+    registry = CollectorRegistry()
+    WorkerMetrics(registry).set_beat(EngineBeat(turns=4, steps=10))
+    requests = registry.get_sample_value("bottega_worker_turn_requests_total")
+    assert (registry.get_sample_value("bottega_worker_turns_total"), requests) == (4, 10)
+
+
+def test_stages_of_an_attempt_are_counted_by_name() -> None:
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry)
+    metrics.observe_stages([StageTime(stage="denoise", seconds=2.0), StageTime(stage="decode", seconds=0.5)])
+    metrics.observe_stages([StageTime(stage="denoise", seconds=1.0)])
+    read = {
+        (stage, what): registry.get_sample_value(f"bottega_worker_stage_seconds_{what}", {"stage": stage})
+        for stage in ("denoise", "decode")
+        for what in ("sum", "count")
+    }
+    assert read == {("denoise", "sum"): 3.0, ("denoise", "count"): 2, ("decode", "sum"): 0.5, ("decode", "count"): 1}
+
+
+def test_memory_of_the_device_is_shown_by_what_has_it() -> None:
+    registry = CollectorRegistry()
+    memory = DeviceMemory(budget_bytes=9, held_bytes={"model": 5, "ControlNets": 2}, allocated_bytes=6, free_bytes=3)
+    WorkerMetrics(registry).set_beat(EngineBeat(device_memory=memory))
+    held = [registry.get_sample_value("bottega_device_held_bytes", {"holder": name}) for name in memory.held_bytes]
+    assert sorted(map(float, filter(None, held))) == [2, 5]
+    what = ("budget", "allocated", "free")
+    assert [registry.get_sample_value(f"bottega_device_{name}_bytes") for name in what] == [9, 6, 3]
 
 
 def test_the_fleet_is_told_of_what_ended_and_cancelled_attempts_are_no_failures() -> None:

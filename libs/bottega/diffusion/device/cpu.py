@@ -78,6 +78,9 @@ class CpuDevice:
     def free_bytes(self) -> int | None:
         return None
 
+    def allocated_bytes(self) -> int | None:
+        return None
+
     def limit_memory(self, size_bytes: int) -> None:
         """The host's is bounded by whoever runs the process."""
 

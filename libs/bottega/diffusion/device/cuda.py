@@ -119,6 +119,9 @@ class CudaDevice:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return int(free)
 
+    def allocated_bytes(self) -> int | None:
+        return int(torch.cuda.memory_allocated(self.torch_device))
+
     def limit_memory(self, size_bytes: int) -> None:
         _, total = torch.cuda.mem_get_info(self.torch_device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total), self.torch_device)

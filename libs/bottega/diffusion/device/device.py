@@ -89,6 +89,10 @@ class Device(Protocol):
         """Memory of the device that nobody has; None where it is the host's."""
         ...
 
+    def allocated_bytes(self) -> int | None:
+        """Memory of the device that this process's tensors have; None where it is the host's."""
+        ...
+
     def limit_memory(self, size_bytes: int) -> None:
         """From now on this process has no more of it than that. Nothing where it is the host's."""
         ...

@@ -5,7 +5,8 @@ A registry of its own for every server, so that several may live in one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import (
     CollectorRegistry,
@@ -50,7 +51,7 @@ class CallMetrics:
 
 
 class MetricsEndpoint:
-    """`/metrics` over HTTP, in a thread of its own."""
+    """`/metrics` over HTTP, and pages beside it, in a thread of its own."""
 
     def __init__(self, listen: str) -> None:
         self.registry = CollectorRegistry()
@@ -59,14 +60,20 @@ class MetricsEndpoint:
         self.registry.register(_DroppedLines())
         self.calls = CallMetrics(self.registry)
         self.address = ""
+        self._metrics: WSGIApplication = make_wsgi_app(self.registry)
+        self._pages: dict[str, Callable[[], str]] = {}
         self._listen = listen
         self._http: MetricsHttpServer | None = None
+
+    def add_page(self, path: str, render: Callable[[], str]) -> None:
+        """Serves JSON at a path. render: called for every request, in the endpoint's thread. Before start."""
+        self._pages[path] = render
 
     def start(self) -> None:
         """Starts to serve; `address` then says where. Raises Unavailable when the port is taken."""
         host, port = split(self._listen)
         try:
-            self._http = MetricsHttpServer(host, port, make_wsgi_app(self.registry))
+            self._http = MetricsHttpServer(host, port, self._answer)
         except OSError as error:
             raise Unavailable(f"metrics_listen {self._listen} cannot be used: {error.strerror}") from None
         self._http.start()
@@ -77,6 +84,15 @@ class MetricsEndpoint:
         if self._http is not None:
             http, self._http = self._http, None
             http.stop()
+
+    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        """A page of that path, else the metrics, whatever the path."""
+        render = self._pages.get(environ["PATH_INFO"])
+        if render is None:
+            return self._metrics(environ, start_response)
+        body = render().encode()
+        start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+        return [body]
 
 
 class _DroppedLines(Collector):

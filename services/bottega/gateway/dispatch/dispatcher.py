@@ -91,6 +91,11 @@ class Dispatcher:
         self._calls = BackgroundTasks("calls of workers")
         self._completed: deque[tuple[str, int]] = deque(maxlen=_JUST_COMPLETED)
 
+    @property
+    def attempts(self) -> int:
+        """How many run. Any thread may ask."""
+        return len(self._attempts)
+
     def add_worker(self, member: Member) -> None:
         """Prepares to call a worker. Harmless when that is done already."""
         if member not in self._connections:

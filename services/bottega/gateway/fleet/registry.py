@@ -159,8 +159,8 @@ class Fleet:
             self._remove(member)
 
     def members(self) -> list[Member]:
-        """Who is here, by kind and name."""
-        connected = (member for member in self._members.values() if member.connected)
+        """Who is here, by kind and name. Any thread may ask."""
+        connected = (member for member in list(self._members.values()) if member.connected)
         return sorted(connected, key=lambda member: (member.kind, member.name))
 
     def services(self, kind: str) -> list[Member]:

@@ -55,6 +55,8 @@ def check_registration(registration: fleet_pb2.Registration) -> Iterator[Violati
         yield _violation("name", f"must be 1 to {_MAX_CHARACTERS} characters")
     if not _is_address(registration.address):
         yield _violation("address", "must be host:port")
+    if registration.metrics_address and not _is_address(registration.metrics_address):
+        yield _violation("metrics_address", "must be host:port, or empty")
     for name in ("version", "device"):
         if len(getattr(registration, name)) > _MAX_CHARACTERS:
             yield _violation(name, f"must be at most {_MAX_CHARACTERS} characters")
@@ -186,7 +188,7 @@ def _can_be_drawn_with(model: image_pb2.Model) -> bool:
 
 
 def _is_address(address: str) -> bool:
-    # The gateway will connect to it: it must not mean anything else to a resolver.
+    # The gateway, or Prometheus, will connect to it: it must not mean anything else to a resolver.
     try:
         host, port = split(address)
     except ConfigError:

@@ -88,6 +88,8 @@ class JobController:
         )
         self._recovery = AttemptRecovery(self._dispatcher, self.scheduler, self.queue, jobs, hold_s=config.hold_s)
         metrics.queued.set_function(self.queue.__len__)
+        metrics.longest_wait.set_function(self.queue.longest_wait_s)
+        metrics.running.set_function(lambda: self._dispatcher.attempts)
         fleet.subscribe(self)
 
     # The gateway starts and stops.

@@ -51,7 +51,9 @@ class JobFinisher:
     def count(self, job: Job) -> None:
         """It has ended, and that is durable."""
         log_lines.ended(job)
-        self._metrics.jobs_ended.labels(JobState.Name(job.state).removeprefix("JOB_STATE_").lower()).inc()
+        outcome = JobState.Name(job.state).removeprefix("JOB_STATE_").lower()
+        reason = job.error.reason_name.lower() if job.error else ""
+        self._metrics.job_ended(outcome, seconds=job.age_s, reason=reason)
 
 
 async def detach_when_idle(jobs: Iterable[Job], *, is_held: Callable[[Job], bool]) -> None:

@@ -82,8 +82,11 @@ class JobQueue:
         return self._lines.get(model) or deque()
 
     def longest_wait_s(self) -> float:
-        """Seconds that the job which has waited longest waits; 0 where none does. Of one that was lost, since then."""
-        queued_at = (job.times.queued_at for line in self._lines.values() for job in line)
+        """Seconds that the job which has waited longest waits; 0 where none does. Of one that was lost, since then.
+
+        Any thread may ask.
+        """
+        queued_at = (job.times.queued_at for line in list(self._lines.values()) for job in list(line))
         now = self._clock.monotonic()
         return now - min(queued_at, default=now)
 

@@ -25,6 +25,7 @@ from bottega.rpc.status import to_job_error
 from bottega.v1.engine_pb2 import EngineCommand, EngineCompiling, EngineEvent
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkResult
 from bottega.worker.config import EngineConfig
+from bottega.worker.engine.device_memory import DeviceMemoryMeter
 from bottega.worker.engine.messages import beat_of, event_of, failed, profile_of, ready_of, templates_of
 from bottega.worker.engine.orders import key_of, order_of
 from bottega.worker.engine.runtime import Runtime, load_runtime
@@ -74,6 +75,7 @@ class WorkerEngineLoop:
         self._link_requests = link_requests
         self._commands: queue.SimpleQueue[EngineCommand | Callable[[], None]] = queue.SimpleQueue()
         self._follower = runtime.follow(self._commands.put)
+        self._device_memory = DeviceMemoryMeter(runtime.engine.model.runtime, runtime.engine.model.memory)
         self._beaten_s = time.monotonic()
 
     def run(self) -> None:
@@ -88,6 +90,7 @@ class WorkerEngineLoop:
             for event in self._engine.turn():
                 self._send(event_of(event, self._engine))
             self._update_leader()
+            self._device_memory.look_if_due()
             self._beat_if_due()
 
     def _listen(self) -> None:
@@ -114,6 +117,7 @@ class WorkerEngineLoop:
                 self._update_leader()
                 if self._engine.busy:
                     return
+                self._device_memory.look_if_due()
                 self._beat_if_due()
             else:
                 self._run_command(command)
@@ -176,7 +180,7 @@ class WorkerEngineLoop:
         self._beaten_s = time.monotonic()
         runtime = self._runtime
         linked = sum(end is not None and end.linked for end in (runtime.peer, self._follower))
-        self._send(beat_of(runtime, peer_links=linked))
+        self._send(beat_of(runtime, peer_links=linked, device_memory=self._device_memory.last))
 
     def _say_compiling(self) -> None:
         """From a thread of its own: it reads nothing that the loop changes."""

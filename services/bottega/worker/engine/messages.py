@@ -34,6 +34,7 @@ from bottega.planning import Shape
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2
+from bottega.v1.device_pb2 import DeviceMemory
 from bottega.v1.worker_pb2 import AttemptDecisions, AttemptId
 from bottega.worker.engine.orders import SAMPLERS, attempt_of
 from bottega.worker.engine.runtime import Runtime
@@ -138,7 +139,7 @@ def profile_of(engine: Engine, question: engine_pb2.EngineProfileRequest) -> eng
     return engine_pb2.EngineEvent(profile=answer)
 
 
-def beat_of(runtime: Runtime, *, peer_links: int) -> engine_pb2.EngineEvent:
+def beat_of(runtime: Runtime, *, peer_links: int, device_memory: DeviceMemory) -> engine_pb2.EngineEvent:
     """The message that the engine is alive, and how busy. peer_links: with the other worker of its pair."""
     engine = runtime.engine
     shares = engine.computed_shares()
@@ -173,6 +174,7 @@ def beat_of(runtime: Runtime, *, peer_links: int) -> engine_pb2.EngineEvent:
             for event, count in addon.counts.items()
         ],
         links=link_counts(runtime.counters, open_links=links),
+        device_memory=device_memory,
     )
     for addon in engine.addons:
         if isinstance(addon, EngineLoras):

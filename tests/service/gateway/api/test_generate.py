@@ -303,7 +303,27 @@ async def test_metrics_tell_outcomes_refusals_and_members(house: Running) -> Non
     assert read("bottega_refused_total", {"reason": "INVALID_REQUEST"}) == 1
     assert read("bottega_members", {"kind": "worker"}) == 1
     assert read("bottega_queued_jobs") == 0
+    assert read("bottega_job_seconds_count") == 1
+    assert (read("bottega_running_jobs"), read("bottega_longest_wait_seconds")) == (0, 0)
+    assert 0 < (read("bottega_image_bytes") or 0) < (read("bottega_image_budget_bytes") or 0)
+    assert read("bottega_store_in_trouble") == 0
     assert read("bottega_route_seconds_count") == 1
     activity = (await house.fleet.ListMembers(fleet_pb2.ListMembersRequest())).members[0].load.activity
     assert (activity.completed, activity.failed, activity.routed) == (1, 0, 1)
     assert activity.waited_s == pytest.approx(read("bottega_queue_seconds_sum"))
+
+
+async def test_metrics_tell_what_runs_what_waits_and_why_jobs_did_not_complete(house: Running) -> None:
+    await house.worker(hold_at=1)
+    read = house.gateway.server.registry.get_sample_value
+    jobs = [await house.submit(prompt="a star") for _ in range(40)]  # more than a worker takes
+    await eventually(lambda: (read("bottega_longest_wait_seconds") or 0) > 0.05, "some to wait")
+    running, waiting = read("bottega_running_jobs") or 0, read("bottega_queued_jobs") or 0
+    assert min(running, waiting) > 0
+    assert running + waiting == len(jobs)
+    for job in jobs:
+        await house.images.CancelJob(image_pb2.CancelJobRequest(job_id=job.job_id))
+    aborted = {"reason": "job_cancelled"}
+    await eventually(lambda: read("bottega_jobs_aborted_total", aborted) == len(jobs), "all to be counted")
+    assert read("bottega_job_seconds_count") == 0
+    await eventually(lambda: read("bottega_running_jobs") == 0, "the worker to be free")

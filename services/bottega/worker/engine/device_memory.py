@@ -1,0 +1,35 @@
+"""What an engine has of its device's memory, looked at seldom: a driver's answer may take a millisecond."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from bottega.diffusion.device.device import Device
+from bottega.diffusion.device.memory_plan import MemoryPlan
+from bottega.v1.device_pb2 import DeviceMemory
+
+_LOOK_S = 1.0
+
+
+class DeviceMemoryMeter:
+    """last: as it was when it was last looked at; not to be changed. clock: monotonic seconds."""
+
+    def __init__(self, device: Device, plan: MemoryPlan, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._device = device
+        self._plan = plan
+        self._clock = clock
+        self._read_at = float("-inf")
+        self.last = DeviceMemory()
+
+    def look_if_due(self) -> None:
+        """Looks once a second at most. Between two turns: while a forward is recorded, its device is asked nothing."""
+        now = self._clock()
+        if now - self._read_at >= _LOOK_S:
+            self._read_at = now
+            self.last = DeviceMemory(
+                budget_bytes=self._plan.budget_bytes or 0,
+                held_bytes=self._plan.reserved,
+                allocated_bytes=self._device.allocated_bytes() or 0,
+                free_bytes=self._device.free_bytes() or 0,
+            )
