@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from bottega.errors import BottegaError, Draining, InvalidRequest
 from bottega.v1 import activations_pb2 as pb
+from tests.support.deployed_metrics import assert_shows_what_is_named, scrape
 from tests.support.running_activations import (
     LARGE,
     MODEL_HASH,
@@ -146,7 +146,7 @@ async def test_figures_say_where_bytes_are_and_what_workers_had(tmp_path: Path) 
             for number in (1, 2):
                 digest = answer.sections[0].digest
                 await asyncio.to_thread(fetch, link, digest, layout_of(answer, 0), number=number)
-        shown = await asyncio.to_thread(_metrics, store)
+        shown = await asyncio.to_thread(scrape, store.server.metrics_address)
         (template,) = await store.templates()
         activity = store.activations.load().activity
     assert (activity.lookups, activity.hits) == (2, 1)
@@ -154,6 +154,7 @@ async def test_figures_say_where_bytes_are_and_what_workers_had(tmp_path: Path) 
         (value,) = re.findall(rf'^bottega_activations_bytes{{tier="{tier}"}} (.+)$', shown, re.MULTILINE)
         assert float(value) == size_bytes
     assert template.memory_bytes >= LARGE.size_bytes
+    assert_shows_what_is_named("activations", shown)
     assert 'bottega_activations_lookups_total{outcome="hit"} 1.0' in shown
     assert 'bottega_activations_lookups_total{outcome="miss"} 1.0' in shown
     assert 'bottega_activations_fetches_total{tier="loaded"} 1.0' in shown
@@ -165,11 +166,6 @@ async def test_figures_say_where_bytes_are_and_what_workers_had(tmp_path: Path) 
     assert "bottega_links " in shown
     assert made.id not in shown, "nobody's template"
     assert made.source not in shown
-
-
-def _metrics(store: Running) -> str:
-    with urllib.request.urlopen(f"http://{store.server.metrics_address}/metrics", timeout=10) as answer:
-        return str(answer.read().decode())
 
 
 def _block(**facts: Any) -> list[pb.BlockCost]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from google.protobuf import json_format
 from bottega.cache.server import read_profile
 from bottega.errors import BottegaError, CacheEntryNotFound, ConfigError, InvalidRequest
 from bottega.v1 import cache_pb2 as pb
+from tests.support.deployed_metrics import assert_shows_what_is_named, scrape
 from tests.support.running_cache import MODEL_HASH, Running, ask, config, embedding, picture, profile, running
 from tests.support.running_loras import refused
 
@@ -123,17 +123,13 @@ async def test_figures_say_what_is_there_and_how_it_serves(cache: Running) -> No
     activity = cache.cache.load().activity
     assert (activity.lookups, activity.hits) == (2, 1)
     assert (stats.trouble, stats.bytes, stats.budget_bytes) == ("", 5 * 4 * 4 * 6 * 8, config().budget_bytes)
-    shown = await asyncio.to_thread(_metrics, cache)
+    shown = await asyncio.to_thread(scrape, cache.server.metrics_address)
+    assert_shows_what_is_named("cache", shown)
     assert 'bottega_cache_lookups_total{outcome="hit"} 1.0' in shown
     assert "bottega_cache_steps_skipped_total 10.0" in shown
     assert f"bottega_cache_bytes {float(stats.bytes)}" in shown
     assert "bottega_cache_in_trouble 0.0" in shown
     assert "bottega_links 0.0" in shown or "bottega_links 1.0" in shown
-
-
-def _metrics(cache: Running) -> str:
-    with urllib.request.urlopen(f"http://{cache.server.metrics_address}/metrics", timeout=10) as answer:
-        return str(answer.read().decode())
 
 
 def _classes(**facts: Any) -> list[pb.CacheLengthClass]:

@@ -26,6 +26,7 @@ from bottega.v1 import generation_pb2, hosted_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from load.bench.throttle import Throttle, free_port
 from tests.samples.controlnets import control_image, random_controlnet, save
+from tests.support.deployed_metrics import assert_shows_what_is_named, scrape
 from tests.support.running_controlnets import ControlNetServer, House, Worker, controlled, hosts
 from tests.support.services import Services
 from tests.support.stock import Pixels, assert_same_image, load_stock, pixels_of, variant
@@ -158,6 +159,10 @@ def test_what_is_prefetched_is_loaded_before_anybody_asks(cast: Cast) -> None:
     assert cast.far.prefetch("layout", "unknown", "edges") == ["layout", "edges"]
     loaded = hosted_pb2.HOSTED_STATE_LOADED
     wait_until(lambda: cast.far.hosted()["layout"].state == loaded, "a prefetched ControlNet")
+
+
+def test_a_scrape_has_what_dashboard_and_alerts_name(cast: Cast) -> None:
+    assert_shows_what_is_named("controlnet", scrape(cast.near.service.metrics))
 
 
 def test_another_controlnet_can_be_added_where_there_is_one_below_the_root(cast: Cast) -> None:
