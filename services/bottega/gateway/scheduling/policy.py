@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from heapq import nsmallest
 from itertools import islice
 from math import ceil
 from operator import attrgetter
@@ -197,12 +196,15 @@ def _shortlist(job: PendingJob, candidates: Iterable[WorkerPlan]) -> list[Worker
     if len(plans) <= _NEAREST + _IDLEST:
         return plans
 
+    whole, reduced, loads = _typical(job.request), job.reduced, job.load_s
+
     def at_most_s(plan: WorkerPlan) -> float:
         worker = plan.state.worker
-        return plan.load_s + plan.alone_s(_typical(job.request_at(worker))) + job.load_s.get(worker, 0.0)
+        request = _typical(reduced[worker]) if worker in reduced else whole
+        return plan.load_s + plan.alone_s(request) + loads.get(worker, 0.0)
 
-    least_busy = nsmallest(_LEAST_BUSY, plans, key=_LOAD_S)
-    nearest = nsmallest(_NEAREST, least_busy, key=at_most_s)
+    least_busy = sorted(plans, key=_LOAD_S)[:_LEAST_BUSY]
+    nearest = sorted(least_busy, key=at_most_s)[:_NEAREST]
     return nearest + [plan for plan in least_busy if plan not in nearest][:_IDLEST]
 
 

@@ -160,8 +160,16 @@ class Scheduler:
             self._reported[model] = backlog
         if backlog == reported:
             return
+        # Most workers serve the same models.
+        backlogs: dict[frozenset[str], int] = {}
         for member in self._fleet.serving(model):
-            self._report_backlog_to(member)
+            if member.served not in backlogs:
+                backlogs[member.served] = self._backlog_of(member)
+            member.report_backlog(backlogs[member.served])
 
     def _report_backlog_to(self, member: Member) -> None:
-        member.report_backlog(sum(len(self._queue.line(model)) for model in member.served))
+        member.report_backlog(self._backlog_of(member))
+
+    def _backlog_of(self, member: Member) -> int:
+        """Jobs that wait for one of its models."""
+        return sum(len(self._queue.line(model)) for model in member.served)
