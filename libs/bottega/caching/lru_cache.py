@@ -85,19 +85,15 @@ class LruCache(Generic[EntryT]):
 
         Evicts none and returns None where it cannot fit.
         """
-        lack_bytes = self.used_bytes + size_bytes - self._budget_bytes
         lack = len(self._entries) + 1 - self._max_entries if self._max_entries is not None else 0
-        victims = []
-        for key, entry in self._idle():
-            if lack_bytes <= 0 and lack <= 0:
-                break
-            victims.append(key)
-            lack_bytes -= entry.size_bytes
-            lack -= 1
-        if lack_bytes > 0 or lack > 0:
-            return None
-        self.evict(victims)
-        return len(victims)
+        return self._evict_idle(self.used_bytes + size_bytes - self._budget_bytes, lack)
+
+    def free(self, size_bytes: int) -> int | None:
+        """Evicts idle entries that have so many bytes together, however much of the budget is left. Returns how many.
+
+        Evicts none and returns None where all of them have less.
+        """
+        return self._evict_idle(size_bytes, 0)
 
     def trim_idle(self) -> None:
         """Evicts what is idle beyond the budget: what is in use does not count against it."""
@@ -117,6 +113,20 @@ class LruCache(Generic[EntryT]):
     def clear(self) -> None:
         """Takes all out."""
         self.evict(list(self._entries))
+
+    def _evict_idle(self, lack_bytes: int, lack: int) -> int | None:
+        """Until neither bytes nor entries are lacking; none where they would be all the same."""
+        victims = []
+        for key, entry in self._idle():
+            if lack_bytes <= 0 and lack <= 0:
+                break
+            victims.append(key)
+            lack_bytes -= entry.size_bytes
+            lack -= 1
+        if lack_bytes > 0 or lack > 0:
+            return None
+        self.evict(victims)
+        return len(victims)
 
     def _idle(self) -> Iterator[tuple[str, EntryT]]:
         return ((key, entry) for key, entry in self._entries.items() if entry.is_idle and key not in self.pinned)

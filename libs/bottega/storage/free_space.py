@@ -21,6 +21,12 @@ def measure(folder: Path, *, min_free_bytes: int) -> tuple[int, int]:
     return disk.f_bavail * disk.f_frsize, min(min_free_bytes, int(disk.f_blocks * disk.f_frsize * _FREE_SHARE))
 
 
+def lack(folder: Path, size_bytes: int, *, min_free_bytes: int) -> int:
+    """Bytes that have to go before so many more leave others what they should have. Raises StorageUnavailable."""
+    free_bytes, kept_bytes = measure(folder, min_free_bytes=min_free_bytes)
+    return max(0, size_bytes + kept_bytes - free_bytes)
+
+
 def check(folder: Path, size_bytes: int, *, min_free_bytes: int) -> None:
     """Raises StorageUnavailable where so much more would leave others less of the disk than it should.
 

@@ -20,6 +20,8 @@ NOT_OPEN = "EBADF"
 FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# As causes: of a disk, of a quota on it, and of SQLite, which has both from the system.
+_LACK_OF_ROOM = frozenset({"ENOSPC", "EDQUOT", "SQLITE_FULL"})
 
 
 @contextlib.contextmanager
@@ -40,6 +42,11 @@ def translated() -> Iterator[None]:
 def unavailable(what: str, *, cause: str) -> StorageUnavailable:
     """what: for people, such as "the disk is full". cause: the system's name for it, such as ENOSPC."""
     return StorageUnavailable(what, metadata={"cause": cause}, retry_after_s=RETRY_AFTER_S)
+
+
+def is_lack_of_room(error: StorageUnavailable) -> bool:
+    """Whether it would have been done with more of the disk free."""
+    return error.metadata.get("cause") in _LACK_OF_ROOM
 
 
 def _says(number: int | None) -> str:

@@ -43,10 +43,11 @@ class ActivationsConfig:
     joins no fleet.
     folder: of records and activations; empty is activations in the folder for Bottega's state. budget_bytes: of
     activations in memory, which workers of this host share. disk_bytes: of those on the disk; the template used longest
-    ago goes first, as a whole, and pinned ones stay. min_free_bytes: of the disk, that are left to others; of one
-    smaller than 20 times that, a twentieth. template_mib: that one template may take, of which workers keep the blocks
-    that save most time for their bytes; 0 is without bound. waiting_bytes: of recordings that wait to be written;
-    what is more is dropped, and no worker waits. loads_at_once: from the disk into memory.
+    ago goes first, as a whole, and pinned ones stay; so they go where the disk itself has less room. min_free_bytes: of
+    the disk, that are left to others; of one smaller than 20 times that, a twentieth. template_mib: that one template
+    may take, of which workers keep the blocks that save most time for their bytes; 0 is without bound. waiting_bytes:
+    of recordings that wait to be written; what is more is dropped, and no worker waits. loads_at_once: from the disk
+    into memory.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -1,8 +1,11 @@
-"""A store whose disk is full or fails is read-only: it says so, serves what it has, and heals by itself."""
+"""A full disk costs the templates used longest ago. Where none may go, or the disk fails, a store is read-only: it says
+so, serves what it has, and heals by itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sqlite3
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 from bottega.activations.disk import disk
 from bottega.activations.store.store import ActivationStore
 from bottega.errors import ConfigError, StorageUnavailable, Unavailable
+from bottega.sections import SectionLayout
 from tests.support.full_disk import fill, read_only, small_disk
 from tests.support.stored_templates import (
     WAIT_S,
@@ -22,7 +26,9 @@ from tests.support.stored_templates import (
     read,
     record,
     recording_header,
+    recording_of,
     running_store,
+    section_header,
     section_paths,
     send_sections,
     settings_of,
@@ -31,6 +37,8 @@ from tests.support.stored_templates import (
 from tests.support.waiting import wait_until
 
 _DISK_BYTES = 4 << 20
+# Sections that fill the disk soon: 128 KiB each.
+_LARGE = SectionLayout.of([("down.0", (256, 128)), ("up.1", (256, 128))])
 
 
 def _in_trouble(store: ActivationStore, says: str) -> None:
@@ -60,6 +68,7 @@ def _healed(store: ActivationStore) -> None:
 def test_a_full_disk_is_said_and_heals_when_there_is_room(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk, running_store(disk / "store") as store:
         record(store, "kept")
+        store.pin("", True)
         ballast = fill(disk)
         record(store, "half")
         _in_trouble(store, "the disk is full")
@@ -75,6 +84,7 @@ def test_a_full_disk_is_said_and_heals_when_there_is_room(tmp_path: Path) -> Non
 def test_a_disk_that_fills_up_while_a_template_is_recorded_costs_that_template(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk, running_store(disk / "store") as store:
         record(store, "kept")
+        store.pin("", True)
         send_sections(store, "half", range(2))
         store.flush(WAIT_S)
         ballast = fill(disk)
@@ -92,6 +102,7 @@ def test_dropping_makes_room_on_a_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk, running_store(disk / "store") as store:
         for number in range(20):
             record(store, f"template {number}")
+        store.pin("", True)
         fill(disk)
         record(store, "new")
         wait_until(lambda: store.statistics().trouble != "", "the store to notice")
@@ -134,6 +145,7 @@ def test_some_of_the_disk_stays_free_for_others(tmp_path: Path) -> None:
     ballast = disk / "ballast"
     with small_disk(disk, size_bytes=_DISK_BYTES), running_store(disk / "store", min_free_bytes=1 << 30) as store:
         record(store, "kept")
+        store.pin("", True)
         ballast.write_bytes(bytes(_DISK_BYTES * 94 // 100))
         record(store, "half")
         _in_trouble(store, "stay free (min_free_bytes)")
@@ -213,3 +225,86 @@ def test_records_of_what_was_replaced_do_not_pile_up(tmp_path: Path, monkeypatch
     with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as records:
         ((parts,),) = records.execute("SELECT count(*) FROM parts")
     assert 3 <= parts <= 3 + 4, "a layout, the maps of three sections, and what was replaced of late"
+
+
+def _record_large(store: ActivationStore, name: str) -> None:
+    for step in range(2):
+        store.take_section(section_header(name, step), _LARGE, tensors_of(f"{name} {step}", _LARGE), "worker")
+    store.complete(recording_header(name), drawn_of(name), "worker")
+    store.flush(WAIT_S)
+
+
+def test_a_disk_smaller_than_the_budget_keeps_what_was_used_last(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk:
+        with running_store(disk / "store", disk_budget_bytes=1 << 40) as store:
+            _record_large(store, "pinned")
+            assert store.pin("", True) == 1
+            names = [f"template {number}" for number in range(30)]
+            for name in names:
+                _record_large(store, name)
+            figures = store.statistics()
+            assert (figures.trouble, sum(figures.dropped.values()), figures.recorded) == ("", 0, 31)
+            kept = {template.id for template in store.templates(100)}
+            assert recording_of("pinned") in kept
+            there = [recording_of(name) in kept for name in names]
+            assert there == sorted(there), "those that were recorded first went first"
+            assert figures.evictions == there.count(False)
+            assert _DISK_BYTES // 2 < figures.disk_bytes < _DISK_BYTES
+            assert len(section_paths(disk / "store")) == 3 * len(kept), "of whole templates"
+        with running_store(disk / "store", disk_budget_bytes=1 << 40) as store:
+            still = {template.id for template in store.templates(100)}
+            assert still <= kept
+            assert len(still) >= len(kept) - 1, "it looks whether it can write, for which one may go"
+            _record_large(store, "later")
+            _serves_large(store, "later")
+            assert store.statistics().trouble == ""
+
+
+def test_room_that_stays_free_for_others_costs_templates_too(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with (
+        small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES),
+        running_store(disk / "store", min_free_bytes=1 << 30, disk_budget_bytes=1 << 40) as store,
+    ):
+        for number in range(30):
+            _record_large(store, f"template {number}")
+        assert store.statistics().trouble == ""
+        _serves_large(store, "template 29")
+        found = os.statvfs(disk)
+        assert found.f_bavail >= found.f_blocks // 20 - _LARGE.size_bytes // found.f_frsize
+
+
+def test_none_goes_in_vain_where_the_disk_is_full_of_others(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with (
+        small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES),
+        running_store(disk / "store", min_free_bytes=1 << 30) as store,
+    ):
+        _record_large(store, "kept")
+        # Less than what is to stay free, by more than the template has.
+        (disk / "ballast").write_bytes(bytes(_DISK_BYTES - 6 * _LARGE.size_bytes))
+        fill(disk)
+        _record_large(store, "new")
+        wait_until(lambda: store.statistics().trouble != "", "the store to notice")
+        _serves_large(store, "kept")
+        assert store.statistics().evictions == 0
+
+
+def test_templates_that_may_go_heal_a_store_without_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size_bytes=_DISK_BYTES) as disk, running_store(disk / "store") as store:
+        for name in "abcd":
+            _record_large(store, name)
+        store.pin("", True)
+        fill(disk)
+        _record_large(store, "half")
+        wait_until(lambda: store.statistics().trouble != "", "the store to notice")
+        store.pin("", False)
+        wait_until(lambda: store.statistics().trouble == "", "the store to heal")
+        _record_large(store, "new")
+        _serves_large(store, "new")
+        _serves_large(store, "d")
+
+
+def _serves_large(store: ActivationStore, name: str) -> None:
+    found = [elements(read(store, info.digest)[0], _LARGE) for info in answer(store, name).sections]
+    assert found == [[bytes(each) for each in tensors_of(f"{name} {step}", _LARGE)] for step in range(2)]

@@ -20,7 +20,10 @@ from pathlib import Path
 
 from bottega.storage import folders, free_space, os_errors
 
-_PROBE, _PROBE_BYTES = "probe", 256 << 10
+PROBE_BYTES = 256 << 10
+"""That a disk takes which can be written."""
+
+_PROBE = "probe"
 _INCOMING = "incoming"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SHARD_DIGITS = 2
@@ -99,14 +102,18 @@ class SectionFiles:
         """Raises StorageUnavailable where so much more would leave others less of the disk than it should."""
         free_space.check(self._folder, size_bytes, min_free_bytes=self._min_free_bytes)
 
+    def lack(self, size_bytes: int) -> int:
+        """Bytes that have to go before there is room for so many more. Raises StorageUnavailable."""
+        return free_space.lack(self._folder, size_bytes, min_free_bytes=self._min_free_bytes)
+
     def probe(self) -> None:
         """Returns when something could be written, and was taken away again."""
         path = self._incoming / _PROBE
         with os_errors.translated():
             folders.make(self._incoming)
-            self.check_room(_PROBE_BYTES)
+            self.check_room(PROBE_BYTES)
             try:
-                path.write_bytes(bytes(_PROBE_BYTES))
+                path.write_bytes(bytes(PROBE_BYTES))
             finally:
                 path.unlink(missing_ok=True)
 

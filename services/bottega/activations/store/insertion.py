@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from bottega.activations.disk.disk import ActivationDisk
 from bottega.activations.store.checks import fits_answer
+from bottega.activations.store.disk_room import RECORD_BYTES, DiskRoom
 from bottega.activations.store.recordings import PendingRecording
 from bottega.activations.store.sealed_parts import drawn_file
 from bottega.activations.store.settings import ActivationStoreSettings
@@ -48,7 +49,10 @@ class IncomingSection:
 
 
 class TemplateInsertion:
-    """Has the numbers of templates, and counts who uses which file. now: the time on the store's steady clock."""
+    """Has the numbers of templates, and counts who uses which file. now: the time on the store's steady clock.
+
+    room: on the disk, for what is written.
+    """
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class TemplateInsertion:
         counts: ActivationCounts,
         now: SteadyClock,
     ) -> None:
+        self.room = DiskRoom(table=table, disk=disk, counts=counts, release=self.release)
         self._settings = settings
         self._table = table
         self._disk = disk
@@ -183,11 +188,15 @@ class TemplateInsertion:
         return True
 
     def _write_file(self, digest: str, descriptor: int, size_bytes: int, *, but: str) -> bool:
-        """Whether there was room. but: the key of a template that stays."""
+        """Whether the budget had room. but: the key of a template that stays."""
         if not self.make_room(size_bytes, but=but):
             return False
-        self._disk.files.check_room(size_bytes)
-        self._disk.files.write(digest, descriptor, size_bytes)
+
+        def write() -> None:
+            self._disk.files.check_room(size_bytes)
+            self._disk.files.write(digest, descriptor, size_bytes)
+
+        self.room.write(size_bytes, write, but=but)
         return True
 
     def _keep(self, section: SectionRecord, incoming: IncomingSection) -> DropReason | None:
@@ -213,7 +222,11 @@ class TemplateInsertion:
     def _replace(self, section: SectionRecord, incoming: IncomingSection) -> DropReason | None:
         """In a template that is there."""
         try:
-            self._disk.write(self._table.take_changes(), sections=[(incoming.number, section)])
+            self.room.write(
+                RECORD_BYTES,
+                lambda: self._disk.write(self._table.take_changes(), sections=[(incoming.number, section)]),
+                but=incoming.key,
+            )
         except (StorageUnavailable, DataLoss):
             self.release([section.digest])
             raise
@@ -237,7 +250,9 @@ class TemplateInsertion:
         template = TemplateRecord(self._next_number, header, drawn=said, sections=pending.sections, use=use)
         self._next_number += 1
         try:
-            self._disk.write(self._table.take_changes(), added=[template])
+            self.room.write(
+                RECORD_BYTES, lambda: self._disk.write(self._table.take_changes(), added=[template]), but=pending.key
+            )
         except (StorageUnavailable, DataLoss):
             self.release([said.digest] if said is not None else [])
             raise

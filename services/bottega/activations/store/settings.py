@@ -11,12 +11,13 @@ class ActivationStoreSettings:
     """What an ActivationStore may be told.
 
     folder: of records, sections and profiles; one process at a time has it. disk_budget_bytes: of all files of all
-    templates. memory_budget_bytes: of files in memory, which workers of the host map; what waits to be written comes on
-    top. template_budget_bytes: of one template; 0 is without bound. min_free_bytes: of the disk, that are left to
-    others; of one smaller than 20 times that, a twentieth. max_templates: in number. max_loads: files that are read
-    into memory at once. max_waiting_bytes: of sections that wait to be written; one larger is taken where none waits.
-    record_idle_s: after which a worker that began to record a template, and sends nothing of it, has given that up.
-    retry_s: after which a disk that failed is tried again, and after which what was counted is written at the latest.
+    templates, as far as the disk has room for them. memory_budget_bytes: of files in memory, which workers of the host
+    map; what waits to be written comes on top. template_budget_bytes: of one template; 0 is without bound.
+    min_free_bytes: of the disk, that are left to others; of one smaller than 20 times that, a twentieth. max_templates:
+    in number. max_loads: files that are read into memory at once. max_waiting_bytes: of sections that wait to be
+    written; one larger is taken where none waits. record_idle_s: after which a worker that began to record a template,
+    and sends nothing of it, has given that up. retry_s: after which a disk that failed is tried again, and after which
+    what was counted is written at the latest.
     """
 
     folder: Path

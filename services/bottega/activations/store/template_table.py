@@ -138,17 +138,14 @@ class TemplateTable:
 
         Forgets none and returns None where that cannot be. but: the key of one that stays.
         """
-        with self._lock:
-            pinned = self._templates.pinned
-            self._templates.pinned = pinned | {but}
-            try:
-                found = self._templates.make_room(size_bytes)
-            finally:
-                self._templates.pinned = pinned
-            gone, self._evicted[:] = list(self._evicted), []
-            for template in gone:
-                self._forget(template)
-            return None if found is None else gone
+        return self._evict(lambda: self._templates.make_room(size_bytes), but)
+
+    def free(self, size_bytes: int, *, but: str = "") -> list[TemplateRecord] | None:
+        """Forgets templates that have so many bytes, though they are within the budget: the disk has less room.
+
+        Forgets none and returns None where those that may go have less. but: the key of one that stays.
+        """
+        return self._evict(lambda: self._templates.free(size_bytes), but)
 
     def drop(self, prefix: str) -> list[TemplateRecord]:
         """Forgets those whose recordings' names begin so."""
@@ -184,6 +181,20 @@ class TemplateTable:
         with self._lock:
             taken, self._changes = self._changes, RecordChanges()
             return taken
+
+    def _evict(self, evict: Callable[[], int | None], but: str) -> list[TemplateRecord] | None:
+        """Forgets what is evicted; None where nothing could be."""
+        with self._lock:
+            pinned = self._templates.pinned
+            self._templates.pinned = pinned | {but}
+            try:
+                found = evict()
+            finally:
+                self._templates.pinned = pinned
+            gone, self._evicted[:] = list(self._evicted), []
+            for template in gone:
+                self._forget(template)
+            return None if found is None else gone
 
     def _note_use(self, template: TemplateRecord, use: TemplateUse) -> None:
         """Under the lock."""

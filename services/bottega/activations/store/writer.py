@@ -1,7 +1,8 @@
 """All that a store writes, in one thread: sections, templates, deletions, uses; and what it reads at its start.
 
-A disk that is full or fails makes the store read-only: what comes is dropped, what is there is served, and every
-`retry_s` seconds the disk is tried again. Sections that wait are bounded in bytes.
+Where the disk is full, templates go for new ones as they do beyond the budget. One that is full of what cannot go, or
+fails, makes the store read-only: what comes is dropped, what is there is served, and every `retry_s` seconds the disk
+is tried again. Sections that wait are bounded in bytes.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class ActivationWriter:
             return
         self._loaded = True
         _log.info("the activation store has read its templates", extra={"templates": self._table.totals().templates})
-        self._try(self._disk.files.probe, self._disk.drop_strays)
+        self._try(self._insertion.room.probe, self._disk.drop_strays)
         self._tidy()
 
     def _write(self, incoming: IncomingSection) -> None:
@@ -238,7 +239,7 @@ class ActivationWriter:
         try:
             self._loaded = self._disk.open() and self._loaded
             self._opened = True
-            self._disk.files.probe()
+            self._insertion.room.probe()
             if self._loaded:
                 self._disk.tidy(self._table.take_changes())
         except (StorageUnavailable, DataLoss) as error:

@@ -118,3 +118,14 @@ def test_what_an_edit_is_on_its_way_to_goes_last_though_no_worker_asks_for_it() 
     gone = table.make_room(0)
     assert gone is not None
     assert [template.key for template in gone] == ["b"]
+
+
+def test_templates_within_the_budget_go_where_the_disk_has_less_room() -> None:
+    table = _table("a", "b", "c", "d")
+    assert table.pin("rb", pinned=True) == 1
+    gone = table.free(_TEMPLATE_BYTES + 1, but="a")
+    assert gone is not None
+    assert [template.key for template in gone] == ["c", "d"]
+    assert table.free(_TEMPLATE_BYTES + 1) is None
+    assert _names(table) == ["b", "a"], "none goes in vain"
+    assert table.take_changes().templates == {2, 3}
