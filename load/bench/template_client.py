@@ -14,7 +14,8 @@ import grpc
 
 from bottega import kinds
 from bottega.sections import messages
-from bottega.sections.messages import WORKER_LIMITS, ActivationMessage, ActivationMessageKind
+from bottega.sections.messages import CHUNK_BYTES, WORKER_LIMITS, ActivationMessage, ActivationMessageKind
+from bottega.sections.pieces import SectionChunks
 from bottega.sections.section import SectionLayout, owner
 from bottega.transport import BytesMessage, Deadline, Incoming, Link, connect, kind_of, offer_from_wire
 from bottega.v1.activations_pb2 import (
@@ -136,7 +137,10 @@ class TemplateClient:
         """All of a template."""
         layout = shape.layout
         for number, header in enumerate(shape.headers(key)):
-            self._send(messages.section_message(header, layout, shape.tensors_of(f"{key} {number}")))
+            self._send(messages.section_message(number, header, layout))
+            chunks = SectionChunks(number, layout, shape.tensors_of(f"{key} {number}"))
+            while not chunks.done:
+                chunks.send(self._link, CHUNK_BYTES)
         self._send(messages.recording_message(recording_of(key), None))
 
     def fetch(self, section: SectionInfo, layout: SectionLayout, key: str) -> float:

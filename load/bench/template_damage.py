@@ -83,7 +83,11 @@ class _Opened:
         store.answer(question_of(key), self)
         for number, header in enumerate(shape.headers(key)):
             tensors = [memoryview(each) for each in shape.tensors_of(f"{key} {number}")]
-            store.take_section(header, shape.layout, tensors, self)
+            intake = store.begin_section(header, shape.layout, self)
+            if intake is None:
+                raise RuntimeError("the store does not take a section")
+            for place, tensor in enumerate(tensors):
+                intake.write(place, 0, tensor)
         store.complete(recording_of(key), None, self)
         if not store.flush(_WAIT_S):
             raise RuntimeError("the store does not come to an end with a recording")

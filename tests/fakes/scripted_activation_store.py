@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from bottega.errors import BottegaError, DataLoss, PeerDead
 from bottega.rpc.status import job_error_to_json
 from bottega.sections import DrawnTensors, SectionLayout, messages
 from bottega.sections.messages import ActivationMessageKind
+from bottega.sections.pieces import SectionPieces
 from bottega.sections.section import owner
 from bottega.transport import (
     Connection,
@@ -26,6 +27,7 @@ from bottega.transport import (
     LinkHandler,
     LinkServer,
     LinkServerSettings,
+    Offer,
     ServiceOffer,
     WholeMessage,
     kind_of,
@@ -33,6 +35,7 @@ from bottega.transport import (
 )
 from bottega.v1.activations_pb2 import (
     AbandonHeader,
+    ChunkHeader,
     RecordingHeader,
     SectionHeader,
     SectionInfo,
@@ -42,6 +45,7 @@ from bottega.v1.activations_pb2 import (
     TemplateQuestion,
 )
 from bottega.v1.fleet_pb2 import ServiceAddress
+from load.bench.throttle import Throttle
 from tests.support.offers import OffersAtOnce
 from tests.support.transport_backends import sealed_file
 
@@ -88,12 +92,32 @@ class Sent:
     drawn: DrawnTensors | None = None
 
 
+class _Coming:
+    """A section of which chunks come."""
+
+    def __init__(self, number: int, header: SectionHeader, layout: SectionLayout) -> None:
+        self.number = number
+        self.header = header
+        self.pieces = SectionPieces(layout)
+        self.data = [bytearray() for _ in layout.tensors]
+        self._layout = layout
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By name."""
+        return {
+            tensor.name: torch.frombuffer(data, dtype=torch.float16).reshape(tensor.shape)
+            for tensor, data in zip(self._layout.tensors, self.data, strict=True)
+        }
+
+
 class ScriptedLink(LinkHandler):
     """One worker's."""
 
     def __init__(self, store: ScriptedStore, connection: Connection) -> None:
         self.connection = connection
         self._store = store
+        self._coming: _Coming | None = None
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
         layout, store = incoming.layout, self._store
@@ -111,14 +135,29 @@ class ScriptedLink(LinkHandler):
                 case ActivationMessageKind.CANCEL:
                     store.cancelled.put(read_number(layout, views))
                 case ActivationMessageKind.SECTION:
-                    said, tensors = messages.read_section(layout, views)
-                    store.sent.put(Sent(header=said, tensors=_tensors(messages.section_layout(layout), tensors)))
+                    self._coming = _Coming(*messages.read_section(layout, views))
+                case ActivationMessageKind.CHUNK:
+                    self._take(*messages.read_chunk(layout, views), views[-1])
                 case ActivationMessageKind.RECORDING:
                     header = messages.read_recording(layout, views)
                     drawn = messages.read_drawn(layout, views, has_drawn=header.has_drawn)
                     store.sent.put(Sent(header=header, tensors={}, drawn=drawn))
                 case ActivationMessageKind.ABANDON:
                     store.sent.put(Sent(header=messages.read_abandon(layout, views), tensors={}))
+
+    def _take(self, number: int, chunk: ChunkHeader, data: memoryview) -> None:
+        """Chunks of a section come in their order; when all have, it was sent."""
+        coming = self._coming
+        assert coming is not None
+        assert (coming.number, coming.pieces.first) == (number, (chunk.tensor, chunk.start))
+        self._store.chunks.put(len(data))
+        for piece in coming.pieces.take(len(data)):
+            coming.data[piece.tensor] += data[: piece.size_bytes]
+            data = data[piece.size_bytes :]
+        assert not data, "more than the section has"
+        if coming.pieces.done:
+            self._store.sent.put(Sent(header=coming.header, tensors=coming.tensors))
+            self._coming = None
 
     def on_end(self, cause: BottegaError) -> None:
         self._store.ends.put(cause)
@@ -127,7 +166,7 @@ class ScriptedLink(LinkHandler):
 class ScriptedStore(LinkServer[ScriptedLink]):
     """reply: to each question; None says nothing. fetched: what it does with a request; by default it sends what is
     wanted. folder: for a socket, by which workers are given files; without one they are sent chunks. ends: why links
-    have ended."""
+    have ended. chunks: bytes of each that a worker has sent. relay: between workers and it, from the next link on."""
 
     def __init__(self, name: str, *, folder: Path | None = None, reply: Reply | None = None) -> None:
         self.name = name
@@ -138,12 +177,22 @@ class ScriptedStore(LinkServer[ScriptedLink]):
         self.requests: queue.SimpleQueue[SectionRequest] = queue.SimpleQueue()
         self.cancelled: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.sent: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        self.chunks: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.relay: Throttle | None = None
         self.ends: queue.SimpleQueue[BottegaError] = queue.SimpleQueue()
         self.header = TemplateAnswer(record=True)
         self.drawn: DrawnTensors | None = None
         unix = None if folder is None else folder / f"{name}.sock"
         endpoints = Endpoints(unix_path=unix) if unix is not None else Endpoints(tcp=("127.0.0.1", 0))
         super().__init__(endpoints, service=name, settings=LinkServerSettings(limits=messages.STORE_LIMITS))
+
+    def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
+        made = super().offer(worker, link_id, caller=caller)
+        if self.relay is None:
+            return made
+        assert made.tcp is not None
+        self.relay.target = made.tcp.port
+        return replace(made, tcp=replace(made.tcp, port=self.relay.port))
 
     @property
     def address(self) -> ServiceAddress:
@@ -251,10 +300,3 @@ def closing(*stores: ScriptedStore) -> Iterator[None]:
     finally:
         for store in stores:
             store.close()
-
-
-def _tensors(layout: SectionLayout, views: Sequence[memoryview]) -> dict[str, Tensor]:
-    return {
-        tensor.name: torch.frombuffer(bytearray(view), dtype=torch.float16).reshape(tensor.shape)
-        for tensor, view in zip(layout.tensors, views, strict=True)
-    }

@@ -24,7 +24,8 @@ from bottega.rpc.channel import open_channel
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_job_error
 from bottega.sections import DrawnTensors, SectionLayout, messages
-from bottega.sections.messages import WORKER_LIMITS, ActivationMessageKind
+from bottega.sections.messages import CHUNK_BYTES, WORKER_LIMITS, ActivationMessageKind
+from bottega.sections.pieces import SectionChunks
 from bottega.transport import Deadline, Limits, Link, WholeMessage, connect, kind_of, offer_from_wire, read_number
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1 import activations_pb2_grpc, fleet_pb2, link_pb2_grpc
@@ -222,7 +223,10 @@ def record_template(link: Link, template: Recorded, *, may: bool = True) -> None
 def send_section(link: Link, template: Recorded, place: int, **fields: Any) -> None:
     """One of those that it is recorded of."""
     header = template.section(place, **fields)
-    send(link, messages.section_message(header, template.layout, template.tensors(place)))
+    send(link, messages.section_message(place, header, template.layout))
+    chunks = SectionChunks(place, template.layout, template.tensors(place))
+    while not chunks.done:
+        chunks.send(link, CHUNK_BYTES)
 
 
 def ask(link: Link, question: pb.TemplateQuestion, *, number: int = 1) -> Answer:

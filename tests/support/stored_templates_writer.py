@@ -29,6 +29,7 @@ from tests.support.stored_templates import (
     section_header,
     section_paths,
     settings_of,
+    take_section,
     tensors_of,
 )
 
@@ -75,7 +76,7 @@ def _content(name: str, timestep: float, prompt: str) -> str:
 def _send(store: ActivationStore, name: str, step: int, prompt: str, link: str) -> None:
     header = section_header(name, step, prompt=prompt)
     views = tensors_of(_content(name, header.section.timestep, prompt))
-    store.take_section(header, LAYOUT, views, link)
+    take_section(store, header, LAYOUT, views, link)
 
 
 def work(store: ActivationStore, chance: random.Random, turn: int) -> None:

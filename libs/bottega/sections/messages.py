@@ -8,12 +8,16 @@ ValueError.
                        fetch: of a section                whole, or its chunks in the order asked for, or refused
                        cancel: of a fetch's number        nothing; what is on its way may still come
                        section: one that was recorded     nothing
+                       chunk: of that section             nothing
                        recording: its sections were all   nothing
                        abandon: it is worth nothing       nothing
 
 A whole message carries the section's file, sealed: within a host no byte of it is copied. Chunks of different sections
-may come in turn. A section that is refused after some of its chunks comes to nothing. Numbers of section, recording and
-abandon messages are 0.
+may come in turn. A section that is refused after some of its chunks comes to nothing.
+
+What is recorded comes in the chunks that follow its section message, under its number: all tensors, in their order.
+Another section message before the last of them says that the rest will not come. Numbers of recording and abandon
+messages are 0.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from bottega.sections.section import MAX_SECTION_BYTES, DrawnTensors, SectionLayout
+from bottega.sections.section import MAX_DRAWN_BYTES, MAX_SECTION_BYTES, DrawnTensors, SectionLayout
 from bottega.transport import (
     BytesMessage,
     DType,
@@ -54,7 +58,7 @@ MAX_HEADER_BYTES = 2 << 20
 """Of an answer: 400 sections, some hundred bytes each, layouts of thousands of tensors, a profile of as many blocks."""
 
 MAX_REQUEST_BYTES = 256 << 10
-"""Of every other header: a section's has a map of at most 128 KiB."""
+"""Of every other header, but that of a section, which has its layout and a map of at most 128 KiB."""
 
 MAX_MAP_BYTES = 128 << 10
 """Of a map: a latent of 1024x1024 elements."""
@@ -66,8 +70,8 @@ WORKER_LIMITS = Limits(slots=8, slot_bytes=MAX_SECTION_BYTES + MAX_HEADER_BYTES)
 """What a worker takes in at once: its prefetch window. Slots grow to the largest message that came, which is an answer,
 with image latent and noise; a whole section is a file beside its message, which slot_bytes bounds, too."""
 
-STORE_LIMITS = Limits(slots=2, slot_bytes=MAX_SECTION_BYTES + MAX_HEADER_BYTES)
-"""What a store takes in of a worker: slots grow to its largest section."""
+STORE_LIMITS = Limits(slots=2, slot_bytes=2 * MAX_DRAWN_BYTES + MAX_HEADER_BYTES)
+"""What a store takes in of a worker: slots grow to its largest message, a chunk, or image latent and noise."""
 
 _MAX_ERROR_BYTES = 64 << 10
 # Headers differ by a few bytes: padded, most messages of a kind have the same layout, which a link registers once.
@@ -152,12 +156,11 @@ def refused_message(number: int, error: bytes) -> BytesMessage:
     return BytesMessage(layout=layout, buffers=(pack_number(number), error))
 
 
-def section_message(
-    header: SectionHeader, layout: SectionLayout, tensors: Sequence[bytes | memoryview]
-) -> ActivationMessage:
-    """A section message. tensors: elements of the layout's tensors, float16, in their order."""
-    specs = (TensorSpec(name=each.name, dtype=DType.FLOAT16, shape=each.shape) for each in layout.tensors)
-    return _message(ActivationMessageKind.SECTION, 0, header, tuple(zip(specs, tensors, strict=True)))
+def section_message(number: int, header: SectionHeader, layout: SectionLayout) -> ActivationMessage:
+    """A section message: its tensors follow in chunks of this number."""
+    said = SectionHeader(layout=layout.to_wire())
+    said.MergeFrom(header)
+    return _message(ActivationMessageKind.SECTION, number, said)
 
 
 def recording_message(header: RecordingHeader, drawn: DrawnTensors | None) -> ActivationMessage:
@@ -215,18 +218,11 @@ def read_refused(layout: Layout, views: Sequence[memoryview]) -> tuple[int, byte
     return read_number(layout, views), bytes(views[1])
 
 
-def section_layout(layout: Layout) -> SectionLayout:
-    """Which tensors a section message has: to be checked before its bytes come."""
-    specs = layout.specs[_FIRST:]
-    if any(spec.dtype != DType.FLOAT16 for spec in specs):
-        raise ValueError("a tensor of a section is not float16")
-    return SectionLayout.of((spec.name, spec.shape) for spec in specs)
-
-
-def read_section(layout: Layout, views: Sequence[memoryview]) -> tuple[SectionHeader, Sequence[memoryview]]:
-    """Header and tensors of a section message. These are no copies."""
-    _, header = _read(layout, views, SectionHeader, MAX_REQUEST_BYTES)
-    return header, views[_FIRST:]
+def read_section(layout: Layout, views: Sequence[memoryview]) -> tuple[int, SectionHeader, SectionLayout]:
+    """Number and header of a section message, and what its chunks bring."""
+    _check_end(layout, _FIRST)
+    number, header = _read(layout, views, SectionHeader, MAX_HEADER_BYTES)
+    return number, header, SectionLayout.from_wire(header.layout)
 
 
 def read_recording(layout: Layout, views: Sequence[memoryview]) -> RecordingHeader:

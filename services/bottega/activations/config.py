@@ -46,8 +46,8 @@ class ActivationsConfig:
     ago goes first, as a whole, and pinned ones stay; so they go where the disk itself has less room. min_free_bytes: of
     the disk, that are left to others; of one smaller than 20 times that, a twentieth. template_mib: that one template
     may take, of which workers keep the blocks that save most time for their bytes; 0 is without bound. waiting_bytes:
-    of recordings that wait to be written; what is more is dropped, and no worker waits. loads_at_once: from the disk
-    into memory.
+    of recordings that come, or wait to be written; what is more is dropped, and no worker waits. loads_at_once: from
+    the disk into memory.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

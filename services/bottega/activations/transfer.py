@@ -5,17 +5,13 @@ others may speak. Reads the file straight into the link's slots.
 from __future__ import annotations
 
 import os
-from collections import deque
 from dataclasses import dataclass
 
 from bottega.caching import CacheLease
 from bottega.errors import InternalError, InvalidRequest
-from bottega.sections import messages
+from bottega.sections.pieces import SectionPiece, SectionPieces, send_chunk
 from bottega.sections.section import SectionLayout
-from bottega.transport import Deadline, Link
-
-# A message that is not taken in this time never will be.
-_SEND_S = 60.0
+from bottega.transport import Link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,51 +35,24 @@ class SectionTransfer:
         self.order = requested.order
         self.lease = lease
         self._layout = layout
-        count = len(layout.tensors)
-        if any(not 0 <= place < count for place in requested.tensors):
-            raise InvalidRequest(f"the section has the tensors 0 to {count - 1}")
-        self._left = deque(dict.fromkeys(requested.tensors or range(count)))
-        self._sent_bytes = 0  # of the first of those
+        try:
+            self._pieces = SectionPieces(layout, requested.tensors or None)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
 
     @property
     def done(self) -> bool:
         """Whether all was sent that was asked for."""
-        return not self._left
+        return self._pieces.done
 
     def send_piece(self, link: Link, most_bytes: int) -> int:
         """Sends the next bytes, of as many tensors as they are; returns how many. Raises InternalError where the file
         has become shorter, and what sending does."""
-        first, start = self._left[0], self._sent_bytes
-        pieces = self._next_pieces(most_bytes)
-        size_bytes = sum(length for _, length in pieces)
-        with link.start_message(messages.chunk_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:
-            head = messages.chunk_header(self.number, tensor=first, start=start)
-            for view, said in zip(outgoing.views, head, strict=False):
-                view[:] = said
-            view = outgoing.views[-1]
-            for place, length in pieces:
-                self._fill(view[:length], place)
-                view = view[length:]
-            outgoing.finish()
-        return size_bytes
+        return send_chunk(link, self.number, self._pieces.take(most_bytes), self._fill)
 
-    def _next_pieces(self, most_bytes: int) -> list[tuple[int, int]]:
-        """Takes so many of the bytes that are left: where they lie in the file, and how many."""
-        pieces = []
-        while self._left and most_bytes:
-            offset, whole_bytes = self._layout.place(self._layout.tensors[self._left[0]].name)
-            length = min(most_bytes, whole_bytes - self._sent_bytes)
-            pieces.append((offset + self._sent_bytes, length))
-            most_bytes -= length
-            self._sent_bytes += length
-            if self._sent_bytes == whole_bytes:
-                self._left.popleft()
-                self._sent_bytes = 0
-        return pieces
-
-    def _fill(self, view: memoryview, place: int) -> None:
+    def _fill(self, piece: SectionPiece, view: memoryview) -> None:
         """Reads bytes of the file into a tensor of a slot."""
-        done = 0
+        place, done = self._layout.offsets[piece.tensor] + piece.start, 0
         while done < len(view):
             got = os.preadv(self.lease.descriptor, [view[done:]], place + done)
             if not got:

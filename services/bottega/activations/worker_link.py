@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bottega.activations.config import ActivationLinksConfig
+from bottega.activations.section_receiver import SectionReceiver
 from bottega.activations.section_sender import SectionSender
 from bottega.activations.store.store import ActivationStore
 from bottega.errors import BottegaError, NoSharedMemory, TooLarge
@@ -43,6 +44,7 @@ class ActivationWorkerLink(LinkHandler):
         self._connection = connection
         self._store = store
         self._sections = SectionSender(connection, store=store, bytes_per_s=bytes_per_s)
+        self._recorded = SectionReceiver(store, self)
         self._unsent = 0
         self._counting = threading.Lock()
 
@@ -51,8 +53,6 @@ class ActivationWorkerLink(LinkHandler):
         layout = incoming.layout
         with incoming:
             kind = ActivationMessageKind(kind_of(layout))
-            if kind is ActivationMessageKind.SECTION:
-                messages.section_layout(layout)  # before its bytes come
             views = connection.wait_all(incoming)
             match kind:
                 case ActivationMessageKind.QUESTION:
@@ -67,7 +67,12 @@ class ActivationWorkerLink(LinkHandler):
     def on_end(self, cause: BottegaError) -> None:
         """What is on its way to the worker is given back, and what it was recording forgotten."""
         self._sections.end()
+        self._recorded.drop()
         self._store.link_ended(self)
+
+    def check(self) -> None:
+        """Nothing has come for a moment."""
+        self._recorded.expire()
 
     @property
     def idle_s(self) -> float | None:
@@ -106,14 +111,17 @@ class ActivationWorkerLink(LinkHandler):
     def _record(self, kind: ActivationMessageKind, layout: Layout, views: Sequence[memoryview]) -> None:
         match kind:
             case ActivationMessageKind.SECTION:
-                section, tensors = messages.read_section(layout, views)
-                self._store.take_section(section, messages.section_layout(layout), tensors, self)
+                self._recorded.begin(*messages.read_section(layout, views))
+            case ActivationMessageKind.CHUNK:
+                number, chunk = messages.read_chunk(layout, views)
+                self._recorded.take(number, chunk, views[-1])
             case ActivationMessageKind.RECORDING:
                 recording = messages.read_recording(layout, views)
                 drawn = messages.read_drawn(layout, views, has_drawn=recording.has_drawn)
                 self._store.complete(recording, drawn, self)
             case ActivationMessageKind.ABANDON:
                 self._store.abandon(messages.read_abandon(layout, views), self)
+                self._recorded.expire()
             case _:
                 raise ValueError(f"a worker sends no {kind} message")
 

@@ -32,6 +32,7 @@ from tests.support.stored_templates import (
     section_paths,
     send_sections,
     settings_of,
+    take_section,
     tensors_of,
 )
 from tests.support.waiting import wait_until
@@ -229,7 +230,7 @@ def test_records_of_what_was_replaced_do_not_pile_up(tmp_path: Path, monkeypatch
 
 def _record_large(store: ActivationStore, name: str) -> None:
     for step in range(2):
-        store.take_section(section_header(name, step), _LARGE, tensors_of(f"{name} {step}", _LARGE), "worker")
+        take_section(store, section_header(name, step), _LARGE, tensors_of(f"{name} {step}", _LARGE), "worker")
     store.complete(recording_header(name), drawn_of(name), "worker")
     store.flush(WAIT_S)
 

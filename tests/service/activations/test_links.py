@@ -13,6 +13,7 @@ import pytest
 from bottega.activations.config import ActivationLinksConfig
 from bottega.errors import BottegaError, DataLoss, LinkError
 from bottega.sections import messages
+from bottega.sections.pieces import SectionChunks
 from bottega.transport import DType, Layout, Limits, TensorSpec, WholeMessage, number_message, number_spec, pack_number
 from bottega.transport.messages import BytesMessage
 from bottega.v1 import activations_pb2 as pb
@@ -233,7 +234,7 @@ def _message(kind: str, *specs: TensorSpec, header: bytes = b"") -> WholeMessage
 
 def _section(**fields: object) -> WholeMessage:
     made = Recorded()
-    return messages.section_message(made.section(0, **fields), made.layout, made.tensors(0))
+    return messages.section_message(1, made.section(0, **fields), made.layout)
 
 
 def _recording(**fields: object) -> WholeMessage:
@@ -245,7 +246,7 @@ _BROKEN: dict[str, Callable[[], WholeMessage]] = {
     "of no kind": lambda: number_message("colour"),
     "an answer": lambda: messages.answer_message(1, pb.TemplateAnswer(), None),
     "a whole section": lambda: messages.whole_message(1),
-    "a chunk": lambda: messages.chunk_message(1, tensor=0, start=0, data=b"x"),
+    "a chunk of nothing": lambda: messages.chunk_message(1, tensor=0, start=0, data=b"x"),
     "a question without a header": lambda: number_message("question"),
     "a question with a header that is none": lambda: _message("question", _header(7), header=b"\3\0\0\0\xff\xff\xff"),
     "a question with a header that is too long": lambda: _message("question", _header(1 << 20), header=bytes(1 << 20)),
@@ -255,9 +256,7 @@ _BROKEN: dict[str, Callable[[], WholeMessage]] = {
     "a section of no recording": lambda: _section(recording="../x"),
     "a section of a third half": lambda: _section(section=pb.SectionKey(timestep=1.0, half=2)),
     "a section with a map of another size": lambda: _section(map=b"\xff"),
-    "a section of bytes": lambda: _message(
-        "section", _header(256), TensorSpec(name="a", dtype=DType.UINT8, shape=(2,)), header=bytes(256)
-    ),
+    "a section of no tensors": lambda: _message("section", _header(256), header=bytes(256)),
     "a recording of no key": lambda: _recording(key="x"),
     "a recording without what it says was drawn": lambda: messages.recording_message(Recorded().header(), None),
     "an abandoned recording that is none": lambda: messages.abandon_message("../x", "ab" * 32),
@@ -313,3 +312,42 @@ async def test_another_user_is_never_given_the_memory_of_a_section(tmp_path: Pat
         path.chmod(0o666)  # as if the first hurdle were not there
         told = await asyncio.to_thread(run_as_another, _FETCH, store.server.address, digest, imports=_IMPORTS)
     assert told.startswith(("PeerDead", "AuthFailed")), told
+
+
+async def test_a_section_that_another_one_cuts_off_is_nothing(store: Running) -> None:
+    made = Recorded(layout=LARGE, steps=1)
+    with await store.link() as link:
+        assert (await asyncio.to_thread(ask, link, made.question(would_record=True))).header.record
+        send(link, messages.section_message(7, made.section(0), made.layout))
+        SectionChunks(7, made.layout, made.tensors(0)).send(link, 1000)
+        await asyncio.to_thread(send_section, link, made, 1)
+        send(link, messages.recording_message(made.header(), made.drawn_tensors()))
+
+        async def is_there() -> bool:
+            return bool(await store.templates())
+
+        await eventually(is_there)
+        answer = await asyncio.to_thread(ask, link, made.question())
+    assert [section.key for section in answer.header.sections] == made.keys[1:]
+    figures = store.activations.store.statistics()
+    assert (figures.dropped["abandoned"], figures.waiting, figures.waiting_bytes) == (1, 0, 0)
+
+
+async def test_a_link_that_ends_in_the_middle_of_a_section_leaves_nothing(store: Running) -> None:
+    made = Recorded(layout=LARGE)
+    with await store.link() as link:
+        assert (await asyncio.to_thread(ask, link, made.question(would_record=True))).header.record
+        send(link, messages.section_message(7, made.section(0), made.layout))
+        SectionChunks(7, made.layout, made.tensors(0)).send(link, 1000)
+        await eventually(lambda: store.activations.store.statistics().waiting == 1)
+    await eventually(lambda: store.activations.store.statistics().waiting == 0)
+
+
+async def test_a_chunk_of_another_section_ends_the_link(store: Running) -> None:
+    made = Recorded(layout=LARGE)
+    with await store.link() as link:
+        assert (await asyncio.to_thread(ask, link, made.question(would_record=True))).header.record
+        send(link, messages.section_message(7, made.section(0), made.layout))
+        SectionChunks(8, made.layout, made.tensors(0)).send(link, 1000)
+        with pytest.raises(LinkError):
+            await asyncio.to_thread(receive_answer, link)

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 
 from bottega.activations.store import writer
+from bottega.activations.store.intake import SectionIntake
+from bottega.activations.store.statistics import DropReason
+from bottega.activations.store.store import ActivationStore
 from bottega.caching import Tier
 from bottega.clocks import Clock
 from bottega.errors import Unavailable
 from bottega.process import open_files
 from bottega.sections import SectionLayout
+from bottega.sections.pieces import SectionPieces
 from bottega.v1 import activations_pb2 as pb
 from tests.support.stored_templates import (
     ALL,
@@ -36,6 +40,7 @@ from tests.support.stored_templates import (
     section_header,
     section_paths,
     send_sections,
+    take_section,
     tensors_of,
     timestep_of,
 )
@@ -322,9 +327,10 @@ def test_a_section_that_breaks_a_rule_is_refused(tmp_path: Path, changed: dict[s
 
 def test_a_section_with_other_bytes_than_it_says_is_refused(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
-        views = tensors_of("cat")
+        intake = _begun(store, "cat")
         with pytest.raises(ValueError, match="other bytes"):
-            store.take_section(section_header("cat", 0), LAYOUT, [*views[:2], views[2][:-2]], "worker")
+            intake.write(0, 0, memoryview(b"".join(tensors_of("cat")) + b"x"))
+        intake.drop(DropReason.UNFIT)
         assert (store.statistics().waiting, store.statistics().waiting_bytes) == (0, 0)
 
 
@@ -360,10 +366,10 @@ def test_no_template_is_more_than_an_answer_has_room_for(tmp_path: Path) -> None
     with running_store(tmp_path) as store:
         for number in range(20):
             layout = SectionLayout.of([(f"block.{number}", (4, 4))])
-            store.take_section(section_header("cat", number), layout, tensors_of("x", layout), "worker")
+            take_section(store, section_header("cat", number), layout, tensors_of("x", layout), "worker")
         for number in range(100):
             valid = bytes([number, 1, 2, 4])
-            store.take_section(section_header("dog", number, map=valid), LAYOUT, tensors_of(f"{number}"), "worker")
+            take_section(store, section_header("dog", number, map=valid), LAYOUT, tensors_of(f"{number}"), "worker")
         for name in ("cat", "dog"):
             store.complete(recording_header(name), drawn_of(name), "worker")
         store.flush(WAIT_S)
@@ -394,3 +400,56 @@ def test_nothing_is_recorded_without_a_budget(tmp_path: Path) -> None:
         record(store, "cat")
         assert store.statistics().templates == 0
         assert store.statistics().trouble == "", "no disk has failed"
+
+
+def _begun(store: ActivationStore, name: str, step: int = 0) -> SectionIntake:
+    intake = store.begin_section(section_header(name, step), LAYOUT, "worker")
+    assert intake is not None
+    return intake
+
+
+def test_a_section_that_comes_in_any_pieces_is_the_same(tmp_path: Path) -> None:
+    with running_store(tmp_path) as store:
+        for step, most_bytes in enumerate((1, 7, 64, 10_000)):
+            intake, pieces, views = _begun(store, "cat", step), SectionPieces(LAYOUT), tensors_of(f"cat {step}")
+            while not pieces.done:
+                tensor, start = pieces.first
+                taken = pieces.take(most_bytes)
+                chunk = b"".join(views[each.tensor][each.start : each.start + each.size_bytes] for each in taken)
+                intake.write(tensor, start, memoryview(chunk))
+        store.complete(recording_header("cat"), drawn_of("cat"), "worker")
+        assert store.flush(WAIT_S)
+        found = [elements(read(store, info.digest)[0]) for info in answer(store, "cat").sections]
+        assert found == [[bytes(each) for each in tensors_of(f"cat {step}")] for step in range(4)]
+
+
+@pytest.mark.parametrize(("tensor", "start"), [(1, 0), (0, 1), (0, -1), (-1, 0), (3, 0)])
+def test_a_chunk_that_is_not_the_next_is_refused(tmp_path: Path, tensor: int, start: int) -> None:
+    with running_store(tmp_path) as store:
+        intake = _begun(store, "cat")
+        with pytest.raises(ValueError, match="does not begin where"):
+            intake.write(tensor, start, memoryview(b"xx"))
+        intake.write(0, 0, memoryview(b"xx"))
+        with pytest.raises(ValueError, match="does not begin where"):
+            intake.write(0, 0, memoryview(b"xx"))
+        intake.drop(DropReason.ABANDONED)
+        assert (store.statistics().waiting, store.statistics().waiting_bytes) == (0, 0)
+
+
+def test_a_section_of_which_nothing_more_comes_is_given_up(tmp_path: Path) -> None:
+    now = [1000.0]
+    clock = Clock(monotonic=lambda: now[0], wall=lambda: now[0])
+    with running_store(tmp_path, clock=clock, record_idle_s=10.0) as store:
+        intake = _begun(store, "cat")
+        for place in range(2):
+            intake.write(place, 0, tensors_of("cat")[place])
+            now[0] += 9.0
+            intake.expire(store.record_idle_s)
+            assert not answer(store, "cat", link="other").record, "it is still coming"
+        assert store.statistics().waiting_bytes == LAYOUT.size_bytes
+        now[0] += 2.0
+        intake.expire(store.record_idle_s)
+        figures = store.statistics()
+        assert (intake.is_open, figures.waiting, figures.waiting_bytes) == (False, 0, 0)
+        assert figures.dropped["abandoned"] == 1
+        assert answer(store, "cat", link="other").record

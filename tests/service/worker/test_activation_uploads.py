@@ -13,6 +13,7 @@ import torch
 
 from bottega.diffusion.editing.recordings.source import TemplateQuery
 from bottega.v1.activations_pb2 import AbandonHeader, RecordingHeader, SectionHeader, TemplateAnswer
+from load.bench.throttle import Throttle
 from tests.fakes.scripted_activation_store import ScriptedStore, Sent
 from tests.support.stored_activations import (
     KEY,
@@ -273,3 +274,44 @@ def _last(store: ScriptedStore) -> object:
     while not store.sent.empty():
         said = store.sent.get(timeout=EVENTUALLY_S).header
     return said
+
+
+def test_a_slow_link_carries_a_section_for_longer_than_one_message_may_take(far: ScriptedStore) -> None:
+    made = settings(upload_bytes=1 << 24, budget_bytes=1 << 24)
+    made = replace(made, link=replace(made.link, send_s=0.3))
+    with Throttle(bytes_per_s=4e6) as relay:
+        far.relay = relay
+        with worker(far, made=made) as here:
+            here.ask()
+            begun = here.source.begin(KEY, SHAPE)
+            assert begun is not None
+            large = outputs(0, {"down.block": (24, 1 << 16), "up.block": (7, 1 << 16), "up.resnet": (3,)})
+            assert here.source.reserve(begun, sum(tensor.nbytes for tensor in large.values()))
+            begun.add(step_key(0), large, valid_map(0), prompt="12" * 32)
+            here.source.changed(begun, step_key(0))
+            wait_until(lambda: far.chunks.qsize() > 0, "the first chunk")
+            here.ask(replace(KEY, template="ee" * 32))
+            assert far.sent.empty(), "a question goes before the rest of a section"
+            come = sent(far)
+            assert all(torch.equal(tensor, large[name]) for name, tensor in come.tensors.items())
+            assert list(come.tensors) == list(large)
+            assert far.chunks.qsize() > 8
+            assert (here.source.linked, here.counts.get("upload_dropped_lost", 0)) == (1, 0)
+
+
+def test_the_rest_of_a_section_whose_recording_is_given_up_is_not_sent(far: ScriptedStore) -> None:
+    with Throttle(bytes_per_s=4e6) as relay:
+        far.relay = relay
+        with worker(far, made=settings(upload_bytes=1 << 24, budget_bytes=1 << 24)) as here:
+            here.ask()
+            begun = here.source.begin(KEY, SHAPE)
+            assert begun is not None
+            large = outputs(0, {"down.block": (32, 1 << 16)})
+            assert here.source.reserve(begun, sum(tensor.nbytes for tensor in large.values()))
+            begun.add(step_key(0), large, valid_map(0), prompt="12" * 32)
+            here.source.changed(begun, step_key(0))
+            wait_until(lambda: far.chunks.qsize() > 0, "the first chunk")
+            here.source.abandon(begun)
+            assert sent(far).header == AbandonHeader(recording=begun.id, key=begun.key.digest)
+            here.record(key=replace(KEY, template="ee" * 32))
+            assert isinstance(sent(far).header, SectionHeader), "the link goes on"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
+from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import torch
 
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
 from bottega.diffusion.rows import Half
-from bottega.transport import kind_of
+from bottega.transport import Connection, Deadline, Layout, Link, WholeMessage, kind_of
 from bottega.v1.activations_pb2 import RecordingHeader
 from bottega.worker.activations.load_meter import LoadMeter
-from bottega.worker.activations.uploads import Uploads
+from bottega.worker.activations.uploads import RecordingUpload, Uploads
 
 SHAPE = (4, 6)
 HEADER = RecordingHeader(recording="12" * 16)
@@ -30,13 +33,35 @@ def recording(drawn: DrawnTemplate | None = None) -> Recording:
     return made
 
 
+class Wire:
+    """What a link's thread has sent: kinds of messages."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def send_now(self, _link: object, message: WholeMessage) -> None:
+        self.kinds.append(kind_of(message.layout))
+
+    @contextlib.contextmanager
+    def start_message(self, layout: Layout, _deadline: Deadline) -> Iterator[Wire]:
+        self.views = layout.views(memoryview(bytearray(layout.size_bytes)))
+        yield self
+        self.kinds.append(kind_of(layout))
+
+    def finish(self) -> None:
+        """Of a message."""
+
+
+def send(upload: RecordingUpload, wire: Wire) -> int:
+    return upload.send(cast("Connection", wire), cast("Link", wire))
+
+
 def kinds_of(waiting: Uploads) -> list[str]:
     """What is sent next, and is."""
-    kinds = []
+    wire = Wire()
     while (upload := waiting.next()) is not None:
-        waiting.sent(upload)
-        kinds.append(kind_of(upload.message.layout))
-    return kinds
+        waiting.sent(upload, send(upload, wire))
+    return wire.kinds
 
 
 def begun(waiting: Uploads, made: Recording) -> Recording:
@@ -49,9 +74,10 @@ def begun(waiting: Uploads, made: Recording) -> Recording:
 def test_one_whose_end_has_no_room_is_abandoned_and_may_be_given_again() -> None:
     waiting = uploads()
     made = begun(waiting, recording())
-    section = waiting.next()
-    assert section is not None
-    waiting.sent(section)
+    for _ in range(2):
+        section = waiting.next()
+        assert section is not None
+        waiting.sent(section, send(section, Wire()))
     waiting.complete(made, HEADER)
     end = waiting.next()
     assert end is not None
@@ -60,7 +86,7 @@ def test_one_whose_end_has_no_room_is_abandoned_and_may_be_given_again() -> None
     assert kinds_of(waiting) == ["abandon"]
     begun(waiting, made)
     waiting.complete(made, HEADER)
-    assert kinds_of(waiting) == ["section", "recording"]
+    assert kinds_of(waiting) == ["section", "chunk", "recording"]
     assert not waiting.lacks(made)
 
 
@@ -92,6 +118,33 @@ def test_one_whose_end_no_message_can_say_is_abandoned(caplog: pytest.LogCapture
     of_rank_5 = torch.zeros(1, 4, 1, *SHAPE)
     made = begun(waiting, recording(DrawnTemplate(image_latent=of_rank_5, noise=of_rank_5, seed=1)))
     waiting.complete(made, HEADER)
-    assert kinds_of(waiting) == ["section", "abandon"]
+    assert kinds_of(waiting) == ["section", "chunk", "abandon"]
     assert waiting.lacks(made)
     assert "could not be sent" in caplog.text
+
+
+def test_the_rest_of_a_section_that_found_no_room_is_dropped_alone() -> None:
+    waiting = uploads()
+    made = begun(waiting, recording())
+    head = waiting.next()
+    assert head is not None
+    waiting.sent(head, send(head, Wire()))
+    chunk = waiting.next()
+    assert chunk is not None
+    waiting.refused(chunk)
+    waiting.complete(made, HEADER)
+    assert kinds_of(waiting) == ["recording"]
+
+
+def test_a_section_that_is_being_sent_counts_until_it_was() -> None:
+    waiting = Uploads(budget_bytes=150, meter=LoadMeter(), wake=lambda: None)
+    made = begun(waiting, recording())
+    head = waiting.next()
+    assert head is not None
+    waiting.sent(head, send(head, Wire()))
+    key = StepKey(timestep=2.0, half=Half.CONDITIONAL)
+    made.add(key, {"block": torch.zeros(6, 8, dtype=torch.float16)}, torch.ones(SHAPE, dtype=torch.bool))
+    waiting.add(made, key)
+    assert kinds_of(waiting) == ["chunk"], "there is no room for two"
+    waiting.add(made, key)
+    assert kinds_of(waiting) == ["section", "chunk"]

@@ -6,6 +6,7 @@ image latent and noise, which an answer carries. `service.py` translates between
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 
@@ -23,9 +24,10 @@ from bottega.activations.store.checks import (
     checked_section_key,
 )
 from bottega.activations.store.insertion import IncomingSection, TemplateInsertion
+from bottega.activations.store.intake import SectionIntake
 from bottega.activations.store.recordings import PendingRecording, PendingRecordings
 from bottega.activations.store.residence import TemplateLoader
-from bottega.activations.store.sealed_parts import section_file
+from bottega.activations.store.sealed_parts import SectionFile
 from bottega.activations.store.settings import ActivationStoreSettings
 from bottega.activations.store.statistics import ActivationCounts, ActivationStatistics, DropReason
 from bottega.activations.store.template_table import TemplateTable
@@ -155,44 +157,52 @@ class ActivationStore:
         section = self._table.section(digest)
         return section.layout if section is not None else None
 
-    def take_section(
-        self, header: pb.SectionHeader, layout: SectionLayout, views: Sequence[memoryview], link: Hashable
-    ) -> None:
-        """Keeps a section, soon: what cannot be kept is dropped and counted.
+    def begin_section(self, header: pb.SectionHeader, layout: SectionLayout, link: Hashable) -> SectionIntake | None:
+        """What takes the chunks of a section, which is kept soon after the last one; None where it is dropped, and
+        counted.
 
-        views: its tensors' elements; they are copied. Of a template that is there it takes the place of the section
-        with its key. Raises ValueError for what breaks a rule of activations.proto.
+        Of a template that is there it takes the place of the section with its key. Raises ValueError for what breaks a
+        rule of activations.proto.
         """
         key = checked_section_key(header)
         template = self._table.get(header.key)
         pending = None if template is not None else self._recordings.begin_section(header.key, header.recording, link)
         if pending is None and (template is None or template.recording != header.recording):
             self._counts.drop(DropReason.NOT_GRANTED)
-            return
+            return None
         reason = self._writer.reserve(layout.size_bytes)
         if reason is not None:
             self._counts.drop(reason)
-            return
+            return None
         try:
-            descriptor = section_file(layout, views, header.key)
+            file = SectionFile(layout, header.key)
         except BaseException as error:
-            self._writer.unreserve(layout.size_bytes)
+            self._drop_section(layout, DropReason.TROUBLE)
             if not isinstance(error, StorageUnavailable):
                 raise
-            self._counts.drop(DropReason.TROUBLE)
-            return
-        self._writer.write(
-            IncomingSection(
-                key=header.key,
-                section=key,
-                layout=read_layout(layout_part(layout)),
-                map=header.map,
-                prompt=header.prompt,
-                descriptor=descriptor,
-                pending=pending,
-                number=template.number if template is not None else 0,
-            )
+            return None
+        incoming = functools.partial(
+            IncomingSection,
+            key=header.key,
+            section=key,
+            layout=read_layout(layout_part(layout)),
+            map=header.map,
+            prompt=header.prompt,
+            pending=pending,
+            number=template.number if template is not None else 0,
         )
+        return SectionIntake(
+            file,
+            pending=pending,
+            now=self._now,
+            on_whole=lambda descriptor: self._writer.write(incoming(descriptor=descriptor)),
+            on_drop=lambda why: self._drop_section(layout, why),
+        )
+
+    @property
+    def record_idle_s(self) -> float:
+        """After which a recording of which nothing comes is given up."""
+        return self._settings.record_idle_s
 
     def complete(self, header: pb.RecordingHeader, drawn: DrawnTensors | None, link: Hashable) -> None:
         """All sections of a recording were sent: soon it is a template. Harmless where it is one.
@@ -346,6 +356,11 @@ class ActivationStore:
             pinned=use.pinned,
             memory_bytes=memory_bytes,
         )
+
+    def _drop_section(self, layout: SectionLayout, reason: DropReason) -> None:
+        """One for which room was reserved."""
+        self._writer.unreserve(layout.size_bytes)
+        self._counts.drop(reason)
 
     def _missing(self, digest: str) -> Unavailable:
         self._lose(digest)

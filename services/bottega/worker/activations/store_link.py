@@ -226,17 +226,17 @@ class ActivationStoreLink(LinkClientHandler):
         return 0.0 if self.uploads.waiting else None
 
     def send_idle(self, link: Link) -> None:
-        """The next section that was recorded."""
+        """What comes next of what was recorded."""
         connection, upload = self._connection, self.uploads.next()
         if upload is None or connection is None:
             return
         try:
-            connection.send_now(link, upload.message)
-        except (NoSharedMemory, TooLarge) as error:  # nothing of it was sent, and the link lives
+            size_bytes = upload.send(connection, link)
+        except (NoSharedMemory, TooLarge) as error:  # nothing of this message was sent, and the link lives
             _log.warning("a section is not recorded", extra={"store": self.store.name, "text": error.message})
             self.uploads.refused(upload)
         else:
-            self.uploads.sent(upload)
+            self.uploads.sent(upload, size_bytes)
 
     def _wake_uploads(self) -> None:
         connection = self._connection

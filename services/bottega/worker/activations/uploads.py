@@ -1,11 +1,12 @@
 """What one store is to record: sections wait within a budget of bytes, and nobody waits for them.
 
 A section that has no room is dropped: the store has the others, and whoever computes that step gives it. Sections are
-not copied: what is written to one while it waits lies outside its map.
+sent one at a time, in chunks. They are not copied: what is written to one while it waits lies outside its map.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import deque
@@ -13,43 +14,37 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakSet
 
-import torch
-from torch import Tensor
-
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, StepKey
-from bottega.diffusion.editing.recordings.step import RecordedStep
-from bottega.sections import DrawnTensors, SectionLayout, messages
-from bottega.transport import WholeMessage
-from bottega.v1.activations_pb2 import RecordingHeader, SectionHeader
+from bottega.sections import DrawnTensors, messages
+from bottega.sections.messages import CHUNK_BYTES, STORE_LIMITS
+from bottega.transport import Connection, Link, PieceSize, WholeMessage
+from bottega.v1.activations_pb2 import RecordingHeader
 from bottega.worker.activations.load_meter import LoadMeter
-from bottega.worker.activations.template import pack_map, section_key
+from bottega.worker.activations.section_upload import RecordedSection, SectionUpload, bytes_of
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordingUpload:
-    """What is sent next. ends: whether it is the recording's last word."""
+    """What is sent next: a message, or what comes next of a section. ends: whether it is the recording's last word.
+
+    most_bytes: of tensors, of a section.
+    """
 
     recording: Recording
-    message: WholeMessage
-    size_bytes: int
+    message: WholeMessage | None = None
+    section: SectionUpload | None = None
+    most_bytes: int = 0
     ends: bool
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Section:
-    """A step as it was when it was given: its map and prompt may change."""
-
-    recording: Recording
-    key: StepKey
-    step: RecordedStep
-    valid: Tensor
-    prompt: str
-
-    @property
-    def size_bytes(self) -> int:
-        return self.step.size_bytes
+    def send(self, connection: Connection, link: Link) -> int:
+        """Sends it; returns how many bytes of tensors. Raises what sending does."""
+        if self.section is not None:
+            return self.section.send(connection, link, self.most_bytes)
+        assert self.message is not None, "one of both"
+        connection.send_now(link, self.message)
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,17 +55,26 @@ class _End:
     header: RecordingHeader | None = None
     size_bytes: int = 0
 
+    @property
+    def message(self) -> WholeMessage:
+        """It. Raises ValueError where no message has room for it."""
+        if self.header is None:
+            return messages.abandon_message(self.recording.id, self.recording.key.digest)
+        return messages.recording_message(self.header, drawn_tensors(self.recording.drawn))
+
 
 class Uploads:
     """To one store. budget_bytes: of sections that wait. wake: called when there is something to send."""
 
     def __init__(self, *, budget_bytes: int, meter: LoadMeter, wake: Callable[[], None]) -> None:
+        self._numbers = itertools.count(1)
+        self._piece_size = PieceSize(slots=STORE_LIMITS.slots, most_bytes=CHUNK_BYTES)
         self._budget_bytes = budget_bytes
         self._meter = meter
         self._wake = wake
         self._lock = threading.Lock()
-        self._queue: deque[_Section | _End] = deque()
-        self._waiting_bytes = 0
+        self._queue: deque[RecordedSection | _End] = deque()
+        self._sending: SectionUpload | None = None  # of whose chunks some are left
         self._known: WeakSet[Recording] = WeakSet()  # that the store has, or is being given
         self._unfinished: set[Recording] = set()  # of those, what has not ended
         self._others: WeakSet[Recording] = WeakSet()  # of whose templates it has another recording
@@ -78,7 +82,7 @@ class Uploads:
     @property
     def waiting(self) -> bool:
         """Whether there is something to send."""
-        return bool(self._queue)
+        return bool(self._queue) or self._sending is not None
 
     def lacks(self, recording: Recording) -> bool:
         """Whether the store may not have it, nor another one of its template."""
@@ -106,15 +110,17 @@ class Uploads:
         step = recording.steps.get(key)
         if step is None or not step.writable:
             return
-        section = _Section(recording=recording, key=key, step=step, valid=step.valid, prompt=step.prompt)
+        section = RecordedSection(recording=recording, key=key, step=step, valid=step.valid, prompt=step.prompt)
         with self._lock:
             if recording not in self._known:
                 return
-            self._remove(lambda each: isinstance(each, _Section) and each.recording is recording and each.key == key)
+            self._remove(
+                lambda each: isinstance(each, RecordedSection) and each.recording is recording and each.key == key
+            )
             if self._waiting_bytes + section.size_bytes > self._budget_bytes:
                 self._meter.note("upload_dropped_full")
             else:
-                self._put(section)
+                self._queue.append(section)
         self._wake()
 
     def complete(self, recording: Recording, header: RecordingHeader) -> None:
@@ -122,7 +128,7 @@ class Uploads:
         with self._lock:
             if recording not in self._unfinished:
                 return
-            self._put(_End(recording=recording, header=header))
+            self._queue.append(_End(recording=recording, header=header))
         self._wake()
 
     def abandon(self, recording: Recording) -> None:
@@ -133,7 +139,9 @@ class Uploads:
             self._known.discard(recording)
             self._unfinished.discard(recording)
             self._remove(lambda each: each.recording is recording)
-            self._put(_End(recording=recording))
+            if self._sending is not None and self._sending.section.recording is recording:
+                self._sending = None
+            self._queue.append(_End(recording=recording))
         self._wake()
 
     def lose(self) -> None:
@@ -144,33 +152,55 @@ class Uploads:
             self._known.clear()
             self._others.clear()
             self._queue.clear()
-            self._waiting_bytes = 0
+            self._sending = None
 
     def next(self) -> RecordingUpload | None:
         """What comes next; None for nothing. By the thread that sends: it makes the message."""
         while True:
             with self._lock:
+                if self._sending is not None:
+                    return self._piece_of(self._sending)
                 if not self._queue:
                     return None
                 item = self._queue.popleft()
-                self._waiting_bytes -= item.size_bytes
             try:
-                return _upload(item)
+                return self._begun(item)
             except Exception:  # noqa: BLE001 - the boundary of an upload: the link, and others', go on without it
                 _log.exception("a recording could not be sent")
                 self._refused(item.recording, ends=isinstance(item, _End))
 
-    def sent(self, upload: RecordingUpload) -> None:
-        """It is with the store."""
-        self._meter.note("upload_bytes", upload.size_bytes)
-        if upload.ends:
-            with self._lock:
+    def sent(self, upload: RecordingUpload, size_bytes: int) -> None:
+        """It is with the store. size_bytes: of tensors in it."""
+        self._meter.note("upload_bytes", size_bytes)
+        with self._lock:
+            if upload.section is not None and upload.section.done and self._sending is upload.section:
+                self._sending = None
+            if upload.ends:
                 self._unfinished.discard(upload.recording)
+        if upload.ends:
             self._meter.note("uploaded")
 
     def refused(self, upload: RecordingUpload) -> None:
         """There was no room to send it."""
+        with self._lock:
+            if upload.section is not None and self._sending is upload.section:
+                self._sending = None
         self._refused(upload.recording, ends=upload.ends)
+
+    def _begun(self, item: RecordedSection | _End) -> RecordingUpload:
+        """Raises ValueError for what no message has room for."""
+        if isinstance(item, _End):
+            return RecordingUpload(recording=item.recording, message=item.message, ends=item.header is not None)
+        upload = SectionUpload(next(self._numbers), item)
+        with self._lock:
+            if item.recording in self._known:  # else it was abandoned meanwhile, and its chunks come to nothing
+                self._sending = upload
+            return self._piece_of(upload)
+
+    def _piece_of(self, upload: SectionUpload) -> RecordingUpload:
+        return RecordingUpload(
+            recording=upload.section.recording, section=upload, most_bytes=self._piece_size.next(), ends=False
+        )
 
     def _refused(self, recording: Recording, *, ends: bool) -> None:
         """A recording whose end cannot be sent is worth nothing to the store; it may be given it again."""
@@ -180,45 +210,15 @@ class Uploads:
 
     # Below: under the lock.
 
-    def _put(self, item: _Section | _End) -> None:
-        self._queue.append(item)
-        self._waiting_bytes += item.size_bytes
+    @property
+    def _waiting_bytes(self) -> int:
+        sending = self._sending.section.size_bytes if self._sending is not None else 0
+        return sending + sum(each.size_bytes for each in self._queue)
 
-    def _remove(self, gone: Callable[[_Section | _End], bool]) -> None:
+    def _remove(self, gone: Callable[[RecordedSection | _End], bool]) -> None:
         kept = [each for each in self._queue if not gone(each)]
         if len(kept) < len(self._queue):
             self._queue = deque(kept)
-            self._waiting_bytes = sum(each.size_bytes for each in kept)
-
-
-def _upload(item: _Section | _End) -> RecordingUpload:
-    """Raises ValueError for a section that no message has room for."""
-    recording = item.recording
-    if isinstance(item, _Section):
-        message: WholeMessage = _section_message(item)
-        return RecordingUpload(recording=recording, message=message, size_bytes=item.size_bytes, ends=False)
-    if item.header is None:
-        message = messages.abandon_message(recording.id, recording.key.digest)
-        return RecordingUpload(recording=recording, message=message, size_bytes=0, ends=False)
-    message = messages.recording_message(item.header, drawn_tensors(recording.drawn))
-    return RecordingUpload(recording=recording, message=message, size_bytes=0, ends=True)
-
-
-def _section_message(section: _Section) -> WholeMessage:
-    recording, step = section.recording, section.step
-    tensors = {name: tensor for name in step.names if (tensor := step.get(name)) is not None}
-    height, width = recording.shape
-    header = SectionHeader(
-        recording=recording.id,
-        key=recording.key.digest,
-        section=section_key(section.key),
-        prompt=section.prompt,
-        map=pack_map(section.valid),
-        latent_height=height,
-        latent_width=width,
-    )
-    layout = SectionLayout.of((name, tensor.shape) for name, tensor in tensors.items())
-    return messages.section_message(header, layout, [_bytes(tensor) for tensor in tensors.values()])
 
 
 def drawn_tensors(drawn: DrawnTemplate | None) -> DrawnTensors | None:
@@ -226,9 +226,4 @@ def drawn_tensors(drawn: DrawnTemplate | None) -> DrawnTensors | None:
     if drawn is None:
         return None
     image_latent, noise = drawn.image_latent.float(), drawn.noise.float()
-    return DrawnTensors(shape=tuple(noise.shape), image_latent=_bytes(image_latent), noise=_bytes(noise))
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    data: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return data
+    return DrawnTensors(shape=tuple(noise.shape), image_latent=bytes_of(image_latent), noise=bytes_of(noise))
