@@ -31,3 +31,15 @@ async def test_a_gateway_serves_and_ends_on_sigterm_with_its_codec_processes(tmp
     # stderr ends when the last process that holds it has gone.
     await asyncio.wait_for(process.stderr.read(), 10)
     assert await process.wait() == 0
+
+
+async def test_a_gateway_whose_state_folder_cannot_be_used_ends_with_a_sentence(tmp_path: Path) -> None:
+    config, state = tmp_path / "gateway.yaml", tmp_path / "file" / "gateway"
+    state.parent.write_bytes(b"not a folder")
+    config.write_text(json.dumps(gateway_config(state=str(state))))
+    command = [sys.executable, "-m", "bottega.gateway", "--config", str(config)]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    _, said = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 2, "systemd does not try again what would fail again"
+    assert f"bottega.gateway: state: the folder {state} cannot be used" in said.decode().splitlines()[-1]
+    assert "Traceback" not in said.decode()

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import hashlib
 import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock, SteadyClock
-from bottega.errors import BottegaError, DataLoss, StorageUnavailable, TooManyOpenFiles
+from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable, TooManyOpenFiles
 from bottega.gateway.jobs.store import JobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.process import copied
@@ -33,6 +35,8 @@ _DAMAGED_RETRY_S = 5.0
 _SWEEP_S = 1.0
 # Jobs that are forgotten in one transaction: some milliseconds.
 _SWEEP_JOBS = 100
+# Why a folder cannot be used, where no waiting helps: something else has its name, or it is not for this user.
+_UNUSABLE = frozenset({"EACCES", "EEXIST", "ELOOP", "ENAMETOOLONG", "ENOTDIR", "EPERM"})
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +89,7 @@ class Storage:
         """Returns when both are open and `restore`, what is read before anything else, has succeeded.
 
         on_failure: called when that is not so at once; reads may work even then. Raises ConfigError for files that are
-        not ours.
+        not ours, and for a folder that cannot be used and will not be by itself.
         """
         while True:
             try:
@@ -93,6 +97,7 @@ class Storage:
                 if restore is not None:
                     await restore()
             except (StorageUnavailable, DataLoss) as error:
+                self._check_folder(error)
                 self.report_failure(error)
                 if on_failure is not None:
                     on_failure()
@@ -215,6 +220,15 @@ class Storage:
             if last is not None:
                 self.steady.go_on_from(last.steady, wall=last.wall)
             self._steady_continued = True
+
+    def _check_folder(self, error: BottegaError) -> None:
+        """Raises ConfigError where only a person mends what has failed: to wait would be to wait for ever."""
+        cause = error.metadata.get("cause", "")
+        if cause in _UNUSABLE:
+            why = os.strerror(getattr(errno, cause)).lower()
+            raise ConfigError(
+                f"state: the folder {self._folder} cannot be used: {why}; let the gateway have it, or configure another"
+            ) from error
 
     async def _keep_up(self) -> None:
         while True:

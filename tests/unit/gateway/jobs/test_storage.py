@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bottega.clocks import Clock
-from bottega.errors import BottegaError, DataLoss, StorageUnavailable
+from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import SqliteJobStore
 from bottega.storage import ContentStore, os_errors
@@ -197,3 +198,33 @@ async def test_a_damaged_store_is_looked_at_less_often_than_a_full_one(storage: 
     await asyncio.gather(opening, return_exceptions=True)
     assert len(tries) == 3
     assert tries[2] - tries[0] < 2
+
+
+@pytest.mark.parametrize("inside", ["", "gateway"])
+async def test_a_folder_whose_name_a_file_has_is_not_waited_for(tmp_path: Path, inside: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    folder = tmp_path / "file" / inside
+    storage = _storage(folder, ContentStore(folder / "images", budget_bytes=1, ttl_s=1), waiting_bytes=1)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"state: the folder .*file.* cannot be used: (file exists|not a directory); "
+        ):
+            await asyncio.wait_for(storage.open(), 5)
+    finally:
+        await storage.close()
+
+
+async def test_a_folder_of_another_user_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = ContentStore(tmp_path / "images", budget_bytes=1, ttl_s=1)
+    storage = _storage(tmp_path, images, waiting_bytes=1)
+
+    async def refuse() -> None:
+        with os_errors.translated():
+            raise PermissionError(errno.EACCES, "as for another user than root")
+
+    monkeypatch.setattr(images, "open", refuse)
+    try:
+        with pytest.raises(ConfigError, match="cannot be used: permission denied; let the gateway have it"):
+            await asyncio.wait_for(storage.open(), 5)
+    finally:
+        await storage.close()
