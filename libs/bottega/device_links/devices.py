@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from bottega.device_links.ends import DeviceReceiver, DeviceSender, Reserve
 from bottega.device_links.groups import GlooGroup, NcclGroup, PairGroup, failed
 from bottega.device_links.process_group import GroupReceiver, GroupSender
 from bottega.device_links.shared_memory import CudaMemory, SharedMemory
@@ -21,7 +22,6 @@ from bottega.device_links.slot_pool import PoolReceiver, PoolSender
 from bottega.device_links.store import LinkStore
 from bottega.errors import DeadlineExceeded, LinkError
 from bottega.transport import Backend, Deadline, DeviceEndpoint, ProvenConnections
-from bottega.transport.channel.backend import ReceiverBackend, SenderBackend
 from bottega.transport.handshake.offer import host_identity
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ Setting = Literal["auto", "off", "gloo"]
 """What a configuration says of links between devices: those that the device has, none, or Gloo's through memory of the
 host, for tests and where nothing else gets through."""
 
-Ends = tuple[SenderBackend, ReceiverBackend]
+Ends = tuple[DeviceSender, DeviceReceiver]
 Opener = Callable[[ProvenConnections, Deadline], Ends]
 
 # After which a backend that came to nothing with a listener's device is tried again.
@@ -40,10 +40,10 @@ _MAX_FAILURES = 256
 _LOOPBACK = "127.0.0.1"
 
 
-def device_links(setting: Setting, device: torch.device) -> Devices | None:
-    """What this process's links can be between; None: memory of the host alone."""
+def device_links(setting: Setting, device: torch.device, *, reserve: Reserve | None = None) -> Devices | None:
+    """What this process's links can be between; None: memory of the host alone. reserve: for slots of the device."""
     if setting == "gloo":
-        return Devices("memory of the host", {Backend.GLOO: open_gloo})
+        return Devices("memory of the host", {Backend.GLOO: open_gloo})  # whose slots are no memory of the device
     if setting == "off" or device.type != "cuda":
         return None
     openers: dict[Backend, Opener] = {}
@@ -53,13 +53,17 @@ def device_links(setting: Setting, device: torch.device) -> Devices | None:
         _log.warning("memory of the device is not shared with other processes", extra={"why": str(error)})
     if dist.is_available() and dist.is_nccl_available():
         openers[Backend.NCCL] = lambda connections, deadline: _open_nccl(device, connections, deadline)
-    return Devices(f"GPU {torch.cuda.get_device_properties(device).uuid}", openers)
+    return Devices(f"GPU {torch.cuda.get_device_properties(device).uuid}", openers, reserve=reserve)
 
 
 class Devices:
-    """A bottega.transport DeviceLinks. device: its name, the same for all processes. openers: of its backends."""
+    """A bottega.transport DeviceLinks. device: its name, the same for all processes. openers: of its backends.
 
-    def __init__(self, device: str, openers: Mapping[Backend, Opener]) -> None:
+    reserve: for slots of all links; None where nothing is counted.
+    """
+
+    def __init__(self, device: str, openers: Mapping[Backend, Opener], *, reserve: Reserve | None = None) -> None:
+        self._reserve = reserve
         self.endpoint = DeviceEndpoint(
             host=host_identity(), device=device, version=_version(), backends=tuple(b for b in Backend if b in openers)
         )
@@ -100,6 +104,9 @@ class Devices:
         made: Ends | LinkError
         try:
             made = self._openers[backend](connections, deadline)
+            if self._reserve is not None:
+                for end in made:
+                    end.slots.reserve = self._reserve
         except LinkError as error:
             made = error
         except Exception as error:  # noqa: BLE001 - what libraries raise here is theirs; this link alone fails

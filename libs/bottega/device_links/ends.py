@@ -10,7 +10,7 @@ import queue
 import select
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bottega.device_links.streams import beside, has_come, mark, reached
 from bottega.device_links.tensors import DeviceSlot, DeviceTensor
-from bottega.errors import DeadlineExceeded, LinkError, NoSharedMemory
+from bottega.errors import DeadlineExceeded, LinkError, NoSharedMemory, TooLarge
 from bottega.transport import Deadline, Layout, Part, SealedFile
 from bottega.transport.backends.frame_stream import FrameStream, gone
 from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye
@@ -39,10 +39,19 @@ def pieces_of(memory: Tensor) -> Iterator[Tensor]:
         yield memory[start : start + PIECE_BYTES]
 
 
+Reserve = Callable[[int], None]
+"""Called with the bytes of the device that slots take more, negative for less. Raises TooLarge where none are left."""
+
+
 class DeviceSlots:
-    """Slots of a device by index, made when they are first used, which grow as those of the host do."""
+    """Slots of a device by index, made when they are first used, which grow as those of the host do.
+
+    reserve: asked before memory is taken; may be set before the first slot is used.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.reserve: Reserve = lambda size_bytes: None
+        self._reserved_bytes = 0
         self._device = device
         self._headers = GrowingSlots()
         self._slots: dict[int, DeviceSlot] = {}
@@ -52,8 +61,10 @@ class DeviceSlots:
         found = self._slots.get(index)
         if found is None or len(found) < size_bytes:
             wanted_bytes = max(size_bytes, *(len(slot) for slot in self._slots.values()), 0)
-            self._slots.pop(index, None)
-            found = self._slots[index] = DeviceSlot(self.allocate(index, wanted_bytes), index, self._headers)
+            if found is not None:
+                del self._slots[index]
+                self._take(-len(found))
+            found = self._slots[index] = DeviceSlot(self._allocated(index, wanted_bytes), index, self._headers)
         return found
 
     def allocate(self, index: int, size_bytes: int) -> Tensor:
@@ -71,6 +82,22 @@ class DeviceSlots:
         """Forgets all; memory that somebody looks at stays."""
         self._slots.clear()
         self._headers.clear()
+        self._take(-self._reserved_bytes)
+
+    def _allocated(self, index: int, size_bytes: int) -> Tensor:
+        try:
+            self._take(size_bytes)
+        except TooLarge as error:
+            raise no_memory(size_bytes) from error
+        try:
+            return self.allocate(index, size_bytes)
+        except BaseException:
+            self._take(-size_bytes)
+            raise
+
+    def _take(self, change_bytes: int) -> None:
+        self.reserve(change_bytes)
+        self._reserved_bytes += change_bytes
 
 
 def no_memory(size_bytes: int) -> NoSharedMemory:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,20 +15,25 @@ import torch
 
 from bottega.device_links import DeviceTensor, ends, tensors
 from bottega.device_links.devices import Devices, Ends, open_gloo, pool_opener
+from bottega.device_links.ends import Inflow
 from bottega.diffusion.controlnets.messages import ControlStep, StepEntry, read_step, residuals_layout, step_message
+from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.parallel.messages import RemoteNoise, noise_message, read_noise
 from bottega.diffusion.rows import Half
 from bottega.diffusion.tensor_messages import tensor_at
-from bottega.errors import AuthFailed, LinkError, NoCredit, PeerDead
+from bottega.errors import AuthFailed, LinkError, NoCredit, NoSharedMemory, PeerDead
 from bottega.lora import messages as loras
 from bottega.sections import messages as sections
 from bottega.transport import (
     Backend,
     Deadline,
+    DType,
     Incoming,
+    Layout,
     Limits,
     Link,
     ProvenConnections,
+    TensorSpec,
     WholeMessage,
     connect,
     number_message,
@@ -135,14 +141,14 @@ def test_loras_and_activations_go_through_unchanged(link_ends: tuple[Link, Link]
 
 def _corrupt(connections: ProvenConnections, deadline: Deadline) -> Ends:
     made = pool_opener(HostMemory())(connections, deadline)
-    begin = made[1].begin  # type: ignore[attr-defined]
+    begin = made[1].begin
 
-    def begin_wrong(index: int, target: torch.Tensor, start: int) -> object:
+    def begin_wrong(index: int, target: torch.Tensor, start: int) -> Inflow:
         inflow = begin(index, target, start)
         target[0] += 1
         return inflow
 
-    made[1].begin = begin_wrong  # type: ignore[attr-defined]
+    made[1].begin = begin_wrong  # type: ignore[method-assign]
     return made
 
 
@@ -251,3 +257,24 @@ def test_devices_of_other_versions_or_one_device_are_told_apart() -> None:
     assert one.misfit(Backend.NCCL, Devices("GPU 2", openers).endpoint) == ""
     assert one.misfit(Backend.CUDA_IPC, Devices("GPU 1", openers).endpoint) == ""
     assert "has none" in one.misfit(Backend.GLOO, one.endpoint)
+
+
+def test_slots_of_links_have_their_place_in_the_budget_of_the_device(tmp_path: Path) -> None:
+    budget_bytes = 64 << 20
+    plan, opener = MemoryPlan(budget_bytes), {Backend.CUDA_IPC: pool_opener(HostMemory())}
+    here = Devices("a", opener, reserve=partial(plan.grow, "links"))
+    with listening(tmp_path, devices=Devices("b", opener)) as listener, ThreadPoolExecutor(1) as pool:
+        offer = listener.offer()
+        accepting = pool.submit(listener.accept, offer, patience())
+        with connect(offer, patience(), devices=here) as near, accepting.result() as far:
+            check_message(near, far)
+            held = plan.reserved["links"]
+            assert LAYOUT.size_bytes <= held < budget_bytes
+            plan.reserve("model", budget_bytes - held)
+            large = Layout.of(TensorSpec(name="large", dtype=DType.UINT8, shape=(2 * LAYOUT.size_bytes,)))
+            with pytest.raises(NoSharedMemory, match="it is taken by models"):
+                near.start_message(large, patience())
+            plan.release("model")
+            near.start_message(large, patience())
+            assert plan.reserved["links"] > held
+    assert plan.reserved["links"] == 0

@@ -7,6 +7,7 @@ attention takes no more than that in any of torch's fused kernels. On a CPU noth
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -27,10 +28,14 @@ _MOST_SIZES = 64
 
 
 class MemoryPlan:
-    """budget_bytes: of the device, for this process; None where nothing is counted."""
+    """budget_bytes: of the device, for this process; None where nothing is counted.
+
+    Links reserve and release from threads of their own; all else is of the one that computes.
+    """
 
     def __init__(self, budget_bytes: int | None = None) -> None:
         self.budget_bytes = budget_bytes
+        self._lock = threading.Lock()  # of what is reserved
         self._reserved: dict[str, int] = {}
         self._row_bytes = 0.0
         self._decoding_bytes = 0.0
@@ -39,27 +44,28 @@ class MemoryPlan:
     @property
     def reserved(self) -> Mapping[str, int]:
         """Bytes by who has them."""
-        return MappingProxyType(self._reserved)
+        with self._lock:
+            return MappingProxyType(dict(self._reserved))
 
     @property
     def left_bytes(self) -> int | None:
         """For activations, beside what is reserved; None where nothing is counted."""
-        return None if self.budget_bytes is None else max(0, self.budget_bytes - sum(self._reserved.values()))
+        return None if self.budget_bytes is None else max(0, self.budget_bytes - sum(self.reserved.values()))
 
     def reserve(self, name: str, size_bytes: int) -> None:
         """Sets so many bytes aside, instead of what that name had. Raises TooLarge where they are not left."""
-        others = sum(size for holder, size in self._reserved.items() if holder != name)
-        if self.budget_bytes is not None and others + size_bytes > self.budget_bytes:
-            raise TooLarge(
-                f"{name} would take {size_bytes // _MIB} MiB of the device, and {self._said_left(name)}; "
-                "raise device_memory_mib, or use a larger device",
-                metadata=self._facts(size_bytes),
-            )
-        self._reserved[name] = size_bytes
+        with self._lock:
+            self._set(name, size_bytes)
+
+    def grow(self, name: str, change_bytes: int) -> None:
+        """Sets so many bytes more aside for that name; fewer where they are negative. Raises as `reserve` does."""
+        with self._lock:
+            self._set(name, self._reserved.get(name, 0) + change_bytes)
 
     def release(self, name: str) -> None:
         """What that name had is free. Harmless when it has nothing."""
-        self._reserved.pop(name, None)
+        with self._lock:
+            self._reserved.pop(name, None)
         self._refused.clear()
 
     def observe_forward(self, area: int, rows: int, peak_bytes: int | None) -> None:
@@ -83,6 +89,11 @@ class MemoryPlan:
                 "ask for fewer pixels",
                 metadata=self._facts(needed),
             )
+
+    def leaves_room(self, area: int, rows: int) -> bool:
+        """Whether what is reserved leaves so many rows of such latents a forward, and each of them its decoding."""
+        needed = max(self._row_bytes * rows, self._decoding_bytes) * area
+        return self.left_bytes is None or needed <= self.left_bytes
 
     def refusal(self, width: int, height: int) -> TooLarge:
         """Of a picture for which the device had no memory when it was its turn."""
@@ -115,10 +126,25 @@ class MemoryPlan:
         self._refused[area] = (max(1, rows // 2), _FORGET_AFTER)
         _log.warning("the device had no memory for a group; it is split", extra={"rows": rows, "latent_elements": area})
 
-    def _said_left(self, but: str = "") -> str:
+    def _set(self, name: str, size_bytes: int) -> None:
+        """Under the lock."""
+        before = self._reserved.get(name, 0)
+        others = {holder: size for holder, size in self._reserved.items() if holder != name}
+        too_much = self.budget_bytes is not None and sum(others.values()) + size_bytes > self.budget_bytes
+        if too_much and size_bytes > before:
+            raise TooLarge(
+                f"{name} would take {size_bytes // _MIB} MiB of the device, and {self._left_beside(others)}; "
+                "raise device_memory_mib, or use a larger device",
+                metadata=self._facts(size_bytes),
+            )
+        self._reserved[name] = size_bytes
+
+    def _said_left(self) -> str:
+        return self._left_beside(self.reserved)
+
+    def _left_beside(self, others: Mapping[str, int]) -> str:
         """What is left of the budget, and who has the rest."""
-        others = {name: size for name, size in self._reserved.items() if name != but}
-        holders = ", ".join(f"{name} {size // _MIB} MiB" for name, size in others.items())
+        holders = ", ".join(f"{name} {size // _MIB} MiB" for name, size in others.items() if size)
         left = (self.budget_bytes or 0) - sum(others.values())
         return f"{max(0, left) // _MIB} of {(self.budget_bytes or 0) // _MIB} MiB are left" + (
             f" beside {holders}" if holders else ""

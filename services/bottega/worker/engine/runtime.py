@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -60,7 +61,8 @@ def load_runtime(config: EngineConfig, link_requests: LinkRequests, *, trials: P
     if config.threads:
         torch.set_num_threads(config.threads)
     model, counters, heartbeat = _model(config), LinkCounters(), Heartbeat()
-    devices = device_links(config.device_links, model.device)
+    reserve = partial(model.memory.grow, "links")
+    devices = device_links(config.device_links, model.device, reserve=reserve)
     context = EngineAddOnContext(
         config=config, model=model, offers=link_requests, counters=counters, heartbeat=heartbeat, devices=devices
     )

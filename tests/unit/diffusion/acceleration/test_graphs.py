@@ -13,6 +13,7 @@ from bottega.diffusion.acceleration.graphs.backbone import GraphedActivations, G
 from bottega.diffusion.acceleration.graphs.graphs import Graphs
 from bottega.diffusion.acceleration.graphs.recorded import Key, RecordedForward
 from bottega.diffusion.acceleration.graphs.store import RecordedForwards
+from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.engine.forward import Denoiser, stack
 from bottega.diffusion.model.backbone import Activations, Backbone, Inputs, UNetBackbone
@@ -216,6 +217,25 @@ def test_what_cannot_be_recorded_or_is_too_large_is_not_tried_again(caplog: pyte
     assert often(store, 2, 101) is None
     assert "it takes 0 MiB" in caplog.records[-1].__dict__["why"]
     assert len(store) == 0
+
+
+def test_recordings_have_their_place_in_the_budget_of_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    memory = MemoryPlan(100)
+    memory.reserve("model", 40)
+    memory.observe_forward(64, 1, 2)
+    store = RecordedForwards(budget_bytes=1000, memory=memory)
+    assert often(store, 1, 30) is not None
+    assert memory.reserved["graphs"] == 30
+    assert often(store, 2, 40) is not None
+    assert memory.reserved["graphs"] == 40, "the first one made room"
+    assert often(store, 20, 30) is None, "forwards of twenty rows need what would be left"
+    assert "forwards need what is left" in caplog.records[-1].__dict__["why"]
+    assert memory.reserved["graphs"] == 0
+    assert often(store, 3, 61) is None
+    assert (len(store), memory.left_bytes) == (0, 60)
+    often(store, 4, 30)
+    store.clear()
+    assert memory.left_bytes == 60
 
 
 def test_an_engine_computes_by_graphs_until_they_are_taken_out(model: Model) -> None:

@@ -78,3 +78,28 @@ def test_a_budget_that_the_device_does_not_have_is_refused_with_what_it_has() ->
 )
 def test_errors_of_memory_are_told_from_others(error: Exception, whether: bool) -> None:
     assert is_out_of_memory(error) is whether
+
+
+def test_what_grows_bit_by_bit_is_bounded_with_the_rest() -> None:
+    plan = MemoryPlan(100 * MIB)
+    plan.reserve("model", 60 * MIB)
+    plan.grow("links", 30 * MIB)
+    with pytest.raises(TooLarge, match=r"links would take 41 MiB .* 40 of 100 MiB are left beside model 60 MiB"):
+        plan.grow("links", 11 * MIB)
+    plan.grow("links", 10 * MIB)
+    plan.grow("links", -40 * MIB)
+    assert plan.left_bytes == 40 * MIB
+    plan.reserve("graphs", 40 * MIB)
+
+
+def test_room_is_left_for_a_forward_and_its_decodings() -> None:
+    plan = MemoryPlan(100 * MIB)
+    assert plan.leaves_room(16, 8), "nothing is known"
+    plan.observe_forward(16, 1, 10 * MIB)
+    plan.observe_decoding(16, 30 * MIB)
+    plan.reserve("graphs", 65 * MIB)
+    assert plan.leaves_room(16, 3)
+    assert not plan.leaves_room(16, 4)
+    plan.reserve("graphs", 75 * MIB)
+    assert not plan.leaves_room(16, 1)
+    assert MemoryPlan().leaves_room(1 << 20, 64)

@@ -12,9 +12,9 @@ from bottega.diffusion.acceleration.graphs.store import RecordedForwards
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.operations import Operations
 
-# Of the memory that is free when they are tried.
+# Of the memory that is left to activations when they are tried.
 _SHARE = 4
-# Where nobody says how much is free.
+# Where nobody says how much that is.
 _BYTES = 2 << 30
 
 
@@ -40,8 +40,8 @@ class Graphs:
         return ""
 
     def enable(self, model: Model) -> None:
-        free = model.runtime.free_bytes()
-        recordings = RecordedForwards(budget_bytes=_BYTES if free is None else free // _SHARE)
+        left = model.memory.left_bytes
+        recordings = RecordedForwards(budget_bytes=_BYTES if left is None else left // _SHARE, memory=model.memory)
         self._operations, self._recordings = model.operations, recordings
         model.operations.backbone = GraphedBackbone(model.backbone, recordings, self._capture(model.device))
 

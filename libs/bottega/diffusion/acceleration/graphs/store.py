@@ -9,9 +9,13 @@ from collections.abc import Callable
 import torch
 
 from bottega.diffusion.acceleration.graphs.recorded import Key, RecordedForward
+from bottega.diffusion.device.memory_plan import MemoryPlan
+from bottega.errors import TooLarge
 
 _log = logging.getLogger(__name__)
 
+# As others read it who find no room.
+_HOLDER = "graphs"
 # Forwards of a shape that run as they are before it is recorded, which takes as long as several of them.
 _USES = 2
 # Shapes whose uses are counted: callers choose them.
@@ -19,9 +23,10 @@ _MOST_COUNTED = 256
 
 
 class RecordedForwards:
-    """budget_bytes: of the device's memory that recordings may take; most: of them."""
+    """budget_bytes: of the device's memory that recordings may take; most: of them. memory: where that is set aside."""
 
-    def __init__(self, *, budget_bytes: int, most: int = 16) -> None:
+    def __init__(self, *, budget_bytes: int, most: int = 16, memory: MemoryPlan | None = None) -> None:
+        self._memory = memory or MemoryPlan()
         self._budget_bytes = budget_bytes
         self._most = most
         self._recorded: OrderedDict[Key, RecordedForward] = OrderedDict()
@@ -53,15 +58,28 @@ class RecordedForwards:
             self._refuse(key, f"it takes {made.size_bytes >> 20} MiB of {self._budget_bytes >> 20}")
             return None
         self._recorded[key] = made
-        while len(self._recorded) > self._most or self.used_bytes > self._budget_bytes:
+        while len(self._recorded) > self._most or self.used_bytes > self._budget_bytes or not self._set_aside(key):
             self._recorded.popitem(last=False)
+        if key not in self._recorded:
+            self._refuse(key, f"it takes {made.size_bytes >> 20} MiB, and forwards need what is left of the device")
+            return None
         return made
 
     def clear(self) -> None:
         """Gives all of it back."""
         self._recorded.clear()
+        self._memory.release(_HOLDER)
         self._uses.clear()
         self._refused.clear()
+
+    def _set_aside(self, key: Key) -> bool:
+        """Whether those that are recorded have room, and beside them forwards and decodings as of this one."""
+        rows, _, height, width = key[0]
+        try:
+            self._memory.reserve(_HOLDER, self.used_bytes)
+        except TooLarge:
+            return False
+        return not self._recorded or self._memory.leaves_room(height * width, rows)
 
     def _often(self, key: Key) -> bool:
         if len(self._uses) >= _MOST_COUNTED and key not in self._uses:
