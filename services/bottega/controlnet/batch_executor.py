@@ -10,12 +10,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
-import torch
 from torch import Tensor
 
 from bottega.diffusion.controlnets import ControlRow, run_group
+from bottega.diffusion.device.cpu import CpuDevice
+from bottega.diffusion.device.device import Device
+from bottega.diffusion.device.memory_plan import MemoryPlan
+from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.errors import to_job_failure
 from bottega.errors import BottegaError
 
@@ -53,18 +55,23 @@ class StepRequest:
 class BatchExecutor:
     """`submit` may come from any thread; one thread calls `run_batch` for ever.
 
-    max_rows: of one forward. fixed_rows: pads every one to so many; 0 is off.
+    max_rows: of one forward. fixed_rows: pads every one to so many; 0 is off. device: computes them; a CPU without one.
+    memory: says how many rows fit, and is told of those that did not.
     batches, rows, seconds: what it has done so far. progress: counts its signs of life, forwards and whatever else is
     counted by `report_progress`.
     """
 
-    def __init__(self, *, max_rows: int, fixed_rows: int = 0) -> None:
+    def __init__(
+        self, *, max_rows: int, fixed_rows: int = 0, device: Device | None = None, memory: MemoryPlan | None = None
+    ) -> None:
         self.batches = 0
         self.progress = 0
         self.rows = 0
         self.seconds = 0.0
         self._max_rows = fixed_rows or max_rows
         self._fixed_rows = fixed_rows
+        self._device = device or CpuDevice()
+        self._memory = memory or MemoryPlan()
         self._waiting: deque[StepRequest] = deque()
         self._changed = threading.Condition()
 
@@ -97,36 +104,53 @@ class BatchExecutor:
         try:
             self._run(group)
         except Exception as error:  # noqa: BLE001 - the boundary of a forward: the next one may go well
-            self._retry_exclusively(group, error)
+            if not self._splits(group, error):
+                self._retry_exclusively(group, error)
 
     def _group(self) -> list[tuple[StepRequest, int]]:
         """The first row that waits, and what can go with it. Under the lock."""
         leader: Hashable = None
+        most = self._max_rows
         group: list[tuple[StepRequest, int]] = []
         for work in self._waiting:
             for index in range(len(work.rows)):
                 if index in work.residuals:
                     continue
                 key = work.key(index)
-                leader = key if leader is None else leader
-                if key == leader and len(group) < self._max_rows:
+                if leader is None:
+                    leader, most = key, self._most_rows(work.rows[index])
+                if key == leader and len(group) < most:
                     group.append((work, index))
         return group
 
     def _run(self, group: Sequence[tuple[StepRequest, int]]) -> None:
-        began_s = perf_counter()
+        began = self._device.record()
         by_point = run_group([work.rows[index] for work, index in group], fixed_rows=self._fixed_rows)
-        if by_point[0].device.type == "cuda":
-            torch.cuda.synchronize(by_point[0].device)  # else it would be said to be done at its launch
+        done = self._device.record()
+        # For this forward alone: what is loaded meanwhile, and answers on their way, hold nobody up.
+        done.wait()
         self.batches += 1
         self.report_progress()
         self.rows += len(group)
-        self.seconds += perf_counter() - began_s
+        self.seconds += done.seconds_since(began)
         for place, (work, index) in enumerate(group):
             work.residuals[index] = Residuals(by_point=by_point, place=place)
         for work in dict.fromkeys(work for work, _ in group):
             if len(work.residuals) == len(work.rows):
                 self._end(work, [work.residuals[index] for index in range(len(work.rows))])
+
+    def _most_rows(self, row: ControlRow) -> int:
+        """Of a forward with that one."""
+        fitting = None if self._fixed_rows else self._memory.most_rows(_area(row))
+        return self._max_rows if fitting is None else min(fitting, self._max_rows)
+
+    def _splits(self, group: Sequence[tuple[StepRequest, int]], error: Exception) -> bool:
+        """Whether the device had no memory for so many rows, and their next forward has fewer."""
+        row = group[0][0].rows[group[0][1]]
+        if self._fixed_rows or len(group) == 1 or not is_out_of_memory(error):
+            return False
+        self._memory.note_out_of_memory(_area(row), len(group))
+        return self._most_rows(row) < len(group)
 
     def _retry_exclusively(self, group: Sequence[tuple[StepRequest, int]], error: Exception) -> None:
         """A forward failed. Of several steps each is tried alone; one that was alone has failed."""
@@ -144,3 +168,9 @@ class BatchExecutor:
                 return  # its owner has gone
             self._waiting.remove(work)
         work.done(outcome)
+
+
+def _area(row: ControlRow) -> int:
+    """Elements of its latent in height and width."""
+    _, height, width = row.sample.shape
+    return int(height * width)

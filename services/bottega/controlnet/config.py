@@ -22,9 +22,11 @@ class ControlNetEngineConfig:
 
     device: auto, cpu, cuda or cuda:N. dtype: that of the workers' models. threads: 0 leaves the number to torch.
     exclusive_cores: whether nothing else computes on the cores that this engine may use, as a worker's.
-    budget_bytes: most bytes of weights that are loaded at once. max_rows: of one forward; a guided step has two for
-    each of its images. fixed_rows: pads every forward to so many rows, for images that are equal byte for byte
-    whatever runs beside them; 0 is off.
+    device_memory_mib: of the device, that ControlNets, forwards and links may take together; 0 is what is free when the
+    engine starts, less a reserve; of a CPU it is 0. budget_bytes: most bytes of weights that are loaded at once; where
+    the device has less, three quarters of that. max_rows: of one forward; a guided step has two for each of its images.
+    fixed_rows: pads every forward to so many rows, for images that are equal byte for byte whatever runs beside them;
+    0 is off.
     links_listen: host:port on which links of workers of other hosts come in; port 0 is any free one, empty is none.
     links_advertised: host:port that workers are told instead, where a relay or an address translation is between.
     links_socket: path of the unix socket for those of this host, in a folder that nobody else can write to; empty is
@@ -41,6 +43,7 @@ class ControlNetEngineConfig:
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     threads: NotNegative = 0
     exclusive_cores: bool = False
+    device_memory_mib: NotNegative = 0
     budget_bytes: AtLeastOne = 8 << 30
     max_rows: AtLeastOne = 16
     fixed_rows: NotNegative = 0

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetLinks
 from bottega.device_links import device_links
+from bottega.diffusion.device.memory_plan import MemoryPlan, open_memory_plan
+from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.model.model import DTYPES, pick_device
 from bottega.errors import BottegaError, Unavailable
@@ -34,6 +37,8 @@ from bottega.v1 import controlnet_engine_pb2 as pb
 _log = logging.getLogger(__name__)
 
 _BEAT_S = 0.1
+# Of a device with less room than `budget_bytes`; the rest is for forwards and links.
+_WEIGHTS_SHARE = 0.75
 
 
 def run(channel: FramedPipe, config: ControlNetEngineConfig) -> int:
@@ -56,15 +61,19 @@ class ControlNetEngineLoop:
 
     def __init__(self, channel: FramedPipe, config: ControlNetEngineConfig, device: torch.device) -> None:
         self._channel = channel
-        dtype = DTYPES[config.dtype]
+        dtype, runtime = DTYPES[config.dtype], open_device(device)
+        memory = open_memory_plan(runtime, config.device_memory_mib)
+        weights_bytes = reserve_weights(memory, config.budget_bytes)
         self._beaten_s = 0.0
-        self._executor = BatchExecutor(max_rows=config.max_rows, fixed_rows=config.fixed_rows)
-        self._registry = ModelRegistry(budget_bytes=config.budget_bytes, device=device, dtype=dtype, alive=self._alive)
+        self._executor = BatchExecutor(
+            max_rows=config.max_rows, fixed_rows=config.fixed_rows, device=runtime, memory=memory
+        )
+        self._registry = ModelRegistry(budget_bytes=weights_bytes, device=device, dtype=dtype, alive=self._alive)
         self._links = ControlNetLinks(
             config,
             registry=self._registry,
             executor=self._executor,
-            devices=device_links(config.device_links, device),
+            devices=device_links(config.device_links, device, reserve=partial(memory.grow, "links")),
         )
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
         ready = pb.ControlNetEngineReady(device=str(device), dtype=config.dtype)
@@ -132,3 +141,14 @@ class ControlNetEngineLoop:
 
     def _send(self, event: pb.ControlNetEngineEvent) -> None:
         self._channel.send(event.SerializeToString())
+
+
+def reserve_weights(memory: MemoryPlan, budget_bytes: int) -> int:
+    """How many bytes of ControlNets may be loaded at once: `budget_bytes`, or less where the device has less."""
+    left = memory.left_bytes
+    if left is not None and budget_bytes > _WEIGHTS_SHARE * left:
+        facts = {"budget_bytes": budget_bytes, "device_bytes": left}
+        budget_bytes = int(_WEIGHTS_SHARE * left)
+        _log.warning("the device has less room than budget_bytes", extra=facts | {"taken_bytes": budget_bytes})
+    memory.reserve("ControlNets", budget_bytes)
+    return budget_bytes

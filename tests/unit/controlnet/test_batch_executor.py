@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequest
+from bottega.controlnet.engine_loop import reserve_weights
 from bottega.diffusion.controlnets import ControlNetCache, ControlRow, ControlSession
 from bottega.diffusion.controlnets.provider import ControlInput
+from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Embeds, Half
-from bottega.errors import BottegaError, InternalError
+from bottega.errors import BottegaError, InternalError, TooLarge
 from tests.samples.controlnets import control_image, random_controlnet, save, shelf_of
+from tests.support.delayed_device import STEPS, DelayedDevice
 from tests.support.manual_engine import load
 
 LOAD_S = 20.0
@@ -143,3 +146,72 @@ def residuals(outcomes: Outcomes, name: str) -> Sequence[Residuals]:
     outcome = outcomes.ended[name]
     assert not isinstance(outcome, BottegaError)
     return outcome
+
+
+def test_a_forward_is_waited_for_and_nothing_else_of_the_device(cache: ControlNetCache) -> None:
+    device = DelayedDevice()
+    outcomes = Outcomes(BatchExecutor(max_rows=16, device=device))
+    with device.stream("loading"):
+        loaded = device.record()
+    outcomes.submit("one", rows(session(cache)))
+    outcomes.executor.run_batch(0.0)
+    assert len(residuals(outcomes, "one")) == 2
+    assert not loaded.done, "what is loaded meanwhile holds no answer up"
+    assert device.waits == 1
+    with device.running(0.05, STEPS):
+        seconds = outcomes.executor.seconds
+        outcomes.submit("two", rows(session(cache)))
+        outcomes.executor.run_batch(0.0)
+    assert outcomes.executor.seconds - seconds >= 0.05, "as the device took, not as it was enqueued"
+
+
+def test_rows_that_find_no_memory_together_go_in_parts(cache: ControlNetCache) -> None:
+    memory = MemoryPlan()
+    outcomes = Outcomes(BatchExecutor(max_rows=16, memory=memory))
+    several = [session(cache) for _ in range(3)]
+    sizes: list[int] = []
+
+    def allocate(_module: object, given: tuple[torch.Tensor, ...]) -> None:
+        sizes.append(len(given[0]))
+        if sizes[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hook = several[0].net.network.register_forward_pre_hook(allocate)
+    try:
+        for number, each in enumerate(several):
+            outcomes.submit(str(number), rows(each))
+        for _ in range(8):
+            outcomes.executor.run_batch(0.0)
+        assert sizes == [6, 3, 1, 1, 1, 1, 1, 1], "halves, until they fit"
+    finally:
+        hook.remove()
+    assert all(len(residuals(outcomes, str(number))) == 2 for number in range(3))
+
+
+def test_a_row_that_finds_no_memory_by_itself_is_refused_with_the_reason(cache: ControlNetCache) -> None:
+    outcomes = Outcomes(BatchExecutor(max_rows=16))
+    one = session(cache)
+
+    def allocate(_module: object, _given: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hook = one.net.network.register_forward_pre_hook(allocate)
+    try:
+        outcomes.submit("one", rows(one))
+        for _ in range(3):
+            outcomes.executor.run_batch(0.0)
+    finally:
+        hook.remove()
+    refused = outcomes.ended["one"]
+    assert isinstance(refused, TooLarge)
+    assert refused.metadata == {"limit": "device_memory"}
+
+
+def test_controlnets_leave_a_part_of_a_small_device_to_forwards() -> None:
+    memory = MemoryPlan(100)
+    assert reserve_weights(memory, 1000) == 75
+    assert memory.left_bytes == 25
+    memory = MemoryPlan(100)
+    assert reserve_weights(memory, 60) == 60
+    assert memory.left_bytes == 40
+    assert reserve_weights(MemoryPlan(), 1 << 40) == 1 << 40, "of the host nothing is counted"
