@@ -19,12 +19,15 @@ from bottega.client import AsyncClient
 from bottega.miniature import WEIGHTS
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
 from load.bench import bare_engine, suite
-from load.bench.arrivals import closed_loop, open_loop, poisson
 from load.bench.bare_engine import BareEngine
+from load.bench.closed_loop import closed_loop
 from load.bench.reference import Batch, Reference
 from load.bench.report import percentile, report
 from load.bench.scratch import scratch
 from load.bench.static_batches import MAX_BATCH, StaticServer
+from load.replay.arrivals import poisson
+from load.replay.driver import replay
+from load.replay.results import Result
 
 PROMPT = "a big red star on the left on a blue background"
 GUIDANCE_SCALE = 5.0
@@ -34,6 +37,16 @@ MIXED_STEPS = (20, 30, 50)
 LOAD = 0.7
 # A seed makes a run repeatable; which one does not matter.
 ARRIVALS_SEED = 8
+_DEADLINE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed:
+    """A request of the open loop. number: from 0, its seed. at_s: when it is meant to come."""
+
+    number: int
+    at_s: float
+    steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +122,23 @@ async def _static_capacity(reference: Reference, rng: random.Random, batches: in
 async def _open(sides: Sides, measured: Measured, requests: int, rng: random.Random) -> None:
     """The same arrivals for static batches and then for the suite."""
     steps = rng.choices(MIXED_STEPS, k=requests)
-    arrivals = poisson(LOAD * measured.static_capacity, steps, rng)
+    times = poisson(LOAD * measured.static_capacity, requests, rng)
+    plan = [Mixed(number=number, at_s=at_s, steps=steps[number]) for number, at_s in enumerate(times)]
 
-    async def through(number: int) -> None:
-        await _through(sides.client, steps[number], number)
+    async def static(request: Mixed) -> Result:
+        await server.draw(request.steps, request.number)
+        return Result()
+
+    async def through(request: Mixed) -> Result:
+        await _through(sides.client, request.steps, request.number)
+        return Result()
 
     server = StaticServer(sides.reference, PROMPT, GUIDANCE_SCALE)
     try:
-        measured.static_s += await open_loop(lambda number: server.draw(steps[number], number), arrivals)
+        measured.static_s += (await replay(plan, static, deadline_s=_DEADLINE_S)).took_s()
     finally:
         await server.stop()
-    measured.suite_s += await open_loop(through, arrivals)
+    measured.suite_s += (await replay(plan, through, deadline_s=_DEADLINE_S)).took_s()
 
 
 async def _through(client: AsyncClient, steps: int, seed: int) -> None:

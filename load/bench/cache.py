@@ -23,9 +23,9 @@ from load.bench.cache_predictor import predict, retrain_s
 from load.bench.cache_replay import STEPS, Replayed, profile, replay
 from load.bench.cache_thresholds import thresholds
 from load.bench.cache_throughput import WANTED_P99, Timed, measure
-from load.bench.prompt_stream import StreamShape, prompts
 from load.bench.report import report
 from load.bench.scratch import scratch
+from load.replay.prompt_stream import StreamShape, prompts
 
 BUDGETS = (15, 150, 1500, 15000)
 OTHERS = (LRU, LFU, FIFO)

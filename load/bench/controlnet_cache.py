@@ -17,9 +17,9 @@ from functools import partial
 from heapq import heappop, heappush
 
 from bottega.caching import CacheItem, EvictionOrder, LoadClaim, LoadPlan, Popularity
-from load.bench.arrivals import poisson
 from load.bench.report import report
-from load.bench.trace_shape import A, B, Service
+from load.replay.arrivals import poisson
+from load.replay.trace_shape import CONTROLNETS, AdapterCalls
 
 # Reading 2.5 GB, an SDXL ControlNet in half precision, from a good disk; and the time of a picture with one.
 LOAD_S = 2.5
@@ -128,17 +128,17 @@ class Outcome:
     loads: float
 
 
-def replay(service: Service, order: EvictionOrder, *, places: int, requests: int, rate_per_s: float) -> Outcome:
+def replay(service: AdapterCalls, order: EvictionOrder, *, places: int, requests: int, rate_per_s: float) -> Outcome:
     """Draws requests of a service, the same for every order."""
     run = Replay(plan=LoadPlan(places, order))
-    drawn = itertools.islice(service.draw(random.Random(service.name)), requests)
-    arrivals = poisson(rate_per_s, [0] * requests, random.Random(1))
+    drawn = itertools.islice(service.calls(random.Random(service.name)), requests)
+    arrivals = poisson(rate_per_s, requests, random.Random(1))
     learnt = int(LEARNING * requests)
     before = (0, 0, 0)
-    for index, (arrival, names) in enumerate(zip(arrivals, drawn, strict=True)):
+    for index, (at_s, ranks) in enumerate(zip(arrivals, drawn, strict=True)):
         if index == learnt:
             before = _counts(run.plan)
-        run.request(arrival.at_s, names)
+        run.request(at_s, [f"{service.name}{rank}" for rank in ranks])
     hits, misses, loads = (after - then for after, then in zip(_counts(run.plan), before, strict=True))
     return Outcome(misses=misses / (hits + misses), loads=loads / (hits + misses))
 
@@ -147,7 +147,7 @@ def _counts(plan: LoadPlan) -> tuple[int, int, int]:
     return plan.counts.hits, plan.counts.misses, plan.counts.loads
 
 
-def measure(service: Service, requests: int) -> tuple[list[tuple[str, str, str]], dict[str, float]]:
+def measure(service: AdapterCalls, requests: int) -> tuple[list[tuple[str, str, str]], dict[str, float]]:
     """The rows of the table, and the values."""
     judged = JUDGED[service.name]
     share = service.top_share(judged)
@@ -168,7 +168,7 @@ def measure(service: Service, requests: int) -> tuple[list[tuple[str, str, str]]
     return rows, values
 
 
-def _orders(service: Service, places: int, requests: int, rate_per_s: float) -> dict[str, Outcome]:
+def _orders(service: AdapterCalls, places: int, requests: int, rate_per_s: float) -> dict[str, Outcome]:
     return {
         name: replay(service, make(), places=places, requests=requests, rate_per_s=rate_per_s)
         for name, make in ORDERS.items()
@@ -186,7 +186,7 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[tuple[str, str, str]] = []
     values: dict[str, float] = {}
-    for service in (A, B):
+    for service in CONTROLNETS.values():
         its_rows, its_values = measure(service, options.requests)
         rows += its_rows
         values |= its_values

@@ -17,15 +17,15 @@ from pathlib import Path
 from statistics import mean, median
 
 from bottega.diffusion.engine.engine import Engine, EngineLimits
-from load.bench.arrivals import typical_arrivals
 from load.bench.bench_model import write_bench_model
 from load.bench.edit_desk import EditDesk
 from load.bench.edit_model import EDIT_SHAPE
 from load.bench.edit_queue import MAX_BATCH, Arriving, Served, StaticBatches, serve, step_by_step
 from load.bench.exclusive_cores import begin_with_exclusive_cores
-from load.bench.mask_ratios import TRACES, MaskRatios
 from load.bench.report import percentile, report
 from load.bench.scratch import scratch
+from load.bench.typical_arrivals import typical_arrivals
+from load.replay.mask_ratios import TRACES, MaskRatios
 
 THREADS = 2
 LOAD = 0.7

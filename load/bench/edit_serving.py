@@ -20,7 +20,6 @@ from statistics import mean, median
 
 from bottega.client import AsyncClient
 from bottega.diffusion.engine.engine import EngineLimits
-from load.bench.arrivals import one_by_one, typical_arrivals
 from load.bench.bench_model import write_bench_model
 from load.bench.edit_desk import EditDesk
 from load.bench.edit_model import EDIT_SHAPE
@@ -28,9 +27,10 @@ from load.bench.edit_queue import Arriving, serve, step_by_step
 from load.bench.edit_steps import EditAsk, Side
 from load.bench.edit_suite import TIMEOUT_S, EditSuite, running
 from load.bench.exclusive_cores import begin_with_exclusive_cores
-from load.bench.mask_ratios import PUBLIC
 from load.bench.report import percentile, report
 from load.bench.scratch import scratch
+from load.bench.typical_arrivals import one_by_one, typical_arrivals
+from load.replay.mask_ratios import PUBLIC
 
 THREADS = 2
 CLIENTS = 8

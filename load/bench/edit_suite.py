@@ -12,7 +12,7 @@ from pathlib import Path
 import PIL.Image
 
 from bottega.client import AsyncClient, Client
-from load.bench.arrivals import closed_loop
+from load.bench.closed_loop import closed_loop
 from load.bench.edit_model import SIZE, placed_mask
 from load.bench.edit_steps import GUIDANCE_SCALE, PROMPT, STRENGTH, template
 from tests.support.services import Services, gateway_config, worker_config

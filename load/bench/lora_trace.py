@@ -28,7 +28,7 @@ from load.bench.lora_files import random_lora
 from load.bench.lora_suite import Cast, LoraSuite, figures, suite
 from load.bench.report import percentile, report
 from load.bench.scratch import scratch
-from load.bench.trace_shape import LORAS_A, LORAS_B, LoraCalls
+from load.replay.trace_shape import LORAS, AdapterCalls
 from tests.support.services import Service
 from tests.support.waiting import wait_until
 
@@ -163,7 +163,7 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[dict[tuple[str, 
         total_bytes = fill(running, folder / "made", options.loras)
         add_s = (time.perf_counter() - began_s) / options.loras
         bounded = running.with_engine({**cast.engine, "lora_budget_bytes": int(2 * WORKER_SHARE * total_bytes)})
-        for trace in (LORAS_A, LORAS_B):
+        for trace in LORAS.values():
             requests = drawn(trace, options.loras, options.requests)
             for share in options.budgets:
                 budget_bytes = max(1, int(share * total_bytes))
@@ -171,9 +171,9 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[dict[tuple[str, 
     return found, add_s
 
 
-def drawn(trace: LoraCalls, loras: int, requests: int) -> list[tuple[int, ...]]:
+def drawn(trace: AdapterCalls, loras: int, requests: int) -> list[tuple[int, ...]]:
     """The same for every budget."""
-    return list(itertools.islice(trace.draw(loras, random.Random(trace.name)), requests))
+    return list(itertools.islice(trace.draw(random.Random(trace.name), count=loras), requests))
 
 
 def _report(found: dict[tuple[str, float], Replayed], add_s: float, loras: int) -> None:
@@ -200,7 +200,7 @@ def _report(found: dict[tuple[str, float], Replayed], add_s: float, loras: int) 
         growth_mib = max(replayed.growth_mib[name] for replayed in found.values())
         rows.append((f"the {name} grew by", f"{growth_mib:.1f} MiB", f"at most {GROWTH_MIB:g} MiB"))
         values[f"{name}_growth_mib"] = growth_mib
-    for trace in (LORAS_A, LORAS_B):
+    for trace in LORAS.values():
         top = trace.top_share(loras)
         rows.append((f"of all calls of service {trace.name}, those to so many LoRAs", f"{top:.2f}", ""))
         values[f"top_share_{trace.name.lower()}"] = top
@@ -211,7 +211,7 @@ def _report(found: dict[tuple[str, float], Replayed], add_s: float, loras: int) 
 def main() -> None:
     """Prints the table and the line of JSON."""
     parser = argparse.ArgumentParser(prog="make bench-lora-trace", description=__doc__)
-    parser.add_argument("--loras", type=int, default=500, help="in the store, 643 at most (default: 500)")
+    parser.add_argument("--loras", type=int, default=500, help="in the store, 6,980 at most (default: 500)")
     parser.add_argument("--requests", type=int, default=300, help="for each service and budget (default: 300)")
     parser.add_argument("--steps", type=int, default=4, help="of a picture (default: 4)")
     parser.add_argument(

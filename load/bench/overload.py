@@ -14,7 +14,6 @@ import os
 import random
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from statistics import median
@@ -27,10 +26,12 @@ from bottega.v1.fleet_pb2_grpc import FleetServiceStub
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import CancelJobRequest, GenerateRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
-from load.bench.arrivals import poisson
 from load.bench.report import percentile, report
 from load.bench.scratch import scratch
 from load.bench.suite import running_gateway
+from load.replay.arrivals import poisson
+from load.replay.driver import replay
+from load.replay.results import Outcome, Result
 from tests.support.services import Service
 
 PROMPT = "a big red star on the left on a blue background"
@@ -56,15 +57,22 @@ _LATE = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 class Overload:
     """What came of the requests. ends_s: when those that were drawn were, after the start.
 
-    rejected_s: how long each refusal at the door took. late: taken, and then not done in time. other: anything else.
+    rejected_s: how long each refusal at the door took. late: taken, and then not done in time. failed: anything else.
     memory: resident bytes of the gateway and of the worker, by time.
     """
 
     ends_s: list[float] = field(default_factory=list)
     rejected_s: list[float] = field(default_factory=list)
     late: int = 0
-    other: Counter[str] = field(default_factory=Counter)
+    failed: int = 0
     memory: list[tuple[float, int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A request of the open loop."""
+
+    at_s: float
 
 
 class Refused(Exception):
@@ -126,28 +134,30 @@ async def peak_per_s(callers: Callers, *, seconds: float) -> float:
 
 
 async def overload(callers: Callers, *, rate_per_s: float, seconds: float) -> Overload:
-    """An open loop of so many requests a second."""
+    """An open loop of so many requests a second. Raises RuntimeError where they did not go out so."""
     seen = Overload()
-    arrivals = poisson(rate_per_s, [STEPS] * int(rate_per_s * seconds), random.Random(ARRIVALS_SEED))
+    times = poisson(rate_per_s, int(rate_per_s * seconds), random.Random(ARRIVALS_SEED))
+    plan = [Call(at_s=at_s) for at_s in times]
     began = time.perf_counter()
 
-    async def caller() -> None:
+    async def send(_: Call) -> Result:
         try:
             await callers.draw()
         except Refused as refused:
             seen.rejected_s.append(refused.after_s)
+            return Result(outcome=Outcome.REFUSED)
         except grpc.aio.AioRpcError as error:
-            if error.code() in _LATE:
-                seen.late += 1
-            else:
-                seen.other[error.code().name] += 1
-        else:
-            seen.ends_s.append(time.perf_counter() - began)
+            outcome = Outcome.LATE if error.code() in _LATE else Outcome.FAILED
+            return Result(outcome=outcome, reason=error.code().name)
+        seen.ends_s.append(time.perf_counter() - began)
+        return Result()
 
-    async with _watched(callers, seen, began), asyncio.TaskGroup() as group:
-        for arrival in arrivals:
-            await asyncio.sleep(max(began + arrival.at_s - time.perf_counter(), 0.0))
-            group.create_task(caller())
+    async with _watched(callers, seen, began):
+        # Callers have deadlines of their own; the driver has one only so that nothing waits for ever.
+        run = await replay(plan, send, deadline_s=3 * DEADLINE_S, max_in_flight=len(plan))
+    if run.void:
+        raise RuntimeError(run.void)
+    seen.late, seen.failed = run.outcomes[Outcome.LATE], run.outcomes[Outcome.FAILED]
     return seen
 
 
@@ -206,7 +216,7 @@ def _values(seen: Overload, *, peak: float, alone_s: float, recovered_s: float, 
         "drawn": len(seen.ends_s),
         "rejected": len(seen.rejected_s),
         "late": seen.late,
-        "other_errors": sum(seen.other.values()),
+        "other_errors": seen.failed,
     }
 
 

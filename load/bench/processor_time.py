@@ -17,7 +17,7 @@ from statistics import median
 import psutil
 
 from bottega.client import AsyncClient, Client
-from load.bench.arrivals import closed_loop
+from load.bench.closed_loop import closed_loop
 from load.bench.report import report
 from load.bench.scratch import scratch
 from load.bench.suite import JOIN_TIMEOUT_S

@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from load.bench.exclusive_cores import begin_with_exclusive_cores
-from load.bench.mask_ratios import TRACES, MaskRatios
 from load.bench.report import percentile, report
 from load.bench.scheduling_costs import TurnCosts, measured
 from load.bench.scheduling_decisions import decision_times_s
 from load.bench.scheduling_fleet import FleetCosts, SimulatedEdit, SimulatedFleet
 from load.bench.scheduling_sides import MaskedTokens, Policy, RequestCount
-from load.bench.template_popularity import TemplatePopularity
+from load.replay.mask_ratios import TRACES, MaskRatios
+from load.replay.template_popularity import TemplatePopularity
 
 WORKERS = (8, 16, 32, 64)
 LOAD = 0.9

@@ -27,8 +27,8 @@ from bottega.gateway.metrics import GatewayMetrics
 from bottega.v1 import fleet_pb2, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
-from load.bench.mask_ratios import PUBLIC
-from load.bench.template_popularity import TemplatePopularity
+from load.replay.mask_ratios import PUBLIC
+from load.replay.template_popularity import TemplatePopularity
 from tests.fakes.gateway_rules import Shop
 from tests.samples.controlnet_hosts import bounds
 

@@ -19,13 +19,15 @@ from statistics import median
 
 from bottega import kinds
 from bottega.client import AsyncClient, Client
-from load.bench.arrivals import Arrival, open_loop, typical_arrivals
 from load.bench.bench_model import write_bench_model
 from load.bench.edit_model import EDIT_SHAPE
 from load.bench.edit_suite import TIMEOUT_S, EditSuite
-from load.bench.mask_ratios import PUBLIC
 from load.bench.report import percentile, report
 from load.bench.scratch import scratch
+from load.bench.typical_arrivals import typical_arrivals
+from load.replay.driver import replay
+from load.replay.mask_ratios import PUBLIC
+from load.replay.results import Result
 from tests.support.services import FREE_PORTS, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
 
@@ -35,15 +37,14 @@ _WORKERS = 2
 _ACTIVATIONS_MIB = 2048
 _JOIN_S = 120.0
 
-Draw = Callable[[int], Awaitable[None]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """An edit that comes. share: of the tokens that its mask has. Its seed is its number."""
+    """An edit that comes. share: of the tokens that its mask has. Its seed is its number. at_s: when it comes."""
 
     number: int
     share: float
+    at_s: float
 
 
 class Balancer:
@@ -94,13 +95,15 @@ async def compare(addresses: Sequence[str], options: argparse.Namespace) -> dict
     try:
         for suite in (both, *single):
             await suite.record()
-        cases = _cases(options.edits)
-        shares = [case.share for case in cases[: 2 * CLIENTS]]
+        shares = _shares(options.edits)
         for suite in (both, *single):
             await suite.per_s(shares[:CLIENTS], CLIENTS)  # pays for what is made once
-        per_s = await both.per_s(shares, CLIENTS)
-        at_s = typical_arrivals(LOAD * per_s, len(cases), capacity_per_s=per_s)
-        arrivals = [Arrival(at_s=when, steps=options.steps) for when in at_s]
+        per_s = await both.per_s(shares[: 2 * CLIENTS], CLIENTS)
+        times = typical_arrivals(LOAD * per_s, len(shares), capacity_per_s=per_s)
+        cases = [
+            Case(number=number, share=share, at_s=at_s)
+            for number, (share, at_s) in enumerate(zip(shares, times, strict=True))
+        ]
         sides: Mapping[str, Callable[[Case], Awaitable[object]]] = {
             "requests": Balancer(single, lambda case: 1.0).draw,
             "tokens": Balancer(single, lambda case: case.share).draw,
@@ -109,24 +112,25 @@ async def compare(addresses: Sequence[str], options: argparse.Namespace) -> dict
         took_s: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(options.rounds):
             for name in list(sides)[:: -1 if number % 2 else 1]:
-                took_s[name] += await open_loop(_draws(sides[name], cases), arrivals)
+                run = await replay(cases, _sender(sides[name]), deadline_s=TIMEOUT_S)
+                took_s[name] += run.took_s()
         return took_s
     finally:
         for client in clients:
             await client.close()
 
 
-def _draws(draw: Callable[[Case], Awaitable[object]], cases: Sequence[Case]) -> Draw:
-    async def drawn(number: int) -> None:
-        await draw(cases[number])
+def _sender(draw: Callable[[Case], Awaitable[object]]) -> Callable[[Case], Awaitable[Result]]:
+    async def send(case: Case) -> Result:
+        await draw(case)
+        return Result()
 
-    return drawn
+    return send
 
 
-def _cases(count: int) -> list[Case]:
-    """The same ones every time."""
-    shares = itertools.islice(PUBLIC.draw(random.Random("live")), count)
-    return [Case(number=number, share=share) for number, share in enumerate(shares)]
+def _shares(count: int) -> list[float]:
+    """Of masks, the same ones every time."""
+    return list(itertools.islice(PUBLIC.draw(random.Random("live")), count))
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from load.bench.report import percentile, report
 from load.bench.scratch import scratch
 from load.bench.template_client import TemplateClient, TemplateShape, key_of, layouts_of
 from load.bench.template_damage import flip_bits
-from load.bench.template_popularity import TemplatePopularity
+from load.replay.template_popularity import TemplatePopularity
 from tests.support.services import FREE_PORTS, Services
 
 # Of all templates' bytes.

@@ -16,21 +16,12 @@ from bottega.diffusion.engine.events import EngineRecord, Event, JobFinished
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.planning import RowFractions, StepTimes
 from load.bench import edit_queue
-from load.bench.arrivals import one_by_one, typical_arrivals
 from load.bench.edit_batching import Round, values_of
 from load.bench.edit_model import MARGIN, SIZE, TOKEN, placed_mask, square_mask
 from load.bench.edit_queue import Arriving, StaticBatches, serve, step_by_step
 from load.bench.edit_serving import Measured
-from load.bench.mask_ratios import TRACES, MaskRatios
 from load.bench.report import percentile
-from load.bench.template_popularity import EDITS, TemplatePopularity
-
-
-@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.name)
-def test_masks_of_a_trace_have_its_average(trace: MaskRatios) -> None:
-    shares = list(itertools.islice(trace.draw(random.Random(1)), 20_000))
-    assert sum(shares) / len(shares) == pytest.approx(trace.mean, rel=0.03)
-    assert all(0 < share < 1 for share in shares)
+from load.bench.typical_arrivals import one_by_one, typical_arrivals
 
 
 def test_a_mask_is_the_same_square_wherever_it_lies() -> None:
@@ -41,18 +32,6 @@ def test_a_mask_is_the_same_square_wherever_it_lies() -> None:
     assert len(corners) > 5
     assert all(row % 2 == column % 2 == 0 for row, column in corners)
     assert placed_mask(1.0, chance).sum() == 255 * (SIZE - 2 * MARGIN * TOKEN) ** 2
-
-
-def test_popular_templates_take_most_edits_and_none_is_rare() -> None:
-    popularity = TemplatePopularity()
-    shares = popularity.shares()
-    assert sum(shares) == pytest.approx(1)
-    assert shares == sorted(shares, reverse=True)
-    assert sum(shares[:10]) == pytest.approx(0.39, abs=0.01)
-    assert shares[-1] * EDITS == pytest.approx(4_700, rel=0.01)
-    drawn = list(itertools.islice(TemplatePopularity(count=50).draw(random.Random(1)), 20_000))
-    assert drawn.count(0) / len(drawn) == pytest.approx(TemplatePopularity(count=50).shares()[0], rel=0.1)
-    assert set(drawn) == set(range(50))
 
 
 def test_a_queue_of_one_server_is_that_of_its_services() -> None:

@@ -1,11 +1,6 @@
-"""The LoRA benches without their processes: what they draw from the trace, and how they judge what was measured."""
+"""The LoRA benches without their processes: how they judge what was measured."""
 
 from __future__ import annotations
-
-import itertools
-import random
-from collections import Counter
-from itertools import pairwise
 
 import pytest
 
@@ -13,32 +8,6 @@ from load.bench.addon_reference import Answer
 from load.bench.addons import Drawn, Row
 from load.bench.bal_quality import Quality, Seen
 from load.bench.lora_trace import calls_by_tier
-from load.bench.trace_shape import LORAS_A, LORAS_B, LoraCalls
-
-_COUNT = 500
-
-
-@pytest.mark.parametrize("trace", [LORAS_A, LORAS_B], ids=["A", "B"])
-def test_requests_for_loras_have_the_shares_of_the_trace(trace: LoraCalls) -> None:
-    shares = trace.shares(_COUNT)
-    assert len(shares) == _COUNT
-    assert sum(shares) == pytest.approx(1)
-    drawn = list(itertools.islice(trace.draw(_COUNT, random.Random(0)), 20_000))
-    assert all(len(set(ranks)) == len(ranks) >= 1 for ranks in drawn)
-    two = sum(len(ranks) == 2 for ranks in drawn) / len(drawn)
-    assert two == pytest.approx(trace.per_request[2] / (1 - trace.per_request[0]), abs=0.01)
-    singles = Counter(ranks[0] for ranks in drawn)  # the first one is drawn without regard to another
-    top = sum(singles[rank] for rank in range(24)) / singles.total()
-    assert top == pytest.approx(trace.top_share(24) / trace.top_share(_COUNT), abs=0.02)
-
-
-def test_the_traces_long_tail_is_what_it_is_quoted_for() -> None:
-    quoted = [(LORAS_A, {3: 9.3, 24: 30.1, 146: 49.8}), (LORAS_B, {2: 26.6, 13: 52.5, 172: 75.7})]
-    for trace, shares in quoted:
-        assert {rank: round(100 * trace.top_share(rank), 1) for rank in shares} == shares
-        assert all(more > less for less, more in pairwise(trace.top_share(rank) for rank in range(_COUNT)))
-        with pytest.raises(ValueError, match="ends at rank 643"):
-            trace.top_share(644)
 
 
 def test_what_was_loaded_for_a_request_came_from_the_disk_and_what_was_not_fetched_from_the_worker() -> None:

@@ -11,15 +11,22 @@ change. The same shape and seed give the same prompts on every machine.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Annotated, ClassVar
 
+from pydantic import ConfigDict, Field
+
+from bottega.config import STRICT
 from bottega.miniature.scenes import Scene, any_caption, caption, random_scene, refine
 
 # Of the topics, so many show two things; the miniature's training has the same share.
 _TWO_SHARE = 0.55
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +38,33 @@ class StreamShape:
     the one before, or its scene in other words; the others are refined.
     """
 
-    topics: int = 300
-    exponent: float = 1.0
-    drift: float = 0.02
-    users: int = 100
-    session: float = 3.0
-    again: float = 0.2
-    rephrased: float = 0.2
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    topics: Annotated[int, Field(ge=1)] = 300
+    exponent: Annotated[float, Field(ge=0)] = 1.0
+    drift: Share = 0.02
+    users: Annotated[int, Field(ge=1)] = 100
+    session: Annotated[float, Field(ge=1)] = 3.0
+    again: Share = 0.2
+    rephrased: Share = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPrompt:
+    """A prompt, and the session that it is of; sessions are numbered from 0."""
+
+    session: int
+    prompt: str
 
 
 def prompts(count: int, shape: StreamShape, *, seed: int) -> list[str]:
     """The first `count` of a stream."""
-    return list(islice(_Stream(shape, random.Random(seed)).prompts(), count))
+    return [each.prompt for each in islice(stream(shape, random.Random(seed)), count)]
+
+
+def stream(shape: StreamShape, chance: random.Random) -> Iterator[SessionPrompt]:
+    """For ever."""
+    return _Stream(shape, chance).prompts()
 
 
 class _Stream:
@@ -52,16 +74,18 @@ class _Stream:
         self._topics = [self._scene() for _ in range(shape.topics)]
         self._popularity = [rank**-shape.exponent for rank in range(1, shape.topics + 1)]
 
-    def prompts(self) -> Iterator[str]:
+    def prompts(self) -> Iterator[SessionPrompt]:
         """For ever: whose turn it is is drawn anew for each."""
-        sessions = [self._session() for _ in range(self._shape.users)]
+        begun = itertools.count(self._shape.users)
+        sessions = {user: (user, self._session()) for user in range(self._shape.users)}
         while True:
             user = self._chance.randrange(len(sessions))
-            prompt = next(sessions[user], None)
+            number, session = sessions[user]
+            prompt = next(session, None)
             if prompt is None:
-                sessions[user] = self._session()
+                sessions[user] = (next(begun), self._session())
             else:
-                yield prompt
+                yield SessionPrompt(session=number, prompt=prompt)
 
     def _session(self) -> Iterator[str]:
         """At least one prompt."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from bottega.miniature.scenes import COLOURS, SHAPES
-from load.bench.prompt_stream import StreamShape, prompts
+from load.replay.prompt_stream import StreamShape, prompts
 
 one_user = partial(StreamShape, users=1, drift=0.0)
 

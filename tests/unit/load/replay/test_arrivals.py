@@ -1,0 +1,157 @@
+"""Requests come as often, as irregularly and in such bursts as they are meant to."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from statistics import mean, pstdev
+
+import pytest
+
+from bottega.errors import ConfigError
+from load.bench.report import percentile
+from load.replay import trace_file
+from load.replay.arrivals import ArrivalShape, arrival_times, gaps_s, poisson
+from load.replay.intensity import BurstShape
+from load.replay.trace_file import read_times
+
+
+def times(shape: ArrivalShape, *, rate_per_s: float = 10.0, length_s: float = 300.0, seed: int = 1) -> list[float]:
+    return arrival_times(shape, rate_per_s=rate_per_s, length_s=length_s, chance=random.Random(seed))
+
+
+def test_poisson_arrivals_come_at_the_rate() -> None:
+    arrivals = poisson(2.0, 3000, random.Random(1))
+
+    assert len(arrivals) / arrivals[-1] == pytest.approx(2.0, rel=0.05)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
+    assert percentile(gaps, 0.5) == pytest.approx(0.3466, rel=0.1), "exponential: the median is ln 2 of the mean"
+
+
+@pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0, 8.0])
+def test_times_between_requests_vary_by_their_burstiness(burstiness: float) -> None:
+    gaps = list(itertools.islice(gaps_s(2.0, random.Random(1), burstiness=burstiness), 100_000))
+    assert mean(gaps) == pytest.approx(0.5, rel=0.06)
+    assert pstdev(gaps) / mean(gaps) == pytest.approx(burstiness, rel=0.06)
+
+
+@pytest.mark.parametrize("burstiness", [1.0, 4.0, 8.0])
+def test_a_run_offers_the_same_load_however_it_comes(burstiness: float) -> None:
+    arrivals = times(ArrivalShape(burstiness=burstiness))
+    assert len(arrivals) == 3000
+    assert arrivals == sorted(arrivals)
+    assert 0 <= arrivals[0] < arrivals[-1] < 300
+    assert arrivals == times(ArrivalShape(burstiness=burstiness)), "the same ones for the same seed"
+    assert arrivals != times(ArrivalShape(burstiness=burstiness), seed=2)
+
+
+def most_in_a_second(arrivals: list[float]) -> int:
+    return max(sum(begin <= at_s < begin + 1 for at_s in arrivals) for begin in range(300))
+
+
+def test_the_burstier_the_more_come_at_once() -> None:
+    smooth, bursty, very = (most_in_a_second(times(ArrivalShape(burstiness=each))) for each in (1.0, 4.0, 8.0))
+    assert smooth < 30
+    assert bursty > 1.5 * smooth
+    assert very > 1.5 * bursty
+
+
+def test_in_bursts_ten_times_as_many_come() -> None:
+    arrivals = times(ArrivalShape(bursts=BurstShape(times=10.0, length_s=5.0, every_s=60.0)), rate_per_s=20.0)
+    assert len(arrivals) == 6000, "the rate is that of all of it"
+    by_second = [sum(int(at_s) == second for at_s in arrivals) for second in range(300)]
+    between = percentile(by_second, 0.5)
+    assert between == pytest.approx(6000 / (5 * (55 + 50)), rel=0.25)
+    for minute in range(5):
+        fullest = sorted(by_second[60 * minute : 60 * (minute + 1)])[-4:]
+        assert mean(fullest) == pytest.approx(10 * between, rel=0.25), f"in minute {minute}"
+
+
+def test_the_curve_of_a_day_says_how_many_come_by_its_parts() -> None:
+    arrivals = times(ArrivalShape(curve=(1.0, 0.0, 3.0)))
+    by_part = [sum(100 * part <= at_s < 100 * (part + 1) for at_s in arrivals) for part in range(3)]
+    assert by_part[1] == 0
+    assert by_part[0] == pytest.approx(750, rel=0.15)
+    assert sum(by_part) == 3000
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        (ArrivalShape(curve=(0.0, 0.0)), "all parts are 0"),
+        (ArrivalShape(bursts=BurstShape(length_s=60.0, every_s=60.0)), "length_s must be less"),
+        (ArrivalShape(bursts=BurstShape(length_s=301.0, every_s=400.0)), "a run of 300 s is shorter than one burst"),
+        (ArrivalShape(trace=Path("none.csv"), burstiness=4.0), "a trace has its own bursts"),
+        (ArrivalShape(trace=Path("none.csv")), r"none.csv cannot be read: No such file"),
+    ],
+    ids=["no rate", "no pause", "long burst", "two shapes", "no file"],
+)
+def test_arrivals_that_cannot_be_are_refused(shape: ArrivalShape, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        times(shape)
+
+
+def test_a_run_without_one_request_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"0\.1 requests a second for 1 s are none"):
+        times(ArrivalShape(), rate_per_s=0.1, length_s=1.0)
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "trace.csv"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "at_s,what\n5,x\n6.5,y\n9,z\n",
+        "what,Timestamp\nx,1700000005\nz,1700000009\ny,1700000006.5\n",
+        "TIMESTAMP\n2024-05-10 00:00:05.0000000\n2024-05-10 00:00:06.5000000\n\n2024-05-10 00:00:09\n",
+        "\ufefftimestamp\n2024-05-10T00:00:05Z\n2024-05-10T02:00:06.5+02:00\n2024-05-10T00:00:09Z\n",
+    ],
+    ids=["seconds", "unordered", "dates", "zones"],
+)
+def test_a_trace_has_seconds_or_dates(tmp_path: Path, text: str) -> None:
+    assert read_times(written(tmp_path, text)) == pytest.approx([0.0, 1.5, 4.0])
+
+
+def test_a_trace_is_replayed_at_the_rate_that_is_asked_for(tmp_path: Path) -> None:
+    path = written(tmp_path, "at_s\n" + "".join(f"{at}\n" for at in (0, 10, 20, 60, 100)))
+    assert times(ArrivalShape(trace=path), rate_per_s=2.0, length_s=60.0) == pytest.approx([0.0, 0.2, 0.4, 1.2, 2.0])
+    some = times(ArrivalShape(trace=path), rate_per_s=2.0, length_s=1.5)
+    assert some == pytest.approx([0.0, 0.5, 1.0]), "the first three, at their own pace"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "must name its columns in the first line, one of them at_s or timestamp"),
+        ("when\n1\n", "one of them at_s or timestamp"),
+        ("at_s\n", "has no requests"),
+        ("at_s\n1\nsoon\n", "line 3: 'soon' is neither seconds nor a time of ISO 8601"),
+        ("what,at_s\nx,1\ny\n", "line 3: '' is neither"),
+        ("at_s\nnan\n", "line 2: 'nan' is no number of seconds"),
+        ("at_s\n1\n2\n3\n4\n", "more than 3 requests"),
+    ],
+    ids=["empty", "no column", "no rows", "word", "short row", "nan", "too long"],
+)
+def test_a_trace_that_cannot_be_used_is_refused_by_its_line(
+    tmp_path: Path, text: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_file, "MAX_ROWS", 3)
+    with pytest.raises(ConfigError, match=says):
+        read_times(written(tmp_path, text))
+
+
+def test_a_trace_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(b"at_s\n\xff\xfe\n")
+    with pytest.raises(ConfigError, match="is not CSV"):
+        read_times(path)
+
+
+def test_a_trace_without_time_between_its_requests_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has all of its first 2 requests at one time"):
+        times(ArrivalShape(trace=written(tmp_path, "at_s\n7\n7\n")))

@@ -1,0 +1,181 @@
+"""A plan has the shares and shapes of its mix, and is the same each time."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import ConfigError
+from load.replay.arrivals import ArrivalShape
+from load.replay.mask_ratios import PRODUCTION, TRY_ON
+from load.replay.mix import MIXES, AdapterShape, DrawShape, EditShape, Mix, load_mix
+from load.replay.plan import plan
+from load.replay.prompt_stream import StreamShape
+from load.replay.requests import PlannedRequest
+from load.replay.trace_shape import CONTROLNETS_B, LORAS_A
+
+LONG = Mix(minutes=100.0, rate_per_s=1.0)
+NETS = tuple(f"net{rank}" for rank in range(8))
+
+
+def of_kind(requests: list[PlannedRequest], kind: str) -> list[PlannedRequest]:
+    return [request for request in requests if request.kind == kind]
+
+
+def test_the_same_mix_and_seed_make_the_same_requests() -> None:
+    first = plan(LONG, 1)
+    assert len(first) == 6000
+    assert first == plan(LONG, 1)
+    assert first != plan(LONG, 2)
+
+
+def test_when_requests_come_changes_nothing_else_of_them() -> None:
+    def without_times(mix: Mix) -> list[PlannedRequest]:
+        return [replace(request, at_s=0.0) for request in plan(mix, 1)][:300]
+
+    fast = replace(LONG, rate_per_s=3.0, minutes=2.0)
+    bursty = replace(LONG, arrivals=ArrivalShape(burstiness=8.0))
+    assert without_times(LONG) == without_times(fast) == without_times(bursty)
+
+
+def test_adapters_change_nothing_else_of_requests() -> None:
+    with_nets = plan(replace(LONG, controlnets=AdapterShape(names=NETS)), 1)
+    assert [replace(request, controlnets=()) for request in with_nets] == plan(LONG, 1)
+
+
+def test_seven_in_ten_are_edits_of_popular_templates_with_masks_as_large_as_in_production() -> None:
+    requests = plan(LONG, 1)
+    edits = of_kind(requests, "edit")
+    assert len(edits) / len(requests) == pytest.approx(0.7, abs=0.02)
+    ratios = [request.mask_ratio for request in edits if request.mask_ratio is not None]
+    assert len(ratios) == len(edits)
+    assert sum(ratios) / len(ratios) == pytest.approx(PRODUCTION.mean, rel=0.05)
+    templates = Counter(request.template for request in edits)
+    assert sum(templates[rank] for rank in range(10)) / len(edits) == pytest.approx(0.39, abs=0.04)
+    drawn = of_kind(requests, "draw")
+    assert {(request.template, request.mask_ratio) for request in drawn} == {(None, None)}
+
+
+def test_masks_come_from_the_data_sets_by_their_weights() -> None:
+    mix = replace(LONG, edits=EditShape(masks={"production": 1.0, "try-on": 3.0}))
+    ratios = [request.mask_ratio or 0.0 for request in of_kind(plan(mix, 1), "edit")]
+    assert sum(ratios) / len(ratios) == pytest.approx((PRODUCTION.mean + 3 * TRY_ON.mean) / 4, rel=0.05)
+
+
+def test_a_session_is_of_one_kind_and_edits_one_template() -> None:
+    sessions: dict[int, list[PlannedRequest]] = defaultdict(list)
+    for request in plan(LONG, 1):
+        sessions[request.session].append(request)
+    assert all(len({(each.kind, each.template) for each in session}) == 1 for session in sessions.values())
+    assert len(sessions) == pytest.approx(6000 / 3, rel=0.1), "three prompts each, on average"
+
+
+def test_steps_are_drawn_by_their_weights() -> None:
+    mix = replace(LONG, draws=DrawShape(steps={20: 3.0, 50: 1.0}, identical=0.0), edits=EditShape(steps={8: 1.0}))
+    requests = plan(mix, 1)
+    drawn = Counter(request.steps for request in of_kind(requests, "draw"))
+    assert drawn[20] / drawn.total() == pytest.approx(0.75, abs=0.04)
+    assert {request.steps for request in of_kind(requests, "edit")} == {8}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_a_share_of_the_draws_is_asked_for_twice(share: float) -> None:
+    drawn = of_kind(plan(replace(LONG, draws=DrawShape(identical=share)), 1), "draw")
+    different = len({replace(request, at_s=0.0) for request in drawn})
+    assert 1 - different / len(drawn) == pytest.approx(share, abs=0.03)
+
+
+def test_draws_use_controlnets_and_loras_as_the_trace_does_and_edits_none() -> None:
+    nets = AdapterShape(service="B", names=NETS)
+    loras = AdapterShape(service="A", names=tuple(f"lora{rank}" for rank in range(100)))
+    requests = plan(replace(LONG, controlnets=nets, loras=loras), 1)
+    drawn = of_kind(requests, "draw")
+    nets_used = Counter(len(request.controlnets) for request in drawn)
+    assert nets_used[2] / len(drawn) == pytest.approx(CONTROLNETS_B.per_request[2], abs=0.03)
+    assert nets_used[0] / len(drawn) == pytest.approx(CONTROLNETS_B.per_request[0], abs=0.02)
+    assert Counter(len(request.loras) for request in drawn)[2] / len(drawn) == pytest.approx(
+        LORAS_A.per_request[2], abs=0.03
+    )
+    calls = Counter(name for request in drawn for name in request.controlnets)
+    assert calls.most_common(1)[0][0] == "net0"
+    assert calls["net7"] < 0.5 * calls["net0"], "of the trace, 22 and 7 % of the calls"
+    assert all(len(set(request.controlnets)) == len(request.controlnets) for request in drawn)
+    assert {(request.controlnets, request.loras) for request in of_kind(requests, "edit")} == {((), ())}
+
+
+def test_of_edits_too_a_share_may_use_them() -> None:
+    some = AdapterShape(names=NETS, of_draws=0.0, of_edits=0.5)
+    requests = plan(replace(LONG, controlnets=some), 1)
+    assert not any(request.controlnets for request in of_kind(requests, "draw"))
+    edits = of_kind(requests, "edit")
+    wanted = 0.5 * (1 - CONTROLNETS_B.per_request[0])
+    assert sum(bool(request.controlnets) for request in edits) / len(edits) == pytest.approx(wanted, abs=0.03)
+
+
+def test_the_day_is_what_its_comments_say() -> None:
+    day = load_mix("day")
+    requests = plan(day, 1)
+    assert len(requests) == 2400
+    assert len(of_kind(requests, "edit")) / 2400 == pytest.approx(0.7, abs=0.03)
+    assert CONTROLNETS_B.top_share(len(day.controlnets.names)) == pytest.approx(0.94, abs=0.01)
+    assert len(day.arrivals.curve) == 24
+
+
+@pytest.mark.parametrize("path", sorted(MIXES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_mix_can_be_planned(path: Path) -> None:
+    assert plan(load_mix(path.stem), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("minutes = 0", "minutes: Input should be greater than 0"),
+        ("hours = 1", "hours: unknown key; known at the top level: minutes"),
+        ("[edits]\nshare = 1.5", "edits.share: Input should be less than or equal to 1"),
+        ("[edits]\nmasks = { small = 1 }", "edits.masks.small"),
+        ("[draws]\nsteps = { 20 = 0 }", "draws.steps: Value error, one of the weights must be above 0"),
+        ("[draws]\nsteps = { many = 1 }", "draws.steps.many"),
+        ("[loras]\nnames = ['a', 'a']", "loras.names: Value error, a name may be there once"),
+        ("minutes = ", "is not TOML"),
+    ],
+    ids=["no minutes", "unknown", "share", "data set", "no steps", "word", "twice", "no toml"],
+)
+def test_a_mix_that_cannot_be_used_names_the_key(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load_mix(str(path))
+
+
+def test_a_mix_that_is_not_there_says_which_are() -> None:
+    with pytest.raises(ConfigError, match=r"there is no mix night: give one of .*day.*, or the path of a .toml file"):
+        load_mix("night")
+
+
+def test_a_trace_lies_beside_the_mix_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('rate_per_s = 1.0\n[arrivals]\ntrace = "mine.csv"\n', encoding="utf-8")
+    (tmp_path / "mine.csv").write_text("at_s\n0\n1\n3\n", encoding="utf-8")
+    requests = plan(load_mix(str(tmp_path / "mine.toml")), 1)
+    assert [request.at_s for request in requests] == pytest.approx([0.0, 2 / 3, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("mix", "says"),
+    [
+        (Mix(minutes=1e5, rate_per_s=100.0), "are over 1,000,000"),
+        (Mix(controlnets=AdapterShape(service="A", names=tuple(map(str, range(48))))), "had 47 of them; 48 are named"),
+    ],
+    ids=["too many", "too many adapters"],
+)
+def test_a_plan_that_cannot_be_made_is_refused(mix: Mix, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan(mix, 1)
+
+
+def test_streams_of_prompts_are_those_of_the_mix() -> None:
+    alone = replace(LONG, prompts=StreamShape(topics=1, session=1.0, drift=0.0))
+    assert len({request.prompt for request in plan(alone, 1)}) == 2, "one topic for each kind"
