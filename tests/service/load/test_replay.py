@@ -1,0 +1,169 @@
+"""`python -m load.replay` against a real gateway and LoRA store, with a scripted worker and ControlNet server."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from bottega.errors import ConfigError, NotFinite
+from bottega.v1 import generation_pb2
+from load.replay.__main__ import run
+from load.replay.command_line import parse
+from load.replay.mix import load_mix
+from load.replay.plan import plan
+from tests.fakes.scripted_worker import MODEL, ScriptedWorker
+from tests.samples.controlnet_hosts import net
+from tests.support.gateway_with_loras import House, lora_house
+
+# One gateway for all tests here: its codec process takes a second to start.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+# 18 requests in 1.2 s.
+SHORT = ("--rate", "15", "--minutes", "0.02", "--no-bursts", "--no-curve")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
+    async with lora_house(tmp_path_factory.mktemp("house"), codec_processes=1) as house:
+        nets = [net(name, base=MODEL.base, digest=digest * 64) for name, digest in (("edges", "a"), ("layout", "b"))]
+        await house.gateway.controlnets("server", *nets, net("others", base="another", digest="c" * 64))
+        yield house
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def worker(house: House) -> ScriptedWorker:
+    """The only one; what tests before this one told it is forgotten."""
+    gateway = house.gateway
+    worker = gateway.workers[0] if gateway.workers else await gateway.worker()
+    worker.requests.clear()
+    worker.script = type(worker.script)()
+    return worker
+
+
+async def replayed(
+    house: House, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, dict[str, Any], str]:
+    """The exit status, the line of JSON, and all that was written."""
+    addresses = ("--address", house.gateway.address, "--fleet-address", house.gateway.fleet_address)
+    status = await run(parse([*addresses, *SHORT, *arguments]))
+    out, err = capsys.readouterr()
+    return status, json.loads(out.splitlines()[-1]), out + err
+
+
+async def test_the_requests_of_the_plan_arrive_as_planned_with_what_the_fleet_has(
+    house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    histogram = tmp_path / "latencies.hgrm"
+    status, said, text = await replayed(house, capsys, "--seed", "3", "--histogram", str(histogram))
+
+    assert status == 0, text
+    assert (said["requests"], said["answered"], said["void"]) == (18, 18, None), text
+    assert said["offered_per_s"] == pytest.approx(15.0)
+    assert 0 < said["p50_s"] <= said["p95_s"] <= said["most_s"] < 60
+    assert "ControlNets, the most popular first: edges, layout\n" in text, "the third is for another model"
+    assert "LoRAs, the most popular first: ink\n" in text
+    overrides = {
+        "rate_per_s": 15.0,
+        "minutes": 0.02,
+        "arrivals": {"bursts": None, "curve": None},
+        "controlnets": {"names": ["edges", "layout"]},
+        "loras": {"names": ["ink"]},
+    }
+    planned = plan(load_mix("day", overrides), 3)
+    specs = [each.spec for each in worker.requests]
+    assert {
+        (spec.prompt, spec.seed, spec.num_inference_steps, bool(spec.mask_image), len(spec.loras)) for spec in specs
+    } == {(each.prompt, each.seed, each.steps, each.kind == "edit", len(each.loras)) for each in planned}
+    assert {each.kind for each in planned} == {"draw", "edit"}
+    assert {spec.fidelity for spec in specs} == {generation_pb2.FIDELITY_BALANCED}
+    assert re.search(r"^all +18 +18 +0 +0 +0 +0 ", text, re.MULTILINE), text
+    assert re.search(r"^edits +\d+ +\d+ ", text, re.MULTILINE), text
+    assert "TotalCount" in histogram.read_text()
+
+
+async def test_what_the_suite_does_not_answer_in_time_is_late_and_no_fault_of_the_run(
+    house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker.script.hold_at = 3
+    status, said, text = await replayed(house, capsys, "--deadline-s", "1", "--loras", "", "--controlnets", "")
+    worker.script.release.set()
+
+    assert (status, said["void"]) == (0, None), text
+    assert (said["answered"], said["failed"], said["unsent"]) == (0, 0, 0), text
+    assert said["late"] + said["refused"] == 18
+    assert said["late"] > 0
+    assert said["p50_s"] == pytest.approx(1.0, rel=0.01), "they took that at least"
+    assert "  ControlNets, the most popular first: none\n" in text
+
+
+async def test_what_the_worker_cannot_do_is_counted_by_its_error(
+    house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker.script.failure = NotFinite("the picture is not finite")
+    status, said, text = await replayed(house, capsys, "--minutes", "0.005")
+    assert (status, said["failed"], said["answered"]) == (0, 4, 0), text
+    assert "  4 failed: NotFinite\n" in text
+
+
+async def test_a_run_that_cannot_keep_its_rate_is_void_and_says_so(
+    house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker.script.hold_at = 3
+    status, said, text = await replayed(house, capsys, "--max-in-flight", "2", "--deadline-s", "2")
+    worker.script.release.set()
+    assert (status, said["unsent"]) == (1, 16), text
+    assert "void: 2 of 18 requests went out on time, where it takes 99%; 16 were not sent: 2 in flight" in text
+
+
+async def test_ctrl_c_ends_the_sending_and_reports_what_there_is(
+    house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupts = iter([signal.SIGINT])
+
+    def picture(index: int) -> bytes:
+        for interrupt in interrupts:
+            signal.raise_signal(interrupt)
+        return b"picture %d" % index
+
+    worker.script.picture = picture
+    status, said, text = await replayed(house, capsys, "--minutes", "1")
+    assert status == 1
+    assert said["answered"] >= 1
+    assert said["unsent"] > 800
+    assert "stopped: waiting for what is in flight" in text
+    assert "were not sent: the run was stopped" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--model", "other"), "no model other; 127.0.0.1:[0-9]+ serves miniature"),
+        (("--rate", "0"), "rate_per_s: Input should be greater than 0"),
+        (("--mix", "night"), "there is no mix night"),
+        (("--trace", "none.csv"), "none.csv cannot be read"),
+    ],
+    ids=["model", "rate", "mix", "trace"],
+)
+async def test_what_cannot_begin_says_why(
+    house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        await replayed(house, capsys, *arguments)
+    assert not worker.requests
+
+
+async def test_a_fleet_that_does_not_say_what_it_has_is_named(
+    house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = ("--fleet-address", house.gateway.address)
+    with pytest.raises(ConfigError, match="give --fleet-address, or --controlnets and --loras, with '' for none"):
+        await replayed(house, capsys, *elsewhere)
+    status, _, _ = await replayed(house, capsys, *elsewhere, "--controlnets", "", "--loras", "")
+    assert status == 0
