@@ -28,18 +28,21 @@ _PAGE = Path(__file__).with_suffix(".html")
 _STEPS = 240
 _WIDTH = 1600
 # Of the page's parts, in pixels; what is left over below is cut off.
-_HEAD, _SECTION, _STAT, _CHART = 90, 50, 110, 292
+_HEAD, _SECTION, _STAT, _CHART = 70, 45, 140, 267
 _ANSWER_S = 30.0
 _DRAW_S = 120.0
 
 
 class Prometheus:
-    """Answers of the one at `url`. rate_interval: for rates, as Grafana would choose it."""
+    """Answers of the one at `url`, about the time from `start` to `end`, in Unix seconds: until now.
+
+    rate_interval: over which rates are computed, as Grafana would choose it.
+    """
 
     def __init__(self, url: str, *, minutes: float, rate_interval: str) -> None:
         self._url = url
-        self._end = time.time()
-        self._start = self._end - 60.0 * minutes
+        self.end = time.time()
+        self.start = self.end - 60.0 * minutes
         self._rate_interval = rate_interval
 
     def panel(self, panel: Panel) -> dict[str, Any]:
@@ -57,9 +60,9 @@ class Prometheus:
     def _query(self, promql: str) -> list[dict[str, Any]]:
         question = {
             "query": promql.replace("$__rate_interval", self._rate_interval),
-            "start": self._start,
-            "end": self._end,
-            "step": max(1.0, (self._end - self._start) / _STEPS),
+            "start": self.start,
+            "end": self.end,
+            "step": max(1.0, (self.end - self.start) / _STEPS),
         }
         url = f"{self._url}/api/v1/query_range?{urllib.parse.urlencode(question)}"
         with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
@@ -77,7 +80,8 @@ def page(sections: list[Section], prometheus: Prometheus, uplot: Path, *, subtit
         }
         for section in sections
     ]
-    sheet = json.dumps({"title": "Bottega", "subtitle": subtitle, "sections": drawn}).replace("</", "<\\/")
+    facts = {"title": "Bottega", "subtitle": subtitle, "start": prometheus.start, "end": prometheus.end}
+    sheet = json.dumps({**facts, "sections": drawn}).replace("</", "<\\/")
     parts = {
         "STYLE": (uplot / "uPlot.min.css").read_text(encoding="utf-8"),
         "UPLOT": (uplot / "uPlot.iife.min.js").read_text(encoding="utf-8"),
