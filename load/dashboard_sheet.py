@@ -34,14 +34,14 @@ _DRAW_S = 120.0
 
 
 class Prometheus:
-    """Answers of the one at `url`, about the time from `start` to `end`, in Unix seconds: until now.
+    """Answers of the one at `url`, about the time from `start` to `end`, in Unix seconds.
 
     rate_interval: over which rates are computed, as Grafana would choose it.
     """
 
-    def __init__(self, url: str, *, minutes: float, rate_interval: str) -> None:
+    def __init__(self, url: str, *, until: float, minutes: float, rate_interval: str) -> None:
         self._url = url
-        self.end = time.time()
+        self.end = until
         self.start = self.end - 60.0 * minutes
         self._rate_interval = rate_interval
 
@@ -102,7 +102,9 @@ def main() -> None:
     if not (options.uplot / "uPlot.iife.min.js").is_file():
         sys.exit(f"there is no uPlot in {options.uplot}: npm install uplot, and --uplot node_modules/uplot/dist")
     sections = read_sections()
-    prometheus = Prometheus(options.prometheus, minutes=options.minutes, rate_interval=options.rate_interval)
+    prometheus = Prometheus(
+        options.prometheus, until=options.until, minutes=options.minutes, rate_interval=options.rate_interval
+    )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "page.html"
         file.write_text(page(sections, prometheus, options.uplot, subtitle=options.subtitle), encoding="utf-8")
@@ -136,7 +138,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path, help="PNG file to write")
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="its address")
-    parser.add_argument("--minutes", type=float, default=15.0, help="until now")
+    parser.add_argument("--minutes", type=float, default=15.0, help="of what happened")
+    parser.add_argument("--until", type=float, default=time.time(), help="Unix seconds; default: now")
     parser.add_argument("--rate-interval", default="30s", help="over which rates are computed")
     parser.add_argument("--uplot", type=Path, default=Path("node_modules/uplot/dist"), help="folder of uPlot's files")
     parser.add_argument("--subtitle", default="", help="a line below the title, such as what ran where")
