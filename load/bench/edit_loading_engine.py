@@ -118,9 +118,12 @@ class EditLoading:
         from load.bench.edit_steps import template
         from load.bench.loading_policies import planners
 
-        class _RecordedAlone(MemoryActivations):
-            """Nothing that follows from recordings is kept either: what differs is loading alone."""
+        # What follows from recordings is kept by neither: the one's recordings would have it from edit to edit, and the
+        # other's would make it in vain.
+        class InMemory(MemoryActivations):
+            spare_bytes = 0
 
+        class InStore(StoreActivations):
             spare_bytes = 0
 
         loaded = load_model(model, name="bench", device=torch.device("cpu"), dtype=torch.float32)
@@ -128,9 +131,9 @@ class EditLoading:
         settings = ActivationSettings(
             budget_bytes=_ACTIVATIONS_BYTES, model_name="bench", latent_scale=loaded.latent_scale, link=link
         )
-        self._stores = StoreActivations(settings, offers=StoreOffers(), counters=LinkCounters())
+        self._stores = InStore(settings, offers=StoreOffers(), counters=LinkCounters())
         self._edits = {
-            LOAD_FREE: EngineEdits(loaded, _RecordedAlone(_ACTIVATIONS_BYTES)),
+            LOAD_FREE: EngineEdits(loaded, InMemory(_ACTIVATIONS_BYTES)),
             RECORD: EngineEdits(loaded, self._stores),
         }
         # What turns of the one take, the plans of the other count with.

@@ -117,6 +117,10 @@ class KeptProjections(Protocol):
         """Those of a block."""
         ...
 
+    def has_room(self, name: str, size_bytes: int) -> bool:
+        """Whether `put` would keep so much of a block."""
+        ...
+
     def put(self, name: str, projections: Projections) -> None:
         """Keeps them, where there is room; nobody writes to them from now on."""
         ...

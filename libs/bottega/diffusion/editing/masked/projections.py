@@ -64,7 +64,11 @@ def keep_projections(
     """Keeps what follows from recordings of a block's keys and values, [rows, tokens, channels] each."""
     if made is None:
         return
-    stores = list(_stores(size, made, forward))
+    size_bytes = sum(each[0].nbytes for each in projected)
+    stores = [
+        store if store is not None and store[1].has_room(path, size_bytes) else None
+        for store in _stores(size, made, forward)
+    ]
     if not any(stores):
         return
     # Copies, as a group's tensors are as large as the group; of a lone request's halves in one piece, so that they are

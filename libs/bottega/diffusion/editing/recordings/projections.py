@@ -21,11 +21,17 @@ class StepProjections:
     def get(self, name: str) -> Projections | None:
         return self._kept.get(name)
 
+    def has_room(self, name: str, size_bytes: int) -> bool:
+        return self._more_bytes(name, size_bytes) <= self.room_bytes
+
     def put(self, name: str, projections: Projections) -> None:
-        before = self._kept.get(name)
-        more_bytes = projections.size_bytes - (before.size_bytes if before is not None else 0)
+        more_bytes = self._more_bytes(name, projections.size_bytes)
         if more_bytes > self.room_bytes:
             return
         self._kept[name] = projections
         self.size_bytes += more_bytes
         self.room_bytes -= more_bytes
+
+    def _more_bytes(self, name: str, size_bytes: int) -> int:
+        before = self._kept.get(name)
+        return size_bytes - (before.size_bytes if before is not None else 0)
