@@ -1,0 +1,76 @@
+"""A client that nobody here wrote: grpc-js of npm, which learns the contract by reflection (tests/second_client)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SOURCE = Path(__file__).parents[1] / "second_client"
+_LISTS = ("package.json", "package-lock.json")
+_INSTALL_TIMEOUT_S = 100.0
+_CALLS_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """How a call ended. code: the name of its status. answers: every message, as JSON; bytes as base64."""
+
+    call: str
+    code: str
+    details: str
+    answers: Sequence[Mapping[str, Any]]
+
+
+def missing() -> str:
+    """Why there can be no such client here; empty where there can."""
+    absent = [command for command in ("node", "npm") if shutil.which(command) is None]
+    return f"there is no {' and no '.join(absent)} here (Node.js 20 has both)" if absent else ""
+
+
+def installed() -> Path:
+    """Where its packages are: those of package-lock.json, installed once beside the tests' Python packages."""
+    folder = Path(sys.prefix) / "second_client"
+    noted = folder / "node_modules" / ".installed"
+    wanted = (_SOURCE / "package-lock.json").read_text(encoding="utf-8")
+    if not noted.is_file() or noted.read_text(encoding="utf-8") != wanted:
+        folder.mkdir(exist_ok=True)
+        for name in _LISTS:
+            shutil.copyfile(_SOURCE / name, folder / name)
+        command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
+        subprocess.run(command, cwd=folder, timeout=_INSTALL_TIMEOUT_S, check=True)
+        noted.write_text(wanted, encoding="utf-8")
+    return folder / "node_modules"
+
+
+async def make_calls(
+    packages: Path, address: str, calls: Sequence[tuple[str, Mapping[str, Any], float]]
+) -> tuple[list[Called], list[str]]:
+    """Makes calls (method, request, seconds) one after the other; how each ended, and the services that it found."""
+    lines = [json.dumps({"call": call, "data": data, "timeout_s": timeout_s}) for call, data, timeout_s in calls]
+    process = await asyncio.create_subprocess_exec(
+        "node",
+        str(_SOURCE / "calls.js"),
+        address,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "NODE_PATH": str(packages)},
+    )
+    try:
+        async with asyncio.timeout(_CALLS_TIMEOUT_S):
+            told, failed = await process.communicate("\n".join(lines).encode())
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, failed.decode()
+    *ended, last = (json.loads(line) for line in told.splitlines())
+    return [Called(**call) for call in ended], last["services"]
