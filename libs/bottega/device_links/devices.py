@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from bottega.device_links.ends import DeviceReceiver, DeviceSender, Reserve
+from bottega.device_links.ends import DeviceReceiver, DeviceSender, SlotBudget
 from bottega.device_links.groups import GlooGroup, NcclGroup, PairGroup, failed
 from bottega.device_links.process_group import GroupReceiver, GroupSender
 from bottega.device_links.shared_memory import CudaMemory, SharedMemory
@@ -40,8 +40,8 @@ _MAX_FAILURES = 256
 _LOOPBACK = "127.0.0.1"
 
 
-def device_links(setting: Setting, device: torch.device, *, reserve: Reserve | None = None) -> Devices | None:
-    """What this process's links can be between; None: memory of the host alone. reserve: for slots of the device."""
+def device_links(setting: Setting, device: torch.device, *, budget: SlotBudget | None = None) -> Devices | None:
+    """What this process's links can be between; None: memory of the host alone. budget: for slots of the device."""
     if setting == "gloo":
         return Devices("memory of the host", {Backend.GLOO: open_gloo})  # whose slots are no memory of the device
     if setting == "off" or device.type != "cuda":
@@ -53,17 +53,17 @@ def device_links(setting: Setting, device: torch.device, *, reserve: Reserve | N
         _log.warning("memory of the device is not shared with other processes", extra={"why": str(error)})
     if dist.is_available() and dist.is_nccl_available():
         openers[Backend.NCCL] = lambda connections, deadline: _open_nccl(device, connections, deadline)
-    return Devices(f"GPU {torch.cuda.get_device_properties(device).uuid}", openers, reserve=reserve)
+    return Devices(f"GPU {torch.cuda.get_device_properties(device).uuid}", openers, budget=budget)
 
 
 class Devices:
     """A bottega.transport DeviceLinks. device: its name, the same for all processes. openers: of its backends.
 
-    reserve: for slots of all links; None where nothing is counted.
+    budget: for slots of all links; None where nothing is counted.
     """
 
-    def __init__(self, device: str, openers: Mapping[Backend, Opener], *, reserve: Reserve | None = None) -> None:
-        self._reserve = reserve
+    def __init__(self, device: str, openers: Mapping[Backend, Opener], *, budget: SlotBudget | None = None) -> None:
+        self._budget = budget
         self.endpoint = DeviceEndpoint(
             host=host_identity(), device=device, version=_version(), backends=tuple(b for b in Backend if b in openers)
         )
@@ -104,9 +104,9 @@ class Devices:
         made: Ends | LinkError
         try:
             made = self._openers[backend](connections, deadline)
-            if self._reserve is not None:
+            if self._budget is not None:
                 for end in made:
-                    end.slots.reserve = self._reserve
+                    end.slots.count_in(self._budget)
         except LinkError as error:
             made = error
         except Exception as error:  # noqa: BLE001 - what libraries raise here is theirs; this link alone fails

@@ -10,7 +10,7 @@ import queue
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -31,6 +31,8 @@ _LOOK_S = 0.05
 # For what reads a message that was given back. Longer, and the device is stuck; its link is given up for that.
 _READ_S = 60.0
 _NOW = Deadline(at=0.0)
+# As others read it who find no room.
+_HOLDER = "links"
 
 
 def pieces_of(memory: Tensor) -> Iterator[Tensor]:
@@ -39,22 +41,30 @@ def pieces_of(memory: Tensor) -> Iterator[Tensor]:
         yield memory[start : start + PIECE_BYTES]
 
 
-Reserve = Callable[[int], None]
-"""Called with the bytes of the device that slots take more, negative for less. Raises TooLarge where none are left."""
+class SlotBudget(Protocol):
+    """Where memory of a device is set aside, such as a MemoryPlan."""
+
+    def grow(self, name: str, change_bytes: int) -> None:
+        """Sets so many bytes more aside for that name, negative for less. Raises TooLarge where they are not left."""
+        ...
 
 
 class DeviceSlots:
     """Slots of a device by index, made when they are first used, which grow as those of the host do.
 
-    reserve: asked before memory is taken; may be set before the first slot is used.
+    Their bytes are counted where `count_in` was called.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.reserve: Reserve = lambda size_bytes: None
+        self._budget: SlotBudget | None = None
         self._reserved_bytes = 0
         self._device = device
         self._headers = GrowingSlots()
         self._slots: dict[int, DeviceSlot] = {}
+
+    def count_in(self, budget: SlotBudget) -> None:
+        """Asks this before it takes memory of the device. Before the first slot is used."""
+        self._budget = budget
 
     def get(self, index: int, size_bytes: int) -> DeviceSlot:
         """The slot, with at least that many bytes. Raises NoSharedMemory."""
@@ -96,7 +106,8 @@ class DeviceSlots:
             raise
 
     def _take(self, change_bytes: int) -> None:
-        self.reserve(change_bytes)
+        if self._budget is not None:
+            self._budget.grow(_HOLDER, change_bytes)
         self._reserved_bytes += change_bytes
 
 

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -73,7 +72,7 @@ class ControlNetEngineLoop:
             config,
             registry=self._registry,
             executor=self._executor,
-            devices=device_links(config.device_links, device, reserve=partial(memory.grow, "links")),
+            devices=device_links(config.device_links, device, budget=memory),
         )
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
         ready = pb.ControlNetEngineReady(device=str(device), dtype=config.dtype)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -262,7 +261,7 @@ def test_devices_of_other_versions_or_one_device_are_told_apart() -> None:
 def test_slots_of_links_have_their_place_in_the_budget_of_the_device(tmp_path: Path) -> None:
     budget_bytes = 64 << 20
     plan, opener = MemoryPlan(budget_bytes), {Backend.CUDA_IPC: pool_opener(HostMemory())}
-    here = Devices("a", opener, reserve=partial(plan.grow, "links"))
+    here = Devices("a", opener, budget=plan)
     with listening(tmp_path, devices=Devices("b", opener)) as listener, ThreadPoolExecutor(1) as pool:
         offer = listener.offer()
         accepting = pool.submit(listener.accept, offer, patience())

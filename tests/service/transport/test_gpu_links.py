@@ -9,7 +9,6 @@ import contextlib
 import subprocess
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,7 @@ def way(request: pytest.FixtureRequest) -> tuple[Backend, str]:
 def _linked(
     folder: Path, role: str, way: tuple[Backend, str], plan: MemoryPlan | None = None
 ) -> Iterator[tuple[Link, subprocess.Popen[bytes]]]:
-    devices = device_links("auto", HERE, reserve=partial((plan or MemoryPlan()).grow, "links"))
+    devices = device_links("auto", HERE, budget=plan)
     with listening(folder, limits=LIMITS, devices=devices) as listener:
         offer = listener.offer()
         with gpu_peer(role, way[1], way[0], offer) as process, listener.accept(offer, Deadline.after(60.0)) as link:

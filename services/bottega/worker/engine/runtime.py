@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -61,8 +60,7 @@ def load_runtime(config: EngineConfig, link_requests: LinkRequests, *, trials: P
     if config.threads:
         torch.set_num_threads(config.threads)
     model, counters, heartbeat = _model(config), LinkCounters(), Heartbeat()
-    reserve = partial(model.memory.grow, "links")
-    devices = device_links(config.device_links, model.device, reserve=reserve)
+    devices = device_links(config.device_links, model.device, budget=model.memory)
     context = EngineAddOnContext(
         config=config, model=model, offers=link_requests, counters=counters, heartbeat=heartbeat, devices=devices
     )
