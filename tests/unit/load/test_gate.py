@@ -71,6 +71,24 @@ def test_a_run_outside_of_a_bound_fails_and_says_of_which(
     assert json.loads(lines[-1])["gate"] == "fail"
 
 
+def test_a_slow_last_answer_does_not_make_the_rate_too_low(slo: Path) -> None:
+    def of(interval_s: float) -> int:
+        began = [place * interval_s for place in range(60)]
+        details = [
+            {
+                "timestamp": f"2026-02-01T10:{at // 60:02.0f}:{at % 60:09.6f}Z",
+                "latency": 4e9,
+                "error": "",
+                "status": "OK",
+            }
+            for at in (second + 4 for second in began)
+        ]
+        return gate(slo, ghz_report(count=60, rps=0.95, options={"rps": 1}, details=details))
+
+    assert of(1.0) == 0
+    assert of(1.02) == 1
+
+
 def test_the_bound_itself_holds(slo: Path) -> None:
     at = [{"percentage": 50, "latency": 5_000_000}, {"percentage": 99, "latency": 50_000_000}]
     codes = {"OK": 2997, "Unavailable": 3}
