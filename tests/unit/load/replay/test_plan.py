@@ -30,7 +30,9 @@ def test_the_same_mix_and_seed_make_the_same_requests() -> None:
     first = plan(LONG, 1)
     assert len(first) == 6000
     assert first == plan(LONG, 1)
-    assert first != plan(LONG, 2)
+    others = plan(LONG, 2)
+    for figure in ("at_s", "kind", "prompt", "seed", "template", "mask_ratio"):
+        assert [getattr(each, figure) for each in first] != [getattr(each, figure) for each in others], figure
 
 
 def test_when_requests_come_changes_nothing_else_of_them() -> None:
@@ -96,7 +98,7 @@ def test_draws_use_controlnets_and_loras_as_the_trace_does_and_edits_none() -> N
     drawn = of_kind(requests, "draw")
     nets_used = Counter(len(request.controlnets) for request in drawn)
     assert nets_used[2] / len(drawn) == pytest.approx(CONTROLNETS_B.per_request[2], abs=0.03)
-    assert nets_used[0] / len(drawn) == pytest.approx(CONTROLNETS_B.per_request[0], abs=0.02)
+    assert nets_used[0] / len(drawn) == pytest.approx(CONTROLNETS_B.per_request[0], abs=0.01)
     assert Counter(len(request.loras) for request in drawn)[2] / len(drawn) == pytest.approx(
         LORAS_A.per_request[2], abs=0.03
     )
