@@ -216,9 +216,10 @@ def test_a_newcomer_draws_with_a_control_image_at_once(up: Up, folder: Path) -> 
     found = re.match(r"edges: (0\.\d+) from step to step, of 20; controlnet-0 will remember it", profiled)
     assert found
     assert 0.99 < float(found[1]) < 1.0, "the embedded model's own are alike from step to step"
+    # The gateway knows what the server remembers from its next beat on.
+    wait_until(lambda: found[1] in bottega(up, "controlnets"), "the profile to be listed")
     listed = bottega(up, "controlnets")
     assert {line.split()[0] for line in listed.splitlines() if "miniature" in line} == {"edges", "layout"}
-    assert found[1] in listed
     assert "engine ready" in bottega(up, "logs", "controlnet-0")
 
 
