@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from load.bench.side_process import SideProcess, serve, stock_pipeline
+from load.bench.stock_adapters import StockAdapters
 
 PROMPT = "a big red star on the left on a blue background"
 GUIDANCE_SCALE = 5.0
@@ -59,71 +59,33 @@ class AddonReference(SideProcess):
 
 
 class Stock:
-    """The pipeline, and the ControlNets that it has loaded so far."""
+    """The pipeline, and what it draws with beside its model."""
 
     def __init__(self, model: Path) -> None:
-        from diffusers.utils import logging
-
-        # PEFT's, of every LoRA that comes to another one.
-        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-        logging.set_verbosity_error()
-        self._plain = stock_pipeline(model)
-        self._nets: dict[str, Any] = {}
+        self._adapters = StockAdapters(stock_pipeline(model))
 
     def draw(self, ask: Ask) -> Answer:
         """Fetches, loads, draws, and takes out again."""
         began_s, processor_s = time.perf_counter(), time.process_time()
-        pipeline = self._pipeline(ask)
-        lora_s = self._load(pipeline, ask)
+        pipeline = self._adapters.with_controlnets(ask.nets, cold=ask.cold)
+        lora_s = self._load(ask) if ask.loras else 0.0
         self._draw(pipeline, ask)
-        lora_s += self._unload(pipeline, ask)
+        lora_s += self._unload() if ask.loras else 0.0
         return Answer(
             seconds=time.perf_counter() - began_s,
             lora_s=lora_s,
             processor_s=time.process_time() - processor_s,
         )
 
-    def _pipeline(self, ask: Ask) -> Any:
-        from diffusers import StableDiffusionXLControlNetPipeline
-
-        if not ask.nets:
-            pipeline = self._plain
-        else:
-            nets = [self._net(folder, cold=ask.cold) for folder in ask.nets]
-            pipeline = StableDiffusionXLControlNetPipeline(
-                **self._plain.components, controlnet=nets, add_watermarker=False
-            )
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
-
-    def _net(self, folder: str, *, cold: bool) -> Any:
-        from diffusers import ControlNetModel
-
-        if cold or folder not in self._nets:
-            self._nets[folder] = ControlNetModel.from_pretrained(
-                folder, use_safetensors=True, torch_dtype=self._plain.dtype
-            )
-        return self._nets[folder]
-
-    def _load(self, pipeline: Any, ask: Ask) -> float:
-        if not ask.loras:
-            return 0.0
+    def _load(self, ask: Ask) -> float:
         began_s = time.perf_counter()
         time.sleep(ask.fetch_s)
-        for number, file in enumerate(ask.loras):
-            pipeline.load_lora_weights(file, use_safetensors=True, adapter_name=f"lora{number}")
-        pipeline.set_adapters([f"lora{number}" for number in range(len(ask.loras))])
-        if ask.fuse:
-            pipeline.fuse_lora()
+        self._adapters.load_loras(ask.loras, fuse=ask.fuse)
         return time.perf_counter() - began_s
 
-    def _unload(self, pipeline: Any, ask: Ask) -> float:
-        if not ask.loras:
-            return 0.0
+    def _unload(self) -> float:
         began_s = time.perf_counter()
-        if ask.fuse:
-            pipeline.unfuse_lora()
-        pipeline.unload_lora_weights()
+        self._adapters.unload_loras()
         return time.perf_counter() - began_s
 
     def _draw(self, pipeline: Any, ask: Ask) -> None:
