@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -126,19 +127,30 @@ async def _open(sides: Sides, measured: Measured, requests: int, rng: random.Ran
     plan = [Mixed(number=number, at_s=at_s, steps=steps[number]) for number, at_s in enumerate(times)]
 
     async def static(request: Mixed) -> Result:
-        await server.draw(request.steps, request.number)
+        await server.draw(request)
         return Result()
 
     async def through(request: Mixed) -> Result:
         await _through(sides.client, request.steps, request.number)
         return Result()
 
-    server = StaticServer(sides.reference, PROMPT, GUIDANCE_SCALE)
+    server: StaticServer[Mixed] = StaticServer(lambda members: _draw_static(sides.reference, members))
     try:
         measured.static_s += (await replay(plan, static, deadline_s=_DEADLINE_S)).took_s()
     finally:
         await server.stop()
     measured.suite_s += (await replay(plan, through, deadline_s=_DEADLINE_S)).took_s()
+
+
+def _draw_static(reference: Reference, members: Sequence[Mixed]) -> None:
+    """To the longest of their steps."""
+    batch = Batch(
+        prompts=(PROMPT,) * len(members),
+        seeds=tuple(member.number for member in members),
+        steps=max(member.steps for member in members),
+        guidance_scale=GUIDANCE_SCALE,
+    )
+    reference.draw(batch)
 
 
 async def _through(client: AsyncClient, steps: int, seed: int) -> None:

@@ -1,43 +1,55 @@
-"""The baseline of batching: a plain static server. All that wait, at most eight, run together to the end.
+"""The baseline of batching: a plain static server. Those that wait and go together, at most eight, run to the end.
 
-A static batch cannot let a member go early: it runs to the longest of its members' step counts, and all of
-them are answered then. The pipeline is stock Diffusers; it knows nothing of the suite.
+A static batch cannot let a member go early: all of them are answered when it is done. Who draws it is told when the
+server is made; it is stock Diffusers, and knows nothing of the suite.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-
-from load.bench.reference import Batch, Reference
+from typing import Generic, TypeVar
 
 MAX_BATCH = 8
 REQUEST_TIMEOUT_S = 600.0
 
+RequestT = TypeVar("RequestT")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Waiting:
-    steps: int
-    seed: int
+class _Waiting(Generic[RequestT]):
+    request: RequestT
     done: asyncio.Future[None]
 
 
-class StaticServer:
-    """Draws what is asked of it, batch by batch. `stop` it."""
+class StaticServer(Generic[RequestT]):
+    """Draws what is asked of it, batch by batch. `stop` it.
 
-    def __init__(self, reference: Reference, prompt: str, guidance_scale: float) -> None:
-        self._reference = reference
-        self._prompt = prompt
-        self._guidance_scale = guidance_scale
-        self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
+    draw: draws a batch, and is called in a thread; what it raises, all of the batch are told. together: requests for
+    which it is equal may be in one batch; without it all may. The one that waits longest is in the next batch.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[Sequence[RequestT]], object],
+        *,
+        together: Callable[[RequestT], Hashable] = lambda _: None,
+    ) -> None:
+        self._draw = draw
+        self._together = together
+        self._queue: deque[_Waiting[RequestT]] = deque()
+        self._arrived = asyncio.Event()
         self._task = asyncio.create_task(self._serve())
 
-    async def draw(self, steps: int, seed: int) -> None:
-        """Draws one picture. Raises TimeoutError when none comes."""
-        done = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Waiting(steps=steps, seed=seed, done=done))
+    async def draw(self, request: RequestT) -> None:
+        """Draws one picture. Raises TimeoutError when none comes. One that is cancelled leaves the queue."""
+        waiting = _Waiting(request=request, done=asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
+        self._arrived.set()
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
-            await done
+            await waiting.done
 
     async def stop(self) -> None:
         """Stops serving; what waits is dropped."""
@@ -46,15 +58,29 @@ class StaticServer:
 
     async def _serve(self) -> None:
         while True:
-            members = [await self._queue.get()]
-            while len(members) < MAX_BATCH and not self._queue.empty():
-                members.append(self._queue.get_nowait())
-            batch = Batch(
-                prompts=(self._prompt,) * len(members),
-                seeds=tuple(member.seed for member in members),
-                steps=max(member.steps for member in members),
-                guidance_scale=self._guidance_scale,
-            )
-            await asyncio.to_thread(self._reference.draw, batch)
+            await self._arrived.wait()
+            if members := self._next_batch():
+                await self._draw_batch(members)
+            else:
+                self._arrived.clear()
+
+    def _next_batch(self) -> list[_Waiting[RequestT]]:
+        """Out of the queue; none where nobody waits."""
+        waiting = [each for each in self._queue if not each.done.done()]
+        key = self._together(waiting[0].request) if waiting else None
+        members = [each for each in waiting if self._together(each.request) == key][:MAX_BATCH]
+        taken = set(map(id, members))
+        self._queue = deque(each for each in waiting if id(each) not in taken)
+        return members
+
+    async def _draw_batch(self, members: Sequence[_Waiting[RequestT]]) -> None:
+        try:
+            await asyncio.to_thread(self._draw, [member.request for member in members])
+        except Exception as error:  # noqa: BLE001 - whoever waits is told, and the next batch is drawn
             for member in members:
+                if not member.done.done():
+                    member.done.set_exception(error)
+            return
+        for member in members:
+            if not member.done.done():
                 member.done.set_result(None)
