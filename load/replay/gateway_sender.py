@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bottega.client import AsyncClient, ControlNet
+from collections.abc import Callable
+
+from bottega.client import AsyncClient, ControlNet, Picture
 from bottega.client.types.options import FidelityName, GenerationOptions
 from bottega.errors import BottegaError, Code
 from load.replay.pictures import Pictures
@@ -15,8 +17,9 @@ _OUTCOMES = {Code.RESOURCE_EXHAUSTED: Outcome.REFUSED, Code.DEADLINE_EXCEEDED: O
 class GatewaySender:
     """client: of the gateway. deadline_s: that requests tell it, after which nobody wants their pictures.
 
-    model: absent is the only one. fidelity: of all requests. A plan gives each of them a seed, with which they would be
-    exact, as no cache and no recording may make them.
+    model: absent is the only one. fidelity: of all requests. options: of all of them, beside what is
+    planned. seen: is given every picture that comes. A plan gives each of them a seed, with which they would be exact,
+    as no cache and no recording may make them.
     """
 
     def __init__(
@@ -27,17 +30,21 @@ class GatewaySender:
         deadline_s: float,
         model: str | None = None,
         fidelity: FidelityName = "balanced",
+        options: GenerationOptions | None = None,
+        seen: Callable[[PlannedRequest, Picture], None] = lambda *_: None,
     ) -> None:
         self._client = client
         self._pictures = pictures
         self._deadline_s = deadline_s
         self._model = model
         self._fidelity: FidelityName = fidelity
+        self._common: GenerationOptions = options or {}
+        self._seen = seen
 
     async def send(self, request: PlannedRequest) -> Result:
         """Waits for the picture. What the suite refuses, or fails to do, is a result; nothing else is caught."""
         try:
-            await self._client.generate(
+            picture = await self._client.generate(
                 request.prompt,
                 timeout_s=self._deadline_s,
                 deadline_s=self._deadline_s,
@@ -46,10 +53,12 @@ class GatewaySender:
         except BottegaError as error:
             outcome = _OUTCOMES.get(error.code, Outcome.FAILED)
             return Result(outcome=outcome, reason=type(error).__name__)
+        self._seen(request, picture)
         return Result()
 
     def _options(self, request: PlannedRequest) -> GenerationOptions:
         options: GenerationOptions = {
+            **self._common,
             "model": self._model,
             "seed": request.seed,
             "num_inference_steps": request.steps,
