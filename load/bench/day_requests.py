@@ -103,8 +103,11 @@ def mean_alone_s(requests: Sequence[PlannedRequest], alone_s: Mapping[RequestCla
 
 
 def warm_up_requests(requests: Sequence[PlannedRequest], controlnets: Sequence[str]) -> list[PlannedRequest]:
-    """What a side draws before its day: each ControlNet once, and each class; no prompt of the day's own."""
-    like = next((request for request in requests if request.controlnets), None)
-    nets = [replace(like, controlnets=(name,), steps=_LEAST_STEPS) for name in controlnets] if like else []
-    wanted = [*nets, *one_of_each(requests).values()]
+    """What a side draws before its day: each ControlNet, an edit, and one with LoRAs. No prompt is one of the day's."""
+    by_class = one_of_each(requests).values()
+    controlled = next((request for request in by_class if request.controlnets), None)
+    edit = next((request for request in by_class if request.kind == "edit"), None)
+    styled = next((request for request in by_class if request.loras), None)
+    nets = [replace(controlled, controlnets=(name,), steps=_LEAST_STEPS) for name in controlnets] if controlled else []
+    wanted = [*nets, *(request for request in (edit, styled) if request is not None)]
     return [replace(request, prompt=f"warm up {number}") for number, request in enumerate(wanted)]

@@ -46,6 +46,7 @@ class Day:
 
 def settle(folder: Path, options: DayOptions) -> Day:
     """Takes some minutes, and says what it finds. Raises ConfigError for a mix of which no day can be made."""
+    print("writes the model, ControlNets and LoRAs", flush=True)
     world = build_world(folder / "world", controlnets=options.controlnets, loras=options.loras)
     shape = DayShape(
         mix=options.mix,
@@ -57,6 +58,7 @@ def settle(folder: Path, options: DayOptions) -> Day:
     )
     seeds = range(options.seed, options.seed + options.rounds)
     sample = [request for seed in seeds for request in shape.sample(seed)]
+    print(f"asks what {len(one_of_each(sample))} classes of requests take alone", flush=True)
     fuse, alone_s = _plain_times(world, sample, options.threads)
     rate_per_s = options.load / mean_alone_s(sample, alone_s)
     _say(alone_s, rate_per_s)
@@ -102,6 +104,7 @@ def _live_the_day_before(day: Day, shape: DayShape) -> None:
     before = [*_recording_edits(request for requests in day.days for request in requests), *drawn]
     day.world.prepare(before)
     stream = prompts(_PROMPTS, shape.at(day.rate_per_s).prompts, seed=seed)
+    print(f"lives the day before: {len(before)} requests", flush=True)
     prepare(suite, before, profile(thresholds(embed(stream))))
 
 
