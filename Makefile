@@ -76,7 +76,7 @@ clean: ## Remove everything that the commands made
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
 	# What is imported is compiled then: of all files of torch and transformers, which take a minute, few ever are.
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -r requirements-dev.txt \
-		-e protos -e 'libs[client,diffusion]' -e 'services[activations,cache,controlnet,gateway,loras,worker]' -e kernels
+		-e protos -e 'libs[client,diffusion,otel]' -e 'services[activations,cache,controlnet,gateway,loras,worker]' -e kernels
 	@touch $@
 
 .venv/.stubs: .venv/.ready protos/generate.py $(wildcard protos/bottega/v1/*.proto)

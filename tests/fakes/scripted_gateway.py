@@ -15,7 +15,7 @@ import grpc
 from bottega.errors import BottegaError, Draining
 from bottega.rpc.channel import channel_options
 from bottega.rpc.status import to_grpc_status
-from bottega.v1 import fleet_pb2, fleet_pb2_grpc, generation_pb2, image_pb2, image_pb2_grpc
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, generation_pb2, image_pb2, image_pb2_grpc, trace_pb2
 
 SMALL = b"\x89PNG a small picture"
 
@@ -45,6 +45,7 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
     torn_fetches: int = 0
     whole_streams: int = 0
     seconds_left: float = 0.0
+    trace: trace_pb2.Trace = field(default_factory=trace_pb2.Trace)
 
     def Generate(
         self, request: image_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -82,6 +83,12 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
     def GetJob(self, request: image_pb2.GetJobRequest, context: grpc.ServicerContext) -> image_pb2.GetJobResponse:
         self._maybe_fail(context)
         return image_pb2.GetJobResponse(job=self.looks.pop(0) if self.looks else job(image_pb2.JOB_STATE_COMPLETED))
+
+    def GetJobTrace(
+        self, request: image_pb2.GetJobTraceRequest, context: grpc.ServicerContext
+    ) -> image_pb2.GetJobTraceResponse:
+        self._maybe_fail(context)
+        return image_pb2.GetJobTraceResponse(trace=self.trace)
 
     def ListJobs(self, request: image_pb2.ListJobsRequest, context: grpc.ServicerContext) -> image_pb2.ListJobsResponse:
         self.listed.append(request)

@@ -47,7 +47,8 @@ def corpus(job_id: str, digest: str, lora_digest: str) -> Iterator[Case]:
 def _bytes() -> Iterator[Case]:
     """What is no message at all."""
     surrogate = b"\n\x03\xed\xa0\x80"  # a lone surrogate, as if UTF-8 had any, in the first field
-    texts = ("GetJob", "CancelJob", "WatchJob", "GetImage", "Generate", "SubmitJob", "OpenLink", "AddControlNet")
+    jobs = ("GetJob", "GetJobTrace", "CancelJob", "WatchJob", "GetImage")
+    texts = (*jobs, "Generate", "SubmitJob", "OpenLink", "AddControlNet")
     stored = ("DropStoredTemplate", "PinTemplate", "WarmTemplate", "PrefetchTemplates")
     for method in (*texts, *stored, "GetCacheEntry", "ListCacheEntries", "ClearCache"):
         yield Case(method=method, name="a lone surrogate", raw=(surrogate,), code=INVALID)

@@ -17,7 +17,9 @@ from tests.fuzz.house import House
 from tests.fuzz.judging import fault
 
 # Those of a gateway that draw or look after jobs; a worker has one caller, the gateway.
-_METHODS = frozenset({"Generate", "SubmitJob", "GetJob", "ListJobs", "WatchJob", "CancelJob", "GetImage"})
+_METHODS = frozenset(
+    {"Generate", "SubmitJob", "GetJob", "ListJobs", "WatchJob", "CancelJob", "GetImage", "GetJobTrace"}
+)
 
 
 def crowd(

@@ -16,7 +16,7 @@ _JOB_IDS = ("", "x", "\0", "../../etc/passwd", "x" * 129, "x" * (1 << 20), "\U00
 
 def job_corpus(job_id: str) -> Iterator[Case]:
     """Of the methods for one job. job_id: as `corpus` says."""
-    for method in ("GetJob", "WatchJob", "CancelJob", "GetImage"):
+    for method in ("GetJob", "GetJobTrace", "WatchJob", "CancelJob", "GetImage"):
         request = getattr(image_pb2, f"{method}Request")
         yield case_of(method, "a job that is there", request(job_id=job_id))
         for unknown in _JOB_IDS:

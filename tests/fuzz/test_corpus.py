@@ -41,6 +41,7 @@ _REFUSED = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE
 UNBOUNDED = {
     "GetImage job_id": "one that nobody has is NOT_FOUND",
     "GetJob job_id": "as above",
+    "GetJobTrace job_id": "as above",
     "WatchJob job_id": "as above",
     "CancelJob job_id": "as above",
     "GetImage index": "as above",

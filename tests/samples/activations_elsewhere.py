@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor
 
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
-from bottega.diffusion.editing.recordings.step import MemoryStep, RecordedStep
+from bottega.diffusion.editing.recordings.step import LoadTime, MemoryStep, RecordedStep
 
 
 class StepElsewhere:
@@ -51,6 +51,9 @@ class StepElsewhere:
 
     def drop_requests(self) -> None:
         self.drops += 1
+
+    def take_load_times(self) -> Sequence[LoadTime]:
+        return ()
 
     def load(self) -> None:
         """All of it is here from now on."""

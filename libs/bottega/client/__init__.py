@@ -39,6 +39,7 @@ from bottega.client.types.mask import Box, Ellipse
 from bottega.client.types.options import EditOptions, GenerationOptions
 from bottega.client.types.picture import Picture
 from bottega.client.types.png_parameters import parameters_of
+from bottega.client.types.trace import JobTrace, TraceSpan
 
 __all__ = [
     "AddedControlNet",
@@ -61,6 +62,7 @@ __all__ = [
     "JobPage",
     "JobState",
     "JobStatus",
+    "JobTrace",
     "FleetTemplate",
     "Lora",
     "LoraBoundMeasured",
@@ -81,6 +83,7 @@ __all__ = [
     "SilentService",
     "TemplateHolder",
     "TemplateOverview",
+    "TraceSpan",
     "WarmedTemplates",
     "parameters_of",
 ]

@@ -14,6 +14,7 @@ BottegaError
 ├── CacheEntryNotFound      NOT_FOUND
 ├── JobNotFound             NOT_FOUND
 ├── ImageNotFound           NOT_FOUND
+├── TraceNotFound           NOT_FOUND            what of a job took how long is not known, or not any more
 ├── RequestIdReused         ALREADY_EXISTS
 ├── LoraExists              ALREADY_EXISTS
 ├── ControlNetExists        ALREADY_EXISTS

@@ -14,6 +14,10 @@ class ImageNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_RE
     """The job has no image of that index."""
 
 
+class TraceNotFound(BottegaError, code=Code.NOT_FOUND, reason=error_pb2.ERROR_REASON_TRACE_NOT_FOUND):
+    """No attempt at the job has ended yet, or its trace was forgotten."""
+
+
 class JobNotFinished(BottegaError, code=Code.FAILED_PRECONDITION, reason=error_pb2.ERROR_REASON_JOB_NOT_FINISHED):
     """The job has no images yet."""
 

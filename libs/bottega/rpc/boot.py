@@ -18,6 +18,7 @@ from bottega.config import ConfigT, load
 from bottega.errors import BottegaError, ConfigError
 from bottega.process import open_files
 from bottega.process.memory import keep_freed_memory, trimmed_at_rest, tune_garbage_collector
+from bottega.rpc import telemetry
 from bottega.rpc.operation import logs
 from bottega.rpc.operation.sd_notify import SystemdNotifier
 from bottega.rpc.server import Server, Step
@@ -72,7 +73,8 @@ def boot(
     keep_files_private()
     try:
         hooks = lifespan(load(kind, arguments.config))
-        asyncio.run(_live(hooks, kept_bytes=kept_bytes, stop_with_stdin=arguments.stop_with_stdin))
+        with telemetry.exporting(name):
+            asyncio.run(_live(hooks, kept_bytes=kept_bytes, stop_with_stdin=arguments.stop_with_stdin))
     except BottegaError as error:
         logs.last_words(f"bottega.{name}: {error.message}")
         return _CONFIG_UNUSABLE if isinstance(error, ConfigError) else _FAILED

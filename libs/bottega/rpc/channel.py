@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import grpc
 
+from bottega.rpc import telemetry
+
 # An input image of 8 MiB with a mask and a few control images; as in ServerConfig.
 MAX_MESSAGE_MIB = 24
 
@@ -13,7 +15,8 @@ MAX_METADATA_BYTES = 64 * 1024
 
 def open_channel(address: str, *, max_message_mib: int = MAX_MESSAGE_MIB) -> grpc.aio.Channel:
     """A channel that connects when it is first used and reconnects within a second. Close it."""
-    return grpc.aio.insecure_channel(address, options=channel_options(max_message_mib))
+    options, interceptors = channel_options(max_message_mib), telemetry.client_interceptors()
+    return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
 
 
 def channel_options(max_message_mib: int = MAX_MESSAGE_MIB) -> list[tuple[str, int]]:

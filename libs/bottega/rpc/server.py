@@ -20,6 +20,7 @@ from pydantic import ConfigDict, Field
 
 from bottega.config import STRICT
 from bottega.errors import Unavailable
+from bottega.rpc import telemetry
 from bottega.rpc.address import split
 from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES
 from bottega.rpc.connection_limits import ConnectionGuard, most_connections
@@ -137,7 +138,7 @@ class GrpcListener:
         self._services: list[str] = []
         # gRPC's own refusals say nothing of when to ask again: they are for what the interceptor does not count.
         self.grpc = grpc.aio.server(
-            interceptors=[self._interceptor],
+            interceptors=[self._interceptor, *telemetry.server_interceptors()],
             options=_options(config, max_connections=most),
             maximum_concurrent_rpcs=_MOST_CALLS * config.max_calls + _MOST_STREAMS * config.max_streams,
         )

@@ -64,6 +64,7 @@ class GatewayConfig:
         again for its request_id, with the same seed.
     max_result_bytes: of one job's images together; at most results_bytes, so that a job has all of them when it ends.
         Latents are kept in what is left of it.
+    traces_bytes: of what `bottega trace` shows, in memory: of the jobs that ran last, some KiB each.
     lease_s: silence after which a service has left; with a sweep every tenth of a second a silent one
         is out within 2 s.
     model_grace_s: how long jobs of a model, or with a ControlNet, are taken and kept while nobody serves it.
@@ -91,6 +92,7 @@ class GatewayConfig:
     results_bytes: AtLeastOne = 4 << 30
     results_ttl_s: Seconds = 3600.0
     max_result_bytes: AtLeastOne = 128 << 20
+    traces_bytes: AtLeastOne = 32 << 20
     lease_s: Seconds = 1.5
     model_grace_s: Seconds = 30.0
     max_members: AtLeastOne = 256

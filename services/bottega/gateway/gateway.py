@@ -110,6 +110,7 @@ class Gateway:
             jobs=self._jobs,
             images=self._storage.images,
             fleet=fleet,
+            traces=self._controller.traces,
             default_deadline_s=config.server.default_deadline_s,
         )
         image_pb2_grpc.add_ImageServiceServicer_to_server(images, self.server.grpc)

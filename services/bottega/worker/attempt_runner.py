@@ -19,7 +19,9 @@ from bottega.v1 import engine_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheStart
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
 from bottega.v1.lora_pb2 import LoraDecision
+from bottega.v1.trace_pb2 import Trace
 from bottega.v1.worker_pb2 import AttemptDecisions
+from bottega.worker.attempt_trace import AttemptTrace
 from bottega.worker.attempts import (
     Attempt,
     AttemptKey,
@@ -99,6 +101,7 @@ class AttemptRunner:
         self._facts = _facts(order)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._done: Provenance | None = None
+        self._trace = AttemptTrace()
         self._encodes_preview = False
         self._tasks = BackgroundTasks("work of an attempt")
         self._expiry: asyncio.TimerHandle | None = None
@@ -142,10 +145,15 @@ class AttemptRunner:
             self._cancel_in_engine()
         self.fail(error)
 
-    def fail(self, error: BottegaError) -> None:
-        """Ends it now; the engine does not have it any more. Harmless when it has ended."""
+    def fail(self, error: BottegaError, trace: Trace | None = None) -> None:
+        """Ends it now; the engine does not have it any more. Harmless when it has ended.
+
+        trace: of the engine.
+        """
         if not self.attempt.ended:
-            self.attempt.fail(error)
+            if trace is not None:
+                self._trace.take(trace)
+            self.attempt.fail(error, self._trace.message())
             self._end()
 
     def on_engine_event(self, event: engine_pb2.EngineEvent) -> None:
@@ -164,6 +172,7 @@ class AttemptRunner:
                 self.attempt.add_kept(KeptEvent(index=event.kept.index, data=event.kept.latents))
             case "done":
                 self._done = event.done.provenance
+                self._trace.take(event.done.trace)
                 self._complete_if_ready()
 
     async def _send_start(self) -> None:
@@ -220,8 +229,11 @@ class AttemptRunner:
     async def _encode(self, picture: engine_pb2.EnginePicture) -> None:
         spec = self._spec_of(picture.index)
         encoded = await self._images.encode(picture.pixels, spec, picture.index, self._inputs.overlay)
-        self._seconds["handoff"] += max(0.0, encoded.began_s - picture.handed_over_s)
+        handoff_s = max(0.0, encoded.began_s - picture.handed_over_s)
+        self._seconds["handoff"] += handoff_s
         self._note_time("encode_image", "encode", encoded.seconds)
+        self._trace.add(f"wait for a codec, image {picture.index}", began_s=picture.handed_over_s, seconds=handoff_s)
+        self._trace.add(f"encode image {picture.index}", began_s=encoded.began_s, seconds=encoded.seconds)
         self.attempt.add_picture(PictureEvent(index=picture.index, data=encoded.data))
         self._complete_if_ready()
 
@@ -244,7 +256,7 @@ class AttemptRunner:
         self._metrics.observe_loras(self._done.loras)
         provenance = self._provenance(self._done)
         self._metrics.observe_stages(provenance.times)
-        self.attempt.complete(provenance)
+        self.attempt.complete(provenance, self._trace.message())
         self._end()
 
     def _provenance(self, provenance: Provenance) -> Provenance:
@@ -260,6 +272,7 @@ class AttemptRunner:
 
     def _note_decoding(self, seconds: float) -> None:
         self._note_time("decode_image", "decode", seconds)
+        self._trace.add("decode an input image", began_s=time.monotonic() - seconds, seconds=seconds)
 
     def _note_time(self, stage: str, work: str, seconds: float) -> None:
         self._seconds[stage] += seconds

@@ -18,11 +18,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from bottega.errors import BottegaError, QueueFull, StaleAttempt
 from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.trace_pb2 import Trace
 from bottega.v1.worker_pb2 import AttemptDecisions, AttemptId
 
 _RETRY_AFTER_S = 1.0
@@ -80,16 +81,18 @@ class KeptEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedEvent:
-    """All pictures are there."""
+    """All pictures are there. trace: what took how long, since the attempt began."""
 
     provenance: Provenance
+    trace: Trace = field(default_factory=Trace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedEvent:
-    """There will be no picture."""
+    """There will be no picture. trace: see CompletedEvent."""
 
     error: BottegaError
+    trace: Trace = field(default_factory=Trace)
 
 
 Event = StartedEvent | AttemptDecisions | ProgressEvent | PictureEvent | KeptEvent | CompletedEvent | FailedEvent
@@ -169,16 +172,16 @@ class Attempt:
             self.latents.append(latents)
             self._notify()
 
-    def complete(self, provenance: Provenance) -> None:
+    def complete(self, provenance: Provenance, trace: Trace) -> None:
         """All its pictures have been added."""
-        self._end(AttemptState.COMPLETED, CompletedEvent(provenance=provenance))
+        self._end(AttemptState.COMPLETED, CompletedEvent(provenance=provenance, trace=trace))
 
-    def fail(self, error: BottegaError) -> None:
+    def fail(self, error: BottegaError, trace: Trace) -> None:
         """It ends without pictures."""
         if not self.ended:
             self.pictures.clear()
             self.latents.clear()
-        self._end(AttemptState.FAILED, FailedEvent(error=error))
+        self._end(AttemptState.FAILED, FailedEvent(error=error, trace=trace))
 
     async def follow(self) -> AsyncIterator[Event]:
         """Its events from the current state on, until it has ended. Breaking off changes nothing."""

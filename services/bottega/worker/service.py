@@ -161,9 +161,12 @@ def _responses(event: Event) -> Iterator[worker_pb2.RunAttemptResponse]:
         case KeptEvent():
             for index, chunk, last in _chunks(event):
                 yield pb.RunAttemptResponse(latents=pb.AttemptLatentsChunk(index=index, chunk=chunk, last=last))
-        case CompletedEvent(provenance=provenance):
+        case CompletedEvent(provenance=provenance, trace=trace):
+            yield pb.RunAttemptResponse(trace=trace)
             yield pb.RunAttemptResponse(completed=pb.AttemptCompleted(provenance=provenance))
-        case FailedEvent(error=error):
+        case FailedEvent(error=error, trace=trace):
+            if trace.spans:  # else nothing took any time
+                yield pb.RunAttemptResponse(trace=trace)
             yield pb.RunAttemptResponse(failed=to_job_error(error))
 
 

@@ -269,7 +269,7 @@ class Worker:
         if runner is None:
             return  # dropped meanwhile; what the engine still says about it is of no use
         if kind == "failed":
-            runner.fail(from_job_error(event.failed.error))
+            runner.fail(from_job_error(event.failed.error), event.failed.trace)
         elif kind == "checkpoint":
             self.checkpoints.put(_checkpoint(key, event.checkpoint))
         else:

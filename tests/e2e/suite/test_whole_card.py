@@ -235,6 +235,31 @@ def test_balanced_the_provenance_says_what_was_used_again(
     assert all(reused[name, from_store] for name in EDITS for from_store in (False, True)), reused
 
 
+def test_a_trace_says_where_the_time_went_in_all_services(house: House, recorded: Mapping[str, str]) -> None:
+    house.drop_copies()
+    drawn = {name: CAST[name].draw(house.client, **BALANCED, seed=300) for name in (WHOLE, "a picture")}
+    traces = {name: house.client.job(picture.job_id).trace() for name, picture in drawn.items()}
+    tracks = {name: {(span.service, span.track) for span in trace.spans} for name, trace in traces.items()}
+    everywhere = {("gateway", "jobs"), ("gateway", "attempts")}
+    everywhere |= {("worker", track) for track in ("encode", "denoise", "decode", "codec")}
+    servers = {(f"{net} server", f"ControlNet {net}") for net in CONTROLNETS}
+    adapters = {("worker", f"LoRA {lora}") for lora in LORAS[:2]}
+    assert everywhere | servers | adapters | {("worker", "activation store")} <= tracks[WHOLE]
+    assert everywhere | {("worker", "approximate cache")} <= tracks["a picture"]
+    for name, trace in traces.items():
+        (attempt,) = [span for span in trace.spans if span.track == "attempts"]
+        elsewhere = [span for span in trace.spans if span.service != "gateway"]
+        # Its message took a moment to come, and it was answered before the last word was sent.
+        assert all(attempt.begin_s - 0.05 < span.begin_s <= span.end_s < attempt.end_s + 0.05 for span in elsewhere)
+        decoded_s = sum(span.seconds for span in trace.spans if span.track == "decode")
+        stages = {each.stage: each.seconds for each in drawn[name].provenance.times}
+        assert decoded_s == pytest.approx(stages["decode"], abs=1e-4)
+        assert trace.dropped == 0
+    calls = [span.name for span in traces[WHOLE].spans if span.service == f"{CONTROLNETS[0]} server"]
+    assert calls == [f"residuals of step {step}" for step in range(STEPS)][-len(calls) :]
+    assert any(span.name.startswith("load step") for span in traces[WHOLE].spans)
+
+
 def assert_says_what_was_reused(made: Provenance, recording: str) -> None:
     """recording: of an edit; empty of a picture."""
     reused, mask = made.blocks_reused, made.mask

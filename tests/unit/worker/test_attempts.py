@@ -9,6 +9,7 @@ import pytest
 
 from bottega.errors import JobCancelled, QueueFull, StaleAttempt
 from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.trace_pb2 import Trace
 from bottega.worker.attempts import (
     Attempt,
     AttemptKey,
@@ -56,7 +57,7 @@ async def test_a_follower_is_told_everything_in_order() -> None:
     assert await told(stream) == ProgressEvent(steps_done=3)
     attempt.add_picture(PictureEvent(index=0, data=b"png"))
     assert await told(stream) == PictureEvent(index=0, data=b"png")
-    attempt.complete(Provenance(worker="w"))
+    attempt.complete(Provenance(worker="w"), Trace())
     assert await told(stream) == CompletedEvent(provenance=Provenance(worker="w"))
     with pytest.raises(StopAsyncIteration):
         await told(stream)
@@ -69,12 +70,12 @@ async def test_what_is_kept_of_pictures_is_told_before_the_end_and_counts_as_the
     attempt.add_kept(kept)
     attempt.add_picture(PictureEvent(index=0, data=b"png"))
     assert attempt.size_bytes == 10
-    attempt.complete(Provenance())
+    attempt.complete(Provenance(), Trace())
     events = [event async for event in attempt.follow()]
     assert events == [PictureEvent(index=0, data=b"png"), kept, CompletedEvent(provenance=Provenance())]
     failed = Attempt(KEY)
     failed.add_kept(kept)
-    failed.fail(JobCancelled("enough"))
+    failed.fail(JobCancelled("enough"), Trace())
     assert failed.size_bytes == 0
 
 
@@ -86,7 +87,7 @@ async def test_a_picture_that_comes_while_latents_are_sent_is_told_before_the_en
     assert await told(stream) == kept
     last = PictureEvent(index=1, data=b"png")
     attempt.add_picture(last)
-    attempt.complete(Provenance())
+    attempt.complete(Provenance(), Trace())
     assert [event async for event in stream] == [last, CompletedEvent(provenance=Provenance())]
 
 
@@ -111,7 +112,7 @@ async def test_nothing_follows_the_end_for_one_who_was_slow_just_before_it() -> 
     stream = attempt.follow()
     assert [await told(stream), await told(stream)] == [STARTED, ProgressEvent(steps_done=1)]
     attempt.advance(ProgressEvent(steps_done=10))
-    attempt.complete(Provenance())
+    attempt.complete(Provenance(), Trace())
     assert [event async for event in stream] == [CompletedEvent(provenance=Provenance())]
 
 
@@ -124,7 +125,7 @@ async def test_a_second_follower_starts_from_the_current_state() -> None:
     assert await told(first) == STARTED
     await first.aclose()  # type: ignore[attr-defined]
     assert not attempt.fetched
-    attempt.complete(Provenance())
+    attempt.complete(Provenance(), Trace())
     events = [event async for event in attempt.follow()]
     assert events == [
         STARTED,
@@ -138,11 +139,11 @@ async def test_what_comes_after_the_end_changes_nothing() -> None:
     attempt = Attempt(KEY)
     attempt.add_picture(PictureEvent(index=0, data=b"png"))
     error = JobCancelled("enough")
-    attempt.fail(error)
+    attempt.fail(error, Trace())
     attempt.start(STARTED)
     attempt.advance(ProgressEvent(steps_done=1))
     attempt.add_picture(PictureEvent(index=0, data=b"late"))
-    attempt.complete(Provenance())
+    attempt.complete(Provenance(), Trace())
     assert attempt.state is AttemptState.FAILED
     assert [event async for event in attempt.follow()] == [FailedEvent(error=error)]
 
@@ -164,13 +165,13 @@ def test_only_so_many_are_held_that_have_not_ended(attempts: Attempts) -> None:
     held(attempts, "b")
     with pytest.raises(QueueFull):
         held(attempts, "c")
-    first.complete(Provenance())
+    first.complete(Provenance(), Trace())
     held(attempts, "c")
 
 
 def test_results_are_forgotten_after_their_grace(attempts: Attempts, clock: FakeTime) -> None:
     ended, running = held(attempts, "a"), held(attempts, "b")
-    ended.complete(Provenance())
+    ended.complete(Provenance(), Trace())
     clock.now += 9
     attempts.sweep()
     assert list(attempts) == [ended, running]
@@ -184,7 +185,7 @@ def test_beyond_the_bytes_what_was_fetched_goes_first_then_the_oldest(attempts: 
     for job_id in "abc":
         attempt = held(attempts, job_id)
         attempt.add_picture(PictureEvent(index=0, data=bytes(40)))
-        attempt.complete(Provenance())
+        attempt.complete(Provenance(), Trace())
         clock.now += 1
         ended.append(attempt)
     ended[1].fetched = True
@@ -192,7 +193,7 @@ def test_beyond_the_bytes_what_was_fetched_goes_first_then_the_oldest(attempts: 
     assert list(attempts) == [ended[0], ended[2]]
     last = held(attempts, "d")
     last.add_picture(PictureEvent(index=0, data=bytes(90)))
-    last.complete(Provenance())
+    last.complete(Provenance(), Trace())
     attempts.sweep()
     assert list(attempts) == [last]
 

@@ -28,6 +28,7 @@ _COMMANDS = (
     *add_on_names(),
     "fleet",
     "top",
+    "trace",
     "logs",
     "config",
     "doctor",

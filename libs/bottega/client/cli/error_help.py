@@ -32,6 +32,7 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
     {
         errors.ModelNotFound: "bottega models lists what is served.",
         errors.JobNotFound: "bottega jobs lists those that are remembered.",
+        errors.TraceNotFound: "bottega jobs watch ID follows a job to its end; then its trace is there.",
         errors.ImageNotFound: "bottega generate with the same seed draws the same picture again.",
         errors.JobNotFinished: "bottega jobs watch ID follows it.",
         errors.JobCancelled: "bottega generate begins another one.",

@@ -14,6 +14,7 @@ from bottega.client.types.events import Event
 from bottega.client.types.jobs import JobStatus, status_from
 from bottega.client.types.messages import build_message
 from bottega.client.types.picture import Picture, picture_from
+from bottega.client.types.trace import JobTrace, trace_from
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import Provenance
 
@@ -69,6 +70,12 @@ class AsyncJob:
         image, data = await fetch_image(self._connection.images.GetImage, request, terms)
         provenance = (await self.status()).provenance or Provenance()
         return picture_from(image, data, job_id=self.id, provenance=provenance)
+
+    async def trace(self) -> JobTrace:
+        """What of it took how long, in all services. Raises TraceNotFound while it runs, and when that is forgotten."""
+        request = build_message(image_pb2.GetJobTraceRequest(), job_id=self.id)
+        answer = await self._connection.call(self._connection.images.GetJobTrace, request)
+        return trace_from(self.id, answer.trace)
 
     async def cancel(self) -> JobStatus:
         """Cancels it, and says how it stands then; one that has ended stays as it is."""

@@ -39,6 +39,7 @@ class Job(OnLoop):
     watch = iterating(AsyncJob.watch)
     result = blocking(AsyncJob.result)
     image = blocking(AsyncJob.image)
+    trace = blocking(AsyncJob.trace)
     cancel = blocking(AsyncJob.cancel)
 
 

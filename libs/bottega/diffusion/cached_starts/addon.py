@@ -9,7 +9,7 @@ attempts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 
@@ -27,6 +27,7 @@ from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import EngineRecord
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import Request
+from bottega.diffusion.engine.spans import TracedSpan
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
@@ -123,6 +124,7 @@ class JobCachedStarts(JobAddOn):
         self._decided = False
         self._decision: bytes | None = None
         self._since_s = 0.0
+        self._answered_s: float | None = None
         self._waited_s = 0.0
 
     @property
@@ -161,6 +163,7 @@ class JobCachedStarts(JobAddOn):
         blocked = any(picture.blocked for picture in self._pictures)
         if self.asked is not None and self.asked.done():
             answer, self.asked = self.asked.result(), None
+            self._answered_s = now_s
             self._take(answer)
         elif self.asked is not None and blocked and now_s - self._since_s > self._addon.timeout_s:
             self.asked.cancel()
@@ -188,6 +191,18 @@ class JobCachedStarts(JobAddOn):
     def after_decode(self, index: int, pixels: Tensor) -> None:
         if self._recorder is not None:
             self._recorder.after_decode(index, pixels)
+
+    def spans(self) -> Iterator[TracedSpan]:
+        """The question, until its answer was looked at."""
+        if self._answered_s is not None:
+            hits = sum(picture.started is not None for picture in self._pictures)
+            yield TracedSpan(
+                name="look-up",
+                track="approximate cache",
+                begin_s=self._since_s,
+                seconds=self._answered_s - self._since_s,
+                facts={"pictures that start from a latent": str(hits)},
+            )
 
     def report(self, record: EngineRecord) -> EngineRecord:
         """What its pictures started from."""

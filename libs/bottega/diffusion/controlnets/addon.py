@@ -5,7 +5,7 @@ A provider holds the sessions; the forward adds the residuals.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from bottega import kinds, rules
@@ -20,6 +20,7 @@ from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import ActiveControl, Request
 from bottega.diffusion.engine.residuals import ResidualProvider
+from bottega.diffusion.engine.spans import TracedSpan
 from bottega.diffusion.parallel.offload import OffloadedPart
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.diffusion.spec import ControlSpec, ResolvedSpec
@@ -82,6 +83,7 @@ class JobControlNets(JobAddOn):
         self._waiting_since_s: float | None = None
         self._waited_s = 0.0
         self._encoder_s = 0.0
+        self._openings: list[TracedSpan] = []
 
     @property
     def handles(self) -> list[Hashable]:
@@ -125,7 +127,13 @@ class JobControlNets(JobAddOn):
         """
         if self._opened():
             if self._waiting_since_s is not None:
-                self._waited_s += now_s - self._waiting_since_s
+                waited_s = now_s - self._waiting_since_s
+                self._waited_s += waited_s
+                self._openings.append(
+                    TracedSpan(
+                        name="waiting for sessions", track="waits", begin_s=self._waiting_since_s, seconds=waited_s
+                    )
+                )
                 self._waiting_since_s = None
         elif self._waiting_since_s is None:
             if any(self._needed(request.step) for request in self._requests):
@@ -155,6 +163,20 @@ class JobControlNets(JobAddOn):
     def active_in(self, row: Row) -> int:
         """A bit for each session."""
         return sum(1 << place for place, handle in enumerate(self.handles) if handle in row.controls)
+
+    def spans(self) -> Iterator[TracedSpan]:
+        """The waits for its sessions, and what servers were asked for; each ControlNet has a track."""
+        yield from self._openings
+        for place, record in zip(self._places, self._records or (), strict=False):
+            track = f"ControlNet {self._order.spec.controlnets[place].name}"
+            for call in record.calls:
+                yield TracedSpan(
+                    name=f"residuals of step {call.step}",
+                    track=track,
+                    begin_s=call.began_s,
+                    seconds=call.seconds,
+                    service=call.server,
+                )
 
     def report(self, record: EngineRecord) -> EngineRecord:
         """What the ControlNets came to, in the spec's order; those that took no part included."""

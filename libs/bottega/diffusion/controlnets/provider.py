@@ -55,12 +55,22 @@ class ControlInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ControlCall:
+    """One step that a server was asked for. began_s: on CLOCK_MONOTONIC. seconds: until all residuals were here."""
+
+    server: str
+    step: int
+    began_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlRecord:
     """What a session came to.
 
     waited_s: seconds that forwards waited for it. stale_steps: that used residuals one step old. pipelined: whether
     it was meant to use such. servers: who ran it, in their order; an empty name is this process. similarity: mean
-    cosine of its residuals between adjacent steps, where it was measured.
+    cosine of its residuals between adjacent steps, where it was measured. calls: of servers, those that were answered.
     """
 
     waited_s: float = 0.0
@@ -68,6 +78,7 @@ class ControlRecord:
     pipelined: bool = False
     servers: tuple[str, ...] = ()
     similarity: float | None = None
+    calls: tuple[ControlCall, ...] = ()
 
 
 class ControlNetProvider(ResidualProvider, Protocol):

@@ -8,21 +8,21 @@ from concurrent.futures import Future
 class PendingAnswer:
     """asked: what the source was asked; None once it has answered, or nobody waits for it any more.
 
-    timeout_s: counted from the first time that somebody looks. waited_s: that somebody has looked in vain.
+    timeout_s: counted from the first time that somebody looks, since_s. waited_s: that somebody has looked in vain.
     """
 
     def __init__(self, asked: Future[None], timeout_s: float) -> None:
         self.asked: Future[None] | None = asked
         self.waited_s = 0.0
         self._timeout_s = timeout_s
-        self._since_s: float | None = None
+        self.since_s: float | None = None
 
     def ready(self, now_s: float) -> bool:
         """Whether the job may go on."""
         if self.asked is None:
             return True
-        self._since_s = now_s if self._since_s is None else self._since_s
-        self.waited_s = now_s - self._since_s
+        self.since_s = now_s if self.since_s is None else self.since_s
+        self.waited_s = now_s - self.since_s
         if not self.asked.done() and self.waited_s < self._timeout_s:
             return False
         self.close()

@@ -7,6 +7,7 @@ first step. It is the job's decision: a later attempt draws the same picture, fr
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,12 +22,14 @@ from bottega.diffusion.editing.kept import KeptLatents, KeptLatentsMismatch, rea
 from bottega.diffusion.editing.order import Decided, read_decision
 from bottega.diffusion.editing.recordings.image import ImageReader, ImageRecorder
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey
+from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts
 from bottega.diffusion.engine.addon import JobAddOn
 from bottega.diffusion.engine.encode import Conditions, encode_image
 from bottega.diffusion.engine.events import EditRecord, EngineRecord
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import Request
+from bottega.diffusion.engine.spans import MAX_SPANS, TracedSpan
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.v1.activations_pb2 import EditDecision
 
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FIRST = "it is the first edit of this image"
+# Of a trace.
+_TRACK = "activation store"
 
 
 class JobEdits(JobAddOn):
@@ -56,6 +61,7 @@ class JobEdits(JobAddOn):
         self._recorded = False
         self._reused = self._total = 0
         self._waited_s = 0.0
+        self._loads: list[TracedSpan] = []
         self._key = RecordingKey(model_hash="", dtype="", template="")
         self._answer: PendingAnswer | None = None
         if not self._because:
@@ -128,10 +134,37 @@ class JobEdits(JobAddOn):
         reader = self._readers.get(request)
         if reader is not None:
             before = reader.reused
-            self._addon.note_loads(reader.made_step())
+            counts = reader.made_step()
+            self._addon.note_loads(counts)
+            self._note_spans(request.step - 1, counts)
             reused, total = reader.reused - before, request.row_count * len(self._addon.blocks)
             self._reused, self._total = self._reused + reused, self._total + total
             self._addon.note_blocks(reused, total)
+
+    def spans(self) -> Iterator[TracedSpan]:
+        """The question for the recording, and the loads of what it took."""
+        if self._answer is not None and self._answer.since_s is not None:
+            begin_s, waited_s = self._answer.since_s, self._answer.waited_s
+            yield TracedSpan(name="look-up", track=_TRACK, begin_s=begin_s, seconds=waited_s)
+        yield from self._loads
+
+    def _note_spans(self, step: int, counts: StepLoadCounts) -> None:
+        room = max(0, MAX_SPANS - len(self._loads))
+        loads = [
+            TracedSpan(
+                name=f"load step {step}",
+                track=_TRACK,
+                begin_s=came.began_s,
+                seconds=came.seconds,
+                facts={"bytes": str(came.size_bytes)},
+            )
+            for came in counts.came
+        ]
+        waits = [
+            TracedSpan(name=f"waiting for {wait.block}", track="waits", begin_s=wait.began_s, seconds=wait.seconds)
+            for wait in counts.waits
+        ]
+        self._loads += [*loads, *waits][:room]
 
     def report(self, record: EngineRecord) -> EngineRecord:
         """What was reused. Only here it is known whether residuals were stale: a recording with such ones is lost."""

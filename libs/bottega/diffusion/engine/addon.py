@@ -21,7 +21,7 @@ ControlNets (bottega.diffusion.controlnets.addon), LoRAs (bottega.diffusion.lora
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from bottega.diffusion.engine.job import EngineJob, EngineOrder
     from bottega.diffusion.engine.request import Request
     from bottega.diffusion.engine.residuals import ResidualProvider
+    from bottega.diffusion.engine.spans import TracedSpan
     from bottega.diffusion.parallel.offload import OffloadedPart
 
 
@@ -111,6 +112,10 @@ class JobAddOn:
     def active_in(self, row: Row) -> int:
         """What of the offloaded part is active in a row, for RemoteAddOn.activate; from 0 to 2^31."""
         return 0
+
+    def spans(self) -> Iterable[TracedSpan]:
+        """What of it took how long, for the trace of a job that ends."""
+        return ()
 
     def report(self, record: EngineRecord) -> EngineRecord:
         """What happened to the job, with this add-on's part in it."""

@@ -15,6 +15,7 @@ from typing import Protocol
 from bottega.diffusion.device.device import Device
 from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.device.out_of_memory import is_out_of_memory
+from bottega.diffusion.device.span import Span
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.times import ForwardTimes
 from bottega.diffusion.heartbeat import Heartbeat
@@ -47,6 +48,10 @@ class _Parts:
     def wait(self) -> None:
         for each in self.times:
             each.wait()
+
+    @property
+    def waits(self) -> Sequence[Span]:
+        return [wait for each in self.times for wait in each.waits]
 
     @property
     def seconds(self) -> float:

@@ -43,6 +43,7 @@ from bottega.diffusion.engine.measured import MeasuredForward
 from bottega.diffusion.engine.readiness import ReadinessGate
 from bottega.diffusion.engine.reporting import Reporter
 from bottega.diffusion.engine.request import Request
+from bottega.diffusion.engine.spans import DeviceClock
 from bottega.diffusion.engine.step import Stepper
 from bottega.diffusion.errors import not_finite, to_job_failure
 from bottega.diffusion.heartbeat import Heartbeat, call_after_blocks
@@ -133,6 +134,7 @@ class Engine:
             checkpoint_interval_s=limits.checkpoint_interval_s,
         )
         self._decoding: Decoding | None = None
+        self._device_clock = DeviceClock(model.runtime)
 
         self.addons = tuple(addons)
         self.row_fractions = RowFractions()
@@ -274,7 +276,7 @@ class Engine:
         """Of the model's own size."""
         defaults = self.model.defaults
         spec = ResolvedSpec(prompt="", num_inference_steps=2, width=defaults.width, height=defaults.height)
-        return open_job(self.model, EngineOrder(key="", spec=spec), {}, self._clock())
+        return open_job(self.model, EngineOrder(key="", spec=spec), {}, self._clock(), self._device_clock)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -356,8 +358,10 @@ class Engine:
         try:
             for addon in self.addons:
                 addon.before_prompt(waiting.addons.get(addon))
+            if not self._jobs:
+                self._device_clock.set()
             began = self.model.runtime.record()
-            job = open_job(self.model, waiting.order, waiting.addons, now_s)
+            job = open_job(self.model, waiting.order, waiting.addons, now_s, self._device_clock)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
             yield self._refuse(waiting, self._named(error, waiting.order.spec))
             return
@@ -435,6 +439,7 @@ class Engine:
             if pixels is None:
                 raise not_finite(job.order.spec.loras)
             job.seconds["decode"] += decoding.span.seconds
+            job.spans.add_of_device(f"decode image {request.index}", "decode", decoding.span, {})
             for part in job.addons.values():
                 part.after_decode(request.index, pixels)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
@@ -450,13 +455,13 @@ class Engine:
             record = job.record()
             beside_s = record.seconds["encode"] + record.seconds["decode"] / len(job.requests)
             self.fixed_s += _FIXED_WEIGHT * (beside_s - self.fixed_s)
-            yield JobFinished(key=job.key, record=record)
+            yield JobFinished(key=job.key, record=record, trace=job.trace())
             for part in job.addons.values():
                 part.finish(record)
 
     def _fail(self, job: EngineJob, error: Exception) -> JobFailed:
         self._forget(job)
-        return JobFailed(key=job.key, error=to_job_failure(self._named(error, job.order.spec)))
+        return JobFailed(key=job.key, error=to_job_failure(self._named(error, job.order.spec)), trace=job.trace())
 
     def _named(self, error: Exception, spec: ResolvedSpec) -> Exception:
         """That the device had no memory, with what it had none for; else the error itself."""

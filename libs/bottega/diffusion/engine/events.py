@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from bottega.diffusion.engine.spans import JobTrace
 from bottega.errors import BottegaError
 
 Decisions = Mapping[str, bytes]
@@ -190,6 +191,7 @@ class JobFinished:
 
     key: Hashable
     record: EngineRecord
+    trace: JobTrace = field(default_factory=JobTrace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +200,7 @@ class JobFailed:
 
     key: Hashable
     error: BottegaError
+    trace: JobTrace = field(default_factory=JobTrace)
 
 
 Event = JobStarted | JobDecided | JobAdvanced | JobCheckpointed | ImageDrawn | JobKept | JobFinished | JobFailed

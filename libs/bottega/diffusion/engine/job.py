@@ -17,6 +17,7 @@ from bottega.diffusion.engine.encode import Conditions, encode_image, encode_pro
 from bottega.diffusion.engine.events import Decisions, EngineRecord, PairRecord
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.request import Request
+from bottega.diffusion.engine.spans import DeviceClock, JobTrace, SpanLog
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import RemoteJob
 from bottega.diffusion.parallel.pair import PairPrediction
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 _CHECKPOINT_SHARE = 0.1
 
 STAGES = ("encode", "denoise", "batch", "decode")
+# Tracks of a trace.
+DENOISE, WAITS = "denoise", "waits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,8 +67,8 @@ class EngineJob:
 
     addons: its parts of the engine's add-ons. pinned: what earlier attempts decided; decided: what this one has decided
     and told. extra: requests that are denoised beside its images, to measure by; the images are handed out after them.
-    encoding: of its first stage. started: whether JobStarted was emitted. remote_job: what the other worker of a pair
-    is told of it; None where none of its rows may be offloaded.
+    spans: what took how long. encoding: of its first stage. started: whether JobStarted was emitted. remote_job: what
+    the other worker of a pair is told of it; None where none of its rows may be offloaded.
     """
 
     order: EngineOrder
@@ -73,6 +76,7 @@ class EngineJob:
     truncations: dict[str, str]
     addons: Parts
     pinned: Decisions
+    spans: SpanLog
     decided: Decisions = field(default_factory=dict)
     extra: Sequence[Request] = ()
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -153,8 +157,16 @@ class EngineJob:
         self._steps += 1
         self._group_requests += group_requests
 
-    def note_turn(self, prediction: Prediction, *, sampler_s: float, turn_s: float) -> None:
-        """One of its steps ran in a turn of so many seconds; waiting for an add-on is its own only if it has a part."""
+    def note_turn(self, prediction: Prediction, *, sampler_s: float, turn: Span, steps: str) -> None:
+        """One of its steps ran in a turn; waiting for an add-on is its own only if it has a part.
+
+        steps: what it made in it, as people say it.
+        """
+        turn_s = turn.seconds
+        facts = {"requests in the group": str(len({row.owner for row in prediction.noise}))}
+        self.spans.add_of_device(steps, DENOISE, turn, facts)
+        for wait in prediction.times.waits if self.addons else ():
+            self.spans.add_of_device("waiting for residuals", WAITS, wait, {})
         denoise_s = prediction.seconds + sampler_s
         waited_s = sum(part.after_forward(prediction) for part in self.addons.values())
         self.seconds["denoise"] += denoise_s
@@ -183,6 +195,15 @@ class EngineJob:
         """The image that a preview shows: the first that is under way, else the last."""
         return next((request for request in self.requests if not request.done), self.requests[-1])
 
+    def trace(self) -> JobTrace:
+        """What took how long, once it has ended."""
+        if self.encoding is not None:
+            self.spans.add_of_device("encode", "encode", self.encoding, {})
+        for part in self.addons.values():
+            for span in part.spans():
+                self.spans.add(span)
+        return self.spans.read()
+
     def record(self) -> EngineRecord:
         """What happened to it; the device has done all of it."""
         if self.encoding is not None:
@@ -199,10 +220,11 @@ class EngineJob:
         return record
 
 
-def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float) -> EngineJob:
+def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float, clock: DeviceClock) -> EngineJob:
     """The first stage: encodes prompt and picture, and goes on from the checkpoint where there is one that fits.
 
-    addons: its parts, which may be waiting for something still. Raises what the first of them raises.
+    addons: its parts, which may be waiting for something still. clock: of the model's device. Raises what the first of
+    the parts raises.
     """
     conditions = encode_prompts(model, order.spec)
     state = _resumed_state(model, order) if all(part.resumable for part in addons.values()) else None
@@ -221,6 +243,7 @@ def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float) -> E
         truncations=conditions.truncations,
         addons=addons,
         pinned=pinned,
+        spans=SpanLog(clock),
     )
     job.checkpoint_steps = job.steps_done
     for part in addons.values():

@@ -36,9 +36,11 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _EnqueuedTurn:
-    """One that was enqueued. sampler: guidance and samplers. whole: from the choice of its group."""
+    """One that was enqueued. jobs: with the steps that they make. sampler: guidance and samplers. whole: from the
+    choice of its group.
+    """
 
-    jobs: Sequence[EngineJob]
+    jobs: Mapping[EngineJob, str]
     prediction: Prediction
     sampler: Span
     whole: Span
@@ -83,10 +85,10 @@ class Stepper:
         if not group:
             return None
         self.turns += 1
-        jobs = list(dict.fromkeys(self._jobs[request] for request in group))
+        jobs = self._steps_of(group)
         try:
             rows = [row for request in group for row in request.rows()]
-            prediction = self._predict(rows, jobs)
+            prediction = self._predict(rows, list(jobs))
         except Exception as error:  # noqa: BLE001 - the boundary of a turn: the next one may go well
             return self._forward_failed(group, error)
         predicted = self._device.record()
@@ -102,8 +104,15 @@ class Stepper:
         """Tells jobs what their turns took, of those turns that the device has finished."""
         while self._unread and self._unread[0].ready:
             turn = self._unread.popleft()
-            for job in turn.jobs:
-                job.note_turn(turn.prediction, sampler_s=turn.sampler.seconds, turn_s=turn.whole.seconds)
+            for job, steps in turn.jobs.items():
+                job.note_turn(turn.prediction, sampler_s=turn.sampler.seconds, turn=turn.whole, steps=steps)
+
+    def _steps_of(self, group: Sequence[Request]) -> dict[EngineJob, str]:
+        """The jobs of a group, with the steps that they make next."""
+        steps: dict[EngineJob, list[Request]] = {}
+        for request in group:
+            steps.setdefault(self._jobs[request], []).append(request)
+        return {job: _said_steps(job, requests) for job, requests in steps.items()}
 
     def _prepare_weights(self) -> None:
         """Between two turns add-ons may change weights, as the requests under way need them."""
@@ -168,3 +177,10 @@ class Stepper:
         for request in group:
             self._batcher.make_exclusive(request)
         return StepOutcome()
+
+
+def _said_steps(job: EngineJob, requests: Sequence[Request]) -> str:
+    """What images of one job make together."""
+    if len(job.requests) == 1:
+        return f"step {requests[0].step}"
+    return ", ".join(f"step {request.step} of image {request.index}" for request in requests)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +21,11 @@ class ForwardTimes(Protocol):
 
     def wait(self) -> None:
         """Until they are."""
+        ...
+
+    @property
+    def waits(self) -> Sequence[Span]:
+        """In which the device had nothing to do but to wait for residuals."""
         ...
 
     @property
@@ -50,6 +55,10 @@ class KnownTimes:
     @property
     def ready(self) -> bool:
         return True
+
+    @property
+    def waits(self) -> Sequence[Span]:
+        return ()
 
     def wait(self) -> None:
         """They are known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from google.protobuf.message import DecodeError
@@ -15,6 +15,7 @@ from bottega.diffusion.engine.events import EngineRecord, LoraRecord
 from bottega.diffusion.engine.forward import RowWeights
 from bottega.diffusion.engine.job import EngineJob, EngineOrder, new_requests
 from bottega.diffusion.engine.request import Request
+from bottega.diffusion.engine.spans import MAX_SPANS, TracedSpan
 from bottega.diffusion.loras import (
     TEXT_ENCODERS,
     UNET,
@@ -112,7 +113,7 @@ class EngineLoras(EngineAddOn):
         text = part.text_set() if isinstance(part, JobLoras) else None
         seconds = self.weights.put_in_text(text)
         if isinstance(part, JobLoras) and text is not None:
-            part.patch_s = seconds
+            part.note_patch("into the text encoders", seconds)
             part.in_text = True
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
@@ -133,7 +134,8 @@ class EngineLoras(EngineAddOn):
         patched = self.weights.patched
         # Of those whose set went in, each had to wait so long. A set that is only taken out is nobody's.
         for part in {self._parts[request] for request in requests if request.loras_now is not None}:
-            part.patch_s += seconds if part.loras is patched else 0.0
+            if part.loras is patched and seconds:
+                part.note_patch("into the weights", seconds)
         moved = [request for request in requests if request.share_weights(self.weights.patched_key)]
         return bool(moved)
 
@@ -149,6 +151,10 @@ class EngineLoras(EngineAddOn):
         for _ in range(3):
             predict([replace(row, loras=probe)])
         self.weights.measure_swap(probe)
+
+    def now_s(self) -> float:
+        """On its clock."""
+        return self._clock()
 
     def attach(self, part: JobLoras, requests: Sequence[Request]) -> None:
         """The part of a job has these requests, until it is detached."""
@@ -188,6 +194,8 @@ class JobLoras(JobAddOn):
     _blocked: frozenset[Request] = frozenset()
     _meter: LatentMeter = field(default_factory=LatentMeter)
     _load_s: tuple[float, ...] = ()
+    _patches: list[TracedSpan] = field(default_factory=list)
+    _waits: list[TracedSpan] = field(default_factory=list)
     _waiting_since_s: float | None = None
 
     @property
@@ -257,6 +265,20 @@ class JobLoras(JobAddOn):
             return None
         return LoraDecision(step=self.step).SerializeToString()
 
+    def note_patch(self, what: str, seconds: float) -> None:
+        """They were put there, which took so long and is over now."""
+        self.patch_s += seconds
+        if len(self._patches) < MAX_SPANS:
+            begin_s = self.addon.now_s() - seconds
+            self._patches.append(TracedSpan(name=what, track="LoRAs into weights", begin_s=begin_s, seconds=seconds))
+
+    def spans(self) -> Iterator[TracedSpan]:
+        """How long each was on its way, and what waited for them."""
+        for spec, load_s in zip(self.specs, self._load_s, strict=False):
+            yield TracedSpan(name=f"load {spec.name}", track=f"LoRA {spec.name}", begin_s=self.since_s, seconds=load_s)
+        yield from self._patches
+        yield from self._waits
+
     def after_step(self, request: Request) -> None:
         """Where it is measured, compares the latents with and without."""
         self._meter.observe(request)
@@ -322,7 +344,11 @@ class JobLoras(JobAddOn):
         if waits and self._waiting_since_s is None:
             self._waiting_since_s = now_s
         elif not waits and self._waiting_since_s is not None:
-            self.wait_s += now_s - self._waiting_since_s
+            waited_s = now_s - self._waiting_since_s
+            self.wait_s += waited_s
+            self._waits.append(
+                TracedSpan(name="waiting for LoRAs", track="waits", begin_s=self._waiting_since_s, seconds=waited_s)
+            )
             self._waiting_since_s = None
 
 

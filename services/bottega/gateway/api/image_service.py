@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega import rules
-from bottega.errors import BottegaError, ImageNotFound, JobNotFinished
+from bottega.errors import BottegaError, ImageNotFound, JobNotFinished, TraceNotFound
 from bottega.gateway.api import validation
 from bottega.gateway.api.admission import Admission, GenerateCommand
 from bottega.gateway.api.conversion import event_to_wire, image_to_wire, inline_bytes, job_to_wire, travels_inline
@@ -21,6 +21,7 @@ from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.store import JobFilter
 from bottega.gateway.jobs.values import StoredImage
 from bottega.gateway.scheduling.controller import JobController
+from bottega.gateway.traces.job_traces import JobTraces
 from bottega.rpc.interceptor import response_flow
 from bottega.rpc.operation import logs
 from bottega.rpc.peers import host_of
@@ -54,6 +55,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         jobs: JobRepository,
         images: ContentStore,
         fleet: Fleet,
+        traces: JobTraces,
         default_deadline_s: float,
     ) -> None:
         self._admission = admission
@@ -61,6 +63,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         self._jobs = jobs
         self._images = images
         self._fleet = fleet
+        self._traces = traces
         self._default_deadline_s = default_deadline_s
 
     async def Generate(
@@ -158,6 +161,18 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         job = await self._job(request.job_id)
         await self._controller.cancel_durably(job)
         return image_pb2.CancelJobResponse(job=job_to_wire(job))
+
+    async def GetJobTrace(
+        self, request: image_pb2.GetJobTraceRequest, context: _Context
+    ) -> image_pb2.GetJobTraceResponse:
+        """What of the job took how long."""
+        job = await self._job(request.job_id)
+        trace = self._traces.find(job.job_id)
+        if trace is None:
+            raise TraceNotFound(
+                "no attempt at the job has ended yet" if job.live else "the job's trace was forgotten, or it never ran"
+            )
+        return image_pb2.GetJobTraceResponse(trace=trace)
 
     async def ListModels(self, request: image_pb2.ListModelsRequest, context: _Context) -> image_pb2.ListModelsResponse:
         """Models that are served now."""

@@ -19,6 +19,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.rules import MAX_KEPT_LATENTS_BYTES
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.trace_pb2 import Trace
 
 _CANCEL_DEADLINE_S = 2.0
 _PREVIEW_DEADLINE_S = 2.0
@@ -74,6 +75,7 @@ class DispatchedAttempt:
     """An attempt that is followed, and what it has brought so far.
 
     images: encoded, as far as they came. latents: what is kept of them, as far as it came.
+    trace: what the worker says of it, at its end. queued_at, sent_at: on the monotonic clock.
     """
 
     job: Job
@@ -84,6 +86,10 @@ class DispatchedAttempt:
     latents: dict[int, bytearray] = field(default_factory=dict)
     size_bytes: int = 0
     provenance: Provenance | None = None
+    trace: Trace = field(default_factory=Trace)
+    queued_at: float = 0.0
+    sent_at: float = 0.0
+    traced: bool = False
     started: bool = False
     previewed: bool = False
 

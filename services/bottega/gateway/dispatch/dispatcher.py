@@ -21,6 +21,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.provenance import completed_provenance
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.values import JobCheckpoint, StoredImage
+from bottega.gateway.traces.job_traces import AttemptTimes, JobTraces
 from bottega.rpc.channel import MAX_MESSAGE_MIB
 from bottega.rpc.status import from_job_error
 from bottega.v1 import worker_pb2
@@ -69,6 +70,7 @@ class Dispatcher:
     """All attempts that run.
 
     connect: makes the client of a worker, from its address. observer: of how attempts go, and how they end.
+    traces: get what each attempt says of its times.
     """
 
     def __init__(
@@ -78,9 +80,11 @@ class Dispatcher:
         addons: Sequence[AddOn],
         observer: AttemptObserver,
         *,
+        traces: JobTraces,
         max_result_bytes: int,
     ) -> None:
         self._connect = connect
+        self._traces = traces
         self._addons = addons
         self._storage = storage
         self._max_result_bytes = max_result_bytes
@@ -166,7 +170,13 @@ class Dispatcher:
         await self._calls.join()
 
     def _call(self, job: Job, connection: WorkerConnection) -> None:
-        attempt = DispatchedAttempt(job=job, number=job.number, connection=connection)
+        attempt = DispatchedAttempt(
+            job=job,
+            number=job.number,
+            connection=connection,
+            queued_at=job.times.queued_at,
+            sent_at=job.clock.monotonic(),
+        )
         self._attempts[job.job_id] = attempt
         connection.add(attempt)
         request = self._request(attempt)
@@ -213,6 +223,7 @@ class Dispatcher:
             await self._complete(attempt)
         except BottegaError as error:
             self._remove_if_current(attempt)
+            self._note_trace(attempt)
             # ModelNotFound is the last of a worker that has another model by now.
             elsewhere = isinstance(error, (Unavailable, QueueFull, ModelNotFound))
             if elsewhere and not any(addon.is_final(error) for addon in self._addons):
@@ -253,6 +264,8 @@ class Dispatcher:
                 attempt.append_chunk(event.image, max_bytes=self._max_result_bytes)
             case "latents":
                 attempt.append_latents(event.latents)
+            case "trace":
+                attempt.trace = event.trace
             case "completed":
                 attempt.provenance = event.completed.provenance
             case "failed":
@@ -277,6 +290,7 @@ class Dispatcher:
         full = completed_provenance(job, provenance)
         for addon in self._addons:
             addon.pin_parameters(full)
+        self._note_trace(attempt)
         self._observer.attempt_completed(job, number, images, full)
 
     def _keep_checkpoint(self, member: Member, news: worker_pb2.WatchCheckpointsResponse) -> None:
@@ -295,7 +309,23 @@ class Dispatcher:
             attempt.previewed = True
             attempt.connection.enable_previews(attempt)
 
+    def _note_trace(self, attempt: DispatchedAttempt) -> None:
+        """Once, when it is over."""
+        if attempt.traced:
+            return
+        attempt.traced = True
+        times = AttemptTimes(
+            number=attempt.job.attempts,
+            worker=attempt.connection.member.name,
+            queued_at=attempt.queued_at,
+            sent_at=attempt.sent_at,
+            ended_at=attempt.job.clock.monotonic(),
+            trace=attempt.trace,
+        )
+        self._traces.add_attempt(attempt.job, times)
+
     def _report_loss(self, attempt: DispatchedAttempt, error: BottegaError) -> None:
+        self._note_trace(attempt)
         if isinstance(error, WorkerLost) and not attempt.connection.member.load.draining:
             self._observer.attempt_lost(attempt.job, attempt.number, error)
         else:

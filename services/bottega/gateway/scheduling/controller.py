@@ -37,6 +37,7 @@ from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.recovery import AttemptRecovery
 from bottega.gateway.scheduling.scheduler import Scheduler
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
+from bottega.gateway.traces.job_traces import JobTraces
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 
@@ -73,7 +74,10 @@ class JobController:
         self._finding = BackgroundTasks("jobs that were found in the store")
         self.queue = JobQueue(max_jobs=config.max_queued, budget_bytes=config.max_queued_bytes, clock=clock)
         self._finisher = JobFinisher(self.queue, self._deadlines, jobs, metrics)
-        self._dispatcher = Dispatcher(connect, storage, addons, self, max_result_bytes=config.max_result_bytes)
+        self.traces = JobTraces(config.traces_bytes)
+        self._dispatcher = Dispatcher(
+            connect, storage, addons, self, traces=self.traces, max_result_bytes=config.max_result_bytes
+        )
         self._snapshot = FleetSnapshot(fleet, self._dispatcher, jobs, addons)
         self.estimates = QueueEstimates(self.queue, self._snapshot, clock)
         self.scheduler = Scheduler(

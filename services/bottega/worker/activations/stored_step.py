@@ -13,13 +13,14 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from bottega.diffusion.editing.recordings.recording import Recording
+from bottega.diffusion.editing.recordings.step import LoadTime
 from bottega.errors import DataLoss
 from bottega.sections.section import OWNER_BYTES, SectionTensor, owner
 from bottega.worker.activations.load_meter import LoadMeter
@@ -28,10 +29,13 @@ from bottega.worker.activations.template import AnsweredSection
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SectionFetch:
-    """A request for tensors of a section. tensors: their places in it, in the order of their use."""
+    """A request for tensors of a section. tensors: their places in it, in the order of their use. requested_s: on
+    CLOCK_MONOTONIC.
+    """
 
     step: StoredStep
     tensors: tuple[int, ...]
+    requested_s: float = field(default_factory=time.monotonic)
 
 
 class SectionLink(Protocol):
@@ -99,6 +103,7 @@ class StoredStep:
         self._copied: set[str] = set()  # names that take memory, or will: room was made
         self._buffers: dict[str, tuple[Tensor, int]] = {}  # and the bytes of each that are here
         self._held_bytes = 0
+        self._load_times: list[LoadTime] = []
 
     @property
     def names(self) -> Collection[str]:
@@ -164,6 +169,11 @@ class StoredStep:
         if self._coming and (recording is None or recording.readers <= 1):  # else another edit may wait for the same
             self.link.cancel(self)
 
+    def take_load_times(self) -> Sequence[LoadTime]:
+        with self._room.arrivals:
+            times, self._load_times = self._load_times, []
+        return times
+
     def rest(self) -> None:
         """Nobody reads it now: lets go of the store's memory, so that the store can. What was copied stays."""
         self.link.cancel(self)
@@ -191,6 +201,8 @@ class StoredStep:
                 if name not in self._tensors:
                     self._tensors[name] = _view(file, tensor, offset)
                     self._let_go((name,))
+            for fetch in set(self._coming.values()):
+                self._note_time(fetch)
             self._buffers.clear()
             self._arrived(tuple(self._coming))
 
@@ -242,6 +254,14 @@ class StoredStep:
                 del self._buffers[tensor.name]
                 self._tensors[tensor.name] = buffer
                 self._arrived((tensor.name,))
+                if not self.awaits(fetch):
+                    self._note_time(fetch)
+
+    def _note_time(self, fetch: SectionFetch) -> None:
+        """All of it that anybody waits for has come."""
+        size_bytes = sum(self._layout.tensors[place].size_bytes for place in fetch.tensors)
+        seconds = time.monotonic() - fetch.requested_s
+        self._load_times.append(LoadTime(began_s=fetch.requested_s, seconds=seconds, size_bytes=size_bytes))
 
     def _places_away(self) -> list[int]:
         return [place for place, name in enumerate(self._names) if self._is_away(name)]

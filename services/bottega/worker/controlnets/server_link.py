@@ -247,7 +247,7 @@ class ServerLink(LinkClientHandler):
             result.put(result.points - index, tensor_of(incoming.layout.specs[index], part))
             self._changes.notify()
         self._progress_s = time.monotonic()
-        self.answer_s = _smoothed(self.answer_s, self._progress_s - result.asked_s)
+        self.answer_s = _smoothed(self.answer_s, self._progress_s - result.times.asked_s)
         if connection.link is not None and not connection.link.backend_choice.backend.within_host:
             self.transfer_s = _smoothed(self.transfer_s, self._progress_s - incoming.began)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from bottega.diffusion.controlnets.provider import ControlInput, ControlRecord, ControlServer
+from bottega.diffusion.controlnets.provider import ControlCall, ControlInput, ControlRecord, ControlServer
+from bottega.diffusion.engine.spans import MAX_SPANS
 from bottega.diffusion.rows import Half, Row
 from bottega.errors import BottegaError
 from bottega.worker.controlnets.server_link import LeaseStatus, ServerLink
-from bottega.worker.controlnets.step_result import StepResult
+from bottega.worker.controlnets.step_result import CallTimes, StepResult
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -61,6 +62,7 @@ class PlacedSession:
     pipelined: bool = False
     waited_s: float = 0.0
     ran: list[str] = field(default_factory=list)
+    _calls: dict[tuple[int, CallTimes], str] = field(default_factory=dict)
     _answers: dict[tuple[Hashable, Half], _Answers] = field(default_factory=dict)
     _stale: set[tuple[Hashable, int]] = field(default_factory=set)
 
@@ -77,6 +79,11 @@ class PlacedSession:
             stale_steps=len(self._stale),
             pipelined=self.pipelined,
             servers=tuple(self.ran),
+            calls=tuple(
+                ControlCall(server=server, step=step, began_s=times.asked_s, seconds=times.seconds)
+                for (step, times), server in self._calls.items()
+                if times.seconds
+            ),
         )
 
     @property
@@ -92,6 +99,8 @@ class PlacedSession:
     def expect(self, row: Row, result: StepResult, place: int) -> None:
         """The row's residuals will be in this result."""
         result.use()
+        if self.lease is not None and len(self._calls) < MAX_SPANS:
+            self._calls[row.step, result.times] = self.lease.link.server.name
         answers = self._of(row)
         _drop(answers.before)
         answers.before = None

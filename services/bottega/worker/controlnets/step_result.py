@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from bottega.transport import Layout
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class CallTimes:
+    """asked_s: when a step was asked for, on CLOCK_MONOTONIC. seconds: until all of it was here; 0 before."""
+
+    asked_s: float
+    seconds: float = 0.0
 
 
 class StepResult:
@@ -15,7 +24,7 @@ class StepResult:
 
     layout: what it will have. points: how many. refused: whether the server has said that it will not come. void:
     whether it will never be whole, and what was taken of it has to be thrown away.
-    asked_s, seconds: when it was asked for, and how long it then took; 0 until it is whole.
+    times: of it; they do not hold its memory.
     """
 
     def __init__(self, layout: Layout, points: int) -> None:
@@ -23,8 +32,7 @@ class StepResult:
         self.points = points
         self.refused = False
         self.void = False
-        self.asked_s = time.monotonic()
-        self.seconds = 0.0
+        self.times = CallTimes(asked_s=time.monotonic())
         self._tensors: dict[int, Tensor] = {}
         self._users = 0
         self._given_back = False
@@ -53,7 +61,7 @@ class StepResult:
         """One point is here: [rows, channels, height, width]."""
         self._tensors[point] = tensor
         if self.whole:
-            self.seconds = time.monotonic() - self.asked_s
+            self.times.seconds = time.monotonic() - self.times.asked_s
 
     @property
     def holds_memory(self) -> bool:

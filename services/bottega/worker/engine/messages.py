@@ -26,6 +26,7 @@ from bottega.diffusion.engine.events import (
     LoraRecord,
     PairRecord,
 )
+from bottega.diffusion.engine.spans import JobTrace
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.loras.addon import EngineLoras
 from bottega.errors import BottegaError
@@ -35,6 +36,7 @@ from bottega.rpc.operation.link_metrics import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2
 from bottega.v1.device_pb2 import DeviceMemory
+from bottega.v1.trace_pb2 import Span, Trace
 from bottega.v1.worker_pb2 import AttemptDecisions, AttemptId
 from bottega.worker.engine.orders import SAMPLERS, attempt_of
 from bottega.worker.engine.runtime import Runtime
@@ -73,15 +75,19 @@ def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
             kept = engine_pb2.EngineKept(attempt=attempt, index=event.index, latents=event.data)
             return engine_pb2.EngineEvent(kept=kept)
         case JobFinished():
-            done = engine_pb2.EngineDone(attempt=attempt, provenance=_provenance(event, engine))
+            done = engine_pb2.EngineDone(
+                attempt=attempt, provenance=_provenance(event, engine), trace=_trace(event.trace)
+            )
             return engine_pb2.EngineEvent(done=done)
         case JobFailed():
-            return failed(attempt, event.error)
+            return failed(attempt, event.error, _trace(event.trace))
 
 
-def failed(attempt: AttemptId, error: BottegaError) -> engine_pb2.EngineEvent:
+def failed(attempt: AttemptId, error: BottegaError, trace: Trace | None = None) -> engine_pb2.EngineEvent:
     """The message that an attempt has failed."""
-    return engine_pb2.EngineEvent(failed=engine_pb2.EngineFailed(attempt=attempt, error=to_job_error(error)))
+    return engine_pb2.EngineEvent(
+        failed=engine_pb2.EngineFailed(attempt=attempt, error=to_job_error(error), trace=trace)
+    )
 
 
 def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
@@ -225,6 +231,22 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
         mask=None if record.edit is None else _mask_use(record.edit),
         accelerations=[each.name for each in engine.accelerations if each.kept],
     )
+
+
+def _trace(trace: JobTrace) -> Trace:
+    """On CLOCK_MONOTONIC."""
+    spans = [
+        Span(
+            name=span.name,
+            service=span.service,
+            track=span.track,
+            begin_ns=round(span.begin_s * 1e9),
+            duration_ns=round(span.seconds * 1e9),
+            facts=span.facts,
+        )
+        for span in trace.spans
+    ]
+    return Trace(spans=spans, dropped=trace.dropped)
 
 
 def _mask_use(edit: EditRecord) -> generation_pb2.MaskUse:

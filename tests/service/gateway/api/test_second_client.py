@@ -55,6 +55,7 @@ async def test_it_makes_every_public_call(house: Running, packages: Path) -> Non
     assert b"".join(map(bytes_of, answers["GetImage"])) == PICTURE
     assert answers["GetImage"][0]["image"]["digest"] == done.images[0].digest
     assert answers["GetJob"][0]["job"]["state"] == "JOB_STATE_COMPLETED"
+    assert "queue" in [span["name"] for span in answers["GetJobTrace"][0]["trace"]["spans"]]
     assert answers["CancelJob"][0]["job"]["state"] == "JOB_STATE_COMPLETED"
     assert answers["SubmitJob"][0]["job"]["state"] in ("JOB_STATE_QUEUED", "JOB_STATE_RUNNING")
     assert done.job_id in [job["job_id"] for job in answers["ListJobs"][0]["jobs"]]

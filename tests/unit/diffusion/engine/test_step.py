@@ -18,6 +18,7 @@ from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobStarted
 from bottega.diffusion.engine.forward import Denoiser, Prediction
 from bottega.diffusion.engine.job import STAGES, EngineOrder, open_job
 from bottega.diffusion.engine.measured import MeasuredForward
+from bottega.diffusion.engine.spans import DeviceClock
 from bottega.diffusion.engine.times import KnownTimes
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
@@ -236,7 +237,7 @@ class SlowDenoiser(Denoiser):
 
 def test_warming_up_a_slow_model_measures_one_row_and_two(model: Model) -> None:
     times = StepTimes()
-    row = open_job(model, EngineOrder(key=0, spec=SPEC), {}, 0.0).requests[0].rows()[0]
+    row = open_job(model, EngineOrder(key=0, spec=SPEC), {}, 0.0, DeviceClock(model.runtime)).requests[0].rows()[0]
     MeasuredForward(SlowDenoiser(model.backbone), times, ()).warm_up(row, 16)
     assert [(rows, seconds) for _, rows, seconds in times.entries()] == [(1, 2.0), (2, 4.0)]
     assert times.seconds((16, 16), 0.5) == 1.0

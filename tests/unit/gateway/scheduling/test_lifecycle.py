@@ -38,6 +38,7 @@ from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.rpc.status import to_job_error
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.trace_pb2 import Trace
 from bottega.worker.attempts import (
     Attempt,
     AttemptKey,
@@ -129,7 +130,7 @@ class Process:
     def drop(self, attempt: Attempt, error: BottegaError) -> None:
         """As Worker._drop."""
         self.engine.pop(attempt.key, None)
-        attempt.fail(error)
+        attempt.fail(error, Trace())
         self.attempts.forget(attempt)
 
     def lose_engine(self) -> list[AttemptKey]:
@@ -139,7 +140,9 @@ class Process:
         for key in held:
             attempt = self.attempts.find(key)
             assert attempt is not None
-            attempt.fail(WorkerLost("engine lost", metadata={"died": "engine", "held_together": str(len(held))}))
+            attempt.fail(
+                WorkerLost("engine lost", metadata={"died": "engine", "held_together": str(len(held))}), Trace()
+            )
         return held
 
 
@@ -656,7 +659,7 @@ class Lifecycle(RuleBasedStateMachine):
             assert attempt is not None
             if key in process.hosts and not self._is_served(process.hosts[key]):
                 del process.engine[key]
-                attempt.fail(NoControlNet("no server", metadata={"servers": ",".join(process.hosts[key])}))
+                attempt.fail(NoControlNet("no server", metadata={"servers": ",".join(process.hosts[key])}), Trace())
                 continue
             steps = process.engine[key] = process.engine[key] + 1
             if self.pills.get(key.job_id) == steps:
@@ -669,7 +672,7 @@ class Lifecycle(RuleBasedStateMachine):
             if steps >= STEPS:
                 del process.engine[key]
                 attempt.add_picture(PictureEvent(index=0, data=b"picture"))
-                attempt.complete(Provenance(worker=process.name))
+                attempt.complete(Provenance(worker=process.name), Trace())
 
     def _is_served(self, hosts: Sequence[str]) -> bool:
         """Whether one of these servers is there, as a worker finds out by itself."""

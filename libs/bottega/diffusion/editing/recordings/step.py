@@ -6,9 +6,19 @@ Whose it is, and who brings it, the source of its recording says.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTime:
+    """How long something was on its way. began_s: when it was requested, on CLOCK_MONOTONIC."""
+
+    began_s: float
+    seconds: float
+    size_bytes: int
 
 
 class RecordedStep(Protocol):
@@ -65,6 +75,10 @@ class RecordedStep(Protocol):
         """What was requested and has not come is not needed any more. Harmless the second time."""
         ...
 
+    def take_load_times(self) -> Sequence[LoadTime]:
+        """Of what has come since this was last asked, whoever requested it."""
+        ...
+
 
 class MemoryStep:
     """All of a forward in this process. outputs: by name, float16, on the CPU, in the order of `names`."""
@@ -101,6 +115,9 @@ class MemoryStep:
 
     def drop_requests(self) -> None:
         """There are none."""
+
+    def take_load_times(self) -> Sequence[LoadTime]:
+        return ()
 
 
 def copy_step(step: RecordedStep) -> MemoryStep | None:

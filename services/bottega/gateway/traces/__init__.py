@@ -1,0 +1,1 @@
+"""What of jobs took how long, in all services."""

@@ -1,0 +1,76 @@
+"""`bottega trace` as people use it, against a gateway that follows a script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import PIL.Image
+import pytest
+
+from bottega.client import Client
+from bottega.errors import TraceNotFound
+from bottega.v1.trace_pb2 import Span, Trace
+from tests.fakes.scripted_gateway import ScriptedGateway
+from tests.support.terminal import run
+
+TRACE = Trace(
+    spans=[
+        Span(name="queue", track="jobs", begin_ns=0, duration_ns=400_000_000),
+        Span(name="step 0", service="w0", track="denoise", begin_ns=500_000_000, duration_ns=250_000_000),
+        Span(name="step 1", service="w0\x1b[31m", track="denoise", begin_ns=750_000_000, duration_ns=1_250_000_000),
+    ]
+)
+
+
+def test_the_file_and_the_picture_are_written_and_the_times_said(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    gateway.trace = TRACE
+    result = run("trace", "job-1", "-o", "day.json", "--png", address=address)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == ["day.json", "day.png"]
+    assert "gateway, jobs: 400.0 ms" in result.stderr
+    assert "denoise: 1,250.0 ms" in result.stderr
+    assert "\x1b" not in result.stderr
+    assert "https://ui.perfetto.dev" in result.stderr
+    written = json.loads((own_folder / "day.json").read_text())
+    assert [each["name"] for each in written["traceEvents"] if each["ph"] == "X"] == ["queue", "step 0", "step 1"]
+    with PIL.Image.open(own_folder / "day.png") as picture:
+        assert picture.format == "PNG"
+
+
+def test_without_a_name_the_file_is_named_after_the_job(
+    gateway: ScriptedGateway, address: str, own_folder: Path
+) -> None:
+    gateway.trace = Trace(dropped=7)
+    result = run("trace", "job-1", address=address)
+    assert (result.exit_code, result.stdout) == (0, "trace-job-1.json\n")
+    assert "7 spans were left out" in result.stderr
+    assert [path.name for path in own_folder.iterdir()] == ["trace-job-1.json"]
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_job_that_has_no_trace_yet_says_what_to_do(gateway: ScriptedGateway, address: str) -> None:
+    gateway.failures = [TraceNotFound("no attempt at the job has ended yet")]
+    result = run("trace", "job-1", address=address)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "error: no attempt at the job has ended yet" in result.stderr
+    assert "bottega jobs watch" in result.stderr
+
+
+def test_a_folder_that_is_not_there_is_said(gateway: ScriptedGateway, address: str) -> None:
+    gateway.trace = TRACE
+    result = run("trace", "job-1", "-o", "nowhere/day.json", address=address)
+    assert result.exit_code == 1
+    assert "nowhere/day.json cannot be written" in result.stderr
+
+
+def test_the_sdk_gives_spans_in_seconds(gateway: ScriptedGateway, address: str) -> None:
+    gateway.trace = TRACE
+    with Client(address) as client:
+        trace = client.job("job-1").trace()
+    assert [(span.name, span.service, span.begin_s, span.seconds) for span in trace.spans][:2] == [
+        ("queue", "gateway", 0.0, 0.4),
+        ("step 0", "w0", 0.5, 0.25),
+    ]
