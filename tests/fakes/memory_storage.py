@@ -29,7 +29,7 @@ class Shelf:
 
     jobs: dict[int, JobRecord] = field(default_factory=dict)
     inputs: dict[str, bytes] = field(default_factory=dict)
-    newest: dict[str, int] = field(default_factory=dict)
+    newest: dict[tuple[str, str], int] = field(default_factory=dict)
     sequence: int = 0
     generation: int = 0
     full: bool = False
@@ -65,7 +65,7 @@ class MemoryJobStore:
         self._check_room()
         known = await self.get(record.job_id)
         if known is None and record.request_id:
-            known = await self.of_request(record.request_id)
+            known = await self.of_request(record.request_id, tenant=record.tenant)
             if known is not None and known.is_replaced_by(record, replaces=replaces):
                 known = None
         if known is not None:
@@ -73,7 +73,7 @@ class MemoryJobStore:
         self._shelf.sequence += 1
         taken = self._shelf.jobs[self._shelf.sequence] = replace(record, sequence=self._shelf.sequence)
         if record.request_id:
-            self._shelf.newest[record.request_id] = taken.sequence
+            self._shelf.newest[record.tenant, record.request_id] = taken.sequence
         if inputs:
             self._shelf.inputs[record.job_id] = inputs
         return taken
@@ -89,23 +89,24 @@ class MemoryJobStore:
             self._shelf.inputs.pop(job_id, None)
         return True
 
-    async def get(self, job_id: str) -> JobRecord | None:
+    async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
         self._check()
-        return next((record for record in self._shelf.jobs.values() if record.job_id == job_id), None)
+        found = next((record for record in self._shelf.jobs.values() if record.job_id == job_id), None)
+        return found if found and tenant in (None, found.tenant) else None
 
-    async def of_request(self, request_id: str) -> JobRecord | None:
+    async def of_request(self, request_id: str, *, tenant: str = "") -> JobRecord | None:
         self._check()
-        return self._shelf.jobs.get(self._shelf.newest.get(request_id, 0))
+        return self._shelf.jobs.get(self._shelf.newest.get((tenant, request_id), 0))
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
         self._check()
         found = [record for record in reversed(self._shelf.jobs.values()) if record.result_key == result_key]
         return found[:limit] if result_key else []
 
-    async def with_kept_picture(self, digest: str, *, limit: int) -> list[JobRecord]:
+    async def with_kept_picture(self, digest: str, *, tenant: str = "", limit: int) -> list[JobRecord]:
         self._check()
         found = [record for record in reversed(self._shelf.jobs.values()) if digest in record.kept_pictures]
-        return found[:limit]
+        return [record for record in found if record.tenant == tenant][:limit]
 
     async def inputs(self, job_id: str) -> bytes:
         self._check()
@@ -131,7 +132,8 @@ class MemoryJobStore:
         found = [
             record
             for record in reversed(self._shelf.jobs.values())
-            if (not wanted.states or record.state in wanted.states)
+            if record.tenant == wanted.tenant
+            and (not wanted.states or record.state in wanted.states)
             and (wanted.created_after is None or record.created_wall >= wanted.created_after)
             and (wanted.created_before is None or record.created_wall < wanted.created_before)
             and (before_sequence is None or record.sequence < before_sequence)
@@ -154,8 +156,8 @@ class MemoryJobStore:
 
     def _forget_one(self, record: JobRecord) -> None:
         del self._shelf.jobs[record.sequence]
-        if self._shelf.newest.get(record.request_id) == record.sequence:
-            del self._shelf.newest[record.request_id]
+        if self._shelf.newest.get((record.tenant, record.request_id)) == record.sequence:
+            del self._shelf.newest[record.tenant, record.request_id]
 
     async def probe(self) -> None:
         self._check_room()

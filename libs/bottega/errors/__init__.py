@@ -15,6 +15,7 @@ BottegaError
 ├── JobNotFound             NOT_FOUND
 ├── ImageNotFound           NOT_FOUND
 ├── TraceNotFound           NOT_FOUND            what of a job took how long is not known, or not any more
+├── Unauthenticated         UNAUTHENTICATED      no API key, or none of this service
 ├── RequestIdReused         ALREADY_EXISTS
 ├── LoraExists              ALREADY_EXISTS
 ├── ControlNetExists        ALREADY_EXISTS
@@ -64,6 +65,7 @@ BottegaError
 └── ConfigError             (never on the wire)  a configuration file that cannot be used
 """
 
+from bottega.errors.access import *  # noqa: F403
 from bottega.errors.activations import *  # noqa: F403
 from bottega.errors.availability import *  # noqa: F403
 from bottega.errors.base import *  # noqa: F403

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 
 from bottega.rpc import telemetry
+from bottega.rpc.security.key_calls import key_interceptors
 
 # An input image of 8 MiB with a mask and a few control images; as in ServerConfig.
 MAX_MESSAGE_MIB = 24
@@ -13,10 +14,14 @@ MAX_MESSAGE_MIB = 24
 MAX_METADATA_BYTES = 64 * 1024
 
 
-def open_channel(address: str, *, max_message_mib: int = MAX_MESSAGE_MIB) -> grpc.aio.Channel:
-    """A channel that connects when it is first used and reconnects within a second. Close it."""
-    options, interceptors = channel_options(max_message_mib), telemetry.client_interceptors()
-    return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+def open_channel(address: str, *, max_message_mib: int = MAX_MESSAGE_MIB, api_key: str = "") -> grpc.aio.Channel:
+    """A channel that connects when it is first used and reconnects within a second. Close it.
+
+    api_key: shown with every call of one request; empty is none.
+    """
+    shown = key_interceptors(api_key) if api_key else ()
+    interceptors = (*telemetry.client_interceptors(), *shown)
+    return grpc.aio.insecure_channel(address, options=channel_options(max_message_mib), interceptors=interceptors)
 
 
 def channel_options(max_message_mib: int = MAX_MESSAGE_MIB) -> list[tuple[str, int]]:

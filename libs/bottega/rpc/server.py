@@ -30,6 +30,7 @@ from bottega.rpc.interceptor.calls import CallLimits
 from bottega.rpc.interceptor.memory_quota import MemoryQuota
 from bottega.rpc.interceptor.response_flow import ResponseFlowControl
 from bottega.rpc.operation.metrics import CallMetrics, MetricsEndpoint
+from bottega.rpc.security.caller import AllLocal, Authenticator
 
 # For clients that watch health to go elsewhere before anything is refused.
 _DRAIN_PAUSE_S = 0.2
@@ -115,9 +116,17 @@ class GrpcListener:
     """One port: a gRPC server with health, reflection and budgets of its own. Add servicers to `grpc`, then `start`.
 
     Made in a running event loop. name: its key in the service's configuration; the service's own has none.
+    authenticator: says who calls; without one nobody is asked.
     """
 
-    def __init__(self, config: ListenerConfig, metrics: CallMetrics, *, name: str = "") -> None:
+    def __init__(
+        self,
+        config: ListenerConfig,
+        metrics: CallMetrics,
+        *,
+        name: str = "",
+        authenticator: Authenticator | None = None,
+    ) -> None:
         self.listener_name = name
         self.address = ""
         self._listen = config.listen
@@ -130,6 +139,7 @@ class GrpcListener:
             streamed=_memory_quota(config),
             responses=responses,
             limits=limits,
+            authenticator=authenticator or AllLocal(),
         )
         most = most_connections(config.max_connections)
         self._connections = ConnectionGuard(most=most, share=config.peer_share, busy=limits.connections)
@@ -188,14 +198,14 @@ class Server(GrpcListener):
     """The server of one service: its own listener, others beside it, metrics, and a graceful end of them all.
 
     Made in a running event loop; add servicers to `grpc`, then `start`. name: of the service, for people. `registry` is
-    where its own metrics belong.
+    where its own metrics belong. authenticator: of its own port; see GrpcListener.
     """
 
-    def __init__(self, name: str, config: ServerConfig) -> None:
+    def __init__(self, name: str, config: ServerConfig, *, authenticator: Authenticator | None = None) -> None:
         self.name = name
         self.config = config
         self._metrics = MetricsEndpoint(config.metrics_listen)
-        super().__init__(config, self._metrics.calls)
+        super().__init__(config, self._metrics.calls, authenticator=authenticator)
         self._beside: list[GrpcListener] = []
 
     @property

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from grpc_reflection.v1alpha import reflection
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -23,7 +24,7 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 # They last for days, or say nothing.
 _UNTRACED_METHODS = ("Join", "WatchCheckpoints")
-_UNTRACED_SERVICES = ("grpc.reflection",)
+_UNTRACED_SERVICES = (reflection.SERVICE_NAME,)
 # For what has not been sent when a service ends: a collector that is away holds up no drain.
 _FLUSH_MS = 2000
 
@@ -102,5 +103,5 @@ def _filter() -> Any:
     from opentelemetry.instrumentation.grpc import filters
 
     methods: list[Any] = [filters.method_name(name) for name in _UNTRACED_METHODS]
-    services: list[Any] = [filters.service_prefix(name) for name in _UNTRACED_SERVICES]
+    services: list[Any] = [filters.service_name(name) for name in _UNTRACED_SERVICES]
     return filters.negate(filters.any_of(filters.health_check(), *methods, *services))

@@ -52,6 +52,9 @@ class GatewayConfig:
 
     name: by which the fleet lists it.
     fleet: the listener where services join, and are listed.
+    tenants: file of the tenants and what is kept of their API keys, which `bottega tenants` writes: then every call to
+        the gateway's own port has to show a key, and sees what is its tenant's. It is read again when it changes.
+        Empty: nobody is asked who they are, and everything is one tenant's.
     max_queued, max_queued_bytes: bounds on the jobs that wait for a worker, in number and in request bytes.
     state: folder of its jobs and images, which nobody else may use; empty is "gateway" in $BOTTEGA_STATE, else in
         bottega in $XDG_STATE_HOME, else in ~/.local/state/bottega.
@@ -83,6 +86,7 @@ class GatewayConfig:
     state: str = ""
     server: GatewayServerConfig = field(default_factory=GatewayServerConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
+    tenants: str = ""
     max_queued: AtLeastOne = 256
     max_queued_bytes: AtLeastOne = 512 << 20
     max_jobs: AtLeastOne = 10_000

@@ -45,6 +45,7 @@ from bottega.gateway.jobs.store import SqliteJobStore
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.scheduling.periodic import PeriodicChecks
+from bottega.gateway.tenants.authenticator import TenantAuthenticator
 from bottega.manifest import load_object, read_services
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
@@ -65,7 +66,8 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         clock = Clock()
         self._health = BackgroundTasks("health of the gateway")
-        self.server = Server("gateway", config.server)
+        authenticator = TenantAuthenticator(Path(config.tenants), clock) if config.tenants else None
+        self.server = Server("gateway", config.server, authenticator=authenticator)
         self.fleet_listener = self.server.beside(config.fleet, name="fleet")
         self._this = fleet_pb2.Registration(kind=kinds.GATEWAY, name=config.name, version=version())
         metrics = GatewayMetrics(self.server.registry)

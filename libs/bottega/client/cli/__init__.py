@@ -31,6 +31,7 @@ _COMMANDS = (
     "trace",
     "logs",
     "config",
+    "tenants",
     "doctor",
 )
 

@@ -16,6 +16,7 @@ from typing import Self, Unpack
 import grpc
 
 from bottega.client.sdk.aio_job import AsyncJob
+from bottega.client.transport.access import default_key
 from bottega.client.transport.address import default_address
 from bottega.client.transport.cancel_on_exit import CancelOnExit, job_has_ended
 from bottega.client.transport.connection import GatewayConnection
@@ -43,12 +44,14 @@ class AsyncGatewayClient:
         address: str | None = None,
         *,
         fleet_address: str | None = None,
+        api_key: str | None = None,
         timeout_s: float = 600.0,
         retry: RetryPolicy | None = None,
     ) -> None:
         self._connection = GatewayConnection(
             address or default_address(),
             fleet_address=fleet_address or None,
+            api_key=default_key() if api_key is None else api_key,
             timeout_s=timeout_s,
             retry=retry or RetryPolicy(),
         )

@@ -53,11 +53,12 @@ class GatewayClient(OnLoop):
         address: str | None = None,
         *,
         fleet_address: str | None = None,
+        api_key: str | None = None,
         timeout_s: float = 600.0,
         retry: RetryPolicy | None = None,
     ) -> None:
         async def opened() -> AsyncGatewayClient:  # a channel belongs to the loop that it is made in
-            return self._kind(address, fleet_address=fleet_address, timeout_s=timeout_s, retry=retry)
+            return self._kind(address, fleet_address=fleet_address, api_key=api_key, timeout_s=timeout_s, retry=retry)
 
         self._loop = LoopThread()
         try:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import grpc
 
+from bottega.client.transport.access import checked_key
 from bottega.client.transport.address import default_fleet_address
 from bottega.client.transport.calls import CallTerms, RequestT, ResponseT, call_with_retries
 from bottega.client.transport.retry import CallDeadline, RetryPolicy
@@ -26,16 +27,26 @@ class GatewayConnection:
     """A channel to the gateway at `address`, with its stubs. Made in a running event loop; close it.
 
     fleet_address: of its fleet listener; where it is absent, it is looked for when the fleet is asked for.
-    timeout_s: of every call that is given none. Raises InvalidRequest when that is no time to wait, or an address none.
+    api_key: shown to the gateway, and to nobody else; empty is none.
+    timeout_s: of every call that is given none. Raises InvalidRequest when that is no time to wait, an address none, or
+    a key none.
     """
 
-    def __init__(self, address: str, *, fleet_address: str | None = None, timeout_s: float, retry: RetryPolicy) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        fleet_address: str | None = None,
+        api_key: str = "",
+        timeout_s: float,
+        retry: RetryPolicy,
+    ) -> None:
         self.address = address
         self._fleet_address = fleet_address
         self._fleet_channel: grpc.aio.Channel | None = None
         self._timeout_s = CallDeadline.after(timeout_s).allowed_s
         self._retry = retry
-        self._channel = _open("address", address)
+        self._channel = _open("address", address, api_key=checked_key(api_key))
         self.images = ImageServiceStub(self._channel)
         if fleet_address is not None:
             self._fleet_channel = _open("fleet_address", fleet_address)
@@ -75,10 +86,10 @@ class GatewayConnection:
         return self.terms(min(_SHORT_CALL_S, self._timeout_s))
 
 
-def _open(name: str, address: str) -> grpc.aio.Channel:
+def _open(name: str, address: str, *, api_key: str = "") -> grpc.aio.Channel:
     """The channel; it connects when it is used first. name: of the argument, for an address that is none."""
     try:
-        return open_channel(address)
+        return open_channel(address, api_key=api_key)
     except (AttributeError, *UNSENDABLE):  # gRPC's own, for what is no text
         rule = f"must be HOST:PORT; got {describe(address)}"
         raise InvalidRequest(f"{name}: {rule}", violations=[Violation(field=name, description=rule)]) from None

@@ -24,6 +24,7 @@ from bottega.rpc.interceptor.memory_quota import MemoryQuota, QuotaShare
 from bottega.rpc.interceptor.response_flow import CallResponses, ResponseFlowControl
 from bottega.rpc.operation.metrics import CallMetrics
 from bottega.rpc.peers import Peer, peer_of
+from bottega.rpc.security.caller import Authenticator
 
 # Of one message of a caller that streams them. A conversation of the fleet has small ones: the longest registration,
 # and the longest load, are well below a MiB. An upload has chunks of at most 4 MiB, and a head of little over 3 MiB.
@@ -62,7 +63,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     streamed: the quota of first messages of callers that stream them, which are the suite's own and must get through
     when others cannot. Their later messages are refused by size when they are here, and are as many as the services let
     callers in. Every message to gRPC's own services counts towards a small quota of their own.
-    responses: of all calls. limits: of calls that are served at once.
+    responses: of all calls. limits: of calls that are served at once. authenticator: says who calls, gRPC's own
+    services aside, which are open to all.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         streamed: MemoryQuota,
         responses: ResponseFlowControl,
         limits: CallLimits,
+        authenticator: Authenticator,
     ) -> None:
         self._default_deadline_s = default_deadline_s
         self._requests = requests
@@ -81,6 +84,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._wrapped: dict[str, _Handler] = {}
         self.calls = CallTracker(metrics, responses, limits)
         self._limits = limits
+        self._authenticator = authenticator
         self._conversations = _RequestLimits(quota=streamed, most_bytes=_CONVERSATION_BYTES)
         self._uploads = _RequestLimits(quota=streamed, most_bytes=_UPLOAD_BYTES)
         self._grpcs = _RequestLimits(quota=_small(), most_bytes=_OF_GRPC_BYTES, each=True)
@@ -137,6 +141,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def call(_: _Raw, context: Context) -> bytes | None:
             async with CallGuard(self.calls, self._limits.streamed, method, context) as guard, self._deadline(context):
                 guard.acquire_slot()
+                await guard.authenticate(self._authenticator)
                 requests = self._messages(context, parse, self._uploads)
                 return guard.responses.admit(_packed(await handler.stream_unary(requests, context), pack))
             return None
@@ -149,6 +154,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def call(_: _Raw, context: Context) -> None:
             async with CallGuard(self.calls, self._limits.streamed, method, context) as guard:
                 guard.acquire_slot()
+                await guard.authenticate(self._authenticator)
                 requests = self._messages(context, parse, self._conversations)
                 await _send_all(handler.stream_stream(requests, context), pack, guard.responses, context.write)
 
@@ -192,6 +198,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     async def _reserve(self, guard: CallGuard) -> QuotaShare:
         try:
             guard.acquire_slot()
+            await guard.authenticate(self._authenticator)
             return await self._requests.reserve(guard.peer)
         except QueueFull:
             self._responses.shorten_waits()

@@ -19,6 +19,7 @@ from bottega.rpc.interceptor.response_flow import CallResponses, ResponseFlowCon
 from bottega.rpc.operation import logs
 from bottega.rpc.operation.metrics import CallMetrics
 from bottega.rpc.peers import peer_of
+from bottega.rpc.security.caller import Authenticator, bind_caller
 from bottega.rpc.status import to_grpc_status
 
 REQUEST_ID_KEY = "x-request-id"
@@ -118,6 +119,13 @@ class CallGuard:
         """In the block, before anything is taken in. Raises QueueFull."""
         self._slot = self._limit.acquire(self.peer)
         at_end(self._slot.release)
+
+    async def authenticate(self, authenticator: Authenticator) -> None:
+        """In the block, before anything is taken in: whoever is served in this task knows the caller from then on.
+
+        Raises Unauthenticated.
+        """
+        bind_caller(await authenticator.authenticate((), tuple(self._context.invocation_metadata() or ())))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

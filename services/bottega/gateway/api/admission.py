@@ -53,7 +53,8 @@ class GenerateCommand:
 
     spec: as it came. deadline_s: as it came: seconds from now after which nobody wants it; None is without bound.
     caller_s: seconds until its caller goes, and the job with it; None for one that goes on without. peer: its host.
-    preview: whether previews are wanted. log_id: what the log calls the request where it has no request_id.
+    tenant: whose it is. preview: whether previews are wanted. log_id: what the log calls the request where it has no
+    request_id.
     """
 
     spec: GenerationSpec
@@ -61,6 +62,7 @@ class GenerateCommand:
     deadline_s: float | None = None
     caller_s: float | None = None
     peer: str = ""
+    tenant: str = ""
     preview: bool = False
     log_id: str = ""
 
@@ -149,13 +151,19 @@ class Admission:
         received = _Received(command=command, fingerprint=await digest(packed), size_bytes=len(packed), at=at)
         del packed
         while True:
-            before = await self._jobs.of_request(command.request_id) if command.request_id else None
+            before = await self._before(command)
             if before is not None and self._attach(received, before):
                 return Admitted(job=before, new=False)
             job = await self._new_job(received, before)
             if await self._store_though_cancelled(job, replaces=before.job_id if before else ""):
                 return Admitted(job=job, new=True)
             # The same request has come twice at once, and the other one is stored now.
+
+    async def _before(self, command: GenerateCommand) -> Job | None:
+        """The job that has the request_id of a command."""
+        if not command.request_id:
+            return None
+        return await self._jobs.of_request(command.request_id, tenant=command.tenant)
 
     def _attach(self, received: _Received, job: Job) -> bool:
         """Whether a request is served by the job that has its request_id. Raises RequestIdReused."""
@@ -178,7 +186,7 @@ class Admission:
         if checked.identical is not None:
             return self._answered_job(received, checked.identical, checked.model)
         full = self._complete(received.command.spec, before, checked.model, checked.resolutions)
-        source = await self._sources.find(full, checked.model, checked.images)
+        source = await self._sources.find(full, checked.model, checked.images, tenant=received.command.tenant)
         self._refuse_if_draining()  # which may have begun meanwhile
         decisions = None if before is None else self._decisions_of(before)
         return self._job(received, full, checked.model, source, decisions=decisions)
@@ -212,7 +220,8 @@ class Admission:
             template=source.template,
             computed_share=source.computed_share,
             size_bytes=received.size_bytes,
-            peer=command.peer,
+            tenant=command.tenant,
+            peer=command.tenant or command.peer,
             ends_with_caller=command.caller_s is not None,
         )
         return Job(
@@ -289,7 +298,7 @@ class Admission:
         images = SeenImages()
         if isinstance(model, Model):
             found += validation.check_model(spec, model, self._addons)
-            identical = None if found else await self._find_identical(spec, before, model, resolutions)
+            identical = None if found else await self._find_identical(command, before, model, resolutions)
         elif model is not None:
             found += model.violations
         if has_images(spec) and identical is None:
@@ -314,12 +323,17 @@ class Admission:
         return _Checked(model=model, resolutions=resolutions, identical=identical, images=images)
 
     async def _find_identical(
-        self, spec: GenerationSpec, before: Job | None, model: Model, resolutions: Sequence[Resolution]
+        self, command: GenerateCommand, before: Job | None, model: Model, resolutions: Sequence[Resolution]
     ) -> IdenticalResult | None:
         """What answers a request that nothing is wrong with, its images aside."""
         if before is not None and before.images:
             return None  # they have gone, and those of another job need not be the same where they are not exact
-        return await self._identical.find(spec, model, lambda spec: self._complete(spec, before, model, resolutions))
+        return await self._identical.find(
+            command.spec,
+            model,
+            lambda spec: self._complete(spec, before, model, resolutions),
+            tenant=command.tenant,
+        )
 
     def _complete(
         self, spec: GenerationSpec, before: Job | None, model: Model, resolutions: Sequence[Resolution]

@@ -64,16 +64,22 @@ class IdenticalResults:
         self._metrics = metrics
 
     async def find(
-        self, spec: GenerationSpec, model: Model, complete: Callable[[GenerationSpec], GenerationSpec]
+        self,
+        spec: GenerationSpec,
+        model: Model,
+        complete: Callable[[GenerationSpec], GenerationSpec],
+        *,
+        tenant: str = "",
     ) -> IdenticalResult | None:
         """What answers a request; its pictures are on the disk, and stay as long as new ones. None: draw it.
 
-        spec: as it came, without faults. complete: fills in what a spec leaves open.
+        tenant: whose request it is, and whose pictures they are. spec: as it came, without faults. complete: fills in
+        what a spec leaves open.
         """
         if not self._may_answer(spec):
             return None
         outline = complete(await outline_of(spec))
-        source = await self._source(self._key(outline, model), kept=outline.keep_for_editing)
+        source = await self._source(self._key(outline, model, tenant), kept=outline.keep_for_editing)
         return None if source is None else IdenticalResult(spec=without_images(outline), source=source)
 
     def _may_answer(self, spec: GenerationSpec) -> bool:
@@ -100,11 +106,11 @@ class IdenticalResults:
             self._metrics.identical_results.labels(outcome).inc()
         return None
 
-    def _key(self, outline: GenerationSpec, model: Model) -> str:
+    def _key(self, outline: GenerationSpec, model: Model, tenant: str) -> str:
         found: list[str] = []
         for addon in self._addons:
             versions = addon.versions(outline, model)
             if versions is None:
                 return ""
             found += versions
-        return result_key(outline, model_hash=model.model_hash, dtype=model.dtype, versions=found)
+        return result_key(outline, model_hash=model.model_hash, dtype=model.dtype, versions=found, tenant=tenant)

@@ -25,6 +25,7 @@ from bottega.gateway.traces.job_traces import JobTraces
 from bottega.rpc.interceptor import response_flow
 from bottega.rpc.operation import logs
 from bottega.rpc.peers import host_of
+from bottega.rpc.security.caller import caller
 from bottega.storage import ContentReader, ContentStore
 from bottega.v1 import image_pb2, image_pb2_grpc
 
@@ -76,6 +77,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             deadline_s=_deadline_s(request),
             caller_s=None if request.request_id else self._caller_s(context),
             peer=host_of(context.peer()),
+            tenant=caller().tenant,
             preview=request.preview,
             log_id=_log_id(request.request_id),
         )
@@ -115,6 +117,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             request_id=request.request_id,
             deadline_s=_deadline_s(request),
             peer=host_of(context.peer()),
+            tenant=caller().tenant,
             log_id=_log_id(request.request_id),
         )
         job = (await self._admission.admit(command)).job
@@ -129,6 +132,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         """Jobs by state and time, newest first."""
         rules.refuse(list(validation.check_page(request)))
         wanted = JobFilter(
+            tenant=caller().tenant,
             states=frozenset(request.states),
             created_after=_unix_s(request.created_after) if request.HasField("created_after") else None,
             created_before=_unix_s(request.created_before) if request.HasField("created_before") else None,
@@ -182,7 +186,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         return self._default_deadline_s if context.time_remaining() is None else context.time_remaining()
 
     async def _job(self, job_id: str) -> Job:
-        job = await self._jobs.get(job_id)
+        job = await self._jobs.get(job_id, tenant=caller().tenant)
         _bind(job)
         return job
 

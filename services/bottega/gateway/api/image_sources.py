@@ -55,28 +55,28 @@ class ImageSources:
         self._jobs = jobs
         self._storage = storage
 
-    async def find(self, spec: GenerationSpec, model: Model, seen: SeenImages) -> ImageSource:
-        """Of a complete spec for that model. What is kept of its image stays as long as if it were stored now."""
+    async def find(self, spec: GenerationSpec, model: Model, seen: SeenImages, *, tenant: str = "") -> ImageSource:
+        """Of a complete spec for that model. What its tenant keeps of the image stays as if stored now."""
         if not spec.HasField("image"):
             return ImageSource()
         image_digest = await digest(spec.image)
         if not spec.HasField("mask_image"):
             return ImageSource(image_digest=image_digest)
-        kept = await self._kept_latents(image_digest) if _may_use_kept(spec) else ""
+        kept = await self._kept_latents(image_digest, tenant) if _may_use_kept(spec) else ""
         masked = may_mask_blocks(spec)
         return ImageSource(
             image_digest=image_digest,
             mask_digest=await digest(spec.mask_image),
             kept_latents=kept,
             result_size=_result_size(spec, seen.size),
-            template=_template(spec, model, kept or image_digest, seen.mask) if masked else "",
+            template=_template(spec, model, kept or image_digest, mask=seen.mask, tenant=tenant) if masked else "",
             computed_share=(seen.mask.computed_share or 1.0) if masked else 1.0,
         )
 
-    async def _kept_latents(self, image_digest: str) -> str:
-        """Digest of what is kept of a picture and is still there; empty where nothing is."""
+    async def _kept_latents(self, image_digest: str, tenant: str) -> str:
+        """Digest of what a job of that tenant keeps of a picture, and is still there; empty where nothing is."""
         try:
-            for job in await self._jobs.with_kept_picture(image_digest):
+            for job in await self._jobs.with_kept_picture(image_digest, tenant=tenant):
                 kept = next(image.latents for image in job.images if image.digest == image_digest and image.latents)
                 if await self._storage.images.renew(kept):
                     _log.info("an edit uses what is kept of its image", extra={"drawn_by": job.job_id})
@@ -91,13 +91,13 @@ def _may_use_kept(spec: GenerationSpec) -> bool:
     return may_mask_blocks(spec) and not spec.HasField("padding_mask_crop")
 
 
-def _template(spec: GenerationSpec, model: Model, image_digest: str, mask: MaskUse) -> str:
+def _template(spec: GenerationSpec, model: Model, image_digest: str, *, mask: MaskUse, tenant: str) -> str:
     """Names what the spec draws from: an image, or what is kept of it, at a size, or a part of it.
 
-    There is one tenant. See ActivationsOrder.source.
+    Two tenants have two names for it. See ActivationsOrder.source.
     """
     part = [mask.crop_x, mask.crop_y, mask.crop_width, mask.crop_height]
-    said = ["", model.model_hash, image_digest, spec.width, spec.height, part]
+    said = [tenant, model.model_hash, image_digest, spec.width, spec.height, part]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 

@@ -45,7 +45,7 @@ def answered_record_of(job: Job, *, steady: float) -> JobRecord:
         images=outcome.images,
         provenance=outcome.provenance.SerializeToString(),
         end=EndTime(wall=outcome.ended_wall, steady=steady),
-        result_key=key_of_result(job.bare, outcome.provenance),
+        result_key=key_of_result(job.bare, outcome.provenance, tenant=job.request.tenant),
     )
 
 
@@ -68,12 +68,12 @@ def progress_of(job: Job) -> JobProgress:
     )
 
 
-def change_of(outcome: JobOutcome, *, number: int, bare: GenerationSpec, end: EndTime) -> Change:
-    """The change that ends a job so. number: of its newest attempt. bare: its spec without input images."""
+def change_of(outcome: JobOutcome, *, number: int, bare: GenerationSpec, tenant: str, end: EndTime) -> Change:
+    """The change that ends a job of a tenant so. number: of its newest attempt. bare: its spec without input images."""
     error = _error_of(outcome.error)
     if outcome.state == JOB_STATE_COMPLETED:
         provenance = outcome.provenance.SerializeToString() if outcome.provenance else b""
-        key = key_of_result(bare, outcome.provenance) if outcome.provenance else ""
+        key = key_of_result(bare, outcome.provenance, tenant=tenant) if outcome.provenance else ""
         return lambda record: record.completed(
             number, images=outcome.images, provenance=provenance, end=end, result_key=key
         )

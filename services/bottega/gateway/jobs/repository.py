@@ -64,7 +64,7 @@ class JobRepository:
         self._clock = clock
         self._live: dict[str, Job] = {}
         self._adding: dict[str, Job] = {}
-        self._by_request_id: dict[str, Job] = {}
+        self._by_request_id: dict[tuple[str, str], Job] = {}  # by tenant and request_id
         self._doubtful: set[str] = set()
         self._readable = asyncio.Event()
         self._found: asyncio.Queue[Job] = asyncio.Queue()
@@ -146,8 +146,8 @@ class JobRepository:
             outcome = JobOutcome(state=JOB_STATE_FAILED, ended_wall=decided.ended_wall, error=why)
         if self._live.get(job.job_id) is job:
             del self._live[job.job_id]
-        if self._by_request_id.get(job.request.request_id) is job:
-            del self._by_request_id[job.request.request_id]
+        if self._by_request_id.get(_request_key(job)) is job:
+            del self._by_request_id[_request_key(job)]
         job.finish(outcome)
 
     def check_changeable(self, job: Job) -> None:
@@ -171,25 +171,25 @@ class JobRepository:
         """The job, if it has not ended."""
         return self._live.get(job_id)
 
-    async def get(self, job_id: str) -> Job:
-        """The job. Raises JobNotFound."""
+    async def get(self, job_id: str, *, tenant: str = "") -> Job:
+        """The job of that tenant. Raises JobNotFound, for one of another in the same words and time as for none."""
         await self._wait_readable()
         job = self._live.get(job_id)
-        if job is None:
+        if job is None or job.request.tenant != tenant:
             with self._explained():
-                record = await self._store.get(job_id)
+                record = await self._store.get(job_id, tenant=tenant)
             job = await self._known(record) if record else None
         if job is None:
             raise JobNotFound("no such job; it may have expired")
         return job
 
-    async def of_request(self, request_id: str) -> Job | None:
-        """The newest job of an idempotency key, or None."""
+    async def of_request(self, request_id: str, *, tenant: str = "") -> Job | None:
+        """The newest job of an idempotency key of that tenant, or None."""
         await self._wait_readable()
-        job = self._by_request_id.get(request_id)
+        job = self._by_request_id.get((tenant, request_id))
         if job is None:
             with self._explained():
-                record = await self._store.of_request(request_id)
+                record = await self._store.of_request(request_id, tenant=tenant)
             job = await self._known(record) if record else None
         return job
 
@@ -200,14 +200,13 @@ class JobRepository:
             records = await self._store.with_result(result_key, limit=_SAME_RESULT)
         return [self._read_only(record) for record in records]
 
-    async def with_kept_picture(self, digest: str) -> list[Job]:
-        """The newest of the jobs that keep latents of the picture with that digest, for looking at only, newest first.
-
-        Whose job it is will count as soon as there is more than one tenant.
+    async def with_kept_picture(self, digest: str, *, tenant: str = "") -> list[Job]:
+        """The newest of a tenant's jobs that keep latents of the picture with that digest, to be looked at only, newest
+        first.
         """
         await self._wait_readable()
         with self._explained():
-            records = await self._store.with_kept_picture(digest, limit=_SAME_RESULT)
+            records = await self._store.with_kept_picture(digest, tenant=tenant, limit=_SAME_RESULT)
         return [self._read_only(record) for record in records]
 
     async def page(self, wanted: JobFilter, *, size: int, token: str) -> tuple[list[Job], str]:
@@ -262,7 +261,9 @@ class JobRepository:
             return
         why = JobCancelled("its caller was told that it could not be stored")
         cancelled = JobOutcome(state=JOB_STATE_CANCELLED, ended_wall=self._clock.wall(), error=why)
-        await self._store.update(job_id, self._ending(cancelled, bare=GenerationSpec.FromString(record.spec)))
+        await self._store.update(
+            job_id, self._ending(cancelled, bare=GenerationSpec.FromString(record.spec), tenant=record.tenant)
+        )
 
     async def _restored_job(self, record: JobRecord) -> Job:
         try:
@@ -303,18 +304,24 @@ class JobRepository:
 
     async def _write(self, job: Job, outcome: JobOutcome) -> JobOutcome:
         """Writes an end; returns the one that holds, which another try may have written already."""
-        if await self._store.update(job.job_id, self._ending(outcome, bare=job.bare, number=job.number)):
+        ending = self._ending(outcome, bare=job.bare, tenant=job.request.tenant, number=job.number)
+        if await self._store.update(job.job_id, ending):
             return outcome
         record = await self._store.get(job.job_id)
         if record is None or record.live:
             raise InternalError("the store does not know of this attempt")
         return outcome_of(record)
 
-    def _ending(self, outcome: JobOutcome, *, bare: GenerationSpec, number: int = 0) -> Change:
+    def _ending(self, outcome: JobOutcome, *, bare: GenerationSpec, tenant: str, number: int = 0) -> Change:
         end = EndTime(wall=outcome.ended_wall, steady=self._storage.steady())
-        return change_of(outcome, number=number, bare=bare, end=end)
+        return change_of(outcome, number=number, bare=bare, tenant=tenant, end=end)
 
     def _remember(self, job: Job) -> None:
         self._live[job.job_id] = job
         if job.request.request_id:
-            self._by_request_id[job.request.request_id] = job
+            self._by_request_id[_request_key(job)] = job
+
+
+def _request_key(job: Job) -> tuple[str, str]:
+    """Under which a request_id finds it: two tenants may use the same one."""
+    return job.request.tenant, job.request.request_id

@@ -22,8 +22,9 @@ class JobRequest:
     pictures in pixels, where they are not the spec's; else (0, 0). template: names what an edit draws from, of which
     activations may be recorded, 64 hex digits; empty where masked blocks are not for it. computed_share: of its tokens,
     what it computes where they are. size_bytes: of the request. shape: of the latent,
-    height and width. peer: host that it came from; empty is not known. ends_with_caller: nobody else can ask for the
-    job, and a restarted gateway does not resume it.
+    height and width. tenant: whose it is; empty where no keys are configured. peer: who it counts for when jobs are
+    forgotten: its tenant, else the host that it came from; empty is not known. ends_with_caller: nobody else
+    can ask for the job, and a restarted gateway does not resume it.
     """
 
     fingerprint: str
@@ -37,6 +38,7 @@ class JobRequest:
     template: str = ""
     computed_share: float = 1.0
     size_bytes: int = 0
+    tenant: str = ""
     peer: str = ""
     ends_with_caller: bool = False
 

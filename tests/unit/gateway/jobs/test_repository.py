@@ -34,9 +34,9 @@ class FailingStore(SqliteJobStore):
     busy = False
     gets = 0
 
-    async def get(self, job_id: str) -> JobRecord | None:
+    async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
         self.gets += 1
-        return await super().get(job_id)
+        return await super().get(job_id, tenant=tenant)
 
     async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
         if self.lies:

@@ -100,7 +100,7 @@ class ActivationsAddOn(AddOn):
         if not template:
             return
         self.prefetch([job])
-        order = ActivationsOrder(source=template)
+        order = ActivationsOrder(tenant=job.request.tenant, source=template)
         request.addons[kinds.ACTIVATIONS] = order.SerializeToString()
         self._metrics.edits.labels(self._residence(template, worker.name)).inc()
 

@@ -92,6 +92,7 @@ class CacheAddOn(AddOn):
         order = CacheOrder(
             read=may_start(spec) and _may_start_from_latents(job),
             record=may_record(spec),
+            tenant=job.request.tenant,
             fidelity=spec.fidelity,
             pin=spec.techniques.cache_entry,
         )

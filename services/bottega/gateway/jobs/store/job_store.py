@@ -45,8 +45,8 @@ class JobStore(Protocol):
     async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
         """Adds a job, queued or already completed; returns it with its sequence.
 
-        When its job_id or its request_id is known and not forgotten, nothing is added, and the known job is returned:
-        compare its job_id, and its fingerprint.
+        When its job_id, or its tenant's request_id, is known and not forgotten, nothing is added, and the known job
+        is returned: compare its job_id, and its fingerprint.
         inputs: what it needs beside its spec while it is live: its complete GenerationSpec where it has input images.
         replaces: job_id of a failed job that this one, a retry, takes the request_id from; or of a completed one
         whose images have gone.
@@ -57,17 +57,21 @@ class JobStore(Protocol):
         that ends go.
         """
 
-    async def get(self, job_id: str) -> JobRecord | None:
-        """The job, or None."""
+    async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
+        """The job, or None. tenant: whose it has to be; None is anybody. Another tenant's job takes as
+        long as none.
+        """
 
-    async def of_request(self, request_id: str) -> JobRecord | None:
-        """The newest job of an idempotency key, or None."""
+    async def of_request(self, request_id: str, *, tenant: str = "") -> JobRecord | None:
+        """The newest job of an idempotency key of that tenant, or None."""
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
         """Up to `limit` of the jobs that completed with that key, newest first; none for an empty one."""
 
-    async def with_kept_picture(self, digest: str, *, limit: int) -> list[JobRecord]:
-        """Up to `limit` of the completed jobs that keep latents of the picture with that digest, newest first."""
+    async def with_kept_picture(self, digest: str, *, tenant: str = "", limit: int) -> list[JobRecord]:
+        """Up to `limit` of the completed jobs of that tenant that keep latents of the picture with that digest,
+        newest first.
+        """
 
     async def inputs(self, job_id: str) -> bytes:
         """What was given with a live job; empty when that was nothing, or it has ended."""

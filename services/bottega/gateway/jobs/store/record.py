@@ -40,23 +40,25 @@ class JobProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFilter:
-    """Which jobs a list holds. states: empty is all. Times are those of acceptance, in Unix seconds, at or after and
-    before.
+    """Which jobs a list holds. tenant: whose; those of no other are in it. states: empty is all. Times are those of
+    acceptance, in Unix seconds, at or after and before.
     """
 
+    tenant: str = ""
     states: Collection[JobState.ValueType] = ()
     created_after: float | None = None
     created_before: float | None = None
 
 
 ALL_JOBS = JobFilter()
+"""Of the only tenant there is without keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
     """One job.
 
-    ends_with_caller: a restarted gateway does not resume it. peer: host that it came from; empty is not known.
+    ends_with_caller: a restarted gateway does not resume it. tenant, peer: see JobRequest.
     spec: GenerationSpec without its input images. fingerprint: of the request as the caller sent it.
     shape: of the latent, height and width. image_digest, mask_digest, kept_latents, result_size,
     template, computed_share: see JobRequest.
@@ -76,6 +78,7 @@ class JobRecord:
     request_id: str = ""
     log_id: str = ""
     ends_with_caller: bool = False
+    tenant: str = ""
     peer: str = ""
     shape: tuple[int, int] = (0, 0)
     image_digest: str = ""
@@ -152,7 +155,7 @@ class JobRecord:
         return replace(ended, error=error, spec=spec) if self.live else None
 
     def is_replaced_by(self, other: JobRecord, *, replaces: str) -> bool:
-        """Whether `other`, which has the same request_id, takes it over: it names this job, and that has ended."""
+        """Whether `other`, of the same tenant and request_id, takes it over: it names this job, and that has ended."""
         return self.state in _REPLACEABLE and replaces == self.job_id != other.job_id
 
     def _completed(

@@ -23,7 +23,7 @@ def result_key(
     """The key of a request, 64 hex digits; empty where it has none, as not all that it is made of is known.
 
     outline: complete, with the SHA-256 of each input image, hex, in the image's place. model_hash, dtype: of the model.
-    versions: hashes of the weights of its ControlNets, in their order. tenant: whose request it is; there is only one.
+    versions: hashes of the weights of its ControlNets, in their order. tenant: whose request it is.
     """
     digests = [*versions, *(lora.digest for lora in outline.loras), *(net.image for net in outline.controlnets)]
     known = len(versions) == len(outline.controlnets) and all((model_hash, dtype, *digests))

@@ -85,21 +85,23 @@ class SqliteJobStore:
         """Applies a change in a transaction of the next group."""
         return await self._write(lambda connection: sqlite_statements.update(connection, job_id, change))
 
-    async def get(self, job_id: str) -> JobRecord | None:
+    async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
         """Reads the job of an id."""
-        return await self._find(lambda connection: sqlite_statements.of_job(connection, job_id))
+        return await self._find(lambda connection: sqlite_statements.of_job(connection, job_id, tenant=tenant))
 
-    async def of_request(self, request_id: str) -> JobRecord | None:
-        """Reads the newest job of a request_id."""
-        return await self._find(lambda connection: sqlite_statements.of_request(connection, request_id))
+    async def of_request(self, request_id: str, *, tenant: str = "") -> JobRecord | None:
+        """Reads the newest job of a request_id of a tenant."""
+        return await self._find(lambda connection: sqlite_statements.of_request(connection, request_id, tenant=tenant))
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
         """Reads the newest jobs of a result key."""
         return await self._list(lambda connection: sqlite_statements.with_result(connection, result_key, limit=limit))
 
-    async def with_kept_picture(self, digest: str, *, limit: int) -> list[JobRecord]:
+    async def with_kept_picture(self, digest: str, *, tenant: str = "", limit: int) -> list[JobRecord]:
         """Reads the newest jobs that keep latents of a picture."""
-        return await self._list(lambda connection: sqlite_statements.with_kept_picture(connection, digest, limit=limit))
+        return await self._list(
+            lambda connection: sqlite_statements.with_kept_picture(connection, digest, tenant=tenant, limit=limit)
+        )
 
     async def inputs(self, job_id: str) -> bytes:
         """Reads the inputs of a live job."""

@@ -18,6 +18,7 @@ from bottega.storage.checksums import Value, checksum
 # Columns of the table, in the order of `to_row`, with their types; `from_row` expects `sequence` before them.
 TYPES = {
     "job_id": "TEXT NOT NULL UNIQUE",
+    "tenant": "TEXT NOT NULL",
     "request_id": "TEXT NOT NULL",
     "log_id": "TEXT NOT NULL",
     "ends_with_caller": "INTEGER NOT NULL",

@@ -17,7 +17,7 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": what PRAGMA application_id says of a file of ours.
 APPLICATION_ID = 0x42747467
-_VERSION = 9
+_VERSION = 10
 
 # Pages of 4 KiB after which a commit copies the log into the file: 4 MiB, which takes about 10 ms.
 _CHECKPOINT_PAGES = 1000
@@ -40,8 +40,10 @@ _TABLES = (
     "CREATE INDEX jobs_live ON jobs (sequence) WHERE ended_wall IS NULL",
     "CREATE INDEX jobs_ended ON jobs (ended_steady, sequence) WHERE ended_steady IS NOT NULL",
     "CREATE INDEX jobs_of_peer ON jobs (finished, peer, ended_steady, sequence) WHERE ended_steady IS NOT NULL",
-    "CREATE INDEX jobs_state ON jobs (state, sequence)",
-    "CREATE INDEX jobs_created ON jobs (created_wall)",
+    # Nobody waits longer for a page because others have many jobs.
+    "CREATE INDEX jobs_of_tenant ON jobs (tenant, sequence)",
+    "CREATE INDEX jobs_state ON jobs (tenant, state, sequence)",
+    "CREATE INDEX jobs_created ON jobs (tenant, created_wall)",
     "CREATE INDEX jobs_result ON jobs (result_key, sequence) WHERE result_key <> ''",
     """
     CREATE TRIGGER jobs_added AFTER INSERT ON jobs BEGIN
@@ -79,13 +81,21 @@ _TABLES = (
     END
     """,
     # The newest job of each.
-    "CREATE TABLE request_ids (request_id TEXT PRIMARY KEY, sequence INTEGER NOT NULL) STRICT, WITHOUT ROWID",
+    """
+    CREATE TABLE request_ids (
+        tenant TEXT NOT NULL,
+        request_id TEXT NOT NULL,
+        sequence INTEGER NOT NULL,
+        PRIMARY KEY (tenant, request_id)
+    ) STRICT, WITHOUT ROWID
+    """,
     # Pictures of completed jobs of which latents are kept: an edit finds them by its image.
     """
     CREATE TABLE kept_pictures (
+        tenant TEXT NOT NULL,
         digest TEXT NOT NULL,
         sequence INTEGER NOT NULL,
-        PRIMARY KEY (digest, sequence)
+        PRIMARY KEY (tenant, digest, sequence)
     ) STRICT, WITHOUT ROWID
     """,
     "CREATE INDEX kept_pictures_of_job ON kept_pictures (sequence)",

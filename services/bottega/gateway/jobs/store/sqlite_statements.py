@@ -16,11 +16,11 @@ _INSERT = (
     f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (job_id) DO NOTHING"
 )
 _EXPIRED = (
-    "SELECT sequence, request_id FROM jobs WHERE ended_steady IS NOT NULL AND ended_steady < ? "
+    "SELECT sequence, tenant, request_id FROM jobs WHERE ended_steady IS NOT NULL AND ended_steady < ? "
     "ORDER BY ended_steady, sequence LIMIT ?"
 )
 _OLDEST = (
-    "SELECT sequence, request_id FROM jobs WHERE finished = ? AND peer = ? AND ended_steady IS NOT NULL "
+    "SELECT sequence, tenant, request_id FROM jobs WHERE finished = ? AND peer = ? AND ended_steady IS NOT NULL "
     "ORDER BY ended_steady, sequence LIMIT 1"
 )
 _UPDATE = f"UPDATE jobs SET ({', '.join(COLUMNS)}) = ({', '.join('?' * len(COLUMNS))}) WHERE sequence = ?"
@@ -46,7 +46,9 @@ def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, rep
     sequence = inserted.lastrowid
     assert sequence is not None
     if record.request_id:
-        connection.execute("INSERT OR REPLACE INTO request_ids VALUES (?, ?)", (record.request_id, sequence))
+        connection.execute(
+            "INSERT OR REPLACE INTO request_ids VALUES (?, ?, ?)", (record.tenant, record.request_id, sequence)
+        )
     if inputs:
         connection.execute("INSERT INTO inputs VALUES (?, ?, ?)", (sequence, checksum([inputs]), inputs))
     _index_pictures(connection, record, sequence)
@@ -67,16 +69,21 @@ def update(connection: sqlite3.Connection, job_id: str, change: Change) -> bool:
     return True
 
 
-def of_job(connection: sqlite3.Connection, job_id: str) -> JobRecord | None:
-    """The job of an id."""
-    found = _records(connection, f"SELECT {_ALL} FROM jobs WHERE job_id = ?", job_id)
+def of_job(connection: sqlite3.Connection, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
+    """The job of an id. tenant: whose; of another one it is none, and is not read. None: whoever has it."""
+    query = f"SELECT {_ALL} FROM jobs WHERE job_id = ?"
+    whose = [] if tenant is None else [tenant]
+    found = _records(connection, query + " AND tenant = ?" * len(whose), job_id, *whose)
     return found[0] if found else None
 
 
-def of_request(connection: sqlite3.Connection, request_id: str) -> JobRecord | None:
-    """The newest job of a request_id."""
-    query = f"SELECT {_ALL} FROM request_ids JOIN jobs USING (sequence) WHERE request_ids.request_id = ?"
-    found = _records(connection, query, request_id)
+def of_request(connection: sqlite3.Connection, request_id: str, *, tenant: str) -> JobRecord | None:
+    """The newest job of a request_id of a tenant."""
+    query = (
+        f"SELECT {_ALL} FROM request_ids JOIN jobs USING (sequence) "
+        "WHERE request_ids.tenant = ? AND request_ids.request_id = ?"
+    )
+    found = _records(connection, query, tenant, request_id)
     return found[0] if found else None
 
 
@@ -88,13 +95,13 @@ def with_result(connection: sqlite3.Connection, result_key: str, *, limit: int) 
     return _listing(connection.execute(query, (result_key, limit)).fetchall())
 
 
-def with_kept_picture(connection: sqlite3.Connection, digest: str, *, limit: int) -> Listing:
-    """The newest jobs that keep latents of a picture."""
+def with_kept_picture(connection: sqlite3.Connection, digest: str, *, tenant: str, limit: int) -> Listing:
+    """The newest jobs of a tenant that keep latents of a picture."""
     query = (
-        f"SELECT {_ALL} FROM kept_pictures JOIN jobs USING (sequence) WHERE kept_pictures.digest = ? "
-        "ORDER BY jobs.sequence DESC LIMIT ?"
+        f"SELECT {_ALL} FROM kept_pictures JOIN jobs USING (sequence) "
+        "WHERE kept_pictures.tenant = ? AND kept_pictures.digest = ? ORDER BY jobs.sequence DESC LIMIT ?"
     )
-    return _listing(connection.execute(query, (digest, limit)).fetchall())
+    return _listing(connection.execute(query, (tenant, digest, limit)).fetchall())
 
 
 def inputs_of(connection: sqlite3.Connection, job_id: str) -> bytes | None:
@@ -156,17 +163,17 @@ def probe(connection: sqlite3.Connection) -> None:
 
 
 def _index_pictures(connection: sqlite3.Connection, record: JobRecord, sequence: int) -> None:
-    rows = [(digest, sequence) for digest in record.kept_pictures]
+    rows = [(record.tenant, digest, sequence) for digest in record.kept_pictures]
     if rows:
-        connection.executemany("INSERT INTO kept_pictures VALUES (?, ?)", rows)
+        connection.executemany("INSERT INTO kept_pictures VALUES (?, ?, ?)", rows)
 
 
-def _dispensable(connection: sqlite3.Connection, by: str) -> tuple[int, str] | None:
+def _dispensable(connection: sqlite3.Connection, by: str) -> tuple[int, str, str] | None:
     """Which ended job goes first where there are too many. by: of what a peer has the most, "jobs" or "bytes"."""
     most = f"SELECT peer FROM holders WHERE finished = ? ORDER BY {by} DESC, peer LIMIT 1"
     for finished in (False, True):
         while holder := connection.execute(most, (finished,)).fetchone():
-            found: tuple[int, str] | None = connection.execute(_OLDEST, (finished, *holder)).fetchone()
+            found: tuple[int, str, str] | None = connection.execute(_OLDEST, (finished, *holder)).fetchone()
             if found is not None:
                 return found
             # The count is wrong, which only damage can do; it must not keep everything for ever.
@@ -174,8 +181,10 @@ def _dispensable(connection: sqlite3.Connection, by: str) -> tuple[int, str] | N
     return None
 
 
-def _forget_one(connection: sqlite3.Connection, sequence: int, request_id: str) -> None:
-    connection.execute("DELETE FROM request_ids WHERE request_id = ? AND sequence = ?", (request_id, sequence))
+def _forget_one(connection: sqlite3.Connection, sequence: int, tenant: str, request_id: str) -> None:
+    connection.execute(
+        "DELETE FROM request_ids WHERE tenant = ? AND request_id = ? AND sequence = ?", (tenant, request_id, sequence)
+    )
     connection.execute("DELETE FROM jobs WHERE sequence = ?", (sequence,))
 
 
@@ -183,7 +192,7 @@ def _known(connection: sqlite3.Connection, record: JobRecord, replaces: str) -> 
     """The job that has the job_id or the request_id of `record` and does not give way to it."""
     known = of_job(connection, record.job_id)
     if known is None:
-        known = of_request(connection, record.request_id)
+        known = of_request(connection, record.request_id, tenant=record.tenant)
         if known is not None and known.is_replaced_by(record, replaces=replaces):
             known = None
     return known
@@ -197,10 +206,11 @@ def _page_rows(
         "created_wall < ?": wanted.created_before,
         "sequence < ?": before_sequence,
     }
-    conditions: dict[str, list[Value]] = {limit: [value] for limit, value in limits.items() if value is not None}
+    conditions: dict[str, list[Value]] = {"tenant = ?": [wanted.tenant]}
+    conditions |= {limit: [value] for limit, value in limits.items() if value is not None}
     if wanted.states:
         conditions[f"state IN ({', '.join('?' * len(wanted.states))})"] = [int(state) for state in wanted.states]
-    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+    where = f"WHERE {' AND '.join(conditions)}"
     parameters = [value for values in conditions.values() for value in values]
     query = f"SELECT {_ALL} FROM jobs {where} ORDER BY sequence DESC LIMIT ?"
     return connection.execute(query, (*parameters, size)).fetchall()

@@ -1,0 +1,125 @@
+"""`bottega tenants`: who may call a gateway that asks for API keys. Writes its file of tenants; asks no service."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from bottega.client.cli.list_group import ListGroup
+from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
+from bottega.rpc.security.api_keys import new_key
+from bottega.rpc.security.tenant_file import (
+    MAX_TENANTS,
+    NAME_RULE,
+    Tenant,
+    change_tenants,
+    is_tenant_name,
+    read_tenants,
+)
+from bottega.state_folder import state_folder
+
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+_Tenants = tuple[Tenant, ...]
+
+
+def _file_option(command: CommandT) -> CommandT:
+    return click.option(
+        "--file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        envvar="BOTTEGA_TENANTS",
+        show_envvar=True,
+        default=lambda: state_folder() / "tenants.json",
+        metavar="FILE",
+        help="That of the gateway's configuration (tenants: FILE); default: tenants.json in the state folder.",
+    )(command)
+
+
+@click.group("tenants", cls=ListGroup)
+def command() -> None:
+    """Name the tenants of a gateway, and make their API keys.
+
+    \b
+      bottega tenants add shop                 says its key, once
+      bottega tenants rotate shop              says a new one
+      bottega tenants disable shop
+
+    The gateway reads the file that `tenants` names in its configuration, and again within a second when it changes. A
+    caller shows its key with BOTTEGA_API_KEY, Client(api_key=...), or metadata `authorization: Bearer KEY`.
+    """
+
+
+@command.command("add")
+@click.argument("name")
+@_file_option
+def add(*, name: str, file: Path) -> None:
+    """Add a tenant. Its key is printed once; the file keeps a hash of it."""
+    if not is_tenant_name(name):
+        fail("that is no name for a tenant", f"A name has {NAME_RULE}.", status=2)
+    key, parts = new_key()
+
+    def added(tenants: _Tenants) -> _Tenants:
+        if any(tenant.name == name for tenant in tenants):
+            fail(f"there is a tenant {name} already", f"A new key for it: bottega tenants rotate {name}")
+        if len(tenants) >= MAX_TENANTS:
+            fail(f"there are {len(tenants)} tenants, which is all that a file may have")
+        return (*tenants, Tenant(name=name).rotated(parts, keep_old=False))
+
+    change_tenants(file, added)
+    _show(key, f"{name} is a tenant of gateways that have `tenants: {file}`. Its key, which is shown only now:")
+
+
+@command.command("list")
+@_file_option
+def list_tenants(*, file: Path) -> None:
+    """List the tenants, and the public parts of their keys."""
+    tenants = read_tenants(file)
+    if not tenants:
+        note("No tenant is there; bottega tenants add NAME adds one.")
+        return
+    table = PlainTable("tenant", "state", "keys")
+    for tenant in tenants:
+        keys = ", ".join(f"btg_{key.key_id}_..." for key in tenant.keys)
+        table.add_row(tenant.name, "disabled" if tenant.disabled else "enabled", keys)
+    print_table(table)
+
+
+@command.command("rotate")
+@click.argument("name")
+@click.option("--keep-old", is_flag=True, help="The key before it stays good too, until the next rotation.")
+@_file_option
+def rotate(*, name: str, keep_old: bool, file: Path) -> None:
+    """Make a new key for a tenant, in place of its keys."""
+    key, parts = new_key()
+    change_tenants(file, _changing(name, lambda tenant: tenant.rotated(parts, keep_old=keep_old)))
+    old = "the one before it stays good" if keep_old else "no other is good any more"
+    _show(key, f"The new key of {name}, which is shown only now; {old}:")
+
+
+@command.command("disable")
+@click.argument("name")
+@click.option("--undo", is_flag=True, help="Enable it again; its keys are those that it had.")
+@_file_option
+def disable(*, name: str, undo: bool, file: Path) -> None:
+    """Refuse a tenant's calls; what is its own stays. Calls that are being served go on."""
+    change_tenants(file, _changing(name, lambda tenant: dataclasses.replace(tenant, disabled=not undo)))
+    say(f"{name} {'enabled' if undo else 'disabled'}")
+
+
+def _changing(name: str, change: Callable[[Tenant], Tenant]) -> Callable[[_Tenants], _Tenants]:
+    def changed(tenants: _Tenants) -> _Tenants:
+        if all(tenant.name != name for tenant in tenants):
+            known = ", ".join(tenant.name for tenant in tenants) or "none"
+            fail("there is no such tenant", f"There are: {known}", status=2)
+        return tuple(change(tenant) if tenant.name == name else tenant for tenant in tenants)
+
+    return changed
+
+
+def _show(key: str, about: str) -> None:
+    """The key alone goes to stdout, so that a script can take it."""
+    note(about)
+    say(key)

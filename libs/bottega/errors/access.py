@@ -1,0 +1,10 @@
+"""Who may call."""
+
+from __future__ import annotations
+
+from bottega.errors.base import BottegaError, Code
+from bottega.v1 import error_pb2
+
+
+class Unauthenticated(BottegaError, code=Code.UNAUTHENTICATED, reason=error_pb2.ERROR_REASON_UNAUTHENTICATED):
+    """The service asks who calls, and the call does not say so, or shows a key that is none of its own."""

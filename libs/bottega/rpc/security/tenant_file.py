@@ -1,0 +1,144 @@
+"""The file in which a gateway's tenants stand: their names, and what is kept of their API keys.
+
+`bottega tenants` writes it, gateways read it. It is replaced as a whole, so that no reader sees half of it, and whoever
+may write it may make keys: so nobody but its owner may.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import stat
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from bottega.config import STRICT, parse
+from bottega.errors import ConfigError
+from bottega.rpc.security.api_keys import KeyParts, hashed
+from bottega.state_folder import make_missing
+
+# As names of hosts, so that they are told apart in logs, metrics and files.
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+NAME_RULE = "1 to 63 of a-z, 0-9 and -, which is neither the first nor the last"
+MAX_TENANTS = 4096
+# The current key and the one before it, for the time in which callers go over to the new one.
+_MAX_KEYS = 2
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+_Hex16 = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+_Hex64 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantKey:
+    """What is kept of an API key. key_id: its public part. hash: of its secret, see `api_keys.hashed`."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    key_id: _Hex16
+    hash: _Hex64
+
+    @classmethod
+    def of(cls, parts: KeyParts) -> TenantKey:
+        """What is kept of a key."""
+        return cls(key_id=parts.key_id, hash=hashed(parts.secret))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """A tenant. keys: those that are good, the newest first. disabled: none of them is for now."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    name: Annotated[str, Field(max_length=63, pattern="^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
+    keys: Annotated[tuple[TenantKey, ...], Field(max_length=_MAX_KEYS)] = ()
+    disabled: bool = False
+
+    def rotated(self, parts: KeyParts, *, keep_old: bool) -> Tenant:
+        """With a new key; the one before it stays good if keep_old says so."""
+        old = self.keys[: _MAX_KEYS - 1] if keep_old else ()
+        return dataclasses.replace(self, keys=(TenantKey.of(parts), *old))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Contents:
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    tenants: Annotated[tuple[Tenant, ...], Field(max_length=MAX_TENANTS)] = ()
+
+
+def is_tenant_name(name: str) -> bool:
+    """Whether it can be a tenant's; see NAME_RULE."""
+    return _NAME.fullmatch(name) is not None
+
+
+def read_tenants(path: Path) -> tuple[Tenant, ...]:
+    """Those of the file. Raises ConfigError where it is missing, damaged, or others than its owner may touch it."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            _check_owner(path, os.fstat(file.fileno()))
+            contents = parse(_Contents, json.load(file), source=str(path))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is not there; make it with: bottega tenants add NAME --file {path}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # of JSON and of its encoding
+        raise ConfigError(f"{path} is no file of tenants: {error}") from None
+    names = [tenant.name for tenant in contents.tenants]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"{path} has a tenant twice")
+    return contents.tenants
+
+
+def change_tenants(path: Path, change: Callable[[tuple[Tenant, ...]], tuple[Tenant, ...]]) -> None:
+    """Replaces what is in the file, which is made where it is missing. Of two changes one comes after the other.
+
+    change: may raise, and nothing is changed then. Raises ConfigError.
+    """
+    try:
+        make_missing(path.parent)
+        lock = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            before = read_tenants(path) if path.exists() else ()
+            _replace(path, _Contents(tenants=change(before)))
+        finally:
+            os.close(lock)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(f"{path} is another user's: a gateway believes no one but its own user and root")
+    if status.st_mode & _OTHERS:
+        raise ConfigError(f"{path} can be read or written by others than its owner: chmod 600 {path}")
+
+
+def _replace(path: Path, contents: _Contents) -> None:
+    """Durably, and whole or not at all."""
+    text = json.dumps(dataclasses.asdict(contents), indent=1) + "\n"
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        file = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        with os.fdopen(file, "w", encoding="utf-8") as writer:
+            writer.write(text)
+            writer.flush()
+            os.fsync(file)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,100 @@
+"""Knows callers by their API keys, those of the file of tenants as it is now: rotated and disabled keys end at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bottega.clocks import Clock
+from bottega.errors import ConfigError, Unauthenticated
+from bottega.rpc.security.api_keys import hashed, matches, parse_key, shown_key
+from bottega.rpc.security.caller import Caller, Metadata, Role
+from bottega.rpc.security.tenant_file import read_tenants
+
+# Between two looks at the file, which take microseconds.
+_LOOK_S = 1.0
+_NO_KEY = (
+    "this gateway asks for an API key: BOTTEGA_API_KEY, Client(api_key=...), or metadata `authorization: Bearer KEY`"
+)
+# The same for all that may be wrong: whoever guesses keys learns nothing of those that are there.
+_WRONG_KEY = "the API key is not known: it is no key of this gateway, was replaced, or its tenant is disabled"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KnownKey:
+    caller: Caller
+    hash: str
+
+
+# As much work for an id that nobody has as for one that somebody has.
+_NOBODY = _KnownKey(caller=Caller(role=Role.TENANT), hash=hashed(secrets.token_hex(32)))
+
+
+class TenantAuthenticator:
+    """An Authenticator. Raises ConfigError where the file cannot be used when it is made.
+
+    Later on a file that cannot be used changes nothing: nobody is let in or out because of a slip.
+    """
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._path = path
+        self._clock = clock
+        self._state = _state_of(path)
+        self._keys = _keys_of(path)
+        self._looked_at = clock.monotonic()
+        self._reading = asyncio.Lock()
+
+    async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
+        """The tenant of the key that the call shows. Raises Unauthenticated."""
+        if self._clock.monotonic() - self._looked_at >= _LOOK_S:
+            await self._look()
+        shown = next((str(value) for key, value in metadata if key == "authorization"), "")
+        if not shown:
+            raise Unauthenticated(_NO_KEY)
+        parts = parse_key(shown_key(shown))
+        known = self._keys.get(parts.key_id, _NOBODY) if parts else _NOBODY
+        good = matches(parts.secret if parts else "", known.hash)
+        if not good or known is _NOBODY:
+            raise Unauthenticated(_WRONG_KEY)
+        return known.caller
+
+    async def _look(self) -> None:
+        async with self._reading:
+            now = self._clock.monotonic()
+            if now - self._looked_at < _LOOK_S:
+                return  # another call has looked meanwhile
+            self._looked_at = now
+            state = _state_of(self._path)
+            if state == self._state:
+                return
+            self._state = state
+            try:
+                self._keys = await asyncio.to_thread(_keys_of, self._path)
+            except ConfigError as error:
+                _log.error("the file of tenants cannot be used; those known before stay", extra={"text": error.message})
+            else:
+                _log.info("the file of tenants was read again", extra={"keys": len(self._keys)})
+
+
+def _state_of(path: Path) -> tuple[int, int, int, int]:
+    """Changes when the file does; zeros while it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0, 0, 0
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _keys_of(path: Path) -> Mapping[str, _KnownKey]:
+    return {
+        key.key_id: _KnownKey(caller=Caller(role=Role.TENANT, name=tenant.name, tenant=tenant.name), hash=key.hash)
+        for tenant in read_tenants(path)
+        if not tenant.disabled
+        for key in tenant.keys
+    }

@@ -1,0 +1,71 @@
+"""What of a tenant every job store shows to it alone. Run against each of BACKENDS."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bottega.gateway.jobs.store import JobFilter, JobRecord, JobStore
+from bottega.gateway.jobs.values import StoredImage
+from tests.support.job_store_backends import BACKENDS, answered, record
+
+PICTURE = StoredImage(digest="a" * 64, size_bytes=10, latents="c" * 64)
+
+
+@pytest.fixture(params=BACKENDS)
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JobStore]:
+    opened = BACKENDS[request.param](tmp_path)
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+def _of(tenant: str, job_id: str, *, request_id: str = "") -> JobRecord:
+    return replace(record(job_id, request_id=request_id), tenant=tenant)
+
+
+async def test_two_tenants_may_use_one_request_id(store: JobStore) -> None:
+    ones = await store.add(_of("one", "j1", request_id="order-1"))
+    others = await store.add(_of("other", "j2", request_id="order-1"))
+    assert (ones.job_id, others.job_id) == ("j1", "j2")
+    assert (await store.add(_of("one", "j3", request_id="order-1"))).job_id == "j1"
+    assert await store.of_request("order-1", tenant="one") == ones
+    assert await store.of_request("order-1", tenant="other") == others
+    assert await store.of_request("order-1") is None, "nobody's"
+
+
+async def test_a_job_is_found_by_its_tenant_alone(store: JobStore) -> None:
+    added = await store.add(_of("one", "j1"))
+    assert await store.get("j1", tenant="one") == await store.get("j1") == added
+    assert await store.get("j1", tenant="other") is None
+    assert await store.get("j1", tenant="") is None
+
+
+async def test_a_page_has_jobs_of_one_tenant(store: JobStore) -> None:
+    for number in range(6):
+        await store.add(_of("one" if number % 3 else "other", f"j{number}"))
+    ones = await store.page(JobFilter(tenant="one"), size=9)
+    assert [job.job_id for job in ones] == ["j5", "j4", "j2", "j1"]
+    older = await store.page(JobFilter(tenant="one"), size=9, before_sequence=ones[1].sequence)
+    assert [job.job_id for job in older] == ["j2", "j1"]
+    assert [job.job_id for job in await store.page(JobFilter(tenant="other"), size=9)] == ["j3", "j0"]
+    assert await store.page(size=9) == []
+
+
+async def test_what_is_kept_of_a_picture_is_its_tenants(store: JobStore) -> None:
+    for tenant, job_id in (("one", "j1"), ("other", "j2")):
+        await store.add(answered(_of(tenant, job_id), ended_wall=5.0, images=(PICTURE,)))
+    found = await store.with_kept_picture(PICTURE.digest, tenant="one", limit=9)
+    assert [job.job_id for job in found] == ["j1"]
+    assert await store.with_kept_picture(PICTURE.digest, limit=9) == []
+
+
+async def test_a_request_id_is_forgotten_with_the_job_of_its_tenant(store: JobStore) -> None:
+    for tenant, job_id in (("one", "j1"), ("other", "j2")):
+        await store.add(answered(_of(tenant, job_id, request_id="r"), ended_wall=1.0 if tenant == "one" else 9.0))
+    assert await store.forget(ended_before=5.0, max_jobs=9, max_bytes=1 << 30, limit=9) == 1
+    assert await store.of_request("r", tenant="one") is None
+    assert await store.of_request("r", tenant="other") is not None

@@ -1,0 +1,98 @@
+"""The file of tenants: what is kept of a key, who may touch the file, and changes at the same time."""
+
+from __future__ import annotations
+
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bottega.errors import ConfigError
+from bottega.rpc.security.api_keys import matches, new_key, parse_key, shown_key
+from bottega.rpc.security.tenant_file import Tenant, change_tenants, is_tenant_name, read_tenants
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "tenants.json"
+
+
+def _add(file: Path, name: str) -> str:
+    key, parts = new_key()
+    change_tenants(file, lambda tenants: (*tenants, Tenant(name=name).rotated(parts, keep_old=False)))
+    return key
+
+
+def test_a_key_is_recognized_by_what_is_kept_of_it_which_does_not_give_it_back(file: Path) -> None:
+    key = _add(file, "shop")
+    parts = parse_key(key)
+    assert parts is not None
+    ((kept,),) = (tenant.keys for tenant in read_tenants(file))
+    assert kept.key_id == parts.key_id
+    assert matches(parts.secret, kept.hash)
+    assert not matches("0" * 64, kept.hash)
+    assert parts.secret not in file.read_text()
+
+
+def test_two_keys_are_never_the_same() -> None:
+    assert len({new_key()[0] for _ in range(100)}) == 100
+
+
+@pytest.mark.parametrize("text", ["", "btg_", "btg_0_0", "x" * 85, new_key()[0] + "0", new_key()[0].upper()])
+def test_what_is_no_key_has_no_parts(text: str) -> None:
+    assert parse_key(text) is None
+
+
+@pytest.mark.parametrize(("value", "key"), [("Bearer k", "k"), ("bearer  k ", "k"), ("Basic k", ""), ("k", "")])
+def test_a_key_is_shown_under_its_scheme(value: str, key: str) -> None:
+    assert shown_key(value) == key
+
+
+def test_a_rotated_key_replaces_the_others_unless_the_last_is_kept() -> None:
+    first, second, third = (new_key()[1] for _ in range(3))
+    tenant = Tenant(name="shop").rotated(first, keep_old=False).rotated(second, keep_old=True)
+    assert [key.key_id for key in tenant.keys] == [second.key_id, first.key_id]
+    both = tenant.rotated(third, keep_old=True)
+    assert [key.key_id for key in both.keys] == [third.key_id, second.key_id]
+    assert [key.key_id for key in tenant.rotated(third, keep_old=False).keys] == [third.key_id]
+
+
+def test_the_file_is_its_owners_alone_and_is_refused_otherwise(file: Path) -> None:
+    _add(file, "shop")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for mode in (0o640, 0o604, 0o620):
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match=f"chmod 600 {file}"):
+            read_tenants(file)
+
+
+def test_a_file_that_cannot_be_used_says_what_to_do(file: Path) -> None:
+    with pytest.raises(ConfigError, match="bottega tenants add NAME --file"):
+        read_tenants(file)
+    _add(file, "shop")
+    good = file.read_text()
+    for text, why in (
+        ("{", "no file of tenants"),
+        (good.replace('"name"', '"nam"'), "tenants.0.nam"),
+        (good.replace('"shop"', '"Shop"'), "tenants.0.name"),
+        ('{"tenants": [{"name": "a"}, {"name": "a"}]}', "twice"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=why):
+            read_tenants(file)
+
+
+def test_changes_at_the_same_time_lose_nothing(file: Path) -> None:
+    names = [f"tenant-{number}" for number in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: _add(file, name), names))
+    assert sorted(tenant.name for tenant in read_tenants(file)) == sorted(names)
+    assert {left.name for left in file.parent.iterdir()} == {file.name, f".{file.name}.lock"}
+
+
+@pytest.mark.parametrize(
+    ("name", "good"), [("shop", True), ("a-1", True), ("-a", False), ("A", False), ("a" * 64, False)]
+)
+def test_names_are_as_those_of_hosts(name: str, good: bool) -> None:
+    assert is_tenant_name(name) is good
