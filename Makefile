@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # A shell that already sits in another virtual environment must not leak into this one.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test test-gpu gpu-report fuzz chaos faults lint protos clean
+.PHONY: help demo test test-gpu gpu-report fuzz chaos soak faults lint protos clean
 .PRECIOUS: .venv/.ready
 
 help: ## List the commands
@@ -54,6 +54,10 @@ lint: .venv/.ready .venv/.stubs ## Run ruff, mypy, import-linter and buf
 protos: .venv/.ready ## Write the stubs of the contract again, after an edit of a .proto
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python protos/generate.py
 	@touch .venv/.stubs
+
+soak: export TRANSFORMERS_VERBOSITY = error
+soak: .venv/.ready .venv/.stubs ## Run every service under a constant mix, a fault a minute, and see what grows (MINUTES=60)
+	$(BIN)/python -m load.soak $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 # Transformers warns of each image processor for which torchvision, which nothing here uses, is missing.
 bench-%: export TRANSFORMERS_VERBOSITY = error

@@ -38,6 +38,7 @@ from bottega.miniature import WEIGHTS
 from bottega.v1.cache_pb2 import CacheOrder, CacheRecording
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, Fidelity, GenerationSpec
+from load.bench.kept_pictures import KeptPictures, PictureFolder
 from load.bench.local_loras import LocalLoras
 
 GUIDANCE_SCALE = 4.0
@@ -45,6 +46,8 @@ STEPS = 30
 SIDE = 64
 # Jobs that the engine holds: enough for full groups.
 _AT_ONCE = 16
+# Pictures that are kept together: some minutes of drawing.
+_BATCH = 100
 _FLUSH_S = 60.0
 _LORA_TIMEOUT_S = 60.0
 _TORCH = {number: dtype for dtype, number in DTYPES.items()}
@@ -124,10 +127,16 @@ class StoreLatents:
 
 
 class CachedEngine:
-    """Draws asks, many at once. store: what pictures start from; see StoreSettings for the entries that it keeps."""
+    """Draws asks, many at once. store: what pictures start from; see StoreSettings for the entries that it keeps.
 
-    def __init__(self, store: LatentStore, loras: LocalLoras, digests: Mapping[str, str]) -> None:
+    kept: where pictures are kept, and taken from if they were drawn before; None draws all.
+    """
+
+    def __init__(
+        self, store: LatentStore, loras: LocalLoras, digests: Mapping[str, str], kept: PictureFolder | None = None
+    ) -> None:
         self.store = store
+        self._kept = kept
         self._digests = digests
         model = load_model(WEIGHTS, name="miniature", device=torch.device("cpu"), dtype=torch.float32)
         self.model_hash = model.digest
@@ -140,6 +149,26 @@ class CachedEngine:
 
     def draw(self, asks: Sequence[Ask]) -> list[Drawn]:
         """In their order. What is recorded meanwhile is there afterwards."""
+        if self._kept is None:
+            return self.draw_now(asks)
+        drawn: list[Drawn] = []
+        for first in range(0, len(asks), _BATCH):
+            drawn += self._draw_once(self._kept, asks[first : first + _BATCH])
+        return drawn
+
+    def _draw_once(self, kept: PictureFolder, asks: Sequence[Ask]) -> list[Drawn]:
+        said = [repr(ask) for ask in asks]
+        known = kept.take(said)
+        if known is None:
+            drawn = self.draw_now(asks)
+            kept.keep(said, [KeptPictures(pictures=each.pictures, starts=each.starts) for each in drawn])
+            return drawn
+        return [
+            Drawn(ask=ask, pictures=each.pictures, starts=each.starts) for ask, each in zip(asks, known, strict=True)
+        ]
+
+    def draw_now(self, asks: Sequence[Ask]) -> list[Drawn]:
+        """The same, whatever was kept, and not kept."""
         left = list(enumerate(asks))[::-1]
         pictures: dict[object, dict[int, PIL.Image.Image]] = {}
         starts: dict[object, dict[int, CachedStart]] = {}
@@ -184,15 +213,15 @@ class CachedEngine:
 
 
 @contextmanager
-def cached_engine(folder: Path, settings: StoreSettings) -> Iterator[CachedEngine]:
-    """An engine, with the embedded model's own LoRAs, and a store. folder: for canonical LoRAs."""
+def cached_engine(folder: Path, settings: StoreSettings, kept: PictureFolder | None = None) -> Iterator[CachedEngine]:
+    """An engine, with the embedded model's own LoRAs, and a store. folder: for canonical LoRAs. kept: see there."""
     files = {path.name: _canonical(path, folder / f"{path.name}.lora") for path in sorted(_LORAS.iterdir())}
     digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
     store = LatentStore(settings)
     store.start()
     try:
         with LocalLoras({digests[name]: path for name, path in files.items()}) as loras:
-            yield CachedEngine(store, loras, digests)
+            yield CachedEngine(store, loras, digests, kept)
     finally:
         store.close()
 

@@ -116,8 +116,8 @@ def scene_of(prompt: str) -> Scene:
 
 
 def _make_known(engine: CachedEngine) -> None:
-    """A key is recorded from its second question on."""
-    engine.draw([Ask(prompt="a big red star on the left on a blue background", seed=0, recorded=True)])
+    """A key is recorded from its second question on, of a store that was started again, too."""
+    engine.draw_now([Ask(prompt="a big red star on the left on a blue background", seed=0, recorded=True)])
 
 
 def _draw_wave(engine: CachedEngine, pairs: Sequence[PromptPair], first: int) -> list[Drawn]:

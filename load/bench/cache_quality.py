@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from bottega.v1.cache_pb2 import CacheProfile
 from load.bench.cache_diversity import Diversity, measure_diversity
 from load.bench.cache_engine import STEPS, CachedEngine, cached_engine
 from load.bench.cache_pairs import CachedSet, LoraSet, accuracy, accuracy_of, draw_loras, draw_pairs
+from load.bench.kept_pictures import PictureFolder
 from load.bench.report import report
 from load.bench.scratch import scratch
 from load.miniature.quality import frechet_distance, load_miniature
@@ -84,15 +86,20 @@ def main() -> None:
     profile = json_format.Parse(options.profile.read_text(encoding="utf-8"), CacheProfile())
     torch.set_num_threads(options.threads)
     transformers.logging.disable_progress_bar()
-    with scratch() as folder:
+    with ExitStack() as stack:
+        folder, kept = options.folder, None
+        if folder is None:
+            folder = stack.enter_context(scratch())
+        else:
+            kept = PictureFolder(folder / "pictures")
         settings = StoreSettings(
             folder=folder / "store", budget_bytes=1 << 30, exploration=0.0, predictor=False, plain_for_loras=True
         )
-        with cached_engine(folder, settings) as engine:
-            if profile.model_hash != engine.model_hash:
-                raise SystemExit(f"{options.profile} is of another model: bottega cache profile measures this one")
-            engine.store.set_profile(profile)
-            measured = measure(engine, load_miniature(WEIGHTS), options)
+        engine = stack.enter_context(cached_engine(folder, settings, kept))
+        if profile.model_hash != engine.model_hash:
+            raise SystemExit(f"{options.profile} is of another model: bottega cache profile measures this one")
+        engine.store.set_profile(profile)
+        measured = measure(engine, load_miniature(WEIGHTS), options)
     _report(measured)
 
 
@@ -170,6 +177,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lora-pairs", type=int, default=LORA_PAIRS, help="of them with each LoRA (default: 100)")
     parser.add_argument("--diverse", type=int, default=DIVERSE, help="prompts that are drawn 8 times (default: 20)")
     parser.add_argument("--profile", type=Path, default=PROFILE, help="(default: the embedded model's own)")
+    parser.add_argument("--folder", type=Path, help="keeps what was drawn, and goes on from it (default: none is kept)")
     parser.add_argument("--threads", type=int, default=THREADS, help="of torch (default: 2)")
     return parser.parse_args()
 

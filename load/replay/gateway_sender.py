@@ -18,8 +18,8 @@ class GatewaySender:
     """client: of the gateway. deadline_s: that requests tell it, after which nobody wants their pictures.
 
     model: absent is the only one. fidelity: of all requests. options: of all of them, beside what is
-    planned. seen: is given every picture that comes. A plan gives each of them a seed, with which they would be exact,
-    as no cache and no recording may make them.
+    planned. seen: is given every picture that comes. request_id: of a request; empty is none. A plan gives each of them
+    a seed, with which they would be exact, as no cache and no recording may make them.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class GatewaySender:
         fidelity: FidelityName = "balanced",
         options: GenerationOptions | None = None,
         seen: Callable[[PlannedRequest, Picture], None] = lambda *_: None,
+        request_id: Callable[[PlannedRequest], str] = lambda _: "",
     ) -> None:
         self._client = client
         self._pictures = pictures
@@ -40,6 +41,7 @@ class GatewaySender:
         self._fidelity: FidelityName = fidelity
         self._common: GenerationOptions = options or {}
         self._seen = seen
+        self._request_id = request_id
 
     async def send(self, request: PlannedRequest) -> Result:
         """Waits for the picture. What the suite refuses, or fails to do, is a result; nothing else is caught."""
@@ -48,6 +50,7 @@ class GatewaySender:
                 request.prompt,
                 timeout_s=self._deadline_s,
                 deadline_s=self._deadline_s,
+                request_id=self._request_id(request) or None,
                 **self._options(request),
             )
         except BottegaError as error:

@@ -79,7 +79,10 @@ def _bursts(shape: BurstShape, length_s: float, chance: random.Random) -> list[t
             f"arrivals.bursts: one of {shape.length_s:g} s every {shape.every_s:g} s is no burst: length_s must be less"
         )
     if length_s < shape.length_s:
-        raise ConfigError(f"arrivals.bursts: a run of {length_s:g} s is shorter than one burst of {shape.length_s:g} s")
+        raise ConfigError(
+            f"arrivals.bursts: a run of {length_s:g} s is shorter than one burst of {shape.length_s:g} s: "
+            "make it longer, or say --no-bursts"
+        )
     found = []
     begin_s = 0.0
     while begin_s < length_s:

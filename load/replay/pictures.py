@@ -19,6 +19,9 @@ from load.replay.requests import PlannedRequest
 
 # Control images differ by user, and some are used often; how often, no paper says.
 _CONTROL_IMAGES = 16
+# Pixels a side of a latent element, or more, with the models that are known: a smaller mask may redraw none of them,
+# and is refused.
+_LEAST_MASK = 8
 # Pixels a side that scenes are drawn at; more would be drawn for seconds, and shows nothing more.
 _MOST_DRAWN = 256
 
@@ -54,14 +57,14 @@ class Pictures:
         return self._controls[number]
 
     def mask(self, request: PlannedRequest) -> Box:
-        """Somewhere in the template, of its shape, with the share of its pixels that the request redraws.
+        """Somewhere in the template, of its shape, with the share of its pixels that the request redraws, or 8 by 8.
 
         Raises ValueError for a request that is no edit.
         """
         if request.mask_ratio is None:
             raise ValueError("a draw has no mask")
         side = math.sqrt(request.mask_ratio)
-        width, height = max(1, round(side * self._width)), max(1, round(side * self._height))
+        width, height = (max(_LEAST_MASK, round(side * whole)) for whole in (self._width, self._height))
         chance = random.Random(f"mask {request.seed}")
         x, y = chance.randint(0, self._width - width), chance.randint(0, self._height - height)
         return Box(x, y, width, height)

@@ -81,7 +81,10 @@ def test_the_curve_of_a_day_says_how_many_come_by_its_parts() -> None:
     [
         (ArrivalShape(curve=(0.0, 0.0)), "all parts are 0"),
         (ArrivalShape(bursts=BurstShape(length_s=60.0, every_s=60.0)), "length_s must be less"),
-        (ArrivalShape(bursts=BurstShape(length_s=301.0, every_s=400.0)), "a run of 300 s is shorter than one burst"),
+        (
+            ArrivalShape(bursts=BurstShape(length_s=301.0, every_s=400.0)),
+            "shorter than one burst of 301 s: make it longer, or say --no-bursts",
+        ),
         (ArrivalShape(trace=Path("none.csv"), burstiness=4.0), "a trace has its own bursts"),
         (ArrivalShape(trace=Path("none.csv")), r"none.csv cannot be read: No such file"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import PIL.Image
 import pytest
@@ -31,6 +32,8 @@ def test_masks_lie_in_the_template_and_have_their_share_of_it() -> None:
     assert len({(box.x, box.y) for box in map(pictures.mask, EDITS)}) > len(EDITS) / 2
     with pytest.raises(ValueError, match="a draw has no mask"):
         pictures.mask(DRAWS[0])
+    least = pictures.mask(replace(EDITS[0], mask_ratio=1e-6))
+    assert (least.width, least.height) == (8, 8)
 
 
 def test_templates_differ_and_are_the_same_each_time() -> None:

@@ -1,0 +1,200 @@
+"""Soaks a suite: `python -m load.soak --minutes 60`, as `make soak MINUTES=60`.
+
+The last line is JSON; lost and double must be 0, and each growth at most .01. With 1 it ends where something is not so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bottega.client import AsyncClient, RetryPolicy
+from load.bench.report import report
+from load.replay.arrivals import ArrivalShape
+from load.replay.driver import replay
+from load.replay.gateway_sender import GatewaySender
+from load.replay.mix import AdapterShape, DrawShape, EditShape, Mix
+from load.replay.pictures import Pictures
+from load.replay.plan import plan
+from load.replay.prompt_stream import StreamShape
+from load.replay.requests import PlannedRequest
+from load.replay.results import Outcome, Replay
+from load.soak.faults import EVERY_S, Fault, Faults
+from load.soak.levels import MEASURED, WANTED_GROWTH, Sample, as_row, growth, levels, take_sample
+from load.soak.plot import draw_samples
+from load.soak.suite import CONTROLNETS, LORAS, SoakSuite
+
+# A day's shapes, at a size that the budgets are made for.
+SIZE = 64
+RATE_PER_S = 1.0
+_SAMPLE_S = 2.0
+# Of a request: a service that was killed is back long before.
+_DEADLINE_S = 120.0
+# For whoever asks while the gateway is away.
+_RETRY = RetryPolicy(patience_s=90.0, reach_s=90.0)
+_MIB = 1 << 20
+_UNITS: Mapping[str, tuple[float, str]] = {
+    "memory_bytes": (_MIB, "MiB"),
+    "descriptors": (1, ""),
+    "shared_bytes": (_MIB, "MiB"),
+    "disk_bytes": (_MIB, "MiB"),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Soaked:
+    """What came of it. completed: by request, how often a gateway has logged it so."""
+
+    samples: list[Sample] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    replayed: Replay[PlannedRequest]
+    completed: Counter[str]
+
+    @property
+    def lost(self) -> int:
+        """Requests that were taken in, and of which no picture came."""
+        outcomes = self.replayed.outcomes
+        return outcomes[Outcome.FAILED] + outcomes[Outcome.LATE]
+
+    @property
+    def double(self) -> int:
+        """Completions beyond the first of a request."""
+        return sum(times - 1 for times in self.completed.values())
+
+
+def mix_of(minutes: float) -> Mix:
+    """Constant in the mean: half edits, ControlNets and LoRAs on half of the rest."""
+    return Mix(
+        minutes=minutes,
+        rate_per_s=RATE_PER_S,
+        arrivals=ArrivalShape(),
+        prompts=StreamShape(topics=40, users=6),
+        draws=DrawShape(steps={10: 1.0, 15: 1.0}),
+        edits=EditShape(share=0.5, steps={10: 1.0}, templates=40),
+        controlnets=AdapterShape(service="B", names=CONTROLNETS, of_draws=0.5, of_edits=0.2),
+        loras=AdapterShape(service="B", names=LORAS, of_draws=0.5, of_edits=0.2),
+    )
+
+
+def main() -> int:
+    """Returns the exit status."""
+    options = _options()
+    requests = plan(mix_of(options.minutes), options.seed)
+    with tempfile.TemporaryDirectory(prefix="bottega-soak-") as folder, SoakSuite(Path(folder)) as suite:
+        print(f"{len(requests)} requests in {options.minutes:g} minutes, a fault every {options.every:g} s", flush=True)
+        soaked = asyncio.run(_soak(suite, requests, options))
+    options.output.mkdir(parents=True, exist_ok=True)
+    _write(soaked.samples, options.output / "samples.csv")
+    draw_samples(soaked.samples, options.output / "samples.png")
+    return _report(soaked, 60.0 * options.minutes)
+
+
+async def _soak(suite: SoakSuite, requests: Sequence[PlannedRequest], options: argparse.Namespace) -> Soaked:
+    pictures = Pictures(width=SIZE, height=SIZE)
+    pictures.prepare(requests)
+    began_s = time.monotonic()
+
+    def since_s() -> float:
+        return time.monotonic() - began_s
+
+    def told(fault: Fault) -> None:
+        print(f"{since_s():6.0f} s: {fault}", flush=True)
+
+    samples: list[Sample] = []
+    names = _Names()
+    async with AsyncClient(suite.address, fleet_address=suite.fleet_address, retry=_RETRY) as client:
+        sender = GatewaySender(
+            client, pictures, deadline_s=_DEADLINE_S, options={"masked_blocks": True}, request_id=names.of
+        )
+        sampling = asyncio.create_task(_sample(suite, samples, since_s))
+        try:
+            with Faults(suite, seed=options.seed, told=told, every_s=options.every) as faults:
+                replayed = await replay(requests, sender.send, deadline_s=_DEADLINE_S)
+        finally:
+            sampling.cancel()
+    if faults.failed is not None:
+        raise faults.failed
+    # What attached to a job that had ended already is no second completion of it.
+    completed = Counter(name for name in suite.completed() if name)
+    return Soaked(samples=samples, faults=faults.done, replayed=replayed, completed=completed)
+
+
+class _Names:
+    """Each request has one of its own: an identical one is another order."""
+
+    def __init__(self) -> None:
+        self._given = 0
+
+    def of(self, request: PlannedRequest) -> str:
+        """The next one."""
+        self._given += 1
+        return f"soak-{self._given}-{request.seed}"
+
+
+async def _sample(suite: SoakSuite, samples: list[Sample], since_s: Callable[[], float]) -> None:
+    while True:
+        samples.append(await asyncio.to_thread(take_sample, since_s(), suite.processes(), suite.state))
+        await asyncio.sleep(_SAMPLE_S)
+
+
+def _write(samples: Sequence[Sample], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ("at_s", *MEASURED))
+        writer.writeheader()
+        writer.writerows(map(as_row, samples))
+
+
+def _report(soaked: Soaked, length_s: float) -> int:
+    found = levels(soaked.samples, length_s)
+    rows: list[tuple[str, str, str]] = []
+    values: dict[str, float] = {"minutes": length_s / 60.0, "requests": len(soaked.replayed.answers)}
+    for name, level in found.items():
+        unit, said = _UNITS[name]
+        grown = growth(level)
+        before, after = (f"{value / unit:,.1f}" for value in level)
+        rows.append((f"{name.removesuffix('_bytes')}: full, at the end", f"{before}, {after} {said}".rstrip(), ""))
+        wanted = f"at most {WANTED_GROWTH:+.0%}"
+        rows.append((f"  grown (growth_{name.removesuffix('_bytes')})", f"{grown:+.2%}", wanted))
+        values[f"growth_{name.removesuffix('_bytes')}"] = round(grown, 4)
+    for fault, times in sorted(soaked.faults.items()):
+        rows.append((f"{fault} a service", str(times), ""))
+    outcomes = soaked.replayed.outcomes
+    rows.append(("answered", f"{outcomes[Outcome.ANSWERED]} of {len(soaked.replayed.answers)}", ""))
+    for (outcome, reason), times in sorted(soaked.replayed.reasons.items()):
+        rows.append((f"  {outcome}: {reason}", str(times), ""))
+    rows.append(("p50, p99", f"{soaked.replayed.latency_s(50):.2f}, {soaked.replayed.latency_s(99):.2f} s", ""))
+    for name, value in (("lost", soaked.lost), ("double", soaked.double)):
+        rows.append((name, str(value), "0"))
+        values[name] = value
+    values["faults"] = sum(soaked.faults.values())
+    report("soak", rows, values)
+    well = not (soaked.lost or soaked.double) and all(growth(level) <= WANTED_GROWTH for level in found.values())
+    return 0 if well else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0, help="how long (default: 60)")
+    parser.add_argument("--every", type=float, default=EVERY_S, help="seconds from fault to fault (default: 60)")
+    parser.add_argument("--seed", type=int, default=0, help="of requests and faults (default: 0)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("out/soak"), help="folder of the samples (default: out/soak)"
+    )
+    options = parser.parse_args()
+    if not 1.0 <= options.minutes <= 24 * 60:
+        parser.error("--minutes: 1 to 1440")
+    if options.every < 1.0:
+        parser.error("--every: at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

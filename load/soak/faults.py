@@ -1,0 +1,117 @@
+"""What goes wrong in a soak: one fault after the other, of any kind, in any service; the same for the same seed."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+EVERY_S = 60.0
+# Beyond a lease, or well within it.
+_FROZEN_S = (0.5, 4.0)
+# After a crash, before systemd starts it again.
+_AWAY_S = 2.0
+
+
+class Breakable(Protocol):
+    """A suite whose services may fail; see SoakSuite."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def start(self, name: str) -> None: ...
+
+    def kill(self, name: str) -> None: ...
+
+    def stop(self, name: str) -> None: ...
+
+    def freeze(self, name: str, seconds: float) -> None: ...
+
+    def kill_engine(self, name: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """kind: of KINDS. service: its name. seconds: for which it is frozen, or away."""
+
+    kind: str
+    service: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.service}"
+
+
+def _kill(suite: Breakable, fault: Fault, wait: Callable[[float], object]) -> None:
+    suite.kill(fault.service)
+    wait(fault.seconds)
+    suite.start(fault.service)
+
+
+def _restart(suite: Breakable, fault: Fault, wait: Callable[[float], object]) -> None:
+    suite.stop(fault.service)
+    suite.start(fault.service)
+
+
+def _freeze(suite: Breakable, fault: Fault, wait: Callable[[float], object]) -> None:
+    suite.freeze(fault.service, fault.seconds)
+
+
+def _kill_engine(suite: Breakable, fault: Fault, wait: Callable[[float], object]) -> None:
+    suite.kill_engine(fault.service)
+
+
+KINDS: Mapping[str, Callable[[Breakable, Fault, Callable[[float], object]], None]] = {
+    "kill": _kill,
+    "restart": _restart,
+    "freeze": _freeze,
+    "kill the engine of": _kill_engine,
+}
+
+
+def planned(names: Sequence[str], seed: int) -> Iterator[Fault]:
+    """Faults, for ever."""
+    chance = random.Random(f"{seed} faults")
+    while True:
+        kind, service = chance.choice(sorted(KINDS)), chance.choice(names)
+        seconds = chance.choice(_FROZEN_S) if kind == "freeze" else _AWAY_S
+        yield Fault(kind=kind, service=service, seconds=seconds)
+
+
+class Faults:
+    """Plays one fault every so often, in a thread of its own, until it is told to end. Use it in a `with` block.
+
+    told: is called with each that begins. done: how many of each kind there were. failed: why no more could be played;
+    a service that does not come back is a finding.
+    """
+
+    def __init__(self, suite: Breakable, *, seed: int, told: Callable[[Fault], None], every_s: float = EVERY_S) -> None:
+        self.done: Counter[str] = Counter()
+        self.failed: Exception | None = None
+        self._suite = suite
+        self._planned = planned(suite.names, seed)
+        self._told = told
+        self._every_s = every_s
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="faults")
+
+    def __enter__(self) -> Faults:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._ending.wait(self._every_s):
+                fault = next(self._planned)
+                self._told(fault)
+                KINDS[fault.kind](self._suite, fault, self._ending.wait)
+                self.done[fault.kind] += 1
+        except Exception as error:  # noqa: BLE001 - what went wrong is the run's result
+            self.failed = error

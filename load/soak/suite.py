@@ -1,0 +1,183 @@
+"""The suite of a soak: every service there is, with budgets that fill soon, and each may fail and come back."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from bottega import kinds
+from bottega.client import Client
+from bottega.miniature import WEIGHTS
+from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
+from tests.support.services import FREE_PORTS, Service, Services, free_ports, worker_config
+from tests.support.waiting import wait_until
+
+CONTROLNETS, LORAS = ("edges", "layout"), ("striped", "dusk", "checked")
+WORKERS = ("worker-a", "worker-b")
+JOIN_S = 120.0
+_MIB = 1 << 20
+# Of what is asked of the gateway while services come and go.
+_CALL_S = 30.0
+# What the embedded model's requests fill in minutes: some hundred pictures, latents and recordings.
+_GATEWAY = {
+    "results_bytes": _MIB,
+    "max_result_bytes": _MIB,
+    "max_jobs": 100,
+    "jobs_bytes": _MIB,
+    "traces_bytes": _MIB,
+    "identical_results": False,
+}
+_ENGINE = {
+    "model": "miniature",
+    "threads": 1,
+    "max_rows": 8,
+    "lora_budget_bytes": 4 * _MIB,
+    "activations_mib": 32,
+    "cache_recording_bytes": 4 * _MIB,
+}
+_STORES: Mapping[str, Mapping[str, object]] = {
+    kinds.LORAS: {"loras": {name: {"path": f"miniature/{name}"} for name in LORAS}, "min_free_bytes": 0},
+    kinds.CACHE: {"budget_bytes": _MIB // 2, "min_free_bytes": 0},
+    kinds.ACTIVATIONS: {"budget_bytes": 32 * _MIB, "disk_bytes": 64 * _MIB, "min_free_bytes": 0},
+}
+_CONTROLNET = "controlnets"
+# Whatever was recorded under a picture's key is similar enough for a third of the steps.
+_FRACTION = 0.3
+
+
+class SoakSuite:
+    """Use it in a `with` block. Its services may be stopped, killed, frozen and started by several threads.
+
+    folder: of configurations, logs and state; it must be empty.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._services = Services(folder / "services")
+        self._folder = folder
+        port, fleet_port = free_ports(2)
+        self.address, self.fleet_address = f"127.0.0.1:{port}", f"127.0.0.1:{fleet_port}"
+        self._running: dict[str, Service] = {}
+        self._lives: dict[str, list[Service]] = {}
+        self._changing = threading.Lock()
+
+    @property
+    def state(self) -> Path:
+        """Of all services; their logs are elsewhere, as a journal has them."""
+        return self._folder / "state"
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of all services."""
+        return ("gateway", *_STORES, _CONTROLNET, *WORKERS)
+
+    def __enter__(self) -> SoakSuite:
+        (self._folder / "services").mkdir()
+        try:
+            for name in self.names:
+                self.start(name)
+            self._set_profile()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stop()
+
+    def start(self, name: str) -> None:
+        """Starts a service, with the state that it had; returns when the gateway has it.
+
+        Raises AssertionError where it does not come within JOIN_S.
+        """
+        kind, configuration = self._configuration(name)
+        with self._changing:
+            service = self._services.start(kind, configuration, name=f"{name}-{len(self._lives.get(name, ()))}")
+            self._running[name] = service
+            self._lives.setdefault(name, []).append(service)
+        if name != "gateway":
+            wait_until(lambda: name in self._joined(), f"{name} to join", within_s=JOIN_S)
+
+    def kill(self, name: str) -> None:
+        """As a crash would."""
+        self._running[name].kill()
+
+    def stop(self, name: str) -> None:
+        """As systemd does. Raises AssertionError where it does not end by itself."""
+        self._running[name].stop()
+
+    def freeze(self, name: str, seconds: float) -> None:
+        """As a machine that swaps."""
+        process = self._running[name].process
+        process.send_signal(signal.SIGSTOP)
+        try:
+            time.sleep(seconds)
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+    def kill_engine(self, name: str) -> bool:
+        """Ends the engine process of a worker or ControlNet server, whose front starts another; whether it had one."""
+        try:
+            front = psutil.Process(self._running[name].process.pid)
+            engines = [child for child in front.children() if any(".engine" in part for part in child.cmdline())]
+        except psutil.Error:
+            return False
+        for engine in engines:
+            engine.kill()
+        return bool(engines)
+
+    def processes(self) -> Mapping[str, Sequence[psutil.Process]]:
+        """Of each service that runs, its own and those that it has started."""
+        found = {}
+        for name, service in list(self._running.items()):
+            try:
+                own = psutil.Process(service.process.pid)
+                found[name] = [own, *own.children(recursive=True)]
+            except psutil.Error:
+                continue
+        return found
+
+    def completed(self) -> Iterator[str]:
+        """The request_id of each job that a gateway has logged as completed, as often as it has."""
+        for gateway in self._lives["gateway"]:
+            for line in gateway.events():
+                if line.get("event") == "job completed":
+                    yield str(line.get("request_id", ""))
+
+    def _configuration(self, name: str) -> tuple[str, Mapping[str, object]]:
+        """Kind and configuration of a service."""
+        joined: dict[str, object] = {"name": name, "gateway": self.fleet_address, "server": FREE_PORTS}
+        if name == "gateway":
+            server = {"listen": self.address, "metrics_listen": "127.0.0.1:0"}
+            where = {"server": server, "fleet": {"listen": self.fleet_address}, "state": str(self.state / name)}
+            return name, {**_GATEWAY, **where}
+        if name in _STORES:
+            return name, {**joined, "folder": str(self.state / name), **_STORES[name]}
+        if name == _CONTROLNET:
+            nets = {net: str(WEIGHTS / "controlnets" / net) for net in CONTROLNETS}
+            catalogue = str(self.state / f"{name}.db")
+            return kinds.CONTROLNET, {**joined, "engine": {"threads": 1}, "controlnets": nets, "catalogue": catalogue}
+        return kinds.WORKER, worker_config(self.fleet_address, name=name, engine=_ENGINE)
+
+    def _joined(self) -> set[str]:
+        with Client(self.address, fleet_address=self.fleet_address, timeout_s=_CALL_S) as client:
+            return {member.registration.name for member in client.fleet().members}
+
+    def _set_profile(self) -> None:
+        """Has pictures start from cached latents."""
+        enough = [CacheLengthClass(thresholds=[CacheThreshold(fraction=_FRACTION, similarity=-1.0)])]
+        with Client(self.address, fleet_address=self.fleet_address, timeout_s=_CALL_S) as client:
+            wait_until(lambda: bool(client.models()), "a model", within_s=JOIN_S)
+            (model,) = client.models()
+            client.set_cache_profile(CacheProfile(model_hash=model.model_hash, balanced=enough, fast=enough))
+
+    def _stop(self) -> None:
+        for service in self._running.values():
+            if service.process.poll() is None:
+                service.process.send_signal(signal.SIGCONT)  # a frozen one cannot end
+        self._services.stop()
