@@ -19,6 +19,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor
 
 from bottega.diffusion.editing.masked.packing import Packing
+from bottega.diffusion.editing.masked.residual import computes_in_place, residual
 from bottega.diffusion.editing.masked.rows import MaskedActivations
 
 
@@ -81,7 +82,10 @@ class FeatureMaps(Protocol):
         hidden: Tensor,
         forward: MaskedActivations,
     ) -> Tensor:
-        """Output projection of the last block's output, added to `hidden`, the feature map that tokens_in was given."""
+        """Output projection of the last block's output, added to `hidden`, the feature map that tokens_in was given.
+
+        That may be changed.
+        """
         ...
 
     def conv_out(self, unet: UNet2DConditionModel, hidden: Tensor, forward: MaskedActivations) -> Tensor:
@@ -97,6 +101,8 @@ class FullMaps:
 
     def resnet(self, resnet: ResnetBlock2D, path: str, parts: Sequence[Tensor], forward: MaskedActivations) -> Tensor:
         hidden = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+        if computes_in_place(resnet, hidden):
+            return residual(resnet, hidden, forward.embedding)
         return _output(resnet(hidden, forward.embedding))
 
     def downsample(self, downsampler: Downsample2D, path: str, hidden: Tensor, forward: MaskedActivations) -> Tensor:
@@ -128,7 +134,8 @@ class FullMaps:
         whole = packed.packing.merge(project_out(transformer, packed, forward), packed.recorded)
         forward.put(f"{path}.proj_out", whole)
         rows, channels, height, width = hidden.shape
-        return hidden + whole.view(rows, height, width, channels).permute(0, 3, 1, 2)
+        # In place: it is what a residual block has just made, and nobody else has it.
+        return hidden.add_(whole.view(rows, height, width, channels).permute(0, 3, 1, 2))
 
     def conv_out(self, unet: UNet2DConditionModel, hidden: Tensor, forward: MaskedActivations) -> Tensor:
         if unet.conv_norm_out:

@@ -19,7 +19,8 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
-from bottega.diffusion.editing.sparse.maps import convolves_plainly, is_plain, upsamples_plainly
+from bottega.diffusion.editing.masked.residual import is_plain
+from bottega.diffusion.editing.sparse.maps import convolves_plainly, upsamples_plainly
 
 _Size = tuple[int, int]
 _FLOAT16_BYTES = 2

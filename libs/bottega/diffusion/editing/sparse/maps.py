@@ -21,6 +21,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 from bottega.diffusion.editing.masked.feature_maps import FullMaps, TokensIn
+from bottega.diffusion.editing.masked.residual import is_plain
 from bottega.diffusion.editing.masked.rows import MaskedActivations
 from bottega.diffusion.editing.masked.tokens import MaskTokens
 from bottega.diffusion.editing.sparse.layer import Layer
@@ -171,11 +172,6 @@ def _covered(mask: bytes, size: tuple[int, int]) -> tuple[Rectangle, ...]:
 
 def _each(activation: nn.Module, maps: Sequence[Tensor]) -> list[Tensor]:
     return [activation(each) for each in maps]
-
-
-def is_plain(resnet: ResnetBlock2D) -> bool:
-    """A residual block as this file computes it: one that adds the time's embedding, and does not change the size."""
-    return resnet.time_embedding_norm == "default" and not (resnet.upsample or resnet.downsample)
 
 
 def convolves_plainly(downsampler: Downsample2D) -> bool:
