@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import csv
+import shutil
 import sys
 import tempfile
 import time
@@ -91,7 +92,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bottega-soak-") as folder, SoakSuite(Path(folder)) as suite:
         print(f"{len(requests)} requests in {options.minutes:g} minutes, a fault every {options.every:g} s", flush=True)
         soaked = asyncio.run(_soak(suite, requests, options))
-    options.output.mkdir(parents=True, exist_ok=True)
+        options.output.mkdir(parents=True, exist_ok=True)
+        if soaked.lost or soaked.double:  # else nobody looks for it
+            shutil.copytree(suite.logs, options.output / "logs", dirs_exist_ok=True)
     _write(soaked.samples, options.output / "samples.csv")
     draw_samples(soaked.samples, options.output / "samples.png")
     return _report(soaked, 60.0 * options.minutes)

@@ -14,6 +14,7 @@ EVERY_S = 60.0
 _FROZEN_S = (0.5, 4.0)
 # After a crash, before systemd starts it again.
 _AWAY_S = 2.0
+KILL_ENGINE = "kill the engine of"
 
 
 class Breakable(Protocol):
@@ -21,6 +22,9 @@ class Breakable(Protocol):
 
     @property
     def names(self) -> Sequence[str]: ...
+
+    @property
+    def engines(self) -> Sequence[str]: ...
 
     def start(self, name: str) -> None: ...
 
@@ -68,15 +72,16 @@ KINDS: Mapping[str, Callable[[Breakable, Fault, Callable[[float], object]], None
     "kill": _kill,
     "restart": _restart,
     "freeze": _freeze,
-    "kill the engine of": _kill_engine,
+    KILL_ENGINE: _kill_engine,
 }
 
 
-def planned(names: Sequence[str], seed: int) -> Iterator[Fault]:
+def planned(suite: Breakable, seed: int) -> Iterator[Fault]:
     """Faults, for ever."""
     chance = random.Random(f"{seed} faults")
     while True:
-        kind, service = chance.choice(sorted(KINDS)), chance.choice(names)
+        kind = chance.choice(sorted(KINDS))
+        service = chance.choice(suite.engines if kind == KILL_ENGINE else suite.names)
         seconds = chance.choice(_FROZEN_S) if kind == "freeze" else _AWAY_S
         yield Fault(kind=kind, service=service, seconds=seconds)
 
@@ -92,7 +97,7 @@ class Faults:
         self.done: Counter[str] = Counter()
         self.failed: Exception | None = None
         self._suite = suite
-        self._planned = planned(suite.names, seed)
+        self._planned = planned(suite, seed)
         self._told = told
         self._every_s = every_s
         self._ending = threading.Event()

@@ -58,8 +58,8 @@ class SoakSuite:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._services = Services(folder / "services")
         self._folder = folder
+        self._services = Services(self.logs)
         port, fleet_port = free_ports(2)
         self.address, self.fleet_address = f"127.0.0.1:{port}", f"127.0.0.1:{fleet_port}"
         self._running: dict[str, Service] = {}
@@ -72,12 +72,22 @@ class SoakSuite:
         return self._folder / "state"
 
     @property
+    def logs(self) -> Path:
+        """Of all services, one file for each of their lives."""
+        return self._folder / "services"
+
+    @property
+    def engines(self) -> Sequence[str]:
+        """Services that have an engine process."""
+        return (_CONTROLNET, *WORKERS)
+
+    @property
     def names(self) -> Sequence[str]:
         """Of all services."""
         return ("gateway", *_STORES, _CONTROLNET, *WORKERS)
 
     def __enter__(self) -> SoakSuite:
-        (self._folder / "services").mkdir()
+        self.logs.mkdir()
         try:
             for name in self.names:
                 self.start(name)

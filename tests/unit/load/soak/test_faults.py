@@ -7,9 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
 
-from load.soak.faults import KINDS, Fault, Faults, planned
+from load.soak.faults import KILL_ENGINE, KINDS, Fault, Faults, planned
 
 NAMES = ("gateway", "cache", "worker-a")
+ENGINES = ("worker-a",)
 
 
 @dataclass
@@ -17,6 +18,7 @@ class Suite:
     """Notes what happens to it. enough: is set after so many calls. broken: a service that does not come back."""
 
     names: tuple[str, ...] = NAMES
+    engines: tuple[str, ...] = ENGINES
     calls: list[tuple[str, str]] = field(default_factory=list)
     enough: threading.Event = field(default_factory=threading.Event)
     broken: str = ""
@@ -47,11 +49,11 @@ class Suite:
 
 
 def test_a_seed_has_its_faults_and_every_service_and_kind_comes() -> None:
-    first = list(islice(planned(NAMES, 3), 200))
-    assert first == list(islice(planned(NAMES, 3), 200))
-    assert first != list(islice(planned(NAMES, 4), 200))
+    first = list(islice(planned(Suite(), 3), 200))
+    assert first == list(islice(planned(Suite(), 3), 200))
+    assert first != list(islice(planned(Suite(), 4), 200))
     met = Counter((fault.kind, fault.service) for fault in first)
-    assert met.keys() == {(kind, name) for kind in KINDS for name in NAMES}
+    assert met.keys() == {(kind, name) for kind in KINDS for name in (ENGINES if kind == KILL_ENGINE else NAMES)}
 
 
 def test_each_is_told_played_and_counted_and_who_was_ended_is_started_again() -> None:
@@ -64,7 +66,7 @@ def test_each_is_told_played_and_counted_and_who_was_ended_is_started_again() ->
     assert sum(faults.done.values()) == len(told)
     ended = [name for what, name in suite.calls if what in ("kill", "stop")]
     assert [name for what, name in suite.calls if what == "start"] == ended
-    assert told == list(islice(planned(NAMES, 0), len(told)))
+    assert told == list(islice(planned(Suite(), 0), len(told)))
 
 
 def test_a_service_that_does_not_come_back_ends_the_faults_and_is_said() -> None:
