@@ -13,6 +13,7 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import Job
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
+from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 from tests.fakes.gateway_rules import Shop
 from tests.samples.jobs import sample_job
 
@@ -88,6 +89,17 @@ async def test_a_job_goes_where_what_it_needs_costs_least(shop: Shop, easels: Ea
         shop.worker(name)
     easels.costs = WorkerCosts(load_s={"w1": 5.0, "w3": 2.0}, eligible=frozenset({"w1", "w3"}))
     assert shop.submit().worker == "w3"
+
+
+async def test_a_job_goes_where_all_its_add_ons_let_it(shop: Shop, easels: Easels) -> None:
+    """Two ControlNets that no server hosts any more, as while theirs is started again, and another add-on's limit."""
+    for name in ("w1", "w2"):
+        shop.worker(name)
+    easels.costs = WorkerCosts(eligible=frozenset({"w2"}))
+    for names in (("edges",), ("edges", "layout"), ("edges", "layout", "pose")):
+        job = shop.take(sample_job(shop.time, controlnets=names))
+        assert job.state == JOB_STATE_QUEUED, "its ControlNets are nowhere"
+    assert shop.submit().worker == "w2"
 
 
 async def test_an_attempt_carries_its_fields_from_its_begin_to_its_end(shop: Shop, easels: Easels) -> None:

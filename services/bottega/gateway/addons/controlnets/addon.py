@@ -111,7 +111,7 @@ class ControlNetAddOn(AddOn):
             if any(True for _ in self._servers(job, name)):
                 continue
             seconds = {worker.name: _load_s(net) for worker, net in self._workers(job, name)}
-            eligible = frozenset(seconds) if costs.eligible is None else costs.eligible & seconds.keys()
+            eligible = frozenset(seconds) if costs.eligible is None else costs.eligible.intersection(seconds)
             load_s = {worker: costs.load_s.get(worker, 0.0) + seconds[worker] for worker in eligible}
             costs = WorkerCosts(load_s=load_s, eligible=eligible)
         return costs
