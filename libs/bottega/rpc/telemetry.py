@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from grpc_reflection.v1alpha import reflection
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """The variables that turn it on."""
 
-# They last for days, or say nothing.
+# They last for days.
 _UNTRACED_METHODS = ("Join", "WatchCheckpoints")
-_UNTRACED_SERVICES = (reflection.SERVICE_NAME,)
 # For what has not been sent when a service ends: a collector that is away holds up no drain.
 _FLUSH_MS = 2000
 
@@ -100,8 +98,9 @@ def _provider(service: str) -> Any:
 
 
 def _filter() -> Any:
+    from grpc_reflection.v1alpha import reflection
     from opentelemetry.instrumentation.grpc import filters
 
     methods: list[Any] = [filters.method_name(name) for name in _UNTRACED_METHODS]
-    services: list[Any] = [filters.service_name(name) for name in _UNTRACED_SERVICES]
-    return filters.negate(filters.any_of(filters.health_check(), *methods, *services))
+    reflects: Any = filters.service_name(reflection.SERVICE_NAME)
+    return filters.negate(filters.any_of(filters.health_check(), reflects, *methods))

@@ -5,25 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from bottega.client.cli.list_group import ListGroup
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
-from bottega.rpc.security.api_keys import new_key
-from bottega.rpc.security.tenant_file import (
-    MAX_TENANTS,
-    NAME_RULE,
-    Tenant,
-    change_tenants,
-    is_tenant_name,
-    read_tenants,
-)
 from bottega.state_folder import state_folder
 
+if TYPE_CHECKING:
+    from bottega.rpc.security.tenant_file import Tenant
+
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
-_Tenants = tuple[Tenant, ...]
+_Tenants = tuple["Tenant", ...]
 
 
 def _file_option(command: CommandT) -> CommandT:
@@ -57,6 +51,9 @@ def command() -> None:
 @_file_option
 def add(*, name: str, file: Path) -> None:
     """Add a tenant. Its key is printed once; the file keeps a hash of it."""
+    from bottega.rpc.security.api_keys import new_key
+    from bottega.rpc.security.tenant_file import MAX_TENANTS, NAME_RULE, Tenant, change_tenants, is_tenant_name
+
     if not is_tenant_name(name):
         fail("that is no name for a tenant", f"A name has {NAME_RULE}.", status=2)
     key, parts = new_key()
@@ -76,6 +73,8 @@ def add(*, name: str, file: Path) -> None:
 @_file_option
 def list_tenants(*, file: Path) -> None:
     """List the tenants, and the public parts of their keys."""
+    from bottega.rpc.security.tenant_file import read_tenants
+
     tenants = read_tenants(file)
     if not tenants:
         note("No tenant is there; bottega tenants add NAME adds one.")
@@ -93,6 +92,9 @@ def list_tenants(*, file: Path) -> None:
 @_file_option
 def rotate(*, name: str, keep_old: bool, file: Path) -> None:
     """Make a new key for a tenant, in place of its keys."""
+    from bottega.rpc.security.api_keys import new_key
+    from bottega.rpc.security.tenant_file import change_tenants
+
     key, parts = new_key()
     change_tenants(file, _changing(name, lambda tenant: tenant.rotated(parts, keep_old=keep_old)))
     old = "the one before it stays good" if keep_old else "no other is good any more"
@@ -105,6 +107,8 @@ def rotate(*, name: str, keep_old: bool, file: Path) -> None:
 @_file_option
 def disable(*, name: str, undo: bool, file: Path) -> None:
     """Refuse a tenant's calls; what is its own stays. Calls that are being served go on."""
+    from bottega.rpc.security.tenant_file import change_tenants
+
     change_tenants(file, _changing(name, lambda tenant: dataclasses.replace(tenant, disabled=not undo)))
     say(f"{name} {'enabled' if undo else 'disabled'}")
 
