@@ -30,7 +30,7 @@ from bottega.rpc.interceptor.calls import CallLimits
 from bottega.rpc.interceptor.memory_quota import MemoryQuota
 from bottega.rpc.interceptor.response_flow import ResponseFlowControl
 from bottega.rpc.operation.metrics import CallMetrics, MetricsEndpoint
-from bottega.rpc.security.caller import AllLocal, Authenticator
+from bottega.rpc.security.caller import AllLocal, CallAuthenticator
 
 # For clients that watch health to go elsewhere before anything is refused.
 _DRAIN_PAUSE_S = 0.2
@@ -125,7 +125,7 @@ class GrpcListener:
         metrics: CallMetrics,
         *,
         name: str = "",
-        authenticator: Authenticator | None = None,
+        authenticator: CallAuthenticator | None = None,
     ) -> None:
         self.listener_name = name
         self.address = ""
@@ -201,7 +201,7 @@ class Server(GrpcListener):
     where its own metrics belong. authenticator: of its own port; see GrpcListener.
     """
 
-    def __init__(self, name: str, config: ServerConfig, *, authenticator: Authenticator | None = None) -> None:
+    def __init__(self, name: str, config: ServerConfig, *, authenticator: CallAuthenticator | None = None) -> None:
         self.name = name
         self.config = config
         self._metrics = MetricsEndpoint(config.metrics_listen)

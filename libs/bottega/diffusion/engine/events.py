@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from bottega.diffusion.engine.spans import JobTrace
+from bottega.diffusion.engine.spans import EngineTrace
 from bottega.errors import BottegaError
 
 Decisions = Mapping[str, bytes]
@@ -191,7 +191,7 @@ class JobFinished:
 
     key: Hashable
     record: EngineRecord
-    trace: JobTrace = field(default_factory=JobTrace)
+    trace: EngineTrace = field(default_factory=EngineTrace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +200,7 @@ class JobFailed:
 
     key: Hashable
     error: BottegaError
-    trace: JobTrace = field(default_factory=JobTrace)
+    trace: EngineTrace = field(default_factory=EngineTrace)
 
 
 Event = JobStarted | JobDecided | JobAdvanced | JobCheckpointed | ImageDrawn | JobKept | JobFinished | JobFailed

@@ -17,7 +17,7 @@ from bottega.diffusion.engine.encode import Conditions, encode_image, encode_pro
 from bottega.diffusion.engine.events import Decisions, EngineRecord, PairRecord
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.request import Request
-from bottega.diffusion.engine.spans import DeviceClock, JobTrace, SpanLog
+from bottega.diffusion.engine.spans import DeviceClock, EngineTrace, SpanLog
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import RemoteJob
 from bottega.diffusion.parallel.pair import PairPrediction
@@ -195,7 +195,7 @@ class EngineJob:
         """The image that a preview shows: the first that is under way, else the last."""
         return next((request for request in self.requests if not request.done), self.requests[-1])
 
-    def trace(self) -> JobTrace:
+    def trace(self) -> EngineTrace:
         """What took how long, once it has ended."""
         if self.encoding is not None:
             self.spans.add_of_device("encode", "encode", self.encoding, {})

@@ -32,7 +32,7 @@ class TracedSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobTrace:
+class EngineTrace:
     """What of a job took how long, by beginnings. dropped: spans that were left out, because there were too many."""
 
     spans: tuple[TracedSpan, ...] = ()
@@ -78,10 +78,10 @@ class SpanLog:
         if self._has_room():
             self._of_device.append((name, track, span, facts))
 
-    def read(self) -> JobTrace:
+    def read(self) -> EngineTrace:
         """All that are over; never waits: a job that fails ends before its device does."""
         spans = sorted([*self._spans, *self._read_of_device()], key=lambda span: span.begin_s)
-        return JobTrace(spans=tuple(spans), dropped=self._dropped)
+        return EngineTrace(spans=tuple(spans), dropped=self._dropped)
 
     def _read_of_device(self) -> Iterator[TracedSpan]:
         for name, track, span, facts in self._of_device:

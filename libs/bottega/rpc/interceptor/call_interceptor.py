@@ -24,7 +24,7 @@ from bottega.rpc.interceptor.memory_quota import MemoryQuota, QuotaShare
 from bottega.rpc.interceptor.response_flow import CallResponses, ResponseFlowControl
 from bottega.rpc.operation.metrics import CallMetrics
 from bottega.rpc.peers import Peer, peer_of
-from bottega.rpc.security.caller import Authenticator
+from bottega.rpc.security.caller import CallAuthenticator
 
 # Of one message of a caller that streams them. A conversation of the fleet has small ones: the longest registration,
 # and the longest load, are well below a MiB. An upload has chunks of at most 4 MiB, and a head of little over 3 MiB.
@@ -76,7 +76,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         streamed: MemoryQuota,
         responses: ResponseFlowControl,
         limits: CallLimits,
-        authenticator: Authenticator,
+        authenticator: CallAuthenticator,
     ) -> None:
         self._default_deadline_s = default_deadline_s
         self._requests = requests

@@ -19,7 +19,7 @@ from bottega.rpc.interceptor.response_flow import CallResponses, ResponseFlowCon
 from bottega.rpc.operation import logs
 from bottega.rpc.operation.metrics import CallMetrics
 from bottega.rpc.peers import peer_of
-from bottega.rpc.security.caller import Authenticator, bind_caller
+from bottega.rpc.security.caller import CallAuthenticator, bind_caller
 from bottega.rpc.status import to_grpc_status
 
 REQUEST_ID_KEY = "x-request-id"
@@ -120,7 +120,7 @@ class CallGuard:
         self._slot = self._limit.acquire(self.peer)
         at_end(self._slot.release)
 
-    async def authenticate(self, authenticator: Authenticator) -> None:
+    async def authenticate(self, authenticator: CallAuthenticator) -> None:
         """In the block, before anything is taken in: whoever is served in this task knows the caller from then on.
 
         Raises Unauthenticated.

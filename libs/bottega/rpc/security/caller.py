@@ -52,7 +52,7 @@ def bind_caller(known: Caller) -> None:
     _caller.set(known)
 
 
-class Authenticator(Protocol):
+class CallAuthenticator(Protocol):
     """How a listener knows its callers."""
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
@@ -63,7 +63,7 @@ class Authenticator(Protocol):
 
 
 class AllLocal:
-    """An Authenticator that asks nobody."""
+    """A CallAuthenticator that asks nobody."""
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
         """LOCAL."""

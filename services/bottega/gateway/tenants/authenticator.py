@@ -37,7 +37,7 @@ _NOBODY = _KnownKey(caller=Caller(role=Role.TENANT), hash=hashed(secrets.token_h
 
 
 class TenantAuthenticator:
-    """An Authenticator. Raises ConfigError where the file cannot be used when it is made.
+    """A CallAuthenticator. Raises ConfigError where the file cannot be used when it is made.
 
     Later on a file that cannot be used changes nothing: nobody is let in or out because of a slip.
     """

@@ -26,7 +26,7 @@ from bottega.diffusion.engine.events import (
     LoraRecord,
     PairRecord,
 )
-from bottega.diffusion.engine.spans import JobTrace
+from bottega.diffusion.engine.spans import EngineTrace
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.loras.addon import EngineLoras
 from bottega.errors import BottegaError
@@ -233,7 +233,7 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
     )
 
 
-def _trace(trace: JobTrace) -> Trace:
+def _trace(trace: EngineTrace) -> Trace:
     """On CLOCK_MONOTONIC."""
     spans = [
         Span(

@@ -12,7 +12,7 @@ from bottega.diffusion.device.span import Span
 from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobFailed, JobFinished
 from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.spans import MAX_SPANS, DeviceClock, JobTrace, SpanLog, TracedSpan
+from bottega.diffusion.engine.spans import MAX_SPANS, DeviceClock, EngineTrace, SpanLog, TracedSpan
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import NotFinite
@@ -22,7 +22,7 @@ from tests.support.manual_engine import Drawing, ManualEngine
 SPEC = ResolvedSpec(prompt="a red star", width=64, height=64, num_inference_steps=4, seed=7)
 
 
-def trace_of(drawing: Drawing) -> JobTrace:
+def trace_of(drawing: Drawing) -> EngineTrace:
     (last,) = [event for event in drawing.events if isinstance(event, JobFinished | JobFailed)]
     return last.trace
 
