@@ -1,0 +1,106 @@
+"""Shares by weight, whoever asks for how much; and with one tenant the order of asking."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bottega.planning.fair_order import FairOrder
+
+
+class Line:
+    """Serves the least tag first; of equal ones the one that was asked for first."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._order = FairOrder()
+        self._weights = weights
+        self._waiting: list[tuple[float, int, str, float]] = []
+        self._asked = 0
+
+    def ask(self, tenant: str, cost: float = 1.0) -> None:
+        self._asked += 1
+        tag = self._order.tag(tenant, cost=cost, weight=self._weights.get(tenant, 1.0))
+        heapq.heappush(self._waiting, (tag, self._asked, tenant, cost))
+
+    def serve(self) -> tuple[str, float]:
+        tag, _, tenant, cost = heapq.heappop(self._waiting)
+        self._order.served(tag)
+        if not self._waiting:
+            self._order.idle()
+        return tenant, cost
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.1, 10.0)), max_size=60))
+def test_one_tenant_is_served_in_the_order_of_asking(moves: list[tuple[bool, float]]) -> None:
+    line, asked, served = Line({}), [], []
+    for asks, cost in moves:
+        if asks:
+            line.ask("", cost)
+            asked.append(cost)
+        elif len(line):
+            served.append(line.serve()[1])
+    served += [line.serve()[1] for _ in range(len(line))]
+    assert served == asked
+
+
+def test_who_floods_has_its_share_and_no_more() -> None:
+    line, served = Line({"one": 3.0, "other": 1.0}), Counter[str]()
+    for _ in range(4000):
+        line.ask("one")
+        line.ask("other")
+    for _ in range(2000):
+        served[line.serve()[0]] += 1
+    assert abs(served["one"] / 2000 - 0.75) < 0.01
+
+
+def test_costs_count_and_not_how_many_pieces_they_come_in() -> None:
+    chance, line, work = random.Random(0), Line({}), Counter[str]()
+    for _ in range(500):
+        line.ask("large", chance.uniform(5.0, 15.0))
+    for _ in range(5000):
+        line.ask("small", chance.uniform(0.5, 1.5))
+    for _ in range(2000):
+        tenant, cost = line.serve()
+        work[tenant] += cost
+    assert abs(work["large"] / work.total() - 0.5) < 0.02
+
+
+def test_who_asks_now_and_then_waits_for_one_of_each_of_the_others() -> None:
+    line = Line({})
+    for _ in range(1000):
+        line.ask("flood")
+    for _ in range(100):
+        for _ in range(7):
+            line.serve()
+        line.ask("victim")
+        assert "victim" in {line.serve()[0], line.serve()[0]}
+
+
+def test_who_was_idle_gets_no_credit_for_it() -> None:
+    line, served = Line({}), Counter[str]()
+    for _ in range(1000):
+        line.ask("busy")
+    for _ in range(500):
+        line.serve()
+    for _ in range(500):
+        line.ask("late")
+    for _ in range(200):
+        served[line.serve()[0]] += 1
+    assert abs(served["late"] - 100) <= 1
+
+
+def test_nothing_is_kept_of_those_whose_work_is_done() -> None:
+    line = Line({})
+    for number in range(1000):
+        line.ask(f"tenant {number}")
+        line.serve()
+    line.ask("last")
+    assert len(line._order._done_at) <= 2
