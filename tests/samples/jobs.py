@@ -17,7 +17,12 @@ def publish_end(job: Job) -> None:
 
 
 def sample_job(
-    time: FakeTime | None = None, *, request_id: str = "", size_bytes: int = 0, controlnets: Sequence[str] = ()
+    time: FakeTime | None = None,
+    *,
+    request_id: str = "",
+    size_bytes: int = 0,
+    controlnets: Sequence[str] = (),
+    tenant: str = "",
 ) -> Job:
     """A queued job of the model "m": one image, ten steps, with an input image and ControlNets of these names."""
     nets = [ControlNet(name=name) for name in controlnets]
@@ -28,5 +33,7 @@ def sample_job(
         clock=clock,
         spec=spec,
         bare=bare,
-        request=JobRequest(fingerprint="f", shape=(16, 16), request_id=request_id, size_bytes=size_bytes),
+        request=JobRequest(
+            fingerprint="f", shape=(16, 16), request_id=request_id, size_bytes=size_bytes, tenant=tenant
+        ),
     )

@@ -18,9 +18,13 @@ class FairOrder:
 
     def tag(self, tenant: str, *, cost: float, weight: float = 1.0) -> float:
         """Of a new piece of work. cost: in any unit, the same for all; weight: of the tenant, above 0."""
-        begins = max(self._now, self._done_at.get(tenant, 0.0))
+        begins = self.next_tag(tenant)
         self._done_at[tenant] = begins + cost / weight
         return begins
+
+    def next_tag(self, tenant: str) -> float:
+        """Which the tenant's next piece of work would have."""
+        return max(self._now, self._done_at.get(tenant, 0.0))
 
     def served(self, tag: float) -> None:
         """What has that tag is served now."""

@@ -88,6 +88,8 @@ class Gateway:
             metrics=metrics,
             clock=clock,
         )
+        if authenticator is not None:
+            self._controller.queue.weigh = authenticator.weight
         self._periodic = PeriodicChecks(
             fleet=fleet,
             controller=self._controller,

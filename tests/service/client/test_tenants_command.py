@@ -42,6 +42,14 @@ def test_tenants_are_added_listed_rotated_and_disabled(file: Path) -> None:
     assert not read_tenants(file)[0].disabled
 
 
+def test_a_tenants_weight_is_given_shown_and_changed(file: Path) -> None:
+    _made("add", "shop", "--weight", "3", "--file", file)
+    assert read_tenants(file)[0].weight == 3.0
+    done = run("tenants", "weight", "shop", "0.5", "--file", file)
+    assert (done.exit_code, done.stdout) == (0, "shop weighs 0.5\n")
+    assert "0.5" in run("tenants", "--file", file).output
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -49,6 +57,8 @@ def test_tenants_are_added_listed_rotated_and_disabled(file: Path) -> None:
         (("add", "My Shop"), "A name has 1 to 63"),
         (("rotate", "shops"), "There are: shop"),
         (("disable", "shops"), "There are: shop"),
+        (("weight", "shops", "2"), "There are: shop"),
+        (("weight", "shop", "0"), "0.01<=x<=100"),
     ],
 )
 def test_what_cannot_be_done_changes_nothing(file: Path, words: tuple[str, ...], said: str) -> None:

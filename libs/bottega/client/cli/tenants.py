@@ -11,6 +11,7 @@ import click
 
 from bottega.client.cli.list_group import ListGroup
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
+from bottega.rules import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.state_folder import state_folder
 
 if TYPE_CHECKING:
@@ -46,10 +47,14 @@ def command() -> None:
     """
 
 
+_WEIGHT = click.FloatRange(LEAST_WEIGHT, MOST_WEIGHT)
+
+
 @command.command("add")
 @click.argument("name")
+@click.option("--weight", type=_WEIGHT, default=1.0, help="Of its share while several tenants' jobs wait (default: 1).")
 @_file_option
-def add(*, name: str, file: Path) -> None:
+def add(*, name: str, weight: float, file: Path) -> None:
     """Add a tenant. Its key is printed once; the file keeps a hash of it."""
     from bottega.rpc.security.api_keys import new_key
     from bottega.rpc.security.tenant_file import MAX_TENANTS, NAME_RULE, Tenant, change_tenants, is_tenant_name
@@ -63,7 +68,7 @@ def add(*, name: str, file: Path) -> None:
             fail(f"there is a tenant {name} already", f"A new key for it: bottega tenants rotate {name}")
         if len(tenants) >= MAX_TENANTS:
             fail(f"there are {len(tenants)} tenants, which is all that a file may have")
-        return (*tenants, Tenant(name=name).rotated(parts, keep_old=False))
+        return (*tenants, Tenant(name=name, weight=weight).rotated(parts, keep_old=False))
 
     change_tenants(file, added)
     _show(key, f"{name} is a tenant of gateways that have `tenants: {file}`. Its key, which is shown only now:")
@@ -79,10 +84,10 @@ def list_tenants(*, file: Path) -> None:
     if not tenants:
         note("No tenant is there; bottega tenants add NAME adds one.")
         return
-    table = PlainTable("tenant", "state", "keys")
+    table = PlainTable("tenant", "state", "weight", "keys")
     for tenant in tenants:
         keys = ", ".join(f"btg_{key.key_id}_..." for key in tenant.keys)
-        table.add_row(tenant.name, "disabled" if tenant.disabled else "enabled", keys)
+        table.add_row(tenant.name, "disabled" if tenant.disabled else "enabled", f"{tenant.weight:g}", keys)
     print_table(table)
 
 
@@ -99,6 +104,18 @@ def rotate(*, name: str, keep_old: bool, file: Path) -> None:
     change_tenants(file, _changing(name, lambda tenant: tenant.rotated(parts, keep_old=keep_old)))
     old = "the one before it stays good" if keep_old else "no other is good any more"
     _show(key, f"The new key of {name}, which is shown only now; {old}:")
+
+
+@command.command("weight")
+@click.argument("name")
+@click.argument("weight", type=_WEIGHT)
+@_file_option
+def change_weight(*, name: str, weight: float, file: Path) -> None:
+    """Change a tenant's share of the workers while several tenants' jobs wait: 3 is three times that of 1."""
+    from bottega.rpc.security.tenant_file import change_tenants
+
+    change_tenants(file, _changing(name, lambda tenant: dataclasses.replace(tenant, weight=weight)))
+    say(f"{name} weighs {weight:g}")
 
 
 @command.command("disable")

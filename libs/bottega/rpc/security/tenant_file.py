@@ -23,6 +23,7 @@ from pydantic import ConfigDict, Field
 from bottega.config import STRICT, parse
 from bottega.errors import ConfigError
 from bottega.rpc.security.api_keys import KeyParts, hashed
+from bottega.rules import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.state_folder import make_missing
 
 # As names of hosts, so that they are told apart in logs, metrics and files.
@@ -54,13 +55,17 @@ class TenantKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """A tenant. keys: those that are good, the newest first. disabled: none of them is for now."""
+    """A tenant. keys: those that are good, the newest first. disabled: none of them is for now.
+
+    weight: of its share while the jobs of several tenants wait: with 3 it gets three times what one with 1 gets.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: Annotated[str, Field(max_length=63, pattern="^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
     keys: Annotated[tuple[TenantKey, ...], Field(max_length=_MAX_KEYS)] = ()
     disabled: bool = False
+    weight: Annotated[float, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
 
     def rotated(self, parts: KeyParts, *, keep_old: bool) -> Tenant:
         """With a new key; the one before it stays good if keep_old says so."""

@@ -170,7 +170,7 @@ class JobController:
         self.scheduler.schedule(job.spec.model, free_at=job.times.queued_at)
         if job.state == JOB_STATE_QUEUED:
             self.estimates.publish(job)
-            if len(self.queue.line(job.bare.model)) <= PREFETCHED_JOBS:
+            if self.queue.waiting(job.bare.model) <= PREFETCHED_JOBS:
                 for addon in self._addons:
                     addon.prefetch([job])
 

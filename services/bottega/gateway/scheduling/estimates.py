@@ -101,16 +101,14 @@ class QueueEstimates:
         self._queue = queue
         self._snapshot = snapshot
         self._clock = clock
-        self._forecasts: dict[str, _TimedForecast] = {}
+        self._forecasts: dict[tuple[str, str], _TimedForecast] = {}  # by model and tenant
 
     def publish(self, job: Job) -> None:
-        """Sets the position of a job that has lined up last, by a forecast that is at most a second old."""
-        model = job.bare.model
-        place = len(self._queue.line(model)) - 1
-        timed = self._forecasts.get(model) or self._forecast(model, without=job)
+        """Sets the position of a job that has just lined up, by a forecast that is at most a second old."""
+        timed = self._forecasts.get(_whose(job)) or self._forecast(job)
         request = self._snapshot.resource_request(job)
         estimate_s = timed.forecast.next_completion_s(request)
-        job.set_queue_position(place, estimate_s)
+        job.set_queue_position(self._queue.place(job), estimate_s)
         timed.forecast.add(request)
 
     async def publish_all(self) -> None:
@@ -126,19 +124,19 @@ class QueueEstimates:
                     job.set_queue_position(place, by_job[job.job_id])
 
     def check_deadline(self, job: Job) -> None:
-        """Raises DeadlineUnmeetable for a job that, lined up last, would end after its deadline.
+        """Raises DeadlineUnmeetable for a job that, lined up now, would end after its deadline.
 
         By what was measured; where nothing was, every job may try.
         """
         if job.deadline is None:
             return
-        model, request = job.bare.model, self._snapshot.resource_request(job)
+        request = self._snapshot.resource_request(job)
         left_s = job.deadline - self._clock.monotonic()
-        timed = self._forecasts.get(model) or self._forecast(model)
+        timed = self._forecasts.get(_whose(job)) or self._forecast(job)
         if _fits(timed.forecast, request, left_s):
             return
         if timed.made_at < self._clock.monotonic() - _FRESH_S:
-            timed = self._forecast(model)
+            timed = self._forecast(job)
         estimate_s = timed.forecast.next_completion_s(request)
         if estimate_s is None or _fits(timed.forecast, request, left_s):
             return
@@ -159,14 +157,18 @@ class QueueEstimates:
             if least_s is not None and _too_long(least_s, left_s):
                 yield job, unmeetable(least_s, left_s)
 
-    def _forecast(self, model: str, *, without: Job | None = None) -> _TimedForecast:
-        """With every job that waits now, but one."""
-        forecast = QueueForecast(self._snapshot.workers_of(model))
-        for other in self._queue.line(model):
-            if other is not without:
-                forecast.add(self._snapshot.resource_request(other))
-        timed = self._forecasts[model] = _TimedForecast(forecast=forecast, made_at=self._clock.monotonic())
+    def _forecast(self, job: Job) -> _TimedForecast:
+        """With every job that is served before this one, or before the next one of its tenant."""
+        forecast = QueueForecast(self._snapshot.workers_of(job.bare.model))
+        for other in self._queue.before(job):
+            forecast.add(self._snapshot.resource_request(other))
+        timed = self._forecasts[_whose(job)] = _TimedForecast(forecast=forecast, made_at=self._clock.monotonic())
         return timed
+
+
+def _whose(job: Job) -> tuple[str, str]:
+    """Jobs of one model and tenant are served in the order in which they come."""
+    return job.bare.model, job.request.tenant
 
 
 def _fits(forecast: QueueForecast, request: ResourceRequest, left_s: float) -> bool:

@@ -1,13 +1,15 @@
-"""The jobs that wait for a worker: a line for each model, oldest first, within bounds over all models."""
+"""The jobs that wait for a worker: a line for each model, shared fairly by tenants, within bounds over all models."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 
 from bottega.clocks import Clock
 from bottega.errors import QueueFull
 from bottega.gateway.jobs.job import Job
+from bottega.gateway.scheduling.line import Line, Weigh, equal_weights
 
 # Completed jobs, over which the rate is measured, and how old they may be; the newest few count whatever their age, as
 # where a picture takes minutes.
@@ -21,13 +23,17 @@ _SPREAD = 1.5
 
 
 class JobQueue:
-    """Waiting jobs by model. max_jobs, budget_bytes: bounds over all models."""
+    """Waiting jobs by model. max_jobs, budget_bytes: bounds over all models.
+
+    weigh: says what tenants weigh; it may be replaced before the first job.
+    """
 
     def __init__(self, *, max_jobs: int, budget_bytes: int, clock: Clock) -> None:
+        self.weigh: Weigh = equal_weights
         self._max_jobs = max_jobs
         self._budget_bytes = budget_bytes
         self._clock = clock
-        self._lines: dict[str, deque[Job]] = {}
+        self._lines: dict[str, Line] = {}
         self._completed_at: deque[float] = deque(maxlen=_RATE_JOBS)
         self._waited_for_since = clock.monotonic()
         self._bytes: dict[str, int] = {}
@@ -53,11 +59,11 @@ class JobQueue:
         self._size_bytes -= self._reserved.pop(job.job_id, 0)
         if not self._bytes:
             self._skip_idleness()
-        line = self._lines.setdefault(job.spec.model, deque())
+        line = self._lines.setdefault(job.spec.model, Line(self.weigh))
         if first:
-            line.appendleft(job)
+            line.add_first(job)
         else:
-            line.append(job)
+            line.add(job)
         self._bytes[job.job_id] = job.request.size_bytes
         self._size_bytes += job.request.size_bytes
 
@@ -77,16 +83,31 @@ class JobQueue:
         """Models that jobs wait for."""
         return list(self._lines)
 
-    def line(self, model: str) -> deque[Job]:
-        """Jobs that wait for a model, first come first. Not to be changed."""
-        return self._lines.get(model) or deque()
+    def waiting(self, model: str) -> int:
+        """Jobs that wait for a model."""
+        line = self._lines.get(model)
+        return 0 if line is None else len(line)
+
+    def line(self, model: str) -> Sequence[Job]:
+        """Jobs that wait for a model, in the order in which they should be served."""
+        line = self._lines.get(model)
+        return () if line is None else line.jobs
+
+    def place(self, job: Job) -> int:
+        """Jobs of its model that are before one that waits."""
+        return self._lines[job.bare.model].place(job)
+
+    def before(self, job: Job) -> Sequence[Job]:
+        """Jobs of its model that are served before one, or would be if it lined up now."""
+        line = self._lines.get(job.bare.model)
+        return () if line is None else line.before(job)
 
     def longest_wait_s(self) -> float:
         """Seconds that the job which has waited longest waits; 0 where none does. Of one that was lost, since then.
 
         Any thread may ask.
         """
-        queued_at = (job.times.queued_at for line in list(self._lines.values()) for job in list(line))
+        queued_at = (job.times.queued_at for line in list(self._lines.values()) for job in list(line.jobs))
         now = self._clock.monotonic()
         return now - min(queued_at, default=now)
 

@@ -51,8 +51,7 @@ class AttemptRecovery:
             if job.state == JOB_STATE_QUEUED:
                 self._queue.add(job)
                 # Its watchers see its place at once; the estimates of all follow within a second.
-                place = len(self._queue.line(job.bare.model)) - 1
-                job.set_queue_position(place)
+                job.set_queue_position(self._queue.place(job))
             else:
                 self._held[job.job_id] = job
         if self._held:

@@ -70,7 +70,7 @@ class Scheduler:
             due.cancel()
         now = self._clock.monotonic()
         free_at = min(now if free_at is None else free_at, self._changed_at.pop(model, now))
-        if self._queue.line(model) and self._storage.trouble is None and not self.draining:
+        if self._queue.waiting(model) and self._storage.trouble is None and not self.draining:
             self._looked_at[model] = now
             while self._hand_out(model, free_at):
                 free_at = now  # of the places of those who were dropped
@@ -85,7 +85,7 @@ class Scheduler:
 
     def schedule_soon(self, model: str) -> None:
         """The same within some milliseconds, together with other changes of that time."""
-        if model in self._due or not self._queue.line(model):
+        if model in self._due or not self._queue.waiting(model):
             return
         now = self._clock.monotonic()
         pause_s = self._looked_at.get(model, 0.0) + _PAUSE_S - now
@@ -151,10 +151,10 @@ class Scheduler:
 
     def _is_late(self, job: Job, estimate_s: float, left_s: float) -> bool:
         """Whether to begin it would be in vain, while others wait to whom the time may be worth something."""
-        return len(self._queue.line(job.bare.model)) > 1 and estimate_s * _HELD_UP > left_s
+        return self._queue.waiting(job.bare.model) > 1 and estimate_s * _HELD_UP > left_s
 
     def _report_backlog(self, model: str) -> None:
-        backlog = len(self._queue.line(model))
+        backlog = self._queue.waiting(model)
         reported = self._reported.pop(model, 0)
         if backlog:
             self._reported[model] = backlog
@@ -172,4 +172,4 @@ class Scheduler:
 
     def _backlog_of(self, member: Member) -> int:
         """Jobs that wait for one of its models."""
-        return sum(len(self._queue.line(model)) for model in member.served)
+        return sum(self._queue.waiting(model) for model in member.served)

@@ -32,6 +32,14 @@ class _KnownKey:
     hash: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """keys: by their ids, of tenants that are not disabled. weights: of all tenants, by name."""
+
+    keys: Mapping[str, _KnownKey]
+    weights: Mapping[str, float]
+
+
 # As much work for an id that nobody has as for one that somebody has.
 _NOBODY = _KnownKey(caller=Caller(role=Role.TENANT), hash=hashed(secrets.token_hex(32)))
 
@@ -46,7 +54,7 @@ class TenantAuthenticator:
         self._path = path
         self._clock = clock
         self._state = _state_of(path)
-        self._keys = _keys_of(path)
+        self._known = _known_of(path)
         self._looked_at = clock.monotonic()
         self._reading = asyncio.Lock()
 
@@ -58,11 +66,15 @@ class TenantAuthenticator:
         if not shown:
             raise Unauthenticated(_NO_KEY)
         parts = parse_key(shown_key(shown))
-        known = self._keys.get(parts.key_id, _NOBODY) if parts else _NOBODY
+        known = self._known.keys.get(parts.key_id, _NOBODY) if parts else _NOBODY
         good = matches(parts.secret if parts else "", known.hash)
         if not good or known is _NOBODY:
             raise Unauthenticated(_WRONG_KEY)
         return known.caller
+
+    def weight(self, tenant: str) -> float:
+        """Of its share among tenants whose jobs wait; 1 for one that is not there any more."""
+        return self._known.weights.get(tenant, 1.0)
 
     async def _look(self) -> None:
         async with self._reading:
@@ -75,11 +87,11 @@ class TenantAuthenticator:
                 return
             self._state = state
             try:
-                self._keys = await asyncio.to_thread(_keys_of, self._path)
+                self._known = await asyncio.to_thread(_known_of, self._path)
             except ConfigError as error:
                 _log.error("the file of tenants cannot be used; those known before stay", extra={"text": error.message})
             else:
-                _log.info("the file of tenants was read again", extra={"keys": len(self._keys)})
+                _log.info("the file of tenants was read again", extra={"keys": len(self._known.keys)})
 
 
 def _state_of(path: Path) -> tuple[int, int, int, int]:
@@ -91,10 +103,12 @@ def _state_of(path: Path) -> tuple[int, int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _keys_of(path: Path) -> Mapping[str, _KnownKey]:
-    return {
+def _known_of(path: Path) -> _Known:
+    tenants = read_tenants(path)
+    keys = {
         key.key_id: _KnownKey(caller=Caller(role=Role.TENANT, name=tenant.name, tenant=tenant.name), hash=key.hash)
-        for tenant in read_tenants(path)
+        for tenant in tenants
         if not tenant.disabled
         for key in tenant.keys
     }
+    return _Known(keys=keys, weights={tenant.name: tenant.weight for tenant in tenants})

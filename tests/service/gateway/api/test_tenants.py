@@ -24,6 +24,7 @@ from bottega.v1.image_pb2 import (
     CancelJobRequest,
     GetImageRequest,
     GetJobRequest,
+    GetJobTraceRequest,
     ListJobsRequest,
     ListModelsRequest,
     WatchJobRequest,
@@ -109,6 +110,7 @@ def _calls(shop: Running) -> list[Callable[[str], Any]]:
         lambda job_id: shop.images.GetJob(GetJobRequest(job_id=job_id), timeout=5),
         lambda job_id: shop.images.WatchJob(WatchJobRequest(job_id=job_id), timeout=5),
         lambda job_id: shop.images.GetImage(GetImageRequest(job_id=job_id), timeout=5),
+        lambda job_id: shop.images.GetJobTrace(GetJobTraceRequest(job_id=job_id), timeout=5),
         lambda job_id: shop.images.CancelJob(CancelJobRequest(job_id=job_id), timeout=5),
     ]
 
@@ -196,3 +198,18 @@ async def test_a_job_of_another_takes_as_long_as_none(shops: Shops, worker: Scri
     others, none = (statistics.median(each) for each in took.values())
     spread = statistics.quantiles(took[nobodys], n=4)
     assert abs(others - none) < max(spread[2] - spread[0], 2e-4)
+
+
+async def test_who_floods_the_gateway_is_no_longer_in_the_way_of_others(shops: Shops, worker: ScriptedWorker) -> None:
+    """Of forty jobs that came before them, those of another tenant wait for the few that were being drawn."""
+    worker.script.hold_at = 1
+    flood = [(await shops.one.submit(prompt="a star")).job_id for _ in range(40)]
+    before = len(worker.requests)
+    mine = [(await shops.other.submit(prompt="a square")).job_id for _ in range(2)]
+    worker.script.hold_at = None
+    worker.script.release.set()
+    for job_id in flood:
+        await shops.one.ended(job_id)
+    order = [request.attempt.job_id for request in worker.requests]
+    assert len(order) == 42
+    assert order.index(mine[1]) <= before + 4

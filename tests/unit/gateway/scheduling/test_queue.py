@@ -36,6 +36,52 @@ def test_a_lost_job_goes_before_the_others() -> None:
     assert list(queue.line("m")) == [jobs[2], jobs[0], jobs[1]]
 
 
+def test_tenants_take_turns_by_weight_however_many_jobs_each_has() -> None:
+    time = FakeTime()
+    queue = JobQueue(max_jobs=99, budget_bytes=1 << 20, clock=time.clock())
+    queue.weigh = lambda tenant: {"one": 3.0}.get(tenant, 1.0)
+    for tenant in ("other", "one"):
+        for _ in range(40):
+            queue.add(sample_job(time, tenant=tenant))
+    served = [job.request.tenant for job in queue.line("m")][:40]
+    assert 29 <= served.count("one") <= 31
+    assert queue.waiting("m") == 80
+
+
+def test_who_asks_for_little_is_behind_few_of_who_asks_for_much_and_is_told_so() -> None:
+    time = FakeTime()
+    queue = JobQueue(max_jobs=99, budget_bytes=1 << 20, clock=time.clock())
+    flood = [sample_job(time, tenant="flood") for _ in range(50)]
+    for job in flood:
+        queue.add(job)
+    for job in flood[:10]:
+        queue.remove(job)
+    victim = sample_job(time, tenant="victim")
+    assert list(queue.before(victim)) == [], "it has had nothing yet"
+    queue.add(victim)
+    second = sample_job(time, tenant="victim")
+    assert list(queue.before(second)) == [victim, flood[10]]
+    queue.add(second)
+    assert (queue.place(victim), queue.place(second)) == (0, 2)
+    late = sample_job(time, tenant="flood")
+    assert len(queue.before(late)) == 42
+    queue.add(late, first=True)
+    assert (queue.place(late), queue.place(victim), queue.place(second)) == (0, 1, 3)
+
+
+def test_a_line_that_was_empty_owes_nobody_anything() -> None:
+    time = FakeTime()
+    queue = JobQueue(max_jobs=99, budget_bytes=1 << 20, clock=time.clock())
+    for _ in range(20):
+        job = sample_job(time, tenant="busy")
+        queue.add(job)
+        queue.remove(job)
+    jobs = [sample_job(time, tenant=tenant) for tenant in ("busy", "new", "busy", "new")]
+    for job in jobs:
+        queue.add(job)
+    assert list(queue.line("m")) == jobs
+
+
 def test_the_longest_wait_is_of_all_that_wait_whatever_their_place() -> None:
     time = FakeTime()
     queue = JobQueue(max_jobs=9, budget_bytes=1 << 20, clock=time.clock())

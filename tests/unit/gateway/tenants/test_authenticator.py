@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,16 @@ async def test_whatever_is_wrong_with_a_key_is_said_in_the_same_words(file: Path
     assert len(said) == 1
     with pytest.raises(Unauthenticated, match="BOTTEGA_API_KEY"):
         await known.authenticate((), [])
+
+
+async def test_it_knows_the_weights_of_tenants_as_they_are_now(file: Path) -> None:
+    key, time = _write(file), FakeTime()
+    known = TenantAuthenticator(file, time.clock())
+    assert (known.weight("shop"), known.weight("nobody")) == (1.0, 1.0)
+    change_tenants(file, lambda tenants: tuple(replace(tenant, weight=3.0) for tenant in tenants))
+    time.now += 2.0
+    await known.authenticate((), [bearer(key)])
+    assert known.weight("shop") == 3.0
 
 
 async def test_a_disabled_tenant_is_refused(file: Path) -> None:
