@@ -40,8 +40,6 @@ MAX_SEED = 2**53 - MAX_IMAGES
 MAX_KEPT_LATENTS_BYTES = 12 << 20
 # Of one answer of ListJobs.
 MAX_JOBS_PAGE = 100
-# Of a tenant, relative to others.
-LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
 
 MAX_PROMPT_BYTES = 16 << 10
 MAX_MODEL_CHARACTERS = 200

@@ -11,7 +11,7 @@ import click
 
 from bottega.client.cli.list_group import ListGroup
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
-from bottega.rules import LEAST_WEIGHT, MOST_WEIGHT
+from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.state_folder import state_folder
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from pydantic import ConfigDict, Field
 from bottega.config import STRICT, parse
 from bottega.errors import ConfigError
 from bottega.rpc.security.api_keys import KeyParts, hashed
-from bottega.rules import LEAST_WEIGHT, MOST_WEIGHT
+from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.state_folder import make_missing
 
 # As names of hosts, so that they are told apart in logs, metrics and files.
