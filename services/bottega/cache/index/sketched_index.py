@@ -114,6 +114,8 @@ class SketchedIndex:
         return True
 
     def search(self, vector: Vectors, count: int) -> list[Match]:
+        # Of this thread. A second one has nothing to do for one query, and is woken and waited for once a block.
+        faiss.omp_set_num_threads(1)
         code = self._sketcher.codes(vector[None])
         sifted = [(block, *block.sift(code, used)) for block, used in self._used()]
         if not sifted:
