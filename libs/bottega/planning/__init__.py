@@ -15,6 +15,7 @@ from bottega.planning.eviction import (
     Usage,
     decayed_lcbfu,
 )
+from bottega.planning.fair_order import FairOrder, Share
 from bottega.planning.lora_bounds import LEAST_LATENT_SIMILARITY, latest_step
 from bottega.planning.pairing import rows_to_offload
 from bottega.planning.predictor_use import PredictorRates, PredictorSwitch
@@ -54,6 +55,7 @@ __all__ = [
     "BlockCost",
     "EvictionHeap",
     "EvictionPolicy",
+    "FairOrder",
     "LengthClass",
     "StepPlan",
     "PredictorRates",
@@ -62,6 +64,7 @@ __all__ = [
     "RemainingWork",
     "RowFractions",
     "Shape",
+    "Share",
     "SkipProfile",
     "StepTable",
     "StepTimes",

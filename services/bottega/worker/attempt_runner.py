@@ -20,7 +20,7 @@ from bottega.v1.cache_pb2 import CacheDecision, CacheStart
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
 from bottega.v1.lora_pb2 import LoraDecision
 from bottega.v1.trace_pb2 import Trace
-from bottega.v1.worker_pb2 import AttemptDecisions
+from bottega.v1.worker_pb2 import AttemptDecisions, TenantShare
 from bottega.worker.attempt_trace import AttemptTrace
 from bottega.worker.attempts import (
     Attempt,
@@ -50,7 +50,7 @@ class AttemptOrder:
     empty. mask: of an edit of it, encoded, or empty; kept_latents: of the job that drew the image, or empty.
     control_images: one for each of the spec's ControlNets, encoded. addons: what those of the engine are told,
     by kind. decisions: of earlier attempts. checkpoint: to resume from, or empty. deadline_s: seconds from now.
-    request_id: for logs.
+    request_id: for logs. share: of the tenant whose it is.
     """
 
     key: AttemptKey
@@ -65,6 +65,7 @@ class AttemptOrder:
     deadline_s: float | None = None
     preview: bool = False
     request_id: str = ""
+    share: TenantShare = field(default_factory=lambda: TenantShare(weight=1.0))
 
 
 class AttemptRunner:
@@ -184,6 +185,7 @@ class AttemptRunner:
         start.addons.update(self._order.addons)
         start.decisions.CopyFrom(self._order.decisions)
         start.kept_latents = self._kept_latents
+        start.share.CopyFrom(self._order.share)
         size_bytes = len(self._checkpoint) + len(self._kept_latents) + self._inputs.decoded_bytes
         self._kept_latents = self._checkpoint = b""
         if size_bytes > _MAX_START_BYTES:

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from bottega import kinds, rules
 from bottega.codec.limits import MAX_IMAGE_BYTES
 from bottega.errors import InvalidRequest, Violation
+from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.v1 import worker_pb2
 from bottega.v1.activations_pb2 import ProfileBlocksRequest
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -28,6 +29,7 @@ _TEMPLATE_ID = re.compile("([0-9a-f]{8,32})?")
 
 # Of ids of jobs and of requests; the gateway makes the one, and checks the other.
 _MAX_ID_CHARACTERS = 128
+_MAX_TENANT_CHARACTERS = 128
 _MAX_ADDONS = 16
 _MAX_ADDON_BYTES = 256 << 10
 
@@ -47,6 +49,7 @@ def order_from(raw: bytes) -> AttemptOrder:
             *_check_latents(request),
             *_check_loras(request),
             *_check_addons(request),
+            *_check_share(request),
         ]
     )
     spec = request.spec
@@ -70,6 +73,9 @@ def order_from(raw: bytes) -> AttemptOrder:
         deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
         preview=request.preview,
         request_id=request.request_id,
+        share=worker_pb2.TenantShare(
+            tenant=request.share.tenant, weight=request.share.weight if request.HasField("share") else 1.0
+        ),
     )
 
 
@@ -164,6 +170,16 @@ def _check_addons(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
             yield Violation(field=name, description=f"must be at most {_MAX_ADDONS}, each by its kind")
         if any(len(message) > _MAX_ADDON_BYTES for message in messages.values()):
             yield Violation(field=name, description=f"must have at most {_MAX_ADDON_BYTES} bytes each")
+
+
+def _check_share(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:
+    if not request.HasField("share"):
+        return
+    if len(request.share.tenant) > _MAX_TENANT_CHARACTERS:
+        yield Violation(field="share.tenant", description=f"must be at most {_MAX_TENANT_CHARACTERS} characters")
+    # Written so that NaN breaks the rule.
+    if not LEAST_WEIGHT <= request.share.weight <= MOST_WEIGHT:
+        yield Violation(field="share.weight", description=f"must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
 
 
 def _check_call(request: worker_pb2.RunAttemptRequest) -> Iterator[Violation]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.planning.fair_order import FairOrder
+from bottega.planning import FairOrder
 
 
 class Line:

@@ -1,7 +1,8 @@
 """Which requests share the next turn, and how long one may be passed over.
 
-Oldest first, as wide as pays off by the measured step times, and nobody waits longer than a bound. Where those times
-are outdated, one turn is made wider, to measure it again. Time is counted in turns.
+Of the tenant that had least of its share, oldest first, as wide as pays off by the measured step times, and nobody
+waits longer than a bound. Where those times are outdated, one turn is made wider, to measure it again. Time is counted
+in turns, and what a tenant had in rows, each turn of one.
 """
 
 from __future__ import annotations
@@ -11,12 +12,24 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from bottega.diffusion.rows import GroupKey
-from bottega.planning import RemainingWork, RowFractions, Shape, StepTimes, best_width, most_on_trial
+from bottega.planning import (
+    FairOrder,
+    RemainingWork,
+    RowFractions,
+    Shape,
+    Share,
+    StepTimes,
+    best_width,
+    most_on_trial,
+)
 
 # Turns after which the widths are chosen anew though nobody came or went: step times drift.
 _REPLAN_TURNS = 16
 # Requests in the gateway's queue that are imagined beside those that are here.
 _MAX_BACKLOG = 16
+# What a tenant that asked for less than its share may have ahead of the others: about a guided image of 50 steps.
+_CREDIT_ROWS = 100.0
+_EVERYBODYS = Share()
 
 
 class BatchCandidate(Protocol):
@@ -45,6 +58,7 @@ class _Slot(Generic[Request]):
     """A request in the batcher. turn: of its last step, or in which it was admitted. exclusive: shares no group."""
 
     request: Request
+    share: Share
     turn: int = 0
     admitted: bool = False
     exclusive: bool = False
@@ -76,6 +90,7 @@ class Batcher(Generic[Request]):
         self._fractions = fractions or RowFractions()
         self.max_rows = max_rows
         self._max_wait_turns = max_wait_turns
+        self._order = FairOrder(credit=_CREDIT_ROWS)
         self._slots: dict[Request, _Slot[Request]] = {}
         self._admitted: list[_Slot[Request]] = []
         self._widths: dict[object, int] = {}
@@ -84,9 +99,9 @@ class Batcher(Generic[Request]):
         self._planned_at = -_REPLAN_TURNS
         self._backlog = 0
 
-    def add(self, request: Request) -> None:
-        """Takes in a request that is not done."""
-        self._slots[request] = _Slot(request)
+    def add(self, request: Request, share: Share = _EVERYBODYS) -> None:
+        """Takes in a request that is not done. share: of whose it is."""
+        self._slots[request] = _Slot(request, share)
         self._planned_at = -_REPLAN_TURNS
 
     def remove(self, request: Request) -> None:
@@ -127,11 +142,13 @@ class Batcher(Generic[Request]):
         urgent = sorted(self._admitted, key=lambda slot: slot.turn)
         lack = self._lack(urgent)
         if lack < 0:
-            members = self._fill(self._admitted[0], self._admitted, self._width_now(self._admitted[0]))
+            fair = self._by_share()
+            members = self._fill(fair[0], fair, self._width_now(fair[0]))
         else:
             # Just in time is enough to be served in turn; later than that, the group takes all it can.
             width = self._width_now(urgent[0]) if lack == 0 else len(urgent)
             members = self._fill(urgent[0], urgent, width)
+        self._charge(members)
         for slot in members:
             slot.turn = self._turn
         if self._trials and len(members) > self._widths[members[0].group]:
@@ -147,7 +164,7 @@ class Batcher(Generic[Request]):
             by_group.setdefault(slot.group, []).append(slot)
         self._widths = {group: self._width(slots) for group, slots in by_group.items()}
         self._admitted = []
-        for slot in self._slots.values():
+        for slot in self._in_line():
             fits = self._admit(slot)
             if not (fits or slot.admitted):
                 self._admitted.pop()
@@ -156,6 +173,40 @@ class Batcher(Generic[Request]):
                 slot.admitted, slot.turn = True, self._turn
         trials = {group: self._trial(slots) for group, slots in self._groups().items()}
         self._trials = {group: width for group, width in trials.items() if width > self._widths[group]}
+
+    def _in_line(self) -> list[_Slot[Request]]:
+        """Those who are admitted, then the others, as their tenants' shares let them begin."""
+        admitted = [slot for slot in self._slots.values() if slot.admitted]
+        others = [slot for slot in self._slots.values() if not slot.admitted]
+        if len({slot.share.tenant for slot in self._slots.values()}) > 1:
+            begins = self._begins([*admitted, *others])
+            others.sort(key=lambda slot: begins[slot])
+        return [*admitted, *others]
+
+    def _begins(self, slots: Sequence[_Slot[Request]]) -> dict[_Slot[Request], float]:
+        """When each would begin, in what its tenant has had by then."""
+        had: dict[str, float] = {}
+        begins: dict[_Slot[Request], float] = {}
+        for slot in slots:
+            tenant = slot.share.tenant
+            begins[slot] = had.setdefault(tenant, self._order.next_tag(tenant))
+            work = self._work(slot.request)
+            had[tenant] += work.rows * work.steps / slot.share.weight
+        return begins
+
+    def _by_share(self) -> Sequence[_Slot[Request]]:
+        """Those who are admitted, of those tenants first that had least of their shares; of one, oldest first."""
+        tenants = {slot.share.tenant for slot in self._admitted}
+        if len(tenants) == 1:
+            return self._admitted
+        tags = {tenant: self._order.next_tag(tenant) for tenant in tenants}
+        return sorted(self._admitted, key=lambda slot: tags[slot.share.tenant])
+
+    def _charge(self, members: Sequence[_Slot[Request]]) -> None:
+        """These have the turn."""
+        self._order.served(min(self._order.next_tag(slot.share.tenant) for slot in self._admitted))
+        for slot in members:
+            self._order.tag(slot.share.tenant, cost=self._work(slot.request).rows, weight=slot.share.weight)
 
     def _trial(self, slots: Sequence[_Slot[Request]]) -> int:
         """How many of a group should have one turn together, because what it takes is outdated; 0 when it is not.

@@ -24,6 +24,7 @@ from bottega.diffusion.parallel.pair import PairPrediction
 from bottega.diffusion.rows import Half, Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import InternalError
+from bottega.planning import Share
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class EngineOrder:
     addons: what add-ons are told of it, by kind: messages of their own.
     decisions: of earlier attempts. checkpoint: of an earlier attempt; empty to begin at the beginning.
     latent_parallelism: whether the other worker of a pair may compute rows. preview: whether progress has previews.
+    share: of the tenant whose it is.
     """
 
     key: Hashable
@@ -59,6 +61,7 @@ class EngineOrder:
     latent_parallelism: bool = True
     checkpoint: bytes = b""
     preview: bool = False
+    share: Share = field(default_factory=Share)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

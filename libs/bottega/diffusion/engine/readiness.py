@@ -36,7 +36,7 @@ class ReadinessGate:
             if request in blocked:
                 self._batcher.remove(request)
             elif not request.done and request not in self._batcher:
-                self._batcher.add(request)
+                self._batcher.add(request, job.order.share)
         if not job.started and len(blocked) < len(job.runs):
             job.started, job.checkpoint_s = True, now_s
             yield JobStarted(key=job.key, steps_total=job.steps_total, steps_resumed=job.steps_resumed)

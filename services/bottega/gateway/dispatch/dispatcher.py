@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from bottega.background_tasks import BackgroundTasks
@@ -70,7 +70,7 @@ class Dispatcher:
     """All attempts that run.
 
     connect: makes the client of a worker, from its address. observer: of how attempts go, and how they end.
-    traces: get what each attempt says of its times.
+    traces: get what each attempt says of its times. weigh: says what a tenant weighs, by its name.
     """
 
     def __init__(
@@ -82,15 +82,18 @@ class Dispatcher:
         *,
         traces: JobTraces,
         max_result_bytes: int,
+        weigh: Callable[[str], float],
     ) -> None:
         self._connect = connect
         self._traces = traces
         self._addons = addons
         self._storage = storage
         self._max_result_bytes = max_result_bytes
+        self._weigh = weigh
         self._observer = observer
         self._connections: dict[Member, WorkerConnection] = {}
         self._attempts: dict[str, DispatchedAttempt] = {}
+        self._by_tenant: dict[str, Counter[str]] = {}
         self._running = BackgroundTasks("attempts")
         self._calls = BackgroundTasks("calls of workers")
         self._completed: deque[tuple[str, int]] = deque(maxlen=_JUST_COMPLETED)
@@ -99,6 +102,10 @@ class Dispatcher:
     def attempts(self) -> int:
         """How many run. Any thread may ask."""
         return len(self._attempts)
+
+    def running(self, model: str) -> Mapping[str, int]:
+        """Attempts at jobs of a model, by tenant; none that has none."""
+        return self._by_tenant.get(model, {})
 
     def add_worker(self, member: Member) -> None:
         """Prepares to call a worker. Harmless when that is done already."""
@@ -178,6 +185,7 @@ class Dispatcher:
             sent_at=job.clock.monotonic(),
         )
         self._attempts[job.job_id] = attempt
+        self._by_tenant.setdefault(job.bare.model, Counter())[job.request.tenant] += 1
         connection.add(attempt)
         request = self._request(attempt)
         attempt.previewed = request.preview
@@ -208,6 +216,7 @@ class Dispatcher:
             preview=job.preview,
             request_id=job.log_id,
             decisions=job.decisions,
+            share=worker_pb2.TenantShare(tenant=job.request.tenant, weight=self._weigh(job.request.tenant)),
         )
         for addon in self._addons:
             addon.prepare_attempt(job, attempt.connection.member, request)
@@ -348,7 +357,14 @@ class Dispatcher:
         return attempt
 
     def _remove(self, attempt: DispatchedAttempt) -> None:
-        del self._attempts[attempt.job.job_id]
+        job = attempt.job
+        del self._attempts[job.job_id]
+        by_tenant = self._by_tenant[job.bare.model]
+        by_tenant[job.request.tenant] -= 1
+        if not by_tenant[job.request.tenant]:
+            del by_tenant[job.request.tenant]
+        if not by_tenant:
+            del self._by_tenant[job.bare.model]
         attempt.connection.remove(attempt)
         for addon in self._addons:
-            addon.end_attempt(attempt.job)
+            addon.end_attempt(job)

@@ -76,7 +76,13 @@ class JobController:
         self._finisher = JobFinisher(self.queue, self._deadlines, jobs, metrics)
         self.traces = JobTraces(config.traces_bytes)
         self._dispatcher = Dispatcher(
-            connect, storage, addons, self, traces=self.traces, max_result_bytes=config.max_result_bytes
+            connect,
+            storage,
+            addons,
+            self,
+            traces=self.traces,
+            max_result_bytes=config.max_result_bytes,
+            weigh=lambda tenant: self.queue.weigh(tenant),  # which may be replaced still
         )
         self._snapshot = FleetSnapshot(fleet, self._dispatcher, jobs, addons)
         self.estimates = QueueEstimates(self.queue, self._snapshot, clock)

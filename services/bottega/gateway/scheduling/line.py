@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 
 from bottega.gateway.jobs.job import Job
-from bottega.planning.fair_order import FairOrder
+from bottega.planning import FairOrder
 
 Weigh = Callable[[str], float]
 """The weight of a tenant, by its name; above 0."""
@@ -32,6 +33,7 @@ class Line:
         self._places: list[_Place] = []
         self._jobs: list[Job] = []
         self._place_of: dict[str, _Place] = {}
+        self._tenants = Counter[str]()
         self._added = 0
 
     def __len__(self) -> int:
@@ -41,6 +43,11 @@ class Line:
     def jobs(self) -> Sequence[Job]:
         """In their order. Not to be changed; it changes with the line."""
         return self._jobs
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Those whose jobs are here."""
+        return self._tenants.keys()
 
     def add(self, job: Job) -> None:
         """Behind those of its tenant."""
@@ -58,6 +65,9 @@ class Line:
         place = self._place_of.pop(job.job_id)
         at = bisect_left(self._places, place)
         del self._places[at], self._jobs[at]
+        self._tenants[job.request.tenant] -= 1
+        if not self._tenants[job.request.tenant]:
+            del self._tenants[job.request.tenant]
         if not self._places:
             self._order.idle()
         elif at == 0:  # else others may have to be served before what comes now
@@ -83,3 +93,4 @@ class Line:
         self._places.insert(at, place)
         self._jobs.insert(at, job)
         self._place_of[job.job_id] = place
+        self._tenants[job.request.tenant] += 1

@@ -10,7 +10,8 @@ Three rules, in the order of `assign`:
    more than its mask.
 3. Slack. A job is bound to its worker as late as possible, so that it may still go to another one: only when the group
    of the worker has a free place, or will have one within the lead time, in which the prompt is encoded. Until then it
-   stays in the queue, and the worker's plan counts it in.
+   stays in the queue, and the worker's plan counts it in. A job of a tenant that has less than its share of what runs
+   is bound to a worker whose group is full, if it is the only one beyond it: the worker's turns are shared.
 
 The engine of a worker forms its groups by the same cost model (bottega.planning).
 """
@@ -74,7 +75,8 @@ class PendingJob:
     """A job in the queue.
 
     avoid: a worker that must not have it, because it was just lost with it. exclusive: it may only run by itself,
-    because a worker may have died of it. eligible: the only workers that may have it; None is all of them.
+    because a worker may have died of it. within_share: its tenant has at most its share of what runs, with it, while
+    others have jobs too. eligible: the only workers that may have it; None is all of them.
     load_s: seconds that it needs at a worker before its first step, by worker; none where a worker is not named.
     reduced: what it needs of workers of which it needs less than `request`, by worker.
     """
@@ -83,6 +85,7 @@ class PendingJob:
     request: ResourceRequest
     avoid: str = ""
     exclusive: bool = False
+    within_share: bool = False
     eligible: frozenset[str] | None = None
     load_s: Mapping[str, float] = field(default_factory=dict)
     reduced: Mapping[str, ResourceRequest] = field(default_factory=dict)
@@ -231,7 +234,7 @@ class _Option:
         worker = plan.state.worker
         self.job, self.plan, self._behind = job, plan, behind
         self.request = job.request_at(worker)
-        self.has_slack = plan.has_slack(self.request, behind)
+        self.has_slack = plan.has_slack(self.request, behind, within_share=job.within_share)
         self._load_s = job.load_s.get(worker, 0.0)
 
     @property
@@ -276,11 +279,16 @@ class WorkerPlan:
             known[request] = seconds(_plain_rows(request, self.state)) * request.steps
         return known[request]
 
-    def has_slack(self, request: ResourceRequest, behind: int) -> bool:
-        """Whether a job may begin here now. Nobody overtakes one that is planned here and not bound yet."""
+    def has_slack(self, request: ResourceRequest, behind: int, *, within_share: bool = False) -> bool:
+        """Whether a job may begin here now. Nobody overtakes one that is planned here and not bound yet.
+
+        within_share: whether its tenant has at most its share of what runs.
+        """
         if self._has_unbound:
             return False
         typical = _typical(request)
+        if within_share and len(self._planned) == self._width(typical, behind):
+            return True
         question, known = (self._added, typical, behind), self.state.findings.slack
         if question not in known:
             known[question] = _has_slack(self.state, self._planned, typical, self._width(typical, behind))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from bottega.clocks import Clock
 from bottega.errors import QueueFull
@@ -92,6 +92,11 @@ class JobQueue:
         """Jobs that wait for a model, in the order in which they should be served."""
         line = self._lines.get(model)
         return () if line is None else line.jobs
+
+    def tenants(self, model: str) -> Collection[str]:
+        """Those whose jobs wait for a model."""
+        line = self._lines.get(model)
+        return () if line is None else line.tenants
 
     def place(self, job: Job) -> int:
         """Jobs of its model that are before one that waits."""

@@ -19,6 +19,7 @@ from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.scheduling.outcomes import JobFinisher, unmeetable
 from bottega.gateway.scheduling.policy import assign
 from bottega.gateway.scheduling.queue import JobQueue
+from bottega.gateway.scheduling.shares import RunningShares
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 
@@ -131,7 +132,8 @@ class Scheduler:
     def _hand_out(self, model: str, free_at: float) -> bool:
         """One round of the policy. Returns whether a job was dropped whose turn came too late: others may have it."""
         members = {m.name: m for m in self._fleet.workers(model) if m not in self._held_back}
-        pending = self._snapshot.pending(self._queue.line(model), members)
+        shares = RunningShares(self._dispatcher.running(model), self._queue.tenants(model), self._queue.weigh)
+        pending = self._snapshot.pending(self._queue.line(model), members, shares)
         late: list[Job] = []
         for assignment in assign(pending, self._snapshot.workers(members.values())):
             job = self._jobs.find_live(assignment.job_id)

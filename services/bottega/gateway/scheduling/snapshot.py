@@ -18,6 +18,7 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.scheduling.policy import Findings, PendingJob, ResourceRequest, WorkerState
+from bottega.gateway.scheduling.shares import RunningShares
 from bottega.planning import Shape
 from bottega.v1 import fleet_pb2
 
@@ -70,10 +71,12 @@ class FleetSnapshot:
         """The worker is lost."""
         self._cache.pop(member, None)
 
-    def pending(self, line: Iterable[Job], members: Mapping[str, Member]) -> Iterator[PendingJob]:
+    def pending(
+        self, line: Iterable[Job], members: Mapping[str, Member], shares: RunningShares
+    ) -> Iterator[PendingJob]:
         """The jobs of a model's queue that some worker may have now, made one by one as they are needed.
 
-        Others wait for an add-on that is away, and do not hold up those behind them.
+        Others wait for an add-on that is away, and do not hold up those behind them. shares: of the model's tenants.
         """
         known: dict[tuple[AddOn, Hashable], WorkerCosts] = {}
         for job in line:
@@ -84,6 +87,7 @@ class FleetSnapshot:
                     request=_request_for(job, self._steps_left(job)),
                     avoid=job.losses.last_worker if _must_avoid(job, members) else "",
                     exclusive=job.quarantined,
+                    within_share=shares.claim(job.request.tenant),
                     eligible=costs.eligible,
                     load_s=costs.load_s,
                     reduced=self._reduced(job, costs.shares),

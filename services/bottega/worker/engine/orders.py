@@ -15,6 +15,7 @@ from bottega.diffusion.controlnets.provider import ControlHosts
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ControlSpec, EditSpec, LoraSpec, ResolvedSpec
+from bottega.planning import Share
 from bottega.v1 import engine_pb2, generation_pb2, tensor_pb2
 from bottega.v1.worker_pb2 import AttemptId
 
@@ -71,6 +72,7 @@ def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Eng
         decisions=dict(start.decisions.by_kind),
         checkpoint=start.checkpoint,
         preview=start.preview,
+        share=Share(tenant=start.share.tenant, weight=start.share.weight) if start.HasField("share") else Share(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from bottega.diffusion.engine.batcher import Batcher
 from bottega.diffusion.rows import GroupKey
-from bottega.planning import StepTimes
+from bottega.planning import Share, StepTimes
 
 SHAPES = ((4, 16, 16), (4, 16, 24), (4, 32, 32))
 
@@ -152,11 +153,62 @@ def test_a_queue_elsewhere_widens_the_group() -> None:
     assert (len(alone.next_group()), len(crowded.next_group())) == (1, 3)
 
 
-Plan = list[tuple[int, int, int, int]]
-"""Arrivals: turns after the one before, steps, rows, shape."""
+def turns_of(chosen: Batcher[Asked], requests: Sequence[Asked], turns: int) -> Counter[int]:
+    """How often each request, by its place, was in a turn."""
+    had = Counter[int]()
+    for _ in range(turns):
+        had.update(requests.index(asked) for asked in chosen.next_group())
+    return had
+
+
+@pytest.mark.parametrize("seconds", [proportional, shared])
+def test_tenants_have_turns_by_weight_however_many_requests_each_has(seconds: Callable[[int], float]) -> None:
+    """Of equal shapes, in groups of at most two."""
+    chosen = batcher(seconds, max_rows=4, max_wait_turns=40)
+    requests = [Asked(4000) for _ in range(6)]
+    for place, asked in enumerate(requests):
+        chosen.add(asked, Share(tenant="few", weight=3.0) if place == 4 else Share(tenant="many"))
+    had = turns_of(chosen, requests, 4000)
+    few, many = had[4], had.total() - had[4]
+    if seconds is proportional:
+        assert few / many == pytest.approx(3.0, rel=0.05)
+    else:  # in nearly every turn, beside one of the others: it has no second request to take its share with
+        assert few >= 3600
+
+
+def test_a_tenant_that_asked_for_little_is_ahead_of_one_that_floods_for_as_long_as_its_credit_lasts() -> None:
+    chosen = batcher(proportional)
+    flood, one = [Asked(4000) for _ in range(2)], Asked(4000)
+    for asked in flood:
+        chosen.add(asked, Share(tenant="flood"))
+    turns_of(chosen, flood, 300)
+    chosen.add(one, Share(tenant="one"))
+    had = turns_of(chosen, [one, *flood], 45)
+    assert had[0] == 35, "but for the turns of the two others, none of which waits longer than eight"
+    turns_of(chosen, [one, *flood], 200)
+    had = turns_of(chosen, [one, *flood], 200)
+    assert had[0] == pytest.approx(100, rel=0.05), "then each has its share"
+
+
+def test_of_those_who_wait_to_begin_the_one_whose_tenant_has_least_begins_first() -> None:
+    chosen = batcher(proportional, max_wait_turns=1)
+    flood, one = [Asked(30) for _ in range(6)], Asked(30)
+    for asked in flood:
+        chosen.add(asked, Share(tenant="flood"))
+    chosen.next_group()
+    chosen.add(one, Share(tenant="one"))
+    for asked in flood[:2]:
+        chosen.remove(asked)
+    assert one in [asked for _ in range(2) for asked in chosen.next_group()]
+
+
+Plan = list[tuple[int, int, int, int, int]]
+"""Arrivals: turns after the one before, steps, rows, shape, tenant."""
 
 arrivals = st.lists(
-    st.tuples(st.integers(0, 6), st.integers(1, 30), st.integers(1, 2), st.integers(0, 2)), min_size=1, max_size=30
+    st.tuples(st.integers(0, 6), st.integers(1, 30), st.integers(1, 2), st.integers(0, 2), st.integers(0, 2)),
+    min_size=1,
+    max_size=30,
 )
 costs = st.sampled_from([proportional, shared, lambda rows: 0.1 * rows**0.8])
 
@@ -168,9 +220,9 @@ def longest_wait(chosen: Batcher[Asked], plan: Plan, at_once: int) -> int:
     waiting = list(plan)
     while here or waiting:
         while waiting and len(here) < at_once and (turn >= due or not here):
-            _, steps, rows, shape = waiting.pop(0)
+            _, steps, rows, shape, tenant = waiting.pop(0)
             asked = Asked(steps, row_count=rows, key=key(shape))
-            chosen.add(asked)
+            chosen.add(asked, Share(tenant=str(tenant), weight=1.0 + 9.0 * tenant))
             here.append(asked)
             due = turn + (waiting[0][0] if waiting else 0)
         step(chosen, here)
@@ -211,7 +263,7 @@ def test_wider_groups_keep_the_bound_for_as_many_as_fit(
     plan: Plan, cost: Callable[[int], float], max_wait_turns: int
 ) -> None:
     """Of one key, so many as fill one group more than the bound; more than would each have a turn alone."""
-    plan = [(after, steps, 2, 0) for after, steps, _, _ in plan]
+    plan = [(after, steps, 2, 0, tenant) for after, steps, _, _, tenant in plan]
     chosen = batcher(cost, max_rows=8, max_wait_turns=max_wait_turns)
     assert longest_wait(chosen, plan, at_once=4 * (max_wait_turns + 1)) <= max_wait_turns
 
@@ -222,7 +274,7 @@ def test_beyond_that_those_that_have_begun_keep_the_bound_and_the_others_begin_i
     plan: Plan, cost: Callable[[int], float]
 ) -> None:
     chosen = batcher(cost, max_rows=4, max_wait_turns=2)
-    here = [Asked(steps, row_count=rows, key=key(shape)) for _, steps, rows, shape in plan]
+    here = [Asked(steps, row_count=rows, key=key(shape)) for _, steps, rows, shape, _ in plan]
     everybody = list(here)
     for asked in here:
         chosen.add(asked)

@@ -17,6 +17,8 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobRequest
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.scheduling.line import equal_weights
+from bottega.gateway.scheduling.shares import RunningShares
 from bottega.planning import RowFractions, StepTimes
 from bottega.v1.activations_pb2 import (
     TEMPLATE_TIER_DISK,
@@ -139,7 +141,7 @@ async def test_what_waits_counts_by_its_mask_where_somebody_has_its_template(sho
     snapshot = shop.controller._snapshot
     assert snapshot.resource_request(near).share == pytest.approx(0.2, abs=1 / 32)
     assert snapshot.resource_request(far).share == 1.0
-    first, second = snapshot.pending([near, far], {"w1": worker})
+    first, second = snapshot.pending([near, far], {"w1": worker}, RunningShares({}, (), equal_weights))
     assert first.request.share == second.request.share == 1.0
     assert first.request_at("w1").share == pytest.approx(0.2, abs=1 / 32)
     assert second.request_at("w1").share == 1.0
