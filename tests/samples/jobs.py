@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobRequest
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec
+from bottega.v1.image_pb2 import PRIORITY_NORMAL, Priority
 from tests.fakes.fake_time import FakeTime
 
 
@@ -23,6 +24,7 @@ def sample_job(
     size_bytes: int = 0,
     controlnets: Sequence[str] = (),
     tenant: str = "",
+    priority: Priority.ValueType = PRIORITY_NORMAL,
 ) -> Job:
     """A queued job of the model "m": one image, ten steps, with an input image and ControlNets of these names."""
     nets = [ControlNet(name=name) for name in controlnets]
@@ -34,6 +36,11 @@ def sample_job(
         spec=spec,
         bare=bare,
         request=JobRequest(
-            fingerprint="f", shape=(16, 16), request_id=request_id, size_bytes=size_bytes, tenant=tenant
+            fingerprint="f",
+            shape=(16, 16),
+            request_id=request_id,
+            size_bytes=size_bytes,
+            tenant=tenant,
+            priority=priority,
         ),
     )

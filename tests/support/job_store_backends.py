@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from bottega.gateway.jobs.store import Change, EndTime, JobProgress, JobRecord, JobStore, SqliteJobStore
 from bottega.gateway.jobs.values import StoredImage
-from bottega.v1.image_pb2 import JOB_STATE_QUEUED, JOB_STATE_RUNNING
+from bottega.v1.image_pb2 import JOB_STATE_QUEUED, JOB_STATE_RUNNING, PRIORITY_HIGH
 from tests.fakes.memory_storage import MemoryJobStore, Shelf
 
 _SHELVES: dict[Path, Shelf] = {}
@@ -30,6 +30,7 @@ def record(job_id: str = "j1", *, request_id: str = "", created_wall: float = 10
         request_id=request_id,
         log_id=f"log-{job_id}",
         ends_with_caller=not request_id,
+        priority=PRIORITY_HIGH,
         fingerprint=f"fingerprint of {job_id}",
         spec=spec or b"spec\x00" + job_id.encode(),
         shape=(16, 24),

@@ -33,7 +33,7 @@ from bottega.client.sdk.sync import Job
 from bottega.client.transport.retry import RetryPolicy
 from bottega.client.types.control import ControlNet
 from bottega.client.types.events import Completed, Event, Interrupted, Preview, Progress, Queued
-from bottega.client.types.jobs import JobPage, JobState, JobStatus
+from bottega.client.types.jobs import JobPage, JobState, JobStatus, Priority
 from bottega.client.types.lora import Lora, LoraLike
 from bottega.client.types.mask import Box, Ellipse
 from bottega.client.types.options import EditOptions, GenerationOptions
@@ -72,6 +72,7 @@ __all__ = [
     "MeasuredProfile",
     "Picture",
     "Preview",
+    "Priority",
     "ProfileCase",
     "Progress",
     "PromptPair",

@@ -56,6 +56,8 @@ class GatewayConfig:
         the gateway's own port has to show a key, and sees what is its tenant's. It is read again when it changes.
         Empty: nobody is asked who they are, and everything is one tenant's.
     max_queued, max_queued_bytes: bounds on the jobs that wait for a worker, in number and in request bytes.
+    priority_head_start_s: a job of high priority is served as if it had come so much earlier than it came, one of low
+        priority as if so much later: before and behind others of its tenant alone, and none is passed over for longer.
     state: folder of its jobs and images, which nobody else may use; empty is "gateway" in $BOTTEGA_STATE, else in
         bottega in $XDG_STATE_HOME, else in ~/.local/state/bottega.
     max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered after they ended; also the
@@ -89,6 +91,7 @@ class GatewayConfig:
     tenants: str = ""
     max_queued: AtLeastOne = 256
     max_queued_bytes: AtLeastOne = 512 << 20
+    priority_head_start_s: Annotated[float, Field(ge=0.0, le=86_400.0)] = 60.0
     max_jobs: AtLeastOne = 10_000
     jobs_bytes: AtLeastOne = 128 << 20
     jobs_ttl_s: Seconds = 3600.0

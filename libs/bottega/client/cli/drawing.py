@@ -24,6 +24,7 @@ from bottega.client.cli.terminal import fail, note, say, share_text
 from bottega.client.files import write_whole
 from bottega.client.sdk.clients import Client
 from bottega.client.types.events import Completed, Progress
+from bottega.client.types.jobs import Priority
 from bottega.client.types.options import GenerationOptions
 from bottega.errors import InvalidRequest, Violation
 from bottega.v1.generation_pb2 import MaskUse, Provenance
@@ -52,6 +53,7 @@ class DrawingTerms:
     preview: Path | None
     detach: bool
     timeout_s: float | None
+    priority: str
     address: str
 
 
@@ -70,6 +72,12 @@ _OPTIONS = (
         type=click.FloatRange(min=0.0, min_open=True),
         default=None,
         help=f"Seconds in which it must be done, or is given up; default: {DEFAULT_TIMEOUT_S:g}; with --detach none.",
+    ),
+    click.option(
+        "--priority",
+        type=click.Choice(("low", "normal", "high")),
+        default="normal",
+        help="How urgent it is beside your other pictures; those of other tenants do not wait for it.",
     ),
     address_option,
 )
@@ -103,7 +111,13 @@ def draw(
     timeout_s = terms.timeout_s or DEFAULT_TIMEOUT_S
     with connect(terms.address, timeout_s=timeout_s) as client, _violations_by_given_names(options, rename):
         if terms.detach:
-            job = client.submit(prompt, num_images=terms.num_images, deadline_s=terms.timeout_s, **options)
+            job = client.submit(
+                prompt,
+                num_images=terms.num_images,
+                deadline_s=terms.timeout_s,
+                priority=Priority(terms.priority),
+                **options,
+            )
             _say_detached(job.id, terms.output)
             return None
         try:
@@ -141,7 +155,8 @@ def _follow(client: Client, prompt: str, options: GenerationOptions, terms: Draw
     from bottega.client.cli.progress_bar import show_progress
 
     preview, count = terms.preview, terms.num_images
-    stream = client.stream(prompt, num_images=count, preview=preview is not None, **options)
+    priority = Priority(terms.priority)
+    stream = client.stream(prompt, num_images=count, preview=preview is not None, priority=priority, **options)
     return show_progress(stream, (lambda progress: _write_previews(preview, progress, count)) if preview else None)
 
 

@@ -25,7 +25,7 @@ from bottega.client.transport.timeouts import LastProgress, timeout_error
 from bottega.client.transport.watching import wait_until_completed, watch_job
 from bottega.client.types.events import Completed, Event
 from bottega.client.types.image_source import ImageSource
-from bottega.client.types.jobs import JobPage, JobState, page_request, status_from
+from bottega.client.types.jobs import JobPage, JobState, Priority, page_request, priority_to_wire, status_from
 from bottega.client.types.mask import MaskSource
 from bottega.client.types.messages import build_message
 from bottega.client.types.options import EditOptions, GenerationOptions, spec_from
@@ -82,14 +82,21 @@ class AsyncGatewayClient:
         timeout_s: float | None = None,
         deadline_s: float | None = None,
         request_id: str | None = None,
+        priority: Priority = Priority.NORMAL,
         **options: Unpack[GenerationOptions],
     ) -> Picture:
         """Draws one picture; GenerationOptions lists the keyword arguments.
 
-        timeout_s, deadline_s, request_id: as in stream().
+        timeout_s, deadline_s, request_id, priority: as in stream().
         """
         images = await self.generate_many(
-            prompt, 1, timeout_s=timeout_s, deadline_s=deadline_s, request_id=request_id, **options
+            prompt,
+            1,
+            timeout_s=timeout_s,
+            deadline_s=deadline_s,
+            request_id=request_id,
+            priority=priority,
+            **options,
         )
         return images[0]
 
@@ -101,6 +108,7 @@ class AsyncGatewayClient:
         timeout_s: float | None = None,
         deadline_s: float | None = None,
         request_id: str | None = None,
+        priority: Priority = Priority.NORMAL,
         **options: Unpack[GenerationOptions],
     ) -> tuple[Picture, ...]:
         """Draws 1 to 8 pictures of one prompt together; picture i is drawn as a single one with seed + i."""
@@ -110,6 +118,7 @@ class AsyncGatewayClient:
             timeout_s=timeout_s,
             deadline_s=deadline_s,
             request_id=request_id,
+            priority=priority,
             **options,
         )
         images = (await wait_until_completed(stream)).images
@@ -126,6 +135,7 @@ class AsyncGatewayClient:
         timeout_s: float | None = None,
         deadline_s: float | None = None,
         request_id: str | None = None,
+        priority: Priority = Priority.NORMAL,
         **options: Unpack[EditOptions],
     ) -> Picture:
         """Redraws the part of an image that the mask covers; EditOptions lists the keyword arguments.
@@ -135,13 +145,14 @@ class AsyncGatewayClient:
         mask: an image of any size, white where the other one is redrawn; or Box and Ellipse, one or a list of them, in
             pixels of the image. Outside it the picture has the image's own pixels.
         prompt: describes the whole picture, as it shall be.
-        timeout_s, deadline_s, request_id: as in stream().
+        timeout_s, deadline_s, request_id, priority: as in stream().
         """
         return await self.generate(
             prompt,
             timeout_s=timeout_s,
             deadline_s=deadline_s,
             request_id=request_id,
+            priority=priority,
             image=image,
             mask_image=mask,
             **options,
@@ -156,6 +167,7 @@ class AsyncGatewayClient:
         timeout_s: float | None = None,
         deadline_s: float | None = None,
         request_id: str | None = None,
+        priority: Priority = Priority.NORMAL,
         **options: Unpack[GenerationOptions],
     ) -> AsyncGenerator[Event, None]:
         """Draws, and tells what happens: Queued, Progress, Interrupted, and as the last one Completed.
@@ -169,13 +181,14 @@ class AsyncGatewayClient:
             the job goes on when you leave. Without it the SDK makes one, so that a broken connection attaches
             again, and cancels the job when you leave: when you close the generator (or the client), are
             cancelled, or run out of time.
+        priority: how urgent it is beside other requests of yours; those of other tenants are not behind it.
         """
         images, terms = self._connection.images, self._connection.terms(timeout_s)
         deadline = None if request_id else terms.deadline
         if deadline_s is not None:
             deadline = CallDeadline.after(deadline_s, name="deadline_s")
         spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
-        request = image_pb2.GenerateRequest(spec=spec)
+        request = image_pb2.GenerateRequest(spec=spec, priority=priority_to_wire(priority))
         _set_time_left(request, deadline)
         await asyncio.to_thread(build_message, request, request_id=request_id or uuid.uuid4().hex, preview=preview)
         last, over = LastProgress(), False
@@ -208,16 +221,17 @@ class AsyncGatewayClient:
         num_images: int = 1,
         deadline_s: float | None = None,
         request_id: str | None = None,
+        priority: Priority = Priority.NORMAL,
         **options: Unpack[GenerationOptions],
     ) -> AsyncJob:
         """Starts a job that outlives this connection: `job.result()` has its pictures, now or much later.
 
         deadline_s: as in stream(); absent, the job has all the time that it takes.
-        request_id: as in stream(); the SDK makes one for this call's own retries.
+        request_id, priority: as in stream(); the SDK makes a request_id for this call's own retries.
         """
         deadline = CallDeadline.after(deadline_s, name="deadline_s") if deadline_s is not None else None
         spec = await asyncio.to_thread(spec_from, prompt, options, num_images=num_images)
-        request = image_pb2.SubmitJobRequest(spec=spec)
+        request = image_pb2.SubmitJobRequest(spec=spec, priority=priority_to_wire(priority))
         _set_time_left(request, deadline)
         await asyncio.to_thread(build_message, request, request_id=request_id or uuid.uuid4().hex)
         answer = await self._connection.call(

@@ -33,6 +33,14 @@ class JobState(StrEnum):
         return self in (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
 
 
+class Priority(StrEnum):
+    """How urgent a request is beside others of the same tenant; none is passed over for longer than the gateway says."""
+
+    LOW = "low"
+    NORMAL = "normal"
+    HIGH = "high"
+
+
 _ASKED_FOR = tuple(state for state in JobState if state is not JobState.UNKNOWN)
 _FIRST, _LAST = datetime(2, 1, 1, tzinfo=UTC), datetime(9998, 12, 31, tzinfo=UTC)
 
@@ -46,6 +54,7 @@ class JobStatus:
     image_count: finished images; client.job(job_id).image(index) fetches them.
     provenance: what really happened; None until completed.
     error: why it failed, as the contract's message; None unless it failed or was cancelled.
+    priority: how urgent it is beside others of its tenant.
     """
 
     job_id: str
@@ -60,6 +69,7 @@ class JobStatus:
     image_count: int
     provenance: Provenance | None = field(repr=False)
     error: JobError | None
+    priority: Priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +95,15 @@ def status_from(job: image_pb2.Job) -> JobStatus:
         image_count=len(job.images),
         provenance=job.provenance if job.HasField("provenance") else None,
         error=job.error if job.HasField("error") else None,
+        priority=_priority(job.priority),
     )
+
+
+def priority_to_wire(priority: Priority) -> image_pb2.Priority.ValueType:
+    """That of the contract. Raises InvalidRequest where it is none."""
+    if not (isinstance(priority, str) and priority in tuple(Priority)):  # by its value, as equality has it
+        refuse([Violation(field="priority", description=f"must be of {', '.join(Priority)}; got {describe(priority)}")])
+    return image_pb2.Priority.Value(f"PRIORITY_{Priority(priority).name}")
 
 
 def page_request(
@@ -119,6 +137,13 @@ def _state(state: image_pb2.JobState.ValueType) -> JobState:
     known = state in image_pb2.JobState.values()
     name = image_pb2.JobState.Name(state).removeprefix("JOB_STATE_").lower() if known else ""
     return JobState(name) if name in set(JobState) else JobState.UNKNOWN
+
+
+def _priority(priority: image_pb2.Priority.ValueType) -> Priority:
+    """NORMAL where a gateway says nothing, or what this client does not know."""
+    known = priority in image_pb2.Priority.values()
+    name = image_pb2.Priority.Name(priority).removeprefix("PRIORITY_").lower() if known else ""
+    return Priority(name) if name in set(Priority) else Priority.NORMAL
 
 
 def _time(stamp: Timestamp) -> datetime:

@@ -40,7 +40,7 @@ from bottega.gateway.jobs.values import JobRequest, JobTimes
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.v1.generation_pb2 import GenerationSpec
-from bottega.v1.image_pb2 import JOB_STATE_FAILED, Model
+from bottega.v1.image_pb2 import JOB_STATE_FAILED, PRIORITY_NORMAL, Model, Priority
 from bottega.v1.worker_pb2 import AttemptDecisions
 
 # Failures after which the same request is drawn as a new job: they ask for a retry.
@@ -53,8 +53,8 @@ class GenerateCommand:
 
     spec: as it came. deadline_s: as it came: seconds from now after which nobody wants it; None is without bound.
     caller_s: seconds until its caller goes, and the job with it; None for one that goes on without. peer: its host.
-    tenant: whose it is. preview: whether previews are wanted. log_id: what the log calls the request where it has no
-    request_id.
+    tenant: whose it is. preview: whether previews are wanted. priority: as it came. log_id: what the log calls the
+    request where it has no request_id.
     """
 
     spec: GenerationSpec
@@ -64,6 +64,7 @@ class GenerateCommand:
     peer: str = ""
     tenant: str = ""
     preview: bool = False
+    priority: Priority.ValueType = PRIORITY_NORMAL
     log_id: str = ""
 
     def deadline(self, now: float) -> float | None:
@@ -223,6 +224,7 @@ class Admission:
             tenant=command.tenant,
             peer=command.tenant or command.peer,
             ends_with_caller=command.caller_s is not None,
+            priority=command.priority or PRIORITY_NORMAL,
         )
         return Job(
             clock=self._controller.clock,
@@ -286,6 +288,7 @@ class Admission:
         found = [
             *validation.check_request_id(command.request_id),
             *validation.check_deadline(command.deadline_s),
+            *validation.check_priority(command.priority),
             *validation.check_spec(spec, self._addons, max_image_bytes=self._config.max_image_bytes),
         ]
         meant = before.bare if before else spec

@@ -33,6 +33,7 @@ def job_to_wire(job: Job) -> image_pb2.Job:
         images=[image_to_wire(job, index) for index in range(len(job.images))],
         provenance=job.provenance,
         error=to_job_error(job.error) if job.error else None,
+        priority=job.request.priority,
     )
 
 

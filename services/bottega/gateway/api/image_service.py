@@ -79,6 +79,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             peer=host_of(context.peer()),
             tenant=caller().tenant,
             preview=request.preview,
+            priority=request.priority,
             log_id=_log_id(request.request_id),
         )
         goes_on, preview = bool(request.request_id), request.preview
@@ -118,6 +119,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             deadline_s=_deadline_s(request),
             peer=host_of(context.peer()),
             tenant=caller().tenant,
+            priority=request.priority,
             log_id=_log_id(request.request_id),
         )
         job = (await self._admission.admit(command)).job

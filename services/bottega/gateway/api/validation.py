@@ -32,6 +32,7 @@ from bottega.rules import (
 from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import MaskTokens
 from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, MaskUse
+from bottega.v1.image_pb2 import Priority
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Of one ListJobs.
@@ -55,6 +56,12 @@ def check_deadline(deadline_s: float | None) -> Iterator[Violation]:
     """What is wrong with a deadline that the caller gave."""
     if deadline_s is not None and not 0 < deadline_s < math.inf:
         yield _violation("deadline_s", "must be a number of seconds above 0", spec=False)
+
+
+def check_priority(priority: Priority.ValueType) -> Iterator[Violation]:
+    """What is wrong with a priority."""
+    if priority not in Priority.values():
+        yield _violation("priority", "must be PRIORITY_LOW, PRIORITY_NORMAL or PRIORITY_HIGH", spec=False)
 
 
 def check_spec(spec: GenerationSpec, addons: Sequence[AddOn], *, max_image_bytes: int) -> Iterator[Violation]:

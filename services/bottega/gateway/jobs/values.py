@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bottega.errors import BottegaError
 from bottega.planning import Shape
 from bottega.v1.generation_pb2 import Provenance
-from bottega.v1.image_pb2 import JobState
+from bottega.v1.image_pb2 import PRIORITY_NORMAL, JobState, Priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,8 @@ class JobRequest:
     what it computes where they are. size_bytes: of the request. shape: of the latent,
     height and width. tenant: whose it is; empty where no keys are configured. peer: who it counts for when jobs are
     forgotten: its tenant, else the host that it came from; empty is not known. ends_with_caller: nobody else
-    can ask for the job, and a restarted gateway does not resume it.
+    can ask for the job, and a restarted gateway does not resume it. priority: how urgent it is beside others of its
+    tenant.
     """
 
     fingerprint: str
@@ -41,6 +42,7 @@ class JobRequest:
     tenant: str = ""
     peer: str = ""
     ends_with_caller: bool = False
+    priority: Priority.ValueType = PRIORITY_NORMAL
 
 
 @dataclass(slots=True, kw_only=True)

@@ -72,7 +72,12 @@ class JobController:
         self._metrics = metrics
         self._deadlines = Deadlines(clock)
         self._finding = BackgroundTasks("jobs that were found in the store")
-        self.queue = JobQueue(max_jobs=config.max_queued, budget_bytes=config.max_queued_bytes, clock=clock)
+        self.queue = JobQueue(
+            max_jobs=config.max_queued,
+            budget_bytes=config.max_queued_bytes,
+            clock=clock,
+            head_start_s=config.priority_head_start_s,
+        )
         self._finisher = JobFinisher(self.queue, self._deadlines, jobs, metrics)
         self.traces = JobTraces(config.traces_bytes)
         self._dispatcher = Dispatcher(

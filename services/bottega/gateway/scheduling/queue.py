@@ -23,15 +23,16 @@ _SPREAD = 1.5
 
 
 class JobQueue:
-    """Waiting jobs by model. max_jobs, budget_bytes: bounds over all models.
+    """Waiting jobs by model. max_jobs, budget_bytes: bounds over all models. head_start_s: see Line.
 
     weigh: says what tenants weigh; it may be replaced before the first job.
     """
 
-    def __init__(self, *, max_jobs: int, budget_bytes: int, clock: Clock) -> None:
+    def __init__(self, *, max_jobs: int, budget_bytes: int, clock: Clock, head_start_s: float = 0.0) -> None:
         self.weigh: Weigh = equal_weights
         self._max_jobs = max_jobs
         self._budget_bytes = budget_bytes
+        self._head_start_s = head_start_s
         self._clock = clock
         self._lines: dict[str, Line] = {}
         self._completed_at: deque[float] = deque(maxlen=_RATE_JOBS)
@@ -59,7 +60,9 @@ class JobQueue:
         self._size_bytes -= self._reserved.pop(job.job_id, 0)
         if not self._bytes:
             self._skip_idleness()
-        line = self._lines.setdefault(job.spec.model, Line(self.weigh))
+        line = self._lines.get(job.spec.model)
+        if line is None:
+            line = self._lines[job.spec.model] = Line(self.weigh, head_start_s=self._head_start_s)
         if first:
             line.add_first(job)
         else:

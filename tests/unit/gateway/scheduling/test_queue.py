@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bottega.errors import QueueFull
+from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.queue import JobQueue
+from bottega.v1.image_pb2 import PRIORITY_HIGH, PRIORITY_LOW, PRIORITY_NORMAL, Priority
 from tests.fakes.fake_time import FakeTime
 from tests.samples.jobs import sample_job
 
@@ -67,6 +73,77 @@ def test_who_asks_for_little_is_behind_few_of_who_asks_for_much_and_is_told_so()
     assert len(queue.before(late)) == 42
     queue.add(late, first=True)
     assert (queue.place(late), queue.place(victim), queue.place(second)) == (0, 1, 3)
+
+
+def _urgency(time: FakeTime) -> tuple[JobQueue, Callable[..., Job]]:
+    """A queue whose head start is a minute, and what adds a job to it."""
+    queue = JobQueue(max_jobs=999, budget_bytes=1 << 20, clock=time.clock(), head_start_s=60.0)
+
+    def add(priority: Priority.ValueType = PRIORITY_NORMAL, tenant: str = "") -> Job:
+        job = sample_job(time, tenant=tenant, priority=priority)
+        place = len(queue.before(job))
+        queue.add(job)
+        assert queue.place(job) == place, "what it was told before it came"
+        return job
+
+    return queue, add
+
+
+def test_a_job_of_high_priority_is_before_others_of_its_tenant_and_one_of_low_priority_behind() -> None:
+    time = FakeTime()
+    queue, add = _urgency(time)
+    low, normal, high, second = add(PRIORITY_LOW), add(), add(PRIORITY_HIGH), add(PRIORITY_HIGH)
+    assert list(queue.line("m")) == [high, second, normal, low]
+    queue.remove(second)
+    lost = add()
+    queue.remove(lost)
+    queue.add(lost, first=True)
+    assert list(queue.line("m")) == [lost, high, normal, low]
+
+
+def test_jobs_age_so_that_none_is_passed_over_for_longer_than_the_head_start() -> None:
+    time = FakeTime()
+    queue, add = _urgency(time)
+    low, normal = add(PRIORITY_LOW), add()
+    time.advance(59.0)
+    hurried = add(PRIORITY_HIGH)
+    time.advance(2.0)
+    late, later = add(PRIORITY_HIGH), add()
+    assert list(queue.line("m")) == [hurried, normal, late, low, later]
+
+
+def test_priorities_change_nothing_between_tenants() -> None:
+    time = FakeTime()
+    queue, add = _urgency(time)
+    urgent = [add(PRIORITY_HIGH, "greedy") for _ in range(4)]
+    patient = [add(PRIORITY_LOW, "patient") for _ in range(4)]
+    assert list(queue.line("m")) == [job for pair in zip(urgent, patient, strict=True) for job in pair]
+    urgent.insert(0, add(PRIORITY_HIGH, "greedy"))
+    assert [job.request.tenant for job in queue.line("m")][:8] == ["greedy", "patient"] * 4
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans(), st.floats(0, 40)), max_size=60))
+def test_whatever_comes_and_goes_places_and_jobs_agree(moves: list[tuple[int, int, bool, float]]) -> None:
+    time, here = FakeTime(), list[Job]()
+    queue, add = _urgency(time)
+    for priority, tenant, goes, seconds in moves:
+        time.advance(seconds)
+        if goes and here:
+            queue.remove(here.pop(int(seconds) % len(here)))
+        else:
+            here.append(add(Priority.values()[priority], f"t{tenant}"))
+        line = list(queue.line("m"))
+        assert sorted(job.job_id for job in line) == sorted(job.job_id for job in here)
+        assert [queue.place(job) for job in line] == list(range(len(line)))
+        assert all(list(queue.before(job)) == line[:place] for place, job in enumerate(line))
+        for name in queue.tenants("m"):
+            own = [job for job in line if job.request.tenant == name]
+            assert own == sorted(own, key=_served_as_if_come)
+
+
+def _served_as_if_come(job: Job) -> float:
+    earlier = {PRIORITY_HIGH: 60.0, PRIORITY_LOW: -60.0}.get(job.request.priority, 0.0)
+    return job.times.created_at - earlier
 
 
 def test_a_line_that_was_empty_owes_nobody_anything() -> None:

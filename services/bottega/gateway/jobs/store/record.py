@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from bottega.gateway.jobs.values import StoredImage
 from bottega.v1 import image_pb2
-from bottega.v1.image_pb2 import JobState
+from bottega.v1.image_pb2 import JobState, Priority
 
 LIVE = frozenset({image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING})
 # A cancelled job is not among them: its request_id goes on to mean that nobody wanted it.
@@ -58,7 +58,7 @@ ALL_JOBS = JobFilter()
 class JobRecord:
     """One job.
 
-    ends_with_caller: a restarted gateway does not resume it. tenant, peer: see JobRequest.
+    ends_with_caller: a restarted gateway does not resume it. tenant, peer, priority: see JobRequest.
     spec: GenerationSpec without its input images. fingerprint: of the request as the caller sent it.
     shape: of the latent, height and width. image_digest, mask_digest, kept_latents, result_size,
     template, computed_share: see JobRequest.
@@ -78,6 +78,7 @@ class JobRecord:
     request_id: str = ""
     log_id: str = ""
     ends_with_caller: bool = False
+    priority: Priority.ValueType = image_pb2.PRIORITY_NORMAL
     tenant: str = ""
     peer: str = ""
     shape: tuple[int, int] = (0, 0)

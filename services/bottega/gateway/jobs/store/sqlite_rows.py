@@ -22,6 +22,7 @@ TYPES = {
     "request_id": "TEXT NOT NULL",
     "log_id": "TEXT NOT NULL",
     "ends_with_caller": "INTEGER NOT NULL",
+    "priority": "INTEGER NOT NULL",
     "fingerprint": "TEXT NOT NULL",
     "state": "INTEGER NOT NULL",
     "spec": "BLOB NOT NULL",

@@ -17,7 +17,7 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": what PRAGMA application_id says of a file of ours.
 APPLICATION_ID = 0x42747467
-_VERSION = 10
+_VERSION = 11
 
 # Pages of 4 KiB after which a commit copies the log into the file: 4 MiB, which takes about 10 ms.
 _CHECKPOINT_PAGES = 1000

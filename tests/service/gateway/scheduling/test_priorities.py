@@ -1,0 +1,44 @@
+"""Which of a tenant's jobs is drawn first, over a restart too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bottega import errors
+from bottega.v1 import image_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.image_pb2 import PRIORITY_HIGH, PRIORITY_LOW, PRIORITY_NORMAL, PRIORITY_UNSPECIFIED
+from tests.support.running_gateway import Running, refusal, running_gateway
+
+SPEC = GenerationSpec(prompt="a star")
+
+
+async def _submitted(house: Running, priority: image_pb2.Priority.ValueType) -> str:
+    answer = await house.images.SubmitJob(image_pb2.SubmitJobRequest(spec=SPEC, priority=priority))
+    assert answer.job.priority == (priority or PRIORITY_NORMAL)
+    return answer.job.job_id
+
+
+async def test_the_more_urgent_job_is_drawn_first_after_a_restart_too(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path), model_grace_s=30) as house:
+        worker = await house.worker(hold_at=5)
+        await house.submit(prompt="a square")
+        low, plain, high = [
+            await _submitted(house, priority) for priority in (PRIORITY_LOW, PRIORITY_UNSPECIFIED, PRIORITY_HIGH)
+        ]
+        await worker.die()
+        await house.stop_early()
+    async with running_gateway(state=str(tmp_path), hold_s=0.1, model_grace_s=30) as house:
+        other = await house.worker("w2")
+        for job_id in (low, plain, high):
+            assert (await house.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+        assert [job_id for job_id, _ in other.begun if job_id in (low, plain, high)] == [high, plain, low]
+        assert (await house.ended(high)).priority == PRIORITY_HIGH
+
+
+async def test_a_priority_that_is_none_is_refused_by_its_name(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        await house.worker()
+        request = image_pb2.GenerateRequest(spec=SPEC, priority=9)  # type: ignore[arg-type]
+        wrong = await refusal(lambda: house.images.Generate(request), errors.InvalidRequest)
+        assert [violation.field for violation in wrong.violations] == ["priority"]
