@@ -24,6 +24,7 @@ from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.scheduling.periodic import PeriodicChecks
+from bottega.rpc.channel import Target
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.hosted_pb2 import Hosted
@@ -267,8 +268,8 @@ class Shop:
         for _ in range(12):  # the queue wakes its reader, which wakes the attempt; what ends is written, and told then
             await asyncio.sleep(0)
 
-    def _connect_server(self, address: str) -> FakeServer:
-        return self.servers.setdefault(address, FakeServer())
+    def _connect_server(self, target: Target) -> FakeServer:
+        return self.servers.setdefault(target.address, FakeServer())
 
-    def _connect(self, address: str) -> FakeClient:
-        return self.clients.setdefault(address, FakeClient())
+    def _connect(self, target: Target) -> FakeClient:
+        return self.clients.setdefault(target.address, FakeClient())

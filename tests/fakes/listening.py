@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bottega.rpc.channel import PLAINTEXT, Channels
+from bottega.rpc.security.identity import Identity
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeListening:
@@ -11,3 +14,5 @@ class FakeListening:
 
     address: str = "a:1"
     metrics_address: str = "a:2"
+    channels: Channels = PLAINTEXT
+    identity: Identity | None = None

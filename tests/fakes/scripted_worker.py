@@ -16,6 +16,7 @@ from bottega import kinds
 from bottega.errors import BottegaError, Unavailable
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.link_service import add_link_service
+from bottega.rpc.security.tls import TlsConfig
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import to_job_error
 from bottega.v1 import fleet_pb2, generation_pb2, image_pb2, worker_pb2, worker_pb2_grpc
@@ -80,7 +81,13 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     """One worker. `start` joins the gateway's fleet; `die` cuts everything at once."""
 
     def __init__(
-        self, name: str, gateway: str, *, model: image_pb2.Model = MODEL, step_s: dict[int, float] | None = None
+        self,
+        name: str,
+        gateway: str,
+        *,
+        model: image_pb2.Model = MODEL,
+        step_s: dict[int, float] | None = None,
+        tls: TlsConfig | None = None,
     ) -> None:
         self.name = name
         self._instance = secrets.token_hex(16)
@@ -105,7 +112,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.begun: list[tuple[str, int]] = []
         self.finished: list[tuple[str, int]] = []
         self.previewed: set[tuple[str, int]] = set()
-        self._server = Server(name, ServerConfig(drain_grace_s=0.1))
+        self._server = Server(name, ServerConfig(drain_grace_s=0.1, tls=tls or TlsConfig()))
         self.address = ""
         self.membership: FleetMembership | None = None
 
@@ -130,6 +137,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             load=self.load,
             on_backlog=self.backlogs.append,
             on_services=self._take_services,
+            channels=self._server.channels,
         )
         self.membership.start()
         await asyncio.wait_for(self.membership.joined.wait(), join_timeout_s)

@@ -13,6 +13,7 @@ from bottega.gateway.addons.controlnets.addon import ControlNetAddOn
 from bottega.gateway.addons.loras.addon import LoraAddOn
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.rpc.channel import Target
 from tests.samples.controlnet_hosts import bounds
 
 
@@ -28,5 +29,5 @@ def sample_addons() -> tuple[AddOn, ...]:
     )
 
 
-def _nowhere(address: str) -> NoReturn:
-    raise AssertionError(f"no service has joined, at {address} or elsewhere")
+def _nowhere(target: Target) -> NoReturn:
+    raise AssertionError(f"no service has joined, at {target.address} or elsewhere")

@@ -15,7 +15,9 @@ from grpc_health.v1 import health_pb2
 from bottega.errors import BottegaError
 from bottega.gateway.config import FleetConfig, GatewayConfig, GatewayServerConfig
 from bottega.gateway.gateway import Gateway
-from bottega.rpc.channel import open_channel
+from bottega.rpc.channel import PLAINTEXT, Channels, Target
+from bottega.rpc.security.caller import Role
+from bottega.rpc.security.tls import TlsConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
@@ -128,7 +130,7 @@ async def running_gateway(*, codec_processes: int = 0, starting: bool = False, *
     """Serves until the block ends. Most tests send no images and need no codec process.
 
     state: of an earlier one that shall go on; else it has one of its own. starting: the block begins when it listens,
-    which is before it serves.
+    which is before it serves. tls: its files; channels: what its callers here open theirs with.
     """
     with contextlib.ExitStack() as stack:
         config.setdefault("state", stack.enter_context(tempfile.TemporaryDirectory(prefix="bottega-test-")))
@@ -144,16 +146,19 @@ async def _serving(*, codec_processes: int, starting: bool, **config: Any) -> As
         drain_grace_s=config.pop("drain_grace_s", 5.0),
         default_deadline_s=config.pop("default_deadline_s", 600.0),
         max_streams=config.pop("max_streams", 2048),
+        tls=config.pop("tls", TlsConfig()),
+        client_certificates=config.pop("client_certificates", True),
     )
+    channels: Channels = config.pop("channels", PLAINTEXT)
     fleet_config = FleetConfig(**{"listen": "127.0.0.1:0"} | config.pop("fleet", {}))
     gateway = Gateway(GatewayConfig(server=server, fleet=fleet_config, codec_processes=codec_processes, **config))
     await gateway.server.start()
     start = asyncio.create_task(_start(gateway))
     if not starting:
         await start
-    channel = open_channel(gateway.server.address)
+    channel = channels.open(Target(address=gateway.server.address, role=Role.GATEWAY))
     images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
-    to_fleet = open_channel(gateway.fleet_listener.address)
+    to_fleet = channels.open(Target(address=gateway.fleet_listener.address, role=Role.GATEWAY))
     fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(to_fleet)
     running = Running(gateway=gateway, channel=channel, images=images, fleet=fleet)
     try:

@@ -31,6 +31,7 @@ from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.sdk.clients import AsyncClient, Client
 from bottega.client.sdk.sync import Job
 from bottega.client.transport.retry import RetryPolicy
+from bottega.client.transport.tls import Tls
 from bottega.client.types.control import ControlNet
 from bottega.client.types.events import Completed, Event, Interrupted, Preview, Progress, Queued
 from bottega.client.types.jobs import JobPage, JobState, JobStatus, Priority
@@ -84,6 +85,7 @@ __all__ = [
     "SilentService",
     "TemplateHolder",
     "TemplateOverview",
+    "Tls",
     "TraceSpan",
     "WarmedTemplates",
     "parameters_of",

@@ -16,6 +16,7 @@ BottegaError
 ├── ImageNotFound           NOT_FOUND
 ├── TraceNotFound           NOT_FOUND            what of a job took how long is not known, or not any more
 ├── Unauthenticated         UNAUTHENTICATED      no API key, or none of this service
+├── Forbidden               PERMISSION_DENIED    not for callers of that role, or of that name
 ├── RequestIdReused         ALREADY_EXISTS
 ├── LoraExists              ALREADY_EXISTS
 ├── ControlNetExists        ALREADY_EXISTS

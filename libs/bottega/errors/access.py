@@ -8,3 +8,7 @@ from bottega.v1 import error_pb2
 
 class Unauthenticated(BottegaError, code=Code.UNAUTHENTICATED, reason=error_pb2.ERROR_REASON_UNAUTHENTICATED):
     """The service asks who calls, and the call does not say so, or shows a key that is none of its own."""
+
+
+class Forbidden(BottegaError, code=Code.PERMISSION_DENIED, reason=error_pb2.ERROR_REASON_FORBIDDEN):
+    """Who calls is known, and may not do that."""

@@ -17,7 +17,9 @@ import grpc
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, JobCancelled, MethodNotServed, Unavailable
-from bottega.rpc.channel import open_channel
+from bottega.rpc.channel import PLAINTEXT, Channels, Target
+from bottega.rpc.security.caller import Role
+from bottega.rpc.security.identity import Identity
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -37,7 +39,13 @@ _log = logging.getLogger(__name__)
 
 
 class Listening(Protocol):
-    """The server of a service, as far as a registration says it: host:port of each, once it has started."""
+    """The server of a service, as far as a registration says it: host:port of each, once it has started.
+
+    channels: opens those of its process. identity: whom its certificate names; None without TLS.
+    """
+
+    channels: Channels
+    identity: Identity | None
 
     @property
     def address(self) -> str:
@@ -67,6 +75,7 @@ class FleetMembership:
     load: called in the event loop for every report; must be quick.
     on_backlog: called in the event loop with the number of requests that wait for this service.
     on_services: called in the event loop with the services of the kinds that it uses, again and again.
+    channels: opens those of its process.
     """
 
     def __init__(
@@ -77,8 +86,10 @@ class FleetMembership:
         load: Callable[[], fleet_pb2.Load],
         on_backlog: Callable[[int], None] = _ignore,
         on_services: Callable[[Sequence[fleet_pb2.ServiceAddress]], None] = _ignore,
+        channels: Channels = PLAINTEXT,
     ) -> None:
         self._gateway = gateway
+        self._channels = channels
         self._registration = _with_instance(registration)
         self._load = load
         self._on_backlog = on_backlog
@@ -106,23 +117,23 @@ class FleetMembership:
 
     async def _run(self) -> None:
         back_off_s = _FIRST_BACK_OFF_S
-        channel = open_channel(self._gateway)
-        try:
-            while True:
-                was_joined = await self._join_once(fleet_pb2_grpc.FleetServiceStub(channel))
-                most_s = _MAX_BACK_OFF_S if self._refusal is None else _REFUSED_BACK_OFF_S
-                back_off_s = _FIRST_BACK_OFF_S if was_joined else min(2 * back_off_s, most_s)
-                wait_s = back_off_s * random.uniform(0.5, 1.0)
-                if self._retry_after_s is not None:  # said by the gateway, which knows what is waited for
-                    wait_s = min(self._retry_after_s, _REFUSED_BACK_OFF_S) + _COALESCE_S * random.random()
-                await asyncio.sleep(wait_s)
-        finally:
-            await channel.close()
+        while True:
+            was_joined = await self._join_once()
+            most_s = _MAX_BACK_OFF_S if self._refusal is None else _REFUSED_BACK_OFF_S
+            back_off_s = _FIRST_BACK_OFF_S if was_joined else min(2 * back_off_s, most_s)
+            wait_s = back_off_s * random.uniform(0.5, 1.0)
+            if self._retry_after_s is not None:  # said by the gateway, which knows what is waited for
+                wait_s = min(self._retry_after_s, _REFUSED_BACK_OFF_S) + _COALESCE_S * random.random()
+            await asyncio.sleep(wait_s)
 
-    async def _join_once(self, fleet: fleet_pb2_grpc.FleetServiceAsyncStub) -> bool:
-        """Stays until the stream ends; whether the gateway had answered on it."""
+    async def _join_once(self) -> bool:
+        """Stays until the stream ends; whether the gateway had answered on it.
+
+        The channel is a new one each time, so that a certificate that was renewed is shown.
+        """
         self._retry_after_s = None
-        call = fleet.Join(self._reports())
+        channel = self._channels.open(Target(address=self._gateway, role=Role.GATEWAY))
+        call = fleet_pb2_grpc.FleetServiceStub(channel).Join(self._reports())
         try:
             async for response in call:
                 self._on_response(response)
@@ -132,6 +143,7 @@ class FleetMembership:
             call.cancel()
             was_joined = self.joined.is_set()
             self.joined.clear()
+            await channel.close()
         return was_joined
 
     def _on_failure(self, error: BottegaError) -> None:

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import grpc
 
-from bottega.errors import BottegaError, InvalidRequest, Violation
+from bottega.errors import BottegaError, Forbidden, InvalidRequest, Violation
 from bottega.rpc.address import split
 from bottega.rpc.peers import host_of
+from bottega.rpc.security.caller import Role, caller
 from bottega.rpc.server import Server
 from bottega.rpc.status import to_job_error
 from bottega.transport import Endpoints, LinkServer, TcpEndpoint, offer_to_wire
@@ -55,6 +56,9 @@ class LinkService(link_pb2_grpc.LinkServiceServicer):
         if violations:
             text = "; ".join(f"{violation.field}: {violation.description}" for violation in violations)
             raise InvalidRequest(text, violations=violations)
+        known = caller()
+        if known.role is not Role.LOCAL and known.name != request.worker:
+            raise Forbidden(f"the certificate is that of {known.role}/{known.name}, and not of worker {request.worker}")
         offer = await self._opener.open_link(request, caller=host_of(context.peer()))
         return OpenLinkResponse(offer=offer, service=self._opener.name)
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 import grpc
@@ -19,18 +19,21 @@ from prometheus_client import CollectorRegistry
 from pydantic import ConfigDict, Field
 
 from bottega.config import STRICT
-from bottega.errors import Unavailable
+from bottega.errors import ConfigError, Unavailable
 from bottega.rpc import telemetry
-from bottega.rpc.address import split
-from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES
+from bottega.rpc.address import is_loopback, split
+from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES, Channels
 from bottega.rpc.connection_limits import ConnectionGuard, most_connections
 from bottega.rpc.interceptor.call_interceptor import CallInterceptor
 from bottega.rpc.interceptor.call_limits import CallLimit
 from bottega.rpc.interceptor.calls import CallLimits
 from bottega.rpc.interceptor.memory_quota import MemoryQuota
 from bottega.rpc.interceptor.response_flow import ResponseFlowControl
+from bottega.rpc.operation.certificate_metrics import CertificateMetrics
 from bottega.rpc.operation.metrics import CallMetrics, MetricsEndpoint
 from bottega.rpc.security.caller import AllLocal, CallAuthenticator
+from bottega.rpc.security.certificate_calls import CertificateAuthenticator
+from bottega.rpc.security.tls import TlsConfig, TlsFiles
 
 # For clients that watch health to go elsewhere before anything is refused.
 _DRAIN_PAUSE_S = 0.2
@@ -75,6 +78,10 @@ class ListenerConfig:
         of them, those that carry no call are ended; so is every one without a call after some minutes.
     max_answers_mib: of large answers, such as images that travel with the news of them, that their callers have not
         read yet; the service grows by up to four times that. Beyond it images are only sent to those who ask for them.
+    insecure: listen where the network can reach it though nobody who calls is asked who they are: without TLS, or with
+        neither certificates nor API keys. Without this such a service does not start.
+    client_certificates: with TLS, whoever connects must show a certificate of the authority; false is for a gateway
+        whose callers show API keys instead.
     answer_wait_s: for a caller to read an answer of a stream, else its call ends UNAVAILABLE; 5 s are enough where
         others are refused because of it. One that reads and waits for news is not meant. An only answer stays until
         the caller's deadline, or the end of its connection.
@@ -90,6 +97,8 @@ class ListenerConfig:
     peer_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     max_connections: Annotated[int, Field(ge=1)] = 4096
     max_answers_mib: Annotated[int, Field(ge=1)] = 64
+    insecure: bool = False
+    client_certificates: bool = True
     answer_wait_s: Annotated[float, Field(gt=0)] = 30.0
     default_deadline_s: Annotated[float, Field(gt=0)] = 600.0
 
@@ -103,11 +112,15 @@ class ListenerConfig:
 class ServerConfig(ListenerConfig):
     """What every service may be told about its server: its own port, the one of its metrics, and its end.
 
-    metrics_listen: host:port; port 0 is any free one. drain_grace_s: for calls to end after SIGTERM; the unit's
-    TimeoutStopSec is above it. log_level: debug, info, warning or error; what is below it is not logged.
+    metrics_listen: host:port; port 0 is any free one. What is said there is never encrypted, and off loopback it needs
+        insecure: true.
+    tls: the files by which it is known, on all its ports and where it calls others.
+    drain_grace_s: for calls to end after SIGTERM; the unit's TimeoutStopSec is above it.
+    log_level: debug, info, warning or error; what is below it is not logged.
     """
 
     metrics_listen: str = "127.0.0.1:0"
+    tls: TlsConfig = field(default_factory=TlsConfig)
     drain_grace_s: Annotated[float, Field(gt=0)] = 20.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -116,7 +129,8 @@ class GrpcListener:
     """One port: a gRPC server with health, reflection and budgets of its own. Add servicers to `grpc`, then `start`.
 
     Made in a running event loop. name: its key in the service's configuration; the service's own has none.
-    authenticator: says who calls; without one nobody is asked.
+    authenticator: says who calls; without one it is whom a certificate names, and without TLS nobody is asked.
+    tls: the files of the process.
     """
 
     def __init__(
@@ -126,8 +140,14 @@ class GrpcListener:
         *,
         name: str = "",
         authenticator: CallAuthenticator | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.listener_name = name
+        self._tls = tls
+        self._config = config
+        if authenticator is None and tls is not None and config.client_certificates:
+            authenticator = CertificateAuthenticator()
+        self._asks = authenticator is not None
         self.address = ""
         self._listen = config.listen
         responses = ResponseFlowControl(max_bytes=config.max_answers_mib << 20, wait_s=config.answer_wait_s)
@@ -186,12 +206,29 @@ class GrpcListener:
         self._interceptor.calls.errors.sum_up()
 
     def _bind(self) -> int:
-        """The port. The only place where one is bound, and so where credentials will be said."""
+        """The port. The only place where one is bound."""
+        self._check_exposure()
         try:
-            return self.grpc.add_insecure_port(self._listen)
+            if self._tls is None:
+                return self.grpc.add_insecure_port(self._listen)
+            credentials = self._tls.server_credentials(client_certificates=self._config.client_certificates)
+            return self.grpc.add_secure_port(self._listen, credentials)
         except RuntimeError:
             key = ".".join(filter(None, [self.listener_name, "listen"]))
             raise Unavailable(f"{key} {self._listen} cannot be used: is another instance running?") from None
+
+    def _check_exposure(self) -> None:
+        """Raises ConfigError where strangers could call, unless the configuration says that they may."""
+        if is_loopback(self._listen) or (self._tls is not None and self._asks):
+            return
+        key = ".".join(filter(None, [self.listener_name or "server", "listen"]))
+        open_to = "nobody who calls is asked who they are" if self._tls else "it is not encrypted (no server.tls)"
+        if not self._config.insecure:
+            raise ConfigError(
+                f"{key} {self._listen} can be reached from the network, and {open_to}: give it certificates (bottega "
+                "certs), or say insecure: true beside it where the network is trusted"
+            )
+        _log.warning("a port is open to the network", extra={"listener": key, "listen": self._listen, "why": open_to})
 
 
 class Server(GrpcListener):
@@ -205,7 +242,12 @@ class Server(GrpcListener):
         self.name = name
         self.config = config
         self._metrics = MetricsEndpoint(config.metrics_listen)
-        super().__init__(config, self._metrics.calls, authenticator=authenticator)
+        tls = TlsFiles(config.tls) if config.tls.given else None
+        self.channels = Channels(tls)
+        self.identity = tls.material.identity if tls is not None else None
+        super().__init__(config, self._metrics.calls, authenticator=authenticator, tls=tls)
+        if tls is not None:
+            self._metrics.registry.register(CertificateMetrics(tls))
         self._beside: list[GrpcListener] = []
 
     @property
@@ -230,12 +272,17 @@ class Server(GrpcListener):
 
     def beside(self, config: ListenerConfig, *, name: str) -> GrpcListener:
         """Another port, which starts, serves, drains and ends together with this server. Before start."""
-        listener = GrpcListener(config, self._metrics.calls, name=name)
+        listener = GrpcListener(config, self._metrics.calls, name=name, tls=self._tls)
         self._beside.append(listener)
         return listener
 
     async def start(self) -> None:
         """Listens everywhere; see GrpcListener."""
+        if not (is_loopback(self.config.metrics_listen) or self.config.insecure):
+            raise ConfigError(
+                f"server.metrics_listen {self.config.metrics_listen} can be reached from the network, and metrics are "
+                "not encrypted: say server.insecure: true where the network is trusted"
+            )
         self._metrics.start()
         await super().start()
         for listener in self._beside:

@@ -99,7 +99,7 @@ class ActivationServer:
             version=self._version,
             metrics_address=self._listening.metrics_address,
         )
-        return FleetMembership(self._config.gateway, registration, load=self.load)
+        return FleetMembership(self._config.gateway, registration, load=self.load, channels=self._listening.channels)
 
 
 def store_settings(config: ActivationsConfig, folder: Path) -> ActivationStoreSettings:

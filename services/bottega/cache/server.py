@@ -119,7 +119,7 @@ class CacheServer:
             version=self._version,
             metrics_address=self._listening.metrics_address,
         )
-        return FleetMembership(self._config.gateway, registration, load=self.load)
+        return FleetMembership(self._config.gateway, registration, load=self.load, channels=self._listening.channels)
 
 
 def store_settings(config: CacheConfig, folder: Path) -> StoreSettings:

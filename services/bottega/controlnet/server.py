@@ -253,7 +253,7 @@ class ControlNetServer:
             metrics_address=self._listening.metrics_address,
             device=self._device,
         )
-        return FleetMembership(self._config.gateway, registration, load=self.load)
+        return FleetMembership(self._config.gateway, registration, load=self.load, channels=self._listening.channels)
 
     async def _leave(self) -> None:
         if self._membership:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from pathlib import Path
@@ -75,7 +76,7 @@ class Gateway:
             TARGETS_PATH, lambda: scrape_targets([self._this, *(member.registration for member in fleet.members())])
         )
         fleet = _fleet(config, metrics, clock)
-        addons = _addons(AddOnContext(fleet=fleet, metrics=metrics, clock=clock))
+        addons = _addons(AddOnContext(fleet=fleet, metrics=metrics, clock=clock, channels=self.server.channels))
         self._storage = _storage(config, metrics, clock)
         self._jobs = JobRepository(storage=self._storage, clock=clock)
         self._controller = JobController(
@@ -84,7 +85,7 @@ class Gateway:
             jobs=self._jobs,
             storage=self._storage,
             addons=addons,
-            connect=GrpcWorkerClient,
+            connect=functools.partial(GrpcWorkerClient, channels=self.server.channels),
             metrics=metrics,
             clock=clock,
         )

@@ -261,7 +261,7 @@ class LoraStore:
             version=self._version,
             metrics_address=self._listening.metrics_address,
         )
-        return FleetMembership(self._config.gateway, registration, load=self.load)
+        return FleetMembership(self._config.gateway, registration, load=self.load, channels=self._listening.channels)
 
     def statistics(self) -> StoreStatistics:
         """Its figures of this moment. Any thread may ask."""

@@ -56,6 +56,7 @@ class EngineConfig:
     mask_margin: tokens of the finest level of attention around a mask that masked blocks compute, too.
     peer: host:port of the worker that it forms a pair with, which names this one: each computes rows of the other one's
     requests while it has none of its own. Not together with fixed_rows, under which fewer rows take no less time.
+    peer_name: of that worker; with it nobody else is taken for the peer, and with TLS its certificate must have it.
     peer_silence_s: after which a peer that says nothing is taken for dead. links_listen: host:port on which the link of
     a peer of another host comes in; port 0 is any free one, empty is none. links_socket: path of the unix socket for
     one of this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for the
@@ -103,6 +104,7 @@ class EngineConfig:
     activations_silence_s: Seconds = 5.0
     mask_margin: Annotated[int, Field(ge=0, le=64)] = 1
     peer: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
+    peer_name: Annotated[str, Field(max_length=128)] = ""
     peer_silence_s: Seconds = 5.0
     links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
     links_socket: str | None = ""

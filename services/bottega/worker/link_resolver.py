@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 
 import grpc
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, QueueFull, Unavailable
-from bottega.rpc.channel import open_channel
+from bottega.rpc.channel import Channels, Target
 from bottega.rpc.status import from_rpc_error, to_job_error, was_answered
 from bottega.v1 import link_pb2_grpc
 from bottega.v1.engine_pb2 import EngineCommand
+from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.link_pb2 import LinkResult, OpenLinkRequest, OpenLinkResponse, OutgoingLinkRequest
 from bottega.worker.engine_client import CommandSender
 
@@ -24,12 +26,22 @@ _MOST_AT_ONCE = 256
 
 
 class LinkResolver:
-    """worker: name that servers are told."""
+    """channels: of the worker's process. worker: name that servers are told.
 
-    def __init__(self, engine: CommandSender, *, worker: str) -> None:
+    names: by address, of services that are not found in the fleet.
+    """
+
+    def __init__(self, engine: CommandSender, channels: Channels, *, worker: str, names: Mapping[str, str]) -> None:
         self._engine = engine
+        self._channels = channels
+        self._known = names
+        self._names: dict[str, str] = {}
         self._worker = worker
         self._tasks = BackgroundTasks("asking for links", max_tasks=_MOST_AT_ONCE)
+
+    def note_services(self, services: Iterable[ServiceAddress]) -> None:
+        """These are in the fleet now: who answers at an address of theirs must have that name."""
+        self._names = {service.address: service.name for service in services}
 
     def request(self, request: OutgoingLinkRequest) -> None:
         """The engine needs a link; it is answered in any case."""
@@ -55,7 +67,8 @@ class LinkResolver:
         wanted = OpenLinkRequest()
         wanted.CopyFrom(request.open)
         wanted.worker = self._worker
-        channel = open_channel(request.address)
+        name = self._names.get(request.address) or self._known.get(request.address, "")
+        channel = self._channels.open(Target(address=request.address, role=request.open.kind, name=name))
         try:
             stub: link_pb2_grpc.LinkServiceAsyncStub = link_pb2_grpc.LinkServiceStub(channel)
             return await stub.OpenLink(wanted, timeout=_DEADLINE_S)

@@ -21,6 +21,7 @@ from bottega.codec import CodecPool
 from bottega.errors import (
     BottegaError,
     Draining,
+    Forbidden,
     InternalError,
     JobCancelled,
     ModelMismatch,
@@ -76,7 +77,8 @@ class Worker:
         server: WorkerServer,
     ) -> None:
         # Containers have the same process ids, each in a host of its own.
-        self.name = config.name or f"worker-{socket.gethostname()}-{os.getpid()}"
+        certified = server.identity.name if server.identity else ""
+        self.name = config.name or certified or f"worker-{socket.gethostname()}-{os.getpid()}"
         self.checkpoints = CheckpointWatch()
         self.attempts = Attempts(
             max_attempts=config.max_attempts,
@@ -88,7 +90,9 @@ class Worker:
         self._pool = pool
         self._images = ImageCodec(pool)
         self._metrics = metrics
-        self._link_resolver = LinkResolver(engine, worker=self.name)
+        self._link_resolver = LinkResolver(
+            engine, server.channels, worker=self.name, names={config.engine.peer: config.engine.peer_name}
+        )
         self._server = server
         self._version = importlib.metadata.version("bottega-services")
         self._runners: dict[AttemptKey, AttemptRunner] = {}
@@ -169,13 +173,17 @@ class Worker:
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
         """A link's offer for the other worker of the pair. caller: host of the worker.
 
-        Raises ModelMismatch where the two have different models; Unavailable where this one has no peer, has no engine
-        yet or follows another worker; LinksFull.
+        Raises Forbidden for a worker that is not the peer; ModelMismatch where the two have different models;
+        Unavailable where this one has no peer, has no engine yet or follows another worker; LinksFull.
         """
         worker = request.worker
         if not self._config.engine.peer or worker == self.name:
             why = "names itself as its peer" if worker == self.name else f"has no peer; engine.peer must name {worker}"
             raise Unavailable(f"worker {self.name} {why}")
+        if self._config.engine.peer_name and worker != self._config.engine.peer_name:
+            raise Forbidden(
+                f"worker {self.name} forms a pair with {self._config.engine.peer_name}, and not with {worker}"
+            )
         if self._model is None:
             raise Unavailable(f"worker {self.name} has not loaded its model yet")
         ours = {"model_hash": self._model.model_hash, "dtype": self._model.dtype}
@@ -352,6 +360,7 @@ class Worker:
             load=self.load,
             on_backlog=self._pass_backlog,
             on_services=self._pass_services,
+            channels=self._server.channels,
         )
 
     async def _leave(self) -> None:
@@ -375,6 +384,7 @@ class Worker:
         if list(services) == self._services:
             return
         self._services = list(services)
+        self._link_resolver.note_services(services)
         command = engine_pb2.EngineCommand(services=engine_pb2.EngineServices(services=services))
         with contextlib.suppress(WorkerLost):  # as above
             self._engine.send(command)

@@ -10,8 +10,9 @@ from typing import Generic, Protocol, TypeVar
 import grpc
 
 from bottega.client.addons.addon import ClientAddOn
+from bottega.client.transport.connection import service_channels
 from bottega.errors import BottegaError, InternalError, Unavailable
-from bottega.rpc.channel import open_channel
+from bottega.rpc.channel import Target
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
 
@@ -83,7 +84,8 @@ class ServiceCalls(Generic[StubT]):
     @asynccontextmanager
     async def open(self, service: Registration) -> AsyncIterator[StubT]:
         """The methods of one of them, as long as the block lasts. Raises as `errors`."""
-        async with open_channel(service.address) as channel:
+        target = Target(address=service.address, role=service.kind, name=service.name)
+        async with service_channels().open(target) as channel:
             with self.errors(service):
                 yield self.stub(channel)
 

@@ -15,10 +15,12 @@ from bottega import kinds
 from bottega.client.addons.addon import add_ons_by_kind
 from bottega.client.sdk.clients import AsyncClient
 from bottega.client.transport.retry import RetryPolicy
+from bottega.client.transport.tls import channels_of, tls_from_environment
 from bottega.client.types.checks import CheckResult, fail, ok, warn
 from bottega.errors import BottegaError, ConfigError
 from bottega.manifest import read_services
-from bottega.rpc.channel import channel_options
+from bottega.rpc.channel import Target
+from bottega.rpc.security.caller import Role
 from bottega.v1 import fleet_pb2
 
 _ANSWER_S = 2.0
@@ -42,7 +44,8 @@ def check_gateway(address: str, fleet_address: str) -> Iterator[CheckResult]:
 
 
 def _health(address: str) -> int:
-    with grpc.insecure_channel(address, options=channel_options()) as channel:
+    target = Target(address=address, role=Role.GATEWAY)
+    with channels_of(tls_from_environment()).open_blocking(target) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]  # missing in its types
         answer = check(health_pb2.HealthCheckRequest(), timeout=_ANSWER_S)
     return int(answer.status)

@@ -32,6 +32,7 @@ _COMMANDS = (
     "logs",
     "config",
     "tenants",
+    "certs",
     "doctor",
 )
 

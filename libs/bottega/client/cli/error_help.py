@@ -31,6 +31,7 @@ _ABOUT_THE_FLEET = (
 _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
     {
         errors.Unauthenticated: "Its operator makes keys: bottega tenants add NAME. Show one with BOTTEGA_API_KEY.",
+        errors.Forbidden: "bottega certs show lists who is named; an operator's certificate may do the most.",
         errors.ModelNotFound: "bottega models lists what is served.",
         errors.JobNotFound: "bottega jobs lists those that are remembered.",
         errors.TraceNotFound: "bottega jobs watch ID follows a job to its end; then its trace is there.",

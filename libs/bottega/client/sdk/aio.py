@@ -22,6 +22,7 @@ from bottega.client.transport.cancel_on_exit import CancelOnExit, job_has_ended
 from bottega.client.transport.connection import GatewayConnection
 from bottega.client.transport.retry import CallDeadline, CallTimeout, RetryPolicy
 from bottega.client.transport.timeouts import LastProgress, timeout_error
+from bottega.client.transport.tls import Tls, tls_from_environment
 from bottega.client.transport.watching import wait_until_completed, watch_job
 from bottega.client.types.events import Completed, Event
 from bottega.client.types.image_source import ImageSource
@@ -45,6 +46,7 @@ class AsyncGatewayClient:
         *,
         fleet_address: str | None = None,
         api_key: str | None = None,
+        tls: Tls | None = None,
         timeout_s: float = 600.0,
         retry: RetryPolicy | None = None,
     ) -> None:
@@ -52,6 +54,7 @@ class AsyncGatewayClient:
             address or default_address(),
             fleet_address=fleet_address or None,
             api_key=default_key() if api_key is None else api_key,
+            tls=tls or tls_from_environment(),
             timeout_s=timeout_s,
             retry=retry or RetryPolicy(),
         )

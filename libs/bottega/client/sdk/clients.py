@@ -20,6 +20,8 @@ class AsyncClient(AsyncCacheMethods, AsyncControlNetMethods, AsyncLoraMethods, A
         LoRAs, caches and templates need; drawing needs it not. $BOTTEGA_FLEET when absent, else that of the suite that
         runs here, else port 8472 of the gateway's machine.
     api_key: shown to a gateway that asks for one; $BOTTEGA_API_KEY when absent, and "" is none.
+    tls: by which client and gateway know each other; what $BOTTEGA_TLS_AUTHORITY, _CERTIFICATE and _KEY name when
+        absent, and without those all is in plain text.
     timeout_s: deadline of every picture that is given none; above 0.
     retry: how to go on while the gateway is UNAVAILABLE, or serves as many calls as it can; nothing else is retried.
 

@@ -14,6 +14,7 @@ from bottega.client.sdk.aio_job import AsyncJob
 from bottega.client.sdk.blocking import OnLoop, blocking, blocking_as, iterating
 from bottega.client.sdk.loop_thread import LoopThread
 from bottega.client.transport.retry import RetryPolicy
+from bottega.client.transport.tls import Tls
 
 
 class Job(OnLoop):
@@ -54,11 +55,14 @@ class GatewayClient(OnLoop):
         *,
         fleet_address: str | None = None,
         api_key: str | None = None,
+        tls: Tls | None = None,
         timeout_s: float = 600.0,
         retry: RetryPolicy | None = None,
     ) -> None:
         async def opened() -> AsyncGatewayClient:  # a channel belongs to the loop that it is made in
-            return self._kind(address, fleet_address=fleet_address, api_key=api_key, timeout_s=timeout_s, retry=retry)
+            return self._kind(
+                address, fleet_address=fleet_address, api_key=api_key, tls=tls, timeout_s=timeout_s, retry=retry
+            )
 
         self._loop = LoopThread()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 
 import grpc
@@ -12,9 +13,11 @@ from bottega.client.transport.access import checked_key
 from bottega.client.transport.address import default_fleet_address
 from bottega.client.transport.calls import CallTerms, RequestT, ResponseT, call_with_retries
 from bottega.client.transport.retry import CallDeadline, RetryPolicy
+from bottega.client.transport.tls import Tls, channels_of, tls_from_environment
 from bottega.client.types.messages import UNSENDABLE, describe
 from bottega.errors import InvalidRequest, Violation
-from bottega.rpc.channel import open_channel
+from bottega.rpc.channel import Channels, Target
+from bottega.rpc.security.caller import Role
 from bottega.v1.fleet_pb2 import ListMembersRequest, ListMembersResponse
 from bottega.v1.fleet_pb2_grpc import FleetServiceStub
 from bottega.v1.image_pb2_grpc import ImageServiceStub
@@ -22,12 +25,23 @@ from bottega.v1.image_pb2_grpc import ImageServiceStub
 # A call that draws nothing is answered in milliseconds; a gateway that takes longer than this hangs.
 _SHORT_CALL_S = 30.0
 
+_of_fleet: ContextVar[Channels | None] = ContextVar("channels of the fleet", default=None)
+
+
+def service_channels() -> Channels:
+    """Opens channels to services of the fleet that this task has asked for: they know this client as the gateway does.
+
+    Where it has asked for none, as the environment says.
+    """
+    return _of_fleet.get() or channels_of(tls_from_environment())
+
 
 class GatewayConnection:
     """A channel to the gateway at `address`, with its stubs. Made in a running event loop; close it.
 
     fleet_address: of its fleet listener; where it is absent, it is looked for when the fleet is asked for.
-    api_key: shown to the gateway, and to nobody else; empty is none.
+    api_key: shown to the gateway, and to nobody else; empty is none. tls: by which they know each other; without, all
+    is in plain text.
     timeout_s: of every call that is given none. Raises InvalidRequest when that is no time to wait, an address none, or
     a key none.
     """
@@ -38,6 +52,7 @@ class GatewayConnection:
         *,
         fleet_address: str | None = None,
         api_key: str = "",
+        tls: Tls | None = None,
         timeout_s: float,
         retry: RetryPolicy,
     ) -> None:
@@ -46,10 +61,11 @@ class GatewayConnection:
         self._fleet_channel: grpc.aio.Channel | None = None
         self._timeout_s = CallDeadline.after(timeout_s).allowed_s
         self._retry = retry
-        self._channel = _open("address", address, api_key=checked_key(api_key))
+        self.channels = channels_of(tls)
+        self._channel = self._open("address", address, api_key=checked_key(api_key))
         self.images = ImageServiceStub(self._channel)
         if fleet_address is not None:
-            self._fleet_channel = _open("fleet_address", fleet_address)
+            self._fleet_channel = self._open("fleet_address", fleet_address)
 
     def terms(self, timeout_s: float | None) -> CallTerms:
         """Those of a call that may take so long; None is as long as the connection says."""
@@ -72,7 +88,8 @@ class GatewayConnection:
         if address is None:
             address = await asyncio.to_thread(default_fleet_address, self.address)
         if self._fleet_channel is None:
-            self._fleet_address, self._fleet_channel = address, _open("fleet_address", address)
+            self._fleet_address, self._fleet_channel = address, self._open("fleet_address", address)
+        _of_fleet.set(self.channels)
         terms = replace(self._short_terms(), address=address, fleet=True)
         return await call_with_retries(FleetServiceStub(self._fleet_channel).ListMembers, ListMembersRequest(), terms)
 
@@ -85,11 +102,10 @@ class GatewayConnection:
     def _short_terms(self) -> CallTerms:
         return self.terms(min(_SHORT_CALL_S, self._timeout_s))
 
-
-def _open(name: str, address: str, *, api_key: str = "") -> grpc.aio.Channel:
-    """The channel; it connects when it is used first. name: of the argument, for an address that is none."""
-    try:
-        return open_channel(address, api_key=api_key)
-    except (AttributeError, *UNSENDABLE):  # gRPC's own, for what is no text
-        rule = f"must be HOST:PORT; got {describe(address)}"
-        raise InvalidRequest(f"{name}: {rule}", violations=[Violation(field=name, description=rule)]) from None
+    def _open(self, name: str, address: str, *, api_key: str = "") -> grpc.aio.Channel:
+        """The channel; it connects when it is used first. name: of the argument, for an address that is none."""
+        try:
+            return self.channels.open(Target(address=address, role=Role.GATEWAY), api_key=api_key)
+        except (AttributeError, *UNSENDABLE):  # gRPC's own, for what is no text
+            rule = f"must be HOST:PORT; got {describe(address)}"
+            raise InvalidRequest(f"{name}: {rule}", violations=[Violation(field=name, description=rule)]) from None

@@ -34,7 +34,7 @@ class JobState(StrEnum):
 
 
 class Priority(StrEnum):
-    """How urgent a request is beside others of the same tenant; none is passed over for longer than the gateway says."""
+    """How urgent a request is beside others of the same tenant. The gateway bounds how long one is passed over."""
 
     LOW = "low"
     NORMAL = "normal"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -20,6 +20,7 @@ from bottega.rpc.operation import logs
 from bottega.rpc.operation.metrics import CallMetrics
 from bottega.rpc.peers import peer_of
 from bottega.rpc.security.caller import CallAuthenticator, bind_caller
+from bottega.rpc.security.method_roles import check_method
 from bottega.rpc.status import to_grpc_status
 
 REQUEST_ID_KEY = "x-request-id"
@@ -123,9 +124,12 @@ class CallGuard:
     async def authenticate(self, authenticator: CallAuthenticator) -> None:
         """In the block, before anything is taken in: whoever is served in this task knows the caller from then on.
 
-        Raises Unauthenticated.
+        Raises Unauthenticated, and Forbidden where the method is not for that caller.
         """
-        bind_caller(await authenticator.authenticate((), tuple(self._context.invocation_metadata() or ())))
+        metadata = tuple(self._context.invocation_metadata() or ())
+        known = await authenticator.authenticate(_identities(self._context), metadata)
+        check_method(self._method, known)
+        bind_caller(known)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -188,3 +192,9 @@ def _of_library(error: Exception) -> BottegaError:
     if isinstance(error, OSError) and open_files.is_cause(error):
         return open_files.too_many(error)
     return InternalError("an internal fault; the service's log says more under the same request_id")
+
+
+def _identities(context: Context) -> Sequence[str]:
+    """The alternative names of the certificate that the peer has shown; none without one."""
+    names: Sequence[bytes] = context.auth_context().get("x509_subject_alternative_name", ())
+    return [name.decode(errors="replace") for name in names]

@@ -13,8 +13,9 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class Role(StrEnum):
-    """What a caller is."""
+    """What a caller is. LOCAL: whoever calls where nobody is asked."""
 
+    LOCAL = "local"
     TENANT = "tenant"
     OPERATOR = "operator"
     GATEWAY = "gateway"
@@ -36,8 +37,8 @@ class Caller:
     tenant: str = ""
 
 
-LOCAL = Caller(role=Role.OPERATOR)
-"""Whoever calls where nobody is asked who they are."""
+LOCAL = Caller(role=Role.LOCAL)
+"""Whoever calls where nobody is asked who they are; may do all."""
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=LOCAL)
 

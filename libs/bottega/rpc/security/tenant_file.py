@@ -11,8 +11,6 @@ import fcntl
 import json
 import os
 import re
-import stat
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from pydantic import ConfigDict, Field
 from bottega.config import STRICT, parse
 from bottega.errors import ConfigError
 from bottega.rpc.security.api_keys import KeyParts, hashed
+from bottega.rpc.security.private_files import check_private, write_file
 from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.state_folder import make_missing
 
@@ -32,7 +31,6 @@ NAME_RULE = "1 to 63 of a-z, 0-9 and -, which is neither the first nor the last"
 MAX_TENANTS = 4096
 # The current key and the one before it, for the time in which callers go over to the new one.
 _MAX_KEYS = 2
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 _Hex16 = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 _Hex64 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -89,7 +87,7 @@ def read_tenants(path: Path) -> tuple[Tenant, ...]:
     """Those of the file. Raises ConfigError where it is missing, damaged, or others than its owner may touch it."""
     try:
         with path.open(encoding="utf-8") as file:
-            _check_owner(path, os.fstat(file.fileno()))
+            check_private(path, os.fstat(file.fileno()))
             contents = parse(_Contents, json.load(file), source=str(path))
     except FileNotFoundError:
         raise ConfigError(f"{path} is not there; make it with: bottega tenants add NAME --file {path}") from None
@@ -114,36 +112,9 @@ def change_tenants(path: Path, change: Callable[[tuple[Tenant, ...]], tuple[Tena
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             before = read_tenants(path) if path.exists() else ()
-            _replace(path, _Contents(tenants=change(before)))
+            text = json.dumps(dataclasses.asdict(_Contents(tenants=change(before))), indent=1) + "\n"
+            write_file(path, text.encode(), private=True)
         finally:
             os.close(lock)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def _check_owner(path: Path, status: os.stat_result) -> None:
-    if status.st_uid not in (0, os.geteuid()):
-        raise ConfigError(f"{path} is another user's: a gateway believes no one but its own user and root")
-    if status.st_mode & _OTHERS:
-        raise ConfigError(f"{path} can be read or written by others than its owner: chmod 600 {path}")
-
-
-def _replace(path: Path, contents: _Contents) -> None:
-    """Durably, and whole or not at all."""
-    text = json.dumps(dataclasses.asdict(contents), indent=1) + "\n"
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        file = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        with os.fdopen(file, "w", encoding="utf-8") as writer:
-            writer.write(text)
-            writer.flush()
-            os.fsync(file)
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -16,6 +16,7 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.rpc.channel import Channels
 from bottega.v1 import image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.worker_pb2 import AttemptDecisions
@@ -23,11 +24,12 @@ from bottega.v1.worker_pb2 import AttemptDecisions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddOnContext:
-    """What an add-on of a gateway may use."""
+    """What an add-on of a gateway may use. channels: of the gateway's process."""
 
     fleet: Fleet
     metrics: GatewayMetrics
     clock: Clock
+    channels: Channels
 
 
 PREFETCHED_JOBS = 8

@@ -15,6 +15,7 @@ from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.rpc.channel import Target
 
 # A service answers at once, and loads afterwards.
 _DEADLINE_S = 2.0
@@ -46,9 +47,9 @@ class _ServiceQueue:
 
 
 class ServicePrefetcher:
-    """kind: of the services. connect: makes the client of one, from its address."""
+    """kind: of the services. connect: makes the client of one."""
 
-    def __init__(self, kind: str, connect: Callable[[str], PrefetchClient], metrics: GatewayMetrics) -> None:
+    def __init__(self, kind: str, connect: Callable[[Target], PrefetchClient], metrics: GatewayMetrics) -> None:
         self._kind = kind
         self._connect = connect
         self._metrics = metrics
@@ -59,7 +60,7 @@ class ServicePrefetcher:
         """Has a service load these, by the names or digests that it knows them by. Returns at once."""
         queue = self._queues.get(service)
         if queue is None:
-            queue = self._queues[service] = _ServiceQueue(client=self._connect(service.registration.address))
+            queue = self._queues[service] = _ServiceQueue(client=self._connect(service.target))
         for name in names:
             if len(queue.names) < _MOST_NAMES:
                 queue.names[name] = None

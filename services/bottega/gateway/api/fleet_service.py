@@ -10,7 +10,7 @@ import grpc
 import psutil
 
 from bottega.clocks import Clock
-from bottega.errors import DeadlinePassed, Draining, InvalidRequest, MethodNotServed, Violation
+from bottega.errors import DeadlinePassed, Draining, Forbidden, InvalidRequest, MethodNotServed, Violation
 from bottega.gateway.config import DEFAULT_FLEET_ADDRESS
 from bottega.gateway.fleet.join_limits import PendingJoins
 from bottega.gateway.fleet.members import Member
@@ -19,6 +19,7 @@ from bottega.gateway.scheduling.queue import JobQueue
 from bottega.process.memory import resident_bytes
 from bottega.rpc.interceptor.call_limits import full
 from bottega.rpc.peers import host_of
+from bottega.rpc.security.caller import Caller, Role, caller
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -58,7 +59,9 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         peer = context.peer()
         with self._pending.slot(host_of(peer)) as crowded_out:
             first = await self._first(request_iterator, crowded_out)
-        member = self._fleet.join(_registration(first), peer=peer)
+        registration = _registration(first)
+        _check_name(registration, caller())
+        member = self._fleet.join(registration, peer=peer)
         del first
         stream, wake = member.stream, member.wake
         listening = asyncio.create_task(self._listen(request_iterator, member, stream))
@@ -159,6 +162,14 @@ def _elsewhere() -> MethodNotServed:
         f" {DEFAULT_FLEET_ADDRESS} unless that says otherwise",
         metadata={"listener": "fleet"},
     )
+
+
+def _check_name(registration: fleet_pb2.Registration, known: Caller) -> None:
+    """Raises Forbidden where a certificate is another's than the one that joins."""
+    if known.role is Role.LOCAL or (registration.kind, registration.name) == (known.role, known.name):
+        return
+    joins, shown = f"{registration.kind}/{registration.name}", f"{known.role}/{known.name}"
+    raise Forbidden(f"{joins} joins with the certificate of {shown}: give it that name, or a certificate of its own")
 
 
 def _registration(first: fleet_pb2.JoinRequest | None) -> fleet_pb2.Registration:

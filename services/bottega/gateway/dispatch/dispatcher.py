@@ -22,7 +22,7 @@ from bottega.gateway.jobs.provenance import completed_provenance
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.values import JobCheckpoint, StoredImage
 from bottega.gateway.traces.job_traces import AttemptTimes, JobTraces
-from bottega.rpc.channel import MAX_MESSAGE_MIB
+from bottega.rpc.channel import MAX_MESSAGE_MIB, Target
 from bottega.rpc.status import from_job_error
 from bottega.v1 import worker_pb2
 from bottega.v1.generation_pb2 import Provenance
@@ -69,13 +69,13 @@ class AttemptObserver(Protocol):
 class Dispatcher:
     """All attempts that run.
 
-    connect: makes the client of a worker, from its address. observer: of how attempts go, and how they end.
+    connect: makes the client of a worker. observer: of how attempts go, and how they end.
     traces: get what each attempt says of its times. weigh: says what a tenant weighs, by its name.
     """
 
     def __init__(
         self,
-        connect: Callable[[str], WorkerClient],
+        connect: Callable[[Target], WorkerClient],
         storage: Storage,
         addons: Sequence[AddOn],
         observer: AttemptObserver,
@@ -110,7 +110,7 @@ class Dispatcher:
     def add_worker(self, member: Member) -> None:
         """Prepares to call a worker. Harmless when that is done already."""
         if member not in self._connections:
-            client = self._connect(member.registration.address)
+            client = self._connect(member.target)
             self._connections[member] = WorkerConnection(member, client, self._calls, self._keep_checkpoint)
 
     def remove_worker(self, member: Member) -> None:

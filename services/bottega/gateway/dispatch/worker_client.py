@@ -19,7 +19,7 @@ from bottega.errors import (
     WorkerLost,
 )
 from bottega.gateway.dispatch.connection import AttemptEvents, is_death
-from bottega.rpc.channel import open_channel
+from bottega.rpc.channel import Channels, Target
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import worker_pb2, worker_pb2_grpc
 
@@ -39,8 +39,8 @@ _AttemptCall = grpc.aio.UnaryStreamCall[worker_pb2.RunAttemptRequest, worker_pb2
 class GrpcWorkerClient:
     """The WorkerClient of the dispatcher. Connects by itself and reconnects."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = open_channel(address)
+    def __init__(self, target: Target, channels: Channels) -> None:
+        self._channel = channels.open(target)
         self._worker: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     def run_attempt(self, request: worker_pb2.RunAttemptRequest) -> AttemptEvents:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from bottega import kinds
 from bottega.planning import RowFractions, StepTable, StepTimes
+from bottega.rpc.channel import Target
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, Hosted
 
@@ -72,6 +73,11 @@ class Member:
         self.name, self.kind = self.registration.name, self.registration.kind
         self.is_worker = self.kind == kinds.WORKER
         self._served = frozenset(model.name for model in self.models)
+
+    @property
+    def target(self) -> Target:
+        """Where it is called, and who must be there."""
+        return Target(address=self.registration.address, role=self.kind, name=self.name)
 
     @property
     def models(self) -> Sequence[image_pb2.Model]:

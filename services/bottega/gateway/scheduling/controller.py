@@ -38,6 +38,7 @@ from bottega.gateway.scheduling.recovery import AttemptRecovery
 from bottega.gateway.scheduling.scheduler import Scheduler
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
 from bottega.gateway.traces.job_traces import JobTraces
+from bottega.rpc.channel import Target
 from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 
@@ -59,7 +60,7 @@ class JobController:
         jobs: JobRepository,
         storage: Storage,
         addons: Sequence[AddOn],
-        connect: Callable[[str], WorkerClient],
+        connect: Callable[[Target], WorkerClient],
         metrics: GatewayMetrics,
         clock: Clock,
     ) -> None:

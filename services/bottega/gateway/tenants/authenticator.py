@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from bottega.clocks import Clock
 from bottega.errors import ConfigError, Unauthenticated
 from bottega.rpc.security.api_keys import hashed, matches, parse_key, shown_key
 from bottega.rpc.security.caller import Caller, Metadata, Role
+from bottega.rpc.security.certificate_calls import caller_in
+from bottega.rpc.security.private_files import file_state
 from bottega.rpc.security.tenant_file import read_tenants
 
 # Between two looks at the file, which take microseconds.
@@ -22,6 +24,7 @@ _NO_KEY = (
 )
 # The same for all that may be wrong: whoever guesses keys learns nothing of those that are there.
 _WRONG_KEY = "the API key is not known: it is no key of this gateway, was replaced, or its tenant is disabled"
+_WRONG_TENANT = "the certificate is of no tenant of this gateway, or of one that is disabled: see bottega tenants list"
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +37,10 @@ class _KnownKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """keys: by their ids, of tenants that are not disabled. weights: of all tenants, by name."""
+    """keys: by their ids, of tenants that are not disabled. enabled: those. weights: of all tenants, by name."""
 
     keys: Mapping[str, _KnownKey]
+    enabled: Collection[str]
     weights: Mapping[str, float]
 
 
@@ -53,15 +57,22 @@ class TenantAuthenticator:
     def __init__(self, path: Path, clock: Clock) -> None:
         self._path = path
         self._clock = clock
-        self._state = _state_of(path)
+        self._state = file_state(path)
         self._known = _known_of(path)
         self._looked_at = clock.monotonic()
         self._reading = asyncio.Lock()
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
-        """The tenant of the key that the call shows. Raises Unauthenticated."""
+        """Whom the caller's certificate names, else the tenant of the key that it shows. Raises Unauthenticated."""
         if self._clock.monotonic() - self._looked_at >= _LOOK_S:
             await self._look()
+        named = caller_in(identities)
+        if named is not None and named.role is not Role.TENANT:
+            return named
+        if named is not None:
+            if named.tenant not in self._known.enabled:
+                raise Unauthenticated(_WRONG_TENANT)
+            return named
         shown = next((str(value) for key, value in metadata if key == "authorization"), "")
         if not shown:
             raise Unauthenticated(_NO_KEY)
@@ -82,7 +93,7 @@ class TenantAuthenticator:
             if now - self._looked_at < _LOOK_S:
                 return  # another call has looked meanwhile
             self._looked_at = now
-            state = _state_of(self._path)
+            state = file_state(self._path)
             if state == self._state:
                 return
             self._state = state
@@ -94,15 +105,6 @@ class TenantAuthenticator:
                 _log.info("the file of tenants was read again", extra={"keys": len(self._known.keys)})
 
 
-def _state_of(path: Path) -> tuple[int, int, int, int]:
-    """Changes when the file does; zeros while it is not there."""
-    try:
-        status = path.stat()
-    except OSError:
-        return 0, 0, 0, 0
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
 def _known_of(path: Path) -> _Known:
     tenants = read_tenants(path)
     keys = {
@@ -111,4 +113,8 @@ def _known_of(path: Path) -> _Known:
         if not tenant.disabled
         for key in tenant.keys
     }
-    return _Known(keys=keys, weights={tenant.name: tenant.weight for tenant in tenants})
+    return _Known(
+        keys=keys,
+        enabled=frozenset(tenant.name for tenant in tenants if not tenant.disabled),
+        weights={tenant.name: tenant.weight for tenant in tenants},
+    )

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-import grpc
-
 from bottega import rules
 from bottega.client.addons.loras.stores import STORES
+from bottega.client.transport.connection import service_channels
 from bottega.client.types.messages import describe
 from bottega.errors import Violation
 from bottega.lora.canonical import COMPONENTS
-from bottega.rpc.channel import channel_options
+from bottega.rpc.channel import Target
 from bottega.v1.fleet_pb2 import Registration
 from bottega.v1.lora_pb2 import StoredLora, UploadLoraHead, UploadLoraRequest
 from bottega.v1.lora_pb2_grpc import LoraServiceStub
@@ -84,7 +83,8 @@ async def upload(store: Registration, head: UploadLoraHead, files: Sequence[Loca
     def end(_: object) -> None:
         loop.call_soon_threadsafe(ended.set)
 
-    with STORES.errors(store), grpc.insecure_channel(store.address, options=channel_options()) as channel:
+    target = Target(address=store.address, role=store.kind, name=store.name)
+    with STORES.errors(store), service_channels().open_blocking(target) as channel:
         call = LoraServiceStub(channel).UploadLora.future(_messages(head, files), timeout=IMPORT_S)
         call.add_done_callback(end)
         try:

@@ -19,26 +19,27 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.v1 import worker_pb2
 from bottega.v1.activations_pb2 import ActivationsOrder, PrefetchTemplatesResponse
 
 
 def create(context: AddOnContext) -> ActivationsAddOn:
     """The add-on that the manifest names."""
-    return ActivationsAddOn(context.fleet, context.metrics, context.clock)
+    return ActivationsAddOn(context.fleet, context.metrics, context.clock, context.channels)
 
 
 class ActivationsAddOn(AddOn):
     """What a gateway does about the templates of edits."""
 
-    def __init__(self, fleet: Fleet, metrics: GatewayMetrics, clock: Clock) -> None:
+    def __init__(self, fleet: Fleet, metrics: GatewayMetrics, clock: Clock, channels: Channels = PLAINTEXT) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._clock = clock
         self._residences = Residences()
         self._costs = LoadingCosts()
         self._prefetcher = ServicePrefetcher(
-            kinds.ACTIVATIONS, lambda address: GrpcActivationsClient(address, self._note_answer), metrics
+            kinds.ACTIVATIONS, lambda target: GrpcActivationsClient(target, channels, self._note_answer), metrics
         )
 
     def cost_key(self, job: Job) -> Hashable:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from bottega.rpc.channel import open_channel
+from bottega.rpc.channel import Channels, Target
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import activations_pb2, activations_pb2_grpc
 from bottega.v1.activations_pb2 import PrefetchTemplatesResponse
@@ -21,10 +21,10 @@ OnAnswer = Callable[[str, PrefetchTemplatesResponse], None]
 class GrpcActivationsClient:
     """The PrefetchClient of activation stores. Connects by itself and reconnects."""
 
-    def __init__(self, address: str, on_answer: OnAnswer) -> None:
-        self._address = address
+    def __init__(self, target: Target, channels: Channels, on_answer: OnAnswer) -> None:
+        self._address = target.address
         self._on_answer = on_answer
-        self._channel = open_channel(address)
+        self._channel = channels.open(target)
         self._store: activations_pb2_grpc.ActivationServiceAsyncStub = activations_pb2_grpc.ActivationServiceStub(
             self._channel
         )

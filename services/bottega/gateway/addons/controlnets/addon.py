@@ -24,6 +24,7 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.rpc.channel import Target
 from bottega.rules import check_controlnets
 from bottega.v1 import controlnet_pb2, hosted_pb2, image_pb2, worker_pb2
 from bottega.v1.controlnet_pb2 import ControlNetPlacements
@@ -58,15 +59,18 @@ class _Choice:
 def create(context: AddOnContext) -> ControlNetAddOn:
     """The add-on that the manifest names."""
     return ControlNetAddOn(
-        fleet=context.fleet, connect=GrpcControlNetClient, metrics=context.metrics, clock=context.clock
+        fleet=context.fleet,
+        connect=functools.partial(GrpcControlNetClient, channels=context.channels),
+        metrics=context.metrics,
+        clock=context.clock,
     )
 
 
 class ControlNetAddOn(AddOn):
-    """All ControlNets of a gateway. connect: makes the client of a server, from its address."""
+    """All ControlNets of a gateway. connect: makes the client of a server."""
 
     def __init__(
-        self, *, fleet: Fleet, connect: Callable[[str], PrefetchClient], metrics: GatewayMetrics, clock: Clock
+        self, *, fleet: Fleet, connect: Callable[[Target], PrefetchClient], metrics: GatewayMetrics, clock: Clock
     ) -> None:
         self._fleet = fleet
         self._clock = clock

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from bottega.rpc.channel import open_channel
+from bottega.rpc.channel import Channels, Target
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc
 
@@ -14,8 +14,8 @@ from bottega.v1 import controlnet_pb2, controlnet_pb2_grpc
 class GrpcControlNetClient:
     """The PrefetchClient of ControlNet servers. Connects by itself and reconnects."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = open_channel(address)
+    def __init__(self, target: Target, channels: Channels) -> None:
+        self._channel = channels.open(target)
         self._server: controlnet_pb2_grpc.ControlNetServiceAsyncStub = controlnet_pb2_grpc.ControlNetServiceStub(
             self._channel
         )

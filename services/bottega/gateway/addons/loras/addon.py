@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.lora.set_key import LoraSetKey
+from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.rules import check_lateness, check_lora_steps, check_loras
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
@@ -26,15 +28,15 @@ from bottega.v1.lora_pb2 import StoredLora
 
 def create(context: AddOnContext) -> LoraAddOn:
     """The add-on that the manifest names."""
-    return LoraAddOn(context.fleet, context.metrics)
+    return LoraAddOn(context.fleet, context.metrics, context.channels)
 
 
 class LoraAddOn(AddOn):
     """All LoRAs of a gateway."""
 
-    def __init__(self, fleet: Fleet, metrics: GatewayMetrics) -> None:
-        self._resolver = LoraResolver(fleet)
-        self._prefetcher = ServicePrefetcher(kinds.LORAS, GrpcLoraClient, metrics)
+    def __init__(self, fleet: Fleet, metrics: GatewayMetrics, channels: Channels = PLAINTEXT) -> None:
+        self._resolver = LoraResolver(fleet, channels)
+        self._prefetcher = ServicePrefetcher(kinds.LORAS, functools.partial(GrpcLoraClient, channels=channels), metrics)
         self._sizes = LoraSizes()
 
     def is_named(self, spec: GenerationSpec) -> bool:

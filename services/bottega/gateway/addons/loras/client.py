@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grpc
 
 from bottega.errors import NoLora
-from bottega.rpc.channel import open_channel
+from bottega.rpc.channel import Channels, Target
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import lora_pb2, lora_pb2_grpc
 from bottega.v1.lora_pb2 import StoredLora
@@ -16,8 +16,8 @@ from bottega.v1.lora_pb2 import StoredLora
 class GrpcLoraClient:
     """Connects by itself and reconnects."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = open_channel(address)
+    def __init__(self, target: Target, channels: Channels) -> None:
+        self._channel = channels.open(target)
         self._store: lora_pb2_grpc.LoraServiceAsyncStub = lora_pb2_grpc.LoraServiceStub(self._channel)
 
     async def get(self, name: str, *, deadline_s: float) -> StoredLora:

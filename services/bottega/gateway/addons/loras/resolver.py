@@ -12,6 +12,7 @@ from bottega.errors import BottegaError, LoraNotFound, LoraUnusable, NoLora
 from bottega.gateway.addons.loras.client import GrpcLoraClient
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
+from bottega.rpc.channel import Channels
 from bottega.v1.generation_pb2 import Lora
 from bottega.v1.lora_pb2 import StoredLora
 
@@ -29,10 +30,11 @@ _MOST_DIGESTS = 256
 
 
 class LoraResolver:
-    """`start` it where jobs may wait."""
+    """`start` it where jobs may wait. channels: of the gateway's process."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, channels: Channels) -> None:
         self._fleet = fleet
+        self._channels = channels
         self._clients: dict[str, GrpcLoraClient] = {}
         self._calls = BackgroundTasks("calls of LoRA stores")
 
@@ -98,7 +100,7 @@ class LoraResolver:
             for gone in self._clients.keys() - here:
                 # A caller that still waits for it gets its answer, or the error.
                 self._calls.start(self._clients.pop(gone).close(grace_s=max(_GET_S, _KEEP_S)))
-            client = self._clients[address] = GrpcLoraClient(address)
+            client = self._clients[address] = GrpcLoraClient(store.target, self._channels)
         return client
 
     async def _protect_all(self, needed: Callable[[], Iterable[str]]) -> None:

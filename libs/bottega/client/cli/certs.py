@@ -1,0 +1,166 @@
+"""`bottega certs`: an authority of one's own, and the certificates by which services, tenants and operators are known.
+
+Writes files; asks no service.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from bottega.client.cli.list_group import ListGroup
+from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
+from bottega.state_folder import state_folder
+
+if TYPE_CHECKING:
+    from bottega.rpc.security.certificate_folder import CertificateFolder
+
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+_DAY_S = 86_400.0
+_AUTHORITY_DAYS, _DAYS, _WITHIN_DAYS = 3650, 90, 30
+_SOON_DAYS = 14
+
+
+def _folder_option(command: CommandT) -> CommandT:
+    return click.option(
+        "--folder",
+        type=click.Path(file_okay=False, path_type=Path),
+        envvar="BOTTEGA_CERTS",
+        show_envvar=True,
+        default=lambda: state_folder() / "certs",
+        metavar="FOLDER",
+        help="Where the authority and what it signs are; default: certs in the state folder.",
+    )(command)
+
+
+def _days_option(default: int) -> Callable[[CommandT], CommandT]:
+    return click.option(
+        "--days",
+        type=click.IntRange(1, 36_500),
+        default=default,
+        show_default=True,
+        help="For how long it is good; never for longer than its authority.",
+    )
+
+
+@click.group("certs", cls=ListGroup)
+def command() -> None:
+    """Make the certificates by which services know each other.
+
+    \b
+      bottega certs init                       an authority: keep its key offline
+      bottega certs issue gateway/main worker/gpu-1 operator/anna
+      bottega certs show                       who is named, and until when
+      bottega certs renew                      those that expire within 30 days
+
+    NAME is ROLE/NAME: gateway, worker, controlnet, loras, cache or activations and the service's name in the fleet;
+    tenant and its name; operator and a person. A service gets `server.tls` with the three files, a client
+    BOTTEGA_TLS_AUTHORITY, BOTTEGA_TLS_CERTIFICATE and BOTTEGA_TLS_KEY. Renewed files count within a second, without a
+    restart.
+    """
+
+
+@command.command("init")
+@_days_option(_AUTHORITY_DAYS)
+@_folder_option
+def init(*, days: int, folder: Path) -> None:
+    """Make an authority. Whoever has its key can make certificates that everybody believes."""
+    made = _certificates(folder)
+    if made.has_authority:
+        fail(f"there is an authority in {folder} already", "Services believe that one; bottega certs show lists it.")
+    made.make_authority(days=days)
+    say(f"{made.authority_path}: give it to all; {made.authority_key_path}: keep it offline, it is not needed to run")
+
+
+@command.command("issue")
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@_days_option(_DAYS)
+@_folder_option
+def issue(*, names: Sequence[str], days: int, folder: Path) -> None:
+    """Make certificates, each with its key; NAME is ROLE/NAME."""
+    from bottega.rpc.security.identity import NAME_RULE, identity_from
+
+    made = _with_authority(folder)
+    identities = {name: identity_from(name) for name in names}
+    wrong = [name for name, identity in identities.items() if identity is None]
+    if wrong:
+        fail(f"{', '.join(wrong)}: that is no ROLE/NAME", f"Roles are {_roles()}; a name has {NAME_RULE}.", status=2)
+    for name, identity in identities.items():
+        assert identity is not None
+        if made.find(identity) is not None:
+            fail(f"there is a certificate of {name} already", f"A new one in its place: bottega certs renew {name}")
+        paths = made.issue(identity, days=days)
+        say(f"{name}: {paths.certificate} and {paths.key}")
+
+
+@command.command("renew")
+@click.argument("names", metavar="[NAME...]", nargs=-1)
+@click.option(
+    "--within",
+    "within_days",
+    type=click.IntRange(0, 36_500),
+    default=_WITHIN_DAYS,
+    show_default=True,
+    help="Without names: those that expire within so many days.",
+)
+@_days_option(_DAYS)
+@_folder_option
+def renew(*, names: Sequence[str], within_days: int, days: int, folder: Path) -> None:
+    """Make new certificates, with new keys, in place of those that are there."""
+    made = _with_authority(folder)
+    found = {str(each.identity): each for each in made.certificates()}
+    missing = [name for name in names if name not in found]
+    if missing:
+        fail(f"there is no certificate of {', '.join(missing)}", f"There are: {', '.join(found) or 'none'}", status=2)
+    due = [found[name] for name in names] or [
+        each for each in found.values() if each.expires_wall - time.time() <= within_days * _DAY_S
+    ]
+    for each in due:
+        made.issue(each.identity, days=days)
+        say(f"{each.identity} renewed for {days} days: {each.paths.certificate}")
+    if not due:
+        note(f"None expires within {within_days} days.")
+
+
+@command.command("show")
+@_folder_option
+def show(*, folder: Path) -> None:
+    """List the authority and what it has signed, with what is left of their time."""
+    made = _with_authority(folder)
+    table = PlainTable("who", "expires", "certificate")
+    table.add_row("the authority", _left(made.authority_expires_wall), str(made.authority_path))
+    for each in made.certificates():
+        table.add_row(str(each.identity), _left(each.expires_wall), str(each.paths.certificate))
+    print_table(table)
+
+
+def _certificates(folder: Path) -> CertificateFolder:
+    from bottega.rpc.security.certificate_folder import CertificateFolder
+
+    return CertificateFolder(folder)
+
+
+def _with_authority(folder: Path) -> CertificateFolder:
+    made = _certificates(folder)
+    if not made.has_authority:
+        fail(f"there is no authority in {folder}", "Make one: bottega certs init", status=2)
+    return made
+
+
+def _roles() -> str:
+    from bottega.rpc.security.caller import Role
+
+    return ", ".join(role for role in Role if role is not Role.LOCAL)
+
+
+def _left(expires_wall: float) -> str:
+    days = (expires_wall - time.time()) / _DAY_S
+    if days < 0:
+        return f"EXPIRED {-days:.0f} days ago"
+    soon = "  SOON" if days < _SOON_DAYS else ""
+    return f"in {days:.0f} days{soon}"

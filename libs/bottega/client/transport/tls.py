@@ -1,0 +1,56 @@
+"""By which certificates a client knows its gateway, and is known to it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from bottega.errors import ConfigError, InvalidRequest, Violation
+from bottega.rpc.channel import PLAINTEXT, Channels
+from bottega.rpc.security.tls import AuthorityFile, TlsConfig, TlsFiles
+
+# In the order of Tls's fields.
+VARIABLES = ("BOTTEGA_TLS_AUTHORITY", "BOTTEGA_TLS_CERTIFICATE", "BOTTEGA_TLS_KEY")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """Files in PEM, as `bottega certs` makes them.
+
+    authority: whose certificates are believed. certificate, key: shown to a gateway that asks for them; one that asks
+    for an API key instead needs none.
+    """
+
+    authority: str | Path
+    certificate: str | Path | None = None
+    key: str | Path | None = None
+
+
+def tls_from_environment() -> Tls | None:
+    """What BOTTEGA_TLS_AUTHORITY and the others name; None where nothing does. Raises InvalidRequest."""
+    authority, certificate, key = (os.environ.get(name, "").strip() for name in VARIABLES)
+    if not (authority or certificate or key):
+        return None
+    if not authority:
+        raise _refusal(f"{VARIABLES[0]} is not set, and TLS needs to know whom to believe")
+    return Tls(authority=authority, certificate=certificate or None, key=key or None)
+
+
+def channels_of(tls: Tls | None) -> Channels:
+    """What opens the channels of a client. Raises InvalidRequest for files that cannot be used."""
+    if tls is None:
+        return PLAINTEXT
+    if (tls.certificate is None) != (tls.key is None):
+        raise _refusal("a certificate and its key go together")
+    try:
+        if tls.certificate is None:
+            return Channels(AuthorityFile(Path(tls.authority)))
+        files = TlsConfig(certificate=str(tls.certificate), key=str(tls.key), authority=str(tls.authority))
+        return Channels(TlsFiles(files))
+    except ConfigError as error:
+        raise _refusal(error.message) from None
+
+
+def _refusal(rule: str) -> InvalidRequest:
+    return InvalidRequest(f"tls: {rule}", violations=[Violation(field="tls", description=rule)])

@@ -1,0 +1,32 @@
+"""Knows callers by the certificates of their connections, which the authority has signed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bottega.errors import Unauthenticated
+from bottega.rpc.security.caller import Caller, Metadata, Role
+from bottega.rpc.security.identity import identity_in
+
+_NOBODY = "the certificate names nobody whom this service knows: bottega certs issue ROLE/NAME makes one that does"
+
+
+class CertificateAuthenticator:
+    """A CallAuthenticator of a listener that lets nobody connect without a certificate."""
+
+    async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
+        """Whom the certificate names. Raises Unauthenticated."""
+        del metadata
+        known = caller_in(identities)
+        if known is None:
+            raise Unauthenticated(_NOBODY)
+        return known
+
+
+def caller_in(identities: Sequence[str]) -> Caller | None:
+    """Whom a certificate names, by its alternative names; a tenant's sees what is that tenant's."""
+    identity = identity_in(identities)
+    if identity is None:
+        return None
+    tenant = identity.name if identity.role is Role.TENANT else ""
+    return Caller(role=identity.role, name=identity.name, tenant=tenant)

@@ -1,0 +1,172 @@
+"""Certificates of Bottega's own authority: what they say, and how they are made. See identity.
+
+Knows no files and no gRPC.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from bottega.errors import ConfigError
+from bottega.rpc.security.identity import Identity, identity_in
+
+# Clocks of a fleet differ.
+_BEFORE = dt.timedelta(minutes=5)
+_AUTHORITY = "Bottega"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificatePair:
+    """A certificate and its key, in PEM."""
+
+    certificate: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateFacts:
+    """What a certificate says. identity: None of the authority's own. begins_wall, expires_wall: Unix seconds."""
+
+    identity: Identity | None
+    begins_wall: float
+    expires_wall: float
+    issuer: str
+
+
+def new_authority(*, days: int) -> CertificatePair:
+    """A certificate that others are signed by, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{_AUTHORITY} authority")])
+    builder = _begun(name, name, key.public_key(), days=days)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_key_usage(signs_certificates=True), critical=True)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    return _signed(builder, key, key)
+
+
+def new_certificate(authority: CertificatePair, identity: Identity, *, days: int) -> CertificatePair:
+    """A certificate for an identity, which may both be called and call. Raises ConfigError for what is no authority.
+
+    It expires with its authority at the latest.
+    """
+    issuer = _loaded(authority.certificate, source="the authority's certificate")
+    issuer_key = _loaded_key(authority.key, source="the authority's key")
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(identity))])
+    builder = _begun(name, issuer.subject, key.public_key(), days=days, latest=issuer.not_valid_after_utc)
+    names = [x509.UniformResourceIdentifier(identity.uri), *map(x509.DNSName, identity.dns_names)]
+    builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_key_usage(signs_certificates=False), critical=True)
+    uses = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
+    builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+    of_issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
+    builder = builder.add_extension(of_issuer, critical=False)
+    return _signed(builder, key, issuer_key)
+
+
+def facts_of(certificate: bytes, *, source: str) -> CertificateFacts:
+    """Of a certificate in PEM; of several, the first. Raises ConfigError naming `source`."""
+    loaded = _loaded(certificate, source=source)
+    try:
+        names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        identity = identity_in(names.get_values_for_type(x509.UniformResourceIdentifier))
+    except x509.ExtensionNotFound:
+        identity = None
+    return CertificateFacts(
+        identity=identity,
+        begins_wall=loaded.not_valid_before_utc.timestamp(),
+        expires_wall=loaded.not_valid_after_utc.timestamp(),
+        issuer=loaded.issuer.rfc4514_string(),
+    )
+
+
+def check_pair(pair: CertificatePair, authority: bytes, *, source: str) -> None:
+    """Raises ConfigError where a key is not the certificate's, or the authority has not signed it."""
+    certificate = _loaded(pair.certificate, source=source)
+    key = _loaded_key(pair.key, source=f"the key of {source}")
+    if key.public_key() != certificate.public_key():
+        raise ConfigError(f"the key is not the one of {source}: they were not made together")
+    chain = x509.load_pem_x509_certificates(pair.certificate)
+    roots = x509.load_pem_x509_certificates(authority)
+    if not any(_issued(chain[-1], root) for root in roots):
+        raise ConfigError(f"{source} is not signed by the authority that is configured")
+
+
+def _issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (InvalidSignature, TypeError, ValueError):
+        return False
+    return True
+
+
+def _begun(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    *,
+    days: int,
+    latest: dt.datetime | None = None,
+) -> x509.CertificateBuilder:
+    now = dt.datetime.now(dt.UTC)
+    end = now + dt.timedelta(days=days)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BEFORE)
+        .not_valid_after(min(end, latest) if latest else end)
+    )
+
+
+def _signed(
+    builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, issuer_key: ec.EllipticCurvePrivateKey
+) -> CertificatePair:
+    certificate = builder.sign(issuer_key, hashes.SHA256())
+    return CertificatePair(
+        certificate=certificate.public_bytes(serialization.Encoding.PEM),
+        key=key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ),
+    )
+
+
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _loaded(certificate: bytes, *, source: str) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(certificate)
+    except ValueError:
+        raise ConfigError(f"{source} is no certificate in PEM") from None
+
+
+def _loaded_key(key: bytes, *, source: str) -> ec.EllipticCurvePrivateKey:
+    try:
+        loaded = serialization.load_pem_private_key(key, password=None)
+    except (ValueError, TypeError):
+        raise ConfigError(f"{source} is no key in PEM without a password") from None
+    if not isinstance(loaded, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{source} is of another kind than `bottega certs` makes: an EC key is wanted")
+    return loaded

@@ -1,0 +1,144 @@
+"""A gateway and its fleet with certificates, as callers and members that are none meet it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from bottega import errors, kinds
+from bottega.client import AsyncClient, Tls
+from bottega.client.transport import tls as client_tls
+from bottega.rpc.fleet_membership import FleetMembership
+from bottega.rpc.security.api_keys import new_key
+from bottega.rpc.security.tenant_file import Tenant, change_tenants
+from bottega.v1 import fleet_pb2, image_pb2
+from tests.fakes.scripted_worker import ScriptedWorker
+from tests.support.certificates import Authority
+from tests.support.running_gateway import refusal, running_gateway
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "certs")
+
+
+async def test_pictures_are_drawn_over_mutual_tls(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = authority.issue("gateway/main")
+    async with running_gateway(tls=config, channels=authority.channels("operator/anna")) as house:
+        await house.worker("w1", tls=authority.issue("worker/w1"))
+        done = await house.draw(prompt="a star")
+        assert len(done.images) == 1
+        shop = authority.issue("tenant/shop")
+        tls = Tls(authority=shop.authority, certificate=shop.certificate, key=shop.key)
+        async with AsyncClient(house.address, tls=tls) as client:
+            picture = await client.generate("a star", num_inference_steps=20)
+            assert picture.data == b"picture 0"
+            assert [status.spec.prompt for status in (await client.list_jobs()).jobs] == ["a star"]
+        for name, value in zip(client_tls.VARIABLES, (shop.authority, shop.certificate, shop.key), strict=True):
+            monkeypatch.setenv(name, value)
+        async with AsyncClient(house.address, fleet_address=house.fleet_address) as client:
+            assert [model.name for model in await client.models()] == ["m"]
+            with pytest.raises(errors.Forbidden, match="tenant shop may not"):
+                await client.fleet()
+        anna = authority.issue("operator/anna")
+        tls = Tls(authority=anna.authority, certificate=anna.certificate, key=anna.key)
+        async with AsyncClient(house.address, fleet_address=house.fleet_address, tls=tls) as client:
+            assert [member.registration.name for member in (await client.fleet()).members] == ["gateway", "w1"]
+
+
+async def test_a_member_joins_under_the_name_of_its_certificate_alone(authority: Authority) -> None:
+    async with running_gateway(
+        tls=authority.issue("gateway/main"), channels=authority.channels("operator/anna")
+    ) as house:
+        await house.worker("w1", tls=authority.issue("worker/w1"))
+        for kind, name, shown in (
+            (kinds.WORKER, "w1", "worker/w2"),
+            (kinds.WORKER, "w2", "cache/w2"),
+            (kinds.LORAS, "w2", "worker/w2"),
+        ):
+            registration = fleet_pb2.Registration(kind=kind, name=name, address="127.0.0.1:1", instance="i" * 32)
+            member = FleetMembership(
+                house.fleet_address, registration, load=fleet_pb2.Load, channels=authority.channels(shown)
+            )
+            member.start()
+            await eventually(lambda member=member: member._refusal is not None, "the gateway to refuse it")  # type: ignore[misc]
+            assert not member.joined.is_set()
+            await member.stop()
+        for shown in ("tenant/shop", "operator/anna", "gateway/main"):
+            impostor = FleetMembership(
+                house.fleet_address,
+                fleet_pb2.Registration(kind=kinds.WORKER, name="w9", address="127.0.0.1:1", instance="i" * 32),
+                load=fleet_pb2.Load,
+                channels=authority.channels(shown),
+            )
+            impostor.start()
+            await eventually(lambda impostor=impostor: impostor._refusal is not None, "the gateway to refuse it")  # type: ignore[misc]
+            await impostor.stop()
+        listed = await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)
+        assert [member.registration.name for member in listed.members] == ["gateway", "w1"]
+
+
+async def test_an_address_is_dialled_only_where_the_certificate_has_the_name_that_joined(authority: Authority) -> None:
+    """Its own certificate is good, and the address that it names is another worker's."""
+    async with running_gateway(
+        tls=authority.issue("gateway/main"), channels=authority.channels("operator/anna"), max_attempts=1
+    ) as house:
+        victim = ScriptedWorker("victim", house.fleet_address, tls=authority.issue("worker/victim"))
+        await victim.listen()
+        liar = ScriptedWorker("liar", house.fleet_address, tls=authority.issue("worker/liar"))
+        await liar.listen()
+        await liar.join(victim.address)
+        call = house.images.SubmitJob(image_pb2.SubmitJobRequest(spec={"prompt": "a star"}), timeout=5)
+        job = (await call).job
+        await asyncio.sleep(1.0)
+        assert victim.requests == [], "nothing of the job has reached it"
+        assert (await house.job(job.job_id)).state != image_pb2.JOB_STATE_COMPLETED
+        await liar.die()
+        await victim.die()
+
+
+async def test_keys_go_over_tls_where_the_gateway_asks_for_no_certificates(
+    authority: Authority, tmp_path: Path
+) -> None:
+    key, parts = new_key()
+    file = tmp_path / "tenants.json"
+    change_tenants(file, lambda _: (Tenant(name="shop").rotated(parts, keep_old=False),))
+    config = authority.issue("gateway/main")
+    async with running_gateway(tls=config, client_certificates=False, tenants=str(file)) as house:
+        await house.worker("w1", tls=authority.issue("worker/w1"))
+        async with AsyncClient(house.address, api_key=key, tls=Tls(authority=config.authority)) as client:
+            assert (await client.generate("a star", num_inference_steps=20)).data == b"picture 0"
+        async with AsyncClient(house.address, api_key="", tls=Tls(authority=config.authority)) as client:
+            with pytest.raises(errors.Unauthenticated):
+                await client.models()
+        # In plain text nothing is said to it, the key least of all.
+        plain = await refusal(lambda: house.images.ListModels(image_pb2.ListModelsRequest(), timeout=5))
+        assert isinstance(plain, errors.Unavailable)
+
+
+async def test_a_certificate_is_a_tenants_only_where_the_gateway_knows_it(authority: Authority, tmp_path: Path) -> None:
+    file = tmp_path / "tenants.json"
+    change_tenants(file, lambda _: (Tenant(name="shop"), Tenant(name="closed", disabled=True)))
+    async with running_gateway(tls=authority.issue("gateway/main"), tenants=str(file)) as house:
+        await house.worker("w1", tls=authority.issue("worker/w1"))
+        for name, known in (("shop", True), ("closed", False), ("stranger", False)):
+            files = authority.issue(f"tenant/{name}")
+            tls = Tls(authority=files.authority, certificate=files.certificate, key=files.key)
+            async with AsyncClient(house.address, tls=tls) as client:
+                if known:
+                    assert await client.models()
+                    continue
+                with pytest.raises(errors.Unauthenticated, match="no tenant of this gateway"):
+                    await client.models()
+
+
+@pytest.mark.parametrize("missing", ["authority", "key"])
+async def test_what_a_client_lacks_is_said_by_its_name(authority: Authority, tmp_path: Path, missing: str) -> None:
+    files = authority.issue("tenant/shop")
+    given = {"authority": files.authority, "certificate": files.certificate, "key": files.key}
+    given[missing] = str(tmp_path / "nowhere.pem")
+    with pytest.raises(errors.InvalidRequest, match=r"^tls: .*nowhere\.pem is not there"):
+        AsyncClient("127.0.0.1:1", tls=Tls(**given))
