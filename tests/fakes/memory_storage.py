@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from bottega.clocks import Clock
 from bottega.errors import StorageUnavailable
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.store import ALL_JOBS, Change, EndTime, JobFilter, JobRecord
+from bottega.gateway.jobs.store import ALL_JOBS, Change, EndTime, JobFilter, JobRecord, TenantUsage
 from bottega.storage import ContentStore, os_errors
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
 
@@ -97,6 +97,14 @@ class MemoryJobStore:
     async def of_request(self, request_id: str, *, tenant: str = "") -> JobRecord | None:
         self._check()
         return self._shelf.jobs.get(self._shelf.newest.get((tenant, request_id), 0))
+
+    async def usage(self, tenant: str, *, now_wall: float) -> TenantUsage:
+        self._check()
+        own = [record for record in self._shelf.jobs.values() if record.tenant == tenant]
+        return TenantUsage(
+            jobs_today=sum(record.created_wall // 86400 == now_wall // 86400 for record in own),
+            stored_bytes=sum(record.picture_bytes for record in own),
+        )
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
         self._check()

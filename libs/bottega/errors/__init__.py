@@ -31,6 +31,7 @@ BottegaError
 ├── CacheEntryGone          FAILED_PRECONDITION  the cached latent that a request pins
 ├── Poisoned                FAILED_PRECONDITION  workers die of the request
 ├── QueueFull               RESOURCE_EXHAUSTED   retry later
+├── QuotaExceeded           RESOURCE_EXHAUSTED   a quota of the caller's tenant; retry later
 ├── DeadlineUnmeetable      RESOURCE_EXHAUSTED
 ├── TooLarge                RESOURCE_EXHAUSTED
 ├── FleetFull               RESOURCE_EXHAUSTED   no room for another service

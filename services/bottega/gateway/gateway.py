@@ -91,6 +91,8 @@ class Gateway:
         )
         if authenticator is not None:
             self._controller.queue.weigh = authenticator.weight
+            self._controller.queue.most_running = lambda tenant: authenticator.quotas(tenant).concurrent
+            self._controller.quotas.quotas_of = authenticator.quotas
         self._periodic = PeriodicChecks(
             fleet=fleet,
             controller=self._controller,

@@ -40,6 +40,7 @@ def command() -> None:
     \b
       bottega tenants add shop                 says its key, once
       bottega tenants rotate shop              says a new one
+      bottega tenants quota shop --queued 100 --per-day 5000
       bottega tenants disable shop
 
     The gateway reads the file that `tenants` names in its configuration, and again within a second when it changes. A
@@ -84,10 +85,12 @@ def list_tenants(*, file: Path) -> None:
     if not tenants:
         note("No tenant is there; bottega tenants add NAME adds one.")
         return
-    table = PlainTable("tenant", "state", "weight", "keys")
+    table = PlainTable("tenant", "state", "weight", "quotas", "keys")
     for tenant in tenants:
         keys = ", ".join(f"btg_{key.key_id}_..." for key in tenant.keys)
-        table.add_row(tenant.name, "disabled" if tenant.disabled else "enabled", f"{tenant.weight:g}", keys)
+        quotas = ", ".join(f"{name} {most}" for name, most in dataclasses.asdict(tenant.quotas).items() if most)
+        state = "disabled" if tenant.disabled else "enabled"
+        table.add_row(tenant.name, state, f"{tenant.weight:g}", quotas or "none", keys)
     print_table(table)
 
 
@@ -116,6 +119,35 @@ def change_weight(*, name: str, weight: float, file: Path) -> None:
 
     change_tenants(file, _changing(name, lambda tenant: dataclasses.replace(tenant, weight=weight)))
     say(f"{name} weighs {weight:g}")
+
+
+def _quota(name: str, help_text: str) -> Callable[[CommandT], CommandT]:
+    return click.option(f"--{name}", type=click.IntRange(min=0), default=None, help=f"{help_text}; 0 is without bound.")
+
+
+@command.command("quota")
+@click.argument("name")
+@_quota("concurrent", "Jobs that run at once; others of it wait")
+@_quota("queued", "Jobs that wait")
+@_quota("per-minute", "New jobs a minute")
+@_quota("per-day", "New jobs a day, by UTC")
+@_quota("stored-bytes", "Bytes of its pictures that are stored")
+@_quota("calls", "Calls with one answer that a gateway serves at once")
+@_quota("streams", "Calls with many answers that a gateway serves at once")
+@_file_option
+def change_quotas(*, name: str, file: Path, **quotas: int | None) -> None:
+    """Change what a tenant may have at most; what is not named stays as it is."""
+    from bottega.rpc.security.tenant_file import change_tenants
+
+    given = {quota: most for quota, most in quotas.items() if most is not None}
+    if not given:
+        fail("say which quota: --queued 100, for example", "bottega tenants list shows those that are set.", status=2)
+    change_tenants(
+        file,
+        _changing(name, lambda tenant: dataclasses.replace(tenant, quotas=dataclasses.replace(tenant.quotas, **given))),
+    )
+    said = ", ".join(f"{quota} {most or 'without bound'}" for quota, most in given.items())
+    say(f"{name}: {said}")
 
 
 @command.command("disable")

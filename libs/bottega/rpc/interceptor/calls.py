@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -11,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from bottega.errors import BottegaError, Code, InternalError, TooManyOpenFiles
+from bottega.errors import BottegaError, Code, InternalError, QuotaExceeded, TooManyOpenFiles
 from bottega.process import open_files
 from bottega.rpc.interceptor.call_errors import CallErrorLog
 from bottega.rpc.interceptor.call_limits import CallLimit, CallSlot
@@ -19,7 +20,7 @@ from bottega.rpc.interceptor.response_flow import CallResponses, ResponseFlowCon
 from bottega.rpc.operation import logs
 from bottega.rpc.operation.metrics import CallMetrics
 from bottega.rpc.peers import peer_of
-from bottega.rpc.security.caller import CallAuthenticator, bind_caller
+from bottega.rpc.security.caller import CallAuthenticator, Caller, bind_caller
 from bottega.rpc.security.method_roles import check_method
 from bottega.rpc.status import to_grpc_status
 
@@ -58,6 +59,7 @@ class CallTracker:
     def __init__(self, metrics: CallMetrics, responses: ResponseFlowControl, limits: CallLimits) -> None:
         self._limits = limits
         self.errors = CallErrorLog()
+        self.of_tenants = TenantCalls()
         self._metrics = metrics
         self._responses = responses
         self._active = 0  # without gRPC's own
@@ -90,6 +92,10 @@ class CallTracker:
         if not self._active:
             self._idle.set()
         self._metrics.on_end(method, code.name if code else "OK", seconds)
+
+    def is_stream(self, limit: CallLimit) -> bool:
+        """Whether that is of calls which are answered as there is news."""
+        return limit is self._limits.streams
 
     def _is_of_grpc(self, limit: CallLimit) -> bool:
         return limit in (self._limits.of_grpc, self._limits.of_grpc_streams)
@@ -124,11 +130,12 @@ class CallGuard:
     async def authenticate(self, authenticator: CallAuthenticator) -> None:
         """In the block, before anything is taken in: whoever is served in this task knows the caller from then on.
 
-        Raises Unauthenticated, and Forbidden where the method is not for that caller.
+        Raises Unauthenticated, Forbidden where the method is not for that caller, and QuotaExceeded.
         """
         metadata = tuple(self._context.invocation_metadata() or ())
         known = await authenticator.authenticate(_identities(self._context), metadata)
         check_method(self._method, known)
+        at_end(self._calls.of_tenants.take(known, streams=self._calls.is_stream(self._limit)))
         bind_caller(known)
 
     async def __aexit__(
@@ -192,6 +199,31 @@ def _of_library(error: Exception) -> BottegaError:
     if isinstance(error, OSError) and open_files.is_cause(error):
         return open_files.too_many(error)
     return InternalError("an internal fault; the service's log says more under the same request_id")
+
+
+class TenantCalls:
+    """Calls that are being served, by tenant, of those tenants that may have a bounded number. See Caller."""
+
+    def __init__(self) -> None:
+        self._served = Counter[tuple[str, str]]()
+
+    def take(self, known: Caller, *, streams: bool) -> Callable[[], None]:
+        """Counts a call in; what is returned counts it out. Raises QuotaExceeded."""
+        quota, most = ("streams", known.max_streams) if streams else ("calls", known.max_calls)
+        key = known.tenant, quota
+        if most and self._served[key] >= most:
+            raise QuotaExceeded(
+                f"as many {quota} of tenant {known.tenant} are served as it may have at once: {most}",
+                metadata={"quota": quota, "most": str(most)},
+                retry_after_s=1.0,
+            )
+        self._served[key] += 1
+        return lambda: self._release(key)
+
+    def _release(self, key: tuple[str, str]) -> None:
+        self._served[key] -= 1
+        if not self._served[key]:
+            del self._served[key]
 
 
 def _identities(context: Context) -> Sequence[str]:

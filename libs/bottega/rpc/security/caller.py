@@ -29,12 +29,14 @@ class Role(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Who calls. name: among those of its role. tenant: whose jobs and pictures it sees; empty where nobody is told
-    apart.
+    apart. max_calls, max_streams: of its tenant that may be served at once; 0 is without bound.
     """
 
     role: Role
     name: str = ""
     tenant: str = ""
+    max_calls: int = 0
+    max_streams: int = 0
 
 
 LOCAL = Caller(role=Role.LOCAL)

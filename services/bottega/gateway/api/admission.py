@@ -135,10 +135,11 @@ class Admission:
     async def admit(self, command: GenerateCommand) -> Admitted:
         """The job of a request. A new one is durable.
 
-        Raises RequestIdReused, InvalidRequest or BadImage, Draining, ModelNotFound or NoWorker,
+        Raises QuotaExceeded, RequestIdReused, InvalidRequest or BadImage, Draining, ModelNotFound or NoWorker,
         ControlNetNotFound or ControlNetUnusable or NoControlNet, QueueFull, DeadlineUnmeetable, StorageUnavailable, in
-        this order; LoraNotFound, LoraUnusable or NoLora come before what is wrong because of the model. Except that
-        without room no image is decoded, and that a request_id cannot be looked for where the disk cannot be read.
+        this order, and of a known request_id no QuotaExceeded; LoraNotFound, LoraUnusable or NoLora come before what is
+        wrong because of the model. Except that without room no image is decoded, and that a request_id cannot be looked
+        for where the disk cannot be read.
         """
         try:
             return await self._admit(command)
@@ -155,9 +156,10 @@ class Admission:
             before = await self._before(command)
             if before is not None and self._attach(received, before):
                 return Admitted(job=before, new=False)
-            job = await self._new_job(received, before)
-            if await self._store_though_cancelled(job, replaces=before.job_id if before else ""):
-                return Admitted(job=job, new=True)
+            async with self._controller.quotas.admitting(command.tenant):
+                job = await self._new_job(received, before)
+                if await self._store_though_cancelled(job, replaces=before.job_id if before else ""):
+                    return Admitted(job=job, new=True)
             # The same request has come twice at once, and the other one is stored now.
 
     async def _before(self, command: GenerateCommand) -> Job | None:
@@ -307,7 +309,7 @@ class Admission:
         if has_images(spec) and identical is None:
             if not found:
                 self._refuse_if_draining()
-                self._controller.queue.check_room(received.size_bytes)
+                self._controller.queue.check_room(received.size_bytes, tenant=command.tenant)
             images = await validation.check_images(
                 spec,
                 found,

@@ -107,6 +107,10 @@ class Dispatcher:
         """Attempts at jobs of a model, by tenant; none that has none."""
         return self._by_tenant.get(model, {})
 
+    def running_of(self, tenant: str) -> int:
+        """Attempts at jobs of a tenant."""
+        return sum(by_tenant[tenant] for by_tenant in self._by_tenant.values())
+
     def add_worker(self, member: Member) -> None:
         """Prepares to call a worker. Harmless when that is done already."""
         if member not in self._connections:

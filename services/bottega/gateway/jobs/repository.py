@@ -32,7 +32,7 @@ from bottega.gateway.jobs.conversion import (
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.page_tokens import sequence_of, token_of
 from bottega.gateway.jobs.storage import Storage
-from bottega.gateway.jobs.store import Change, EndTime, JobFilter, JobRecord
+from bottega.gateway.jobs.store import Change, EndTime, JobFilter, JobRecord, TenantUsage
 from bottega.gateway.jobs.values import JobOutcome
 from bottega.gateway.jobs.write_queue import WriteQueue
 from bottega.storage import os_errors
@@ -192,6 +192,12 @@ class JobRepository:
                 record = await self._store.of_request(request_id, tenant=tenant)
             job = await self._known(record) if record else None
         return job
+
+    async def usage(self, tenant: str) -> TenantUsage:
+        """What quotas ask for, of a tenant."""
+        await self._wait_readable()
+        with self._explained():
+            return await self._store.usage(tenant, now_wall=self._clock.wall())
 
     async def with_result(self, result_key: str) -> list[Job]:
         """The newest of the jobs that completed with that key, for looking at only, newest first."""

@@ -37,6 +37,7 @@ from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.recovery import AttemptRecovery
 from bottega.gateway.scheduling.scheduler import Scheduler
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
+from bottega.gateway.tenants.quotas import QuotaLedger
 from bottega.gateway.traces.job_traces import JobTraces
 from bottega.rpc.channel import Target
 from bottega.v1.generation_pb2 import Provenance
@@ -78,6 +79,9 @@ class JobController:
             budget_bytes=config.max_queued_bytes,
             clock=clock,
             head_start_s=config.priority_head_start_s,
+        )
+        self.quotas = QuotaLedger(
+            waiting=self.queue.held, usage=jobs.usage, retry_s=self.queue.retry_after_s, clock=clock
         )
         self._finisher = JobFinisher(self.queue, self._deadlines, jobs, metrics)
         self.traces = JobTraces(config.traces_bytes)

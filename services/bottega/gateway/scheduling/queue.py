@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
 
 from bottega.clocks import Clock
 from bottega.errors import QueueFull
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.line import Line, Weigh, equal_weights
+from bottega.rpc.interceptor.call_limits import fair_room
 
 # Completed jobs, over which the rate is measured, and how old they may be; the newest few count whatever their age, as
 # where a picture takes minutes.
@@ -20,16 +21,20 @@ _MIN_RETRY_S, _MAX_RETRY_S = 0.5, 60.0
 _RETRY_SHARE = 0.1
 # Longest time until a retry, over the shortest.
 _SPREAD = 1.5
+# Of the queue, what a tenant may have alone while no other has anything in it.
+_TENANT_SHARE = 0.75
 
 
 class JobQueue:
     """Waiting jobs by model. max_jobs, budget_bytes: bounds over all models. head_start_s: see Line.
 
-    weigh: says what tenants weigh; it may be replaced before the first job.
+    weigh: says what tenants weigh. most_running: how many jobs of a tenant may run at once; 0 is without bound.
+    Both may be replaced before the first job.
     """
 
     def __init__(self, *, max_jobs: int, budget_bytes: int, clock: Clock, head_start_s: float = 0.0) -> None:
         self.weigh: Weigh = equal_weights
+        self.most_running: Callable[[str], int] = _unbounded
         self._max_jobs = max_jobs
         self._budget_bytes = budget_bytes
         self._head_start_s = head_start_s
@@ -37,6 +42,7 @@ class JobQueue:
         self._lines: dict[str, Line] = {}
         self._completed_at: deque[float] = deque(maxlen=_RATE_JOBS)
         self._waited_for_since = clock.monotonic()
+        self._held = Counter[str]()
         self._bytes: dict[str, int] = {}
         self._reserved: dict[str, int] = {}
         self._size_bytes = 0
@@ -44,20 +50,35 @@ class JobQueue:
     def __len__(self) -> int:
         return len(self._bytes)
 
-    def check_room(self, size_bytes: int) -> None:
-        """Raises QueueFull, with the time after which to retry, when no job of that size fits."""
-        if len(self) + len(self._reserved) >= self._max_jobs or self._size_bytes + size_bytes > self._budget_bytes:
+    def held(self, tenant: str) -> int:
+        """Jobs of a tenant that wait, or have room reserved."""
+        return self._held[tenant]
+
+    def check_room(self, size_bytes: int, *, tenant: str = "") -> None:
+        """Raises QueueFull, with the time after which to retry, when no job of that size fits.
+
+        A named tenant gets no more than leaves room for others; see `fair_room`.
+        """
+        free = self._max_jobs - len(self) - len(self._reserved)
+        if free < 1 or self._size_bytes + size_bytes > self._budget_bytes:
             raise QueueFull(f"{len(self)} jobs wait already", retry_after_s=self.retry_after_s())
+        if tenant and fair_room(free=free, held=self._held[tenant], share=_TENANT_SHARE) <= 0:
+            held = self._held[tenant]
+            raise QueueFull(
+                f"{held} jobs of yours wait already, and the rest of the queue is for others",
+                retry_after_s=self.retry_after_s(),
+            )
 
     def reserve(self, job: Job) -> None:
         """Keeps room for a job until it lines up or is removed. Raises QueueFull."""
-        self.check_room(job.request.size_bytes)
+        self.check_room(job.request.size_bytes, tenant=job.request.tenant)
         self._reserved[job.job_id] = job.request.size_bytes
+        self._held[job.request.tenant] += 1
         self._size_bytes += job.request.size_bytes
 
     def add(self, job: Job, *, first: bool = False) -> None:
         """Lines a job up. first: before the others, for one that had its turn and was lost."""
-        self._size_bytes -= self._reserved.pop(job.job_id, 0)
+        self._release(job)
         if not self._bytes:
             self._skip_idleness()
         line = self._lines.get(job.spec.model)
@@ -68,15 +89,17 @@ class JobQueue:
         else:
             line.add(job)
         self._bytes[job.job_id] = job.request.size_bytes
+        self._held[job.request.tenant] += 1
         self._size_bytes += job.request.size_bytes
 
     def remove(self, job: Job) -> None:
         """Takes a job out, if it is in, and gives up the room that was reserved for it."""
-        self._size_bytes -= self._reserved.pop(job.job_id, 0)
+        self._release(job)
         size = self._bytes.pop(job.job_id, None)
         if size is None:
             return
         self._size_bytes -= size
+        self._let_go(job.request.tenant)
         line = self._lines[job.bare.model]
         line.remove(job)
         if not line:
@@ -130,6 +153,18 @@ class JobQueue:
         """
         return random.uniform(1.0, _SPREAD) * self._due_s()
 
+    def _release(self, job: Job) -> None:
+        """Gives up the room that was reserved for a job, if any was."""
+        size = self._reserved.pop(job.job_id, None)
+        if size is not None:
+            self._size_bytes -= size
+            self._let_go(job.request.tenant)
+
+    def _let_go(self, tenant: str) -> None:
+        self._held[tenant] -= 1
+        if not self._held[tenant]:
+            del self._held[tenant]
+
     def _skip_idleness(self) -> None:
         """Jobs wait again: a long time in which none did does not count for the rate."""
         now = self._waited_for_since = self._clock.monotonic()
@@ -151,3 +186,8 @@ class JobQueue:
         # That nothing came while nobody waited says nothing.
         silent_s = now - max(ends[-1], self._waited_for_since)
         return min((len(ends) - 1) / max(took_s, 1e-3), len(ends) / max(took_s + silent_s, 1e-3))
+
+
+def _unbounded(tenant: str) -> int:
+    del tenant
+    return 0

@@ -132,7 +132,9 @@ class Scheduler:
     def _hand_out(self, model: str, free_at: float) -> bool:
         """One round of the policy. Returns whether a job was dropped whose turn came too late: others may have it."""
         members = {m.name: m for m in self._fleet.workers(model) if m not in self._held_back}
-        shares = RunningShares(self._dispatcher.running(model), self._queue.tenants(model), self._queue.weigh)
+        shares = RunningShares(
+            self._dispatcher.running(model), self._queue.tenants(model), self._queue.weigh, self._may_begin
+        )
         pending = self._snapshot.pending(self._queue.line(model), members, shares)
         late: list[Job] = []
         for assignment in assign(pending, self._snapshot.workers(members.values())):
@@ -150,6 +152,11 @@ class Scheduler:
         for job in late:
             self._finisher.finish(job)
         return bool(late)
+
+    def _may_begin(self, tenant: str) -> int | None:
+        """How many jobs more of a tenant may run, of all models; None is without bound."""
+        most = self._queue.most_running(tenant)
+        return most - self._dispatcher.running_of(tenant) if most else None
 
     def _is_late(self, job: Job, estimate_s: float, left_s: float) -> bool:
         """Whether to begin it would be in vain, while others wait to whom the time may be worth something."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from bottega.gateway.scheduling.line import Weigh
 
@@ -12,14 +12,33 @@ class RunningShares:
     """Of one model, for one look at its queue.
 
     running: attempts by tenant. waiting: tenants of the jobs that wait. Those that have neither get no share.
+    may_begin: how many jobs more of a tenant may run; None is without bound.
     """
 
-    def __init__(self, running: Mapping[str, int], waiting: Collection[str], weigh: Weigh) -> None:
+    def __init__(
+        self,
+        running: Mapping[str, int],
+        waiting: Collection[str],
+        weigh: Weigh,
+        may_begin: Callable[[str], int | None] = lambda _: None,
+    ) -> None:
+        self._may_begin = may_begin
+        self._left: dict[str, int | None] = {}
         tenants = running.keys() | set(waiting)
         self._contended = len(tenants) > 1
         self._weights = {tenant: weigh(tenant) for tenant in tenants} if self._contended else {}
         self._weight = sum(self._weights.values())
         self._running = Counter(running) if self._contended else Counter[str]()
+
+    def begin(self, tenant: str) -> bool:
+        """Whether a job of a tenant may run now; it counts if so."""
+        if tenant not in self._left:
+            self._left[tenant] = self._may_begin(tenant)
+        left = self._left[tenant]
+        if left is None:
+            return True
+        self._left[tenant] = left - 1
+        return left > 0
 
     def claim(self, tenant: str) -> bool:
         """Whether a tenant has at most its share with one job more, which counts from now on if so."""

@@ -81,7 +81,7 @@ class FleetSnapshot:
         known: dict[tuple[AddOn, Hashable], WorkerCosts] = {}
         for job in line:
             costs = self._costs(job, members, known)
-            if costs.eligible is None or costs.eligible:
+            if (costs.eligible is None or costs.eligible) and shares.begin(job.request.tenant):
                 yield PendingJob(
                     job_id=job.job_id,
                     request=_request_for(job, self._steps_left(job)),

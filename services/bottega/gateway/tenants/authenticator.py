@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from bottega.rpc.security.api_keys import hashed, matches, parse_key, shown_key
 from bottega.rpc.security.caller import Caller, Metadata, Role
 from bottega.rpc.security.certificate_calls import caller_in
 from bottega.rpc.security.private_files import file_state
-from bottega.rpc.security.tenant_file import read_tenants
+from bottega.rpc.security.quotas import UNBOUNDED, Quotas
+from bottega.rpc.security.tenant_file import Tenant, read_tenants
 
 # Between two looks at the file, which take microseconds.
 _LOOK_S = 1.0
@@ -37,11 +38,11 @@ class _KnownKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """keys: by their ids, of tenants that are not disabled. enabled: those. weights: of all tenants, by name."""
+    """keys: by their ids, of tenants that are not disabled. callers: of those, by name. tenants: all, by name."""
 
     keys: Mapping[str, _KnownKey]
-    enabled: Collection[str]
-    weights: Mapping[str, float]
+    callers: Mapping[str, Caller]
+    tenants: Mapping[str, Tenant]
 
 
 # As much work for an id that nobody has as for one that somebody has.
@@ -70,9 +71,9 @@ class TenantAuthenticator:
         if named is not None and named.role is not Role.TENANT:
             return named
         if named is not None:
-            if named.tenant not in self._known.enabled:
+            if named.tenant not in self._known.callers:
                 raise Unauthenticated(_WRONG_TENANT)
-            return named
+            return self._known.callers[named.tenant]
         shown = next((str(value) for key, value in metadata if key == "authorization"), "")
         if not shown:
             raise Unauthenticated(_NO_KEY)
@@ -85,7 +86,13 @@ class TenantAuthenticator:
 
     def weight(self, tenant: str) -> float:
         """Of its share among tenants whose jobs wait; 1 for one that is not there any more."""
-        return self._known.weights.get(tenant, 1.0)
+        known = self._known.tenants.get(tenant)
+        return known.weight if known else 1.0
+
+    def quotas(self, tenant: str) -> Quotas:
+        """What it may have at most; one that is not there any more begins nothing."""
+        known = self._known.tenants.get(tenant)
+        return known.quotas if known else UNBOUNDED
 
     async def _look(self) -> None:
         async with self._reading:
@@ -107,14 +114,21 @@ class TenantAuthenticator:
 
 def _known_of(path: Path) -> _Known:
     tenants = read_tenants(path)
+    callers = {tenant.name: _caller(tenant) for tenant in tenants if not tenant.disabled}
     keys = {
-        key.key_id: _KnownKey(caller=Caller(role=Role.TENANT, name=tenant.name, tenant=tenant.name), hash=key.hash)
+        key.key_id: _KnownKey(caller=callers[tenant.name], hash=key.hash)
         for tenant in tenants
         if not tenant.disabled
         for key in tenant.keys
     }
-    return _Known(
-        keys=keys,
-        enabled=frozenset(tenant.name for tenant in tenants if not tenant.disabled),
-        weights={tenant.name: tenant.weight for tenant in tenants},
+    return _Known(keys=keys, callers=callers, tenants={tenant.name: tenant for tenant in tenants})
+
+
+def _caller(tenant: Tenant) -> Caller:
+    return Caller(
+        role=Role.TENANT,
+        name=tenant.name,
+        tenant=tenant.name,
+        max_calls=tenant.quotas.calls,
+        max_streams=tenant.quotas.streams,
     )

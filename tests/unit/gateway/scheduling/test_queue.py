@@ -32,6 +32,28 @@ def test_the_queue_is_bounded_in_number_and_bytes() -> None:
     queue.remove(second)
 
 
+def test_a_tenant_that_floods_leaves_room_for_others() -> None:
+    time = FakeTime()
+    queue = JobQueue(max_jobs=100, budget_bytes=1 << 20, clock=time.clock())
+    flood = [sample_job(time, tenant="flood") for _ in range(75)]
+    for job in flood:
+        queue.reserve(job)
+        queue.add(job)
+    assert queue.held("flood") == 75
+    with pytest.raises(QueueFull, match="the rest of the queue is for others"):
+        queue.reserve(sample_job(time, tenant="flood"))
+    for _ in range(15):
+        queue.add(sample_job(time, tenant="one"))
+    queue.check_room(1, tenant="other")
+    for job in flood:
+        queue.remove(job)
+        queue.remove(job)
+    assert queue.held("flood") == 0
+    for _ in range(99 - len(queue)):  # who has no name has all
+        queue.add(sample_job(time))
+    queue.check_room(1)
+
+
 def test_a_lost_job_goes_before_the_others() -> None:
     time = FakeTime()
     queue = JobQueue(max_jobs=9, budget_bytes=1 << 20, clock=time.clock())

@@ -31,3 +31,11 @@ def test_shares_are_by_weight_and_of_those_alone_who_have_jobs() -> None:
     assert _claims(RunningShares({"light": 2}, ("heavy",), HEAVY.__getitem__), "heavy") == 6
     assert _claims(RunningShares({"heavy": 6}, ("light",), HEAVY.__getitem__), "light") == 2
     assert not RunningShares({"heavy": 2}, ("light",), HEAVY.__getitem__).claim("light")
+
+
+def test_no_more_of_a_tenant_begins_than_may_run() -> None:
+    left = {"bounded": 2, "full": 0}
+    shares = RunningShares({}, ("bounded", "full", "free"), equal_weights, left.get)
+    assert [shares.begin("bounded") for _ in range(4)] == [True, True, False, False]
+    assert not shares.begin("full")
+    assert all(shares.begin("free") for _ in range(50))

@@ -3,7 +3,16 @@
 """
 
 from bottega.gateway.jobs.store.job_store import JobStore
-from bottega.gateway.jobs.store.record import ALL_JOBS, LIVE, Change, EndTime, JobFilter, JobProgress, JobRecord
+from bottega.gateway.jobs.store.record import (
+    ALL_JOBS,
+    LIVE,
+    Change,
+    EndTime,
+    JobFilter,
+    JobProgress,
+    JobRecord,
+    TenantUsage,
+)
 from bottega.gateway.jobs.store.sqlite import SqliteJobStore
 
 __all__ = [
@@ -15,5 +24,6 @@ __all__ = [
     "JobProgress",
     "JobRecord",
     "JobStore",
+    "TenantUsage",
     "SqliteJobStore",
 ]

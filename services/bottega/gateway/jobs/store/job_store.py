@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from bottega.gateway.jobs.store.record import ALL_JOBS, Change, EndTime, JobFilter, JobRecord
+from bottega.gateway.jobs.store.record import ALL_JOBS, Change, EndTime, JobFilter, JobRecord, TenantUsage
 
 
 class JobStore(Protocol):
@@ -64,6 +64,9 @@ class JobStore(Protocol):
 
     async def of_request(self, request_id: str, *, tenant: str = "") -> JobRecord | None:
         """The newest job of an idempotency key of that tenant, or None."""
+
+    async def usage(self, tenant: str, *, now_wall: float) -> TenantUsage:
+        """What the store has of a tenant. now_wall: Unix seconds, which say what today is."""
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
         """Up to `limit` of the jobs that completed with that key, newest first; none for an empty one."""

@@ -39,6 +39,16 @@ class JobProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantUsage:
+    """What the store has of a tenant. jobs_today: new since midnight UTC, forgotten ones too. stored_bytes: of the
+    pictures of those that it remembers.
+    """
+
+    jobs_today: int = 0
+    stored_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobFilter:
     """Which jobs a list holds. tenant: whose; those of no other are in it. states: empty is all. Times are those of
     acceptance, in Unix seconds, at or after and before.
@@ -102,6 +112,11 @@ class JobRecord:
     error: bytes = b""
     result_key: str = ""
     sequence: int = 0
+
+    @property
+    def picture_bytes(self) -> int:
+        """Of its pictures."""
+        return sum(image.size_bytes for image in self.images)
 
     @property
     def live(self) -> bool:

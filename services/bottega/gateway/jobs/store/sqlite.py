@@ -16,7 +16,7 @@ from typing import TypeVar
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.store import sqlite_errors, sqlite_schema, sqlite_statements
 from bottega.gateway.jobs.store.group_commit import GroupCommit
-from bottega.gateway.jobs.store.record import ALL_JOBS, Change, EndTime, JobFilter, JobRecord
+from bottega.gateway.jobs.store.record import ALL_JOBS, Change, EndTime, JobFilter, JobRecord, TenantUsage
 from bottega.gateway.jobs.store.sqlite_statements import Listing
 from bottega.storage import StorageThread, os_errors, sqlite_files
 
@@ -92,6 +92,11 @@ class SqliteJobStore:
     async def of_request(self, request_id: str, *, tenant: str = "") -> JobRecord | None:
         """Reads the newest job of a request_id of a tenant."""
         return await self._find(lambda connection: sqlite_statements.of_request(connection, request_id, tenant=tenant))
+
+    async def usage(self, tenant: str, *, now_wall: float) -> TenantUsage:
+        """Reads what is counted of a tenant."""
+        found = await self._find(lambda connection: sqlite_statements.usage_of(connection, tenant, now_wall=now_wall))
+        return found or TenantUsage()
 
     async def with_result(self, result_key: str, *, limit: int) -> list[JobRecord]:
         """Reads the newest jobs of a result key."""

@@ -44,6 +44,7 @@ TYPES = {
     "deaths": "INTEGER NOT NULL",
     "decisions": "BLOB NOT NULL",
     "images": "TEXT NOT NULL",
+    "picture_bytes": "INTEGER NOT NULL",
     "provenance": "BLOB NOT NULL",
     "error": "BLOB NOT NULL",
     "peer": "TEXT NOT NULL",
@@ -83,6 +84,7 @@ def from_row(row: Sequence[Any]) -> JobRecord:
         StoredImage(digest=digest, size_bytes=size, latents=latents)
         for digest, size, latents in json.loads(fields.pop("images"))
     )
+    del fields["picture_bytes"]  # for what the table sums up
     fields["ends_with_caller"] = bool(fields["ends_with_caller"])
     return JobRecord(sequence=sequence, shape=shape, result_size=result_size, images=images, **fields)
 

@@ -18,6 +18,8 @@ FileState = tuple[tuple[int, int, int], ...]
 # "Bttg": what PRAGMA application_id says of a file of ours.
 APPLICATION_ID = 0x42747467
 _VERSION = 11
+# Days are counted since 1970, by UTC.
+DAY_S = 86400
 
 # Pages of 4 KiB after which a commit copies the log into the file: 4 MiB, which takes about 10 ms.
 _CHECKPOINT_PAGES = 1000
@@ -80,6 +82,42 @@ _TABLES = (
         DELETE FROM holders WHERE finished = OLD.finished AND peer = OLD.peer AND jobs < 1;
     END
     """,
+    # What quotas ask for. Of days, those of today and yesterday stay.
+    f"""
+    CREATE TRIGGER jobs_of_today AFTER INSERT ON jobs BEGIN
+        INSERT INTO days VALUES (NEW.tenant, CAST(NEW.created_wall / {DAY_S} AS INTEGER), 1)
+        ON CONFLICT (tenant, day) DO UPDATE SET jobs = jobs + 1;
+        DELETE FROM days WHERE tenant = NEW.tenant AND day < CAST(NEW.created_wall / {DAY_S} AS INTEGER) - 1;
+    END
+    """,
+    """
+    CREATE TRIGGER pictures_added AFTER INSERT ON jobs WHEN NEW.picture_bytes > 0 BEGIN
+        INSERT INTO stored VALUES (NEW.tenant, NEW.picture_bytes)
+        ON CONFLICT (tenant) DO UPDATE SET bytes = bytes + excluded.bytes;
+    END
+    """,
+    """
+    CREATE TRIGGER pictures_changed AFTER UPDATE OF picture_bytes ON jobs
+    WHEN NEW.picture_bytes <> OLD.picture_bytes BEGIN
+        INSERT INTO stored VALUES (NEW.tenant, NEW.picture_bytes - OLD.picture_bytes)
+        ON CONFLICT (tenant) DO UPDATE SET bytes = bytes + excluded.bytes;
+    END
+    """,
+    """
+    CREATE TRIGGER pictures_forgotten AFTER DELETE ON jobs WHEN OLD.picture_bytes > 0 BEGIN
+        UPDATE stored SET bytes = bytes - OLD.picture_bytes WHERE tenant = OLD.tenant;
+        DELETE FROM stored WHERE tenant = OLD.tenant AND bytes < 1;
+    END
+    """,
+    """
+    CREATE TABLE days (
+        tenant TEXT NOT NULL,
+        day INTEGER NOT NULL,
+        jobs INTEGER NOT NULL,
+        PRIMARY KEY (tenant, day)
+    ) STRICT, WITHOUT ROWID
+    """,
+    "CREATE TABLE stored (tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL) STRICT, WITHOUT ROWID",
     # The newest job of each.
     """
     CREATE TABLE request_ids (

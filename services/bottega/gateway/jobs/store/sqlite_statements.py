@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bottega.errors import DataLoss
-from bottega.gateway.jobs.store.record import Change, EndTime, JobFilter, JobRecord
+from bottega.gateway.jobs.store.record import Change, EndTime, JobFilter, JobRecord, TenantUsage
 from bottega.gateway.jobs.store.sqlite_rows import COLUMNS, from_row, intact, to_row
+from bottega.gateway.jobs.store.sqlite_schema import DAY_S
 from bottega.storage.checksums import Value, checksum
 
 _ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *COLUMNS))
@@ -85,6 +86,16 @@ def of_request(connection: sqlite3.Connection, request_id: str, *, tenant: str) 
     )
     found = _records(connection, query, tenant, request_id)
     return found[0] if found else None
+
+
+def usage_of(connection: sqlite3.Connection, tenant: str, *, now_wall: float) -> TenantUsage:
+    """What quotas ask for."""
+    query = (
+        "SELECT COALESCE((SELECT jobs FROM days WHERE tenant = ?1 AND day = ?2), 0), "
+        "COALESCE((SELECT bytes FROM stored WHERE tenant = ?1), 0)"
+    )
+    jobs, size_bytes = connection.execute(query, (tenant, int(now_wall // DAY_S))).fetchone()
+    return TenantUsage(jobs_today=jobs, stored_bytes=size_bytes)
 
 
 def with_result(connection: sqlite3.Connection, result_key: str, *, limit: int) -> Listing:

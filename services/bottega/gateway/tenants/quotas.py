@@ -1,0 +1,96 @@
+"""Whether a tenant may begin another job: counted before it is accepted, so that what is refused costs nothing."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from bottega.clocks import Clock
+from bottega.errors import QuotaExceeded
+from bottega.gateway.jobs.store import TenantUsage
+from bottega.rpc.security.quotas import UNBOUNDED, Quotas
+
+_MINUTE_S, _DAY_S = 60.0, 86_400
+# Pictures go with their jobs, which nobody can say the time of.
+_STORED_RETRY_S = 60.0
+
+ReadUsage = Callable[[str], Awaitable[TenantUsage]]
+
+
+class QuotaLedger:
+    """Of one gateway.
+
+    waiting: jobs of a tenant that wait. usage: reads what is stored of a tenant. retry_s: when a job that waits will
+    have begun, about. quotas_of: may be replaced before the first job.
+    """
+
+    def __init__(
+        self, *, waiting: Callable[[str], int], usage: ReadUsage, retry_s: Callable[[], float], clock: Clock
+    ) -> None:
+        self.quotas_of: Callable[[str], Quotas] = _none
+        self._waiting = waiting
+        self._usage = usage
+        self._retry_s = retry_s
+        self._clock = clock
+        self._begun: dict[str, deque[float]] = {}
+        self._admitting = Counter[str]()
+
+    @asynccontextmanager
+    async def admitting(self, tenant: str) -> AsyncIterator[None]:
+        """While a new job of a tenant is taken in; one that comes out of it without an error counts.
+
+        Raises QuotaExceeded.
+        """
+        quotas = self.quotas_of(tenant)
+        if quotas == UNBOUNDED:
+            yield
+            return
+        self._admitting[tenant] += 1
+        try:
+            await self._check(tenant, quotas)
+            yield
+            if quotas.per_minute:
+                self._begun.setdefault(tenant, deque()).append(self._clock.monotonic())
+        finally:
+            self._admitting[tenant] -= 1
+            if not self._admitting[tenant]:
+                del self._admitting[tenant]
+
+    async def _check(self, tenant: str, quotas: Quotas) -> None:
+        others = self._admitting[tenant] - 1
+        if quotas.queued and self._waiting(tenant) + others >= quotas.queued:
+            raise _exceeded("queued", quotas.queued, "jobs of yours wait", self._retry_s())
+        recent = self._recent(tenant)
+        if quotas.per_minute and len(recent) + others >= quotas.per_minute:
+            left_s = recent[0] + _MINUTE_S - self._clock.monotonic() if recent else 1.0
+            raise _exceeded("per_minute", quotas.per_minute, "jobs of yours began in the last minute", left_s)
+        if not (quotas.per_day or quotas.stored_bytes):
+            return
+        usage = await self._usage(tenant)
+        if quotas.per_day and usage.jobs_today + others >= quotas.per_day:
+            left_s = _DAY_S - self._clock.wall() % _DAY_S
+            raise _exceeded("per_day", quotas.per_day, "jobs of yours began today, by UTC", left_s)
+        if quotas.stored_bytes and usage.stored_bytes >= quotas.stored_bytes:
+            raise _exceeded("stored_bytes", quotas.stored_bytes, "bytes of your pictures are stored", _STORED_RETRY_S)
+
+    def _recent(self, tenant: str) -> deque[float]:
+        begun = self._begun.get(tenant, deque())
+        while begun and begun[0] <= self._clock.monotonic() - _MINUTE_S:
+            begun.popleft()
+        if not begun:
+            self._begun.pop(tenant, None)
+        return begun
+
+
+def _none(tenant: str) -> Quotas:
+    del tenant
+    return UNBOUNDED
+
+
+def _exceeded(quota: str, most: int, what: str, retry_after_s: float) -> QuotaExceeded:
+    return QuotaExceeded(
+        f"as many {what} as you may have: {most}",
+        metadata={"quota": quota, "most": str(most)},
+        retry_after_s=max(0.1, retry_after_s),
+    )

@@ -1,0 +1,134 @@
+"""Quotas of a tenant at a real gateway: each refuses by its name, bothers nobody else, and days outlive the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+
+from bottega.errors import QuotaExceeded
+from bottega.rpc.channel import open_channel
+from bottega.rpc.security.api_keys import new_key
+from bottega.rpc.security.quotas import UNBOUNDED, Quotas
+from bottega.rpc.security.tenant_file import Tenant, change_tenants
+from bottega.rpc.status import from_rpc_error
+from bottega.v1 import image_pb2, image_pb2_grpc
+from tests.support.running_gateway import Running, running_gateway
+
+
+class Shops:
+    """A gateway, and calls to it of the tenants shop, whose quotas these are, and other, who has none."""
+
+    def __init__(self, house: Running, shop: Running, other: Running) -> None:
+        self.house, self.shop, self.other = house, shop, other
+
+
+@contextlib.asynccontextmanager
+async def shops(folder: Path, quotas: Quotas) -> AsyncIterator[Shops]:
+    keys = {}
+    for name, its in {"shop": quotas, "other": UNBOUNDED}.items():
+        keys[name], parts = new_key()
+        tenant = Tenant(name=name, quotas=its).rotated(parts, keep_old=False)
+        change_tenants(
+            folder / "tenants.json",
+            lambda tenants, tenant=tenant: (*(each for each in tenants if each.name != tenant.name), tenant),  # type: ignore[misc]
+        )
+    async with (
+        running_gateway(tenants=str(folder / "tenants.json"), state=str(folder), hold_s=0.1) as house,
+        open_channel(house.address, api_key=keys["shop"]) as shop,
+        open_channel(house.address, api_key=keys["other"]) as other,
+    ):
+        yield Shops(house, *(replace(house, channel=each, images=_stub(each)) for each in (shop, other)))
+
+
+def _stub(channel: grpc.aio.Channel) -> image_pb2_grpc.ImageServiceAsyncStub:
+    stub: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
+    return stub
+
+
+async def _refused(shop: Running) -> QuotaExceeded:
+    try:
+        await shop.submit(prompt="one too many")
+    except grpc.aio.AioRpcError as error:
+        refused = from_rpc_error(error)
+        assert isinstance(refused, QuotaExceeded)
+        return refused
+    raise AssertionError("it was taken")
+
+
+async def test_each_quota_refuses_by_its_name_and_says_when_to_ask_again(tmp_path: Path) -> None:
+    for quota in ("queued", "per_minute", "per_day"):
+        folder = tmp_path / quota
+        folder.mkdir()
+        async with shops(folder, Quotas(**{quota: 2})) as both:
+            await both.house.worker(hold_at=5)
+            await both.other.submit(prompt="a star")  # it holds the worker
+            for number in range(2):
+                await both.shop.submit(f"known-{number}", prompt=f"{number} squares")
+            refused = await _refused(both.shop)
+            assert refused.metadata["quota"] == quota
+            assert refused.metadata["most"] == "2"
+            assert refused.retry_after_s is not None
+            assert refused.retry_after_s > 0
+            await both.shop.submit("known-0", prompt="0 squares")  # which is there already
+            for _ in range(4):
+                await both.other.submit(prompt="a circle")
+
+
+async def test_days_are_counted_over_restarts_and_pictures_by_their_bytes(tmp_path: Path) -> None:
+    async with shops(tmp_path, Quotas(per_day=3)) as both:
+        await both.house.worker()
+        for number in range(3):
+            await both.shop.draw(prompt=f"{number} stars")
+        assert (await _refused(both.shop)).metadata["quota"] == "per_day"
+    async with shops(tmp_path, Quotas(per_day=3)) as both:
+        await both.house.worker()
+        assert (await _refused(both.shop)).metadata["quota"] == "per_day"
+        await both.other.draw(prompt="a star")
+    async with shops(tmp_path, Quotas(per_day=4, stored_bytes=4 * len(b"picture 0"))) as both:
+        await both.house.worker()
+        await both.shop.draw(prompt="a circle")
+        async with asyncio.timeout(5):
+            assert (await _refused(both.shop)).metadata["quota"] == "per_day"
+    async with shops(tmp_path, Quotas(stored_bytes=4 * len(b"picture 0"))) as both:
+        await both.house.worker()
+        assert (await _refused(both.shop)).metadata["quota"] == "stored_bytes"
+        await both.other.draw(prompt="another star")
+
+
+async def test_no_more_of_a_tenant_runs_at_once_and_nobody_waits_for_what_it_has_waiting(tmp_path: Path) -> None:
+    async with shops(tmp_path, Quotas(concurrent=1)) as both:
+        workers = [await both.house.worker(f"w{number}", hold_at=5) for number in range(3)]
+        mine = [(await both.shop.submit(prompt=f"{number} stars")).job_id for number in range(3)]
+        theirs = (await both.other.submit(prompt="a square")).job_id
+        await asyncio.sleep(0.5)
+        begun = {job_id for worker in workers for job_id, _ in worker.begun}
+        assert begun == {mine[0], theirs}
+        for worker in workers:
+            worker.script.hold_at = None
+            worker.script.release.set()
+        for job_id in mine:
+            assert (await both.shop.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_calls_and_streams_of_a_tenant_are_bounded_while_they_are_served(tmp_path: Path) -> None:
+    async with shops(tmp_path, Quotas(streams=2, calls=1)) as both:
+        await both.house.worker(hold_at=5)
+        job_id = (await both.shop.submit(prompt="a star")).job_id
+        watching = [both.shop.images.WatchJob(image_pb2.WatchJobRequest(job_id=job_id)) for _ in range(3)]
+        ends = [asyncio.create_task(watch.code()) for watch in watching]
+        await asyncio.wait(ends, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        refused = [await end for end in ends if end.done()]
+        assert refused == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+        for watch in watching:
+            watch.cancel()
+        await asyncio.gather(*ends)
+        assert (await both.shop.job(job_id)).job_id == job_id
+        async with asyncio.timeout(5):
+            watch = both.shop.images.WatchJob(image_pb2.WatchJobRequest(job_id=job_id))
+            assert await watch.read() is not grpc.aio.EOF
+            watch.cancel()

@@ -1,0 +1,118 @@
+"""What a tenant may begin, by what it has; on a clock that the test turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from bottega.errors import InvalidRequest, QuotaExceeded
+from bottega.gateway.jobs.store import TenantUsage
+from bottega.gateway.tenants.quotas import QuotaLedger
+from bottega.rpc.security.quotas import UNBOUNDED, Quotas
+from tests.fakes.fake_time import FakeTime
+
+
+class Shop:
+    """A ledger, what it is told waits and is stored, and how often the store was asked."""
+
+    def __init__(self, quotas: Quotas) -> None:
+        self.time = FakeTime()
+        self.waiting, self.usage, self.asked = 0, TenantUsage(), 0
+        self.ledger = QuotaLedger(
+            waiting=lambda tenant: self.waiting if tenant == "shop" else 0,
+            usage=self._usage,
+            retry_s=lambda: 7.0,
+            clock=self.time.clock(),
+        )
+        self.ledger.quotas_of = {"shop": quotas}.get  # type: ignore[assignment]
+
+    async def _usage(self, tenant: str) -> TenantUsage:
+        self.asked += 1
+        return self.usage if tenant == "shop" else TenantUsage()
+
+    async def begin(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        async with self.ledger.admitting("shop"):
+            meanwhile()
+
+    async def refused(self) -> QuotaExceeded:
+        with pytest.raises(QuotaExceeded) as refused:
+            await self.begin()
+        return refused.value
+
+
+async def test_without_quotas_nothing_is_asked_nor_kept() -> None:
+    shop = Shop(UNBOUNDED)
+    shop.waiting = 10**6
+    for _ in range(100):
+        await shop.begin()
+    assert shop.asked == 0
+    assert not shop.ledger._begun
+
+
+async def test_jobs_that_wait_are_bounded_and_the_refusal_says_by_what_and_until_when() -> None:
+    shop = Shop(Quotas(queued=3))
+    shop.waiting = 2
+    await shop.begin()
+    shop.waiting = 3
+    error = await shop.refused()
+    assert error.metadata == {"quota": "queued", "most": "3"}
+    assert error.retry_after_s == 7.0
+    assert "jobs of yours wait as you may have: 3" in error.message
+
+
+async def test_a_minute_counts_from_the_first_of_its_jobs() -> None:
+    shop = Shop(Quotas(per_minute=2))
+    await shop.begin()
+    shop.time.advance(50)
+    await shop.begin()
+    error = await shop.refused()
+    assert (error.metadata["quota"], error.retry_after_s) == ("per_minute", pytest.approx(10.0))
+    shop.time.advance(10.5)
+    await shop.begin()
+    assert (await shop.refused()).retry_after_s == pytest.approx(49.5)
+    shop.time.advance(1000)
+    await shop.begin()
+    assert len(shop.ledger._begun["shop"]) == 1, "what is over is not kept"
+
+
+async def test_what_fails_does_not_count() -> None:
+    shop = Shop(Quotas(per_minute=1))
+
+    def fail() -> None:
+        raise InvalidRequest("no")
+
+    for _ in range(3):
+        with pytest.raises(InvalidRequest):
+            await shop.begin(fail)
+    await shop.begin()
+    await shop.refused()
+
+
+async def test_days_and_stored_bytes_are_what_the_store_says() -> None:
+    shop = Shop(Quotas(per_day=5, stored_bytes=1000))
+    shop.usage = TenantUsage(jobs_today=4, stored_bytes=999)
+    await shop.begin()
+    shop.usage = TenantUsage(jobs_today=5, stored_bytes=999)
+    error = await shop.refused()
+    assert error.metadata == {"quota": "per_day", "most": "5"}
+    assert error.retry_after_s == pytest.approx(86_400 - shop.time.clock().wall() % 86_400)
+    shop.usage = TenantUsage(jobs_today=4, stored_bytes=1000)
+    assert (await shop.refused()).metadata["quota"] == "stored_bytes"
+
+
+@pytest.mark.parametrize("quotas", [Quotas(queued=1), Quotas(per_minute=1), Quotas(per_day=1)])
+async def test_of_those_that_come_at_once_no_more_get_in(quotas: Quotas) -> None:
+    shop = Shop(quotas)
+
+    async def begin() -> bool:
+        try:
+            async with shop.ledger.admitting("shop"):
+                await asyncio.sleep(0.01)
+        except QuotaExceeded:
+            return False
+        return True
+
+    assert sum(await asyncio.gather(*(begin() for _ in range(20)))) <= 1
+    assert not shop.ledger._admitting
