@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import grpc
@@ -29,6 +30,7 @@ from bottega.rpc.interceptor.call_limits import CallLimit
 from bottega.rpc.interceptor.calls import CallLimits
 from bottega.rpc.interceptor.memory_quota import MemoryQuota
 from bottega.rpc.interceptor.response_flow import ResponseFlowControl
+from bottega.rpc.operation.audit import AuditLog
 from bottega.rpc.operation.certificate_metrics import CertificateMetrics
 from bottega.rpc.operation.metrics import CallMetrics, MetricsEndpoint
 from bottega.rpc.security.caller import AllLocal, CallAuthenticator
@@ -115,12 +117,15 @@ class ServerConfig(ListenerConfig):
     metrics_listen: host:port; port 0 is any free one. What is said there is never encrypted, and off loopback it needs
         insecure: true.
     tls: the files by which it is known, on all its ports and where it calls others.
+    audit: file that gets a line of JSON for each call that changes something: who, what, when, and how it ended. It is
+        kept below some 600 MB. Empty: none.
     drain_grace_s: for calls to end after SIGTERM; the unit's TimeoutStopSec is above it.
     log_level: debug, info, warning or error; what is below it is not logged.
     """
 
     metrics_listen: str = "127.0.0.1:0"
     tls: TlsConfig = field(default_factory=TlsConfig)
+    audit: str = ""
     drain_grace_s: Annotated[float, Field(gt=0)] = 20.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -130,7 +135,7 @@ class GrpcListener:
 
     Made in a running event loop. name: its key in the service's configuration; the service's own has none.
     authenticator: says who calls; without one it is whom a certificate names, and without TLS nobody is asked.
-    tls: the files of the process.
+    tls: the files of the process. audit: where calls that change something are noted, if anywhere.
     """
 
     def __init__(
@@ -141,6 +146,7 @@ class GrpcListener:
         name: str = "",
         authenticator: CallAuthenticator | None = None,
         tls: TlsFiles | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
         self.listener_name = name
         self._tls = tls
@@ -160,6 +166,7 @@ class GrpcListener:
             responses=responses,
             limits=limits,
             authenticator=authenticator or AllLocal(),
+            audit=audit,
         )
         most = most_connections(config.max_connections)
         self._connections = ConnectionGuard(most=most, share=config.peer_share, busy=limits.connections)
@@ -245,7 +252,8 @@ class Server(GrpcListener):
         tls = TlsFiles(config.tls) if config.tls.given else None
         self.channels = Channels(tls)
         self.identity = tls.material.identity if tls is not None else None
-        super().__init__(config, self._metrics.calls, authenticator=authenticator, tls=tls)
+        self._audit = AuditLog(Path(config.audit).expanduser(), service=name) if config.audit else None
+        super().__init__(config, self._metrics.calls, authenticator=authenticator, tls=tls, audit=self._audit)
         if tls is not None:
             self._metrics.registry.register(CertificateMetrics(tls))
         self._beside: list[GrpcListener] = []
@@ -272,7 +280,7 @@ class Server(GrpcListener):
 
     def beside(self, config: ListenerConfig, *, name: str) -> GrpcListener:
         """Another port, which starts, serves, drains and ends together with this server. Before start."""
-        listener = GrpcListener(config, self._metrics.calls, name=name, tls=self._tls)
+        listener = GrpcListener(config, self._metrics.calls, name=name, tls=self._tls, audit=self._audit)
         self._beside.append(listener)
         return listener
 
@@ -315,6 +323,8 @@ class Server(GrpcListener):
         """Ends now, on every port; calls in flight are cancelled. Harmless when it has ended."""
         await asyncio.gather(super().stop(), *(listener.stop() for listener in self._beside))
         await asyncio.to_thread(self._metrics.stop)
+        if self._audit is not None:
+            await asyncio.to_thread(self._audit.close)
 
 
 def _memory_quota(config: ListenerConfig) -> MemoryQuota:

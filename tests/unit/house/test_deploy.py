@@ -24,6 +24,7 @@ from bottega.manifest import ServiceSpec, load_object, read_services
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES
 from bottega.process import open_files
+from bottega.rpc.security.method_roles import METHOD_ROLES
 from bottega.rpc.server import ServerConfig
 from bottega.transport.handshake.credentials import GROUP_VARIABLE
 from bottega.worker.config import WorkerConfig
@@ -264,3 +265,12 @@ def test_the_services_take_their_configurations() -> None:
         ("bottega-activations.service", activations.server),
     ):
         assert float(setting(unit, "TimeoutStopSec")) > server.drain_grace_s
+
+
+def test_the_page_says_who_may_call_what_as_the_code_does(tmp_path: Path) -> None:
+    page = DEPLOY.parent / "libs/bottega/rpc/security/README.md"
+    made = tmp_path / page.name
+    made.write_text(page.read_text())
+    subprocess.run([sys.executable, DEPLOY / "method_roles.py", made], timeout=60, check=True)
+    assert made.read_text() == page.read_text(), "the roles of methods have changed: run deploy/method_roles.py"
+    assert made.read_text().count(" yes ") >= len(METHOD_ROLES)

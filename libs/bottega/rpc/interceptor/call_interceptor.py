@@ -22,6 +22,7 @@ from bottega.process import copied
 from bottega.rpc.interceptor.calls import CallGuard, CallLimits, CallTracker, Context
 from bottega.rpc.interceptor.memory_quota import MemoryQuota, QuotaShare
 from bottega.rpc.interceptor.response_flow import CallResponses, ResponseFlowControl
+from bottega.rpc.operation.audit import AuditLog
 from bottega.rpc.operation.metrics import CallMetrics
 from bottega.rpc.peers import Peer, peer_of
 from bottega.rpc.security.caller import CallAuthenticator
@@ -64,7 +65,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     when others cannot. Their later messages are refused by size when they are here, and are as many as the services let
     callers in. Every message to gRPC's own services counts towards a small quota of their own.
     responses: of all calls. limits: of calls that are served at once. authenticator: says who calls, gRPC's own
-    services aside, which are open to all.
+    services aside, which are open to all. audit: where calls that change something are noted, if anywhere.
     """
 
     def __init__(
@@ -77,12 +78,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         responses: ResponseFlowControl,
         limits: CallLimits,
         authenticator: CallAuthenticator,
+        audit: AuditLog | None = None,
     ) -> None:
         self._default_deadline_s = default_deadline_s
         self._requests = requests
         self._responses = responses
         self._wrapped: dict[str, _Handler] = {}
-        self.calls = CallTracker(metrics, responses, limits)
+        self.calls = CallTracker(metrics, responses, limits, audit)
         self._limits = limits
         self._authenticator = authenticator
         self._conversations = _RequestLimits(quota=streamed, most_bytes=_CONVERSATION_BYTES)
@@ -118,7 +120,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def call(_: _Raw, context: Context) -> bytes | None:
             async with CallGuard(self.calls, self._limits.short, method, context) as guard, self._deadline(context):
                 with await self._reserve(guard) as share:
-                    answer = await handler.unary_unary(await self._receive(context, parse, share), context)
+                    request = await self._receive(context, parse, share)
+                    guard.received(request)
+                    answer = await handler.unary_unary(request, context)
+                    del request  # it may be large, and the answer may take long to be read
                 return guard.responses.admit(_packed(answer, pack))
             return None  # it was refused, and gRPC knows
 
@@ -130,7 +135,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def call(_: _Raw, context: Context) -> None:
             async with CallGuard(self.calls, self._limits.streams, method, context) as guard:
                 with await self._reserve(guard) as share:
-                    responses = handler.unary_stream(await self._receive(context, parse, share), context)
+                    request = await self._receive(context, parse, share)
+                    guard.received(request)
+                    responses = handler.unary_stream(request, context)
+                    del request
                     await _send_all(responses, pack, guard.responses, context.write, share)
 
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)

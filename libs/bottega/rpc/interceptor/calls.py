@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -18,14 +18,16 @@ from bottega.rpc.interceptor.call_errors import CallErrorLog
 from bottega.rpc.interceptor.call_limits import CallLimit, CallSlot
 from bottega.rpc.interceptor.response_flow import CallResponses, ResponseFlowControl
 from bottega.rpc.operation import logs
+from bottega.rpc.operation.audit import AuditLog, about
 from bottega.rpc.operation.metrics import CallMetrics
 from bottega.rpc.peers import peer_of
 from bottega.rpc.security.caller import CallAuthenticator, Caller, bind_caller
-from bottega.rpc.security.method_roles import check_method
+from bottega.rpc.security.method_roles import AUDITED, check_method
 from bottega.rpc.status import to_grpc_status
 
 REQUEST_ID_KEY = "x-request-id"
-
+# Of what is bound for the log lines of a call, what its line in the audit log has too.
+_TOLD = ("job_id", "request_id")
 
 # How a write fails when the caller has gone, and how a method of gRPC's own ends itself.
 _OF_GRPC = (grpc.aio.InternalError, grpc.aio.AbortError)
@@ -54,9 +56,12 @@ class CallLimits:
 
 
 class CallTracker:
-    """All calls."""
+    """All calls. audit: where those that change something are noted, if anywhere."""
 
-    def __init__(self, metrics: CallMetrics, responses: ResponseFlowControl, limits: CallLimits) -> None:
+    def __init__(
+        self, metrics: CallMetrics, responses: ResponseFlowControl, limits: CallLimits, audit: AuditLog | None = None
+    ) -> None:
+        self.audit = audit
         self._limits = limits
         self.errors = CallErrorLog()
         self.of_tenants = TenantCalls()
@@ -116,6 +121,8 @@ class CallGuard:
         self._method = method
         self._context = context
         self._began = time.perf_counter()
+        self._known: Caller | None = None
+        self._about: Mapping[str, str] = {}
 
     async def __aenter__(self) -> CallGuard:
         self.peer = peer_of(self._context.peer())
@@ -133,10 +140,15 @@ class CallGuard:
         Raises Unauthenticated, Forbidden where the method is not for that caller, and QuotaExceeded.
         """
         metadata = tuple(self._context.invocation_metadata() or ())
-        known = await authenticator.authenticate(_identities(self._context), metadata)
+        known = self._known = await authenticator.authenticate(_identities(self._context), metadata)
         check_method(self._method, known)
         at_end(self._calls.of_tenants.take(known, streams=self._calls.is_stream(self._limit)))
         bind_caller(known)
+
+    def received(self, request: object) -> None:
+        """In the block: what is asked for."""
+        if self._calls.audit is not None and self._method in AUDITED:
+            self._about = about(request)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -153,6 +165,7 @@ class CallGuard:
         finally:
             code = Code.CANCELLED if error is not None else None
             self._calls.leave(self._limit, self._method, ours.code if ours else code, seconds)
+            self._note(ours.code if ours else code, seconds)
         if ours is None:
             return False
         try:
@@ -160,6 +173,20 @@ class CallGuard:
         except grpc.aio.AbortError as aborted:
             aborted.__traceback__ = aborted.__context__ = None
         return True
+
+    def _note(self, code: Code | None, seconds: float) -> None:
+        """In the audit log. code: None is OK."""
+        if self._calls.audit is None or self._method not in AUDITED:
+            return
+        told = {name: logs.bound()[name] for name in _TOLD if name in logs.bound()}
+        self._calls.audit.note(
+            self._method,
+            self._known,
+            self.peer.host,
+            about={**self._about, **told},
+            outcome=code.name if code else "OK",
+            seconds=seconds,
+        )
 
 
 def at_end(do: Callable[[], None]) -> None:

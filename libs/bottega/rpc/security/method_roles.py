@@ -70,6 +70,37 @@ METHOD_ROLES: Mapping[str, frozenset[Role]] = {
 """Roles by method, as gRPC names it. What is not here, of services that were added, is the operators'."""
 
 
+AUDITED: frozenset[str] = frozenset(
+    f"/bottega.v1.{method}"
+    for method in (
+        "ImageService/Generate",
+        "ImageService/SubmitJob",
+        "ImageService/CancelJob",
+        "FleetService/Join",
+        "WorkerService/DropTemplate",
+        "WorkerService/ProfileBlocks",
+        "ControlNetService/AddControlNet",
+        "ControlNetService/SetProfile",
+        "LoraService/UploadLora",
+        "LoraService/RegisterLora",
+        "LoraService/DeleteLora",
+        "LoraService/PinLora",
+        "LoraService/SetLoraProfile",
+        "LoraService/RestoreLora",
+        "LoraService/DiscardLora",
+        "CacheService/ClearCache",
+        "CacheService/SetCacheProfile",
+        "ActivationService/DropStoredTemplate",
+        "ActivationService/PinTemplate",
+        "ActivationService/WarmTemplate",
+        "ActivationService/SetBlockProfile",
+    )
+)
+"""Methods by which somebody changes something: each call is a line of the audit log. What the services do of it among
+themselves is not.
+"""
+
+
 def check_method(method: str, caller: Caller) -> None:
     """Raises Forbidden where a method is not for callers of that role. Where nobody is asked, all are."""
     allowed = METHOD_ROLES.get(method, _OPERATOR)

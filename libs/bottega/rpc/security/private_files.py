@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from bottega.errors import ConfigError
 
@@ -65,6 +66,11 @@ def write_file(path: Path, data: bytes, *, private: bool) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def open_private(path: Path) -> TextIO:
+    """A file to add to, that only its owner may read; made where it is missing. Raises OSError."""
+    return os.fdopen(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o600), "a", encoding="utf-8")
 
 
 def file_state(path: Path) -> FileState:

@@ -1,0 +1,127 @@
+"""Who did what: a line of JSON for each call that changes something, in a file of its own.
+
+    {"at": "2026-11-24T13:40:01.123Z", "service": "loras", "role": "operator", "name": "anna", "tenant": "",
+     "host": "10.0.0.9", "method": "LoraService/DeleteLora", "about": {"name": "watercolour"}, "outcome": "OK",
+     "seconds": 0.021}
+
+Refused calls stand there too. What pictures show, keys and certificates never do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from bottega.errors import ConfigError
+from bottega.rpc.security.caller import Caller
+from bottega.rpc.security.private_files import open_private
+from bottega.state_folder import make_missing
+
+# Of each file; the newest few stay beside the one that is written.
+_FILE_BYTES, _FILES = 64 << 20, 8
+# Lines that wait for the disk: of more, the number of those that are missing is written instead.
+_MOST_WAITING = 10_000
+# Fields of requests that say what is meant, and how much of one is told.
+_ABOUT = frozenset({"name", "digest", "job_id", "request_id", "id", "entry", "kind", "controlnet", "lora", "source"})
+_MOST_LETTERS = 128
+_STOP_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class AuditLog:
+    """Of one process: lines are written by a thread of its own, in the order in which calls ended.
+
+    Raises ConfigError where the file cannot be written. service: that writes it. Any thread may ask.
+    """
+
+    def __init__(self, path: Path, *, service: str) -> None:
+        self._service = service
+        try:
+            make_missing(path.parent)
+            self._file = _PrivateFile(path, maxBytes=_FILE_BYTES, backupCount=_FILES, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"server.audit {path} cannot be written: {error.strerror}") from None
+        self._waiting: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
+        self._missing = 0
+        self._writer = threading.Thread(target=self._write, name="audit", daemon=True)
+        self._writer.start()
+
+    def note(
+        self, method: str, known: Caller | None, host: str, *, about: Mapping[str, str], outcome: str, seconds: float
+    ) -> None:
+        """A call has ended. known: None is nobody whom the service knows. host: where it came from."""
+        line = {
+            "at": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "service": self._service,
+            "role": known.role if known else "unknown",
+            "name": known.name if known else "",
+            "tenant": known.tenant if known else "",
+            "host": host,
+            "method": method.rpartition(".")[2],
+            "about": dict(about),
+            "outcome": outcome,
+            "seconds": round(seconds, 3),
+        }
+        try:
+            self._waiting.put_nowait(json.dumps(line, ensure_ascii=False))
+        except queue.Full:
+            self._missing += 1
+
+    def close(self) -> None:
+        """Writes what waits. Harmless when it has been called."""
+        deadline = time.monotonic() + _STOP_S
+        while self._writer.is_alive() and time.monotonic() < deadline:
+            try:
+                self._waiting.put(None, timeout=0.1)
+                break
+            except queue.Full:
+                continue
+        self._writer.join(_STOP_S)
+        self._file.close()
+
+    def _write(self) -> None:
+        while (line := self._waiting.get()) is not None:
+            if self._missing:
+                missing, self._missing = self._missing, 0
+                self._emit(json.dumps({"service": self._service, "missing": missing}))
+            self._emit(line)
+
+    def _emit(self, line: str) -> None:
+        self._file.emit(logging.makeLogRecord({"msg": line.replace("%", "%%"), "args": ()}))
+
+
+class _PrivateFile(logging.handlers.RotatingFileHandler):
+    """Only its owner may read it. What cannot be written is said once in the log of the service."""
+
+    _failed = False
+
+    def _open(self):  # type: ignore[no-untyped-def]
+        return open_private(Path(self.baseFilename))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - as logging has it
+        if not self._failed:
+            _log.exception("the audit log cannot be written; what happens meanwhile is missing in it")
+        self._failed = True
+
+
+def about(request: object) -> Mapping[str, str]:
+    """What a request names: its short fields that are names, digests and ids."""
+    if not isinstance(request, Message):
+        return {}
+    named = {
+        field.name: str(getattr(request, field.name))[:_MOST_LETTERS]
+        for field in request.DESCRIPTOR.fields
+        if field.name in _ABOUT and field.type == FieldDescriptor.TYPE_STRING and not field.is_repeated
+    }
+    return {name: value for name, value in named.items() if value}
