@@ -71,7 +71,8 @@ def _report(ways: list[str], seconds: Seconds, rounds: int) -> None:
     values = {
         "memfd_copy_vs_memcpy": at["memfd, copied in"] / at["memcpy"],
         "memfd_inplace_us": at["memfd, written in place"] * 1e6,
-        "tcp_vs_gloo": at["TCP"] / at["Gloo pair"],
+        "tcp_vs_gloo": at["TCP, plain"] / at["Gloo pair"],
+        "sealed_over_plain": at["TCP, plain"] / at["TCP, sealed"],
         "grpc_vs_memfd": grpc_s / at["memfd, copied in"],
         "grpc_vs_memfd_inplace": grpc_s / at["memfd, written in place"],
         "grpc_vs_memcpy": grpc_s / at["memcpy"],
@@ -87,6 +88,11 @@ def _report(ways: list[str], seconds: Seconds, rounds: int) -> None:
         ),
         ("memfd written in place (memfd_inplace_us)", f"{values['memfd_inplace_us']:.0f} us", "below 50 us"),
         ("TCP over a Gloo pair (tcp_vs_gloo)", f"{values['tcp_vs_gloo']:.2f}", "up to 1.15"),
+        (
+            "sealed TCP over plain, bytes a second (sealed_over_plain)",
+            f"{values['sealed_over_plain']:.2f}",
+            "at least .5",
+        ),
         ("best way of gRPC over memfd with a copy (grpc_vs_memfd)", f"{values['grpc_vs_memfd']:.1f}", "at least 10"),
         ("  over memfd written in place (grpc_vs_memfd_inplace)", f"{values['grpc_vs_memfd_inplace']:.0f}", ""),
         ("  over memcpy (grpc_vs_memcpy)", f"{values['grpc_vs_memcpy']:.1f}", ""),

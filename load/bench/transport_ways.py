@@ -191,7 +191,10 @@ def all_ways() -> Iterator[dict[str, Way]]:
         doors = Endpoints(tcp=("127.0.0.1", 0), unix_path=folder / "links.sock")
         listener = stack.enter_context(LinkListener(doors, limits=LIMITS))
         memfd = stack.enter_context(_linked(listener, Backend.MEMFD))
-        tcp = stack.enter_context(_linked(listener, Backend.TCP))
+        sealed = stack.enter_context(_linked(listener, Backend.TCP))
+        plain_doors = Endpoints(tcp=("127.0.0.1", 0), seal=False)
+        plain_listener = stack.enter_context(LinkListener(plain_doors, limits=LIMITS))
+        plain = stack.enter_context(_linked(plain_listener, Backend.TCP))
         gloo = stack.enter_context(_gloo_peer())
         runner = stack.enter_context(asyncio.Runner())
         grpc_peer = stack.enter_context(_peer("grpc"))
@@ -203,7 +206,8 @@ def all_ways() -> Iterator[dict[str, Way]]:
             "memcpy": Memcpy(),
             "memfd, written in place": ByLink(memfd, in_place=True),
             "memfd, copied in": ByLink(memfd, in_place=False),
-            "TCP": ByLink(tcp, in_place=False),
+            "TCP, sealed": ByLink(sealed, in_place=False),
+            "TCP, plain": ByLink(plain, in_place=False),
             "Gloo pair": ByGloo(gloo),
             "grpc.aio, streamed": streamed,
             "grpc.aio, unary": unary,

@@ -88,9 +88,12 @@ def answer_link_request(links: LinkServer[Any], request: IncomingLinkRequest) ->
     return result
 
 
-def link_endpoints(listen: str | None, socket: str | Path | None) -> Endpoints:
-    """Where links listen: at host:port, and at the path of a unix socket. Raises ConfigError."""
-    return Endpoints(tcp=split(listen) if listen else None, unix_path=Path(socket) if socket else None)
+def link_endpoints(listen: str | None, socket: str | Path | None, *, seal: bool = True) -> Endpoints:
+    """Where links listen: at host:port, and at the path of a unix socket. seal: what comes by host:port.
+
+    Raises ConfigError.
+    """
+    return Endpoints(tcp=split(listen) if listen else None, unix_path=Path(socket) if socket else None, seal=seal)
 
 
 def tcp_endpoint(address: str) -> TcpEndpoint | None:

@@ -133,7 +133,7 @@ class ActivationLinks(LinkServer[ActivationWorkerLink]):
         self._store = store
         self._bytes_per_s = config.bytes_per_s
         super().__init__(
-            link_endpoints(config.listen, _socket(config.socket)),
+            link_endpoints(config.listen, _socket(config.socket), seal=config.seal),
             service="the activation store",
             settings=LinkServerSettings(limits=messages.STORE_LIMITS),
             advertised=tcp_endpoint(config.advertised),

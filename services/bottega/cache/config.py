@@ -26,7 +26,8 @@ class CacheLinksConfig:
     workers are told instead, where a relay or an address translation is between. socket: path of the unix socket for
     those of this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for the
     unit, else in a private one of this user; null is none; it is for this user, and for the group that
-    BOTTEGA_LINKS_GROUP in the environment names.
+    BOTTEGA_LINKS_GROUP in the environment names. seal: whether what workers of other hosts get is
+    encrypted; false is for a network that is trusted.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -34,6 +35,7 @@ class CacheLinksConfig:
     listen: HostPort = "127.0.0.1:0"
     advertised: HostPort = ""
     socket: str | None = ""
+    seal: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

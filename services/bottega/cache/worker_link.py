@@ -107,7 +107,7 @@ class CacheLinks(LinkServer[CacheWorkerLink]):
     def __init__(self, config: CacheLinksConfig, *, store: LatentStore) -> None:
         self._store = store
         super().__init__(
-            link_endpoints(config.listen, _socket(config.socket)),
+            link_endpoints(config.listen, _socket(config.socket), seal=config.seal),
             service="the approximate cache",
             settings=LinkServerSettings(limits=_LIMITS),
             advertised=tcp_endpoint(config.advertised),

@@ -29,6 +29,8 @@ class ControlNetEngineConfig:
     0 is off.
     links_listen: host:port on which links of workers of other hosts come in; port 0 is any free one, empty is none.
     links_advertised: host:port that workers are told instead, where a relay or an address translation is between.
+    links_seal: whether what workers of other hosts send and get is encrypted; false is for a network that is trusted,
+    and links between devices of two hosts need it.
     links_socket: path of the unix socket for those of this host, in a folder that nobody else can write to; empty is
     one in the folder that systemd makes for the unit, else in a private one of this user; null is none. It is for this
     user, and for the group that BOTTEGA_LINKS_GROUP in the environment names.
@@ -50,6 +52,7 @@ class ControlNetEngineConfig:
     links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
     links_advertised: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
     links_socket: str | None = ""
+    links_seal: bool = True
     device_links: Literal["auto", "off", "gloo"] = "auto"
 
 

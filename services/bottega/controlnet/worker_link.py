@@ -219,7 +219,7 @@ class ControlNetLinks(LinkServer[ControlNetWorkerLink]):
         self._registry = registry
         self._executor = executor
         super().__init__(
-            link_endpoints(config.links_listen, config.links_socket),
+            link_endpoints(config.links_listen, config.links_socket, seal=config.links_seal),
             service="the ControlNet server",
             settings=LinkServerSettings(limits=_LIMITS, devices=devices),
             advertised=tcp_endpoint(config.links_advertised),

@@ -23,7 +23,8 @@ class LinksConfig:
     workers are told instead, where a relay or an address translation is between. socket: path of the unix socket for
     those of this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for the
     unit, else in a private one of this user; null is none; it is for this user, and for the group that
-    BOTTEGA_LINKS_GROUP in the environment names. bytes_per_s: that each link may take; 0 is all, and only then
+    BOTTEGA_LINKS_GROUP in the environment names. seal: whether what workers of other hosts get is
+    encrypted; false is for a network that is trusted. bytes_per_s: that each link may take; 0 is all, and only then
     do workers of this host share the store's memory instead of being sent bytes.
     """
 
@@ -32,6 +33,7 @@ class LinksConfig:
     listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
     advertised: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = ""
     socket: str | None = ""
+    seal: bool = True
     bytes_per_s: NotNegative = 0
 
 

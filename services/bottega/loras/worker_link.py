@@ -174,7 +174,7 @@ class LoraLinks(LinkServer[LoraWorkerLink]):
         self._cache = cache
         self._bytes_per_s = config.bytes_per_s
         super().__init__(
-            link_endpoints(config.listen, _socket(config.socket)),
+            link_endpoints(config.listen, _socket(config.socket), seal=config.seal),
             service="the LoRA store",
             settings=LinkServerSettings(limits=_LIMITS),
             advertised=tcp_endpoint(config.advertised),

@@ -62,6 +62,8 @@ class EngineConfig:
     one of this host, in a folder that nobody else can write to; empty is one in the folder that systemd makes for the
     unit, else in a private one of this user; null is none. It is for this user, and for the group that
     BOTTEGA_LINKS_GROUP in the environment names.
+    links_seal: whether what a peer of another host sends and gets is encrypted; false is for a network that is trusted,
+    and links between devices of two hosts need it.
     device_links: auto links GPUs with those of other processes where both can, by memory that they share within a host,
     else by NCCL; off moves all tensors through memory of the host; gloo, at both ends, through Gloo's own connections,
     which are neither encrypted nor authenticated: for tests.
@@ -108,6 +110,7 @@ class EngineConfig:
     peer_silence_s: Seconds = 5.0
     links_listen: Annotated[str, Field(pattern=r"^(.+:\d+)?$")] = "127.0.0.1:0"
     links_socket: str | None = ""
+    links_seal: bool = True
     device_links: Literal["auto", "off", "gloo"] = "auto"
     checkpoint_interval_s: Seconds = 2.0
     progress_interval_s: Seconds = 0.2

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoSharedMemory, PeerDead
+from bottega.transport.backends.records import Records
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import HEADER_BYTES, Frame, FrameKind, bye, unpack
 
@@ -34,9 +35,13 @@ _Rights = tuple[int, int, "array.array[int]"]
 
 
 class FrameStream:
-    """One end of one direction's connection: the part of a BackendEnd that is the same for all."""
+    """One end of one direction's connection: the part of a BackendEnd that is the same for all.
 
-    def __init__(self, connection: socket.socket) -> None:
+    records: seals what goes out, and opens what comes in; None where bytes go as they are.
+    """
+
+    def __init__(self, connection: socket.socket, records: Records | None = None) -> None:
+        self._records = records
         connection.setblocking(True)
         self.socket = connection
         self._header = bytearray(HEADER_BYTES)
@@ -65,8 +70,8 @@ class FrameStream:
 
     def send_frame(self, frame: Frame, deadline: Deadline) -> None:
         """Sends a frame with its payload. Raises DeadlineExceeded, PeerDead."""
-        encoded = frame.pack() + frame.payload
         with self._writing:
+            encoded = self._sealed(frame.pack() + frame.payload)
             sent = self._send_at_once(encoded)
             if sent < len(encoded):
                 self._torn = True
@@ -77,8 +82,12 @@ class FrameStream:
         """Sends bytes, gathered from the pieces. Raises DeadlineExceeded (the stream is then torn), PeerDead."""
         with self._writing:
             self._torn = True  # until all is out
-            for first in range(0, len(pieces), _PIECES):
-                self._write(list(pieces[first : first + _PIECES]), deadline)
+            if self._records is not None:
+                for record in self._records.seal_all(pieces):
+                    self._write([record], deadline)
+            else:
+                for first in range(0, len(pieces), _PIECES):
+                    self._write(list(pieces[first : first + _PIECES]), deadline)
             self._torn = False
 
     def send_frame_with_descriptor(self, frame: Frame, descriptor: int, deadline: Deadline) -> None:
@@ -115,7 +124,8 @@ class FrameStream:
         What a peer may have unread here is bounded by its credit; only one that breaks the rules fills the pipe.
         """
         with self._writing:
-            if self._send_at_once(frame.pack()) < HEADER_BYTES:
+            encoded = self._sealed(frame.pack())
+            if self._send_at_once(encoded) < len(encoded):
                 self._torn = True
                 raise BadFrame("the peer sends messages and never reads its credit")
 
@@ -127,7 +137,7 @@ class FrameStream:
         done, asked = 0, 1
         try:
             while done < len(target):
-                if asked != (wanted := min(len(target) - done, _COARSE_BYTES)):
+                if asked != (wanted := self._wanted_bytes(len(target) - done)):
                     self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
                     asked = wanted
                 if not self.wait_readable(deadline):
@@ -145,7 +155,7 @@ class FrameStream:
         if self._writing.acquire(timeout=0.0 if self._torn else _NOTICE_S):
             try:
                 if not self._torn:
-                    self.socket.send(bye(cause).pack(), socket.MSG_DONTWAIT)
+                    self.socket.send(self._sealed(bye(cause).pack()), socket.MSG_DONTWAIT)
             except OSError:
                 pass  # the peer is gone or reads nothing: then it needs no BYE
             finally:
@@ -161,11 +171,13 @@ class FrameStream:
 
     def wait_readable(self, deadline: Deadline) -> bool:
         """Whether there is something to read before the deadline, the connection's end included."""
+        if self._records is not None and self._records.waiting:
+            return True
         return bool(self._readable.poll(_milliseconds(deadline)))
 
     def _read_header(self, deadline: Deadline) -> bytes | bytearray | None:
         """A whole header: nearly always in one piece, else going on where it stopped; None by the deadline."""
-        if self._have == 0:
+        if self._have == 0 and self._records is None:
             if not self._readable.poll(_milliseconds(deadline)):
                 return None
             try:
@@ -193,6 +205,13 @@ class FrameStream:
 
     def _receive(self, target: memoryview) -> int:
         """Reads what is there; returns how many bytes that was."""
+        if self._records is None:
+            return self._receive_raw(target)
+        if self._records.waiting:
+            return self._records.take(target)
+        return self._records.received(self._receive_raw(self._records.wanted), target)
+
+    def _receive_raw(self, target: memoryview) -> int:
         try:
             got = self.socket.recv_into(target, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -203,7 +222,17 @@ class FrameStream:
             raise gone()
         return got
 
-    def _send_at_once(self, encoded: bytes) -> int:
+    def _wanted_bytes(self, missing: int) -> int:
+        """How many must be there for it to be worth while to wake up, of so many that are missing."""
+        if self._records is not None:  # which wait in whole records alone
+            return max(1, len(self._records.wanted))
+        return min(missing, _COARSE_BYTES)
+
+    def _sealed(self, data: bytes) -> bytes | memoryview:
+        """As it goes out. With `_writing`: records have an order."""
+        return data if self._records is None else self._records.seal(data)
+
+    def _send_at_once(self, encoded: bytes | memoryview) -> int:
         """Sends what the system takes without waiting; returns how many bytes that is."""
         try:
             return self.socket.send(encoded, socket.MSG_DONTWAIT)

@@ -1,4 +1,4 @@
-"""Links between hosts: frames and bytes share one TCP connection for each direction. Nothing is encrypted.
+"""Links between hosts: frames and bytes share one TCP connection for each direction, sealed in records.
 
 The sender gathers from its own buffers or from a slot of its own; the receiver's slots take the bytes as they come, so
 they are copied by the system alone.
@@ -10,6 +10,7 @@ import socket
 from collections.abc import Sequence
 
 from bottega.transport.backends.frame_stream import FrameStream
+from bottega.transport.backends.records import Records
 from bottega.transport.channel.buffers import Part, on_host
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import Frame
@@ -38,8 +39,8 @@ class TcpSender(FrameStream):
 
     passes_files = False
 
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__(connection)
+    def __init__(self, connection: socket.socket, records: Records | None = None) -> None:
+        super().__init__(connection, records)
         self._slots = GrowingSlots()
 
     def slot(self, index: int, size_bytes: int, deadline: Deadline) -> Slot:
@@ -69,8 +70,8 @@ class TcpSender(FrameStream):
 class TcpReceiver(FrameStream):
     """The receiver's end."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__(connection)
+    def __init__(self, connection: socket.socket, records: Records | None = None) -> None:
+        super().__init__(connection, records)
         self._slots = GrowingSlots()
         self._open: dict[int, Slot] = {}
 

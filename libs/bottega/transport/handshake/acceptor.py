@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 from bottega.errors import BadFrame
@@ -202,7 +203,7 @@ class _PendingConnection:
             raise BadFrame(f"its offer is refused ({token.name.lower()})")
         answer, self._wanted = challenge(token, encoded)
         self.connection.send(answer)
-        self._request, self._next, self._length = request, self._on_proof, PROOF_BYTES
+        self._request, self._next, self._length = replace(request, answer=answer), self._on_proof, PROOF_BYTES
 
     def _on_proof(self, proof: bytes) -> HandshakeRequest | None:
         if not hmac.compare_digest(proof, self._wanted):

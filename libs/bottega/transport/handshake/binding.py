@@ -27,12 +27,14 @@ class Endpoints:
     """Where a listener is to be found; a process always finds its own.
 
     tcp: host and port to bind, port 0 for any; others are told the same host. unix_path: of the socket for this host,
-    which is for this user and root, and for the links' group where there is one (credentials.py). Raises ValueError
-    for a path that is too long.
+    which is for this user and root, and for the links' group where there is one (credentials.py). seal: whether what
+    comes by TCP is sealed; links between devices of two hosts, which cannot be, are not made then.
+    Raises ValueError for a path that is too long.
     """
 
     tcp: tuple[str, int] | None = None
     unix_path: Path | None = None
+    seal: bool = True
 
     def __post_init__(self) -> None:
         if self.unix_path is not None and len(os.fsencode(self.unix_path)) > _MAX_PATH_BYTES:

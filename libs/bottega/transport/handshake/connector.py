@@ -13,7 +13,8 @@ from contextlib import suppress
 
 from bottega.errors import AuthFailed, ConfigError, DeadlineExceeded, LinkError, PeerDead, StaleEpoch
 from bottega.process import open_files
-from bottega.transport.backends import backend_ends
+from bottega.transport.backends import Proven, backend_ends
+from bottega.transport.backends.records import SealKeys
 from bottega.transport.backends.tcp import tune
 from bottega.transport.channel.backend import Backend, BackendChoice
 from bottega.transport.channel.counters import LinkCounters
@@ -29,6 +30,7 @@ from bottega.transport.handshake.messages import (
     answer_challenge,
     check_verdict,
     handshake_request,
+    seal_keys,
 )
 from bottega.transport.handshake.offer import Offer, host_identity
 from bottega.transport.link import LEASE_S, Link, LinkTerms
@@ -63,7 +65,10 @@ def connect(
     for backend in backends or tuple(each for each in Backend if devices is not None or not each.of_devices):
         try:
             dial = _dial_device(offer, backend, devices) if backend.of_devices else _DIALS[backend](offer)
-            sending, receiving = _connections(dial, offer, backend, limits, deadline.sooner(_ATTEMPT_S))
+            if offer.sealed and backend.of_devices and not _on_this_host(offer):
+                raise PeerDead("the listener has links between hosts sealed, and those between devices cannot be")
+            sealed = offer.sealed and backend == Backend.TCP
+            sending, receiving = _connections(dial, offer, backend, limits, deadline.sooner(_ATTEMPT_S), sealed=sealed)
         except StaleEpoch:
             raise
         except LinkError as error:
@@ -86,7 +91,9 @@ def connect(
             return _device_link(
                 terms,
                 devices,
-                ProvenConnections(sending=sending, receiving=receiving, connecting=True, limits=limits),
+                ProvenConnections(
+                    sending=sending.connection, receiving=receiving.connection, connecting=True, limits=limits
+                ),
                 offer,
             )
         if deadline.left_s() == 0:
@@ -109,29 +116,39 @@ def _device_link(terms: LinkTerms, devices: DeviceLinks, connections: ProvenConn
 
 
 def _connections(
-    dial: _Dial, offer: Offer, backend: Backend, limits: Limits, deadline: Deadline
-) -> tuple[socket.socket, socket.socket]:
+    dial: _Dial, offer: Offer, backend: Backend, limits: Limits, deadline: Deadline, *, sealed: bool
+) -> tuple[Proven, Proven]:
     """Two proven connections: one to send on, one to receive on. Raises LinkError."""
     made: list[socket.socket] = []
+    keys: list[SealKeys | None] = []
     try:
         for direction in Direction:
             made.append(dial(deadline))
-            request = handshake_request(offer, backend, direction, limits)
-            _prove(made[-1], request, offer.token, deadline)
+            request = handshake_request(offer, backend, direction, limits, sealed=sealed)
+            answer = _prove(made[-1], request, offer.token, deadline)
+            keys.append(seal_keys(offer.token, request, answer, connecting=True) if sealed else None)
     except (OSError, LinkError) as error:
         for connection in made:
             connection.close()
         if isinstance(error, LinkError):
             raise
         raise _unreachable(error) from error
-    return made[0], made[1]
+    sending, receiving = (Proven(connection=connection, keys=its) for connection, its in zip(made, keys, strict=True))
+    return sending, receiving
 
 
-def _prove(connection: socket.socket, request: bytes, token: bytes, deadline: Deadline) -> None:
+def _prove(connection: socket.socket, request: bytes, token: bytes, deadline: Deadline) -> bytes:
+    """The listener's answer, once both ends have proved themselves."""
     connection.settimeout(_seconds(deadline))
     connection.sendall(request)
-    connection.sendall(answer_challenge(token, request, _read(connection, CHALLENGE_BYTES, deadline)))
+    answer = _read(connection, CHALLENGE_BYTES, deadline)
+    connection.sendall(answer_challenge(token, request, answer))
     check_verdict(_read(connection, WELCOME_BYTES, deadline)[0])
+    return answer
+
+
+def _on_this_host(offer: Offer) -> bool:
+    return offer.memfd is not None and bool(offer.memfd.host) and offer.memfd.host == host_identity()
 
 
 def _memfd_dial(offer: Offer) -> _Dial:

@@ -23,7 +23,7 @@ from bottega.errors import (
     StaleEpoch,
     Violation,
 )
-from bottega.transport.backends import backend_ends
+from bottega.transport.backends import Proven, backend_ends
 from bottega.transport.backends.tcp import tune
 from bottega.transport.channel.backend import Backend, BackendChoice
 from bottega.transport.channel.counters import LinkCounters
@@ -34,7 +34,7 @@ from bottega.transport.handshake.acceptor import Acceptor
 from bottega.transport.handshake.binding import Endpoints, bind_tcp, bind_unix
 from bottega.transport.handshake.credentials import links_group
 from bottega.transport.handshake.device_opening import open_device_link
-from bottega.transport.handshake.messages import Direction, HandshakeRequest, Verdict
+from bottega.transport.handshake.messages import Direction, HandshakeRequest, Verdict, seal_keys
 from bottega.transport.handshake.offer import (
     TOKEN_BYTES,
     MemfdEndpoint,
@@ -169,6 +169,8 @@ class LinkListener:
                 return Verdict.REFUSED
             if request.backend.of_devices and not self._has(request.backend):
                 return Verdict.REFUSED
+            if request.sealed is not (self._endpoints.seal and request.backend == Backend.TCP):
+                return Verdict.REFUSED
             return pending.offer.token
 
     def admit(self, request: HandshakeRequest, connection: socket.socket) -> bool:
@@ -183,7 +185,10 @@ class LinkListener:
                 connection.send(bytes([Verdict.WELCOME]))
             except OSError:
                 return False
-            pending.connections[request.direction] = connection
+            keys = None
+            if request.sealed:
+                keys = seal_keys(pending.offer.token, request.encoded, request.answer, connecting=False)
+            pending.connections[request.direction] = Proven(connection=connection, keys=keys)
             pending.request = request
             pending.changed.notify_all()
             return True
@@ -215,7 +220,9 @@ class LinkListener:
         if not request.backend.of_devices:
             return Link(terms, *backend_ends(request.backend, sending, receiving, self._limits))
         assert self._devices is not None, "others are refused"
-        connections = ProvenConnections(sending=sending, receiving=receiving, connecting=False, limits=self._limits)
+        connections = ProvenConnections(
+            sending=sending.connection, receiving=receiving.connection, connecting=False, limits=self._limits
+        )
         return open_device_link(terms, self._devices, connections)
 
     def _has(self, backend: Backend) -> bool:
@@ -227,6 +234,7 @@ class LinkListener:
             token=secrets.token_bytes(TOKEN_BYTES),
             epoch=epoch,
             limits=self._limits,
+            sealed=self._endpoints.seal,
             memfd=self._memfd,
             tcp=self._tcp,
             device=self._devices.endpoint if self._devices is not None else None,

@@ -2,26 +2,33 @@
 
 The connecting end sends a request, the listener answers with a challenge and its own proof, the connecting end sends
 its proof, the listener answers with a verdict. A proof is an HMAC-SHA-256 of the end's role, the request and the
-listener's nonce, so that none fits another connection, direction, epoch, end or set of limits. What follows is neither
-encrypted nor signed.
+listener's nonce, so that none fits another connection, direction, epoch, end or set of limits. The request says whether
+what follows is sealed, by keys that are made of the token and both nonces; within a host it is not.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
 from bottega.errors import AuthFailed, BadFrame, StaleEpoch
+from bottega.transport.backends.records import SealKeys
 from bottega.transport.channel.backend import Backend
 from bottega.transport.channel.limits import Limits
 from bottega.transport.handshake.offer import MAX_EPOCH, Offer
 
-_MAGIC = b"btg1"
+_MAGIC = b"btg2"
 _NONCE_BYTES = 32
-_REQUEST = struct.Struct("<4sBB16sQIQI32s")
+_KEY_BYTES = 32
+_SEAL = b"bottega link seal 1 "
+_REQUEST = struct.Struct("<4sBBB16sQIQI32s")
 _CHALLENGE = struct.Struct("<4sB32s32s")
 
 REQUEST_BYTES = _REQUEST.size
@@ -50,22 +57,27 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeRequest:
-    """What the connecting end claims; worth nothing until its proof. encoded: as it was sent."""
+    """What the connecting end claims; worth nothing until its proof. encoded: as it was sent. answer: the challenge
+    that it got. sealed: whether what follows shall be.
+    """
 
     backend: Backend
     direction: Direction
+    sealed: bool
     link_id: str
     epoch: int
     limits: Limits
     encoded: bytes
+    answer: bytes = b""
 
 
-def handshake_request(offer: Offer, backend: Backend, direction: Direction, limits: Limits) -> bytes:
-    """The first bytes of a connection. limits: of what the connecting end receives."""
+def handshake_request(offer: Offer, backend: Backend, direction: Direction, limits: Limits, *, sealed: bool) -> bytes:
+    """The first bytes of a connection. limits: of what the connecting end receives. sealed: see HandshakeRequest."""
     return _REQUEST.pack(
         _MAGIC,
         _BACKENDS.index(backend),
         direction,
+        sealed,
         bytes.fromhex(offer.link_id),
         offer.epoch,
         limits.slots,
@@ -77,8 +89,9 @@ def handshake_request(offer: Offer, backend: Backend, direction: Direction, limi
 
 def parse_request(encoded: bytes) -> HandshakeRequest:
     """What an unproven peer sent. Raises BadFrame when it is no request."""
-    magic, backend, direction, link_id, epoch, slots, slot_bytes, layouts, _ = _REQUEST.unpack(encoded)
-    if magic != _MAGIC or backend >= len(_BACKENDS) or direction not in set(Direction) or epoch > MAX_EPOCH:
+    magic, backend, direction, sealed, link_id, epoch, slots, slot_bytes, layouts, _ = _REQUEST.unpack(encoded)
+    known = backend < len(_BACKENDS) and direction in set(Direction) and sealed in (0, 1)
+    if magic != _MAGIC or not known or epoch > MAX_EPOCH:
         raise BadFrame("a process connected and sent bytes that are no handshake of a link")
     try:
         limits = Limits(slots=slots, slot_bytes=slot_bytes, layouts=layouts)
@@ -87,6 +100,7 @@ def parse_request(encoded: bytes) -> HandshakeRequest:
     return HandshakeRequest(
         backend=_BACKENDS[backend],
         direction=Direction(direction),
+        sealed=bool(sealed),
         link_id=link_id.hex(),
         epoch=epoch,
         limits=limits,
@@ -115,6 +129,19 @@ def answer_challenge(token: bytes, encoded: bytes, answer: bytes) -> bytes:
     if not hmac.compare_digest(proof, _proof(token, b"listener", encoded, nonce)):
         raise AuthFailed("what answers there does not know the offer's token")
     return _proof(token, b"connector", encoded, nonce)
+
+
+def seal_keys(token: bytes, encoded: bytes, answer: bytes, *, connecting: bool) -> SealKeys:
+    """The keys of a connection for one of its ends. encoded, answer: its request and its challenge, whose nonces make
+    them the connection's alone. Source: HKDF, RFC 5869.
+    """
+    salt = hashlib.sha256(encoded + answer).digest()
+
+    def key(role: bytes) -> bytes:
+        return HKDF(algorithm=SHA256(), length=_KEY_BYTES, salt=salt, info=_SEAL + role).derive(token)
+
+    ours, theirs = (b"connector", b"listener") if connecting else (b"listener", b"connector")
+    return SealKeys(ours=key(ours), theirs=key(theirs))
 
 
 def check_verdict(verdict: int) -> None:

@@ -41,7 +41,7 @@ class Offer:
     """What the connecting process needs.
 
     link_id: 32 hexadecimal digits. epoch: counts from 1 how often the link has been opened.
-    limits: of what the listener receives.
+    limits: of what the listener receives. sealed: whether bytes that cross a network are.
     Raises ValueError naming the field that no listener would have written.
     """
 
@@ -49,6 +49,7 @@ class Offer:
     token: bytes = field(repr=False)
     epoch: int
     limits: Limits
+    sealed: bool = True
     memfd: MemfdEndpoint | None = None
     tcp: TcpEndpoint | None = None
     device: DeviceEndpoint | None = None

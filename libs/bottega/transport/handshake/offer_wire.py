@@ -18,6 +18,7 @@ def offer_to_wire(offer: Offer) -> link_pb2.LinkOffer:
         token=offer.token,
         epoch=offer.epoch,
         limits=link_pb2.LinkLimits(slots=limits.slots, slot_bytes=limits.slot_bytes, layouts=limits.layouts),
+        unsealed=not offer.sealed,
     )
     if offer.memfd is not None:
         message.memfd.path, message.memfd.host = offer.memfd.path, offer.memfd.host
@@ -38,6 +39,7 @@ def offer_from_wire(message: link_pb2.LinkOffer) -> Offer:
             token=message.token,
             epoch=message.epoch,
             limits=Limits(slots=wire.slots, slot_bytes=wire.slot_bytes, layouts=wire.layouts),
+            sealed=not message.unsealed,
             memfd=MemfdEndpoint(path=memfd.path, host=memfd.host) if message.HasField("memfd") else None,
             tcp=TcpEndpoint(host=tcp.host, port=tcp.port) if message.HasField("tcp") else None,
             device=_device(message.device) if message.HasField("device") else None,

@@ -7,7 +7,6 @@ calls come under the listener's lock.
 from __future__ import annotations
 
 import random
-import socket
 import threading
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bottega.errors import LinksFull
+from bottega.transport.backends import Proven
 from bottega.transport.handshake.messages import Direction, HandshakeRequest
 from bottega.transport.handshake.offer import Offer
 
@@ -37,7 +37,7 @@ class PendingOffer:
     until: float
     changed: threading.Condition
     # Proven connections by direction.
-    connections: dict[Direction, socket.socket] = field(default_factory=dict)
+    connections: dict[Direction, Proven] = field(default_factory=dict)
     request: HandshakeRequest | None = None
 
 
@@ -84,8 +84,8 @@ class PendingOffers:
         pending = self._pending.pop(link_id, None)
         if pending is None:
             return
-        for connection in pending.connections.values():
-            connection.close()
+        for proven in pending.connections.values():
+            proven.connection.close()
         pending.changed.notify_all()
 
     def clear(self) -> None:

@@ -42,7 +42,7 @@ class Runtime:
         """What it does for the other worker of a pair. post: see Follower. Raises ConfigError."""
         if self.peer is None:
             return None
-        endpoints = link_endpoints(self.config.links_listen, self.config.links_socket)
+        endpoints = link_endpoints(self.config.links_listen, self.config.links_socket, seal=self.config.links_seal)
         return Follower(
             endpoints,
             remote_jobs=self.engine.remote_jobs,
