@@ -6,6 +6,7 @@ the others are comments, "#key: value", so that they follow the defaults of late
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -44,10 +45,10 @@ def _keys(defaults: object, example: Mapping[str, object]) -> Iterator[str]:
     said = ""
     for key in keys_of(defaults):
         if key.path[:-1] != section:
-            section = key.path[:-1]
+            there, section = section, key.path[:-1]
             yield ""
-            if section:
-                yield f"{_INDENT * (len(section) - 1)}{section[-1]}:"
+            for depth in range(len(os.path.commonprefix([there, section])), len(section)):
+                yield f"{_INDENT * depth}{section[depth]}:"
         indent = _INDENT * len(section)
         if key.explanation != said:
             yield from _comment(key.explanation, indent)

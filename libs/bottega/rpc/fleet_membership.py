@@ -39,13 +39,15 @@ _log = logging.getLogger(__name__)
 
 
 class Listening(Protocol):
-    """The server of a service, as far as a registration says it: host:port of each, once it has started.
+    """The server of a service, as far as a registration says it: host:port of each, once it has started."""
 
-    channels: opens those of its process. identity: whom its certificate names; None without TLS.
-    """
+    @property
+    def channels(self) -> Channels:
+        """Opens those of its process."""
 
-    channels: Channels
-    identity: Identity | None
+    @property
+    def identity(self) -> Identity | None:
+        """Whom its certificate names; None without TLS."""
 
     @property
     def address(self) -> str:

@@ -18,6 +18,8 @@ _BUSY_TIMEOUT_S = 5.0
 _CHECK_S = 1.0
 # Primary result codes, https://sqlite.org/rescode.html; extended ones carry them in their low byte.
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+# Of a statement that suits the schema which the file had: its text in the file has changed since.
+_CHANGED_SCHEMA = ("no such column", "no such table")
 
 
 def create_file(path: Path) -> None:
@@ -93,6 +95,8 @@ def schema_of(connection: sqlite3.Connection) -> list[tuple[str, str]]:
 def says_damage(error: sqlite3.Error) -> bool:
     """Whether it is about what is in the file."""
     code = getattr(error, "sqlite_errorcode", None)
+    if code == sqlite3.SQLITE_ERROR:
+        return str(error).startswith(_CHANGED_SCHEMA)
     return code is not None and code & 0xFF in _DAMAGED
 
 

@@ -14,6 +14,7 @@ from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.security.api_keys import new_key
 from bottega.rpc.security.tenant_file import Tenant, change_tenants
 from bottega.v1 import fleet_pb2, image_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.certificates import Authority
 from tests.support.running_gateway import refusal, running_gateway
@@ -40,7 +41,7 @@ async def test_pictures_are_drawn_over_mutual_tls(authority: Authority, monkeypa
         for name, value in zip(client_tls.VARIABLES, (shop.authority, shop.certificate, shop.key), strict=True):
             monkeypatch.setenv(name, value)
         async with AsyncClient(house.address, fleet_address=house.fleet_address) as client:
-            assert [model.name for model in await client.models()] == ["m"]
+            assert [model.name for model in await client.models()] == ["miniature"]
             with pytest.raises(errors.Forbidden, match="tenant shop may not"):
                 await client.fleet()
         anna = authority.issue("operator/anna")
@@ -91,7 +92,7 @@ async def test_an_address_is_dialled_only_where_the_certificate_has_the_name_tha
         liar = ScriptedWorker("liar", house.fleet_address, tls=authority.issue("worker/liar"))
         await liar.listen()
         await liar.join(victim.address)
-        call = house.images.SubmitJob(image_pb2.SubmitJobRequest(spec={"prompt": "a star"}), timeout=5)
+        call = house.images.SubmitJob(image_pb2.SubmitJobRequest(spec=GenerationSpec(prompt="a star")), timeout=5)
         job = (await call).job
         await asyncio.sleep(1.0)
         assert victim.requests == [], "nothing of the job has reached it"

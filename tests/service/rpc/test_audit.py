@@ -42,7 +42,7 @@ def test_what_is_audited_is_of_the_contract() -> None:
 async def test_changes_are_noted_with_who_made_them_and_how_they_ended(tmp_path: Path) -> None:
     authority, path = Authority(tmp_path / "certs"), tmp_path / "audit" / "loras.jsonl"
     server = Server("loras", ServerConfig(tls=authority.issue("loras/one"), audit=str(path), drain_grace_s=0.1))
-    lora_pb2_grpc.add_LoraServiceServicer_to_server(Loras(), server.grpc)
+    lora_pb2_grpc.add_LoraServiceServicer_to_server(Loras(), server.grpc)  # type: ignore[abstract]
     await server.start()
     target = Target(address=server.address, role=Role.LORAS, name="one")
     async with authority.channels("operator/anna").open(target) as channel:
@@ -99,7 +99,7 @@ def test_a_disk_that_is_slow_holds_up_nobody_and_what_is_missing_is_said(
     written = sum("role" in line for line in lines)
     assert written + missing + log._missing <= 5001
     assert written < 5001
-    assert lines[0]["role"] == "unknown"
+    assert {line["role"] for line in lines if "role" in line} == {"unknown"}
 
 
 def test_a_file_that_cannot_be_written_keeps_the_service_from_starting(tmp_path: Path) -> None:

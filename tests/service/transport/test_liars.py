@@ -22,7 +22,7 @@ import pytest
 
 from bottega.errors import BadFrame, DeadlineExceeded, LinkError, NoSharedMemory, PeerDead
 from bottega.transport import Backend, BackendChoice, Deadline, DType, Layout, Limits, Link, LinkCounters, TensorSpec
-from bottega.transport.backends import backend_ends
+from bottega.transport.backends import Proven, backend_ends
 from bottega.transport.channel.frames import HEADER_BYTES, Frame, FrameKind
 from bottega.transport.layout import MAX_ENCODED_BYTES
 from bottega.transport.link import LinkTerms
@@ -108,7 +108,13 @@ def liar(request: pytest.FixtureRequest) -> Iterator[Liar]:
         theirs=LIMITS,
         counters=LinkCounters(),
     )
-    with Link(terms, *backend_ends(request.param, ours_out, ours_in, LIMITS)) as link, sends, receives:
+    with (
+        Link(
+            terms, *backend_ends(request.param, Proven(connection=ours_out), Proven(connection=ours_in), LIMITS)
+        ) as link,
+        sends,
+        receives,
+    ):
         yield Liar(link=link, sends=sends, receives=receives)
 
 

@@ -98,7 +98,9 @@ def test_a_wrong_token_is_refused_and_does_not_use_up_the_right_one(listener: Li
     with pytest.raises(AuthFailed):
         connect(replace(offer, token=bytes(32)), patience(), backends=(way,))
     with _dial(offer, way) as peer:
-        request = handshake.handshake_request(offer, way, Direction.CONNECTOR_SENDS, Limits())
+        request = handshake.handshake_request(
+            offer, way, Direction.CONNECTOR_SENDS, Limits(), sealed=way is Backend.TCP
+        )
         peer.sendall(request)
         assert peer.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)[4] == Verdict.WELCOME
         peer.sendall(bytes(32))
@@ -111,7 +113,7 @@ def test_a_wrong_token_is_refused_and_does_not_use_up_the_right_one(listener: Li
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_recorded_handshake_opens_nothing(listener: LinkListener, way: Backend) -> None:
     offer = listener.offer()
-    request = handshake.handshake_request(offer, way, Direction.CONNECTOR_SENDS, Limits())
+    request = handshake.handshake_request(offer, way, Direction.CONNECTOR_SENDS, Limits(), sealed=way is Backend.TCP)
     with _dial(offer, way) as first:
         first.sendall(request)
         proof = handshake.answer_challenge(offer.token, request, first.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
@@ -329,7 +331,7 @@ def test_all_callers_together_are_bounded_at_the_cost_of_whoever_has_most(tmp_pa
 def test_half_a_visit_is_cleaned_up_when_its_offer_expires(tmp_path: Path) -> None:
     with listening(tmp_path, token_s=0.2) as listener:
         offer = listener.offer()
-        request = handshake.handshake_request(offer, Backend.TCP, Direction.CONNECTOR_SENDS, Limits())
+        request = handshake.handshake_request(offer, Backend.TCP, Direction.CONNECTOR_SENDS, Limits(), sealed=True)
         with _dial(offer, Backend.TCP) as visitor:
             visitor.sendall(request)
             visitor.sendall(

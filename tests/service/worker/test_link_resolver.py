@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from bottega import kinds
+from bottega.rpc.channel import PLAINTEXT
 from bottega.v1 import engine_pb2, error_pb2
 from bottega.v1.link_pb2 import LinkResult, OpenLinkRequest, OutgoingLinkRequest
 from bottega.worker.link_resolver import LinkResolver
@@ -33,7 +34,7 @@ Ask = Callable[[OutgoingLinkRequest], Awaitable[error_pb2.JobError]]
 async def refused() -> AsyncIterator[Ask]:
     """Asks for a link; what the engine is told is an error."""
     engine = Engine()
-    broker = LinkResolver(engine, worker="w")
+    broker = LinkResolver(engine, PLAINTEXT, worker="w", names={})
 
     async def ask(request: OutgoingLinkRequest) -> error_pb2.JobError:
         broker.request(request)

@@ -113,11 +113,16 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     assert Path(config.certificate).stat().st_mode & 0o777 == 0o644
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="the group's bits count only for root's own files")
-def test_a_credential_of_root_that_an_access_list_opens_is_believed(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="systemd's credentials are root's")
+def test_a_credential_of_systemd_that_an_access_list_opens_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "credential"
     write_file(path, b"secret", private=True)
     path.chmod(0o440)
+    with pytest.raises(ConfigError):
+        read_private(path)
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
     assert read_private(path) == b"secret"
     path.chmod(0o460)
     with pytest.raises(ConfigError):

@@ -255,5 +255,5 @@ class TenantCalls:
 
 def _identities(context: Context) -> Sequence[str]:
     """The alternative names of the certificate that the peer has shown; none without one."""
-    names: Sequence[bytes] = context.auth_context().get("x509_subject_alternative_name", ())
+    names = context.auth_context().get("x509_subject_alternative_name", ())
     return [name.decode(errors="replace") for name in names]

@@ -98,7 +98,7 @@ class AuditLog:
             self._emit(line)
 
     def _emit(self, line: str) -> None:
-        self._file.emit(logging.makeLogRecord({"msg": line.replace("%", "%%"), "args": ()}))
+        self._file.emit(logging.makeLogRecord({"msg": line, "args": ()}))
 
 
 class _PrivateFile(logging.handlers.RotatingFileHandler):

@@ -16,9 +16,10 @@ from typing import TextIO
 
 from bottega.errors import ConfigError
 
-# Of root's own files the group's bits may say "read": where an access list lets a service's user read a credential.
+# Of systemd's credentials the group's bits may say "read": an access list lets the service's user read them.
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_OF_ROOT = stat.S_IRGRP
+_OF_CREDENTIALS = stat.S_IRGRP
+_CREDENTIALS = "CREDENTIALS_DIRECTORY"
 
 FileState = tuple[int, int, int, int]
 """Changes when a file does."""
@@ -28,8 +29,8 @@ def check_private(path: Path, status: os.stat_result) -> None:
     """Raises ConfigError where others than root and this process's user may read or write a file, or own it."""
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(f"{path} is another user's: a service believes no one but its own user and root")
-    of_root = status.st_uid == status.st_gid == 0
-    if status.st_mode & _OTHERS & ~(_OF_ROOT if of_root else 0):
+    is_credential = status.st_uid == 0 and str(path.parent) == os.environ.get(_CREDENTIALS)
+    if status.st_mode & _OTHERS & ~(_OF_CREDENTIALS if is_credential else 0):
         raise ConfigError(f"{path} can be read or written by others than its owner: chmod 600 {path}")
 
 

@@ -101,7 +101,9 @@ class TlsFiles:
             return _server_configuration(now)
 
         return grpc.dynamic_ssl_server_credentials(
-            _server_configuration(last[0]), changed, require_client_authentication=client_certificates
+            _server_configuration(last[0]),
+            changed,  # type: ignore[arg-type]  # None is "as before", which its types leave out
+            require_client_authentication=client_certificates,
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:

@@ -12,6 +12,7 @@ import pytest
 
 from bottega import errors
 from bottega.gateway.addons.loras.client import GrpcLoraClient
+from bottega.rpc.channel import PLAINTEXT, Target
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.generation_pb2 import Lora
@@ -180,7 +181,8 @@ async def _has_made(house: House, job: image_pb2.Job, *, steps: int) -> bool:
 async def test_who_asks_a_store_that_is_gone_hears_so_and_is_not_cut_off() -> None:
     """Its client is closed as soon as another store is asked."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        client = GrpcLoraClient(f"127.0.0.1:{silent.getsockname()[1]}")
+        target = Target(address=f"127.0.0.1:{silent.getsockname()[1]}", role="loras")
+        client = GrpcLoraClient(target, PLAINTEXT)
         asked = asyncio.create_task(client.get("ink", deadline_s=0.5))
         await asyncio.sleep(0.1)
         closing = asyncio.create_task(client.close(grace_s=PATIENCE_S))

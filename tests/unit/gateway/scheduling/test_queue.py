@@ -127,9 +127,9 @@ def test_jobs_age_so_that_none_is_passed_over_for_longer_than_the_head_start() -
     time = FakeTime()
     queue, add = _urgency(time)
     low, normal = add(PRIORITY_LOW), add()
-    time.advance(59.0)
+    time.now += 59.0
     hurried = add(PRIORITY_HIGH)
-    time.advance(2.0)
+    time.now += 2.0
     late, later = add(PRIORITY_HIGH), add()
     assert list(queue.line("m")) == [hurried, normal, late, low, later]
 
@@ -149,7 +149,7 @@ def test_whatever_comes_and_goes_places_and_jobs_agree(moves: list[tuple[int, in
     time, here = FakeTime(), list[Job]()
     queue, add = _urgency(time)
     for priority, tenant, goes, seconds in moves:
-        time.advance(seconds)
+        time.now += seconds
         if goes and here:
             queue.remove(here.pop(int(seconds) % len(here)))
         else:

@@ -65,14 +65,15 @@ async def test_jobs_that_wait_are_bounded_and_the_refusal_says_by_what_and_until
 async def test_a_minute_counts_from_the_first_of_its_jobs() -> None:
     shop = Shop(Quotas(per_minute=2))
     await shop.begin()
-    shop.time.advance(50)
+    shop.time.now += 50
     await shop.begin()
     error = await shop.refused()
-    assert (error.metadata["quota"], error.retry_after_s) == ("per_minute", pytest.approx(10.0))
-    shop.time.advance(10.5)
+    assert error.metadata["quota"] == "per_minute"
+    assert error.retry_after_s == pytest.approx(10.0)
+    shop.time.now += 10.5
     await shop.begin()
     assert (await shop.refused()).retry_after_s == pytest.approx(49.5)
-    shop.time.advance(1000)
+    shop.time.now += 1000
     await shop.begin()
     assert len(shop.ledger._begun["shop"]) == 1, "what is over is not kept"
 
