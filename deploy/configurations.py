@@ -6,7 +6,6 @@ the others are comments, "#key: value", so that they follow the defaults of late
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -47,8 +46,9 @@ def _keys(defaults: object, example: Mapping[str, object]) -> Iterator[str]:
         if key.path[:-1] != section:
             there, section = section, key.path[:-1]
             yield ""
-            for depth in range(len(os.path.commonprefix([there, section])), len(section)):
-                yield f"{_INDENT * depth}{section[depth]}:"
+            for depth, name in enumerate(section):
+                if there[: depth + 1] != section[: depth + 1]:
+                    yield f"{_INDENT * depth}{name}:"
         indent = _INDENT * len(section)
         if key.explanation != said:
             yield from _comment(key.explanation, indent)

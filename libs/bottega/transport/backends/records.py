@@ -7,6 +7,7 @@ repeated or moved does not open. Where a connection just ends, its frames say so
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ RECORD_BYTES = 256 << 10
 _HEADER_BYTES = 4
 _TAG_BYTES = 16
 _NONCE_BYTES = 12
+_WHOLE_BYTES = _HEADER_BYTES + RECORD_BYTES + _TAG_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +38,18 @@ class Records:
     def __init__(self, keys: SealKeys) -> None:
         self._sealing, self._opening = AESGCM(keys.ours), AESGCM(keys.theirs)
         self._sealed = self._opened = 0
-        self._outgoing = bytearray(_HEADER_BYTES + RECORD_BYTES + _TAG_BYTES)
-        self._incoming = bytearray(_HEADER_BYTES + RECORD_BYTES + _TAG_BYTES)
         self._have = 0
         self._plain = memoryview(b"")
-        self._room = memoryview(bytearray(RECORD_BYTES))
+        # Given back to the system as soon as nobody has it, which memory of this size from the C library is not always.
+        memory = memoryview(mmap.mmap(-1, 3 * _WHOLE_BYTES))
+        self._outgoing, self._incoming, self._room = (
+            memory[begin : begin + _WHOLE_BYTES] for begin in range(0, len(memory), _WHOLE_BYTES)
+        )
 
     def seal(self, data: bytes | memoryview) -> memoryview:
         """The record of at most RECORD_BYTES. It is good until the next one is sealed."""
         size = len(data) + _TAG_BYTES
-        record = memoryview(self._outgoing)[: _HEADER_BYTES + size]
+        record = self._outgoing[: _HEADER_BYTES + size]
         record[:_HEADER_BYTES] = size.to_bytes(_HEADER_BYTES, "little")
         nonce = self._sealed.to_bytes(_NONCE_BYTES, "little")
         self._sealed += 1
@@ -84,7 +88,7 @@ class Records:
     @property
     def wanted(self) -> memoryview:
         """Where what comes over the connection goes next: what is missing of a record."""
-        return memoryview(self._incoming)[self._have : _HEADER_BYTES + self._size]
+        return self._incoming[self._have : _HEADER_BYTES + self._size]
 
     def received(self, count: int, target: memoryview) -> int:
         """So many bytes were put where they were wanted. Returns how many of a whole record went into `target`; where
@@ -114,7 +118,7 @@ class Records:
         return int.from_bytes(self._incoming[:_HEADER_BYTES], "little")
 
     def _open(self, target: memoryview) -> None:
-        incoming = memoryview(self._incoming)
+        incoming = self._incoming
         nonce = self._opened.to_bytes(_NONCE_BYTES, "little")
         try:
             self._opening.decrypt_into(nonce, incoming[_HEADER_BYTES : self._have], incoming[:_HEADER_BYTES], target)
