@@ -15,7 +15,7 @@ class Authority:
 
     def __init__(self, folder: Path) -> None:
         self.folder = CertificateFolder(folder)
-        self.folder.make_authority(days=10)
+        self.folder.make_authority(days=100)
 
     def issue(self, name: str, *, days: int = 5) -> TlsConfig:
         """The files of ROLE/NAME, new ones each time. days: 0 has expired."""

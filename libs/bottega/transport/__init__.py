@@ -27,7 +27,8 @@ Every backend promises this, and one suite tests all of them (tests/service/tran
   than a slot may be.
 - A link ends once, for one cause, without ending any other. Nothing is sent twice. What it brought stays valid memory
   while it is referred to.
-- After the handshake bytes are neither encrypted nor signed: TCP is for networks that are trusted.
+- Between hosts all that follows the handshake is sealed in records (backends/records.py), unless the listener is told
+  that the network is trusted. Within a host bytes are neither encrypted nor signed.
 - Within a host links are for processes of one user and root, or of a group that shares them
   (handshake/credentials.py). Both ends check it: a socket of another user is never used, even if that user has the
   token.

@@ -9,7 +9,9 @@ import pytest
 
 from bottega import errors, kinds
 from bottega.client import AsyncClient, Tls
+from bottega.client.checkup.gateway import check_gateway
 from bottega.client.transport import tls as client_tls
+from bottega.client.types.checks import Level
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.security.api_keys import new_key
 from bottega.rpc.security.tenant_file import Tenant, change_tenants
@@ -143,3 +145,19 @@ async def test_what_a_client_lacks_is_said_by_its_name(authority: Authority, tmp
     given[missing] = str(tmp_path / "nowhere.pem")
     with pytest.raises(errors.InvalidRequest, match=r"^tls: .*nowhere\.pem is not there"):
         AsyncClient("127.0.0.1:1", tls=Tls(**given))
+
+
+async def test_doctor_says_for_how_long_certificates_are_good(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_gateway(tls=authority.issue("gateway/main", days=40)) as house:
+        anna = authority.issue("operator/anna", days=5)
+        for name, value in zip(client_tls.VARIABLES, (anna.authority, anna.certificate, anna.key), strict=True):
+            monkeypatch.setenv(name, value)
+        found = await asyncio.to_thread(lambda: list(check_gateway(house.address, house.fleet_address)))
+        said = [(check.level, check.what) for check in found][:3]
+        assert said == [
+            (Level.OK, f"the gateway at {house.address} serves"),
+            (Level.OK, "the gateway's certificate, of gateway/main, expires in 40 days"),
+            (Level.WARN, "this client's certificate, of operator/anna, expires in 5 days"),
+        ]

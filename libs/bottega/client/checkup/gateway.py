@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bottega import kinds
 from bottega.client.addons.addon import add_ons_by_kind
+from bottega.client.checkup.certificates import check_certificates
 from bottega.client.sdk.clients import AsyncClient
 from bottega.client.transport.retry import RetryPolicy
 from bottega.client.transport.tls import channels_of, tls_from_environment
@@ -40,6 +41,7 @@ def check_gateway(address: str, fleet_address: str) -> Iterator[CheckResult]:
         yield fail(f"the gateway at {address} says {name}", "It starts or stops; bottega logs gateway says more.")
         return
     yield ok(f"the gateway at {address} serves")
+    yield from check_certificates(address)
     yield from _check_fleet(fleet_address)
 
 
