@@ -49,7 +49,7 @@ def compare(model: Path, served_as: str, options: argparse.Namespace, folder: Pa
     reference_s, suite_s, pictures = [], [], []
     with (
         Reference(model, options.threads) as reference,
-        running(served_as, options.threads, folder) as address,
+        running(served_as, options.threads, folder, tls=options.tls) as address,
         Client(address) as client,
     ):
         for seed in range(WARM_UPS + options.requests):
@@ -115,6 +115,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=15, help="requests on each side, for each model")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch, on each side")
+    parser.add_argument("--tls", action="store_true", help="services and caller know each other by certificates")
     return parser.parse_args()
 
 

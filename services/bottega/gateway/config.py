@@ -55,6 +55,8 @@ class GatewayConfig:
     tenants: file of the tenants and what is kept of their API keys, which `bottega tenants` writes: then every call to
         the gateway's own port has to show a key, and sees what is its tenant's. It is read again when it changes.
         Empty: nobody is asked who they are, and everything is one tenant's.
+    tenant_metrics: of so many tenants, the first that have a job, metrics are kept by name; those of all others are
+        added up. 0: none by tenant.
     max_queued, max_queued_bytes: bounds on the jobs that wait for a worker, in number and in request bytes.
     priority_head_start_s: a job of high priority is served as if it had come so much earlier than it came, one of low
         priority as if so much later: before and behind others of its tenant alone, and none is passed over for longer.
@@ -89,6 +91,7 @@ class GatewayConfig:
     server: GatewayServerConfig = field(default_factory=GatewayServerConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     tenants: str = ""
+    tenant_metrics: Annotated[int, Field(ge=0, le=1000)] = 0
     max_queued: AtLeastOne = 256
     max_queued_bytes: AtLeastOne = 512 << 20
     priority_head_start_s: Annotated[float, Field(ge=0.0, le=86_400.0)] = 60.0

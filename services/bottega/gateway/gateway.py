@@ -47,6 +47,7 @@ from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.scheduling.periodic import PeriodicChecks
 from bottega.gateway.tenants.authenticator import TenantAuthenticator
+from bottega.gateway.tenants.metrics import TenantMetrics
 from bottega.manifest import load_object, read_services
 from bottega.rpc.server import Server
 from bottega.state_folder import state_folder
@@ -93,6 +94,10 @@ class Gateway:
             self._controller.queue.weigh = authenticator.weight
             self._controller.queue.most_running = lambda tenant: authenticator.quotas(tenant).concurrent
             self._controller.quotas.quotas_of = authenticator.quotas
+        if config.tenant_metrics:
+            metrics.tenants = TenantMetrics(
+                self.server.registry, most=config.tenant_metrics, waiting=self._controller.queue.held_by_tenant
+            )
         self._periodic = PeriodicChecks(
             fleet=fleet,
             controller=self._controller,

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from bottega.gateway.tenants.metrics import TenantMetrics
 from bottega.manifest import read_services
 from bottega.rpc.operation.counted import count_and_sum, totals
 from bottega.v1.fleet_pb2 import Activity
@@ -22,9 +23,13 @@ _COMMIT_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0
 
 
 class GatewayMetrics:
-    """The gateway's own metrics: what happens counts itself in them."""
+    """The gateway's own metrics: what happens counts itself in them.
+
+    tenants: those by tenant, where they are asked for; may be set before the first job.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.tenants: TenantMetrics | None = None
         self._jobs_ended = Counter("bottega_jobs", "Jobs that ended, by outcome.", ("outcome",), registry=registry)
         self._aborted = Counter(
             "bottega_jobs_aborted",
@@ -113,11 +118,13 @@ class GatewayMetrics:
         )
         self._registry = registry
 
-    def job_ended(self, outcome: str, *, seconds: float, reason: str) -> None:
+    def job_ended(self, outcome: str, *, seconds: float, reason: str, tenant: str) -> None:
         """Takes in how a job ended.
 
         outcome: completed, failed or cancelled. seconds: since its acceptance. reason: of its error; empty without one.
         """
+        if self.tenants is not None:
+            self.tenants.job_ended(tenant, outcome, seconds=seconds)
         self._jobs_ended.labels(outcome).inc()
         if reason:
             self._aborted.labels(reason).inc()

@@ -53,7 +53,7 @@ class JobFinisher:
         log_lines.ended(job)
         outcome = JobState.Name(job.state).removeprefix("JOB_STATE_").lower()
         reason = job.error.reason_name.lower() if job.error else ""
-        self._metrics.job_ended(outcome, seconds=job.age_s, reason=reason)
+        self._metrics.job_ended(outcome, seconds=job.age_s, reason=reason, tenant=job.request.tenant)
 
 
 async def detach_when_idle(jobs: Iterable[Job], *, is_held: Callable[[Job], bool]) -> None:

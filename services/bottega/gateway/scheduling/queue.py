@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from bottega.clocks import Clock
 from bottega.errors import QueueFull
@@ -53,6 +53,10 @@ class JobQueue:
     def held(self, tenant: str) -> int:
         """Jobs of a tenant that wait, or have room reserved."""
         return self._held[tenant]
+
+    def held_by_tenant(self) -> Mapping[str, int]:
+        """The same of all tenants that have any. Any thread may ask."""
+        return dict(self._held)
 
     def check_room(self, size_bytes: int, *, tenant: str = "") -> None:
         """Raises QueueFull, with the time after which to retry, when no job of that size fits.

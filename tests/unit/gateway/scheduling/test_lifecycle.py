@@ -35,6 +35,7 @@ from bottega.errors import (
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import MOST_ATTEMPTS, Job
 from bottega.gateway.jobs.values import JobCheckpoint
+from bottega.rpc.channel import Target
 from bottega.rpc.status import to_job_error
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import Provenance
@@ -261,8 +262,8 @@ class Wire(Shop):
             self.followers.add(task)
             task.add_done_callback(self.followers.discard)
 
-    def _connect(self, address: str) -> Line:  # type: ignore[override]
-        return Line(self, self.by_address[address])
+    def _connect(self, target: Target) -> Line:  # type: ignore[override]
+        return Line(self, self.by_address[target.address])
 
 
 async def _follow(attempt: Attempt, call: Call) -> None:

@@ -1,0 +1,36 @@
+"""Metrics by tenant: of a bounded number of them, whoever calls."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from bottega.gateway.tenants.metrics import OTHERS, TenantMetrics
+
+
+def test_the_first_tenants_are_shown_by_name_and_all_others_together() -> None:
+    registry = CollectorRegistry()
+    waiting = {"a": 2, "c": 3, "d": 4}
+    metrics = TenantMetrics(registry, most=2, waiting=lambda: waiting)
+    for tenant in ("a", "b", "c", "d", "a"):
+        metrics.job_ended(tenant, "completed", seconds=1.5)
+    metrics.job_ended("b", "failed", seconds=0.1)
+
+    def read(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, labels)
+
+    assert read("bottega_tenant_jobs_total", tenant="a", outcome="completed") == 2
+    assert read("bottega_tenant_jobs_total", tenant="b", outcome="failed") == 1
+    assert read("bottega_tenant_jobs_total", tenant=OTHERS, outcome="completed") == 2
+    assert read("bottega_tenant_jobs_total", tenant="c", outcome="completed") is None
+    assert read("bottega_tenant_job_seconds_count", tenant="b") == 1
+    assert read("bottega_tenant_queued", tenant="a") == 2
+    assert read("bottega_tenant_queued", tenant=OTHERS) == 7
+
+
+def test_however_many_tenants_there_are_the_labels_are_bounded() -> None:
+    registry = CollectorRegistry()
+    metrics = TenantMetrics(registry, most=3, waiting=lambda: {f"t{number}": 1 for number in range(500)})
+    for number in range(500):
+        metrics.job_ended(f"t{number}", "completed", seconds=1.0)
+    labels = [sample.labels for metric in registry.collect() for sample in metric.samples]
+    assert len({each["tenant"] for each in labels if "tenant" in each}) == 4
