@@ -84,6 +84,7 @@ class ListenerConfig:
         neither certificates nor API keys. Without this such a service does not start.
     client_certificates: with TLS, whoever connects must show a certificate of the authority; false is for a gateway
         whose callers show API keys instead.
+    reflection: whether whoever gets in may ask which methods there are, as grpcurl does.
     answer_wait_s: for a caller to read an answer of a stream, else its call ends UNAVAILABLE; 5 s are enough where
         others are refused because of it. One that reads and waits for news is not meant. An only answer stays until
         the caller's deadline, or the end of its connection.
@@ -101,6 +102,7 @@ class ListenerConfig:
     max_answers_mib: Annotated[int, Field(ge=1)] = 64
     insecure: bool = False
     client_certificates: bool = True
+    reflection: bool = True
     answer_wait_s: Annotated[float, Field(gt=0)] = 30.0
     default_deadline_s: Annotated[float, Field(gt=0)] = 600.0
 
@@ -188,8 +190,9 @@ class GrpcListener:
         """Listens; health says NOT_SERVING until `set_serving`. Raises Unavailable when a port is taken."""
         host, _ = split(self._listen)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        own = [health.SERVICE_NAME, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection([*self._services, *own], self.grpc)
+        if self._config.reflection:
+            own = [health.SERVICE_NAME, reflection.SERVICE_NAME]
+            reflection.enable_server_reflection([*self._services, *own], self.grpc)
         await self.set_serving(False)
         port = self._bind()
         await self.grpc.start()

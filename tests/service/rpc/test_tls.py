@@ -41,6 +41,7 @@ CALLERS = (
     ),
 )
 LIST = "/bottega.v1.WorkerService/ListAttempts"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 HEALTH = "/grpc.health.v1.Health/Check"
 
 
@@ -148,6 +149,17 @@ async def test_health_is_for_everybody_who_gets_in(authority: Authority) -> None
     ):
         check: Any = channel.unary_unary(HEALTH)
         assert await check(b"", timeout=5)
+
+
+@pytest.mark.parametrize("reflection", [True, False])
+async def test_what_methods_there_are_is_told_where_the_configuration_says_so(reflection: bool) -> None:
+    async with serving(TlsConfig(), reflection=reflection) as server, open_channel(server.address) as channel:
+        ask: Any = channel.stream_stream(REFLECTION)
+        call = ask(iter([b""]), timeout=5)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for _ in call:
+                pass
+        assert (await call.code() is grpc.StatusCode.UNIMPLEMENTED) is not reflection
 
 
 async def _cannot_call(channels: Channels, target: Target) -> None:
