@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import random
 import time
 from collections import Counter
@@ -18,8 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 from bottega.client import AsyncClient
+from bottega.client.transport.access import KEY_VARIABLE
 from bottega.errors import BottegaError, QueueFull
 from bottega.rpc.security.api_keys import new_key
 from bottega.rpc.security.tenant_file import Tenant, change_tenants
@@ -73,7 +76,10 @@ def suite(folder: Path) -> Iterator[Callable[[str], AsyncClient]]:
         keys[name], parts = new_key()
         tenant = Tenant(name=name, weight=weight).rotated(parts, keep_old=False)
         change_tenants(file, lambda tenants, tenant=tenant: (*tenants, tenant))  # type: ignore[misc]
-    with running_gateway("miniature", 1, folder / "suite", tenants=str(file), max_queued=_MAX_QUEUED) as gateway:
+    with (
+        mock.patch.dict(os.environ, {KEY_VARIABLE: keys["steady"]}),  # for who waits until the worker is here
+        running_gateway("miniature", 1, folder / "suite", tenants=str(file), max_queued=_MAX_QUEUED) as gateway,
+    ):
         yield lambda name: AsyncClient(gateway.address, api_key=keys[name], timeout_s=TIMEOUT_S)
 
 

@@ -46,6 +46,14 @@ def attempt_corpus() -> Iterator[Case]:
         yield case(f"deadline_s {deadline_s}", INVALID, "deadline_s", whole={"deadline_s": deadline_s})
     for deadline_s in (1e308, INF):
         yield case(f"deadline_s {deadline_s}", whole={"deadline_s": deadline_s})
+    for tenant, weight in (("shop", 3.0), ("x" * 128, 0.01), ("", 100.0)):
+        share = worker_pb2.TenantShare(tenant=tenant, weight=weight)
+        yield case(f"share of {shown(tenant)} {weight:g}", whole={"share": share})
+    for weight in (0.0, 0.009, 100.1, -1.0, NAN, INF):
+        share = worker_pb2.TenantShare(tenant="shop", weight=weight)
+        yield case(f"share of {weight:g}", INVALID, "share.weight", whole={"share": share})
+    share = worker_pb2.TenantShare(tenant="x" * 129, weight=1.0)
+    yield case("share of a tenant of 129", INVALID, "share.tenant", whole={"share": share})
     yield case("request_id of 128", whole={"request_id": "x" * 128})
     yield case("request_id of 129", INVALID, "request_id", whole={"request_id": "x" * 129})
     yield from control_attempts(case)

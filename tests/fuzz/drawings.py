@@ -37,10 +37,11 @@ def _drawings(method: str, request: Any) -> Iterator[Case]:
         *fields: str,
         request_id: str = "",
         deadline_s: float | None = None,
+        priority: Any = 0,
         **spec: Any,
     ) -> Case:
         full = GenerationSpec(**{"prompt": "a star", **spec})
-        whole = request(request_id=request_id, spec=full, deadline_s=deadline_s)
+        whole = request(request_id=request_id, spec=full, deadline_s=deadline_s, priority=priority)
         return case_of(method, name, whole, code, *fields)
 
     yield case("nothing but a prompt")
@@ -57,6 +58,10 @@ def _drawings(method: str, request: Any) -> Iterator[Case]:
         yield case(f"deadline_s {deadline_s:g}", deadline_s=deadline_s)
     for deadline_s in (0.0, -1.0, NAN, INF, -INF):
         yield case(f"deadline_s {deadline_s:g}", INVALID, "deadline_s", deadline_s=deadline_s)
+    for priority in image_pb2.Priority.values():
+        yield case(f"priority {priority}", priority=priority)
+    for unknown in (-1, 4, 2**31 - 1):
+        yield case(f"priority {unknown}", INVALID, "priority", priority=unknown)
     yield case("width 65", INVALID, "spec.width", width=65)
     yield case("more pixels than the model takes", INVALID, "spec.width", width=16_384, height=16_384)
     for model in ("nobody", "", "\0", "../../etc/passwd", "x" * 200):

@@ -100,9 +100,11 @@ def status_from(job: image_pb2.Job) -> JobStatus:
 
 
 def priority_to_wire(priority: object) -> image_pb2.Priority.ValueType:
-    """That of the contract. Raises InvalidRequest where it is none."""
+    """That of the contract, where a normal one need not be said. Raises InvalidRequest where it is none."""
     if not (isinstance(priority, str) and priority in tuple(Priority)):  # by its value, as equality has it
         refuse([Violation(field="priority", description=f"must be of {', '.join(Priority)}; got {describe(priority)}")])
+    if priority == Priority.NORMAL:
+        return image_pb2.PRIORITY_UNSPECIFIED
     return image_pb2.Priority.Value(f"PRIORITY_{Priority(str(priority)).name}")
 
 
