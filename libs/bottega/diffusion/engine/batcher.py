@@ -3,6 +3,9 @@
 Of the tenant that had least of its share, oldest first, as wide as pays off by the measured step times, and nobody
 waits longer than a bound. Where those times are outdated, one turn is made wider, to measure it again. Time is counted
 in turns, and what a tenant had in rows, each turn of one.
+
+A tenant that comes and is behind, because it asked for little, has turns of its own for a while: beside others its
+own would take as long as theirs. Meanwhile those may be passed over for longer, but not without end.
 """
 
 from __future__ import annotations
@@ -27,8 +30,12 @@ from bottega.planning import (
 _REPLAN_TURNS = 16
 # Requests in the gateway's queue that are imagined beside those that are here.
 _MAX_BACKLOG = 16
-# What a tenant that asked for less than its share may have ahead of the others: about a guided image of 50 steps.
+# What a tenant that asked for less than its share may have ahead of the others: about a guided image of 50 steps, and
+# the turn by which those who take turns may be apart.
 _CREDIT_ROWS = 100.0
+# Turns after its coming in which a tenant that is behind shares none with others, and by which the bound on waiting is
+# longer for those meanwhile.
+_OWN_TURNS, _PATIENCE = 64, 4
 _EVERYBODYS = Share()
 
 
@@ -90,7 +97,9 @@ class Batcher(Generic[Request]):
         self._fractions = fractions or RowFractions()
         self.max_rows = max_rows
         self._max_wait_turns = max_wait_turns
-        self._order = FairOrder(credit=_CREDIT_ROWS)
+        self._order = FairOrder(credit=_CREDIT_ROWS + max_rows)
+        self._behind: frozenset[str] = frozenset()
+        self._came: dict[str, int] = {}
         self._slots: dict[Request, _Slot[Request]] = {}
         self._admitted: list[_Slot[Request]] = []
         self._widths: dict[object, int] = {}
@@ -101,12 +110,17 @@ class Batcher(Generic[Request]):
 
     def add(self, request: Request, share: Share = _EVERYBODYS) -> None:
         """Takes in a request that is not done. share: of whose it is."""
+        if all(slot.share.tenant != share.tenant for slot in self._slots.values()):
+            self._came[share.tenant] = self._turn
         self._slots[request] = _Slot(request, share)
         self._planned_at = -_REPLAN_TURNS
 
     def remove(self, request: Request) -> None:
         """Forgets a request, done or not. Harmless when it is not here."""
-        if self._slots.pop(request, None) is not None:
+        slot = self._slots.pop(request, None)
+        if slot is not None:
+            if all(other.share.tenant != slot.share.tenant for other in self._slots.values()):
+                del self._came[slot.share.tenant]
             # At once: while nothing runs there is no next plan, and a request that is kept holds a device's memory.
             self.regroup()
 
@@ -139,10 +153,10 @@ class Batcher(Generic[Request]):
         self._turn += 1
         if not self._admitted:
             return []
+        fair = self._by_share()
         urgent = sorted(self._admitted, key=lambda slot: slot.turn)
         lack = self._lack(urgent)
         if lack < 0:
-            fair = self._by_share()
             members = self._fill(fair[0], fair, self._width_now(fair[0]))
         else:
             # Just in time is enough to be served in turn; later than that, the group takes all it can.
@@ -195,12 +209,17 @@ class Batcher(Generic[Request]):
         return begins
 
     def _by_share(self) -> Sequence[_Slot[Request]]:
-        """Those who are admitted, of those tenants first that had least of their shares; of one, oldest first."""
-        tenants = {slot.share.tenant for slot in self._admitted}
-        if len(tenants) == 1:
+        """Those who may have a turn by their shares: of tenants that are behind, if any, else all who are admitted.
+
+        Of those tenants first that had least; of one, oldest first.
+        """
+        tags = {slot.share.tenant: self._order.next_tag(slot.share.tenant) for slot in self._admitted}
+        last, new = max(tags.values()) - self.max_rows, self._turn - _OWN_TURNS
+        self._behind = frozenset(tenant for tenant, tag in tags.items() if tag < last and self._came[tenant] >= new)
+        if len(tags) == 1:
             return self._admitted
-        tags = {tenant: self._order.next_tag(tenant) for tenant in tenants}
-        return sorted(self._admitted, key=lambda slot: tags[slot.share.tenant])
+        chosen = [slot for slot in self._admitted if not self._behind or slot.share.tenant in self._behind]
+        return sorted(chosen, key=lambda slot: tags[slot.share.tenant])
 
     def _charge(self, members: Sequence[_Slot[Request]]) -> None:
         """These have the turn."""
@@ -277,8 +296,13 @@ class Batcher(Generic[Request]):
         urgent: all that are admitted, those that have waited longest first.
         """
         # Each may wait for so many turns more, this one included; the groups up to its own must fit into them.
-        spare = [self._max_wait_turns - (self._turn - 1 - slot.turn) for slot in urgent]
+        spare = [self._bound_of(slot) - (self._turn - 1 - slot.turn) for slot in urgent]
         return max(place - 1 - left for place, left in zip(self._places(urgent), spare, strict=True))
+
+    def _bound_of(self, slot: _Slot[Request]) -> int:
+        """Turns that a request may be passed over now."""
+        waits_for_others = self._behind and slot.share.tenant not in self._behind
+        return self._max_wait_turns * (_PATIENCE if waits_for_others else 1)
 
     def _places(self, slots: Sequence[_Slot[Request]]) -> list[int]:
         """For each of `slots`, in which turn it is served when groups are filled in this order, from 1."""

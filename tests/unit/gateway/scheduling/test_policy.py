@@ -90,14 +90,16 @@ def test_the_worker_that_was_lost_with_a_job_does_not_get_it() -> None:
     assert _pairs([job, other], [_worker("w1")]) == [("j1", "w1")]
 
 
-def test_a_job_within_its_tenants_share_begins_beside_a_full_group_if_it_is_the_only_one_beyond_it() -> None:
+def test_a_job_within_its_tenants_share_begins_beside_a_full_group_but_not_beside_many_beyond_it() -> None:
     full = _worker("w1", _request(20))
     (job,) = _line(1)
     assert _pairs([job], [full]) == []
     within = replace(job, within_share=True)
     assert _pairs([within, *_line(2)[1:]], [full]) == [("j0", "w1")]
-    assert _pairs([within], [_worker("w1", _request(20), _request(20))]) == []
-    assert _pairs([within, replace(within, job_id="j1")], [full]) == [("j0", "w1")]
+    assert _pairs([within], [_worker("w1", *[_request(20)] * 2)]) == [("j0", "w1")]
+    assert _pairs([within], [_worker("w1", *[_request(20)] * 3)]) == []
+    three = [replace(within, job_id=f"j{number}") for number in range(3)]
+    assert _pairs(three, [full]) == [("j0", "w1"), ("j1", "w1")]
 
 
 def _exclusive(count: int, *, avoid: str = "") -> list[PendingJob]:
