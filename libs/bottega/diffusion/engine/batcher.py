@@ -30,12 +30,12 @@ from bottega.planning import (
 _REPLAN_TURNS = 16
 # Requests in the gateway's queue that are imagined beside those that are here.
 _MAX_BACKLOG = 16
-# What a tenant that asked for less than its share may have ahead of the others: about a guided image of 50 steps, and
-# the turn by which those who take turns may be apart.
-_CREDIT_ROWS = 100.0
+# What a tenant that asked for less than its share may have ahead of the others: about four guided images of 50 steps,
+# as some come together; and the turn by which those who take turns may be apart.
+_CREDIT_ROWS = 400.0
 # Turns after its coming in which a tenant that is behind shares none with others, and by which the bound on waiting is
 # longer for those meanwhile.
-_OWN_TURNS, _PATIENCE = 64, 4
+_OWN_TURNS, _PATIENCE = 256, 4
 _EVERYBODYS = Share()
 
 

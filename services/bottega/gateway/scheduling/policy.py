@@ -11,7 +11,7 @@ Three rules, in the order of `assign`:
 3. Slack. A job is bound to its worker as late as possible, so that it may still go to another one: only when the group
    of the worker has a free place, or will have one within the lead time, in which the prompt is encoded. Until then it
    stays in the queue, and the worker's plan counts it in. A job of a tenant that has less than its share of what runs
-   is bound to a worker whose group is full, beside one at most that is beyond it: the worker's turns are shared.
+   is bound to a worker whose group is full, if few are beyond it: the worker's turns are shared.
 
 The engine of a worker forms its groups by the same cost model (bottega.planning).
 """
@@ -49,8 +49,8 @@ _LEAD_TURNS = 1.5
 # Seconds of one row and turn while nothing was measured: proportional, so that nothing shares a worker then.
 _UNMEASURED_S = 0.1
 # Jobs beyond a full group beside which one of a tenant below its share may still begin: a group that was wider a moment
-# ago has some.
-_BEYOND = 1
+# ago has some, and a worker serves so many turn by turn.
+_BEYOND = 4
 # Of many workers those that have least to do are compared; of these, those are looked at closely that would have a job
 # done soonest if nothing shared a turn, and the idlest, where a place is likely.
 _LEAST_BUSY, _NEAREST, _IDLEST = 16, 4, 2

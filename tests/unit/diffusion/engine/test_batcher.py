@@ -185,7 +185,7 @@ def test_a_tenant_that_asked_for_little_is_ahead_of_one_that_floods_for_as_long_
     chosen.add(one, Share(tenant="one"))
     had = turns_of(chosen, [one, *flood], 45)
     assert had[0] >= 42, "but for a turn of each of the two others, which wait four times as long as else"
-    turns_of(chosen, [one, *flood], 200)
+    turns_of(chosen, [one, *flood], 600)
     had = turns_of(chosen, [one, *flood], 200)
     assert had[0] == pytest.approx(100, rel=0.05), "then each has its share"
 
@@ -204,7 +204,7 @@ def test_a_tenant_that_comes_behind_shares_no_turn_with_a_wide_group_until_it_ha
     both = [Asked(4000), Asked(4000)]
     for asked, tenant in zip(both, ("heavy", "light"), strict=True):
         chosen.add(asked, Share(tenant=tenant, weight=9.0 if tenant == "heavy" else 1.0))
-    turns_of(chosen, [*flood, *both], 200)
+    turns_of(chosen, [*flood, *both], 300)
     assert all(len(chosen.next_group()) > 1 for _ in range(100))
 
 

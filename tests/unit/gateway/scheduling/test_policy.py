@@ -96,10 +96,10 @@ def test_a_job_within_its_tenants_share_begins_beside_a_full_group_but_not_besid
     assert _pairs([job], [full]) == []
     within = replace(job, within_share=True)
     assert _pairs([within, *_line(2)[1:]], [full]) == [("j0", "w1")]
-    assert _pairs([within], [_worker("w1", *[_request(20)] * 2)]) == [("j0", "w1")]
-    assert _pairs([within], [_worker("w1", *[_request(20)] * 3)]) == []
-    three = [replace(within, job_id=f"j{number}") for number in range(3)]
-    assert _pairs(three, [full]) == [("j0", "w1"), ("j1", "w1")]
+    assert _pairs([within], [_worker("w1", *[_request(20)] * 5)]) == [("j0", "w1")]
+    assert _pairs([within], [_worker("w1", *[_request(20)] * 6)]) == []
+    many = [replace(within, job_id=f"j{number}") for number in range(9)]
+    assert len(_pairs(many, [full])) == 5
 
 
 def _exclusive(count: int, *, avoid: str = "") -> list[PendingJob]:
