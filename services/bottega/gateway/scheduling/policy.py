@@ -160,17 +160,20 @@ class Assignment:
     exclusive: bool = False
 
 
-def assign(pending: Iterable[PendingJob], workers: Sequence[WorkerState]) -> list[Assignment]:
+def assign(
+    pending: Iterable[PendingJob], workers: Sequence[WorkerState], *, contended: bool = False
+) -> list[Assignment]:
     """Which of the pending jobs, oldest first, leave the queue now. Looks at no more of them than it must.
 
     An exclusive job takes an idle worker, else one is drained for it: never more than one at a time, so that the others
-    go on.
+    go on. contended: several tenants have jobs: behind one that no worker has a place for there may be one within its
+    tenant's share.
     """
     if not workers:
         return []
     plans = [WorkerPlan(worker) for worker in workers]
     assignments: list[Assignment] = []
-    unbound = 0
+    unbound, blocked = 0, False
     rest = iter(pending)
     line = deque(islice(rest, 1 + _LOOK_AHEAD))
     for _ in range(_HORIZON):
@@ -179,6 +182,8 @@ def assign(pending: Iterable[PendingJob], workers: Sequence[WorkerState]) -> lis
         job = line.popleft()
         behind = sum(not other.exclusive for other in line)
         line.extend(islice(rest, 1))
+        if blocked and not job.within_share:
+            continue
         candidates = [plan for plan in plans if job.may_run_on(plan.state.worker)]
         if job.exclusive:
             candidates = _idle_or_drained(candidates, plans)
@@ -186,7 +191,10 @@ def assign(pending: Iterable[PendingJob], workers: Sequence[WorkerState]) -> lis
         if not options:
             continue
         if job.eligible is None and not any(option.has_slack for option in options):
-            break
+            if not contended:
+                break
+            blocked = True
+            continue
         best = min(options, key=lambda option: option.completes_s)
         if best.has_slack:
             assignments.append(best.assignment())

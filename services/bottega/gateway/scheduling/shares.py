@@ -13,6 +13,7 @@ class RunningShares:
 
     running: attempts by tenant. waiting: tenants of the jobs that wait. Those that have neither get no share.
     may_begin: how many jobs more of a tenant may run; None is without bound.
+    contended: whether several tenants have jobs.
     """
 
     def __init__(
@@ -25,10 +26,10 @@ class RunningShares:
         self._may_begin = may_begin
         self._left: dict[str, int | None] = {}
         tenants = running.keys() | set(waiting)
-        self._contended = len(tenants) > 1
-        self._weights = {tenant: weigh(tenant) for tenant in tenants} if self._contended else {}
+        self.contended = len(tenants) > 1
+        self._weights = {tenant: weigh(tenant) for tenant in tenants} if self.contended else {}
         self._weight = sum(self._weights.values())
-        self._running = Counter(running) if self._contended else Counter[str]()
+        self._running = Counter(running) if self.contended else Counter[str]()
 
     def begin(self, tenant: str) -> bool:
         """Whether a job of a tenant may run now; it counts if so."""
@@ -42,7 +43,7 @@ class RunningShares:
 
     def claim(self, tenant: str) -> bool:
         """Whether a tenant has at most its share with one job more, which counts from now on if so."""
-        if not self._contended:
+        if not self.contended:
             return False
         jobs, of = self._running[tenant] + 1, self._running.total() + 1
         if jobs * self._weight > of * self._weights[tenant]:

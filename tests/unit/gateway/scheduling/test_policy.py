@@ -102,6 +102,15 @@ def test_a_job_within_its_tenants_share_begins_beside_a_full_group_but_not_besid
     assert len(_pairs(many, [full])) == 5
 
 
+def test_a_job_that_has_no_place_holds_up_none_within_its_tenants_share() -> None:
+    full = _worker("w1", _request(20))
+    stuck, within = _line(2)
+    pending = [stuck, replace(within, within_share=True)]
+    assert assign(pending, [full]) == []
+    assert [(each.job_id, each.worker) for each in assign(pending, [full], contended=True)] == [("j1", "w1")]
+    assert assign([stuck, within], [full], contended=True) == []
+
+
 def _exclusive(count: int, *, avoid: str = "") -> list[PendingJob]:
     return [PendingJob(job_id=f"s{i}", request=_request(), avoid=avoid, exclusive=True) for i in range(count)]
 
