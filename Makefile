@@ -12,6 +12,8 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 # A shell that already sits in another virtual environment must not leak into this one.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
+# Where it is set, as in many containers, each engine process compiles torch and Diffusers anew: 12 s of processor time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-gpu gpu-report fuzz chaos soak faults lint protos clean
 .PRECIOUS: .venv/.ready
