@@ -97,8 +97,13 @@ class StoreLatents:
     def __init__(self, store: LatentStore) -> None:
         self._store = store
 
-    def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
+    @property
+    def linked(self) -> int:
         """It has its own."""
+        return 1
+
+    def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
+        """There are no others."""
 
     def ask(self, question: LatentQuestion) -> Future[LatentReply]:
         said = self._store.ask(question.header, question.embedding.numpy())

@@ -11,6 +11,7 @@ import PIL.Image
 from bottega.client.addons.cache.prompt_pairs import PromptPair, miniature_pairs
 from bottega.miniature.scenes import Scene, read_caption
 from bottega.quality import oracle
+from bottega.v1.generation_pb2 import FIDELITY_BALANCED, Fidelity
 from load.bench.cache_engine import Ask, CachedEngine, Drawn
 
 # Pairs whose first prompts are drawn before any of their second ones.
@@ -52,15 +53,20 @@ class CachedSet:
         return mean(_skipped(each) / each.ask.steps for each in self.cached)
 
 
-def draw_pairs(engine: CachedEngine, wanted: int, tell: Progress) -> CachedSet:
-    """So many prompts with a hit, or fewer where too few of those that may be tried have one."""
+def draw_pairs(
+    engine: CachedEngine, wanted: int, tell: Progress, *, fidelity: Fidelity.ValueType = FIDELITY_BALANCED
+) -> CachedSet:
+    """So many prompts with a hit, or fewer where too few of those that may be tried have one.
+
+    fidelity: under which pictures start from latents.
+    """
     hits: list[Drawn] = []
     tried = 0
     pairs = miniature_pairs(MOST_TRIED * wanted, seed=_SEED)
     _make_known(engine)
     while len(hits) < wanted and tried < len(pairs):
         wave = pairs[tried : tried + min(_WAVE, max(wanted, _LEAST_WAVE))]
-        hits += [each for each in _draw_wave(engine, wave, tried) if each.start is not None]
+        hits += [each for each in _draw_wave(engine, wave, tried, fidelity) if each.start is not None]
         tried += len(wave)
         tell(f"{tried} pairs drawn, {len(hits)} of them started from a latent")
     cached = hits[:wanted]
@@ -120,7 +126,9 @@ def _make_known(engine: CachedEngine) -> None:
     engine.draw_now([Ask(prompt="a big red star on the left on a blue background", seed=0, recorded=True)])
 
 
-def _draw_wave(engine: CachedEngine, pairs: Sequence[PromptPair], first: int) -> list[Drawn]:
+def _draw_wave(
+    engine: CachedEngine, pairs: Sequence[PromptPair], first: int, fidelity: Fidelity.ValueType
+) -> list[Drawn]:
     numbers = range(first, first + len(pairs))
     engine.draw(
         [
@@ -129,7 +137,10 @@ def _draw_wave(engine: CachedEngine, pairs: Sequence[PromptPair], first: int) ->
         ]
     )
     return engine.draw(
-        [Ask(prompt=pair.second, seed=number, cached=True) for number, pair in zip(numbers, pairs, strict=True)]
+        [
+            Ask(prompt=pair.second, seed=number, cached=True, fidelity=fidelity)
+            for number, pair in zip(numbers, pairs, strict=True)
+        ]
     )
 
 

@@ -92,7 +92,7 @@ def predict(vectors: NDArray[np.float32], least: float, *, saved_s: float, looku
             predictor.record(prediction, hit=hit, lookup_s=lookup_s or took_s, saved_s=saved_s if hit else None)
             if not hit:
                 index.add(_KEY, number, vector)
-                predictor.changed(_KEY, index.entries(_KEY))
+                predictor.changed(_KEY, entries=index.entries(_KEY))
                 if index.entries(_KEY) == FIRST_ENTRIES:
                     wait_until(lambda: predictor.statistics().models > 0, "the first model", within_s=_TRAIN_S)
         return Predicted(outcomes=outcomes, on=on / max(outcomes.total(), 1), lookup_s=spent_s / len(vectors))

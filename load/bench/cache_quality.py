@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import PIL.Image
@@ -22,6 +22,7 @@ from bottega.cache.store.settings import StoreSettings
 from bottega.miniature import WEIGHTS
 from bottega.quality.clip import Clip, clip_scores
 from bottega.v1.cache_pb2 import CacheProfile
+from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_FAST
 from load.bench.cache_diversity import Diversity, measure_diversity
 from load.bench.cache_engine import STEPS, CachedEngine, cached_engine
 from load.bench.cache_pairs import CachedSet, LoraSet, accuracy, accuracy_of, draw_loras, draw_pairs
@@ -37,6 +38,7 @@ THREADS = 2
 LORAS = ("checked", "striped")
 # As the gateway bounds a LoRA that nobody has measured.
 LORA_BOUND = STEPS // 5
+FIDELITIES = {"balanced": FIDELITY_BALANCED, "fast": FIDELITY_FAST}
 WANTED_DROP, WANTED_CLIP_DROP, WANTED_SSIM = 3.0, 1.5, 0.05
 
 
@@ -61,7 +63,8 @@ class Measured:
 
 def measure(engine: CachedEngine, clip: Clip, options: argparse.Namespace) -> Measured:
     """Draws all, and looks at it."""
-    pairs = draw_pairs(engine, options.pairs, lambda said: print(f"  {said}", flush=True))
+    fidelity = FIDELITIES[options.fidelity]
+    pairs = draw_pairs(engine, options.pairs, lambda said: print(f"  {said}", flush=True), fidelity=fidelity)
     ways = {
         "cached": [each.picture for each in pairs.cached],
         "uncached": [each.picture for each in pairs.uncached],
@@ -69,7 +72,7 @@ def measure(engine: CachedEngine, clip: Clip, options: argparse.Namespace) -> Me
         "other": [each.picture for each in pairs.other],
         "nearest": list(pairs.nearest),
     }
-    asks = [each.ask for each in pairs.cached[: options.lora_pairs]]
+    asks = [replace(each.ask, fidelity=FIDELITY_BALANCED) for each in pairs.cached[: options.lora_pairs]]
     loras = {name: _lora_accuracy(draw_loras(engine, asks, name, LORA_BOUND)) for name in LORAS if asks}
     diversity = measure_diversity(engine, pairs.prompts[-options.diverse :])
     return Measured(
@@ -144,6 +147,7 @@ def _report(measured: Measured) -> None:
         ("    difference (ssim_gap)", f"{gap:+.3f}", f"within {WANTED_SSIM:g}"),
         ("    of them from a latent", f"{diversity.started[0]:.2f}", ""),
         ("    as 8 requests", f"{diversity.several:.3f}, {diversity.started[1]:.2f} from a latent", ""),
+        ("    difference (ssim_gap_several)", f"{diversity.several - diversity.none:+.3f}", f"within {WANTED_SSIM:g}"),
     ]
     for name, (exact, cached, count) in measured.loras.items():
         rows.append((f"LoRA {name}, from latents without it ({count}): right", f"{exact:.3f}, {cached:.3f}", ""))
@@ -159,6 +163,7 @@ def _report(measured: Measured) -> None:
         "ssim_gap": gap,
         "ssim_none": diversity.none,
         "ssim_several_requests": diversity.several,
+        "ssim_gap_several": diversity.several - diversity.none,
         **{f"right_{name}": way.right for name, way in ways.items()},
         **{f"lora_drop_{name}": drop for name, drop in lora_drops.items()},
     }
@@ -176,6 +181,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=PAIRS, help=f"prompts with a latent (default: {PAIRS})")
     parser.add_argument("--lora-pairs", type=int, default=LORA_PAIRS, help="of them with each LoRA (default: 100)")
     parser.add_argument("--diverse", type=int, default=DIVERSE, help="prompts that are drawn 8 times (default: 20)")
+    parser.add_argument(
+        "--fidelity", choices=FIDELITIES, default="balanced", help="under which pictures start from latents"
+    )
     parser.add_argument("--profile", type=Path, default=PROFILE, help="(default: the embedded model's own)")
     parser.add_argument("--folder", type=Path, help="keeps what was drawn, and goes on from it (default: none is kept)")
     parser.add_argument("--threads", type=int, default=THREADS, help="of torch (default: 2)")

@@ -25,6 +25,8 @@ STEPS = 50
 # Of the miniature.
 SHAPE = (4, 16, 16)
 LATENT_BYTES = 4 * 16 * 16 * 4
+# Of an entry, which has at least one latent: next to nothing.
+PICTURE_BYTES = 3
 _KEY, _MODEL = "5e" * 32, "5e" * 32
 _WRITE_S = 60.0
 
@@ -68,7 +70,7 @@ def replay(
     """
     settings = StoreSettings(
         folder=folder,
-        budget_bytes=latents * LATENT_BYTES,
+        budget_bytes=latents * (LATENT_BYTES + PICTURE_BYTES),
         policy=policy,
         exploration=0.0,
         doorkeeper=False,

@@ -48,12 +48,13 @@ def answer(
 class ScriptedLatents:
     """A LatentSource. answers: to the next questions, at once; where there is none more, the question waits in `open`.
 
-    pinned: latents that questions by name are answered with, where they may be.
+    pinned: latents that questions by name are answered with, where they may be. linked: stores that would hear one.
     """
 
     answers: list[LatentReply] = field(default_factory=list)
     pinned: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     full: bool = False
+    linked: int = 1
     asked: list[LatentQuestion] = field(default_factory=list)
     open: list[Future[LatentReply]] = field(default_factory=list)
     recordings: list[JobRecording] = field(default_factory=list)

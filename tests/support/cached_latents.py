@@ -35,6 +35,7 @@ RECORDED = (5, 10, 15, 20, 25)
 THRESHOLDS = {0.1: 0.65, 0.2: 0.75, 0.3: 0.85, 0.4: 0.9, 0.5: 0.95}
 SHAPE = (4, 8, 8)
 LATENT_BYTES = 4 * 8 * 8 * 4
+PICTURE_BYTES = 6 * 5 * 3
 WIDTH = 64
 WAIT_S = 60.0
 
@@ -116,10 +117,15 @@ def record(
     )
 
 
+def room(latents: int, entries: int) -> int:
+    """Bytes of so many latents, and of the pictures of so many entries."""
+    return latents * LATENT_BYTES + entries * PICTURE_BYTES
+
+
 def settings(folder: Path, **changed: Any) -> StoreSettings:
     """Of a store that explores nothing, without doorkeeper and predictor, with room for 1,000 latents."""
     given = {
-        "budget_bytes": 1000 * LATENT_BYTES,
+        "budget_bytes": room(1000, 1000),
         "exploration": 0.0,
         "doorkeeper": False,
         "predictor": False,

@@ -45,7 +45,7 @@ class CacheConfig:
     name: unique in the fleet; empty is "cache-" and the process's id. gateway: its fleet.listen, host:port; empty
     joins no fleet.
     folder: of records, latents and pictures; empty is cache in the folder for Bottega's state. budget_bytes: of latents
-    on the disk; a small picture of each entry comes on top. min_free_bytes: of the disk, that are left to others; of
+    on the disk, and of a small picture of each entry. min_free_bytes: of the disk, that are left to others; of
     one smaller than 20 times that, a twentieth. max_entries: pictures of which there are latents.
     policy: which latents go first. "lcbfu" is frequency times steps (Nirvana, NSDI'24), "lcbfu-decayed" the same with
     a frequency that halves; the others are for comparison. half_life: questions after which that frequency halves.

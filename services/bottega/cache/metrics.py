@@ -40,7 +40,7 @@ class CacheMetrics(Collector):
         yield _by("lookups", "Questions of workers, by outcome.", "outcome", store.lookups)
         yield _by("dropped", "Recordings that were not kept, by reason.", "reason", store.dropped)
         for name, text, value in (
-            ("steps_skipped", "Denoising steps that hits have saved.", store.steps_skipped),
+            ("steps_skipped", "Denoising steps that the latents sent to workers stand for.", store.steps_skipped),
             ("recorded", "Recordings that were kept.", store.recorded),
             ("evictions", "Latents that were evicted.", store.evictions),
             ("holes", "Hits with fewer steps than allowed, as the latent of that step was evicted.", store.holes),
@@ -48,8 +48,8 @@ class CacheMetrics(Collector):
         ):
             yield CounterMetricFamily(f"bottega_cache_{name}", text, value=value)
         for name, text, amount in (
-            ("bytes", "Bytes of latents.", store.bytes),
-            ("budget_bytes", "Bytes that latents may have.", store.budget_bytes),
+            ("bytes", "Bytes of latents and of the pictures of their entries.", store.bytes),
+            ("budget_bytes", "Bytes that latents and pictures may have.", store.budget_bytes),
             ("entries", "Pictures of which there are latents.", sum(model.entries for model in store.models)),
             ("latents", "Latents.", sum(model.latents for model in store.models)),
             ("keys", "Kinds of requests that there are latents of.", sum(model.keys for model in store.models)),

@@ -18,6 +18,7 @@ from tests.support.cached_latents import (
     pins,
     question,
     record,
+    room,
     running,
     similar,
     vector,
@@ -40,7 +41,7 @@ def _files(folder: Path) -> set[str]:
 
 
 def test_what_was_used_least_for_its_steps_goes_first_and_leaves_holes(tmp_path: Path) -> None:
-    with running(tmp_path, budget_bytes=5 * LATENT_BYTES) as store:
+    with running(tmp_path, budget_bytes=room(5, 2)) as store:
         record(store, vector(0), steps=(5, 10, 25))
         written(store)
         (entry,) = store.entries(MODEL, 1)
@@ -51,7 +52,7 @@ def test_what_was_used_least_for_its_steps_goes_first_and_leaves_holes(tmp_path:
         old, new = reversed(store.entries(MODEL, 2))
         assert (list(old.steps), list(new.steps)) == ([5, 25], [20, 25, 30])
         found = store.statistics()
-        assert (found.evictions, found.bytes, found.holes) == (1, 5 * LATENT_BYTES, 0)
+        assert (found.evictions, found.bytes, found.holes) == (1, room(5, 2), 0)
         answer = store.ask(question(), similar(vector(0), 0.8))  # enough for 10, which is gone
         assert [hit.step for hit in answer.header.hits] == [5]
         assert store.statistics().holes == 1
@@ -61,7 +62,7 @@ def test_what_was_used_least_for_its_steps_goes_first_and_leaves_holes(tmp_path:
 
 def test_an_entry_without_latents_leaves_index_and_records(tmp_path: Path) -> None:
     index = KeyedIndex()
-    with running(tmp_path, index=index, budget_bytes=2 * LATENT_BYTES, policy=FIFO) as store:
+    with running(tmp_path, index=index, budget_bytes=room(2, 1), policy=FIFO) as store:
         record(store, vector(0), steps=(5, 10))
         record(store, vector(1), steps=(5, 10), seed=1)
         written(store)
@@ -75,7 +76,7 @@ def test_an_entry_without_latents_leaves_index_and_records(tmp_path: Path) -> No
 
 
 def test_evictions_come_in_batches(tmp_path: Path) -> None:
-    with running(tmp_path, budget_bytes=100 * LATENT_BYTES, batch_share=0.2) as store:
+    with running(tmp_path, budget_bytes=room(100, 20), batch_share=0.2) as store:
         for seed in range(21):
             record(store, vector(seed), seed=seed)
             written(store)
@@ -99,13 +100,25 @@ def test_a_smaller_budget_holds_from_the_start(tmp_path: Path) -> None:
         for seed in range(10):
             record(store, vector(seed), seed=seed)
         written(store)
-    with running(tmp_path, budget_bytes=7 * LATENT_BYTES) as store:
-        assert store.statistics().bytes <= 7 * LATENT_BYTES
+    with running(tmp_path, budget_bytes=room(7, 2)) as store:
+        assert store.statistics().bytes <= room(7, 2)
         assert len([name for name in _files(tmp_path) if "@" in name]) <= 7
 
 
+def test_pictures_are_in_the_budget_too(tmp_path: Path) -> None:
+    with running(tmp_path, budget_bytes=room(4, 2)) as store:
+        for seed in range(8):
+            record(store, vector(seed), seed=seed, steps=(5,))
+            written(store)
+        found = store.statistics()
+        assert found.bytes == room(found.models[0].latents, found.models[0].entries) <= room(4, 2)
+        assert found.models[0].entries == 3
+        on_disk = sum(path.stat().st_size for path in (tmp_path / "latents").glob("??/*"))
+        assert on_disk == found.bytes == sum(entry.bytes for entry in store.entries(MODEL, 9))
+
+
 def test_what_is_larger_than_the_budget_is_dropped(tmp_path: Path) -> None:
-    with running(tmp_path, budget_bytes=4 * LATENT_BYTES) as store:
+    with running(tmp_path, budget_bytes=room(4, 1)) as store:
         record(store, vector(0))
         written(store)
         found = store.statistics()

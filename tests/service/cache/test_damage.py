@@ -14,12 +14,12 @@ from bottega.cache.index import KeyedIndex
 from bottega.v1 import cache_pb2
 from tests.support.cached_latents import (
     KEY,
-    LATENT_BYTES,
     MODEL,
     latent,
     pins,
     question,
     record,
+    room,
     running,
     similar,
     vector,
@@ -71,7 +71,7 @@ def test_a_damaged_latent_is_deleted_and_the_next_one_serves(tmp_path: Path) -> 
         written(store)
         assert not file.exists()
         found = store.statistics()
-        assert (found.damaged, found.evictions, found.bytes) == (1, 0, 4 * LATENT_BYTES)
+        assert (found.damaged, found.evictions, found.bytes) == (1, 0, room(4, 1))
     with running(tmp_path) as store:
         assert list(store.entries(MODEL, 1)[0].steps) == [5, 10, 15, 20]
 

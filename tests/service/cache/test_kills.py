@@ -14,8 +14,8 @@ import pytest
 from tests.support.cached_latents import WAIT_S
 from tests.support.cached_latents_writer import look_through, store_of
 
-# After it says that it has begun it reads, and builds its index; after "writing" it inserts and evicts.
-_MOMENTS = (("begun", 0.3), ("writing", 0.3))
+# After it says that it has begun it reads, and builds its index, for some 30 ms; after "writing" it inserts and evicts.
+_MOMENTS = (("begun", 0.06), ("writing", 0.3))
 
 
 def _run_until_killed(folder: Path, line: str, after_s: float) -> list[str]:

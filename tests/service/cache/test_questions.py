@@ -249,3 +249,36 @@ def test_a_question_that_breaks_a_rule_is_refused(store: LatentStore, fields: di
 def test_an_embedding_that_is_none_is_refused(store: LatentStore, embedding: np.ndarray) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - the index has words of its own
         store.ask(question(), embedding)
+
+
+def test_nearer_entries_whose_latents_are_gone_hide_no_farther_ones(tmp_path: Path) -> None:
+    with running(tmp_path) as store:
+        for seed in range(1, 20):
+            record(store, similar(vector(0), 0.84, seed), seed=seed, steps=(25,))
+        record(store, similar(vector(0), 0.7), seed=20, steps=(5,))
+        written(store)
+        (hit,) = store.ask(question(), vector(0)).header.hits
+        assert hit.step == 5
+        assert store.ask(question(), vector(100)).header.outcome == MISS
+
+
+def test_pictures_of_one_prompt_start_from_all_of_its_entries(tmp_path: Path) -> None:
+    with running(tmp_path) as store:
+        for seed in range(4):
+            record(store, vector(0), seed=seed)
+        written(store)
+        started = [store.ask(question(), vector(0)).header.hits[0].entry for _ in range(8)]
+        assert len(set(started[:4])) == 4
+        assert sorted(started[:4]) == sorted(started[4:])
+
+
+def test_steps_that_a_start_makes_once_more_are_not_saved(store: LatentStore) -> None:
+    for repeated in (1, 0, -5):
+        store.ask(question(repeated_steps=repeated), vector(0))
+    assert store.statistics().steps_skipped == 24 + 25 + 25
+
+
+def test_a_job_that_asks_again_makes_no_key_worth_recording(tmp_path: Path) -> None:
+    with running(tmp_path, doorkeeper=True) as store:
+        asked = [store.ask(question(job=job), vector(0)).header.record for job in ("a", "a", "b")]
+        assert asked == [False, False, True]

@@ -16,7 +16,6 @@ from bottega.cache.store.store import LatentStore
 from bottega.errors import ConfigError, Unavailable
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_HIT, CACHE_OUTCOME_MISS, CACHE_OUTCOME_UNAVAILABLE, CacheAnswer
 from tests.support.cached_latents import (
-    LATENT_BYTES,
     MODEL,
     WAIT_S,
     digest,
@@ -24,6 +23,7 @@ from tests.support.cached_latents import (
     profile,
     question,
     record,
+    room,
     running,
     settings,
     similar,
@@ -96,7 +96,7 @@ def test_how_often_something_was_used_outlives_a_restart(tmp_path: Path) -> None
         (entry,) = store.entries(MODEL, 1)
         for _ in range(3):
             store.ask(pins((entry.entry, 5)), vector(0))
-    with running(tmp_path, budget_bytes=2 * LATENT_BYTES) as store:
+    with running(tmp_path, budget_bytes=room(2, 2)) as store:
         assert store.entries(MODEL, 1)[0].hits == 3
         record(store, vector(1), seed=1, steps=(10,))
         written(store)

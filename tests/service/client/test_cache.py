@@ -67,8 +67,7 @@ def test_a_pin_that_is_gone_is_said_with_what_helps(gateway: ScriptedGateway, ad
     gateway.scripts = [[CacheEntryGone(f"the cached latent {ENTRY}@10 is gone", metadata={"entry": f"{ENTRY}@10"})]]
     result = run("generate", "a star", "--cache-entry", f"{ENTRY}@10", address=address)
     assert result.exit_code == 1
-    said = f"error: the cached latent {ENTRY}@10 is gone\n  Without --cache-entry it is drawn from noise"
-    assert said in result.stderr
+    assert f"error: the cached latent {ENTRY}@10 is gone\n  bottega cache inspect ENTRY says" in result.stderr
 
 
 def _drawn_before() -> image_pb2.JobEvent:

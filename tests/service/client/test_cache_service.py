@@ -94,9 +94,9 @@ async def test_the_command_says_what_is_there_shows_one_and_empties_it(
 ) -> None:
     shown = await _run(gateway)
     rows = [line.split() for line in shown.stdout.splitlines()]
-    assert ["miniature", "2", "10", "1", "none:", "nothing", "is", "reused"] in rows
+    assert ["miniature", "2", "10", "1", "none"] in rows
     assert ["trouble"] not in [row[:1] for row in rows]
-    assert "bottega cache profile measures" in shown.stderr
+    assert "Without a profile nothing is reused" in shown.stderr
     (newest, _) = cache.cache.store.entries(MODEL_HASH, 2)
     said = await _run(gateway, "inspect", f"{newest.entry}@10", "-o", "entry.png")
     assert said.exit_code == 0, said.output
@@ -108,7 +108,9 @@ async def test_the_command_says_what_is_there_shows_one_and_empties_it(
     asked = await _run(gateway, "clear")
     assert (asked.exit_code, asked.stderr.splitlines()[0]) == (1, "all entries of the cache will be deleted for good")
     assert (await _run(gateway, "clear", "--yes", "--model", "nobody")).exit_code == 2
-    assert (await _run(gateway, "clear", "--yes", "--model", "miniature")).stdout == "2 entries deleted\n"
+    # As the table shows the hash of a model that is not served any more.
+    assert (await _run(gateway, "clear", "--yes", "--model", MODEL_HASH[:12])).stdout == "2 entries deleted\n"
+    assert (await _run(gateway, "clear", "--yes", "--model", "miniature")).stdout == "0 entries deleted\n"
     assert "It holds nothing yet" in (await _run(gateway, "stats")).stderr
     gone = await _run(gateway, "inspect", newest.entry)
     assert (gone.exit_code, "It was evicted or cleared" in gone.stderr) == (1, True)

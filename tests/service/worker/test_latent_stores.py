@@ -134,6 +134,18 @@ def test_a_cache_that_is_lost_is_linked_again_and_asked_again() -> None:
         assert stores.linked == 1
 
 
+def test_a_question_that_ends_every_link_is_given_up_and_others_are_answered() -> None:
+    def reply(number: int, asked: CacheQuestion) -> CacheMessage:
+        if asked.words == 99:
+            raise ValueError("a question that breaks a rule")
+        return answer_with(latent(), number=number)
+
+    with linked(ScriptedCache("one", reply)) as (stores, _):
+        poison = stores.ask(question(words=99))
+        assert poison.result(EVENTUALLY_S).header.outcome == CACHE_OUTCOME_UNAVAILABLE
+        assert len(ask(stores).result(EVENTUALLY_S).latents) == 1
+
+
 def test_an_answer_to_what_nobody_asks_any_more_is_thrown_away() -> None:
     cache = silent()
     with linked(cache) as (stores, _):

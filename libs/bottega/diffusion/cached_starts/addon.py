@@ -8,6 +8,7 @@ attempts.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -29,6 +30,7 @@ from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.spans import TracedSpan
 from bottega.diffusion.model.model import Model
+from bottega.diffusion.model.samplers import first_step_from
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import CacheEntryGone, NoCache, Violation
@@ -142,6 +144,9 @@ class JobCachedStarts(JobAddOn):
         if spec.loras and not any(part.changes_prompt for part in job.addons.values()):
             self._plain_key = self._addon.key_of(replace(spec, loras=()), self._said.tenant)
         self._embedding = conditions.conditional.pooled.float().cpu()
+        if not _has_direction(self._embedding):
+            self._give_up(NoCache("the prompt's embedding is similar to nothing: it is zero, or not finite"))
+            return
         # What the encoder has not read, its embedding does not show.
         whole = "prompt" not in conditions.truncations
         recorder = LatentRecorder(spec, job.requests[0])
@@ -152,7 +157,7 @@ class JobCachedStarts(JobAddOn):
             self.asked = self._addon.source.ask(
                 LatentQuestion(header=self._question(spec, images), embedding=self._embedding)
             )
-        if images and self.asked is not None:
+        if images and self.asked is not None and self._addon.source.linked:
             wait([self.asked], min(_MOST_ANSWER_S, _ANSWER_STEPS * self._addon.step_s))
 
     def update(self, now_s: float) -> None:
@@ -266,6 +271,8 @@ class JobCachedStarts(JobAddOn):
             plain_key=self._plain_key,
             # Where the step of the LoRAs is given, pictures have them from there on, and in no step before.
             plain_steps=spec.lora_bound if spec.lora_step is None else 0,
+            job=self._said.job,
+            repeated_steps=1 - first_step_from(spec.sampler, 1),
             pinned=[picture.pinned for picture in self._pictures if picture.pinned is not None],
         )
 
@@ -326,7 +333,8 @@ class JobCachedStarts(JobAddOn):
         """
         if self._said.pin is not None:
             name = _name(self._said.pin)
-            raise why or CacheEntryGone(f"the cached latent {name} is gone", metadata={"entry": name})
+            said = f"the cached latent {name} is gone, or was recorded for another kind of request"
+            raise why or CacheEntryGone(said, metadata={"entry": name})
         for picture in self._pictures:
             if picture.hit is None and picture.started is None:
                 picture.pinned = None
@@ -347,6 +355,12 @@ class JobCachedStarts(JobAddOn):
         ]
         if self._decided or any(start.entry for start in starts):
             self._decision = CacheDecision(starts=starts).SerializeToString()
+
+
+def _has_direction(embedding: Tensor) -> bool:
+    """Whether it has a cosine with others, in single precision. A LoRA's scale can make it as large as one likes."""
+    length = float(torch.linalg.vector_norm(embedding))
+    return math.isfinite(length) and length > 0.0
 
 
 def _name(start: CacheStart) -> str:

@@ -26,7 +26,7 @@ def has_key(spec: ResolvedSpec) -> bool:
     )
 
 
-def start_key(spec: ResolvedSpec, *, model_hash: str, dtype: str, tenant: str = "") -> str:
+def start_key(spec: ResolvedSpec, *, model_hash: str, dtype: str, tenant: str) -> str:
     """64 hex digits. model_hash: of weights and configuration, hex. dtype: the model's element type."""
     said = {
         "model_hash": model_hash,

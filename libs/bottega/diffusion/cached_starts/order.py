@@ -17,16 +17,19 @@ from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_FAST, Fidelity
 _FIELD = f"addons[{kinds.CACHE}]"
 PIN_FIELD = f"{_FIELD}.pin"
 _DECISION_FIELD = f"decisions[{kinds.CACHE}]"
-_MAX_TENANT_CHARACTERS = 128
+_MAX_NAME_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOrder:
-    """What may be done with cached latents. pin: what the request itself asks its only picture to start from."""
+    """What may be done with cached latents. job: whose they are, see CacheQuestion. pin: what the request itself asks
+    its only picture to start from.
+    """
 
     read: bool = False
     record: bool = False
     tenant: str = ""
+    job: str = ""
     fidelity: Fidelity.ValueType = FIDELITY_BALANCED
     pin: CacheStart | None = None
 
@@ -40,9 +43,10 @@ def read_order(order: EngineOrder) -> StartOrder | None:
     except DecodeError:
         raise InvalidRequest(f"{_FIELD} is no CacheOrder") from None
     violations = []
-    if len(said.tenant) > _MAX_TENANT_CHARACTERS:
-        rule = f"must be at most {_MAX_TENANT_CHARACTERS} characters"
-        violations.append(Violation(field=f"{_FIELD}.tenant", description=rule))
+    for name, value in (("tenant", said.tenant), ("job", said.job)):
+        if len(value) > _MAX_NAME_CHARACTERS:
+            rule = f"must be at most {_MAX_NAME_CHARACTERS} characters"
+            violations.append(Violation(field=f"{_FIELD}.{name}", description=rule))
     pin = None
     if said.pin:
         try:
@@ -58,7 +62,12 @@ def read_order(order: EngineOrder) -> StartOrder | None:
     # What is exact, or says nothing of it, never starts from what is similar.
     approximates = said.fidelity in (FIDELITY_BALANCED, FIDELITY_FAST)
     return StartOrder(
-        read=said.read and approximates, record=said.record, tenant=said.tenant, fidelity=said.fidelity, pin=pin
+        read=said.read and approximates,
+        record=said.record,
+        tenant=said.tenant,
+        job=said.job,
+        fidelity=said.fidelity,
+        pin=pin,
     )
 
 

@@ -33,6 +33,11 @@ class LatentReply:
 class LatentSource(Protocol):
     """All calls come from the engine's thread, and none waits."""
 
+    @property
+    def linked(self) -> int:
+        """Stores that would hear a question now."""
+        ...
+
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
         """The stores that there are now, the best first. What is asked while there are none waits for the next."""
         ...

@@ -7,7 +7,6 @@ long, or go too early.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,6 +70,9 @@ _TABLES = (
     ) STRICT, WITHOUT ROWID
     """,
 )
+
+# Questions and uses are counted by ones in double precision, where from here on one more is no more.
+_MOST_COUNTED = 2.0**53
 
 SCHEMA = SqliteSchema(
     what="the records of cached latents",
@@ -138,6 +140,6 @@ def read_latent(row: Sequence[Any], step: int) -> KeptLatent | None:
     if checksum(values) != expected:
         return None
     found = (frequency, used_at, created_at)
-    sound = all(math.isfinite(each) for each in found) and frequency >= 0.0 and used_at >= created_at >= 0.0
+    sound = all(0.0 <= each < _MOST_COUNTED for each in found) and used_at >= created_at
     usage = Usage(frequency=frequency, used_at=used_at, created_at=created_at, step=step) if sound else Usage(step=step)
     return KeptLatent(digest=values[2], usage=usage)

@@ -92,8 +92,11 @@ class MatchPredictor:
         self._training_s = 0.0
         self._predicted_hits = self._predicted_misses = self._skipped = 0
 
-    def changed(self, key: str, entries: int) -> None:
-        """An entry of a key has come or gone, and it has so many now. Trains its model in the background when due."""
+    def changed(self, key: str, *, entries: int, changes: int = 1) -> None:
+        """So many entries of a key have come or gone. entries: that it has now.
+
+        Trains its model in the background when due.
+        """
         with self._lock:
             if entries < self._settings.least_entries:
                 self._keys.pop(key, None)
@@ -101,7 +104,7 @@ class MatchPredictor:
             if key not in self._keys and len(self._keys) >= self._settings.most_models:
                 return
             known = self._keys.setdefault(key, _Key())
-            known.changes += 1
+            known.changes += changes
             due = known.model is None or known.changes >= self._settings.changed_share * known.entries
             if known.training or not due:
                 return

@@ -5,6 +5,7 @@ They change together: an entry that is in the table is in the index, too. Any th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -52,12 +53,12 @@ class Contents:
 
     def forget(self, entries: Iterable[Entry]) -> None:
         """The table has no latents of these any more."""
-        keys = set()
+        changes: Counter[str] = Counter()
         for entry in entries:
             self.index.remove(entry.key, entry.number)
-            keys.add(entry.key)
-        for key in keys:
-            self._tell_predictor(key)
+            changes[entry.key] += 1
+        for key, number in changes.items():
+            self._tell_predictor(key, number)
 
     def close(self) -> None:
         """Ends what the index and the predictor do in the background."""
@@ -65,9 +66,9 @@ class Contents:
             self.predictor.close()
         self.index.close()
 
-    def _tell_predictor(self, key: str) -> None:
+    def _tell_predictor(self, key: str, changes: int = 1) -> None:
         if self.predictor is not None:
-            self.predictor.changed(key, self.index.entries(key))
+            self.predictor.changed(key, entries=self.index.entries(key), changes=changes)
 
 
 def _vector(record: EntryRecord) -> np.ndarray:

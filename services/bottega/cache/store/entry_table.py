@@ -58,6 +58,7 @@ class EntryTable:
         self._models: Counter[str] = Counter()
         self._model_latents: Counter[str] = Counter()
         self._model_keys: Counter[str] = Counter()
+        self._picture_bytes = 0
         self._changes = Changes()
         # The policy's clock: questions, those of earlier times included.
         self._now = 0.0
@@ -67,8 +68,8 @@ class EntryTable:
 
     @property
     def size_bytes(self) -> int:
-        """Of all latents."""
-        return self._heap.size_bytes
+        """Of all latents, and of the pictures of their entries."""
+        return self._heap.size_bytes + self._picture_bytes
 
     @property
     def now(self) -> float:
@@ -91,6 +92,7 @@ class EntryTable:
             self._keys[entry.key] += 1
             self._models[entry.model_hash] += 1
             self._model_latents[entry.model_hash] += len(digests)
+            self._picture_bytes += entry.picture.size_bytes
             for step, latent in record.latents.items():
                 self._heap.add((entry.number, step), latent.usage, size_bytes=entry.latent_bytes)
                 self._now = max(self._now, latent.usage.used_at)
@@ -130,7 +132,8 @@ class EntryTable:
             for number, similarity in similarities:
                 kept = self._kept.get(number)
                 if kept is not None and kept.entry.key == key:
-                    found.append(Candidate(number=number, similarity=similarity, steps=tuple(kept.digests)))
+                    steps = tuple(kept.digests)
+                    found.append(Candidate(number=number, similarity=similarity, steps=steps, hits=kept.hits))
         return found
 
     def latent(self, number: int, step: int) -> tuple[Entry, bytes] | None:
@@ -159,12 +162,13 @@ class EntryTable:
         return removal
 
     def evict(self, until_bytes: int, until_entries: int) -> Removal:
-        """Forgets latents, the least first, until there are at most so many bytes of them, and so many entries."""
+        """Forgets latents, the least first, until there are at most so many bytes, and so many entries.
+
+        The picture of an entry goes with its last latent.
+        """
         removal = Removal()
         with self._lock:
-            for place in self._heap.evict(until_bytes):
-                self._drop(*place, removal)
-            while len(self._kept) > max(0, until_entries):
+            while self._kept and (self.size_bytes > until_bytes or len(self._kept) > until_entries):
                 for place in self._heap.evict(self._heap.size_bytes - 1):
                     self._drop(*place, removal)
         return removal
@@ -208,6 +212,7 @@ class EntryTable:
             return
         del self._kept[number]
         del self._numbers[entry.name]
+        self._picture_bytes -= entry.picture.size_bytes
         removal.entries.append(entry)
         removal.files.append(picture_name(entry.name))
         self._changes.hits.pop(number, None)

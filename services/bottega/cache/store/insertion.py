@@ -65,7 +65,7 @@ class Insertion:
     def make_room(self, recordings: Sequence[CheckedRecording] = ()) -> None:
         """Evicts until the budgets hold with these; where anything goes, some more goes with it."""
         table, settings = self._contents.table, self._settings
-        room_bytes = settings.budget_bytes - sum(recording.latent_bytes for recording in recordings)
+        room_bytes = settings.budget_bytes - sum(recording.file_bytes for recording in recordings)
         room_entries = settings.max_entries - len(recordings)
         if table.size_bytes <= room_bytes and len(table) <= room_entries:
             return

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bottega.cache.disk.latent_files import LatentFiles, latent_name
 from bottega.cache.disk.profiles import ProfileFolder
+from bottega.cache.index.vector_index import MAX_COUNT
 from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.store.contents import Contents
 from bottega.cache.store.entry_table import Removal
@@ -21,7 +22,7 @@ from bottega.cache.store.selector import Exploration, Selection, Selector
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.statistics import Counts
 from bottega.errors import StorageUnavailable
-from bottega.planning.skip_profile import SkipProfile
+from bottega.planning.skip_profile import SkipProfile, skip_steps
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheAnswer, CacheOutcome, CacheQuestion, CacheStart
 
@@ -51,11 +52,6 @@ class _Served:
     latents: list[RecordedLatent] = field(default_factory=list)
     failed: set[tuple[int, int]] = field(default_factory=set)
     holes: int = 0
-
-    @property
-    def steps(self) -> int:
-        """That are skipped."""
-        return sum(start.step for start in self.starts)
 
     def answer(self, outcome: CacheOutcome.ValueType) -> StoreAnswer:
         """It, as the worker is told."""
@@ -119,6 +115,7 @@ class Lookup:
             similarity = self._index.similarity(entry.key, entry.number, embedding)
             if similarity is not None:
                 self._read(entry.number, start.step, similarity, served)
+        self._counts.add("steps_skipped", _saved_steps(question, served.starts))
         if len(served.starts) == len(wanted):
             return served.answer(cache_pb2.CACHE_OUTCOME_HIT)
         return served.answer(_miss(served) if known else cache_pb2.CACHE_OUTCOME_UNAVAILABLE)
@@ -138,13 +135,26 @@ class Lookup:
             return None
         began = time.perf_counter()
         count = max(_LEAST_MATCHES, _MATCHES_PER_PICTURE * question.images)
-        matches = [(match.number, match.similarity) for match in self._index.search(key, embedding, count)]
-        found = _Found(key=key, latest=latest, matches=matches)
+        found = _Found(key=key, latest=latest, matches=self._matches(key, embedding, count))
+        if len(found.matches) == count and self._are_without_latents(found, question, profile):
+            found = _Found(key=key, latest=latest, matches=self._matches(key, embedding, MAX_COUNT))
         if self._predictor is not None and prediction is not None:
             hits = self._select(question, [found], profile)
             lookup_s = time.perf_counter() - began
             self._predictor.record(prediction, hit=bool(hits), lookup_s=lookup_s, saved_s=_saved_s(question, hits))
         return found
+
+    def _matches(self, key: str, embedding: Vector, count: int) -> list[tuple[int, float]]:
+        return [(match.number, match.similarity) for match in self._index.search(key, embedding, count)]
+
+    def _are_without_latents(self, found: _Found, question: CacheQuestion, profile: SkipProfile) -> bool:
+        """Whether too few have a latent that would do, and others, which are farther, may still be similar enough.
+
+        So it is where the latents after few steps, which any of them may start from, were evicted.
+        """
+        farthest = found.matches[-1][1]
+        similar = skip_steps(profile, similarity=farthest, words=question.words, steps=question.steps)
+        return bool(similar) and len(self._select(question, [found], profile)) < question.images
 
     def _select(self, question: CacheQuestion, searches: Sequence[_Found], profile: SkipProfile) -> list[Selection]:
         """Those of the first search come first."""
@@ -181,6 +191,7 @@ class Lookup:
                 taken.add(selection.number)
             else:  # it is gone, and an earlier latent of its entry may do
                 found = self._select(question, searches, profile)
+        self._counts.add("steps_skipped", _saved_steps(question, served.starts))
         if len(served.starts) == question.images:
             return self._counted(served, cache_pb2.CACHE_OUTCOME_HIT)
         explored = wanted < possible and len(served.starts) == wanted
@@ -207,7 +218,6 @@ class Lookup:
             self._lose(number, step, name)
             return False
         self._table.use(number, step)
-        self._counts.add("steps_skipped", step)
         served.starts.append(
             CacheStart(entry=entry.name, step=step, similarity=similarity, without_loras=entry.key != served.key)
         )
@@ -225,8 +235,13 @@ class Lookup:
 
 def _saved_s(question: CacheQuestion, found: list[Selection]) -> float | None:
     """Seconds that the steps take which these save; None where the worker has not said what a step takes."""
-    steps = sum(selection.step for selection in found[: question.images])
+    steps = _saved_steps(question, found[: question.images])
     return steps * question.step_s if question.step_s > 0.0 else None
+
+
+def _saved_steps(question: CacheQuestion, starts: Iterable[CacheStart | Selection]) -> int:
+    """That these starts save the question's pictures."""
+    return sum(max(0, start.step - max(0, question.repeated_steps)) for start in starts)
 
 
 def _miss(served: _Served) -> CacheOutcome.ValueType:

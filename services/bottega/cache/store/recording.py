@@ -44,14 +44,14 @@ class CheckedRecording:
         return math.prod(self.shape) * self.dtype.item_bytes
 
     @property
-    def latent_bytes(self) -> int:
-        """Of all its latents."""
-        return self.each_bytes * len(self.latents)
+    def file_bytes(self) -> int:
+        """Of all its latents, and its picture."""
+        return self.each_bytes * len(self.latents) + len(self.picture)
 
     @property
     def size_bytes(self) -> int:
         """What it has in memory, about."""
-        return self.latent_bytes + len(self.picture) + self.embedding.nbytes + len(self.parameters)
+        return self.file_bytes + self.embedding.nbytes + len(self.parameters)
 
 
 def to_recording(
@@ -90,8 +90,9 @@ def checked_embedding(embedding: Vector) -> Vector:
     """The embedding itself. Raises ValueError for one that has no direction."""
     if embedding.dtype != np.float32 or embedding.ndim != 1 or not 0 < embedding.size <= MAX_EMBEDDING:
         raise ValueError(f"an embedding is a vector of at most {MAX_EMBEDDING} numbers in float32")
-    # In float64: the squares of large numbers that are finite themselves must be, too.
-    length = float(np.linalg.norm(embedding.astype(np.float64)))
+    # In its own precision, as the index makes unit vectors of them: squares of numbers that are finite may not be.
+    with np.errstate(over="ignore"):
+        length = float(np.linalg.norm(embedding))
     if not (math.isfinite(length) and length > 0.0):
         raise ValueError("an embedding is finite, and not zero")
     return embedding

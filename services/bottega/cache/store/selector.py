@@ -9,14 +9,20 @@ from typing import Protocol
 
 from bottega.planning.skip_profile import SkipProfile, served_step, skip_steps
 
+# Of a similarity: of one prompt's embeddings, in single precision, cosines differ from 1 by less.
+_DIGITS = 5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """An entry that a search has found. similarity: cosine of the two prompts' embeddings. steps: of its latents."""
+    """An entry that a search has found. similarity: cosine of the two prompts' embeddings. steps: of its latents.
+    hits: how often pictures have started from it.
+    """
 
     number: int
     similarity: float
     steps: Collection[int]
+    hits: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,8 @@ class Selector(Protocol):
 
 
 class MostStepsSelector:
-    """The latent that saves most steps goes first, of equal ones that of the most similar prompt.
+    """The latent that saves most steps goes first, of equal ones that of the most similar prompt, of equally similar
+    ones the one that was started from least: so that not all pictures of one prompt begin alike.
 
     Each of them is similar enough for its steps, as the profile says.
     """
@@ -52,21 +59,23 @@ class MostStepsSelector:
         self, candidates: Sequence[Candidate], *, profile: SkipProfile, words: int, steps: int, latest: int
     ) -> list[Selection]:
         """At most one latent of each candidate, that of the most steps first. See Selector.select."""
-        found = []
+        found: list[tuple[Selection, int]] = []
         for candidate in candidates:
             similar_enough = skip_steps(profile, similarity=candidate.similarity, words=words, steps=steps)
             allowed = [step for step in similar_enough if step <= latest]
             step = served_step(allowed, candidate.steps)
             if step:
-                found.append(
-                    Selection(
-                        number=candidate.number,
-                        similarity=candidate.similarity,
-                        step=step,
-                        hole=step != allowed[0],
-                    )
+                selection = Selection(
+                    number=candidate.number, similarity=candidate.similarity, step=step, hole=step != allowed[0]
                 )
-        return sorted(found, key=lambda selection: (-selection.step, -selection.similarity, selection.number))
+                found.append((selection, candidate.hits))
+        return [selection for selection, _ in sorted(found, key=_order)]
+
+
+def _order(found: tuple[Selection, int]) -> tuple[float, ...]:
+    """The best first."""
+    selection, hits = found
+    return (-selection.step, -round(selection.similarity, _DIGITS), hits, selection.number)
 
 
 class Exploration:

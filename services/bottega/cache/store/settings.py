@@ -12,9 +12,9 @@ from bottega.planning.eviction import LCBFU, EvictionPolicy
 class StoreSettings:
     """What a LatentStore may be told.
 
-    folder: of records, latents and profiles; one process at a time has it. budget_bytes: of latents; pictures come on
-    top, at most one of 192 KiB for each entry. policy: which latents go first; its clock counts questions. batch_share:
-    of the budget, that an eviction frees beyond what is needed, so that deletions come together. max_entries: pictures
+    folder: of records, latents and profiles; one process at a time has it. budget_bytes: of latents and
+    the small pictures of their entries. policy: which latents go first; its clock counts questions. batch_share: of the
+    budget, that an eviction frees beyond what is needed, so that deletions come together. max_entries: pictures
     of which there are latents. min_free_bytes: of the disk, that are left to others; of one smaller than 20 times that,
     a twentieth. exploration: share of the hits that are drawn from noise all the same. plain_for_loras: whether
     questions are also answered with entries of their plain_key. doorkeeper: whether a key is recorded only from its

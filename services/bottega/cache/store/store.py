@@ -106,7 +106,7 @@ class LatentStore:
             answer = self._lookup.pinned(question, embedding)
             self._counts.lookup(answer.header.outcome)
             return answer
-        repeated = self._is_repeated(question.key)
+        repeated = self._is_repeated(question)
         if question.images and question.fidelity in _APPROXIMATE:
             answer = self._lookup.similar(question, embedding)
             self._counts.lookup(answer.header.outcome)
@@ -190,8 +190,9 @@ class LatentStore:
         if not self._profiles.has(profile.model_hash):
             self._profiles.set(profile)
 
-    def _is_repeated(self, key: str) -> bool:
-        return self._doorkeeper is None or self._doorkeeper.admits(key) or self._table.has_key(key)
+    def _is_repeated(self, question: CacheQuestion) -> bool:
+        known = self._doorkeeper is None or self._doorkeeper.admits(question.key, question.job)
+        return known or self._table.has_key(question.key)
 
     def _models(self) -> tuple[ModelStatistics, ...]:
         found = self._table.models()
@@ -218,7 +219,7 @@ class LatentStore:
                     model_hash=entry.model_hash,
                     key=entry.key,
                     steps=steps,
-                    bytes=len(steps) * entry.latent_bytes,
+                    bytes=len(steps) * entry.latent_bytes + entry.picture.size_bytes,
                     recorded_s=entry.recorded_s,
                     hits=hits,
                 )

@@ -121,7 +121,7 @@ class CacheWriter:
         """Why it is dropped; None where it waits."""
         if self._trouble:
             return Dropped.TROUBLE
-        if recording.latent_bytes > self._settings.budget_bytes:
+        if recording.file_bytes > self._settings.budget_bytes:
             return Dropped.TOO_LARGE
         with self._lock:
             size_bytes = self._waiting_bytes + recording.size_bytes
@@ -196,7 +196,7 @@ class CacheWriter:
         most = min(_MOST_AT_ONCE, max(1, int(_SHARE_AT_ONCE * self._settings.max_entries)))
         with self._lock:
             while self._waiting and len(batch) < most:
-                left_bytes -= self._waiting[0].latent_bytes
+                left_bytes -= self._waiting[0].file_bytes
                 if batch and left_bytes < 0:
                     break
                 batch.append(self._waiting.popleft())

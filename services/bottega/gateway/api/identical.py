@@ -69,7 +69,7 @@ class IdenticalResults:
         model: Model,
         complete: Callable[[GenerationSpec], GenerationSpec],
         *,
-        tenant: str = "",
+        tenant: str,
     ) -> IdenticalResult | None:
         """What answers a request; its pictures are on the disk, and stay as long as new ones. None: draw it.
 

@@ -26,17 +26,22 @@ _log = logging.getLogger(__name__)
 
 # That wait for their answers: a worker holds at most some tens of jobs.
 _MOST_QUESTIONS = 1024
+# Times that one question is sent: links are lost now and then, but never mind one question that ends them all.
+_MOST_TRIES = 3
 # Caches that are linked: a fleet has one, or a few.
 _MOST_STORES = 4
+
+_UNAVAILABLE = LatentReply(header=CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Question:
-    """link: that was asked it; None while there is none."""
+    """link: that was asked it; None while there is none. tries: links that were."""
 
     question: LatentQuestion
     answer: Future[LatentReply]
     link: CacheStoreLink | None = None
+    tries: int = 0
 
 
 class LatentStores:
@@ -84,7 +89,7 @@ class LatentStores:
         with self._lock:
             self._questions = {key: each for key, each in self._questions.items() if not each.answer.done()}
             if len(self._questions) >= _MOST_QUESTIONS:
-                answer.set_result(LatentReply(header=CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE)))
+                answer.set_result(_UNAVAILABLE)
                 return answer
             number = next(self._numbers)
             asked = self._questions[number] = _Question(question=question, answer=answer)
@@ -152,7 +157,12 @@ class LatentStores:
                 self._send(number, asked)
 
     def _send(self, number: int, asked: _Question) -> None:
-        """Asks the first cache that is linked. Under the lock."""
+        """Asks the first cache that is linked; what was asked often enough has no answer. Under the lock."""
+        if asked.tries == _MOST_TRIES:
+            if asked.answer.set_running_or_notify_cancel():
+                asked.answer.set_result(_UNAVAILABLE)
+            return
         link = self._first_open()
         if link is not None and link.ask(number, asked.question):
             asked.link = link
+            asked.tries += 1

@@ -32,6 +32,8 @@ def test_a_latent_that_is_another_ones_is_none(column: str, value: object) -> No
         ("used_at", 1.0),
         ("used_at", math.nan),
         ("used_at", math.inf),
+        ("used_at", 1e308),
+        ("frequency", 2.0**53),
         ("created_at", -1.0),
     ],
 )

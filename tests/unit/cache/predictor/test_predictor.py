@@ -34,7 +34,7 @@ class _Store:
     def fill(self, key: str, count: int, *, wait: bool = True) -> None:
         for vector in _near(count, seed=self._number):
             self.index.add(key, self._number, vector)
-            self.predictor.changed(key, self.index.entries(key))
+            self.predictor.changed(key, entries=self.index.entries(key))
             self._number += 1
         if wait:
             wait_until(lambda: self.predictor.predict(key, _near(1, seed=1)[0]).measured, "a model")
@@ -121,7 +121,7 @@ def test_a_key_that_shrinks_loses_its_model_and_there_are_at_most_so_many(store:
     store.fill("second", 200)
     store.fill("third", 210, wait=False)
     assert not store.predictor.predict("third", _near(1, seed=1)[0]).measured
-    store.predictor.changed("key", 199)
+    store.predictor.changed("key", entries=199)
     assert not store.predictor.predict("key", _near(1, seed=1)[0]).measured
     store.fill("third", 1)
     assert store.predictor.statistics().models == 2
@@ -148,14 +148,14 @@ def test_one_training_at_a_time_and_a_failed_one_is_made_up_for() -> None:
 
     predictor = MatchPredictor(sample, settings=SETTINGS)
     try:
-        predictor.changed("key", 200)
+        predictor.changed("key", entries=200)
         assert reached.wait(EVENTUALLY_S)
         for _ in range(20):
-            predictor.changed("key", 200)
+            predictor.changed("key", entries=200)
         go_on.set()
 
         def trained_again() -> bool:
-            predictor.changed("key", 200)
+            predictor.changed("key", entries=200)
             return len(calls) > 1
 
         wait_until(trained_again, "a second training")

@@ -39,7 +39,7 @@ def test_what_there_is_of_a_model_is_counted() -> None:
         "m": (3, 6, 2),
         "n": (1, 2, 1),
     }
-    assert (len(table), table.size_bytes) == (4, 8 * 32)
+    assert (len(table), table.size_bytes) == (4, 8 * 32 + 4 * 3)
 
 
 def test_keys_and_models_without_entries_vanish() -> None:
@@ -63,7 +63,7 @@ def test_a_candidate_has_the_key_and_the_steps_that_are_left() -> None:
 
 def test_what_goes_is_told_with_its_files_and_rows() -> None:
     table = _table()
-    removal = table.evict(7 * 32, 10)
+    removal = table.evict(7 * 32 + 4 * 3, 10)
     assert (removal.latents, len(removal.files), removal.entries) == (1, 1, [])
     table.take_changes()
     for _ in range(2):

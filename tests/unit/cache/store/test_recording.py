@@ -35,7 +35,7 @@ def test_a_recording_is_a_copy() -> None:
     assert made.latents == {5: latent(0, 5).data, 10: latent(0, 10).data}
     assert (made.embedding == vector(0)).all()
     assert made.picture == bytes(60)
-    assert (made.latent_bytes, made.height, made.width) == (2 * LATENT_BYTES, 4, 5)
+    assert (made.file_bytes, made.height, made.width) == (2 * LATENT_BYTES + 60, 4, 5)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,8 @@ def test_a_recording_is_a_copy() -> None:
         {"picture": np.zeros((4, 5, 3), np.float32)},
         {"embedding": np.zeros(64, np.float32)},
         {"embedding": np.full(64, np.inf, np.float32)},
+        {"embedding": np.full(64, 1e25, np.float32)},
+        {"embedding": np.full(64, 1e-25, np.float32)},
         {"embedding": np.ones(4097, np.float32)},
         {"embedding": np.ones((2, 32), np.float32)},
     ],

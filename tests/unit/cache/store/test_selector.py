@@ -23,8 +23,8 @@ def _select(*candidates: Candidate, words: int = 5, steps: int = 50, latest: int
     return [(selection.number, selection.step, selection.hole) for selection in found]
 
 
-def _candidate(number: int, similarity: float, steps: tuple[int, ...] = _ALL) -> Candidate:
-    return Candidate(number=number, similarity=similarity, steps=steps)
+def _candidate(number: int, similarity: float, steps: tuple[int, ...] = _ALL, hits: int = 0) -> Candidate:
+    return Candidate(number=number, similarity=similarity, steps=steps, hits=hits)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,12 @@ def test_a_hole_is_served_by_the_largest_below() -> None:
 def test_most_steps_come_first_and_of_equal_ones_the_most_similar() -> None:
     candidates = (_candidate(1, 0.99, (5,)), _candidate(2, 0.91), _candidate(3, 0.93), _candidate(4, 0.3))
     assert _select(*candidates) == [(3, 20, False), (2, 20, False), (1, 5, True)]
+
+
+def test_of_equally_similar_ones_the_one_that_was_started_from_least_comes_first() -> None:
+    # Of the same prompt, whose cosines differ in the last bits.
+    candidates = (_candidate(1, 1.0, hits=2), _candidate(2, 0.9999999, hits=1), _candidate(3, 0.99, hits=0))
+    assert [number for number, _, _ in _select(*candidates)] == [2, 1, 3]
 
 
 def test_no_latent_is_later_than_it_may_be_and_that_is_no_hole() -> None:

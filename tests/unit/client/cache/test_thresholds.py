@@ -45,6 +45,13 @@ def test_fast_allows_a_loss_that_balanced_does_not() -> None:
     assert (message.model_hash, message.about, fast.max_words) == ("ab" * 32, "how", 15)
 
 
+def test_a_model_of_which_nothing_may_be_reused_has_a_profile_that_says_so() -> None:
+    message = profile_message("ab" * 32, _samples(100, lost=0.9, from_similarity=2.0), "how")
+
+    assert [list(each.thresholds) for each in message.balanced] == [[]]
+    assert not message.fast
+
+
 def test_long_prompts_have_thresholds_of_their_own() -> None:
     samples = _samples(200, lost=0.5, from_similarity=0.1) + _samples(200, words=16, lost=0.5, from_similarity=0.4)
 

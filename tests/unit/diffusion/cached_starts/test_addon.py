@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bottega import kinds
+from bottega.diffusion.cached_starts import addon
 from bottega.diffusion.engine.events import JobAdvanced, JobCheckpointed, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
@@ -20,7 +22,7 @@ from bottega.errors import BottegaError, CacheEntryGone, InvalidRequest, NoCache
 from bottega.latents import format_start
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheDecision
 from bottega.v1.fleet_pb2 import ServiceAddress
-from bottega.v1.generation_pb2 import FIDELITY_EXACT, FIDELITY_FAST
+from bottega.v1.generation_pb2 import FIDELITY_EXACT, FIDELITY_FAST, Fidelity
 from tests.fakes.fake_time import FakeTime
 from tests.fakes.scripted_latents import TIMEOUT_S, Cached, Hit, ScriptedLatents, answer, cached, entry
 from tests.support.addon_messages import starts_at
@@ -324,3 +326,64 @@ def test_stores_are_told_of(model: Model) -> None:
     services = [ServiceAddress(kind=kind, name=kind, address=kind) for kind in (kinds.LORAS, kinds.CACHE)]
     desk.engine.set_services(services)
     assert desk.source.stores == [kinds.CACHE]
+
+
+@pytest.fixture
+def zero_embeddings(model: Model) -> Iterator[None]:
+    """All prompts have the same, without a direction."""
+    weight: Tensor = model.text_encoders[1].text_projection.weight
+    before = weight.detach().clone()
+    with torch.inference_mode():
+        weight.zero_()
+    yield
+    with torch.inference_mode():
+        weight.copy_(before)
+
+
+@pytest.mark.usefixtures("zero_embeddings")
+def test_a_prompt_whose_embedding_has_no_direction_asks_nothing(model: Model) -> None:
+    desk = Cached(model)
+    assert desk.draw(ORDER).record.exact
+    pinned = desk.draw(cached(replace(ORDER, key="pinned"), pin=NAME))
+    assert isinstance(pinned.error, NoCache)
+    assert not desk.source.asked
+    assert not desk.source.recordings
+
+
+@pytest.mark.parametrize(
+    ("linked", "step_s", "fidelity", "waits_s"),
+    [
+        (1, 0.1, FIDELITY_FAST, [0.01]),
+        (1, 9.0, FIDELITY_FAST, [0.02]),
+        (1, 0.0, FIDELITY_FAST, [0.0]),
+        (0, 0.1, FIDELITY_FAST, []),
+        (1, 0.1, FIDELITY_EXACT, []),
+    ],
+    ids=["a tenth of a step", "at most 20 ms", "no step is known", "nobody would hear it", "nothing may come of it"],
+)
+def test_an_answer_is_waited_for_a_moment_at_most(
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    linked: int,
+    step_s: float,
+    fidelity: Fidelity.ValueType,
+    waits_s: list[float],
+) -> None:
+    waited_s: list[float] = []
+    monkeypatch.setattr(addon, "wait", lambda asked, timeout: waited_s.append(timeout))
+    desk = Cached(model, ScriptedLatents(linked=linked))
+    desk.starts.step_s = step_s
+    desk.easel.submit(cached(ORDER, fidelity=fidelity))
+    desk.easel.turn()
+    assert len(desk.source.asked) == 1
+    assert waited_s == pytest.approx(waits_s)
+
+
+def test_a_question_says_whose_it_is_and_which_steps_are_made_once_more(model: Model) -> None:
+    desk = Cached(model)
+    for kind in (SamplerKind.EULER, SamplerKind.EULER_ANCESTRAL):
+        desk.draw(cached(replace(ORDER, key=kind.name, spec=replace(SPEC, sampler=kind)), job="a job"))
+    assert [(asked.header.job, asked.header.repeated_steps) for asked in desk.source.asked] == [
+        ("a job", 1),
+        ("a job", 0),
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -100,6 +100,35 @@ def changed(spec: ResolvedSpec, draw: random.Random) -> ResolvedSpec:
     if field == "loras":
         return replace(spec, loras=changed_part(spec.loras, ["digest", "scale"], LORA, draw))
     return replace(spec, **{field: another(getattr(spec, field), draw)})
+
+
+# What is not in the key: the prompt, which is what may be similar; what latents are drawn from besides; what makes a
+# job have no key at all (has_key); and what only says when, how fast or where something is done.
+NO_KEY = {
+    ResolvedSpec: {
+        "prompt",
+        "prompt_2",
+        "seed",
+        "num_images",
+        "strength",
+        "stale_residuals",
+        "edit",
+        "keep_for_editing",
+    },
+    ControlSpec: {"name", "measured"},
+    LoraSpec: {"name", "measured", "bound", "from_step"},
+}
+
+
+def test_every_field_of_a_job_is_in_the_key_or_known_to_be_out_of_it() -> None:
+    varied = {
+        ResolvedSpec: {*FIELDS, "controlnets", "loras"},
+        ControlSpec: set(CONTROL_FIELDS),
+        LoraSpec: {"digest", "scale"},
+    }
+    for kind, names in varied.items():
+        assert {field.name for field in fields(kind)} == names | NO_KEY[kind]
+        assert not names & NO_KEY[kind]
 
 
 def test_ten_thousand_pairs_that_differ_in_one_field_have_different_keys() -> None:

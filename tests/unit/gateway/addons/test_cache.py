@@ -188,6 +188,15 @@ async def test_a_seed_alone_is_exact_and_one_beside_a_pin_or_the_switch_is_not(
     assert defaults.complete(spec, MODEL, resolutions).fidelity == FAST
 
 
+@pytest.mark.parametrize("beside", [{"image": b"a picture"}, {"prompt_2": "a heart"}])
+async def test_the_switch_is_without_effect_where_nothing_starts_from_a_latent(
+    cache: CacheAddOn, beside: dict[str, object]
+) -> None:
+    spec = GenerationSpec(seed=1, techniques=ON, **beside)  # type: ignore[arg-type]  # fields of a spec
+    assert cache.is_named(spec)
+    assert defaults.complete(spec, MODEL, [ResolvedCache()]).fidelity == EXACT
+
+
 async def test_a_pin_needs_a_store_and_the_switch_does_not(cache: CacheAddOn) -> None:
     pinned = GenerationSpec(techniques=Techniques(cache_entry=PIN))
     with pytest.raises(NoCache, match=PIN) as refused:

@@ -36,7 +36,7 @@ def _spec() -> GenerationSpec:
 
 
 def _key(spec: GenerationSpec, **facts: object) -> str:
-    given = {"model_hash": "m" * 64, "dtype": "float16", "versions": ["v1", "v2"], **facts}
+    given = {"model_hash": "m" * 64, "dtype": "float16", "versions": ["v1", "v2"], "tenant": "", **facts}
     return result_key(spec, **given)  # type: ignore[arg-type]
 
 
@@ -165,16 +165,16 @@ async def _provenance(**facts: object) -> Provenance:
 
 
 async def test_a_finished_job_has_the_key_of_the_request_that_it_was_made_of() -> None:
-    key = key_of_result(without_images(_request()), await _provenance())
+    key = key_of_result(without_images(_request()), await _provenance(), tenant="")
     assert key == _key(await outline_of(_request())) != ""
 
 
 async def test_exact_is_answered_by_what_is_exact_only() -> None:
     bare, provenance = without_images(_request()), await _provenance()
     provenance.exact = False
-    assert key_of_result(bare, provenance) == ""
+    assert key_of_result(bare, provenance, tenant="") == ""
     bare.fidelity = generation_pb2.FIDELITY_BALANCED
-    assert key_of_result(bare, provenance) != ""
+    assert key_of_result(bare, provenance, tenant="") != ""
 
 
 async def test_a_job_whose_provenance_leaves_something_open_answers_nobody() -> None:
@@ -182,7 +182,7 @@ async def test_a_job_whose_provenance_leaves_something_open_answers_nobody() -> 
     for name in ("controlnets", "model_hash", "dtype"):
         provenance = await _provenance()
         provenance.ClearField(name)
-        assert key_of_result(bare, provenance) == ""
+        assert key_of_result(bare, provenance, tenant="") == ""
 
 
 async def test_every_input_image_that_is_served_counts_by_its_digest() -> None:
@@ -197,7 +197,7 @@ async def test_every_input_image_that_is_served_counts_by_its_digest() -> None:
 
 async def test_a_finished_edit_has_the_key_of_the_request_that_it_was_made_of() -> None:
     mask = MaskUse(digest=await digest(b"a mask"), width=64, share=0.2, recording="ab")
-    key = key_of_result(without_images(_edit()), await _provenance(mask=mask))
+    key = key_of_result(without_images(_edit()), await _provenance(mask=mask), tenant="")
     assert key == _key(await outline_of(_edit())) != ""
     assert key != _key(await outline_of(_request()))
-    assert key_of_result(without_images(_edit()), await _provenance()) == "", "of which mask?"
+    assert key_of_result(without_images(_edit()), await _provenance(), tenant="") == "", "of which mask?"

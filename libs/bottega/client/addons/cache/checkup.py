@@ -14,6 +14,7 @@ from bottega.v1 import cache_pb2
 from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
 
 _ANSWER_S = 5.0
+_EMBEDDED = "miniature"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +53,20 @@ def _check_cache(cache: Registration, served: dict[str, str]) -> Iterator[CheckR
     for model_hash, name in sorted(served.items(), key=lambda item: item[1]):
         if model_hash not in findings.profiled:
             yield warn(
-                f"the approximate cache {cache.name} has no profile of {name}, so nothing is reused for it",
-                f"bottega cache profile --model {name} measures which similarity is enough.",
+                f"the approximate cache {cache.name} has no profile of {name}, so nothing is reused for it (where its "
+                "embeddings are 768 wide, Nirvana's own thresholds count)",
+                _how_to_measure(name),
             )
+
+
+def _how_to_measure(model: str) -> str:
+    """The whole command: only the embedded model has prompts and a judge of its own."""
+    if model == _EMBEDDED:
+        return f"bottega cache profile --model {model} measures which similarity is enough."
+    return (
+        f"bottega cache profile --model {model} --prompts FILE --clip FOLDER measures which similarity is enough: FILE "
+        "has prompts as people send them, one a line, FOLDER a CLIP of transformers."
+    )
 
 
 async def _ask(cache: Registration) -> _Findings:

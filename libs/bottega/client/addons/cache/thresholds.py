@@ -46,10 +46,12 @@ def skip_profile(samples: Sequence[PairSample], alpha: float) -> SkipProfile:
 
 
 def profile_message(model_hash: str, samples: Sequence[PairSample], about: str) -> CacheProfile:
-    """For both fidelities."""
+    """For both fidelities. Where nothing may be reused, a class without thresholds says so: without one it is none."""
     profile = CacheProfile(model_hash=model_hash, about=about)
     profile.balanced.extend(_messages(skip_profile(samples, BALANCED_ALPHA)))
     profile.fast.extend(_messages(skip_profile(samples, FAST_ALPHA)))
+    if not profile.balanced and not profile.fast:
+        profile.balanced.add()
     return profile
 
 

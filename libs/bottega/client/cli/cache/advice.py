@@ -8,7 +8,10 @@ from bottega.errors import BottegaError
 
 _BY_CLASS = {
     errors.CacheEntryNotFound: "It was evicted or cleared, or never there; bottega cache says what the cache holds.",
-    errors.CacheEntryGone: "Without --cache-entry it is drawn from noise, which any seed draws again.",
+    errors.CacheEntryGone: (
+        "bottega cache inspect ENTRY says whether it is there, and what for: all but prompt and seed has to be equal. "
+        "Without --cache-entry the picture is drawn from noise."
+    ),
     errors.NoCache: "bottega fleet shows whether an approximate cache has joined; bottega logs cache why one has not.",
 }
 

@@ -10,7 +10,7 @@ from bottega.client.cli.cache.profiles import command as profiles_command
 from bottega.client.cli.cache.stats import command as stats_command
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.list_group import ListGroup
-from bottega.client.cli.terminal import confirm, note, say
+from bottega.client.cli.terminal import confirm, fail, note, say
 from bottega.client.sdk.clients import Client
 
 _WARM = "warm"
@@ -47,7 +47,7 @@ def command() -> None:
 
 
 @command.command("clear")
-@click.option("--model", help="Only the entries of this model, as bottega models lists it, or of this hash.")
+@click.option("--model", help="Only the entries of this model, as bottega models or bottega cache lists it.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @address_option
 @fleet_option
@@ -64,8 +64,21 @@ def clear(*, model: str | None, yes: bool, address: str) -> None:
 
 
 def _hash_of(client: Client, model: str) -> str:
-    """A model that is not served now is meant by its hash."""
-    return next((served.model_hash for served in client.models() if served.name == model), model)
+    """A model that is not served now is meant by its hash, or by the beginning of it, as tables show it."""
+    for served in client.models():
+        if served.name == model:
+            return served.model_hash
+    known = {each.model_hash for cache in client.cache_stats() for each in cache.stats.models}
+    found = sorted(each for each in known if each.startswith(model))
+    if len(found) != 1:
+        fail(
+            f"{len(found)} models that the cache has entries of have a hash that begins with {model!r}"
+            if found
+            else f"the cache has no entries of a model {model!r}",
+            "bottega cache lists the models that it has entries of.",
+            status=2,
+        )
+    return found[0]
 
 
 for each in (stats_command, inspect_command, profile_command, profiles_command):

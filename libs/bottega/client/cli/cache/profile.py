@@ -110,8 +110,7 @@ def _tell(done: int, pairs: int) -> None:
 def _report(measured: MeasuredCache, name: str) -> None:
     if measured.unrecorded:
         note(f"{measured.unrecorded} pairs are missing: their pictures were not recorded.")
-    if measured.profile.balanced or measured.profile.fast:
-        print_profiles([measured.profile], {measured.profile.model_hash: name})
+    print_profiles([measured.profile], {measured.profile.model_hash: name})
     for fidelity, alpha in ALPHAS.items():
         _report_use(fidelity, alpha, measured)
 

@@ -11,6 +11,11 @@ from bottega.client.cli.terminal import PlainTable, note, print_table, short_has
 from bottega.latents.names import FRACTIONS
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile
 
+NO_PROFILE = (
+    "Without a profile nothing is reused for a model (but by Nirvana's own thresholds, where its embeddings are 768 "
+    "wide). To measure one: bottega cache profile --prompts FILE --clip FOLDER; for the embedded model without both."
+)
+
 # A fraction that a store keeps as a number of 64 bits is one of ours.
 _CLOSE = 1e-6
 
@@ -24,7 +29,7 @@ def command(*, address: str) -> None:
         profiles = client.cache_profiles()
         names = {model.model_hash: model.name for model in client.models()}
     if not profiles:
-        note("No model has a profile, so nothing is reused: bottega cache profile measures one.")
+        note(NO_PROFILE)
         return
     print_profiles(profiles, names)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import click
 
 from bottega.client.addons.cache.client import CacheFigures
+from bottega.client.cli.cache.profiles import NO_PROFILE
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, note, print_table, short_hash, size_text
 from bottega.v1.cache_pb2 import GetCacheStatsResponse
@@ -36,7 +37,7 @@ def _show(cache: CacheFigures, names: Mapping[str, str]) -> None:
         for model_hash, model in models.items():
             name = names.get(model_hash, short_hash(model_hash))
             counts = (str(model.entries), str(model.latents), str(model.keys))
-            table.add_row(name, *counts, "yes" if model.has_profile else "none: nothing is reused")
+            table.add_row(name, *counts, "yes" if model.has_profile else "none")
         print_table(table)
     else:
         note("It holds nothing yet: what is drawn is recorded from the second request of a kind on.")
@@ -46,15 +47,15 @@ def _show(cache: CacheFigures, names: Mapping[str, str]) -> None:
     facts.add_caption("Counted since it started.")
     print_table(facts)
     if any(not model.has_profile for model in models.values()):
-        note("bottega cache profile measures which similarity is enough for a model.")
+        note(NO_PROFILE)
 
 
 def _facts(stats: GetCacheStatsResponse) -> Iterator[tuple[str, str]]:
-    yield "latents", f"{size_text(stats.bytes)} of {size_text(stats.budget_bytes)}"
+    yield "on the disk", f"{size_text(stats.bytes)} of {size_text(stats.budget_bytes)}"
     yield "questions", _counted(stats.lookups)
     if asked := sum(stats.lookups.values()):
         yield "hit rate", f"{stats.lookups.get(_HIT, 0) / asked:.3f}"
-    yield "steps skipped", str(stats.steps_skipped)
+    yield "steps offered", f"{stats.steps_skipped}, by its hits"
     yield "evicted", f"{stats.evictions} latents; {stats.holes} hits had to do with fewer steps for it"
     yield "not recorded", _counted(stats.dropped)
     yield "match predictor", "on" if stats.predictor_on else "off"

@@ -19,7 +19,7 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
-from bottega.latents import may_start, parse_start, pin_start
+from bottega.latents import is_cacheable, may_start, parse_start, pin_start
 from bottega.v1 import generation_pb2, worker_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.generation_pb2 import CacheUse, GenerationSpec, Provenance
@@ -95,6 +95,7 @@ class CacheAddOn(AddOn):
             tenant=job.request.tenant,
             fidelity=spec.fidelity,
             pin=spec.techniques.cache_entry,
+            job=job.job_id,
         )
         if order.read or order.record:
             request.addons[kinds.CACHE] = order.SerializeToString()
@@ -118,7 +119,7 @@ class CacheAddOn(AddOn):
         self._metrics.cached_pictures.inc(sum(steps > 0 for steps in skipped))
         self._metrics.skipped_steps.inc(sum(skipped))
         if may_start(job.bare) and not job.bare.techniques.cache_entry:
-            key = key or rate_key(job.bare)
+            key = key or rate_key(job.bare, job.request.tenant)
             for steps in skipped:
                 self._rates.record(key, steps)
 
@@ -129,7 +130,7 @@ class CacheAddOn(AddOn):
     def _key(self, job: Job) -> RateKey:
         key = self._keys.get(job.job_id)
         if key is None:
-            key = self._keys[job.job_id] = rate_key(job.bare)
+            key = self._keys[job.job_id] = rate_key(job.bare, job.request.tenant)
             while len(self._keys) > _MOST_JOBS:
                 self._keys.popitem(last=False)
         return key
@@ -139,8 +140,11 @@ class ResolvedCache(Resolution):
     """A request that asks for cached latents by name."""
 
     def complete(self, full: GenerationSpec) -> None:
-        """An EXACT that only the seed stands for gives way; LoRAs that wait because of it still do."""
-        if full.fidelity == generation_pb2.FIDELITY_EXACT:
+        """An EXACT that only the seed stands for gives way, where pictures may start from latents at all.
+
+        LoRAs that wait because of it still do.
+        """
+        if full.fidelity == generation_pb2.FIDELITY_EXACT and is_cacheable(full):
             full.fidelity = generation_pb2.FIDELITY_BALANCED
 
 

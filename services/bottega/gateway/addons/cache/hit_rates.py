@@ -24,16 +24,19 @@ _NOT_IN_KEY = ("prompt", "seed", "num_images", "format", "quality", "techniques"
 RateKey = bytes
 
 
-def rate_key(bare: GenerationSpec) -> RateKey:
+def rate_key(bare: GenerationSpec, tenant: str) -> RateKey:
     """What a request has in common with those that may serve it, as far as the gateway knows.
 
     A little coarser than the store's own key: control images are not in it. bare: complete, without input images.
+    tenant: whose request it is.
     """
     common = GenerationSpec()
     common.CopyFrom(bare)
     for name in _NOT_IN_KEY:
         common.ClearField(name)  # type: ignore[arg-type]
-    return hashlib.blake2b(common.SerializeToString(deterministic=True), digest_size=16).digest()
+    digest = hashlib.blake2b(tenant.encode(), digest_size=16)
+    digest.update(b"\0" + common.SerializeToString(deterministic=True))
+    return digest.digest()
 
 
 @dataclass(slots=True)

@@ -17,9 +17,7 @@ from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, Provenance
 _RULES = 1
 
 
-def result_key(
-    outline: GenerationSpec, *, model_hash: str, dtype: str, versions: Sequence[str], tenant: str = ""
-) -> str:
+def result_key(outline: GenerationSpec, *, model_hash: str, dtype: str, versions: Sequence[str], tenant: str) -> str:
     """The key of a request, 64 hex digits; empty where it has none, as not all that it is made of is known.
 
     outline: complete, with the SHA-256 of each input image, hex, in the image's place. model_hash, dtype: of the model.
@@ -41,7 +39,7 @@ def result_key(
     return hashlib.sha256(facts + b"\n" + named.SerializeToString(deterministic=True)).hexdigest()
 
 
-def key_of_result(bare: GenerationSpec, provenance: Provenance, *, tenant: str = "") -> str:
+def key_of_result(bare: GenerationSpec, provenance: Provenance, *, tenant: str) -> str:
     """The key of the requests that a finished job's pictures answer; empty where they answer none.
 
     bare: its spec, complete, without input images; one that says keep_unmasked had a mask. EXACT is answered by what is
