@@ -46,8 +46,9 @@ MAX_MODEL_CHARACTERS = 200
 _MAX_HASH_CHARACTERS = 128
 
 # Of a LoRA or a ControlNet. A slash is as in hub names; no name ever becomes a path.
-_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
-ADAPTER_NAMES = "up to 200 letters, digits and . _ / + -, a letter or digit first"
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]*(@[a-z0-9-]{1,63})?")
+_MAX_ADAPTER_CHARACTERS = 200
+ADAPTER_NAMES = "up to 200 letters, digits and . _ / + -, a letter or digit first; @TENANT behind a tenant's own"
 _DIGEST = re.compile("[0-9a-f]{64}")
 _KARRAS_SAMPLERS = frozenset({SAMPLER_EULER, SAMPLER_DPMPP_2M})
 # Of a mask; that of a boolean which is false says nothing.
@@ -155,8 +156,8 @@ def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether a LoRA or a ControlNet may be called so."""
-    return _ADAPTER_NAME.fullmatch(name) is not None
+    """Whether a LoRA or a ControlNet may be called so. NAME is for all tenants, NAME@TENANT that tenant's alone."""
+    return len(name) <= _MAX_ADAPTER_CHARACTERS and _ADAPTER_NAME.fullmatch(name) is not None
 
 
 def check_controlnets(spec: GenerationSpec) -> Iterator[Violation]:

@@ -18,7 +18,7 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 NAN, INF = float("nan"), float("inf")
 
 # That name nothing, whatever it is of.
-BAD_NAMES = ("", "x" * 201, "a b", "../up", "\0", "ü", "/etc")
+BAD_NAMES = ("", "x" * 201, "a b", "../up", "\0", "ü", "/etc", "@shop", "x@", "x@Shop", "x@a@b", f"{'x' * 196}@shop")
 BAD_DIGESTS = ("", "A" * 64, "a" * 63, "a" * 65, "\0" * 64)
 
 

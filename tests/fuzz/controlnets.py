@@ -48,7 +48,7 @@ def controlnet_corpus(digest: str) -> Iterator[Case]:
 
 
 def _names() -> Iterator[Case]:
-    for names in ([], [NET], ["nobody"] * 256, ["x" * 200]):
+    for names in ([], [NET], ["nobody"] * 256, ["x" * 200], [f"{'x' * 195}@shop"]):
         yield case_of("Prefetch", f"{len(names)} names", controlnet_pb2.PrefetchRequest(names=names))
     for name in BAD_NAMES:
         request = controlnet_pb2.PrefetchRequest(names=[NET, name])

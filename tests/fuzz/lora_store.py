@@ -176,6 +176,7 @@ def _named() -> Iterator[Case]:
         for name in BAD_NAMES:
             yield case_of(method, f"name {shown(name)}", request(name=name), INVALID, "name")
     yield case_of("GetLora", "one of a long name", pb.GetLoraRequest(name="x" * 200))
+    yield case_of("GetLora", "one of a tenant's long name", pb.GetLoraRequest(name=f"{'x' * 195}@shop"), NOT_FOUND)
     yield case_of("PinLora", "one that is there", pb.PinLoraRequest(name="ink", pinned=True))
     yield case_of("PinLora", "no longer", pb.PinLoraRequest(name="ink"))
 
