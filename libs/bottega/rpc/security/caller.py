@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from bottega.rpc.security.grants import ALL_GRANTED, Grants
+
 Metadata = Sequence[tuple[str, str | bytes]]
 """Of a call, as gRPC has it: keys are in lower case."""
 
@@ -29,7 +31,7 @@ class Role(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """Who calls. name: among those of its role. tenant: whose jobs and pictures it sees; empty where nobody is told
-    apart. max_calls, max_streams: of its tenant that may be served at once; 0 is without bound.
+    apart. max_calls, max_streams: of its tenant that may be served at once; 0 is without bound. grants: of its tenant.
     """
 
     role: Role
@@ -37,6 +39,7 @@ class Caller:
     tenant: str = ""
     max_calls: int = 0
     max_streams: int = 0
+    grants: Grants = ALL_GRANTED
 
 
 LOCAL = Caller(role=Role.LOCAL)

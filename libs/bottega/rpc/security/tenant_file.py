@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field
 from bottega.config import STRICT, parse
 from bottega.errors import ConfigError
 from bottega.rpc.security.api_keys import KeyParts, hashed
+from bottega.rpc.security.grants import ALL_GRANTED, Grants
 from bottega.rpc.security.private_files import check_private, write_file
 from bottega.rpc.security.quotas import UNBOUNDED, Quotas
 from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT
@@ -57,7 +58,7 @@ class Tenant:
     """A tenant. keys: those that are good, the newest first. disabled: none of them is for now.
 
     weight: of its share while the jobs of several tenants wait: with 3 it gets three times what one with 1 gets.
-    quotas: what it may have at most.
+    quotas: what it may have at most. grants: what it may use of that which is for all.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -67,6 +68,7 @@ class Tenant:
     disabled: bool = False
     weight: Annotated[float, Field(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
     quotas: Quotas = UNBOUNDED
+    grants: Grants = ALL_GRANTED
 
     def rotated(self, parts: KeyParts, *, keep_old: bool) -> Tenant:
         """With a new key; the one before it stays good if keep_old says so."""

@@ -16,6 +16,7 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.tenants.access import Access
 from bottega.rpc.channel import Channels
 from bottega.v1 import image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
@@ -97,8 +98,9 @@ class AddOn:
         """Whether what a request names may decide its model, where it names none."""
         return False
 
-    async def resolve(self, spec: GenerationSpec) -> Resolution:
-        """Finds what a request names. Raises what is not there, all of it at once; and Unavailable."""
+    async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
+        """Finds what a request names. access: of its caller, for whom there is nothing else. Raises what is not there,
+        all of it at once; and Unavailable."""
         return Resolution()
 
     def complete_again(self, full: GenerationSpec, before: GenerationSpec) -> None:

@@ -39,6 +39,7 @@ from bottega.gateway.jobs.storage import Storage, digest
 from bottega.gateway.jobs.values import JobRequest, JobTimes
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
+from bottega.gateway.tenants.access import Access
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_FAILED, PRIORITY_NORMAL, Model, Priority
 from bottega.v1.worker_pb2 import AttemptDecisions
@@ -53,8 +54,8 @@ class GenerateCommand:
 
     spec: as it came. deadline_s: as it came: seconds from now after which nobody wants it; None is without bound.
     caller_s: seconds until its caller goes, and the job with it; None for one that goes on without. peer: its host.
-    tenant: whose it is. preview: whether previews are wanted. priority: as it came. log_id: what the log calls the
-    request where it has no request_id.
+    access: whose it is, and what may be named. preview: whether previews are wanted. priority: as it came. log_id: what
+    the log calls the request where it has no request_id.
     """
 
     spec: GenerationSpec
@@ -62,7 +63,7 @@ class GenerateCommand:
     deadline_s: float | None = None
     caller_s: float | None = None
     peer: str = ""
-    tenant: str = ""
+    access: Access
     preview: bool = False
     priority: Priority.ValueType = PRIORITY_NORMAL
     log_id: str = ""
@@ -156,7 +157,7 @@ class Admission:
             before = await self._before(command)
             if before is not None and self._attach(received, before):
                 return Admitted(job=before, new=False)
-            async with self._controller.quotas.admitting(command.tenant):
+            async with self._controller.quotas.admitting(command.access.tenant):
                 job = await self._new_job(received, before)
                 if await self._store_though_cancelled(job, replaces=before.job_id if before else ""):
                     return Admitted(job=job, new=True)
@@ -166,7 +167,7 @@ class Admission:
         """The job that has the request_id of a command."""
         if not command.request_id:
             return None
-        return await self._jobs.of_request(command.request_id, tenant=command.tenant)
+        return await self._jobs.of_request(command.request_id, tenant=command.access.tenant)
 
     def _attach(self, received: _Received, job: Job) -> bool:
         """Whether a request is served by the job that has its request_id. Raises RequestIdReused."""
@@ -189,7 +190,7 @@ class Admission:
         if checked.identical is not None:
             return self._answered_job(received, checked.identical, checked.model)
         full = self._complete(received.command.spec, before, checked.model, checked.resolutions)
-        source = await self._sources.find(full, checked.model, checked.images, tenant=received.command.tenant)
+        source = await self._sources.find(full, checked.model, checked.images, tenant=received.command.access.tenant)
         self._refuse_if_draining()  # which may have begun meanwhile
         decisions = None if before is None else self._decisions_of(before)
         return self._job(received, full, checked.model, source, decisions=decisions)
@@ -223,8 +224,8 @@ class Admission:
             template=source.template,
             computed_share=source.computed_share,
             size_bytes=received.size_bytes,
-            tenant=command.tenant,
-            peer=command.tenant or command.peer,
+            tenant=command.access.tenant,
+            peer=command.access.tenant or command.peer,
             ends_with_caller=command.caller_s is not None,
             priority=command.priority or PRIORITY_NORMAL,
         )
@@ -295,10 +296,10 @@ class Admission:
         ]
         meant = before.bare if before else spec
         # What is wrong with a request comes before what the stores know: they are asked when nothing is.
-        likely = self._model_of(meant, [])
+        likely = self._model_of(meant, [], command.access)
         wrong = found or (isinstance(likely, Model) and any(validation.check_model(spec, likely, self._addons)))
-        resolutions = [] if wrong else await self._resolve(meant)
-        model = self._model_of(meant, resolutions)
+        resolutions = [] if wrong else await self._resolve(meant, command.access)
+        model = self._model_of(meant, resolutions, command.access)
         identical: IdenticalResult | None = None
         images = SeenImages()
         if isinstance(model, Model):
@@ -309,7 +310,7 @@ class Admission:
         if has_images(spec) and identical is None:
             if not found:
                 self._refuse_if_draining()
-                self._controller.queue.check_room(received.size_bytes, tenant=command.tenant)
+                self._controller.queue.check_room(received.size_bytes, tenant=command.access.tenant)
             images = await validation.check_images(
                 spec,
                 found,
@@ -337,7 +338,7 @@ class Admission:
             command.spec,
             model,
             lambda spec: self._complete(spec, before, model, resolutions),
-            tenant=command.tenant,
+            tenant=command.access.tenant,
         )
 
     def _complete(
@@ -347,31 +348,33 @@ class Admission:
             return defaults.as_before(spec, before.bare, self._addons)
         return defaults.complete(spec, model, resolutions)
 
-    async def _resolve(self, spec: GenerationSpec) -> list[Resolution]:
+    async def _resolve(self, spec: GenerationSpec, access: Access) -> list[Resolution]:
         resolutions = []
         for addon in self._addons:
             if addon.is_named(spec):
                 self._refuse_if_draining()
-                resolutions.append(await addon.resolve(spec))
+                resolutions.append(await addon.resolve(spec, access))
         return resolutions
 
-    def _model_of(self, spec: GenerationSpec, resolutions: Sequence[Resolution]) -> Model | BottegaError | None:
+    def _model_of(
+        self, spec: GenerationSpec, resolutions: Sequence[Resolution], access: Access
+    ) -> Model | BottegaError | None:
         """The model, or why there is none: that which is named, else that which an add-on requires, else the only one.
 
         None where an add-on that is not resolved may require one.
         """
         if spec.HasField("model"):
-            return self._found_model(spec.model, None)
+            return self._found_model(spec.model, None, access)
         if not resolutions and any(addon.may_require_model(spec) for addon in self._addons):
             with contextlib.suppress(BottegaError):
-                return self._fleet.resolve(None)
+                return self._fleet.resolve(None, access)
             return None
         required = next(filter(None, (resolution.required_model for resolution in resolutions)), None)
-        return self._found_model(required.name if required else None, required)
+        return self._found_model(required.name if required else None, required, access)
 
-    def _found_model(self, name: str | None, required: RequiredModel | None) -> Model | BottegaError:
+    def _found_model(self, name: str | None, required: RequiredModel | None, access: Access) -> Model | BottegaError:
         try:
-            return self._fleet.resolve(name)
+            return self._fleet.resolve(name, access)
         except ModelNotFound as error:
             return _not_served(required, error) if required else error.with_traceback(None)
         except BottegaError as error:

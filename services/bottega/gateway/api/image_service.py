@@ -21,6 +21,7 @@ from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.store import JobFilter
 from bottega.gateway.jobs.values import StoredImage
 from bottega.gateway.scheduling.controller import JobController
+from bottega.gateway.tenants.access import Access
 from bottega.gateway.traces.job_traces import JobTraces
 from bottega.rpc.interceptor import response_flow
 from bottega.rpc.operation import logs
@@ -77,7 +78,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             deadline_s=_deadline_s(request),
             caller_s=None if request.request_id else self._caller_s(context),
             peer=host_of(context.peer()),
-            tenant=caller().tenant,
+            access=Access.of(caller()),
             preview=request.preview,
             priority=request.priority,
             log_id=_log_id(request.request_id),
@@ -118,7 +119,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             request_id=request.request_id,
             deadline_s=_deadline_s(request),
             peer=host_of(context.peer()),
-            tenant=caller().tenant,
+            access=Access.of(caller()),
             priority=request.priority,
             log_id=_log_id(request.request_id),
         )
@@ -182,7 +183,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
 
     async def ListModels(self, request: image_pb2.ListModelsRequest, context: _Context) -> image_pb2.ListModelsResponse:
         """Models that are served now."""
-        return image_pb2.ListModelsResponse(models=self._fleet.models())
+        return image_pb2.ListModelsResponse(models=self._fleet.models(Access.of(caller())))
 
     def _caller_s(self, context: _Context) -> float:
         return self._default_deadline_s if context.time_remaining() is None else context.time_remaining()

@@ -17,6 +17,7 @@ from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFoun
 from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey
 from bottega.gateway.fleet.members import FleetObserver, Member, hosted_by_kind
 from bottega.gateway.fleet.validation import MAX_MODELS, check_load, check_registration
+from bottega.gateway.tenants.access import ANYTHING, Access
 from bottega.planning import RowFractions, StepTable, StepTimes
 from bottega.rpc.peers import host_of
 from bottega.v1 import fleet_pb2, image_pb2
@@ -183,17 +184,19 @@ class Fleet:
         if member is not None:
             member.backed_off_until = self._clock.monotonic() + _BACK_OFF_S
 
-    def models(self) -> list[image_pb2.Model]:
-        """Models that are served now, by name, with the number of their workers."""
+    def models(self, access: Access = ANYTHING) -> list[image_pb2.Model]:
+        """Models that are served now, by name, with the number of their workers. access: of who is told."""
         names = {model.name for member in self.members() for model in member.models}
-        return [self._merged_model(name) for name in sorted(names)]
+        return [self._merged_model(name) for name in sorted(names) if access.has_model(name)]
 
-    def resolve(self, name: str | None) -> image_pb2.Model:
-        """The model of that name; without a name the only one served. Not to be changed.
+    def resolve(self, name: str | None, access: Access = ANYTHING) -> image_pb2.Model:
+        """The model of that name; without a name the only one served. Not to be changed. access: of who names it, for
+        whom there are no others.
 
         Raises ModelNotFound, NoWorker (none now, nor within the grace), InvalidRequest (which of them?).
         """
-        served = sorted(model for model in self._seen if self.expected(model))
+        seen = [model for model in self._seen if access.has_model(model)]
+        served = sorted(model for model in seen if self.expected(model))
         if name is None:
             if len(served) > 1:
                 rule = f"say which one: {', '.join(served)}"
@@ -201,7 +204,7 @@ class Fleet:
             name = served[0] if served else None
         if name in served:
             return self._merged_model(name)
-        if name is None or name in self._seen or not self._seen:
+        if name is None or name in seen or not seen:
             raise NoWorker("no worker serves the model now", retry_after_s=_RETRY_AFTER_S)
         listed = ", ".join(served) or "none"
         raise ModelNotFound(f"no such model; served: {listed}", metadata={"served": ",".join(served)})

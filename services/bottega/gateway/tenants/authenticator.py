@@ -131,4 +131,5 @@ def _caller(tenant: Tenant) -> Caller:
         tenant=tenant.name,
         max_calls=tenant.quotas.calls,
         max_streams=tenant.quotas.streams,
+        grants=tenant.grants,
     )

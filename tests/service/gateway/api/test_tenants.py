@@ -8,17 +8,15 @@ import functools
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bottega import errors, kinds
-from bottega.rpc.channel import open_channel
 from bottega.rpc.security.api_keys import new_key
-from bottega.rpc.security.tenant_file import Tenant, change_tenants
-from bottega.v1 import image_pb2, image_pb2_grpc
+from bottega.rpc.security.tenant_file import change_tenants
+from bottega.v1 import image_pb2
 from bottega.v1.cache_pb2 import CacheOrder
 from bottega.v1.image_pb2 import (
     CancelJobRequest,
@@ -31,6 +29,7 @@ from bottega.v1.image_pb2 import (
 )
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.running_gateway import Running, refusal, running_gateway
+from tests.support.tenants import add_tenant, calling
 
 STAR: dict[str, Any] = {"prompt": "a star", "seed": 7}
 
@@ -45,25 +44,10 @@ class Shops:
 @pytest.fixture
 async def shops(tmp_path: Path) -> AsyncIterator[Shops]:
     file = tmp_path / "tenants.json"
-    keys = [_add(file, name) for name in ("one", "other")]
+    keys = [add_tenant(file, name) for name in ("one", "other")]
     async with running_gateway(tenants=str(file)) as house, contextlib.AsyncExitStack() as stack:
-        one, other = [await stack.enter_async_context(_calling(house, key)) for key in keys]
+        one, other = [await stack.enter_async_context(calling(house, key)) for key in keys]
         yield Shops(house, one, other, file)
-
-
-def _add(file: Path, name: str) -> str:
-    key, parts = new_key()
-    change_tenants(file, lambda tenants: (*tenants, Tenant(name=name).rotated(parts, keep_old=False)))
-    return key
-
-
-@contextlib.asynccontextmanager
-async def _calling(house: Running, key: str) -> AsyncIterator[Running]:
-    """The same gateway for a caller that shows a key."""
-    channel = open_channel(house.address, api_key=key)
-    images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
-    yield replace(house, channel=channel, images=images)
-    await channel.close()
 
 
 @pytest.fixture
@@ -75,7 +59,7 @@ async def worker(shops: Shops) -> ScriptedWorker:
 
 
 async def test_every_call_without_a_good_key_is_refused(shops: Shops) -> None:
-    async with _calling(shops.house, new_key()[0]) as stranger:
+    async with calling(shops.house, new_key()[0]) as stranger:
         for caller in (shops.house, stranger):
             for call in _every_call(caller):
                 await refusal(call, errors.Unauthenticated)
@@ -161,21 +145,21 @@ async def test_a_rotated_key_ends_while_its_tenants_jobs_stay(shops: Shops, work
     )
     await asyncio.sleep(1.1)  # the gateway looks once a second
     await refusal(lambda: shops.one.job(kept), errors.Unauthenticated)
-    async with _calling(shops.house, key) as renewed:
+    async with calling(shops.house, key) as renewed:
         assert (await renewed.job(kept)).job_id == kept
     assert await shops.other.listed() == []
 
 
 async def test_jobs_stay_their_tenants_over_a_restart(tmp_path: Path) -> None:
     file, state = tmp_path / "tenants.json", str(tmp_path / "state")
-    keys = [_add(file, name) for name in ("one", "other")]
-    async with running_gateway(tenants=str(file), state=state) as house, _calling(house, keys[0]) as one:
+    keys = [add_tenant(file, name) for name in ("one", "other")]
+    async with running_gateway(tenants=str(file), state=state) as house, calling(house, keys[0]) as one:
         await house.worker()
         drawn = (await one.ended((await one.submit("order-1", prompt="a star")).job_id)).job_id
     async with (
         running_gateway(tenants=str(file), state=state) as house,
-        _calling(house, keys[0]) as one,
-        _calling(house, keys[1]) as other,
+        calling(house, keys[0]) as one,
+        calling(house, keys[1]) as other,
     ):
         assert (await one.submit("order-1", prompt="a star")).job_id == drawn
         await refusal(lambda: other.job(drawn), errors.JobNotFound)

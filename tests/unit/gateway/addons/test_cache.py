@@ -26,6 +26,7 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobCheckpoint, JobRequest
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.tenants.access import ANYTHING
 from bottega.v1 import generation_pb2, image_pb2, worker_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.fleet_pb2 import Registration
@@ -200,11 +201,11 @@ async def test_the_switch_is_without_effect_where_nothing_starts_from_a_latent(
 async def test_a_pin_needs_a_store_and_the_switch_does_not(cache: CacheAddOn) -> None:
     pinned = GenerationSpec(techniques=Techniques(cache_entry=PIN))
     with pytest.raises(NoCache, match=PIN) as refused:
-        await cache.resolve(pinned)
+        await cache.resolve(pinned, ANYTHING)
     assert refused.value.retry_after_s
-    await cache.resolve(GenerationSpec(techniques=ON))
+    await cache.resolve(GenerationSpec(techniques=ON), ANYTHING)
     cache._fleet.join(again(Registration(kind=kinds.CACHE, name="cache", address="127.0.0.1:1")))
-    await cache.resolve(pinned)
+    await cache.resolve(pinned, ANYTHING)
 
 
 def _use(image: int = 0, *, entry: str = ENTRY, step: int = 6) -> CacheUse:

@@ -9,6 +9,8 @@ from bottega.errors import ControlNetNotFound, ControlNetUnusable, FleetFull, No
 from bottega.gateway.addons.controlnets.hosts import ControlNetHosts
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.tenants.access import ANYTHING, Access
+from bottega.rpc.security.grants import Grants
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1.hosted_pb2 import Hosted
 from tests.fakes.fake_time import FakeTime
@@ -41,8 +43,8 @@ class House:
         self.fleet.report(member, load(*nets))
         return member
 
-    def resolve(self, *names: str, model: image_pb2.Model = MODEL) -> None:
-        self.nets.check(names, model)
+    def resolve(self, *names: str, model: image_pb2.Model = MODEL, access: Access = ANYTHING) -> None:
+        self.nets.check(names, model, access)
 
     def hosts(self, name: str = "edges") -> list[str]:
         return [member.name for member, _ in self.nets.hosts(name, BASE)]
@@ -175,6 +177,33 @@ def test_a_fleet_that_is_full_takes_no_newcomer_but_those_who_come_back(house: H
     assert house.fleet.join(server("s1", port=999)).connected, "one of the same name replaces it"
     house.fleet.expire()
     assert house.server(name="s9").connected
+
+
+def test_what_is_anothers_or_not_granted_is_as_nothing(house: House) -> None:
+    shop = Access(tenant="shop", grants=Grants(controlnets=("edges",)))
+    house.server(net("pose@press"), net("depth"), net("marks", base="another"))
+    names = ("pose@press", "depth", "marks", "lines", "lines@press")
+    for name in names:
+        with pytest.raises(NoControlNet) as nothing:  # as before anybody hosted anything
+            house.resolve(name, access=shop)
+        assert nothing.value.message == f"nobody hosts {name} now"
+    house.server(net("edges"), net("pose@shop"), name="s2")
+    house.resolve("edges", "pose@shop", access=shop)
+    for name in names:
+        with pytest.raises(ControlNetNotFound) as refused:
+            house.resolve(name, access=shop)
+        assert refused.value.message == f"no such ControlNet: {name}; hosted for m: edges, pose@shop"
+        assert refused.value.metadata == {"served": "edges,pose@shop"}
+
+
+def test_one_is_there_as_long_as_it_is_waited_for(house: House) -> None:
+    member = house.server(net("edges"))
+    assert (house.nets.is_there("edges"), house.nets.is_there("depth")) == (True, False)
+    house.fleet.leave(member, member.stream)
+    house.time.now += 29
+    assert house.nets.is_there("edges")
+    house.time.now += 2
+    assert not house.nets.is_there("edges")
 
 
 def test_which_version_is_drawn_with_is_certain_where_all_that_host_it_have_the_same(house: House) -> None:

@@ -10,7 +10,7 @@ from bottega import rules
 from bottega.gateway.addons.loras.addon import ResolvedLoras
 from bottega.gateway.api import defaults
 from bottega.v1 import generation_pb2, image_pb2
-from bottega.v1.generation_pb2 import GenerationSpec, Lora, Techniques
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from bottega.v1.lora_pb2 import LoraBound, StoredLora
 from tests.samples.addons import sample_addons
 
@@ -171,6 +171,14 @@ def test_an_exact_that_nobody_asked_for_gives_way_to_a_step_that_is_told(
     assert list(rules.check_lateness(full)) == []
     assert defaults.complete(full, MODEL, _resolved(stored, stored)) == full
     assert defaults.as_before(spec, full, sample_addons()) == full
+
+
+def test_what_is_drawn_again_has_the_full_names_of_before() -> None:
+    spec = GenerationSpec(controlnets=[ControlNet(name="edges")], loras=[Lora(name="ink")])
+    drawn = GenerationSpec(controlnets=[ControlNet(name="edges@shop")], loras=[Lora(name="ink@shop")])
+    full = defaults.as_before(spec, drawn, sample_addons())
+    assert [net.name for net in full.controlnets] == ["edges@shop"]
+    assert [lora.name for lora in full.loras] == ["ink@shop"]
 
 
 def test_of_loras_for_which_nothing_is_told_an_exact_request_still_waits() -> None:

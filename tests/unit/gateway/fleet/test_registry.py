@@ -11,6 +11,8 @@ from bottega.clocks import Clock
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.tenants.access import Access
+from bottega.rpc.security.grants import Grants
 from bottega.v1 import fleet_pb2, worker_pb2
 from tests.samples.controlnet_hosts import bounds, worker
 
@@ -195,6 +197,24 @@ def test_without_a_name_the_only_model_is_meant_and_of_several_one_must_be_said(
     with pytest.raises(InvalidRequest) as caught:
         fleet.resolve(None)
     assert "a, b" in caught.value.violations[0].description
+
+
+def test_a_model_that_a_caller_may_not_have_is_as_none() -> None:
+    fleet, _ = _fleet()
+    shop = Access(tenant="shop", grants=Grants(models=("a",)))
+    fleet.join(worker("w1", "b", 1))
+    for name in ("b", "c", None):  # as before anybody served anything
+        with pytest.raises(NoWorker):
+            fleet.resolve(name, shop)
+    fleet.join(worker("w2", "a", 2))
+    assert [model.name for model in fleet.models(shop)] == ["a"]
+    assert fleet.resolve(None, shop).name == "a", "the only one for it"
+    said = set()
+    for name in ("b", "c"):
+        with pytest.raises(ModelNotFound) as refused:
+            fleet.resolve(name, shop)
+        said.add((refused.value.message, *refused.value.metadata.items()))
+    assert said == {("no such model; served: a", ("served", "a"))}
 
 
 def test_a_model_is_expected_for_its_grace_after_the_last_worker_left() -> None:

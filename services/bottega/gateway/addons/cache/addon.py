@@ -19,6 +19,7 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.tenants.access import Access
 from bottega.latents import is_cacheable, may_start, parse_start, pin_start
 from bottega.v1 import generation_pb2, worker_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
@@ -57,7 +58,7 @@ class CacheAddOn(AddOn):
         """Whether there is a latent after the step of a pin."""
         return check_cached_step(spec, steps)
 
-    async def resolve(self, spec: GenerationSpec) -> Resolution:
+    async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
         """Whether the entry of a pin is still there its worker finds out. Raises NoCache where nobody could have it."""
         if spec.techniques.cache_entry and not self._fleet.services(kinds.CACHE):
             text = f"no approximate cache is here that could have {spec.techniques.cache_entry}"

@@ -24,6 +24,7 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.tenants.access import Access
 from bottega.rpc.channel import Target
 from bottega.rules import check_controlnets
 from bottega.v1 import controlnet_pb2, hosted_pb2, image_pb2, worker_pb2
@@ -91,13 +92,14 @@ class ControlNetAddOn(AddOn):
         """What is wrong with the ControlNets of a request, their images aside."""
         return check_controlnets(spec)
 
-    async def resolve(self, spec: GenerationSpec) -> Resolution:
+    async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
         """Whether somebody hosts them depends on the model, and is checked with it."""
-        return ResolvedControlNets(spec=spec, hosts=self._hosts)
+        names = tuple(self._full_name(net.name, access) for net in spec.controlnets)
+        return ResolvedControlNets(names=names, access=access, hosts=self._hosts)
 
     def complete_again(self, full: GenerationSpec, before: GenerationSpec) -> None:
-        """Their defaults are always the same."""
-        _complete(full)
+        """The same names; their defaults are always the same."""
+        _complete(full, [net.name for net in before.controlnets])
 
     def versions(self, spec: GenerationSpec, model: image_pb2.Model) -> Sequence[str] | None:
         """Of the weights of each, where all that host it have the same."""
@@ -181,6 +183,11 @@ class ControlNetAddOn(AddOn):
         """Prefetches nothing more."""
         await self._prefetcher.close()
 
+    def _full_name(self, name: str, access: Access) -> str:
+        """A tenant's own comes before the one for all."""
+        own = access.own(name)
+        return own if own and self._hosts.is_there(own) else name
+
     def _choices(self, job: Job, worker: Member | None) -> Iterator[_Choice]:
         """For each ControlNet of a job. The sessions of those before it count for the next."""
         before: Counter[str] = Counter()
@@ -227,22 +234,24 @@ class ControlNetAddOn(AddOn):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedControlNets(Resolution):
-    """The ControlNets of a request."""
+    """The ControlNets of a request. names: in full. access: of its caller."""
 
-    spec: GenerationSpec
+    names: Sequence[str]
+    access: Access
     hosts: ControlNetHosts
 
     def check_model(self, model: image_pb2.Model) -> None:
         """Raises ControlNetNotFound, ControlNetUnusable or NoControlNet."""
-        self.hosts.check((net.name for net in self.spec.controlnets), model)
+        self.hosts.check(self.names, model, self.access)
 
     def complete(self, full: GenerationSpec) -> None:
-        """Fills in scales and spans."""
-        _complete(full)
+        """Fills in full names, scales and spans."""
+        _complete(full, self.names)
 
 
-def _complete(full: GenerationSpec) -> None:
-    for net in full.controlnets:
+def _complete(full: GenerationSpec, names: Sequence[str]) -> None:
+    for net, full_name in zip(full.controlnets, names, strict=True):
+        net.name = full_name
         for name, value in _DEFAULTS.items():
             if not net.HasField(name):  # type: ignore[arg-type]
                 setattr(net, name, value)

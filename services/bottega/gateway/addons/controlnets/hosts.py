@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 from bottega import kinds
 from bottega.clocks import Clock
 from bottega.errors import ControlNetNotFound, ControlNetUnusable, NoControlNet
 from bottega.gateway.fleet.members import Member
+from bottega.gateway.tenants.access import Access
 from bottega.v1 import image_pb2
 from bottega.v1.hosted_pb2 import Hosted, HostedState
 
@@ -71,18 +73,24 @@ class ControlNetHosts:
         oldest = self._clock.monotonic() - self._grace_s
         return any(at > oldest and _fits(made_for, base) for made_for, at in self._seen.get(name, {}).items())
 
-    def check(self, names: Iterable[str], model: image_pb2.Model) -> None:
-        """Raises for ControlNets that a job of the model cannot have, nor may wait for.
+    def is_there(self, name: str) -> bool:
+        """Whether somebody hosts it, for whatever model, or did within the grace."""
+        oldest = self._clock.monotonic() - self._grace_s
+        return name in self._hosts or any(at > oldest for at in self._seen.get(name, {}).values())
+
+    def check(self, names: Iterable[str], model: image_pb2.Model, access: Access) -> None:
+        """Raises for ControlNets that a job of the model cannot have, nor may wait for. access: of who names them, for
+        whom there are no others.
 
         ControlNetNotFound, ControlNetUnusable (for another base model), NoControlNet (none now, nor within the grace).
         """
-        lacking = [name for name in dict.fromkeys(names) if not self.expected(name, model.name, model.base)]
+        lacking = [name for name in dict.fromkeys(names) if not self._expected_by(access, name, model)]
         if not lacking:
             return
-        unknown = [name for name in lacking if not self._known(name, model.name)]
-        if unknown and (self._hosts or self._seen):
-            raise self._not_found(unknown, model)
-        for name in lacking:
+        unknown = [name for name in lacking if not (access.has_controlnet(name) and self._known(name, model.name))]
+        if unknown and any(map(access.has_controlnet, itertools.chain(self._hosts, self._seen))):
+            raise self._not_found(unknown, model, access)
+        for name in filter(access.has_controlnet, lacking):
             self._refuse_misfit(name, model)
         raise nobody_hosts(lacking)
 
@@ -100,8 +108,11 @@ class ControlNetHosts:
             if not member.is_worker or member.serves(model):
                 yield net
 
-    def _not_found(self, unknown: list[str], model: image_pb2.Model) -> ControlNetNotFound:
-        served = sorted(name for name in self._hosts if self.expected(name, model.name, model.base))
+    def _expected_by(self, access: Access, name: str, model: image_pb2.Model) -> bool:
+        return access.has_controlnet(name) and self.expected(name, model.name, model.base)
+
+    def _not_found(self, unknown: list[str], model: image_pb2.Model, access: Access) -> ControlNetNotFound:
+        served = sorted(name for name in self._hosts if self._expected_by(access, name, model))
         listed = _listed(served)
         return ControlNetNotFound(
             f"no such ControlNet: {_listed(unknown)}; hosted for {model.name}: {listed or 'none'}",

@@ -18,6 +18,7 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.tenants.access import Access
 from bottega.lora.set_key import LoraSetKey
 from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.rules import check_lateness, check_lora_steps, check_loras
@@ -56,9 +57,9 @@ class LoraAddOn(AddOn):
         """Which LoRAs would go in after the last step."""
         return check_lora_steps(spec, steps, strength)
 
-    async def resolve(self, spec: GenerationSpec) -> Resolution:
+    async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
         """What the stores have. Raises LoraNotFound, LoraUnusable, NoLora."""
-        stored = await self._resolver.resolve(spec.loras)
+        stored = await self._resolver.resolve(spec.loras, access)
         self._sizes.record(stored)
         return ResolvedLoras(stored=stored)
 

@@ -25,7 +25,7 @@ def complete_loras(full: GenerationSpec, stored: Sequence[StoredLora]) -> None:
 
 
 def _complete(lora: Lora, stored: StoredLora, *, latest_step: int) -> None:
-    lora.digest = stored.digest
+    lora.name, lora.digest = stored.name, stored.digest
     if not lora.HasField("scale"):
         lora.scale = 1.0
     if not lora.HasField("max_step"):

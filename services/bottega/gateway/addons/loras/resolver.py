@@ -12,6 +12,7 @@ from bottega.errors import BottegaError, LoraNotFound, LoraUnusable, NoLora
 from bottega.gateway.addons.loras.client import GrpcLoraClient
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
+from bottega.gateway.tenants.access import Access
 from bottega.rpc.channel import Channels
 from bottega.v1.generation_pb2 import Lora
 from bottega.v1.lora_pb2 import StoredLora
@@ -42,14 +43,14 @@ class LoraResolver:
         """From now on no store deletes what is needed. needed: digests of LoRAs of all jobs that have not ended."""
         self._calls.start(self._protect_all(needed))
 
-    async def resolve(self, loras: Sequence[Lora]) -> list[StoredLora]:
-        """What the stores have of each LoRA.
+    async def resolve(self, loras: Sequence[Lora], access: Access) -> list[StoredLora]:
+        """What the stores have of each LoRA. access: of who names them; its tenant's own come before those for all.
 
         Raises LoraNotFound naming all that no store has, LoraUnusable where one has other weights than were pinned,
         NoLora where no store can be asked.
         """
         names = list(dict.fromkeys(lora.name for lora in loras))
-        found = dict(zip(names, await asyncio.gather(*(self._find(name) for name in names)), strict=True))
+        found = dict(zip(names, await asyncio.gather(*(self._find_any(name, access) for name in names)), strict=True))
         lacking = [name for name, stored in found.items() if stored is None]
         if lacking:
             listed = ",".join(lacking)
@@ -73,6 +74,12 @@ class LoraResolver:
         for client in self._clients.values():
             await client.close()
         self._clients.clear()
+
+    async def _find_any(self, name: str, access: Access) -> StoredLora | None:
+        """Asks no store for what its caller may not name, as it asks none where that is not there."""
+        own = access.own(name)
+        found = await self._find(own) if own else None
+        return found or (await self._find(name) if access.has_lora(name) else None)
 
     async def _find(self, name: str) -> StoredLora | None:
         """From the first store that has it; None where all that answer have not. Raises NoLora where none answers."""
