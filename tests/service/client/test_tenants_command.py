@@ -10,6 +10,7 @@ import pytest
 from bottega.client import AsyncClient
 from bottega.errors import InvalidRequest, Unauthenticated
 from bottega.rpc.security.api_keys import new_key, parse_key
+from bottega.rpc.security.grants import ALL_GRANTED, Grants
 from bottega.rpc.security.tenant_file import read_tenants
 from tests.support.running_gateway import running_gateway
 from tests.support.terminal import run
@@ -50,6 +51,17 @@ def test_a_tenants_weight_is_given_shown_and_changed(file: Path) -> None:
     assert "0.5" in run("tenants", "--file", file).output
 
 
+def test_what_a_tenant_may_use_is_changed_by_kind_and_shown(file: Path) -> None:
+    _made("add", "shop", "--file", file)
+    assert read_tenants(file)[0].grants == ALL_GRANTED
+    done = run("tenants", "allow", "shop", "--models", "m, n,m", "--loras", "ink", "--file", file)
+    assert (done.exit_code, done.stdout) == (0, "shop may use: models m n, loras ink\n")
+    done = run("tenants", "allow", "shop", "--models", "", "--controlnets", "edges", "--file", file)
+    assert (done.exit_code, done.stdout) == (0, "shop may use: models all, controlnets edges\n")
+    assert read_tenants(file)[0].grants == Grants(loras=("ink",), controlnets=("edges",))
+    assert "loras ink, controlnets edges" in run("tenants", "--file", file).output
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -59,6 +71,12 @@ def test_a_tenants_weight_is_given_shown_and_changed(file: Path) -> None:
         (("disable", "shops"), "There are: shop"),
         (("weight", "shops", "2"), "There are: shop"),
         (("weight", "shop", "0"), "0.01<=x<=100"),
+        (("allow", "shops", "--models", "m"), "There are: shop"),
+        (("allow", "shop"), "say what it may use"),
+        (("allow", "shop", "--models", "m,,n"), "'' is no name"),
+        (("allow", "shop", "--models", "m" * 201), "is no name"),
+        (("allow", "shop", "--loras", "ink@press"), "ink@press is a tenant's own"),
+        (("allow", "shop", "--models", ",".join(map(str, range(1025)))), "at most 1024"),
     ],
 )
 def test_what_cannot_be_done_changes_nothing(file: Path, words: tuple[str, ...], said: str) -> None:

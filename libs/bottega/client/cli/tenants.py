@@ -11,6 +11,7 @@ import click
 
 from bottega.client.cli.list_group import ListGroup
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
+from bottega.rpc.security.grants import MAX_GRANTED, MAX_NAME_CHARACTERS
 from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.state_folder import state_folder
 
@@ -41,6 +42,7 @@ def command() -> None:
       bottega tenants add shop                 says its key, once
       bottega tenants rotate shop              says a new one
       bottega tenants quota shop --queued 100 --per-day 5000
+      bottega tenants allow shop --models miniature --loras striped,dusk
       bottega tenants disable shop
 
     The gateway reads the file that `tenants` names in its configuration, and again within a second when it changes. A
@@ -85,12 +87,14 @@ def list_tenants(*, file: Path) -> None:
     if not tenants:
         note("No tenant is there; bottega tenants add NAME adds one.")
         return
-    table = PlainTable("tenant", "state", "weight", "quotas", "keys")
+    table = PlainTable("tenant", "state", "weight", "quotas", "may use", "keys")
     for tenant in tenants:
         keys = ", ".join(f"btg_{key.key_id}_..." for key in tenant.keys)
         quotas = ", ".join(f"{name} {most}" for name, most in dataclasses.asdict(tenant.quotas).items() if most)
         state = "disabled" if tenant.disabled else "enabled"
-        table.add_row(tenant.name, state, f"{tenant.weight:g}", quotas or "none", keys)
+        grants = dataclasses.asdict(tenant.grants).items()
+        granted = ", ".join(f"{kind} {_listed(names)}" for kind, names in grants if names)
+        table.add_row(tenant.name, state, f"{tenant.weight:g}", quotas or "none", granted or "all", keys)
     print_table(table)
 
 
@@ -148,6 +152,54 @@ def change_quotas(*, name: str, file: Path, **quotas: int | None) -> None:
     )
     said = ", ".join(f"{quota} {most or 'without bound'}" for quota, most in given.items())
     say(f"{name}: {said}")
+
+
+def _names(_ctx: click.Context, option: click.Parameter, said: str | None) -> tuple[str, ...] | None:
+    """Names between commas; none for an empty text."""
+    if said is None:
+        return None
+    names = tuple(dict.fromkeys(name.strip() for name in said.split(","))) if said.strip() else ()
+    for name in names:
+        if not 0 < len(name) <= MAX_NAME_CHARACTERS:
+            raise click.BadParameter(f"{name!r} is no name.")
+        if "@" in name and option.name != "models":
+            raise click.BadParameter(f"{name} is a tenant's own, for that tenant alone; name what is for all.")
+    if len(names) > MAX_GRANTED:
+        raise click.BadParameter(f"at most {MAX_GRANTED} names; given: {len(names)}.")
+    return names
+
+
+def _granted(kind: str, help_text: str) -> Callable[[CommandT], CommandT]:
+    return click.option(f"--{kind}", callback=_names, metavar="NAME,...", help=f'{help_text}; "" is all of them.')
+
+
+@command.command("allow")
+@click.argument("name")
+@_granted("models", "Models that it may use")
+@_granted("loras", "LoRAs for all that it may use, beside its own")
+@_granted("controlnets", "ControlNets for all that it may use, beside its own")
+@_file_option
+def change_grants(*, name: str, file: Path, **grants: tuple[str, ...] | None) -> None:
+    """Change what a tenant may use of that which is for all tenants; what is not named stays as it is.
+
+    For it there is nothing else then. A LoRA or ControlNet NAME@shop is shop's own: it is there for shop, as NAME, and
+    for no other tenant.
+    """
+    from bottega.rpc.security.tenant_file import change_tenants
+
+    given = {kind: names for kind, names in grants.items() if names is not None}
+    if not given:
+        fail("say what it may use: --models a,b, for example", "bottega tenants list shows what is allowed.", status=2)
+    change_tenants(
+        file,
+        _changing(name, lambda tenant: dataclasses.replace(tenant, grants=dataclasses.replace(tenant.grants, **given))),
+    )
+    said = ", ".join(f"{kind} {_listed(names) or 'all'}" for kind, names in given.items())
+    say(f"{name} may use: {said}")
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " ".join(names)
 
 
 @command.command("disable")

@@ -78,7 +78,7 @@ def where(*, name: str, address: str) -> None:
 @address_option
 @fleet_option
 def add(*, name: str, folder: str, server: str | None, revision: str | None, address: str) -> None:
-    """Have ControlNet servers host one more, as NAME.
+    """Have ControlNet servers host one more, as NAME; NAME@TENANT is for that tenant alone, who calls it NAME.
 
     FOLDER is in Diffusers' layout (config.json, diffusion_pytorch_model.safetensors) on the servers' machines, below
     the root that their configuration allows; what is not absolute counts from here, else from that root.

@@ -86,7 +86,7 @@ def show(*, name: str, address: str) -> None:
 @address_option
 @fleet_option
 def add(*, name: str, path: str, base: str | None, trigger_words: tuple[str, ...], address: str) -> None:
-    """Bring a LoRA, and call it NAME.
+    """Bring a LoRA, and call it NAME; NAME@TENANT is for that tenant alone, who calls it NAME.
 
     PATH is a .safetensors file or a folder of PEFT, also with one for each component, or of Diffusers, and is
     uploaded; what is not on this machine is looked for on the store's, below the root that its configuration allows.
