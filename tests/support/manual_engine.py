@@ -24,6 +24,7 @@ from bottega.diffusion.engine.events import (
     JobStarted,
 )
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
+from bottega.diffusion.engine.spans import EngineTrace
 from bottega.diffusion.model.model import Model, load_model
 from bottega.errors import BottegaError
 from bottega.miniature import WEIGHTS
@@ -70,6 +71,13 @@ class Drawing:
         """What happened to it; it must have finished."""
         (finished,) = self.all(JobFinished)
         return finished.record
+
+    @property
+    def trace(self) -> EngineTrace:
+        """What of it took how long; it must have ended."""
+        last = self.events[-1]
+        assert isinstance(last, JobFinished | JobFailed)
+        return last.trace
 
     @property
     def error(self) -> BottegaError:

@@ -10,21 +10,15 @@ import pytest
 from bottega.diffusion.device.cpu import CpuDevice
 from bottega.diffusion.device.span import Span
 from bottega.diffusion.engine.engine import EngineLimits
-from bottega.diffusion.engine.events import JobFailed, JobFinished
 from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.engine.spans import MAX_SPANS, DeviceClock, EngineTrace, SpanLog, TracedSpan
+from bottega.diffusion.engine.spans import MAX_SPANS, DeviceClock, SpanLog, TracedSpan
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import NotFinite
 from tests.support.engines import make_engine
-from tests.support.manual_engine import Drawing, ManualEngine
+from tests.support.manual_engine import ManualEngine
 
 SPEC = ResolvedSpec(prompt="a red star", width=64, height=64, num_inference_steps=4, seed=7)
-
-
-def trace_of(drawing: Drawing) -> EngineTrace:
-    (last,) = [event for event in drawing.events if isinstance(event, JobFinished | JobFailed)]
-    return last.trace
 
 
 def test_a_job_says_how_long_encoding_each_step_and_decoding_took(model: Model) -> None:
@@ -32,7 +26,7 @@ def test_a_job_says_how_long_encoding_each_step_and_decoding_took(model: Model) 
     before_s = time.monotonic()
     drawing = easel.draw(EngineOrder(key=0, spec=replace(SPEC, num_images=2)))
     after_s = time.monotonic()
-    trace = trace_of(drawing)
+    trace = drawing.trace
     assert trace.dropped == 0
     names = [span.name for span in trace.spans]
     assert names[0] == "encode"
@@ -52,7 +46,7 @@ def test_those_that_share_turns_say_so(model: Model) -> None:
     for key in range(2):
         easel.submit(EngineOrder(key=key, spec=SPEC))
     drawings = easel.run()
-    facts = [span.facts for span in trace_of(drawings[0]).spans if span.track == "denoise"]
+    facts = [span.facts for span in drawings[0].trace.spans if span.track == "denoise"]
     assert {"requests in the group": "2"} in facts
 
 
@@ -60,7 +54,7 @@ def test_a_job_that_fails_says_what_it_took_until_then(model: Model, monkeypatch
     monkeypatch.setattr("bottega.diffusion.engine.decoding.Decoding.take", lambda decoding: None)
     drawing = ManualEngine(make_engine(model, EngineLimits())).draw(EngineOrder(key=0, spec=SPEC))
     assert isinstance(drawing.error, NotFinite)
-    names = [span.name for span in trace_of(drawing).spans]
+    names = [span.name for span in drawing.trace.spans]
     assert names == ["encode", "step 0", "step 1", "step 2", "step 3"]
 
 
