@@ -16,6 +16,7 @@ from bottega.cache.worker_link import CacheLinks
 from bottega.diffusion.cached_starts.addon import EngineCachedStarts, JobCachedStarts
 from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.spans import TracedSpan
 from bottega.diffusion.loras import UNET
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
@@ -105,6 +106,18 @@ def desk(model: Model, tmp_path: Path) -> Iterator[Desk]:
         store.close()
 
 
+def at_cache(drawing: Drawing) -> dict[str, TracedSpan]:
+    """What the cache did for it, by name, all of it while the answer was waited for."""
+    spans = drawing.trace.spans
+    (asked,) = [span for span in spans if span.name == "look-up"]
+    done = {span.name: span for span in spans if span.service == "cache"}
+    for span in done.values():
+        assert span.track == "look-ups"
+        assert span.seconds > 0.0
+        assert asked.begin_s <= span.begin_s <= span.begin_s + span.seconds <= asked.begin_s + asked.seconds
+    return done
+
+
 def test_a_picture_is_recorded_found_by_another_job_and_pinned_until_it_is_gone(desk: Desk) -> None:
     first = desk.draw(cached(ORDER))
     assert first.record.exact, "the cache is cold"
@@ -123,6 +136,10 @@ def test_a_picture_is_recorded_found_by_another_job_and_pinned_until_it_is_gone(
     third = desk.draw(pinned)
     assert torch.equal(third.latents[0], second.latents[0])
     assert [each.entry for each in third.record.cached_starts] == [entry.entry]
+
+    assert list(at_cache(first)) == ["search", "select"]
+    assert list(at_cache(second)) == ["search", "select", "read from the disk"]
+    assert list(at_cache(third)) == ["read from the disk"]
 
     other = desk.draw(cached(replace(ORDER, key="other", spec=replace(SPEC, guidance_scale=4.0))))
     assert other.record.exact, "another key"

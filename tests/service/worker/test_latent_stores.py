@@ -20,6 +20,7 @@ from bottega.latents.messages import CacheMessage
 from bottega.transport import LinkCounters
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheStart
 from bottega.v1.generation_pb2 import SAMPLER_EULER
+from bottega.v1.trace_pb2 import StoreTimes
 from bottega.worker.cache import CacheLinkSettings, LatentStores, latent_stores
 from tests.fakes.scripted_cache import CacheOffers, ScriptedCache
 from tests.support.waiting import EVENTUALLY_S, wait_until
@@ -144,6 +145,27 @@ def test_a_question_that_ends_every_link_is_given_up_and_others_are_answered() -
         poison = stores.ask(question(words=99))
         assert poison.result(EVENTUALLY_S).header.outcome == CACHE_OUTCOME_UNAVAILABLE
         assert len(ask(stores).result(EVENTUALLY_S).latents) == 1
+
+
+def test_what_a_cache_says_that_it_has_spent_comes_with_when_it_was_asked() -> None:
+    times = StoreTimes(search_s=0.25, read_s=1e-6)
+    cache = ScriptedCache("one", lambda number, _: messages.answer_message(number, CacheAnswer(times=times), []))
+    with linked(cache) as (stores, _):
+        before_s = time.monotonic()
+        work = ask(stores).result(EVENTUALLY_S).work
+        assert work is not None
+        assert (work.store, work.times) == ("one", times)
+        assert before_s <= work.asked_s <= work.answered_s <= time.monotonic()
+
+
+def test_a_cache_that_says_what_is_no_duration_is_lost() -> None:
+    cache = silent()
+    with linked(cache) as (stores, _):
+        asked = ask(stores)
+        cache.questions.get(timeout=EVENTUALLY_S)
+        cache.reply = lambda number, _: answer_with(latent(), number=number)
+        cache.say(messages.answer_message(1, CacheAnswer(times=StoreTimes(search_s=float("nan"))), []))
+        assert len(asked.result(EVENTUALLY_S).latents) == 1, "it was linked and asked again"
 
 
 def test_an_answer_to_what_nobody_asks_any_more_is_thrown_away() -> None:

@@ -29,6 +29,7 @@ from bottega.diffusion.engine.events import EngineRecord
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.spans import TracedSpan
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import first_step_from
 from bottega.diffusion.rows import Row
@@ -127,6 +128,7 @@ class JobCachedStarts(JobAddOn):
         self._decision: bytes | None = None
         self._since_s = 0.0
         self._answered_s: float | None = None
+        self._work: StoreWork | None = None
         self._waited_s = 0.0
 
     @property
@@ -168,7 +170,7 @@ class JobCachedStarts(JobAddOn):
         blocked = any(picture.blocked for picture in self._pictures)
         if self.asked is not None and self.asked.done():
             answer, self.asked = self.asked.result(), None
-            self._answered_s = now_s
+            self._answered_s, self._work = now_s, answer.work
             self._take(answer)
         elif self.asked is not None and blocked and now_s - self._since_s > self._addon.timeout_s:
             self.asked.cancel()
@@ -198,7 +200,7 @@ class JobCachedStarts(JobAddOn):
             self._recorder.after_decode(index, pixels)
 
     def spans(self) -> Iterator[TracedSpan]:
-        """The question, until its answer was looked at."""
+        """The question, until its answer was looked at, and what the store did meanwhile."""
         if self._answered_s is not None:
             hits = sum(picture.started is not None for picture in self._pictures)
             yield TracedSpan(
@@ -208,6 +210,8 @@ class JobCachedStarts(JobAddOn):
                 seconds=self._answered_s - self._since_s,
                 facts={"pictures that start from a latent": str(hits)},
             )
+        if self._work is not None:
+            yield from self._work.spans("look-ups")
 
     def report(self, record: EngineRecord) -> EngineRecord:
         """What its pictures started from."""

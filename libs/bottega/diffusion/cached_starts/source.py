@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from bottega.diffusion.cached_starts.recorder import JobRecording
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.v1.cache_pb2 import CacheAnswer, CacheQuestion
 from bottega.v1.fleet_pb2 import ServiceAddress
 
@@ -24,10 +25,14 @@ class LatentQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LatentReply:
-    """latents: of the header's hits, in their order, [channels, height, width] on the CPU; nobody writes to them."""
+    """latents: of the header's hits, in their order, [channels, height, width] on the CPU; nobody writes to them.
+
+    work: of the store that has answered; None where none has.
+    """
 
     header: CacheAnswer
     latents: tuple[Tensor, ...] = ()
+    work: StoreWork | None = None
 
 
 class LatentSource(Protocol):

@@ -23,8 +23,10 @@ from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.statistics import Counts
 from bottega.errors import StorageUnavailable
 from bottega.planning.skip_profile import SkipProfile, skip_steps
+from bottega.store_times import LapTimer
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheAnswer, CacheOutcome, CacheQuestion, CacheStart
+from bottega.v1.trace_pb2 import StoreTimes
 
 # That are looked at for each picture: some have lost the latents that would do, or have only late ones.
 _MATCHES_PER_PICTURE = 4
@@ -92,20 +94,29 @@ class Lookup:
             return _Served().answer(cache_pb2.CACHE_OUTCOME_NO_PROFILE)
         searches: list[_Found] = []
         selected: list[Selection] = []
+        times, timer = StoreTimes(), LapTimer()
         for key, latest in self._keys(question):
-            if len(selected) < question.images and (found := self._search(key, latest, question, embedding, profile)):
-                searches.append(found)
-                selected = self._select(question, searches, profile)
-        if not searches:
-            return _Served().answer(cache_pb2.CACHE_OUTCOME_PREDICTED_MISS)
-        return self._serve(question, searches, profile, selected)
+            if len(selected) < question.images:
+                found = self._search(key, latest, question, embedding, profile)
+                times.search_s += timer.lap()
+                if found is not None:
+                    searches.append(found)
+                    selected = self._select(question, searches, profile)
+                    times.select_s += timer.lap()
+        if searches:
+            answer = self._serve(question, searches, profile, selected)
+            times.read_s = timer.lap() if selected else 0.0
+        else:
+            answer = _Served().answer(cache_pb2.CACHE_OUTCOME_PREDICTED_MISS)
+        answer.header.times.CopyFrom(times)
+        return answer
 
     def pinned(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
         """The latents that are asked for, whatever their similarity; those that are gone are left out.
 
         As long as entries are still being read, nothing is known to be gone: UNAVAILABLE.
         """
-        known = self._has_read()
+        timer, known = LapTimer(), self._has_read()
         keys = {key for key, _ in self._keys(question)}
         served, wanted = _Served(key=question.key), [start for start in question.pinned if start.entry]
         for start in wanted:
@@ -117,8 +128,11 @@ class Lookup:
                 self._read(entry.number, start.step, similarity, served)
         self._counts.add("steps_skipped", _saved_steps(question, served.starts))
         if len(served.starts) == len(wanted):
-            return served.answer(cache_pb2.CACHE_OUTCOME_HIT)
-        return served.answer(_miss(served) if known else cache_pb2.CACHE_OUTCOME_UNAVAILABLE)
+            answer = served.answer(cache_pb2.CACHE_OUTCOME_HIT)
+        else:
+            answer = served.answer(_miss(served) if known else cache_pb2.CACHE_OUTCOME_UNAVAILABLE)
+        answer.header.times.read_s = timer.lap()
+        return answer
 
     def _keys(self, question: CacheQuestion) -> Iterator[tuple[str, int]]:
         """Whose entries may serve it, the best first, each with the step after which their latents may be at most."""

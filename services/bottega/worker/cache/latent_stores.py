@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, LatentReply
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.latents.messages import CacheMessage
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer
@@ -36,11 +38,12 @@ _UNAVAILABLE = LatentReply(header=CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Question:
-    """link: that was asked it; None while there is none. tries: links that were."""
+    """link: that was asked it, at asked_s on CLOCK_MONOTONIC; None while there is none. tries: links that were."""
 
     question: LatentQuestion
     answer: Future[LatentReply]
     link: CacheStoreLink | None = None
+    asked_s: float = 0.0
     tries: int = 0
 
 
@@ -122,7 +125,9 @@ class LatentStores:
             asked = self._questions.pop(number, None)
         # Cancelled at this moment, perhaps: then nobody wants it.
         if asked is not None and asked.answer.set_running_or_notify_cancel():
-            asked.answer.set_result(answer)
+            times, now_s = answer.header.times, time.monotonic()
+            work = StoreWork(store=link.store.name, times=times, asked_s=asked.asked_s, answered_s=now_s)
+            asked.answer.set_result(replace(answer, work=work))
 
     def on_lost(self, link: CacheStoreLink) -> None:
         """What it was asked, another one is, or the same when it is back."""
@@ -162,7 +167,7 @@ class LatentStores:
             if asked.answer.set_running_or_notify_cancel():
                 asked.answer.set_result(_UNAVAILABLE)
             return
-        link = self._first_open()
+        link, now_s = self._first_open(), time.monotonic()
         if link is not None and link.ask(number, asked.question):
-            asked.link = link
+            asked.link, asked.asked_s = link, now_s
             asked.tries += 1

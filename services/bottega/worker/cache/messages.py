@@ -12,6 +12,7 @@ from bottega.diffusion.cached_starts.recorder import latents_in_order
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.diffusion.tensor_messages import DTYPES, tensor_at
 from bottega.latents import messages
+from bottega.store_times import check_times
 from bottega.transport import Layout
 from bottega.v1 import generation_pb2
 from bottega.v1.cache_pb2 import CacheAnswer, CacheRecording
@@ -27,6 +28,7 @@ def question_of(number: int, question: LatentQuestion) -> messages.CacheMessage:
 def answer_of(layout: Layout, views: Sequence[memoryview]) -> tuple[int, LatentReply]:
     """The number of the question, and copies of what came. Raises ValueError."""
     number, header = messages.read_header(layout, views, CacheAnswer)
+    check_times(header.times)
     messages.check_latents(layout, _HEADER_SPECS, len(header.hits))
     latents = [tensor_at(layout, views, index).clone() for index in range(_HEADER_SPECS, len(layout.specs))]
     return number, LatentReply(header=header, latents=tuple(latents))
