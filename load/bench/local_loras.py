@@ -44,6 +44,10 @@ class _Handle:
     def load_s(self) -> float:
         return (self.load.result()[1] if self.ready else monotonic()) - self.begun_s
 
+    @property
+    def work(self) -> None:
+        """No store has brought it."""
+
     def layers(self, component: str) -> Layers:
         return self.load.result()[0].get(component, {})
 

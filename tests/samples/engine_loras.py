@@ -13,6 +13,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from torch import Tensor, nn
 
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.diffusion.loras import TEXT_ENCODERS, UNET, Layers, LoraHandle, LoraLayer, LoraRef
 from bottega.diffusion.spec import LoraSpec
 from bottega.errors import BottegaError, Unavailable
@@ -167,6 +168,10 @@ class _Handle:
     def load_s(self) -> float:
         return 1.25
 
+    @property
+    def work(self) -> StoreWork | None:
+        return self.source.works.get(self.ref.name)
+
     def layers(self, component: str) -> Layers:
         assert not self.closed
         layers = self.source.loras[self.ref.digest].get(component, {})
@@ -176,12 +181,15 @@ class _Handle:
 
 @dataclass(eq=False)
 class LorasByHand:
-    """A LoraSource. loras: by digest. text, here: names whose text part, or all, has come; failed: what will not."""
+    """A LoraSource. loras: by digest. text, here: names whose text part, or all, has come; failed: what will not.
+    works: what a store has done, by name.
+    """
 
     loras: Mapping[str, Components]
     text: set[str] = field(default_factory=set)
     here: set[str] = field(default_factory=set)
     failed: dict[str, BottegaError] = field(default_factory=dict)
+    works: dict[str, StoreWork] = field(default_factory=dict)
     open: list[LoraHandle] = field(default_factory=list)
     settled: int = 0
 

@@ -21,11 +21,12 @@ from pathlib import Path
 
 from bottega.caching.lru_cache import LruCache
 from bottega.caching.sealed_files import check, load
-from bottega.caching.tiers import CacheEntry, CacheLease, Tier, TierStatistics
+from bottega.caching.tiers import CacheEntry, CacheLease, LoadParts, Tier, TierStatistics
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.process import open_files
 from bottega.storage import os_errors
 from bottega.transport.memory.sealed_file import new_file
+from bottega.v1.trace_pb2 import StoreTimes
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class TieredCache:
 
     def borrow(self, digest: str) -> Future[CacheLease]:
         """The file's bytes, as soon as they can be read. It fails with `missing`, DataLoss, StorageUnavailable."""
+        asked_s = time.monotonic()
         with self._lock:
             self._leases[digest] += 1
             entry = self._entry(digest)
@@ -126,9 +128,11 @@ class TieredCache:
                 self.counts.by_tier[tier] += 1
         outcome: Future[CacheLease] = Future()
         if entry is None:
-            self._pool.submit(self._lease_from_disk, digest, outcome)
+            self._pool.submit(self._lease_from_disk, digest, outcome, asked_s=asked_s)
         else:
-            entry.loaded.add_done_callback(lambda loaded: self._lease(digest, entry, tier, loaded, outcome))
+            entry.loaded.add_done_callback(
+                lambda loaded: self._lease(digest, entry, tier, loaded, outcome, asked_s=asked_s)
+            )
         return outcome
 
     def give_back(self, lease: CacheLease) -> None:
@@ -200,9 +204,9 @@ class TieredCache:
 
     def _load(self, digest: str, entry: CacheEntry) -> None:
         """In a thread of the pool."""
-        began = time.monotonic()
+        began_s = time.monotonic()
         try:
-            self._copy(digest, entry)
+            check_s = self._copy(digest, entry)
         except BaseException as error:  # noqa: BLE001 - it is raised where the load is awaited
             self._note_damage(digest, error)
             # Nobody awaits what is loaded ahead.
@@ -213,39 +217,56 @@ class TieredCache:
                 self._memory.evict([digest])
             entry.loaded.set_exception(error)
         else:
+            load_s = time.monotonic() - began_s
             with self._lock:
                 self.counts.loads += 1
                 self.counts.loaded_bytes += entry.size_bytes
-                self.counts.load_s += time.monotonic() - began
+                self.counts.load_s += load_s
+            entry.load = LoadParts(began_s=began_s, read_s=load_s - check_s, check_s=check_s)
             entry.loaded.set_result(None)
         with self._lock:  # it has left its room, or may be let go from now on
             self._load_awaited()
 
-    def _copy(self, digest: str, entry: CacheEntry) -> None:
+    def _copy(self, digest: str, entry: CacheEntry) -> float:
+        """Returns the seconds that comparing the checksum took."""
         source = self._open(digest)
         try:
             # Once since the start: a disk that has changed a bit is noticed here, and by every worker.
             known = None if digest in self._trusted else digest
-            load(source, entry.descriptor, entry.size_bytes, digest=known, what=self._what)
+            check_s = load(source, entry.descriptor, entry.size_bytes, digest=known, what=self._what)
         finally:
             os.close(source)
         if self._on_damaged is None:
             self._trusted.add(digest)
+        return check_s
 
     def _lease(
-        self, digest: str, entry: CacheEntry, tier: Tier, loaded: Future[None], outcome: Future[CacheLease]
+        self,
+        digest: str,
+        entry: CacheEntry,
+        tier: Tier,
+        loaded: Future[None],
+        outcome: Future[CacheLease],
+        *,
+        asked_s: float,
     ) -> None:
         if (error := loaded.exception()) is not None:
             self._refuse(digest, error, outcome)
             return
         outcome.set_result(
             CacheLease(
-                digest=digest, descriptor=entry.descriptor, size_bytes=entry.size_bytes, tier=tier, resident=True
+                digest=digest,
+                descriptor=entry.descriptor,
+                size_bytes=entry.size_bytes,
+                tier=tier,
+                resident=True,
+                times=entry.times(asked_s),
             )
         )
 
-    def _lease_from_disk(self, digest: str, outcome: Future[CacheLease]) -> None:
+    def _lease_from_disk(self, digest: str, outcome: Future[CacheLease], *, asked_s: float) -> None:
         """In a thread of the pool."""
+        began_s = time.monotonic()
         try:
             descriptor = self._open_checked(digest)
         except BottegaError as error:
@@ -254,9 +275,15 @@ class TieredCache:
             return
         with self._lock:
             self.counts.by_tier[Tier.DISK] += 1
-        size_bytes = os.fstat(descriptor).st_size
         outcome.set_result(
-            CacheLease(digest=digest, descriptor=descriptor, size_bytes=size_bytes, tier=Tier.DISK, resident=False)
+            CacheLease(
+                digest=digest,
+                descriptor=descriptor,
+                size_bytes=os.fstat(descriptor).st_size,
+                tier=Tier.DISK,
+                resident=False,
+                times=StoreTimes(wait_s=began_s - asked_s, check_s=time.monotonic() - began_s),
+            )
         )
 
     def _refuse(self, digest: str, error: BaseException, outcome: Future[CacheLease]) -> None:

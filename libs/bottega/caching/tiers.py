@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from bottega.v1.trace_pb2 import StoreTimes
 
 
 class Tier(StrEnum):
@@ -36,7 +39,7 @@ class TierStatistics:
 class CacheLease:
     """Bytes that stay readable until it is given back, whatever else is loaded or deleted. Read them with os.preadv.
 
-    resident: in memory, sealed.
+    resident: in memory, sealed. times: from when it was asked for until it began, at begun_s on the monotonic clock.
     """
 
     digest: str
@@ -44,13 +47,31 @@ class CacheLease:
     size_bytes: int
     tier: Tier
     resident: bool
+    times: StoreTimes
+    begun_s: float = field(default_factory=time.monotonic)
+
+    def times_until_now(self) -> StoreTimes:
+        """Its times, and for how long it has waited to be sent."""
+        times = StoreTimes(send_wait_s=time.monotonic() - self.begun_s)
+        times.MergeFrom(self.times)
+        return times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadParts:
+    """What loading a file took. began_s: on the monotonic clock."""
+
+    began_s: float
+    read_s: float
+    check_s: float
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CacheEntry:
     """A file in memory, or on its way there until `loaded` ends.
 
-    leases: that have not ended. awaits_fetch: it was loaded for a fetch that is still to come.
+    leases: that have not ended. awaits_fetch: it was loaded for a fetch that is still to come. load: of what was read
+    from the disk.
     """
 
     descriptor: int
@@ -58,8 +79,15 @@ class CacheEntry:
     loaded: Future[None] = field(default_factory=Future)
     awaits_fetch: bool
     leases: int = 0
+    load: LoadParts | None = None
 
     @property
     def is_idle(self) -> bool:
         """Whether it is loaded, and has no lease."""
         return self.loaded.done() and not self.leases
+
+    def times(self, asked_s: float) -> StoreTimes:
+        """Of a lease that was asked for then and begins now. A load that was under way before was only waited for."""
+        if self.load is None or self.load.began_s < asked_s:
+            return StoreTimes(wait_s=time.monotonic() - asked_s)
+        return StoreTimes(wait_s=self.load.began_s - asked_s, read_s=self.load.read_s, check_s=self.load.check_s)

@@ -44,6 +44,7 @@ class LoraTransfer:
         with link.start_message(layout, Deadline.after(_SEND_S)) as outgoing:
             outgoing.views[0][:] = pack_number(self.number)
             outgoing.views[messages.UNET_BYTES][:] = pack_number(lora.unet_bytes)
+            outgoing.views[messages.TIMES][:] = messages.pack_times(self.lease.times_until_now())
             self._fill(outgoing.views[messages.HEADER], 0, lora.header_bytes)
             self._fill(outgoing.views[messages.TEXT], lora.header_bytes, lora.text_bytes)
             outgoing.finish()

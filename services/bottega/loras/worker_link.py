@@ -32,7 +32,6 @@ from bottega.transport import (
     SealedFile,
     default_socket_path,
     kind_of,
-    number_message,
     read_number,
 )
 
@@ -132,7 +131,7 @@ class LoraWorkerLink(LinkHandler):
         """Gives the worker the memory itself: it needs no lease to keep it."""
         file = SealedFile(descriptor=lease.descriptor, size_bytes=lease.size_bytes)
         try:
-            self._connection.send_now(link, number_message(LoraMessageKind.WHOLE, number), file=file)
+            self._connection.send_now(link, messages.whole_message(number, lease.times_until_now()), file=file)
         except (NoSharedMemory, TooLarge) as error:  # the link lives
             self._refuse(link, number, error)
         finally:

@@ -120,6 +120,22 @@ async def test_layers_are_those_of_the_file(store: Running, worker: _Worker, tmp
     assert 0 < handle.load_s < PATIENCE_S
 
 
+async def test_what_the_store_did_to_send_one_is_known(store: Running, worker: _Worker, tmp_path: Path) -> None:
+    worker.know(store)
+    lora = await store.upload("a", lora_file(tmp_path))
+    before_s = time.monotonic()
+    handle = worker.begin(lora)
+    assert await worker.wait(handle)
+    assert handle.work is not None
+    spans = list(handle.work.spans("LoRA a"))
+    assert {span.service for span in spans} == {store.store.name}
+    names = [span.name for span in spans]
+    assert names == ["wait for its turn", "read from the disk", "compare with the checksum", "wait to be sent", "send"]
+    ends = [before_s, *(span.begin_s + span.seconds for span in spans)]
+    assert all(span.begin_s >= end_s - 1e-6 for span, end_s in zip(spans, ends, strict=False))
+    assert ends[-1] <= time.monotonic()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 async def test_layers_come_in_the_models_element_type(store: Running, tmp_path: Path, dtype: torch.dtype) -> None:
     with contextlib.closing(_Worker(dtype=dtype)) as worker:

@@ -12,6 +12,7 @@ import torch
 
 from bottega.diffusion.loras import LoraHandle, LoraRef
 from bottega.errors import BadFrame, DataLoss
+from bottega.lora import messages
 from bottega.lora.messages import LoraMessageKind
 from bottega.transport import (
     Backend,
@@ -22,9 +23,9 @@ from bottega.transport import (
     LinkListener,
     SealedFile,
     kind_of,
-    number_message,
 )
 from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.v1.trace_pb2 import StoreTimes
 from bottega.worker.loras import LoraCache, LoraLinkSettings
 from tests.support.link_peer import peers
 from tests.support.shared_loras import (
@@ -157,13 +158,13 @@ def scripted(tmp_path: Path) -> Iterator[_Scripted]:
     made.listener.close()
 
 
-def _say_whole(link: Link, file: SealedFile | None) -> None:
-    whole = number_message(LoraMessageKind.WHOLE, 1)
+def _say_whole(link: Link, file: SealedFile | None, **times: float) -> None:
+    whole = messages.whole_message(1, StoreTimes(**times))
     link.send(whole.layout, whole.buffers, patience(), file=file)
 
 
-def _say_whole_and_hear(link: Link, file: SealedFile | None) -> None:
-    _say_whole(link, file)
+def _say_whole_and_hear(link: Link, file: SealedFile | None, **times: float) -> None:
+    _say_whole(link, file, **times)
     link.recv(Deadline.after(PATIENCE_S))
 
 
@@ -198,3 +199,22 @@ def test_a_whole_lora_without_its_file_ends_the_link(scripted: _Scripted) -> Non
     with link, pytest.raises(BadFrame):
         _say_whole_and_hear(link, None)
     assert not handle.ready
+
+
+def test_a_store_that_says_what_is_no_duration_is_lost(scripted: _Scripted) -> None:
+    handle, link = scripted.ask("0" * 64)
+    with link, sealed_file(canonical_file(SMALL)) as file, pytest.raises(BadFrame):
+        _say_whole_and_hear(link, file, read_s=-1.0)
+    assert not handle.ready
+
+
+def test_what_a_store_has_spent_on_a_whole_lora_comes_with_it(scripted: _Scripted) -> None:
+    before_s = time.monotonic()
+    handle, link = scripted.ask("0" * 64)
+    with link, sealed_file(canonical_file(SMALL)) as file:
+        _say_whole(link, file, read_s=0.25)
+        wait_until(lambda: handle.work is not None, "the LoRA")
+    work = handle.work
+    assert work is not None
+    assert (work.store, work.times.read_s, work.sent_s) == ("s", 0.25, None)
+    assert before_s <= work.asked_s <= work.answered_s <= time.monotonic()

@@ -6,6 +6,7 @@ import hashlib
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from tests.support.waiting import wait_until
 
 _SIZE = 1000
 _WAIT_S = 10.0
+# Of a load that is slow; long beside what a thread may have to wait for the processor.
+_LOAD_S = 0.2
 
 
 class _Shelf:
@@ -94,6 +97,45 @@ def test_what_is_being_sent_is_not_let_go_and_others_come_from_the_disk(shelf: _
         assert shelf.use(c) is Tier.DISK
         assert shelf.tiers.used_bytes == 2 * _SIZE
     assert shelf.use(c) is Tier.LOADED
+
+
+def test_a_lease_says_what_its_own_load_took_and_what_another_ones_had_it_wait(shelf: _Shelf) -> None:
+    digest, begun = shelf.put(1), threading.Event()
+
+    def load_slowly() -> None:
+        begun.set()
+        shelf.gate.wait(_WAIT_S)
+
+    shelf.before_load = load_slowly
+    shelf.gate.clear()
+    asked_s = time.monotonic()
+    borrowed = [shelf.tiers.borrow(digest)]
+    assert begun.wait(_WAIT_S)
+    borrowed.append(shelf.tiers.borrow(digest))
+    time.sleep(_LOAD_S)
+    shelf.gate.set()
+    own, joined = (each.result(_WAIT_S) for each in borrowed)
+    seen_s = time.monotonic() - asked_s
+    there = shelf.lease(digest)
+    assert own.times.check_s > 0.0
+    assert own.times.read_s >= _LOAD_S
+    assert own.times.wait_s + own.times.read_s + own.times.check_s <= seen_s
+    assert _LOAD_S <= joined.times.wait_s <= seen_s
+    assert there.times.wait_s < _LOAD_S
+    for waited in (joined, there):
+        assert not waited.times.read_s + waited.times.check_s
+
+
+def test_a_lease_of_the_disk_says_how_long_the_checksum_took(tmp_path: Path) -> None:
+    shelf = _Shelf(tmp_path, room=0, checks=True)
+    with shelf.leased(shelf.put(1)) as (lease,):
+        assert lease.times.check_s > 0.0
+        assert not lease.times.read_s
+        time.sleep(_LOAD_S)
+        now = lease.times_until_now()
+    assert now.check_s == lease.times.check_s
+    assert now.send_wait_s >= _LOAD_S
+    shelf.tiers.close()
 
 
 def test_what_is_pinned_stays(shelf: _Shelf) -> None:

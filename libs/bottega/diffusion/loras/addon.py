@@ -16,6 +16,7 @@ from bottega.diffusion.engine.forward import RowWeights
 from bottega.diffusion.engine.job import EngineJob, EngineOrder, new_requests
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.spans import MAX_SPANS, TracedSpan
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.diffusion.loras import (
     TEXT_ENCODERS,
     UNET,
@@ -90,13 +91,14 @@ class EngineLoras(EngineAddOn):
             return None
         if self._source is None:
             raise Unavailable("this worker has no LoRAs")
+        since_s = self._clock()
         refs = [LoraRef(name=spec.name, digest=spec.digest) for spec in specs]
         return JobLoras(
             addon=self,
             source=self._source,
             specs=tuple(specs),
             handles=tuple(self._source.begin(ref) for ref in refs),
-            since_s=self._clock(),
+            since_s=since_s,
             timeout_s=self._timeout_s,
             bound=bound,
             step=step,
@@ -194,6 +196,7 @@ class JobLoras(JobAddOn):
     _blocked: frozenset[Request] = frozenset()
     _meter: LatentMeter = field(default_factory=LatentMeter)
     _load_s: tuple[float, ...] = ()
+    _works: tuple[StoreWork | None, ...] = ()
     _patches: list[TracedSpan] = field(default_factory=list)
     _waits: list[TracedSpan] = field(default_factory=list)
     _waiting_since_s: float | None = None
@@ -273,9 +276,12 @@ class JobLoras(JobAddOn):
             self._patches.append(TracedSpan(name=what, track="LoRAs into weights", begin_s=begin_s, seconds=seconds))
 
     def spans(self) -> Iterator[TracedSpan]:
-        """How long each was on its way, and what waited for them."""
-        for spec, load_s in zip(self.specs, self._load_s, strict=False):
-            yield TracedSpan(name=f"load {spec.name}", track=f"LoRA {spec.name}", begin_s=self.since_s, seconds=load_s)
+        """How long each was on its way, what a store did for it since it was asked for, and what waited for them."""
+        for spec, load_s, work in zip(self.specs, self._load_s, self._works, strict=False):
+            track = f"LoRA {spec.name}"
+            yield TracedSpan(name=f"load {spec.name}", track=track, begin_s=self.since_s, seconds=load_s)
+            if work is not None:
+                yield from (span for span in work.spans(track) if span.begin_s >= self.since_s)
         yield from self._patches
         yield from self._waits
 
@@ -319,6 +325,7 @@ class JobLoras(JobAddOn):
     def _release(self) -> None:
         if self.handles:
             self._load_s = tuple(handle.load_s for handle in self.handles)
+            self._works = tuple(handle.work for handle in self.handles)
             self.source.close(self.handles)
             self.handles = ()
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.diffusion.loras.lora import Layers
 from bottega.v1.fleet_pb2 import ServiceAddress
 
@@ -34,6 +35,11 @@ class LoraHandle(Protocol):
     @property
     def load_s(self) -> float:
         """Seconds from `begin` until all of it was here; until now, where it is not."""
+        ...
+
+    @property
+    def work(self) -> StoreWork | None:
+        """What a store has done to bring it, perhaps before `begin`, for somebody else; None where none has."""
         ...
 
     def layers(self, component: str) -> Layers:

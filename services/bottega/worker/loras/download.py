@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from bottega.diffusion.device.loading import load_bytes
 from bottega.diffusion.device.pick import open_device
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.diffusion.loras import Layers, LoraLayer, LoraRef
 from bottega.errors import BadLora, BottegaError, DataLoss, NoLora
 from bottega.lora import canonical
 from bottega.lora.canonical import BACKBONE, COMPONENTS, CanonicalLora, Module
 from bottega.lora.safetensors_header import LENGTH_BYTES, TensorEntry, header_bytes
+from bottega.v1.trace_pb2 import StoreTimes
 
 # Of a whole LoRA that is checked: between two of them others get their turn.
 _PIECE_BYTES = 4 << 20
@@ -31,8 +34,9 @@ _TORCH = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": t
 
 
 class LoraDownload:
-    """device, dtype: where, and as what, its layers are wanted. asked_s: on the monotonic clock. given_up: its last
-    user has gone before it was ready; a later request for the same LoRA makes another one.
+    """device, dtype: where, and as what, its layers are wanted. asked_s: on the monotonic clock; requested_s: when
+    a store was asked last. work: of the store that has answered. given_up: its last user has gone before it was ready;
+    a later request for the same LoRA makes another one.
 
     size_bytes: of its layers. Shared ones count as its own: the store may have let them go, and then nobody else has
     them.
@@ -40,8 +44,9 @@ class LoraDownload:
 
     def __init__(self, ref: LoraRef, *, device: torch.device, dtype: torch.dtype) -> None:
         self.ref = ref
-        self.asked_s = time.monotonic()
+        self.asked_s = self.requested_s = time.monotonic()
         self.arrived_s: float | None = None
+        self.work: StoreWork | None = None
         self.error: BottegaError | None = None
         self.users = 0
         self.given_up = False
@@ -81,6 +86,10 @@ class LoraDownload:
         self._lora = None
         self._unet = torch.empty(0, dtype=torch.uint8)
         self.size_bytes = 0
+
+    def note_answer(self, store: str, times: StoreTimes) -> None:
+        """The first of what a store sends is here. times: that it has spent until then."""
+        self.work = StoreWork(store=store, times=times, asked_s=self.requested_s, answered_s=time.monotonic())
 
     def take_head(self, head: bytes, text: memoryview, unet_bytes: int) -> None:
         """The header and the first section are here. unet_bytes: that the second one will have.
@@ -132,6 +141,8 @@ class LoraDownload:
         self._copy(piece, self._unet[self._filled : end])
         self._filled = end
         if end == len(self._unet):
+            if self.work is not None:
+                self.work = replace(self.work, sent_s=time.monotonic())
             self._complete(self._lora)
 
     def _begin(self, lora: CanonicalLora, text: Tensor) -> None:
@@ -206,6 +217,10 @@ class DownloadHandle:
     def load_s(self) -> float:
         here_s = self.download.arrived_s
         return max(0.0, (time.monotonic() if here_s is None else here_s) - self.asked_s)
+
+    @property
+    def work(self) -> StoreWork | None:
+        return self.download.work
 
     def layers(self, component: str) -> Layers:
         self._check()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,11 +18,12 @@ from bottega import kinds
 from bottega.errors import BottegaError, DataLoss, InternalError
 from bottega.lora import messages
 from bottega.lora.canonical import MAX_FILE_BYTES
-from bottega.lora.messages import HEADER, PIECE, TEXT, UNET_BYTES, LoraMessageKind
+from bottega.lora.messages import HEADER, PIECE, TEXT, TIMES, UNET_BYTES, LoraMessageKind
 from bottega.rpc.status import from_job_error, job_error_from_json
 from bottega.transport import (
     Connection,
     Incoming,
+    Layout,
     Limits,
     LinkClient,
     LinkClientHandler,
@@ -33,6 +35,7 @@ from bottega.transport import (
     read_number,
 )
 from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.v1.trace_pb2 import StoreTimes
 from bottega.worker.loras.download import LoraDownload
 
 _log = logging.getLogger(__name__)
@@ -100,7 +103,7 @@ class StoreLink(LinkClientHandler):
             number = next(self._numbers)
             self._wanted[number] = download
             if self._connection is not None:
-                self._connection.send(messages.fetch_message(number, download.ref.digest))
+                self._ask(self._connection, number, download)
         self._client.wake()
 
     def give_up(self, download: LoraDownload) -> None:
@@ -128,7 +131,7 @@ class StoreLink(LinkClientHandler):
         with self._lock:
             self._connection = connection
             for number, download in self._wanted.items():
-                connection.send(messages.fetch_message(number, download.ref.digest))
+                self._ask(connection, number, download)
         assert connection.link is not None
         choice = connection.link.backend_choice
         facts = {"store": self.store.name, "backend": choice.backend, "why": choice.reason}
@@ -150,11 +153,10 @@ class StoreLink(LinkClientHandler):
             match LoraMessageKind(kind_of(layout)):
                 case LoraMessageKind.LORA:
                     messages.check_lora(layout, max_bytes=MAX_FILE_BYTES)
-                    views = connection.wait_all(incoming)
-                    self._take(read_number(layout, views), lambda download: _take_head(download, views))
+                    self._take_head(layout, connection.wait_all(incoming))
                 case LoraMessageKind.WHOLE:
-                    views = connection.wait_all(incoming)
-                    self._take_whole(read_number(layout, views), incoming.file)
+                    number, times = messages.read_whole(layout, connection.wait_all(incoming))
+                    self._take_whole(number, times, incoming.file)
                 case LoraMessageKind.PIECE:
                     messages.check_piece(layout, max_bytes=MAX_FILE_BYTES)
                     views = connection.wait_all(incoming)
@@ -163,6 +165,20 @@ class StoreLink(LinkClientHandler):
                     self._take_refusal(*messages.read_refusal(layout, connection.wait_all(incoming)))
                 case kind:
                     raise ValueError(f"a store sends no {kind} message")
+
+    def _ask(self, connection: Connection, number: int, download: LoraDownload) -> None:
+        download.requested_s = time.monotonic()
+        connection.send(messages.fetch_message(number, download.ref.digest))
+
+    def _take_head(self, layout: Layout, views: list[memoryview]) -> None:
+        times = messages.read_times(views[TIMES])
+        unet_bytes = messages.read_unet_bytes(views[UNET_BYTES], max_bytes=MAX_FILE_BYTES)
+
+        def take(download: LoraDownload) -> None:
+            download.note_answer(self.store.name, times)
+            download.take_head(bytes(views[HEADER]), views[TEXT], unet_bytes)
+
+        self._take(read_number(layout, views), take)
 
     def _take(self, number: int, take: Callable[[LoraDownload], None]) -> None:
         """A part of a LoRA is here. Of one that nobody wants any more it is thrown away."""
@@ -181,13 +197,14 @@ class StoreLink(LinkClientHandler):
         if download.ready or not knew_text:
             self._on_progress()
 
-    def _take_whole(self, number: int, file: memoryview | None) -> None:
+    def _take_whole(self, number: int, times: StoreTimes, file: memoryview | None) -> None:
         """All of a LoRA is here: it does not need the link any more, and what a prompt waits for can be read."""
         if file is None:
             raise ValueError("a whole LoRA came without its file")
         download = self._wanted.get(number)
         if download is None:
             return
+        download.note_answer(self.store.name, times)
         try:
             download.take_whole(file)
         except DataLoss as error:
@@ -226,8 +243,3 @@ class StoreLink(LinkClientHandler):
             download = self._wanted.pop(number, None)
         if download is not None:
             self._on_refused(self, download, error)
-
-
-def _take_head(download: LoraDownload, views: list[memoryview]) -> None:
-    unet_bytes = messages.read_unet_bytes(views[UNET_BYTES], max_bytes=MAX_FILE_BYTES)
-    download.take_head(bytes(views[HEADER]), views[TEXT], unet_bytes)

@@ -12,11 +12,13 @@ import torch
 from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.diffusion.loras import TEXT_ENCODERS, UNET, LoraSet
 from bottega.diffusion.loras.addon import JobLoras
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import InvalidRequest, LoraUnusable, NotFinite, Unavailable
+from bottega.v1.trace_pb2 import StoreTimes
 from tests.fakes.fake_time import FakeTime
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
 from tests.support.addon_messages import loras_at
@@ -69,6 +71,23 @@ def turn_until(easel: ManualEngine, happened: Callable[[], object]) -> None:
 
 def steps_done(drawing: Drawing) -> int:
     return drawing.job.steps_done if drawing.job is not None else 0
+
+
+def test_what_a_store_did_before_the_job_asked_is_not_in_its_trace(
+    easel: ManualEngine, loras: LorasByHand, clock: FakeTime
+) -> None:
+    now_s = clock.monotonic()
+    times = StoreTimes(read_s=2.0, check_s=1.0)
+    for name, asked_s in (("outline", now_s), ("pastel", now_s - 2.0)):
+        loras.works[name] = StoreWork(store="s", times=times, asked_s=asked_s, answered_s=asked_s + 3.0)
+    loras.come("outline", "pastel")
+    drawing = easel.draw(styled("outline", "pastel"))
+    spans = [(span.track, span.name, span.begin_s - now_s) for span in drawing.trace.spans if span.service == "s"]
+    assert spans == [
+        ("LoRA outline", "read from the disk", 0.0),
+        ("LoRA pastel", "compare with the checksum", 0.0),
+        ("LoRA outline", "compare with the checksum", 2.0),
+    ]
 
 
 def test_an_exact_job_waits_before_its_first_step_and_nobody_else_does(
