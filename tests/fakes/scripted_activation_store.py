@@ -45,6 +45,7 @@ from bottega.v1.activations_pb2 import (
     TemplateQuestion,
 )
 from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.v1.trace_pb2 import StoreTimes
 from load.bench.throttle import Throttle
 from tests.support.offers import OffersAtOnce
 from tests.support.transport_backends import sealed_file
@@ -241,7 +242,7 @@ class ScriptedStore(LinkServer[ScriptedLink]):
 
         def send(to: Link) -> None:
             with sealed_file(data) as file:
-                link.connection.send_now(to, messages.whole_message(number), file=file)
+                link.connection.send_now(to, messages.whole_message(number, StoreTimes()), file=file)
 
         link.connection.post(send)
 

@@ -12,6 +12,8 @@ ValueError.
                        recording: its sections were all   nothing
                        abandon: it is worth nothing       nothing
 
+An answer, a whole message and the first chunk also say what the store has spent on the request until then.
+
 A whole message carries the section's file, sealed: within a host no byte of it is copied. Chunks of different sections
 may come in turn. A section that is refused after some of its chunks comes to nothing.
 
@@ -32,6 +34,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from bottega.sections.section import MAX_DRAWN_BYTES, MAX_SECTION_BYTES, DrawnTensors, SectionLayout
+from bottega.store_times import check_times
 from bottega.transport import (
     BytesMessage,
     DType,
@@ -53,6 +56,7 @@ from bottega.v1.activations_pb2 import (
     TemplateAnswer,
     TemplateQuestion,
 )
+from bottega.v1.trace_pb2 import StoreTimes
 
 MAX_HEADER_BYTES = 2 << 20
 """Of an answer: 400 sections, some hundred bytes each, layouts of thousands of tensors, a profile of as many blocks."""
@@ -128,9 +132,9 @@ def cancel_message(number: int) -> BytesMessage:
     return number_message(ActivationMessageKind.CANCEL, number)
 
 
-def whole_message(number: int) -> BytesMessage:
-    """Beside the file of a section, all of it."""
-    return number_message(ActivationMessageKind.WHOLE, number)
+def whole_message(number: int, times: StoreTimes) -> ActivationMessage:
+    """Beside the file of a section, all of it. times: that the store has spent on it."""
+    return _message(ActivationMessageKind.WHOLE, number, times)
 
 
 def chunk_layout(size_bytes: int) -> Layout:
@@ -139,15 +143,21 @@ def chunk_layout(size_bytes: int) -> Layout:
     return Layout.of(*specs, _bytes_spec("bytes", size_bytes), headers=len(specs))
 
 
-def chunk_header(number: int, *, tensor: int, start: int) -> tuple[bytes, bytes]:
-    """What the first two tensors of a chunk hold. tensor: its place in the section. start: first byte in the tensor."""
-    return pack_number(number), _packed(ChunkHeader(tensor=tensor, start=start))
+def chunk_header(number: int, *, tensor: int, start: int, times: StoreTimes | None = None) -> tuple[bytes, bytes]:
+    """What the first two tensors of a chunk hold. tensor: its place in the section. start: first byte in the tensor.
+
+    times: of the first chunk of an answer.
+    """
+    return pack_number(number), _packed(ChunkHeader(tensor=tensor, start=start, times=times))
 
 
-def chunk_message(number: int, *, tensor: int, start: int, data: bytes | memoryview) -> ActivationMessage:
+def chunk_message(
+    number: int, *, tensor: int, start: int, data: bytes | memoryview, times: StoreTimes | None = None
+) -> ActivationMessage:
     """A chunk message: bytes of one tensor, at most CHUNK_BYTES."""
     layout = chunk_layout(memoryview(data).nbytes)
-    return ActivationMessage(layout=layout, buffers=(*chunk_header(number, tensor=tensor, start=start), data))
+    header = chunk_header(number, tensor=tensor, start=start, times=times)
+    return ActivationMessage(layout=layout, buffers=(*header, data))
 
 
 def refused_message(number: int, error: bytes) -> BytesMessage:
@@ -181,7 +191,9 @@ def read_question(layout: Layout, views: Sequence[memoryview]) -> tuple[int, Tem
 
 def read_answer(layout: Layout, views: Sequence[memoryview]) -> tuple[int, TemplateAnswer]:
     """Number and header of an answer message; `read_drawn` has the rest."""
-    return _read(layout, views, TemplateAnswer, MAX_HEADER_BYTES)
+    number, answer = _read(layout, views, TemplateAnswer, MAX_HEADER_BYTES)
+    check_times(answer.times)
+    return number, answer
 
 
 def read_drawn(layout: Layout, views: Sequence[memoryview], *, has_drawn: bool) -> DrawnTensors | None:
@@ -209,7 +221,16 @@ def read_fetch(layout: Layout, views: Sequence[memoryview]) -> tuple[int, Sectio
 def read_chunk(layout: Layout, views: Sequence[memoryview]) -> tuple[int, ChunkHeader]:
     """Number and header of a chunk message, whose bytes are its third tensor."""
     _check_bytes(layout, _FIRST, "bytes", CHUNK_BYTES)
-    return _read(layout, views, ChunkHeader, MAX_REQUEST_BYTES)
+    number, chunk = _read(layout, views, ChunkHeader, MAX_REQUEST_BYTES)
+    check_times(chunk.times)
+    return number, chunk
+
+
+def read_whole(layout: Layout, views: Sequence[memoryview]) -> tuple[int, StoreTimes]:
+    """Number of a whole message, and what the store has spent."""
+    _check_end(layout, _FIRST)
+    number, times = _read(layout, views, StoreTimes, MAX_REQUEST_BYTES)
+    return number, check_times(times)
 
 
 def read_refused(layout: Layout, views: Sequence[memoryview]) -> tuple[int, bytes]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from bottega.sections import messages
 from bottega.sections.section import SectionLayout
 from bottega.transport import Deadline, Link
+from bottega.v1.trace_pb2 import StoreTimes
 
 # A chunk that is not taken in this time never will be.
 _SEND_S = 60.0
@@ -68,15 +69,21 @@ class SectionPieces:
 
 
 def send_chunk(
-    link: Link, number: int, pieces: Sequence[SectionPiece], fill: Callable[[SectionPiece, memoryview], None]
+    link: Link,
+    number: int,
+    pieces: Sequence[SectionPiece],
+    fill: Callable[[SectionPiece, memoryview], None],
+    *,
+    times: StoreTimes | None = None,
 ) -> int:
-    """Sends them in one message; returns their bytes. fill: writes the bytes of a piece into a slot.
+    """Sends them in one message; returns their bytes. fill: writes the bytes of a piece into a slot. times: see
+    `chunk_header`.
 
     Raises what sending does, and what `fill` does; nothing of it was sent then.
     """
     size_bytes = sum(piece.size_bytes for piece in pieces)
     with link.start_message(messages.chunk_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:
-        head = messages.chunk_header(number, tensor=pieces[0].tensor, start=pieces[0].start)
+        head = messages.chunk_header(number, tensor=pieces[0].tensor, start=pieces[0].start, times=times)
         for view, said in zip(outgoing.views, head, strict=False):
             view[:] = said
         view = outgoing.views[-1]

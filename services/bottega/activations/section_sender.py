@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from concurrent.futures import Future
+from dataclasses import replace
 
 from bottega.activations.store.store import ActivationStore
 from bottega.activations.transfer import SectionRequested, SectionTransfer
@@ -122,6 +124,7 @@ class SectionSender:
             return self._queued.pop()
 
     def _load(self, requested: SectionRequested) -> None:
+        requested = replace(requested, waited_s=time.monotonic() - requested.requested_s)
         # Called by the thread that loads: sending is left to the thread that sends.
         self._store.fetch(requested.digest).add_done_callback(lambda asked: self._loaded(requested, asked))
 
@@ -146,18 +149,19 @@ class SectionSender:
         if not wanted:
             self._give_back(lease)
         elif self._shares and link.passes_files and lease.resident and lease.size_bytes >= _LEAST_SHARED_BYTES:
-            self._share(link, requested.number, lease)
+            self._share(link, requested, lease)
         else:
             self._send(link, requested, lease)
 
-    def _share(self, link: Link, number: int, lease: CacheLease) -> None:
+    def _share(self, link: Link, requested: SectionRequested, lease: CacheLease) -> None:
         """Gives the worker the memory itself: it needs no lease to keep it."""
         file = SealedFile(descriptor=lease.descriptor, size_bytes=lease.size_bytes)
-        self._forget(number)
+        self._forget(requested.number)
         try:
-            self._connection.send_now(link, messages.whole_message(number), file=file)
+            whole = messages.whole_message(requested.number, requested.times(lease))
+            self._connection.send_now(link, whole, file=file)
         except (NoSharedMemory, TooLarge) as error:  # the link lives
-            self._refuse(link, number, error)
+            self._refuse(link, requested.number, error)
         finally:
             self._give_back(lease)
 

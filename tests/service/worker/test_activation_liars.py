@@ -19,6 +19,7 @@ from bottega.v1.activations_pb2 import (
     SectionRequest,
     TemplateAnswer,
 )
+from bottega.v1.trace_pb2 import StoreTimes
 from tests.fakes.scripted_activation_store import ScriptedLink, ScriptedStore, Section, answer
 from tests.support.stored_activations import KEY, RECORDING, SHAPES, drawn, outputs, section, step_key, worker
 from tests.support.waiting import EVENTUALLY_S, wait_until
@@ -136,7 +137,10 @@ CHUNKS: dict[str, Callable[[int], WholeMessage]] = {
     "more bytes than the tensor has": lambda number: chunk(number, size_bytes=4096),
     "a tensor that nobody has requested": lambda number: chunk(number, tensor=1),
     "a tensor that there is not": lambda number: chunk(number, tensor=99),
-    "a whole section without its file": messages.whole_message,
+    "a whole section without its file": lambda number: messages.whole_message(number, StoreTimes()),
+    "a chunk that has taken no duration": lambda number: messages.chunk_message(
+        number, tensor=0, start=0, data=bytes(16), times=StoreTimes(read_s=float("nan"))
+    ),
     "a question": lambda number: number_message("question", number),
     "a word that nobody knows": lambda number: number_message("hello", number),
     "a refusal that says nothing": lambda number: messages.refused_message(number, b"{{{"),

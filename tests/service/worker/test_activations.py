@@ -135,6 +135,12 @@ def test_another_worker_draws_the_same_picture_as_the_one_that_has_recorded(desk
     assert torch.equal(stored.latents[0], in_memory.latents[0])
     assert (edit_of(stored).blocks_reused, edit_of(stored).blocks_total) == (BLOCKS, BLOCKS)
     assert edit_of(stored).recording == edit_of(in_memory).recording
+    at_store = {(span.track, span.name): span for span in stored.trace.spans if span.service == "store"}
+    assert {("look-ups", "search"), ("waits", "wait for its turn"), ("waits", "wait to be sent")} <= at_store.keys()
+    assert (("sections", "send") in at_store) is not unix
+    (asked,) = [span for span in stored.trace.spans if (span.name, span.service) == ("look-up", "")]
+    search = at_store["look-ups", "search"]
+    assert search.begin_s + search.seconds <= asked.begin_s + asked.seconds
     assert other.source.counts["loads"] >= 6
     held = sum(recording.held_bytes for recording in other.source.recordings)
     assert (held == 0) is unix

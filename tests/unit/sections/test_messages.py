@@ -12,6 +12,7 @@ from bottega.sections.messages import ActivationMessageKind
 from bottega.transport import BytesMessage, DType, Layout, TensorSpec, WholeMessage, kind_of, number_spec, pack_number
 from bottega.transport.channel.buffers import checked, on_host
 from bottega.v1 import activations_pb2 as pb
+from bottega.v1.trace_pb2 import StoreTimes
 
 _LAYOUT = SectionLayout.of([("a", (3, 5)), ("b", (7,))])
 _DRAWN = DrawnTensors(shape=(1, 2, 3, 4), image_latent=b"i" * 96, noise=b"n" * 96)
@@ -45,7 +46,7 @@ def test_fetches_chunks_and_refusals_come_back() -> None:
     assert bytes(views[-1]) == b"bytes"
     assert messages.read_refused(*_sent(messages.refused_message(3, b"why"))) == (3, b"why")
     assert kind_of(messages.cancel_message(4).layout) == ActivationMessageKind.CANCEL
-    assert kind_of(messages.whole_message(4).layout) == ActivationMessageKind.WHOLE
+    assert kind_of(messages.whole_message(4, StoreTimes()).layout) == ActivationMessageKind.WHOLE
 
 
 def test_a_chunk_that_is_written_in_place_is_the_same() -> None:
@@ -155,3 +156,24 @@ def test_a_section_has_tensors_and_a_chunk_is_no_larger_than_it_may_be() -> None
 
 def _drawn(drawn: DrawnTensors | None) -> tuple[tuple[int, ...], bytes, bytes] | None:
     return None if drawn is None else (drawn.shape, bytes(drawn.image_latent), bytes(drawn.noise))
+
+
+def test_a_section_comes_with_what_the_store_has_spent() -> None:
+    times = StoreTimes(wait_s=0.5, read_s=0.25)
+    layout, views = _sent(messages.whole_message(4, times))
+    assert messages.read_whole(layout, views) == (4, times)
+    layout, views = _sent(messages.chunk_message(4, tensor=0, start=0, data=bytes(16), times=times))
+    number, chunk = messages.read_chunk(layout, views)
+    assert (number, chunk.times) == (4, times)
+    layout, views = _sent(messages.chunk_message(4, tensor=0, start=16, data=bytes(16)))
+    assert not messages.read_chunk(layout, views)[1].HasField("times")
+
+
+def test_times_that_are_no_durations_are_refused() -> None:
+    times = StoreTimes(read_s=-1.0)
+    whole = _sent(messages.whole_message(4, times))
+    chunk = _sent(messages.chunk_message(4, tensor=0, start=0, data=bytes(16), times=times))
+    answer = _sent(messages.answer_message(4, pb.TemplateAnswer(times=times), None))
+    for read, sent in ((messages.read_whole, whole), (messages.read_chunk, chunk), (messages.read_answer, answer)):
+        with pytest.raises(ValueError, match="no less than nothing"):
+            read(*sent)

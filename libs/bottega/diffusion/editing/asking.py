@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+from bottega.diffusion.engine.store_work import StoreWork
+
 
 class PendingAnswer:
     """asked: what the source was asked; None once it has answered, or nobody waits for it any more.
 
     timeout_s: counted from the first time that somebody looks, since_s. waited_s: that somebody has looked in vain.
+    work: what a store has done for the answer.
     """
 
-    def __init__(self, asked: Future[None], timeout_s: float) -> None:
-        self.asked: Future[None] | None = asked
+    def __init__(self, asked: Future[StoreWork | None], timeout_s: float) -> None:
+        self.asked: Future[StoreWork | None] | None = asked
         self.waited_s = 0.0
+        self.work: StoreWork | None = None
         self._timeout_s = timeout_s
         self.since_s: float | None = None
 
@@ -31,5 +35,5 @@ class PendingAnswer:
     def close(self) -> None:
         """Nobody waits for it any more. Harmless the second time."""
         asked, self.asked = self.asked, None
-        if asked is not None:
-            asked.cancel()
+        if asked is not None and not asked.cancel() and asked.done():
+            self.work = asked.result()

@@ -30,6 +30,7 @@ from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.spans import MAX_SPANS, TracedSpan
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.v1.activations_pb2 import EditDecision
 
@@ -74,7 +75,7 @@ class JobEdits(JobAddOn):
         return self._order.spec
 
     @property
-    def waiting_for(self) -> Future[None] | None:
+    def waiting_for(self) -> Future[StoreWork | None] | None:
         """The answer that it waits for."""
         return self._answer.asked if self._answer is not None else None
 
@@ -142,10 +143,12 @@ class JobEdits(JobAddOn):
             self._addon.note_blocks(reused, total)
 
     def spans(self) -> Iterator[TracedSpan]:
-        """The question for the recording, and the loads of what it took."""
+        """The question for the recording, and the loads of what it took, with what a store did for them."""
         if self._answer is not None and self._answer.since_s is not None:
             begin_s, waited_s = self._answer.since_s, self._answer.waited_s
             yield TracedSpan(name="look-up", track=_TRACK, begin_s=begin_s, seconds=waited_s)
+            if self._answer.work is not None:
+                yield from self._answer.work.spans("look-ups")
         yield from self._loads
 
     def _note_spans(self, step: int, counts: StepLoadCounts) -> None:
@@ -164,7 +167,8 @@ class JobEdits(JobAddOn):
             TracedSpan(name=f"waiting for {wait.block}", track="waits", begin_s=wait.began_s, seconds=wait.seconds)
             for wait in counts.waits
         ]
-        self._loads += [*loads, *waits][:room]
+        in_store = [span for came in counts.came if came.work is not None for span in came.work.spans("sections")]
+        self._loads += [*loads, *waits, *in_store][:room]
 
     def report(self, record: EngineRecord) -> EngineRecord:
         """What was reused. Only here it is known whether residuals were stale: a recording with such ones is lost."""

@@ -19,6 +19,7 @@ from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import EngineRecord
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import Request
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.diffusion.rows import Half, RowActivations
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class JobKeeping(JobAddOn):
             self._answers = [addon.ask(order, addon.key(order, template)) for template in self._templates]
 
     @property
-    def waiting_for(self) -> Future[None] | None:
+    def waiting_for(self) -> Future[StoreWork | None] | None:
         """The answer that it waits for: a source says how much there is room for."""
         return next((each.asked for each in self._answers if each.asked is not None), None)
 

@@ -40,7 +40,9 @@ from bottega.process import open_files
 from bottega.sections import DrawnTensors, SectionLayout
 from bottega.storage import folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
+from bottega.store_times import LapTimer
 from bottega.v1 import activations_pb2 as pb
+from bottega.v1.trace_pb2 import StoreTimes
 
 # That sections in memory may have; the others are for links, callers, and sections that memory has no room for.
 _SHARE_OF_OPEN_FILES = 0.5
@@ -124,8 +126,9 @@ class ActivationStore:
         Raises ValueError for what breaks a rule of activations.proto.
         """
         check_question(question)
+        times, timer = StoreTimes(), LapTimer()
         template = self._table.find(question.key, question.recording)
-        reply = self._reply(template) if template is not None else None
+        reply = self._reply(template, times) if template is not None else None
         self._counts.add("hits" if reply is not None else "misses")
         if reply is None:
             reply = TemplateReply(header=pb.TemplateAnswer(record=self._may_record(question, link)))
@@ -134,6 +137,8 @@ class ActivationStore:
         if template is not None and not all(size):
             size = (template.header.width, template.header.height)
         add_profile(reply.header, self._profiles.get((question.model_hash, question.dtype, *size)))
+        times.search_s = max(0.0, timer.lap() - times.read_s)
+        reply.header.times.CopyFrom(times)
         return reply
 
     def fetch(self, digest: str) -> Future[CacheLease]:
@@ -325,11 +330,13 @@ class ActivationStore:
             trouble=self._writer.trouble,
         )
 
-    def _reply(self, template: TemplateRecord) -> TemplateReply | None:
-        """None where what it was drawn with cannot be read."""
+    def _reply(self, template: TemplateRecord, times: StoreTimes) -> TemplateReply | None:
+        """None where what it was drawn with cannot be read, which takes the times' read_s."""
         if template.drawn is None:
             return TemplateReply(header=template_answer(template, self._memory))
+        timer = LapTimer()
         drawn = self._drawn.get(template)
+        times.read_s = timer.lap()
         return TemplateReply(header=template_answer(template, self._memory), drawn=drawn) if drawn is not None else None
 
     def _may_record(self, question: pb.TemplateQuestion, link: Hashable) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from bottega.diffusion.editing.recordings.recording import RecordingKey
 from bottega.diffusion.editing.recordings.source import TemplateQuery
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.v1.activations_pb2 import TemplateQuestion
 from bottega.worker.activations.store_link import ActivationStoreLink
 from bottega.worker.activations.template import AnsweredTemplate
@@ -35,11 +36,14 @@ class LinkAnswer:
     origin: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _PendingQuestion:
+    """asked_s: when it went out last, or was to."""
+
     query: TemplateQuery
-    known: Future[None]
+    known: Future[StoreWork | None]
     link: ActivationStoreLink
+    asked_s: float
     until_s: float
 
 
@@ -53,9 +57,9 @@ class TemplateQuestions:
         self._questions: dict[int, _PendingQuestion] = {}
         self._answers: OrderedDict[str, LinkAnswer] = OrderedDict()  # by digest of the key
 
-    def ask(self, query: TemplateQuery, link: ActivationStoreLink) -> Future[None]:
-        """Done when `take` has what there is to know: at once where the store is away."""
-        known: Future[None] = Future()
+    def ask(self, query: TemplateQuery, link: ActivationStoreLink) -> Future[StoreWork | None]:
+        """Done when `take` has what there is to know: at once where the store is away. See ActivationSource.ask."""
+        known: Future[StoreWork | None] = Future()
         if (link.tried and not link.open) or not self._put(query, known, link):
             known.set_result(None)
         return known
@@ -78,6 +82,7 @@ class TemplateQuestions:
         with self._lock:
             for number, asked in self._questions.items():
                 if asked.link is link and not asked.known.done():
+                    asked.asked_s = self._clock()
                     link.ask(number, _question(asked.query))
 
     def on_answer(self, link: ActivationStoreLink, number: int, template: AnsweredTemplate) -> None:
@@ -88,7 +93,9 @@ class TemplateQuestions:
         if asked is None or asked.link is not link or not asked.known.set_running_or_notify_cancel():
             return
         self.keep(asked.query.key, LinkAnswer(template=template, link=link, origin=asked.query.origin))
-        asked.known.set_result(None)
+        now_s = self._clock()
+        work = StoreWork(store=link.store.name, times=template.times, asked_s=asked.asked_s, answered_s=now_s)
+        asked.known.set_result(work)
 
     def on_lost(self, link: ActivationStoreLink) -> None:
         """What it was asked it does not know, and what it has said counts no more."""
@@ -101,15 +108,17 @@ class TemplateQuestions:
         now_s = self._clock()
         self._give_up(lambda asked: asked.until_s < now_s)
 
-    def _put(self, query: TemplateQuery, known: Future[None], link: ActivationStoreLink) -> bool:
+    def _put(self, query: TemplateQuery, known: Future[StoreWork | None], link: ActivationStoreLink) -> bool:
         """Asks it, now or when the link is open. False where it cannot be asked."""
         with self._lock:
             self._questions = {number: each for number, each in self._questions.items() if not each.known.done()}
             if len(self._questions) >= _MOST_QUESTIONS:
                 return False
             number = next(self._numbers)
-            until_s = self._clock() + _ANSWER_S
-            self._questions[number] = _PendingQuestion(query=query, known=known, link=link, until_s=until_s)
+            now_s = self._clock()
+            self._questions[number] = _PendingQuestion(
+                query=query, known=known, link=link, asked_s=now_s, until_s=now_s + _ANSWER_S
+            )
             waits = link.ask(number, _question(query)) or not link.tried
             if not waits:
                 del self._questions[number]

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
 from bottega.diffusion.editing.recordings.source import TemplateQuery
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.transport import LinkCounters, OfferSource
 from bottega.v1.activations_pb2 import RecordingHeader
 from bottega.v1.fleet_pb2 import ServiceAddress
@@ -91,11 +92,11 @@ class StoreActivations:
             if name not in kept:
                 link.close()
 
-    def ask(self, query: TemplateQuery) -> Future[None]:
+    def ask(self, query: TemplateQuery) -> Future[StoreWork | None]:
         link = None if self._is_here(query) else self._link_of(query.key)
         if link is not None:
             return self._questions.ask(query, link)
-        known: Future[None] = Future()
+        known: Future[StoreWork | None] = Future()
         known.set_result(None)
         return known
 

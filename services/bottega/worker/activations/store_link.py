@@ -28,10 +28,10 @@ from bottega.transport import (
     LinkCounters,
     OfferSource,
     kind_of,
-    read_number,
 )
-from bottega.v1.activations_pb2 import SectionRequest, TemplateQuestion
+from bottega.v1.activations_pb2 import ChunkHeader, SectionRequest, TemplateQuestion
 from bottega.v1.fleet_pb2 import ServiceAddress
+from bottega.v1.trace_pb2 import StoreTimes
 from bottega.worker.activations.load_meter import LinkPace, LoadMeter
 from bottega.worker.activations.stored_step import SectionFetch, StoredStep
 from bottega.worker.activations.template import AnsweredTemplate, read_template
@@ -192,10 +192,10 @@ class ActivationStoreLink(LinkClientHandler):
                 case ActivationMessageKind.CHUNK:
                     views = connection.wait_all(incoming)
                     number, chunk = messages.read_chunk(layout, views)
-                    self._take_chunk(number, chunk.tensor, chunk.start, views[-1])
+                    self._take_chunk(number, chunk, views[-1])
                 case ActivationMessageKind.WHOLE:
-                    number = read_number(layout, connection.wait_all(incoming))
-                    self._take_whole(number, incoming.file)
+                    number, times = messages.read_whole(layout, connection.wait_all(incoming))
+                    self._take_whole(number, times, incoming.file)
                 case ActivationMessageKind.REFUSED:
                     self._take_refusal(*messages.read_refused(layout, connection.wait_all(incoming)))
                 case kind:
@@ -243,23 +243,26 @@ class ActivationStoreLink(LinkClientHandler):
         if connection is not None:
             connection.post(lambda _link: None)  # the thread that sends looks again what there is
 
-    def _take_chunk(self, number: int, place: int, start: int, data: memoryview) -> None:
+    def _take_chunk(self, number: int, chunk: ChunkHeader, data: memoryview) -> None:
         fetch = self._fetches.get(number)
         if fetch is None:
             return  # nobody waits for it any more
-        fetch.step.take_chunk(fetch, place, start, data)
+        if chunk.HasField("times"):
+            fetch.note_answer(self.store.name, chunk.times)
+        fetch.step.take_chunk(fetch, chunk.tensor, chunk.start, data)
         self._pace.came(len(data))
         if fetch.step.section.layout.size_bytes >= _LEAST_SHARED_BYTES:
             self._files = False
         if not fetch.step.awaits(fetch):
             self._finish(number)
 
-    def _take_whole(self, number: int, file: memoryview | None) -> None:
+    def _take_whole(self, number: int, times: StoreTimes, file: memoryview | None) -> None:
         if file is None:
             raise ValueError("a whole section came without its file")
         fetch = self._fetches.get(number)
         if fetch is None:
             return
+        fetch.note_answer(self.store.name, times)
         try:
             fetch.step.take_whole(file)
         except DataLoss as error:

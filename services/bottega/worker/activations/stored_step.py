@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -21,21 +21,29 @@ from torch import Tensor
 
 from bottega.diffusion.editing.recordings.recording import Recording
 from bottega.diffusion.editing.recordings.step import LoadTime
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.errors import DataLoss
 from bottega.sections.section import OWNER_BYTES, SectionTensor, owner
+from bottega.v1.trace_pb2 import StoreTimes
 from bottega.worker.activations.load_meter import LoadMeter
 from bottega.worker.activations.template import AnsweredSection
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class SectionFetch:
     """A request for tensors of a section. tensors: their places in it, in the order of their use. requested_s: on
-    CLOCK_MONOTONIC.
+    CLOCK_MONOTONIC. work: of the store, once its answer has begun to come.
     """
 
     step: StoredStep
     tensors: tuple[int, ...]
     requested_s: float = field(default_factory=time.monotonic)
+    work: StoreWork | None = None
+
+    def note_answer(self, store: str, times: StoreTimes) -> None:
+        """The first of what a store sends is here. times: that it has spent until then."""
+        now_s = time.monotonic()
+        self.work = StoreWork(store=store, times=times, asked_s=self.requested_s, answered_s=now_s)
 
 
 class SectionLink(Protocol):
@@ -255,13 +263,14 @@ class StoredStep:
                 self._tensors[tensor.name] = buffer
                 self._arrived((tensor.name,))
                 if not self.awaits(fetch):
-                    self._note_time(fetch)
+                    self._note_time(fetch, sent_s=time.monotonic())
 
-    def _note_time(self, fetch: SectionFetch) -> None:
-        """All of it that anybody waits for has come."""
+    def _note_time(self, fetch: SectionFetch, *, sent_s: float | None = None) -> None:
+        """All of it that anybody waits for has come. sent_s: see StoreWork."""
         size_bytes = sum(self._layout.tensors[place].size_bytes for place in fetch.tensors)
         seconds = time.monotonic() - fetch.requested_s
-        self._load_times.append(LoadTime(began_s=fetch.requested_s, seconds=seconds, size_bytes=size_bytes))
+        work = replace(fetch.work, sent_s=sent_s) if fetch.work is not None else None
+        self._load_times.append(LoadTime(began_s=fetch.requested_s, seconds=seconds, size_bytes=size_bytes, work=work))
 
     def _places_away(self) -> list[int]:
         return [place for place, name in enumerate(self._names) if self._is_away(name)]

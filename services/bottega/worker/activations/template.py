@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +17,7 @@ from bottega.diffusion.editing.recordings.recording import DrawnTemplate, StepKe
 from bottega.diffusion.rows import Half
 from bottega.sections import DrawnTensors, SectionLayout
 from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, SectionKey, TemplateAnswer
+from bottega.v1.trace_pb2 import StoreTimes
 
 MAX_SECTIONS = 4096
 """Of a template: 1,000 timesteps in both halves, with and without a ControlNet."""
@@ -46,7 +47,7 @@ class AnsweredTemplate:
     """What a store knows of a template. recording: its id; empty where it has none. shape: of the latent.
 
     record: whether this worker may record it. budget_bytes: that one template may take; 0 is without bound. profile:
-    what the model's blocks take, where that was measured.
+    what the model's blocks take, where that was measured. times: that the store has spent on the question.
     """
 
     recording: str
@@ -56,6 +57,7 @@ class AnsweredTemplate:
     record: bool = False
     budget_bytes: int = 0
     profile: BlockProfile | None = None
+    times: StoreTimes = field(default_factory=StoreTimes)
 
 
 def read_template(answer: TemplateAnswer, drawn: DrawnTensors | None) -> AnsweredTemplate:
@@ -63,7 +65,9 @@ def read_template(answer: TemplateAnswer, drawn: DrawnTensors | None) -> Answere
     profile = _profile(answer)
     budget_bytes = max(0, answer.template_budget_bytes)
     if not answer.recording:
-        return AnsweredTemplate(recording="", record=answer.record, budget_bytes=budget_bytes, profile=profile)
+        return AnsweredTemplate(
+            recording="", record=answer.record, budget_bytes=budget_bytes, profile=profile, times=answer.times
+        )
     _check(_RECORDING.fullmatch(answer.recording) is not None, "a recording has an id of 32 hex digits")
     shape = answer.latent_height, answer.latent_width
     _check(all(1 <= side <= _MAX_SIDE for side in shape), f"a latent has 1 to {_MAX_SIDE} elements a side")
@@ -79,6 +83,7 @@ def read_template(answer: TemplateAnswer, drawn: DrawnTensors | None) -> Answere
         drawn=_drawn(drawn, shape, answer.seed),
         budget_bytes=budget_bytes,
         profile=profile,
+        times=answer.times,
     )
 
 

@@ -12,6 +12,7 @@ from bottega.diffusion.editing.recordings.memory import MemoryActivations
 from bottega.diffusion.editing.recordings.source import TemplateQuery
 from bottega.diffusion.engine.events import JobStarted
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import InvalidRequest
@@ -28,9 +29,9 @@ class _Asked(MemoryActivations):
     def __init__(self, budget_bytes: int) -> None:
         super().__init__(budget_bytes)
         self.queries: list[TemplateQuery] = []
-        self.answers: list[Future[None]] = []
+        self.answers: list[Future[StoreWork | None]] = []
 
-    def ask(self, query: TemplateQuery) -> Future[None]:
+    def ask(self, query: TemplateQuery) -> Future[StoreWork | None]:
         self.queries.append(query)
         self.answers.append(Future())
         return self.answers[-1]

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from bottega.caching import LruCache
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
 from bottega.diffusion.editing.recordings.source import EVENTS, TemplateQuery
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 
@@ -43,8 +44,8 @@ class MemoryActivations:
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
         """It needs none."""
 
-    def ask(self, query: TemplateQuery) -> Future[None]:
-        known: Future[None] = Future()
+    def ask(self, query: TemplateQuery) -> Future[StoreWork | None]:
+        known: Future[StoreWork | None] = Future()
         known.set_result(None)
         return known
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
+from bottega.diffusion.engine.store_work import StoreWork
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 EVENTS = ("hits", "misses", "recorded", "given_up", "evictions", "dropped")
@@ -48,10 +49,11 @@ class ActivationSource(Protocol):
         """The stores that there are now, the best first."""
         ...
 
-    def ask(self, query: TemplateQuery) -> Future[None]:
+    def ask(self, query: TemplateQuery) -> Future[StoreWork | None]:
         """Finds out, in the background, what `find` and `begin` say of a template.
 
-        Done when they know, it never fails. Whoever does not wait for it any more cancels it.
+        Done when they know, with what a store has done for that, where one had to. It never fails. Whoever does not
+        wait for it any more cancels it.
         """
         ...
 

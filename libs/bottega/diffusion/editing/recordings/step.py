@@ -11,14 +11,17 @@ from typing import Protocol
 
 from torch import Tensor
 
+from bottega.diffusion.engine.store_work import StoreWork
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTime:
-    """How long something was on its way. began_s: when it was requested, on CLOCK_MONOTONIC."""
+    """How long something was on its way. began_s: when it was requested, on CLOCK_MONOTONIC. work: of the store."""
 
     began_s: float
     seconds: float
     size_bytes: int
+    work: StoreWork | None = None
 
 
 class RecordedStep(Protocol):
