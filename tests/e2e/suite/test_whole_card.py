@@ -244,8 +244,9 @@ def test_a_trace_says_where_the_time_went_in_all_services(house: House, recorded
     everywhere |= {("worker", track) for track in ("encode", "denoise", "decode", "codec")}
     servers = {(f"{net} server", f"ControlNet {net}") for net in CONTROLNETS}
     adapters = {("worker", f"LoRA {lora}") for lora in LORAS[:2]}
-    assert everywhere | servers | adapters | {("worker", "activation store")} <= tracks[WHOLE]
-    assert everywhere | {("worker", "approximate cache")} <= tracks["a picture"]
+    stored = {("worker", "activation store"), ("activations", "look-ups"), ("activations", "waits")}
+    assert everywhere | servers | adapters | stored <= tracks[WHOLE]
+    assert everywhere | {("worker", "approximate cache"), ("cache", "look-ups")} <= tracks["a picture"]
     for name, trace in traces.items():
         (attempt,) = [span for span in trace.spans if span.track == "attempts"]
         elsewhere = [span for span in trace.spans if span.service != "gateway"]

@@ -17,7 +17,8 @@ class TraceSpan:
 
     service: name of the one in which it happened, as in the fleet; "gateway" for the gateway itself.
     track: what was busy with it there, or waited. begin_s: seconds since the gateway accepted the job; those of another
-    host's service are as exact as its worker's clock was when the attempt began. facts: more about it, for people.
+    host's service are as exact as its worker's clock was when the attempt began, and a store's are put in the middle of
+    what the worker has waited for it. facts: more about it, for people.
     """
 
     name: str
