@@ -31,8 +31,10 @@ _FIRST_BACK_OFF_S = 0.1
 _MAX_BACK_OFF_S = 1.0
 # Of a service that the gateway refuses: that changes only when somebody does something about it.
 _REFUSED_BACK_OFF_S = 5.0
-# A refusal is logged again after this time.
+# A refusal, or a gateway that still does not answer, is logged again after this time.
 _REPEAT_LOG_S = 60.0
+# A gateway that was started at the same moment answers by then; one that is not there at all is worth a line.
+_SILENCE_S = 5.0
 _INSTANCE_BYTES = 16
 
 _log = logging.getLogger(__name__)
@@ -101,12 +103,14 @@ class FleetMembership:
         self._refusal: str | None = None
         self._logged: dict[str, float] = {}  # refusals that were logged, and when
         self._retry_after_s: float | None = None
+        self._log_absence_s = 0.0  # when an absence of the gateway is logged next
         self.joined = asyncio.Event()
         self.backlog = 0
 
     def start(self) -> None:
         """Joins in the background; `joined` is set while the gateway knows this service."""
         if not self._tasks:
+            self._log_absence_s = time.monotonic() + _SILENCE_S
             self._tasks.start(self._run())
 
     def report_soon(self) -> None:
@@ -154,7 +158,7 @@ class FleetMembership:
         facts = {"gateway": self._gateway, "reason": error.reason_name, "text": text}
         if isinstance(error, Unavailable | JobCancelled):
             self._refusal = None
-            _log.log(logging.WARNING if self.joined.is_set() else logging.DEBUG, "fleet cannot be reached", extra=facts)
+            self._log_unreachable(facts)
             return
         now = time.monotonic()
         self._logged = {said: at for said, at in self._logged.items() if at > now - _REPEAT_LOG_S}
@@ -162,6 +166,17 @@ class FleetMembership:
             _log.warning("the fleet refuses this service", extra=facts)
             self._logged[text] = now
         self._refusal = text
+
+    def _log_unreachable(self, facts: dict[str, str]) -> None:
+        """Once when it is lost; then, or from the start, when it has been away for a while, again and again."""
+        now = time.monotonic()
+        if self.joined.is_set():
+            _log.warning("fleet cannot be reached", extra=facts)
+            self._log_absence_s = now + _REPEAT_LOG_S
+        elif now >= self._log_absence_s:
+            todo = "is a gateway running, and is that its fleet.listen? This service serves nobody until it has joined"
+            _log.warning("fleet cannot be reached", extra=facts | {"todo": todo})
+            self._log_absence_s = now + _REPEAT_LOG_S
 
     def _not_the_fleet(self) -> str:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import grpc
 import pytest
 
 from bottega import errors
+from bottega.rpc import fleet_membership
 from bottega.rpc.channel import open_channel
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.server import Server, ServerConfig
@@ -89,6 +91,25 @@ async def test_a_member_that_is_refused_comes_again_when_the_gateway_says() -> N
     finally:
         await member.stop()
         await server.stop()
+
+
+async def test_a_gateway_that_is_not_there_is_logged_after_a_moment_and_not_every_time(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_membership, "_SILENCE_S", 0.3)
+    member = FleetMembership("127.0.0.1:1", fleet_pb2.Registration(name="w1"), load=fleet_pb2.Load)
+    with caplog.at_level(logging.WARNING):
+        member.start()
+        try:
+            await asyncio.sleep(0.15)
+            assert not caplog.records
+            await eventually(lambda: bool(caplog.records))
+            await asyncio.sleep(1.0)
+        finally:
+            await member.stop()
+    (record,) = caplog.records
+    assert (record.message, vars(record)["gateway"]) == ("fleet cannot be reached", "127.0.0.1:1")
+    assert "is a gateway running" in vars(record)["todo"]
 
 
 async def test_every_process_that_joins_is_an_instance_of_its_own() -> None:
