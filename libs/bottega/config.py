@@ -7,7 +7,7 @@ if it were not there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -86,7 +86,19 @@ def _key(location: tuple[int | str, ...]) -> str:
 
 def _rule(kind: type[object], item: Any) -> str:
     if item["type"] == "unexpected_keyword_argument":
-        known = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
-        return f"unknown key; known at the top level: {known}"
+        *sections, _ = item["loc"]
+        return f"unknown key; known {_known(kind, sections)}"
+    if item["type"] == "dataclass_type":
+        return f"is a section: its keys stand below it, each in a line of its own (got {item['input']!r})"
     shown = masked(tuple(str(part) for part in item["loc"]), item["input"])
     return f"{item['msg']} (got {shown!r})"
+
+
+def _known(kind: type[object], sections: Sequence[int | str]) -> str:
+    """The keys that there are in the innermost section; those of the top level where that is no dataclass."""
+    inner: object = kind
+    for name in sections:
+        inner = get_type_hints(inner).get(str(name)) if isinstance(inner, type) else None
+    where = f"in {_key(tuple(sections))}" if sections and dataclasses.is_dataclass(inner) else "at the top level"
+    keys = ", ".join(field.name for field in dataclasses.fields(inner if where.startswith("in ") else kind))  # type: ignore[arg-type]
+    return f"{where}: {keys}"

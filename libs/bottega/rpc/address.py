@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from bottega.errors import ConfigError
 
@@ -22,3 +25,16 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _checked(address: str) -> str:
+    """As pydantic wants it: what is wrong is a ValueError, which it reports with the key."""
+    try:
+        split(address)
+    except ConfigError as error:
+        raise ValueError(error.message) from None
+    return address
+
+
+# Of a key of a configuration: a text that `split` takes.
+Address = Annotated[str, AfterValidator(_checked)]

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field
 from bottega.config import STRICT
 from bottega.errors import ConfigError, Unavailable
 from bottega.rpc import telemetry
-from bottega.rpc.address import is_loopback, split
+from bottega.rpc.address import Address, is_loopback, split
 from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES, Channels
 from bottega.rpc.connection_limits import ConnectionGuard, most_connections
 from bottega.rpc.interceptor.call_interceptor import CallInterceptor
@@ -51,6 +51,7 @@ _HANDSHAKE_MS = 10_000
 _IDLE_MS = 300_000
 # By which a message may be too large and is refused in our words; one that is larger is refused in gRPC's.
 _REFUSABLE_BYTES = 1 << 20
+_PLAIN = "it is not encrypted (no server.tls)"
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class ListenerConfig:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    listen: str = "127.0.0.1:0"
+    listen: Address = "127.0.0.1:0"
     max_message_mib: Annotated[int, Field(ge=1, le=1024)] = MAX_MESSAGE_MIB
     max_requests_mib: Annotated[int, Field(ge=1)] = 128
     max_calls: Annotated[int, Field(ge=1)] = 2048
@@ -125,11 +126,45 @@ class ServerConfig(ListenerConfig):
     log_level: debug, info, warning or error; what is below it is not logged.
     """
 
-    metrics_listen: str = "127.0.0.1:0"
+    metrics_listen: Address = "127.0.0.1:0"
     tls: TlsConfig = field(default_factory=TlsConfig)
     audit: str = ""
     drain_grace_s: Annotated[float, Field(gt=0)] = 20.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+def refused_ports(config: object) -> list[str]:
+    """Why a service with this configuration would open none of its ports, as far as the file alone says it.
+
+    Whether callers show API keys, which counts with TLS, is known only to the service.
+    """
+    found = {field.name: getattr(config, field.name) for field in fields(config)}  # type: ignore[arg-type]
+    server = found.get("server")
+    if not isinstance(server, ServerConfig):
+        return []
+    listeners = {name: value for name, value in found.items() if isinstance(value, ListenerConfig)}
+    refusals = [
+        _open_port(f"{name}.listen", listener.listen, _PLAIN)
+        for name, listener in listeners.items()
+        if not (server.tls.given or listener.insecure or is_loopback(listener.listen))
+    ]
+    return [*refusals, *filter(None, [_open_metrics(server)])]
+
+
+def _open_port(key: str, listen: str, open_to: str) -> str:
+    return (
+        f"{key} {listen} can be reached from the network, and {open_to}: give it certificates (bottega certs), or say"
+        " insecure: true beside it where the network is trusted"
+    )
+
+
+def _open_metrics(config: ServerConfig) -> str | None:
+    if config.insecure or is_loopback(config.metrics_listen):
+        return None
+    return (
+        f"server.metrics_listen {config.metrics_listen} can be reached from the network, and metrics are not encrypted:"
+        " say server.insecure: true where the network is trusted"
+    )
 
 
 class GrpcListener:
@@ -224,20 +259,17 @@ class GrpcListener:
             credentials = self._tls.server_credentials(client_certificates=self._config.client_certificates)
             return self.grpc.add_secure_port(self._listen, credentials)
         except RuntimeError:
-            key = ".".join(filter(None, [self.listener_name, "listen"]))
+            key = f"{self.listener_name or 'server'}.listen"
             raise Unavailable(f"{key} {self._listen} cannot be used: is another instance running?") from None
 
     def _check_exposure(self) -> None:
         """Raises ConfigError where strangers could call, unless the configuration says that they may."""
         if is_loopback(self._listen) or (self._tls is not None and self._asks):
             return
-        key = ".".join(filter(None, [self.listener_name or "server", "listen"]))
-        open_to = "nobody who calls is asked who they are" if self._tls else "it is not encrypted (no server.tls)"
+        key = f"{self.listener_name or 'server'}.listen"
+        open_to = "nobody who calls is asked who they are" if self._tls else _PLAIN
         if not self._config.insecure:
-            raise ConfigError(
-                f"{key} {self._listen} can be reached from the network, and {open_to}: give it certificates (bottega "
-                "certs), or say insecure: true beside it where the network is trusted"
-            )
+            raise ConfigError(_open_port(key, self._listen, open_to))
         _log.warning("a port is open to the network", extra={"listener": key, "listen": self._listen, "why": open_to})
 
 
@@ -289,11 +321,8 @@ class Server(GrpcListener):
 
     async def start(self) -> None:
         """Listens everywhere; see GrpcListener."""
-        if not (is_loopback(self.config.metrics_listen) or self.config.insecure):
-            raise ConfigError(
-                f"server.metrics_listen {self.config.metrics_listen} can be reached from the network, and metrics are "
-                "not encrypted: say server.insecure: true where the network is trusted"
-            )
+        if (refusal := _open_metrics(self.config)) is not None:
+            raise ConfigError(refusal)
         self._metrics.start()
         await super().start()
         for listener in self._beside:

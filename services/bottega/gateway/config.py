@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 from bottega.config import STRICT
 from bottega.gateway.fleet.join_limits import MAX_NAMELESS
 from bottega.gateway.jobs.job import MOST_ATTEMPTS
+from bottega.rpc.address import Address
 from bottega.rpc.server import ListenerConfig, ServerConfig
 
 DEFAULT_ADDRESS = "127.0.0.1:8470"
@@ -24,8 +25,8 @@ Seconds = Annotated[float, Field(gt=0)]
 class GatewayServerConfig(ServerConfig):
     """The gateway is where everybody looks for it."""
 
-    listen: str = DEFAULT_ADDRESS
-    metrics_listen: str = DEFAULT_METRICS_ADDRESS
+    listen: Address = DEFAULT_ADDRESS
+    metrics_listen: Address = DEFAULT_METRICS_ADDRESS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class FleetConfig(ListenerConfig):
     joins_per_s_by_name: of one name, and over one connection; eight times as many may come together.
     """
 
-    listen: str = DEFAULT_FLEET_ADDRESS
+    listen: Address = DEFAULT_FLEET_ADDRESS
     max_message_mib: Annotated[int, Field(ge=2, le=1024)] = 2
     max_calls: AtLeastOne = 1024
     max_members_per_peer: AtLeastOne = 160

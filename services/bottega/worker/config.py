@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 
 from bottega.config import STRICT
 from bottega.device_names import DeviceName
+from bottega.rpc.address import Address
 from bottega.rpc.server import ServerConfig
 
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -144,7 +145,7 @@ class WorkerConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: str = ""
-    gateway: str = "127.0.0.1:8472"
+    gateway: Address = "127.0.0.1:8472"
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     codec_processes: AtLeastOne = 2

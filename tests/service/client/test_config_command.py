@@ -30,6 +30,36 @@ def test_every_key_that_is_wrong_is_named(worker: Path) -> None:
     assert all(text in done.output for text in (str(worker), "nam: unknown key", "engine.max_rows"))
 
 
+def test_an_unknown_key_is_answered_with_those_of_its_section(worker: Path) -> None:
+    worker.write_text("server:\n  lisen: 127.0.0.1:8470\nengine: 3\n")
+    done = run("config", "check", worker)
+    assert "server.lisen: unknown key; known in server: listen, " in done.output
+    assert "engine: is a section" in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("server: {listen: '0.0.0.0:8470'}", "server.listen 0.0.0.0:8470 can be reached"),
+        ("fleet: {listen: '10.0.0.1:8472'}", "fleet.listen 10.0.0.1:8472 can be reached"),
+        ("server: {metrics_listen: '0.0.0.0:8471'}", "server.metrics_listen 0.0.0.0:8471 can be reached"),
+        ("server: {listen: localhost}", "server.listen: Value error, 'localhost' is no address"),
+    ],
+)
+def test_a_port_that_the_service_would_not_open_is_named(tmp_path: Path, text: str, named: str) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text(text)
+    done = run("config", "check", file)
+    assert (done.exit_code, named in done.output) == (1, True), done.output
+    file.write_text("server: {listen: '0.0.0.0:8470', insecure: true}")
+    assert run("config", "check", file).output == f"{file}: a gateway can use it; it sets 2 keys\n"
+
+
+def test_a_folder_is_answered_with_its_files(worker: Path) -> None:
+    done = run("config", "check", worker.parents[1])
+    assert (done.exit_code, "is a folder" in done.output, "*/*.yaml" in done.output) == (2, True, True)
+
+
 def test_a_file_with_any_name_is_checked_for_the_service_that_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("policy: lru\n")
@@ -39,6 +69,9 @@ def test_a_file_with_any_name_is_checked_for_the_service_that_is_named(tmp_path:
     assert (done.exit_code, "--service KIND" in done.output) == (2, True)
     done = run("config", "check", file, "--service", "clock")
     assert (done.exit_code, "There are: gateway, loras" in done.output) == (2, True)
+    file.write_text("name: one\n")
+    said = run("config", "check", file, "--service", "activations").output
+    assert said == f"{file}: an activation store can use it; it sets 1 key\n"
 
 
 def test_a_file_that_is_not_there_is_no_empty_one(tmp_path: Path) -> None:

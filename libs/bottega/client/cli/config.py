@@ -29,17 +29,22 @@ def check(files: tuple[Path, ...], kind: str | None) -> None:
     """Say whether services would start with these files."""
     from bottega.config import load
     from bottega.config_keys import keys_of, lines_of
+    from bottega.rpc.server import refused_ports
 
     wrong: list[ConfigError] = []
     for file in files:
         service = _named(kind) if kind else _service_of(file)
         try:
             config = load(load_object(service.config), file)
+            if refused := refused_ports(config):
+                raise ConfigError("\n  ".join([f"{file} cannot be used:", *refused]))
         except ConfigError as error:
             wrong.append(error)
         else:
             count = sum(key.path in lines_of(file) for key in keys_of(config))
-            say(f"{file}: a {service.title} can use it; it sets {count} keys")
+            article = "an" if service.title[0] in "aeiou" else "a"
+            keys = "key" if count == 1 else "keys"
+            say(f"{file}: {article} {service.title} can use it; it sets {count} {keys}")
     if wrong:
         raise ConfigError("\n".join(error.message for error in wrong))
 
@@ -104,6 +109,8 @@ def _named(kind: str) -> ServiceSpec:
 
 def _service_of(file: Path) -> ServiceSpec:
     """By the names of the units' files: KIND.yaml, or KINDs/NAME.yaml."""
+    if file.is_dir():
+        fail(f"{file} is a folder", f"Name its files: bottega config check {file}/*.yaml {file}/*/*.yaml", status=2)
     folder = file.absolute().parent.name
     found = [service for kind, service in _services().items() if file.stem == kind or folder == f"{kind}s"]
     if not found:

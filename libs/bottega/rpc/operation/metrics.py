@@ -5,6 +5,7 @@ A registry of its own for every server, so that several may live in one process.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
@@ -75,7 +76,10 @@ class MetricsEndpoint:
         try:
             self._http = MetricsHttpServer(host, port, self._answer)
         except OSError as error:
-            raise Unavailable(f"metrics_listen {self._listen} cannot be used: {error.strerror}") from None
+            key = f"server.metrics_listen {self._listen}"
+            if error.errno == errno.EADDRINUSE:
+                raise Unavailable(f"{key} cannot be used: is another instance running?") from None
+            raise Unavailable(f"{key} cannot be used: {error.strerror}") from None
         self._http.start()
         self.address = f"{host}:{self._http.port}"
 
