@@ -159,7 +159,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         assert child is not None  # spawn made it
         event = await self._receive_event(child, self._timeouts.start_s)
         if isinstance(event, str):
-            return False, event
+            return False, f"{event} before it was ready; what it logged just before says why"
         ready = self.ready(event)
         if ready is None:
             return False, "its first word was not that it is ready"

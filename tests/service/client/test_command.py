@@ -320,6 +320,7 @@ def test_a_missing_gateway_is_said_with_the_command_that_starts_one() -> None:
     result = run("models", address="127.0.0.1:1")
     assert result.exit_code == 1
     assert "bottega up" in result.stderr
+    assert "systemctl start bottega-gateway" in result.stderr
     assert "no gateway answers at 127.0.0.1:1" in result.stderr
     assert time.monotonic() - began_s < 8
 
@@ -350,12 +351,14 @@ def test_logs_without_a_suite_say_how_to_start_one_and_where_else_to_look() -> N
     assert result.exit_code == 1
     assert "bottega up" in result.stderr
     assert "journalctl -u 'bottega*'" in result.stderr
+    assert "journalctl -u 'bottega-worker*' -n 20 -o cat" in run("logs", "worker-0").stderr
 
 
 def test_stopping_without_a_suite_is_no_error() -> None:
     result = run("stop")
     assert result.exit_code == 0
     assert "No suite runs" in result.stdout
+    assert "systemctl stop bottega.target" in result.stdout
 
 
 @pytest.mark.alone

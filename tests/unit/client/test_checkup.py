@@ -139,6 +139,7 @@ def test_a_free_port_is_an_invitation_and_a_taken_one_a_failure() -> None:
     (result,) = check_gateway(address, address)
     assert result.level is Level.WARN
     assert "bottega up" in result.todo
+    assert "systemctl start bottega-gateway" in result.todo
 
 
 @pytest.mark.parametrize(("offset", "whose"), [(1, "metrics"), (2, "fleet")])

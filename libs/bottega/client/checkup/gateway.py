@@ -25,6 +25,7 @@ from bottega.rpc.security.caller import Role
 from bottega.v1 import fleet_pb2
 
 _ANSWER_S = 2.0
+_GATEWAY_LOG = "bottega logs gateway says more, on a server journalctl -u bottega-gateway -n 50 -o cat."
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -38,7 +39,7 @@ def check_gateway(address: str, fleet_address: str) -> Iterator[CheckResult]:
     if status != health_pb2.HealthCheckResponse.SERVING:
         known = health_pb2.HealthCheckResponse.ServingStatus.values()
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(status) if status in known else f"status {status}"
-        yield fail(f"the gateway at {address} says {name}", "It starts or stops; bottega logs gateway says more.")
+        yield fail(f"the gateway at {address} says {name}", f"It starts or stops; {_GATEWAY_LOG}")
         return
     yield ok(f"the gateway at {address} serves")
     yield from check_certificates(address)
@@ -63,7 +64,7 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
         )
         yield fail(
             f"the gateway does not list its fleet: {error.message}",
-            todo if at_fault else "bottega logs gateway says more.",
+            todo if at_fault else _GATEWAY_LOG,
         )
         return
     workers = [member for member in fleet.members if member.registration.kind == kinds.WORKER]
@@ -71,7 +72,11 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
     if workers:
         yield ok(f"{len(workers)} joined, for {', '.join(models)}")
     else:
-        yield fail("no worker has joined", "A worker takes seconds to load its model; bottega logs worker-0 says more.")
+        yield fail(
+            "no worker has joined",
+            "A worker takes seconds to load its model, a large one minutes; bottega logs worker-0 says more, on a"
+            " server journalctl -u 'bottega-worker@*' -n 50 -o cat.",
+        )
     yield from _check_accelerations(workers)
     yield from _check_services(fleet)
     versions = sorted({member.registration.version for member in fleet.members} - {""})
@@ -132,7 +137,10 @@ def _check_ports(address: str) -> Iterator[CheckResult]:
     taken = [result for port, whose in owners.items() for result in _check_free(port, whose)]
     yield from taken
     if not taken:
-        yield warn(f"no gateway runs; ports {own} to {fleet} are free for one", "Start one with: bottega up")
+        yield warn(
+            f"no gateway runs; ports {own} to {fleet} are free for one",
+            "Start one with: bottega up; on a server with its units: systemctl start bottega-gateway",
+        )
 
 
 def _check_free(port: int, whose: str) -> Iterator[CheckResult]:

@@ -55,6 +55,11 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
     }
 )
 
+_START_ONE = (
+    "Start one with: bottega up; on a server with its units: systemctl start bottega-gateway\n"
+    "One that runs elsewhere: --address HOST:PORT or BOTTEGA_ADDRESS."
+)
+
 # Causes by how they begin. SQLite does not tell an output error on a full disk from others.
 _NO_ROOM = ("ENOSPC", "EDQUOT", "EFBIG", "SQLITE_FULL", "SQLITE_IOERR")
 _NO_DESCRIPTOR = ("EMFILE", "ENFILE")
@@ -91,10 +96,7 @@ def _about_the_gateway(error: BottegaError, address: str) -> tuple[str, str]:
         case errors.StorageUnavailable():
             return error.message, storage_advice(error, "gateway")
         case errors.Unavailable():
-            return (
-                f"no gateway answers at {address}",
-                "Start one with: bottega up\nOne that runs elsewhere: --address HOST:PORT or BOTTEGA_ADDRESS.",
-            )
+            return f"no gateway answers at {address}", _START_ONE
         case errors.QueueFull():
             return error.message, f"Try again in {error.retry_after_s or 5:.0f} s."
         case errors.InternalError():

@@ -24,7 +24,8 @@ def command(*, service: str | None, following: bool, count: int, raw: bool, stat
     if not known:
         fail(
             f"there are no logs in {state.logs}",
-            "Start a suite with: bottega up\nServices that systemd runs: journalctl -u 'bottega*' -o cat",
+            f"Services that systemd runs: journalctl -u 'bottega{_unit_of(service)}*' -n {count} -o cat\n"
+            "Start a suite with: bottega up",
         )
     if service and service not in known:
         fail(f"there is no log of {service}", f"There are: {', '.join(known)}", status=2)
@@ -36,6 +37,11 @@ def command(*, service: str | None, following: bool, count: int, raw: bool, stat
             _show(name, line, raw=raw)
     except KeyboardInterrupt:
         return
+
+
+def _unit_of(service: str | None) -> str:
+    """What its unit's name goes on with: a suite's worker-0 is an instance of bottega-worker there."""
+    return f"-{service.partition('-')[0]}" if service else ""
 
 
 def _show(service: str, line: str, *, raw: bool) -> None:

@@ -20,4 +20,4 @@ def command(*, state: StateFolder) -> None:
         return
     for name in end_orphans(state.read()):
         note(f"{name} was still running from an instance that was killed; ended it")
-    say(f"No suite runs from {state.root}.")
+    say(f"No suite runs from {state.root}. Services that systemd runs: systemctl stop bottega.target")

@@ -109,7 +109,7 @@ class PeriodicChecks:
                 self._check_addons(model, in_grace=in_grace)
             else:
                 retry_after_s = self._queue.retry_after_s()
-                error = NoWorker("no worker came back for the model", retry_after_s=retry_after_s)
+                error = NoWorker(f"no worker came back for model {model}", retry_after_s=retry_after_s)
                 self._fail_all((job, error) for job in self._queue.line(model))
         if not self._publishing:
             self._publishing.start(self._publish_estimates())
