@@ -54,8 +54,17 @@ done
 [[ $keep =~ ^[1-9][0-9]*$ ]] || fail "--keep is $keep; a number of releases, at least 1" 2
 [[ $services =~ ^(activations|cache|controlnet|gateway|loras|worker)(,(activations|cache|controlnet|gateway|loras|worker))*$ ]] ||
 	fail "--services is $services; some of activations,cache,controlnet,gateway,loras,worker" 2
-mkdir -p "$root" 2>/dev/null && root=$(cd "$root" && pwd) || fail "the folder $root cannot be made" 2
+case $command in
+install) mkdir -p "$root" 2>/dev/null || fail "the folder $root cannot be made" 2 ;;
+rollback | status | uninstall) [ -d "$root" ] || fail "there is no folder $root" 2 ;;
+-h | --help) usage && exit 0 ;;
+"") usage >&2 && exit 2 ;;
+*) fail "there is no command $command; see --help" 2 ;;
+esac
+root=$(cd "$root" && pwd)
 root=${root%/}
+[ "$command" = status ] || [ -n "$root" ] || [ "$(id -u)" = 0 ] ||
+	fail "only root may change what is below /: sudo deploy/install.sh $command, or --root FOLDER of a folder of your own" 2
 
 home=$root/opt/bottega
 releases=$home/releases
@@ -67,6 +76,7 @@ state=$root/var/lib
 
 # Where there is a root folder, systemd's files are worked on, and nothing is asked of a systemd that runs.
 offline() { [ -n "$root" ] || [ ! -d /run/systemd/system ]; }
+has_releases() { [ -n "$(ls "$releases" 2>/dev/null)" ]; }
 link_of() { [ -L "$home/$1" ] && basename "$(readlink "$home/$1")" || true; }
 
 # A link that is one or the other at every moment.
@@ -153,7 +163,7 @@ write_units() {
 	install -D -m 755 "$1/share/run" "$home/run"
 	systemd-sysusers ${root:+--root="$root"} bottega.conf
 	mkdir -p "$bin"
-	ln -sfn /opt/bottega/current/bin/bottega "$bin/bottega"
+	ln -sfn "$home/current/bin/bottega" "$bin/bottega"
 }
 
 # The gateway last: its jobs are on its disk, and workers finish what they draw before they end.
@@ -197,8 +207,28 @@ lock() {
 	flock -n 9 || fail "another install.sh runs here"
 }
 
+say_what_is_next() {
+	if offline; then
+		cat <<-TEXT
+			No systemd was asked to start anything. By hand, each in a terminal of its own; "Without systemd" in deploy/README.md has all:
+			  BOTTEGA_STATE=$state/bottega-gateway $home/run bottega.gateway --config $etc/gateway.yaml
+			  BOTTEGA_STATE=$state/bottega-worker/miniature $home/run bottega.worker --config $etc/workers/miniature.yaml
+			  $bin/bottega doctor
+		TEXT
+	else
+		cat <<-'TEXT'
+			Next, on a machine with a gateway and a worker of the embedded model:
+			  systemctl enable --now bottega.target bottega-gateway bottega-worker@miniature
+			  bottega doctor
+		TEXT
+	fi
+}
+
+remains() { ls -d "$etc" "$state"/bottega-* "$state"/private/bottega-* 2>/dev/null || true; }
+
 case $command in
 install)
+	command -v systemd-sysusers >/dev/null || fail "systemd-sysusers is needed, which makes the group of the links (Debian: apt install systemd)" 2
 	lock
 	release=$(release_name)
 	was=$(link_of current)
@@ -207,13 +237,10 @@ install)
 	check_configurations "$releases/$release"
 	switch_to "$release"
 	remove_old
-	[ -n "$was" ] || cat <<-'TEXT'
-		Next, on a machine with a gateway and a worker of the embedded model:
-		  systemctl enable --now bottega.target bottega-gateway bottega-worker@miniature
-		  bottega doctor
-	TEXT
+	[ -n "$was" ] || say_what_is_next
 	;;
 rollback)
+	has_releases || fail "nothing is installed below ${root:-/}"
 	lock
 	before=$(link_of previous)
 	[ -n "$before" ] && [ -e "$releases/$before/.complete" ] || fail "there is no release to go back to"
@@ -221,7 +248,7 @@ rollback)
 	switch_to "$before"
 	;;
 status)
-	[ -d "$releases" ] || fail "nothing is installed below ${root:-/}"
+	has_releases || fail "nothing is installed below ${root:-/}"
 	for release in $(ls -1 "$releases"); do
 		mark=
 		[ "$release" = "$(link_of current)" ] && mark=" (current)"
@@ -232,6 +259,7 @@ status)
 	echo "this checkout, with these services, is $(release_name)"
 	;;
 uninstall)
+	has_releases || [ -e "$home" ] || [ -n "$(remains)" ] || fail "nothing is installed below ${root:-/}"
 	lock
 	if ! offline; then
 		for unit in $(systemctl list-units --all --plain --no-legend 'bottega*' | awk '{print $1}'); do
@@ -246,12 +274,9 @@ uninstall)
 	rmdir --ignore-fail-on-non-empty "$home"
 	if [ -n "$purge" ]; then
 		rm -rf "$etc" "$state"/bottega-* "$state"/private/bottega-* "$root"/var/cache/bottega-* "$root"/var/cache/private/bottega-*
-	else
-		echo "$etc and $state/bottega-* are still there; --purge removes them"
+	elif [ -n "$(remains)" ]; then
+		echo "configurations and state are still there; --purge removes them:" $(remains)
 	fi
 	offline || systemctl daemon-reload
 	;;
--h | --help) usage ;;
-"") usage >&2 && exit 2 ;;
-*) fail "there is no command $command; see --help" 2 ;;
 esac

@@ -115,8 +115,9 @@ def bare(tmp_path: Path) -> Iterator[Machine]:
         (["install", "--services", "gateway,clock"], "--services is gateway,clock"),
         (["install", "--keep", "0"], "--keep is 0"),
         (["install", "--fast"], "no option --fast"),
-        (["rollback"], "no release to go back to"),
-        (["status"], "nothing is installed"),
+        (["rollback"], "there is no folder"),
+        (["status"], "there is no folder"),
+        (["uninstall"], "there is no folder"),
     ],
 )
 def test_what_cannot_be_done_is_said(bare: Machine, command: list[str], said: str) -> None:
@@ -124,6 +125,21 @@ def test_what_cannot_be_done_is_said(bare: Machine, command: list[str], said: st
     assert done.returncode in {1, 2}
     assert said in done.stdout
     assert "Traceback" not in done.stdout
+
+
+def test_whoever_is_not_root_is_told_so_before_anything_is_made(tmp_path: Path) -> None:
+    other = tmp_path / "id"
+    other.write_text("#!/bin/sh\necho 1000\n")
+    other.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "deploy/install.sh", "rollback"],
+        env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        check=False,
+    )
+    assert (done.returncode, "only root may change" in done.stderr, "--root FOLDER" in done.stderr) == (2, True, True)
 
 
 @asynccontextmanager
@@ -159,7 +175,8 @@ async def test_releases_come_and_go_and_a_job_stays(machine: Machine) -> None:
         ROOT / "deploy/systemd/bottega-worker@.service"
     ).read_text()
     assert "bottega-links" in (etc / "group").read_text()
-    assert (machine.root / "usr/local/bin/bottega").readlink() == Path("/opt/bottega/current/bin/bottega")
+    assert (machine.root / "usr/local/bin/bottega").resolve().is_file(), "it is of this root"
+    assert f"{machine.root}/opt/bottega/run bottega.gateway" in done.stdout
 
     address, fleet = (f"127.0.0.1:{port}" for port in free_ports(2))
     server = f"server: {{listen: '{address}', metrics_listen: '127.0.0.1:0', drain_grace_s: 0.5}}"
@@ -207,8 +224,11 @@ async def test_releases_come_and_go_and_a_job_stays(machine: Machine) -> None:
 
     assert (await install("uninstall")).returncode == 0
     assert not list((etc / "systemd/system").iterdir())
+    assert (await install("status")).returncode == 1
     assert not (machine.root / "opt/bottega").exists()
     assert config.read_text() == good
     assert (await install("uninstall", "--purge")).returncode == 0
     assert not (etc / "bottega").exists()
     assert not list((machine.root / "var/lib").glob("*"))
+    done = await install("uninstall")
+    assert (done.returncode, "nothing is installed" in done.stdout) == (1, True)
