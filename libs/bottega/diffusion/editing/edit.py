@@ -15,8 +15,9 @@ from torch.nn import functional
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import Sampler
 
-Trajectory = Mapping[float, Tensor]
-"""The latents [1, channels, height, width] that a generation had before its steps, by the step's timestep."""
+Trajectory = Mapping[int, Tensor]
+"""The latents [1, channels, height, width] that a generation had, divided by its sampler's signal, by the step of the
+edit that they stand before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,7 +25,7 @@ class Edit:
     """image_latent: of the whole image, in the backbone's scale; noise: standard normal; [1, channels, height, width].
 
     mask: [1, 1, height, width] in their element type, 1 where the image is redrawn, else 0.
-    trajectory: what is put back instead of the image with noise; has every timestep of the request that may come.
+    trajectory: what is put back instead of the image with noise; has every step of the request.
     """
 
     image_latent: Tensor
@@ -49,7 +50,7 @@ class Edit:
         if step == sampler.steps:
             return self.paste(latent)
         if self.trajectory is not None:
-            return self._outside(self.trajectory[float(sampler.timestep(step))], latent)
+            return self._outside(self.trajectory[step] * sampler.signal(step), latent)
         return self._outside(sampler.add_noise(self.image_latent, self.noise, step), latent)
 
     def paste(self, latent: Tensor) -> Tensor:

@@ -213,7 +213,7 @@ class JobEdits(JobAddOn):
         except KeptLatentsMismatch as error:
             _log.warning("kept latents do not fit; the edit does without them", extra={"why": str(error)})
             return None
-        trajectory = kept.trajectory(first.timesteps)
+        trajectory = kept.trajectory(first.timesteps, first.begin)
         if trajectory is None:
             return None
         for request in job.requests:

@@ -64,7 +64,7 @@ class _Picture:
         first = request.end
         while first - 1 in self.latents:
             first -= 1
-        latents = [self.latents[step].take() for step in range(first, request.end + 1)]
+        latents = [self.latents[step].take() / request.signal_of(step) for step in range(first, request.end + 1)]
         return KeptLatents(
             latents=torch.stack(latents),
             timesteps=tuple(request.timesteps[first - request.begin :]),

@@ -19,7 +19,7 @@ from bottega.diffusion.editing.edit import Trajectory
 from bottega.diffusion.model.model import Model
 from bottega.rules import MAX_KEPT_LATENTS_BYTES
 
-VERSION = 1
+VERSION = 2
 
 _HEADER = "bottega"
 _TENSOR = "latents"
@@ -33,7 +33,9 @@ class KeptLatentsMismatch(ValueError):
 class KeptLatents:
     """The latents of one picture.
 
-    latents: [steps + 1, channels, height, width]: before each step, and the finished one. timesteps: of those steps.
+    latents: [steps + 1, channels, height, width]: before each step, and the finished one; divided by the sampler's
+    signal, so that edits with other samplers may put them back. timesteps: of those steps, from high to low; of some
+    samplers two may be equal.
     seed: of the picture. template: 32 hex digits, which recordings of it are found by.
     """
 
@@ -47,12 +49,20 @@ class KeptLatents:
         """The finished one, [1, channels, height, width]."""
         return self.latents[-1:]
 
-    def trajectory(self, timesteps: Sequence[float]) -> Trajectory | None:
-        """The latents before these steps; None where one of them is not among those of the picture."""
-        places = {timestep: place for place, timestep in enumerate(self.timesteps)}
-        if not places.keys() >= set(timesteps):
-            return None
-        return {timestep: self.latents[places[timestep]][None] for timestep in timesteps}
+    def trajectory(self, timesteps: Sequence[float], begin: int) -> Trajectory | None:
+        """The latents before an edit's steps; None where one of them is not among those of the picture.
+
+        timesteps: of its steps from `begin` on, from high to low. An edit makes a picture's last steps: what has equal
+        timesteps is matched from the end.
+        """
+        trajectory: dict[int, Tensor] = {}
+        places = iter(reversed(range(len(self.timesteps))))
+        for step in reversed(range(len(timesteps))):
+            place = next((place for place in places if self.timesteps[place] == timesteps[step]), None)
+            if place is None:
+                return None
+            trajectory[begin + step] = self.latents[place][None]
+        return trajectory
 
 
 def write_kept(model: Model, kept: KeptLatents) -> bytes | None:

@@ -156,6 +156,10 @@ class Request:
         """Of one of its steps."""
         return float(self._sampler.timestep(step))
 
+    def signal_of(self, step: int) -> float:
+        """What the picture is multiplied by in its latent before a step, see Sampler."""
+        return self._sampler.signal(step)
+
     @property
     def timesteps(self) -> list[float]:
         """Of all its steps, from `begin` on."""

@@ -94,6 +94,13 @@ class Sampler:
         timestep: Tensor = self._scheduler.timesteps[step]
         return timestep
 
+    def signal(self, step: int) -> float:
+        """What the picture is multiplied by in the latent before a step; `steps` is after the last one.
+
+        Divided by it, all samplers' latents at one timestep are alike: the picture, and noise of one deviation.
+        """
+        return 1.0 if step == self.steps else self._noise_level(step)[0]
+
     def add_noise(self, latent: Tensor, noise: Tensor, step: int) -> Tensor:
         """The latent at the noise level of `step`, as image-to-image starts.
 

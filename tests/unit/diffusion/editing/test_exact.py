@@ -229,11 +229,12 @@ def test_a_trajectory_is_put_back_in_place_of_noise(model: Model, strength: floa
     order = edit_order(replace(SPEC, strength=strength), IMAGE, BOX)
     (request,) = new_requests(model, order, encode_prompts(model, SPEC))
     assert request.edit is not None
-    trajectory = {timestep: torch.full_like(request.latent, timestep) for timestep in request.timesteps}
+    steps = range(request.begin, request.end)
+    trajectory = {step: torch.full_like(request.latent, 1.0 + step) for step in steps}
     request.use_edit(replace(request.edit, trajectory=trajectory))
     outside = latents_of_mask(BOX) == 0
-    for timestep in request.timesteps:
-        assert (request.latent[0, :, outside] == timestep).all()
-        assert not (request.latent[0, :, ~outside] == timestep).any()
+    for step in steps:
+        assert (request.latent[0, :, outside] == 1.0 + step).all()
+        assert not (request.latent[0, :, ~outside] == 1.0 + step).any()
         request.advance({row.half: torch.zeros_like(row.sample) for row in request.rows()})
     assert torch.equal(request.latent[0, :, outside], request.edit.image_latent[0, :, outside])

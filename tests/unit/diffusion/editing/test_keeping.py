@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.editing.kept import KeptLatents, KeptLatentsMismatch, read_kept, write_kept
-from bottega.diffusion.engine.events import JobCheckpointed, JobKept
+from bottega.diffusion.engine.events import JobCheckpointed, JobFinished, JobKept
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
+from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from tests.samples.edits import edit_order
 from tests.samples.masked_edits import LEFT, SPEC, EditDesk, masked_order, outside
@@ -33,6 +34,16 @@ def edit_of(drawing: Drawing, kept: JobKept, spec: ResolvedSpec = SPEC, *, key: 
     """Of one of its pictures, all of whose steps run."""
     image = PIL.Image.fromarray(drawing.pixels[kept.index])
     return masked_order(replace(spec, strength=1.0, seed=77), image=image, key=key, kept_latents=kept.data)
+
+
+def drawn_with_samples(desk: EditDesk, order: EngineOrder) -> tuple[Drawing, list[Tensor]]:
+    """What the model is given before each step but the first one, [1, channels, height, width], too."""
+    drawing, given = desk.submit(order), []
+    while not drawing.all(JobFinished):
+        desk.turn()
+        if drawing.job is not None and not drawing.job.requests[0].done:
+            given.append(drawing.job.requests[0].rows()[0].sample[None])
+    return drawing, given
 
 
 def random_latents(steps: int) -> KeptLatents:
@@ -87,6 +98,24 @@ def test_where_the_recording_is_gone_the_latents_are_put_back_and_recorded(model
     assert torch.equal(outside(first.latents[0], order), outside(drawing.latents[0], order))
 
 
+@pytest.mark.parametrize(
+    ("drawn", "edited"),
+    [(SamplerKind.EULER, SamplerKind.DDIM), (SamplerKind.DDIM, SamplerKind.EULER_ANCESTRAL)],
+    ids=["ddim", "ancestral"],
+)
+def test_what_one_sampler_has_drawn_another_one_puts_back(
+    model: Model, drawn: SamplerKind, edited: SamplerKind
+) -> None:
+    """The model is given of the picture what it was given when that was drawn, whatever the sampler's own scale."""
+    generation = EngineOrder(key="generation", spec=replace(GENERATED, num_images=1, sampler=drawn))
+    drawing, given = drawn_with_samples(EditDesk(model), generation)
+    order = edit_of(drawing, drawing.all(JobKept)[0], replace(SPEC, sampler=edited))
+    _, given_again = drawn_with_samples(EditDesk(model), order)
+    assert len(given_again) == len(given) == 3
+    for before, again in zip(given, given_again, strict=True):
+        torch.testing.assert_close(outside(again, order), outside(before, order), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("why", ["other steps", "damaged", "exact"])
 def test_an_edit_does_without_latents_that_it_cannot_use(model: Model, why: str) -> None:
     drawing, kept = generated(EditDesk(model))
@@ -134,10 +163,21 @@ def test_kept_latents_are_read_as_they_were_written(model: Model) -> None:
     read = read_kept(data, model, SHAPE)
     assert torch.equal(read.latents, kept.latents)
     assert (read.timesteps, read.seed, read.template) == (kept.timesteps, kept.seed, kept.template)
-    trajectory = read.trajectory([5.0, 4.0, 2.0])
+    trajectory = read.trajectory([5.0, 4.0, 2.0], begin=1)
     assert trajectory is not None
-    assert torch.equal(trajectory[2.0], kept.latents[3][None])
-    assert read.trajectory([5.0, 4.5]) is None
+    assert sorted(trajectory) == [1, 2, 3]
+    assert torch.equal(trajectory[3], kept.latents[3][None])
+    assert read.trajectory([5.0, 4.5], begin=0) is None
+
+
+def test_of_equal_timesteps_an_edit_s_are_the_last_ones() -> None:
+    """Karras' sigmas, rounded to whole timesteps."""
+    kept = replace(random_latents(5), timesteps=(9.0, 4.0, 4.0, 3.0, 1.0))
+    whole, end = kept.trajectory(kept.timesteps, begin=0), kept.trajectory([4.0, 3.0, 1.0], begin=2)
+    assert whole is not None
+    assert end is not None
+    for step, latent in [*whole.items(), *end.items()]:
+        assert torch.equal(latent[0], kept.latents[step])
 
 
 def test_what_is_too_much_is_kept_in_half_precision_or_not(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
