@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -24,6 +25,8 @@ from bottega.diffusion.rows import Half, RowActivations
 
 if TYPE_CHECKING:
     from bottega.diffusion.editing.addon import EngineEdits
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,17 +60,16 @@ class _Picture:
             self.latents = {step: latent for step, latent in self.latents.items() if step < request.step}
             self.latents[request.step] = self.device.to_host(request.latent[0])
 
-    def kept(self) -> KeptLatents:
-        """Of the finished picture: of the steps at its end that follow each other."""
+    def kept(self) -> KeptLatents | None:
+        """Of the finished picture; None where some of its steps were not made here: what is left fits no edit."""
         request = self.request
         self.keep_latent()
-        first = request.end
-        while first - 1 in self.latents:
-            first -= 1
-        latents = [self.latents[step].take() / request.signal_of(step) for step in range(first, request.end + 1)]
+        steps = range(request.begin, request.end + 1)
+        if not self.latents.keys() >= set(steps):
+            return None
         return KeptLatents(
-            latents=torch.stack(latents),
-            timesteps=tuple(request.timesteps[first - request.begin :]),
+            latents=torch.stack([self.latents[step].take() / request.signal_of(step) for step in steps]),
+            timesteps=tuple(request.timesteps),
             seed=request.spec.seed + request.index,
             template=self.template,
         )
@@ -125,7 +127,11 @@ class JobKeeping(JobAddOn):
             picture.recorder.made_step()
 
     def keep(self, index: int) -> bytes | None:
-        return write_kept(self._addon.model, self._pictures[index].kept())
+        kept = self._pictures[index].kept()
+        if kept is None:
+            _log.warning("nothing is kept of a picture that did not begin here", extra={"image": index})
+            return None
+        return write_kept(self._addon.model, kept)
 
     def report(self, record: EngineRecord) -> EngineRecord:
         """Only here it is known whether residuals were stale: recordings with such ones are lost."""

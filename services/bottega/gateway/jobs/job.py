@@ -246,8 +246,12 @@ class Job:
         return True
 
     def set_checkpoint(self, number: int, checkpoint: JobCheckpoint) -> bool:
-        """A checkpoint came; it replaces the one before."""
-        if not self.is_current(number):
+        """A checkpoint came; it replaces the one before.
+
+        One of pictures that are kept for editing is not taken: it has not the latents of the steps before it, which are
+        kept as well. A later attempt draws the same pictures from the beginning.
+        """
+        if not self.is_current(number) or self.bare.keep_for_editing:
             return False
         self.checkpoint = checkpoint
         return True

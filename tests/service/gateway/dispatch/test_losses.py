@@ -39,6 +39,22 @@ async def test_a_job_whose_worker_dies_is_taken_up_elsewhere_from_its_checkpoint
     assert (request.attempt.number, request.checkpoint, request.spec.seed) == (2, b"15", 7)
 
 
+async def test_a_picture_that_is_kept_for_editing_is_drawn_from_the_beginning_again(house: Running) -> None:
+    """A checkpoint has not the latents of the steps before it."""
+    first = await house.worker("w1", hold_at=20)
+    job = await house.submit(prompt="a star", seed=7, keep_for_editing=True)
+    await asyncio.wait_for(first.arrived.wait(), 2)
+    attempt = worker_pb2.AttemptId(job_id=job.job_id, number=1)
+    await first.checkpoints.put(worker_pb2.WatchCheckpointsResponse(attempt=attempt, steps_done=15, checkpoint=b"15"))
+    second = await house.worker("w2")
+    await asyncio.sleep(0.2)  # the checkpoint crosses the wire
+    await first.die()
+    ended = await house.ended(job.job_id)
+    assert (ended.provenance.worker, ended.provenance.repeated_steps) == ("w2", 20)
+    (request,) = second.requests
+    assert (request.attempt.number, request.checkpoint, request.spec.seed) == (2, b"", 7)
+
+
 async def test_a_connection_that_breaks_while_its_worker_lives_is_nobodys_death(house: Running) -> None:
     worker = ScriptedWorker("w1", house.fleet_address)
     house.workers.append(worker)

@@ -145,6 +145,19 @@ def test_a_resumed_edit_puts_the_same_latents_back(model: Model) -> None:
     torch.testing.assert_close(again.latents[0], whole.latents[0], atol=1e-4, rtol=0)
 
 
+def test_of_a_generation_that_began_elsewhere_nothing_is_kept(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    """The latents of its first steps are not here, so that no edit could use the others."""
+    order = EngineOrder(key="generation", spec=replace(GENERATED, num_images=1))
+    desk = EditDesk(model)
+    half = desk.submit(order)
+    while not half.all(JobCheckpointed):
+        desk.turn()
+    resumed = EditDesk(model).draw(replace(order, checkpoint=half.all(JobCheckpointed)[0].data))
+    assert resumed.pixels
+    assert not resumed.all(JobKept)
+    assert "nothing is kept of a picture that did not begin here" in caplog.messages
+
+
 def test_a_generation_that_is_cancelled_leaves_no_recording(model: Model) -> None:
     desk = EditDesk(model)
     desk.submit(EngineOrder(key="generation", spec=GENERATED))
