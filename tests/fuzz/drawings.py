@@ -123,6 +123,7 @@ def _pins(case: Any) -> Iterator[Case]:
     both = Techniques(cache_entry=PIN, approximate_cache=True)
     yield case("a cache entry, switched on, and no cache", UNAVAILABLE, techniques=both)
     against: dict[str, Any] = {"num_images": 2, "prompt_2": "", "image": good_images()["png"], "fidelity": 1}
+    against["keep_for_editing"] = True
     for name, value in against.items():
         yield case(f"a cache entry and {name}", INVALID, f"spec.{name}", techniques=pinned, **{name: value})
     for steps in (29, 31, 1, 200):
@@ -135,4 +136,5 @@ def _pins(case: Any) -> Iterator[Case]:
     all_at_once = {"num_inference_steps": 100, **against}
     yield case("a cache entry and all that is against it", INVALID, *fields, techniques=off, **all_at_once)
     on = Techniques(approximate_cache=True)
+    yield case("kept and approximate_cache", INVALID, "spec.keep_for_editing", techniques=on, keep_for_editing=True)
     yield case("exact and approximate_cache", INVALID, "spec.techniques.approximate_cache", techniques=on, fidelity=1)

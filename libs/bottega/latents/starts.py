@@ -27,8 +27,13 @@ def is_switched_off(spec: GenerationSpec) -> bool:
 
 
 def may_start(spec: GenerationSpec) -> bool:
-    """Whether the pictures of a complete spec may start from cached latents."""
-    return is_cacheable(spec) and spec.fidelity in _APPROXIMATE and not is_switched_off(spec)
+    """Whether the pictures of a complete spec may start from cached latents.
+
+    Those that are kept for editing make all of their steps, whose latents are kept.
+    """
+    if spec.keep_for_editing or not is_cacheable(spec):
+        return False
+    return spec.fidelity in _APPROXIMATE and not is_switched_off(spec)
 
 
 def pin_start(spec: GenerationSpec, start: str) -> None:

@@ -110,6 +110,7 @@ async def _complete(shop: Shop, job: Job, *starts: CacheUse) -> None:
         ({"fidelity": BALANCED, "techniques": Techniques(stale_residuals=False)}, True, True),
         ({"fidelity": BALANCED, "techniques": Techniques(cache_entry=PIN)}, True, False),
         ({"fidelity": BALANCED, "prompt_2": ""}, False, False),
+        ({"fidelity": BALANCED, "keep_for_editing": True}, False, True),
         ({"fidelity": FAST, "image": b"x", "strength": 0.5, "techniques": ON}, False, False),
     ],
 )
@@ -143,6 +144,7 @@ def _fields(**spec: Any) -> list[str]:
         ({"num_images": 2}, ["num_images"]),
         ({"num_images": 0}, ["num_images"]),
         ({"fidelity": EXACT}, ["fidelity"]),
+        ({"keep_for_editing": True}, ["keep_for_editing"]),
         ({"num_inference_steps": 50}, ["techniques.cache_entry"]),
         ({"num_inference_steps": 1}, ["techniques.cache_entry"]),
         ({"num_inference_steps": 0}, ["num_inference_steps"]),
@@ -167,6 +169,11 @@ def test_all_that_contradicts_a_pin_is_said_at_once() -> None:
 def test_exact_and_cached_contradict_each_other_where_both_are_said() -> None:
     assert _fields(techniques=ON, fidelity=EXACT) == ["techniques.approximate_cache"]
     assert _fields(techniques=ON, seed=1) == _fields(techniques=OFF, fidelity=EXACT) == []
+
+
+def test_kept_for_editing_and_cached_contradict_each_other() -> None:
+    assert _fields(techniques=ON, keep_for_editing=True) == ["keep_for_editing"]
+    assert _fields(techniques=OFF, keep_for_editing=True) == _fields(keep_for_editing=True) == []
 
 
 @pytest.mark.parametrize(

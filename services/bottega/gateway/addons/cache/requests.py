@@ -30,6 +30,9 @@ def check_cache(spec: GenerationSpec) -> Iterator[Violation]:
     if exact and spec.techniques.approximate_cache:
         rule = "must not be true with fidelity EXACT, under which nothing starts from a cached latent"
         yield Violation(field=_SWITCH, description=rule)
+    if spec.keep_for_editing and asks_for_cache(spec):
+        rule = "must be false where pictures may start from a cached latent: they do not make the steps before it"
+        yield Violation(field="spec.keep_for_editing", description=rule)
     if not spec.techniques.HasField("cache_entry"):
         return
     if is_switched_off(spec):
