@@ -20,7 +20,7 @@ from bottega.diffusion.editing.asking import PendingAnswer
 from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.editing.kept import KeptLatents, KeptLatentsMismatch, read_kept, template_of
 from bottega.diffusion.editing.order import Decided, read_decision
-from bottega.diffusion.editing.recordings.image import ImageReader, ImageRecorder
+from bottega.diffusion.editing.recordings.image import FULL_MASK, ImageReader, ImageRecorder
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey
 from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts
 from bottega.diffusion.engine.addon import JobAddOn
@@ -52,6 +52,7 @@ class JobEdits(JobAddOn):
         self._order = order
         self._decided = decided
         self._because = addon.unusable or _unusable(order.spec)
+        self._kept_unused = ""  # why nothing of what was kept of the image is used, in words
         self._job: EngineJob | None = None
         self._found: Recording | None = None
         self._readers: dict[Request, ImageReader] = {}
@@ -107,7 +108,7 @@ class JobEdits(JobAddOn):
             if kept is None:
                 self._draw_again(decided.seed, job, conditions)
         elif not self._because:
-            self._record(job.requests[0], draws=kept is None)
+            self._record(job.requests[0], decided, draws=kept is None)
         self._decided = decided or Decided()
 
     @property
@@ -212,9 +213,11 @@ class JobEdits(JobAddOn):
             kept = read_kept(self._order.kept_latents, self._addon.model, tuple(first.latent.shape[1:]))
         except KeptLatentsMismatch as error:
             _log.warning("kept latents do not fit; the edit does without them", extra={"why": str(error)})
+            self._kept_unused = "what was kept of it does not fit"
             return None
         trajectory = kept.trajectory(first.timesteps, first.begin)
         if trajectory is None:
+            self._kept_unused = "what was kept of it has not all of its timesteps"
             return None
         for request in job.requests:
             image_latent = kept.image_latent.clone()
@@ -261,18 +264,26 @@ class JobEdits(JobAddOn):
             )
             request.activations = reader
 
-    def _record(self, request: Request, *, draws: bool) -> None:
-        """Begins a recording of the job's first image, where nobody else does."""
+    def _record(self, request: Request, decided: Decided | None, *, draws: bool) -> None:
+        """Begins a recording of the job's first image, where nobody else does, and there is anything to take from it.
+
+        decided: by an earlier attempt, which has not used one.
+        """
         edit = _edit(request)
+        redrawn = self._addon.levels.dilated(edit.mask)
+        if redrawn.all():
+            self._because = FULL_MASK
+            return
         drawn = DrawnTemplate(
             image_latent=edit.image_latent.cpu(), noise=edit.noise.cpu(), seed=self._spec.seed + request.index
         )
         _, _, height, width = request.latent.shape
         begun = self._addon.begin(self._order, self._key, (height, width), drawn if draws else None)
         if begun is None:
-            self._because = "another edit is recording this image"
+            began = "an earlier attempt has begun without what is recorded"
+            self._because = "another edit is recording this image" if decided is None else began
             return
-        self._recorder = self._addon.recorder(begun, request, ~self._addon.levels.dilated(edit.mask))
+        self._recorder = self._addon.recorder(begun, request, ~redrawn)
         request.activations = self._recorder
 
     def _draw_again(self, seed: int, job: EngineJob, conditions: Conditions) -> None:
@@ -300,12 +311,15 @@ class JobEdits(JobAddOn):
 
     def _reason(self) -> str:
         """Why all was computed, in words."""
+        return "; ".join(each for each in (self._own_reason(), self._kept_unused) if each)
+
+    def _own_reason(self) -> str:
         if self._recorder is not None:
             lost = self._recorder.lost
             return f"{_FIRST}, and it is not recorded: {lost}" if lost else _FIRST
         if any(reader.other_prompt for reader in self._readers.values()):
             return f"it was recorded with another prompt, which this model's blocks follow ({self._addon.said_cosine})"
-        return self._because or "the recording has none of its timesteps"
+        return self._because or next((reader.computed_all_because for reader in self._readers.values()), "")
 
 
 def _unusable(spec: ResolvedSpec) -> str:

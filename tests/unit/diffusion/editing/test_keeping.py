@@ -116,8 +116,15 @@ def test_what_one_sampler_has_drawn_another_one_puts_back(
         torch.testing.assert_close(outside(again, order), outside(before, order), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("why", ["other steps", "damaged", "exact"])
-def test_an_edit_does_without_latents_that_it_cannot_use(model: Model, why: str) -> None:
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        ("other steps", "it is the first edit of this image; what was kept of it has not all of its timesteps"),
+        ("damaged", "it is the first edit of this image; what was kept of it does not fit"),
+        ("exact", None),
+    ],
+)
+def test_an_edit_does_without_latents_that_it_cannot_use(model: Model, why: str, said: str | None) -> None:
     drawing, kept = generated(EditDesk(model))
     order = edit_of(drawing, kept[0])
     if why == "other steps":
@@ -127,8 +134,9 @@ def test_an_edit_does_without_latents_that_it_cannot_use(model: Model, why: str)
     else:
         image = PIL.Image.fromarray(drawing.pixels[0])
         order = replace(edit_order(replace(SPEC, strength=1.0), image, LEFT), kept_latents=order.kept_latents)
-    latents = [EditDesk(model).draw(each).latents[0] for each in (order, replace(order, kept_latents=b""))]
-    assert torch.equal(*latents)
+    drawn, without = (EditDesk(model).draw(each) for each in (order, replace(order, kept_latents=b"")))
+    assert torch.equal(drawn.latents[0], without.latents[0])
+    assert (None if drawn.record.edit is None else drawn.record.edit.computed_all_because) == said
 
 
 def test_a_resumed_edit_puts_the_same_latents_back(model: Model) -> None:

@@ -91,6 +91,7 @@ def test_what_does_not_come_is_waited_for_no_longer_than_its_computation_and_the
     record = drawn.record
     assert record.edit is not None
     assert record.edit.blocks_reused == 0
+    assert record.edit.computed_all_because == "what is recorded of it did not come in time"
     assert load_counts(desk)[0] == 0
     assert load_counts(desk)[1] > 36
     assert any(step.requested for step in steps)

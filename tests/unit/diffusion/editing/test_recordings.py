@@ -30,7 +30,7 @@ from bottega.diffusion.model.samplers import Sampler, SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.v1.activations_pb2 import EditDecision
-from tests.samples.edits import edit_order, template
+from tests.samples.edits import box_mask, edit_order, template
 from tests.samples.engine_loras import LorasByHand, lora_spec, random_layers
 from tests.samples.masked_edits import LEFT, RIGHT, SPEC, EditDesk, inside, masked_order, outside
 from tests.support.engines import make_engine
@@ -236,6 +236,34 @@ def test_a_late_lora_leaves_no_recording(model: Model, late: bool) -> None:
     assert len(desk.source.recordings) == (0 if late else 1)
     if late:
         assert drawing.record.edit.computed_all_because.endswith("a LoRA came late")
+
+
+FULL = box_mask((0, 0, 64, 64))
+WHOLE = "it redraws the whole image, its mask's margin included"
+
+
+def test_an_edit_that_redraws_all_takes_nothing_and_says_so(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.draw(FIRST)
+    record = edit_record(desk, masked_order(mask=FULL, key="full"))
+    assert (record.blocks_reused, record.computed_all_because) == (0, WHOLE)
+
+
+def test_a_first_edit_that_redraws_all_records_nothing(model: Model) -> None:
+    """It would take room, and give nobody anything."""
+    desk = EditDesk(model)
+    record = edit_record(desk, masked_order(mask=FULL, key="full"))
+    assert (record.recorded, record.computed_all_because) == (False, WHOLE)
+    assert not desk.source.recordings
+    assert edit_record(desk, SECOND).recorded
+
+
+def test_where_nothing_of_what_an_edit_does_not_redraw_is_recorded_it_says_so(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.draw(masked_order(mask=box_mask((0, 0, 64, 48)), key="first"))
+    record = edit_record(desk, masked_order(mask=box_mask((0, 40, 64, 64)), key="below"))
+    assert record.blocks_reused == 0
+    assert record.computed_all_because == "the recording has nothing of what it does not redraw"
 
 
 class _StaleJob(JobAddOn):
@@ -480,6 +508,8 @@ def test_an_attempt_that_began_with_its_own_noise_never_turns_to_a_recording(mod
     again = desk.draw(replace(SECOND, decisions=decisions))
     assert torch.equal(edited(again).noise, edited(whole).noise)
     assert again.record.exact
+    assert again.record.edit is not None
+    assert again.record.edit.computed_all_because == "an earlier attempt has begun without what is recorded"
 
 
 @pytest.mark.parametrize("decision", [b"\xff", EditDecision(recording="x").SerializeToString()])

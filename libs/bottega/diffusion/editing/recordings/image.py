@@ -29,6 +29,9 @@ from bottega.diffusion.engine.request import Request
 from bottega.diffusion.rows import Half, KeptProjections, RowActivations
 
 
+FULL_MASK = "it redraws the whole image, its mask's margin included"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskLevels:
     """How masks become tokens in a network.
@@ -146,7 +149,8 @@ class ImageReader:
     in place of the other. The unconditional half has the same prompt in most edits.
     reused: transformer blocks that took what they did not compute from it. most_share: the largest share of the tokens
     that a step has computed, of those that took anything. wrote: whether it has completed anything. other_prompt:
-    whether it has met another prompt that it does not take. loads: what was decided about steps that come.
+    whether it has met another prompt that it does not take. computed_all_because: why the newest row that took nothing
+    did not, in words. loads: what was decided about steps that come.
     """
 
     def __init__(
@@ -163,6 +167,7 @@ class ImageReader:
     ) -> None:
         self.recording = recording
         self.other_prompt = False
+        self.computed_all_because = ""
         self.reused = 0
         self.most_share = 0.0
         self.wrote = False
@@ -189,6 +194,7 @@ class ImageReader:
         key = step_key(self._request, half)
         step = self._step(key)
         if step is None:
+            self.computed_all_because = "the recording has none of its timesteps"
             return self._new_row(key)
         plan = self._plan(step)
         sink = None
@@ -196,6 +202,8 @@ class ImageReader:
             step, sink = written, StepCompleter(written, plan.missing)
             self._completers[key] = sink
         if plan.computed is None:
+            full = bool(self._mask.all())
+            self.computed_all_because = FULL_MASK if full else "the recording has nothing of what it does not redraw"
             return None if sink is None else RowActivations(sink=sink)
         reader = StepReader(
             step,
@@ -218,6 +226,8 @@ class ImageReader:
             self.reused += blocks
             if blocks:
                 self.most_share = max(self.most_share, plan.share)
+            else:
+                self.computed_all_because = "what is recorded of it did not come in time"
             if (loads := self.loads.pop(key, None)) is not None:
                 counts.add(loads.counts(reader.reused))
                 self._drop_requests(loads)
