@@ -266,6 +266,25 @@ def test_where_nothing_of_what_an_edit_does_not_redraw_is_recorded_it_says_so(mo
     assert record.computed_all_because == "the recording has nothing of what it does not redraw"
 
 
+def test_the_first_step_with_strength_1_is_neither_recorded_nor_taken(model: Model) -> None:
+    """It begins with noise alone, outside the mask as well; other edits have the image there at its timestep."""
+    desk = EditDesk(model)
+    full = masked_order(replace(SPEC, strength=1.0), key="full")
+    first = desk.draw(full)
+    (recording,) = desk.source.recordings
+    assert recording.timesteps == 3
+    assert first.job is not None
+    assert first.job.requests[0].timesteps[0] not in {key.timestep for key in recording.steps}
+    # Half as large steps come by the same timestep, and record it.
+    finer = edit_record(desk, masked_order(replace(SPEC, num_inference_steps=8), key="finer"))
+    assert finer.recorded
+    assert first.job.requests[0].timesteps[0] in {key.timestep for key in recording.steps}
+    again = edit_record(desk, replace(full, key="again"))
+    assert again.blocks_reused == again.blocks_total * 3 / 4
+    alone = edit_record(desk, masked_order(replace(SPEC, strength=1.0, num_inference_steps=1), key="alone"))
+    assert alone.computed_all_because == "with strength 1 it begins with nothing of the image"
+
+
 class _StaleJob(JobAddOn):
     def report(self, record: EngineRecord) -> EngineRecord:
         use = ControlUse(name="edges", image_digest="", begin_step=0, end_step=4, stale_steps=1)

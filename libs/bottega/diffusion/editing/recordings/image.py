@@ -28,7 +28,6 @@ from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts, Step
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.rows import Half, KeptProjections, RowActivations
 
-
 FULL_MASK = "it redraws the whole image, its mask's margin included"
 
 
@@ -80,7 +79,7 @@ class ImageRecorder:
             self.give_up("a LoRA came late")
         if not self.lost and self._kept is not None and not self._kept:
             self.give_up("its activations have no room")
-        if self.lost:
+        if self.lost or _begins_with_noise(self.request):
             return None
         sink = self._pending[step_key(self.request, half)] = StepRecorder(self._kept)
         return RowActivations(sink=sink)
@@ -191,6 +190,9 @@ class ImageReader:
         """Of the step that comes next; asked again where that is tried again."""
         if _lacks_loras(self._request):
             return None  # of another set of weights than the recording
+        if _begins_with_noise(self._request):
+            self.computed_all_because = "with strength 1 it begins with nothing of the image"
+            return None
         key = step_key(self._request, half)
         step = self._step(key)
         if step is None:
@@ -244,7 +246,7 @@ class ImageReader:
     @property
     def next_share(self) -> float:
         """The share of the tokens that the next step computes, at the finest level of attention."""
-        if self._request.done or _lacks_loras(self._request):
+        if self._request.done or _lacks_loras(self._request) or _begins_with_noise(self._request):
             return 1.0
         halves = tuple(Half) if self._request.spec.guided else (Half.CONDITIONAL,)
         steps = [self._step(step_key(self._request, half)) for half in halves]
@@ -262,7 +264,7 @@ class ImageReader:
             return (), 0
         halves = tuple(Half) if request.spec.guided else (Half.CONDITIONAL,)
         rows = []
-        for half in halves if not _lacks_loras(request) else ():
+        for half in halves if not (_lacks_loras(request) or _begins_with_noise(request, turn)) else ():
             key = step_key(request, half, turn)
             step = self._step(key)
             plan = self._plan(step) if step is not None else None
@@ -381,6 +383,16 @@ def step_key(request: Request, half: Half, turn: int = 0) -> StepKey:
 def _lacks_loras(request: Request) -> bool:
     """Whether the next step is made without LoRAs that the request has."""
     return bool(request.spec.loras) and request.loras_now is None
+
+
+def _begins_with_noise(request: Request, turn: int = 0) -> bool:
+    """Whether nothing of the template is in the latent before the step that comes in so many turns, see Edit.start.
+
+    Other edits make steps at that timestep with the template outside their masks.
+    """
+    edit = request.edit
+    full = edit is not None and edit.trajectory is None and request.spec.strength == 1.0
+    return full and request.step + turn == request.begin
 
 
 def _cells_with(area: Tensor, cell: int) -> Tensor:
