@@ -26,6 +26,7 @@ from bottega.diffusion.editing.masked.tokens import finest_stride
 from bottega.diffusion.editing.order import read_decision, read_order
 from bottega.diffusion.editing.prompts import LEAST_COSINE, PromptCosines, measure_prompts
 from bottega.diffusion.editing.recordings.image import ImageReader, ImageRecorder, MaskLevels
+from bottega.diffusion.editing.recordings.projections import ProjectionsRoom
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, RecordedControl, Recording, RecordingKey
 from bottega.diffusion.editing.recordings.source import ActivationSource, TemplateQuery
 from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts
@@ -59,7 +60,7 @@ class EngineEdits(EngineAddOn):
     It stands behind those of ControlNets and LoRAs: what they report says whether a recording is worth anything.
     unusable: why masked blocks never are; empty where they may be. cosines: how far blocks follow the prompt; None
     before the first template that would rely on it. step_table: planned seconds of steps that load what they do not
-    compute, for the gateway. planner: decides what is loaded.
+    compute, for the gateway. planner: decides what is loaded. projections_room: of all recordings.
     """
 
     kind = kinds.ACTIVATIONS
@@ -92,6 +93,7 @@ class EngineEdits(EngineAddOn):
         self.template_budget_bytes = template_budget_bytes
         self.times = BlockTimes(unet, sparse=sparse)
         self.planner = LoadPlanner(source, self.times)
+        self.projections_room = ProjectionsRoom()
         self._events: Counter[str] = Counter(dict.fromkeys(EVENTS, 0))
 
     @property
@@ -121,11 +123,14 @@ class EngineEdits(EngineAddOn):
         wait(asked, timeout_s, FIRST_COMPLETED)
 
     def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
-        """Plans what their next steps load."""
-        if self.source.load_bytes_per_s is None:
-            return False
+        """Says how much room there is for projections, and plans what their next steps load."""
         readers = {request: request.activations for request in requests if not request.done}
         reading = [reader for reader in readers.values() if isinstance(reader, ImageReader)]
+        if reading:
+            # Once: adding up what all recordings take can be as long as a block.
+            self.projections_room.left_bytes = self.source.spare_bytes
+        if self.source.load_bytes_per_s is None:
+            return False
         others = sum(request.row_count for request, each in readers.items() if not isinstance(each, ImageReader))
         for planned in self.planner.plan(reading, others):
             self.step_table.note(planned.size, planned.row_equivalents, planned.seconds)

@@ -260,6 +260,7 @@ class JobEdits(JobAddOn):
                 levels=self._addon.levels,
                 completes=completes,
                 any_prompt=self._any_prompt,
+                room=self._addon.projections_room,
                 shapes=self._addon.times.shapes(found.shape),
             )
             request.activations = reader

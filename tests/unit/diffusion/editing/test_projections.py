@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
-from bottega.diffusion.editing.recordings.projections import StepProjections
+from bottega.diffusion.editing.recordings.projections import ProjectionsRoom, StepProjections
 from bottega.diffusion.editing.recordings.recording import Recording, RecordingKey, StepKey
 from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.engine.forward import Denoiser
 from bottega.diffusion.model.backbone import UNetBackbone
+from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Half, Projections, Row
+from tests.samples.masked_edits import SPEC, EditDesk, masked_order
 from tests.samples.masked_networks import StepInMemory, box, masked, plain_row, recording, small_unet
 
 # Sums over other numbers of tokens have other last bits.
@@ -51,9 +53,7 @@ def keeping(recorded: StepInMemory, kept: StepProjections) -> StepInMemory:
 
 
 def with_room(room_bytes: int = ROOM) -> StepProjections:
-    kept = StepProjections()
-    kept.room_bytes = room_bytes
-    return kept
+    return StepProjections(ProjectionsRoom(left_bytes=room_bytes))
 
 
 @contextmanager
@@ -144,13 +144,42 @@ def of_bytes(count: int) -> Projections:
 
 
 def test_their_room_shrinks_by_what_is_kept_and_a_newer_one_takes_the_older_ones_place() -> None:
-    kept = with_room(1000)
+    room = ProjectionsRoom(left_bytes=1000)
+    kept = StepProjections(room)
     kept.put("one", of_bytes(800))
     kept.put("two", of_bytes(800))
     assert (kept.get("two"), kept.size_bytes) == (None, 800)
     newer = of_bytes(800)
     kept.put("one", newer)
-    assert (kept.get("one"), kept.size_bytes, kept.room_bytes) == (newer, 800, 200)
+    assert (kept.get("one"), kept.size_bytes, room.left_bytes) == (newer, 800, 200)
+
+
+def test_all_steps_share_their_room() -> None:
+    room = ProjectionsRoom(left_bytes=1000)
+    kept = StepProjections(room), StepProjections(room)
+    for each in kept:
+        each.put("block", of_bytes(800))
+    assert [each.size_bytes for each in kept] == [800, 0]
+
+
+def test_how_much_room_there_is_is_looked_up_once_a_turn(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many edits share it: adding up what all recordings take is long where there are many."""
+    desk, looks = EditDesk(model), []
+
+    def spare_bytes(memory: MemoryActivations) -> int:
+        looks.append(memory)
+        return 1000
+
+    desk.draw(masked_order(key="first"))
+    monkeypatch.setattr(MemoryActivations, "spare_bytes", property(spare_bytes))
+    for seed in range(3):
+        desk.submit(masked_order(replace(SPEC, seed=seed), key=seed))
+    turns = 0
+    while desk.engine.busy:
+        desk.turn()
+        turns += 1
+    assert 3 <= len(looks) <= turns < 18, "three edits of three steps and two rows"
+    assert desk.edits.projections_room.left_bytes == 1000
 
 
 def a_recording(memory: MemoryActivations, template: str) -> Recording:
@@ -166,7 +195,7 @@ def test_they_count_in_the_budget_and_go_before_any_recording_does() -> None:
     memory = MemoryActivations(1000)
     old, new = a_recording(memory, "old"), a_recording(memory, "new")
     (step,) = old.all_steps
-    kept = old.projections(step, room_bytes=memory.spare_bytes)
+    kept = old.projections(step, ProjectionsRoom(left_bytes=memory.spare_bytes))
     kept.put("block", of_bytes(800))
     assert (old.held_bytes, memory.spare_bytes) == (900, 0)
     assert memory.make_room(700)
@@ -178,6 +207,6 @@ def test_they_count_in_the_budget_and_go_before_any_recording_does() -> None:
 def test_a_step_that_is_replaced_takes_them_with_it() -> None:
     recording = a_recording(MemoryActivations(1000), "t")
     (key,) = recording.steps
-    recording.projections(recording.steps[key], room_bytes=800).put("block", of_bytes(800))
+    recording.projections(recording.steps[key], ProjectionsRoom(left_bytes=800)).put("block", of_bytes(800))
     recording.add(key, {"block": torch.zeros(50, 1, dtype=torch.float16)}, torch.ones(4, 4, dtype=torch.bool))
     assert recording.held_bytes == 100

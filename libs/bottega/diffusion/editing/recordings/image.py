@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bottega.diffusion.editing.loading.planner import Coming, ComingRow
 from bottega.diffusion.editing.masked.tokens import dilate, share
+from bottega.diffusion.editing.recordings.projections import ProjectionsRoom
 from bottega.diffusion.editing.recordings.recording import (
     Recording,
     StepCompleter,
@@ -142,7 +143,7 @@ class _ValidPlan:
 class ImageReader:
     """Takes what one image does not redraw from a recording, and completes that.
 
-    shapes: see StepReader.
+    shapes: see StepReader. room: see StepProjections.
     mask: what the edit redraws, dilated; bool [height, width] of the latent. completes: whether it may write.
     any_prompt: whether it takes what was computed with another prompt; else it computes that half in full, and puts it
     in place of the other. The unconditional half has the same prompt in most edits.
@@ -162,6 +163,7 @@ class ImageReader:
         levels: MaskLevels,
         completes: bool,
         any_prompt: bool,
+        room: ProjectionsRoom,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.recording = recording
@@ -177,6 +179,7 @@ class ImageReader:
         self._levels = levels
         self._completes = completes
         self._any_prompt = any_prompt
+        self._room = room
         self._shapes = shapes
         self._prompts = {half: prompt_of(request.spec, half) for half in Half}
         # A recording has the same blocks in all of its steps.
@@ -287,7 +290,7 @@ class ImageReader:
         """On a CPU alone: a device computes them sooner than it is given them."""
         if self._request.latent.device.type != "cpu":
             return None
-        return self.recording.projections(step, room_bytes=self._source.spare_bytes // self._request.row_count)
+        return self.recording.projections(step, self._room)
 
     def _loads_of(self, key: StepKey, step: RecordedStep) -> StepLoads | None:
         """What was decided for a step, as it is now."""

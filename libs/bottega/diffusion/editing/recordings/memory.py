@@ -66,10 +66,13 @@ class MemoryActivations:
 
     def make_room(self, size_bytes: int) -> bool:
         """Whether there is room for so much more, what follows from recordings and idle ones having gone for it."""
+        lack_bytes = size_bytes - self.spare_bytes
         for recording in self.recordings[::-1]:
-            if size_bytes <= self.spare_bytes:
+            if lack_bytes <= 0:
                 break
+            before_bytes = recording.size_bytes
             recording.drop_projections()
+            lack_bytes -= before_bytes - recording.size_bytes
         return self._cache.make_room(size_bytes) is not None
 
     @property

@@ -7,30 +7,39 @@ times the bytes of what they follow from (twice as many tensors, of the model's 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from bottega.diffusion.rows import Projections
 
 
-class StepProjections:
-    """KeptProjections of one step. room_bytes: what may still be added; whoever reads the step says it."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class ProjectionsRoom:
+    """What may still be kept of all steps together; whoever has them says it anew before each turn."""
 
-    def __init__(self) -> None:
-        self.room_bytes = 0
+    left_bytes: int = 0
+
+
+class StepProjections:
+    """KeptProjections of one step. room: that all steps share."""
+
+    def __init__(self, room: ProjectionsRoom) -> None:
         self.size_bytes = 0
+        self._room = room
         self._kept: dict[str, Projections] = {}
 
     def get(self, name: str) -> Projections | None:
         return self._kept.get(name)
 
     def has_room(self, name: str, size_bytes: int) -> bool:
-        return self._more_bytes(name, size_bytes) <= self.room_bytes
+        return self._more_bytes(name, size_bytes) <= self._room.left_bytes
 
     def put(self, name: str, projections: Projections) -> None:
         more_bytes = self._more_bytes(name, projections.size_bytes)
-        if more_bytes > self.room_bytes:
+        if more_bytes > self._room.left_bytes:
             return
         self._kept[name] = projections
         self.size_bytes += more_bytes
-        self.room_bytes -= more_bytes
+        self._room.left_bytes -= more_bytes
 
     def _more_bytes(self, name: str, size_bytes: int) -> int:
         before = self._kept.get(name)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from bottega.diffusion.device.device import Device, HostCopy
 from bottega.diffusion.device.pick import open_device
-from bottega.diffusion.editing.recordings.projections import StepProjections
+from bottega.diffusion.editing.recordings.projections import ProjectionsRoom, StepProjections
 from bottega.diffusion.editing.recordings.step import MemoryStep, RecordedStep, copy_step
 from bottega.diffusion.editing.recordings.step_loads import StepLoads
 from bottega.diffusion.rows import Half, KeptProjections, SetKey
@@ -176,11 +176,9 @@ class Recording:
         if before is not None and before.prompt not in ("", prompt):
             self._others[key] = before
 
-    def projections(self, step: RecordedStep, *, room_bytes: int) -> StepProjections:
-        """What is kept that follows from a step. room_bytes: that more of it may take."""
-        kept = self._projections.setdefault(step, StepProjections())
-        kept.room_bytes = room_bytes
-        return kept
+    def projections(self, step: RecordedStep, room: ProjectionsRoom) -> StepProjections:
+        """What is kept that follows from a step. room: that what is kept of all recordings shares."""
+        return self._projections.setdefault(step, StepProjections(room))
 
     def drop_projections(self) -> None:
         """Makes room: what follows from its outputs can be computed again."""
