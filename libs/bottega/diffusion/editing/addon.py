@@ -224,11 +224,11 @@ class EngineEdits(EngineAddOn):
             controls=tuple(
                 RecordedControl(
                     digest=control.digest,
-                    image_digest=control.image_digest,
+                    image_digest=_control_digest(order, place),
                     scale=float(control.controlnet_conditioning_scale),
                     guess_mode=control.guess_mode,
                 )
-                for control in spec.controlnets
+                for place, control in enumerate(spec.controlnets)
             ),
         )
 
@@ -278,6 +278,14 @@ class EngineEdits(EngineAddOn):
         """An edit's step could have reused so many blocks in all, and did reuse some."""
         self._events["blocks_reused"] += reused
         self._events["blocks_total"] += total
+
+
+def _control_digest(order: EngineOrder, place: int) -> str:
+    """Of one ControlNet's image: the file's, or that of the part that is drawn, which the file does not say."""
+    edit = order.spec.edit
+    if edit is None or edit.padding_mask_crop is None:
+        return order.spec.controlnets[place].image_digest
+    return _digest(order.control_images[place])
 
 
 def _digest(image: Tensor) -> str:

@@ -27,7 +27,7 @@ from bottega.diffusion.engine.events import (
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import Sampler, SamplerKind
-from bottega.diffusion.spec import ResolvedSpec
+from bottega.diffusion.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.v1.activations_pb2 import EditDecision
 from tests.samples.edits import box_mask, edit_order, template
@@ -217,6 +217,20 @@ def test_other_images_loras_and_sizes_are_other_templates(model: Model) -> None:
     }
     assert len(keys) == 4
     assert desk.edits.key(FIRST).digest == desk.edits.key(ELSEWHERE).digest
+
+
+@pytest.mark.parametrize(("crop", "templates"), [(None, 1), (8, 2)])
+def test_of_cropped_control_images_the_part_that_is_drawn_counts(
+    model: Model, crop: int | None, templates: int
+) -> None:
+    """Two places of an image may look alike where its control image does not."""
+    control = ControlSpec(name="edges", image_digest="5a" * 32, digest="a5" * 32)
+    assert FIRST.spec.edit is not None
+    edit = replace(FIRST.spec.edit, padding_mask_crop=crop)
+    order = replace(FIRST, spec=replace(FIRST.spec, controlnets=(control,), edit=edit))
+    parts = [torch.full((64, 64, 3), value, dtype=torch.uint8) for value in (1, 2)]
+    keys = {EditDesk(model).edits.key(replace(order, control_images=(part,))).digest for part in parts}
+    assert len(keys) == templates
 
 
 @pytest.mark.parametrize("late", [True, False])
