@@ -77,6 +77,7 @@ async def test_a_template_is_recorded_used_listed_and_dropped(running: Running) 
     assert 0 < second.blocks_reused == second.blocks_total
     assert second.mask.share == pytest.approx(0.25)
     assert 0.25 < second.mask.computed_share < 1
+    assert first.mask.dilated_share == second.mask.dilated_share == second.mask.computed_share
     assert not second.exact
     listed = await templates(running)
     (known,) = listed.templates

@@ -19,6 +19,7 @@ from bottega import kinds
 from bottega.diffusion.editing.asking import PendingAnswer
 from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.editing.kept import KeptLatents, KeptLatentsMismatch, read_kept, template_of
+from bottega.diffusion.editing.masked.tokens import share
 from bottega.diffusion.editing.order import Decided, read_decision
 from bottega.diffusion.editing.recordings.image import FULL_MASK, ImageReader, ImageRecorder
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey
@@ -62,6 +63,7 @@ class JobEdits(JobAddOn):
         self._common = False  # whether image latent and noise outside the mask are another edit's
         self._recorded = False
         self._reused = self._total = 0
+        self._dilated_share = 0.0
         self._waited_s = 0.0
         self._loads: list[TracedSpan] = []
         self._key = RecordingKey(model_hash="", dtype="", template="")
@@ -91,6 +93,8 @@ class JobEdits(JobAddOn):
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
         """Finds the template's recording, or begins one. Raises InvalidRequest for a decision that nobody has made."""
         self._job = job
+        levels = self._addon.levels
+        self._dilated_share = share(levels.dilated(_edit(job.requests[0]).mask), levels.finest)
         decided = read_decision(job.pinned) or self._decided
         if decided is None and any(request.step > request.begin for request in job.requests):
             decided = Decided()  # it has begun with what it has drawn itself
@@ -186,6 +190,7 @@ class JobEdits(JobAddOn):
             recording=self._found.id if self._found is not None and self._reused else "",
             computed_all_because="" if self._reused else self._reason(),
             recorded=self._recorded,
+            dilated_share=self._dilated_share,
         )
         waited_s = self._waited_s + (self._answer.waited_s if self._answer is not None else 0.0)
         if waited_s:

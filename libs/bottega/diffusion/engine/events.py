@@ -149,7 +149,8 @@ class EditRecord:
     blocks_reused: transformer blocks that took what is not masked from a recording, of blocks_total, over all steps,
     rows and images. computed_share: of the tokens, at the finest level of attention, the largest of any step; 0 where
     all was computed. recording: that was used, hex; empty for none. computed_all_because: why none was, in words.
-    recorded: whether this job has recorded what later ones can use.
+    recorded: whether this job has recorded what later ones can use. dilated_share: of the tokens, at the same level,
+    those under the mask and its margin, whether all was computed or not.
     """
 
     blocks_reused: int = 0
@@ -158,6 +159,7 @@ class EditRecord:
     recording: str = ""
     computed_all_because: str = ""
     recorded: bool = False
+    dilated_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

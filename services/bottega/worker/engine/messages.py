@@ -256,6 +256,7 @@ def _mask_use(edit: EditRecord) -> generation_pb2.MaskUse:
         recording=edit.recording,
         computed_all_because=edit.computed_all_because,
         recorded=edit.recorded,
+        dilated_share=edit.dilated_share,
     )
 
 

@@ -75,6 +75,7 @@ def test_the_first_edit_computes_in_full_and_records_and_the_second_one_uses_it(
     assert (record.blocks_reused, record.blocks_total) == (36, 36)
     assert record.recording == desk.source.recordings[0].id
     assert 0 < record.computed_share < 0.6
+    assert first.record.edit.dilated_share == record.dilated_share == record.computed_share
     assert not record.computed_all_because
     assert desk.edits.counts["blocks_reused"] == 36
     assert desk.edits.counts["hits"] == 1
@@ -344,6 +345,7 @@ def test_a_worker_that_cannot_reuse_says_why(model: Model, fixed_rows: int, mib:
         assert record.exact
         assert record.edit is not None
         assert because in record.edit.computed_all_because
+        assert 0 < record.edit.dilated_share < 0.6
 
 
 def test_a_recording_without_room_is_given_up(model: Model) -> None:
