@@ -62,7 +62,7 @@ class ImageSources:
         image_digest = await digest(spec.image)
         if not spec.HasField("mask_image"):
             return ImageSource(image_digest=image_digest)
-        kept = await self._kept_latents(image_digest, tenant) if _may_use_kept(spec) else ""
+        kept = await self._kept_latents(spec, image_digest, tenant) if _may_use_kept(spec) else ""
         masked = may_mask_blocks(spec)
         return ImageSource(
             image_digest=image_digest,
@@ -73,10 +73,14 @@ class ImageSources:
             computed_share=(seen.mask.computed_share or 1.0) if masked else 1.0,
         )
 
-    async def _kept_latents(self, image_digest: str, tenant: str) -> str:
-        """Digest of what a job of that tenant keeps of a picture, and is still there; empty where nothing is."""
+    async def _kept_latents(self, spec: GenerationSpec, image_digest: str, tenant: str) -> str:
+        """Digest of what a job of that tenant keeps of a picture, fits its edit and is still there; empty where nothing
+        does.
+        """
         try:
             for job in await self._jobs.with_kept_picture(image_digest, tenant=tenant):
+                if not _may_fit(job.bare, spec):
+                    continue
                 kept = next(image.latents for image in job.images if image.digest == image_digest and image.latents)
                 if await self._storage.images.renew(kept):
                     _log.info("an edit uses what is kept of its image", extra={"drawn_by": job.job_id})
@@ -89,6 +93,16 @@ class ImageSources:
 def _may_use_kept(spec: GenerationSpec) -> bool:
     """Whether an edit may put the latents back that drew its image: they are of the whole of it, and no exact ones."""
     return may_mask_blocks(spec) and not spec.HasField("padding_mask_crop")
+
+
+def _may_fit(drawn: GenerationSpec, edit: GenerationSpec) -> bool:
+    """Whether latents of a picture may be those of an edit's steps; both specs are complete.
+
+    An edit with a half, a third and so on of the steps may have only timesteps that the picture had.
+    """
+    same = (drawn.model, drawn.width, drawn.height) == (edit.model, edit.width, edit.height)
+    drawn_strength = drawn.strength if drawn.HasField("strength") else 1.0
+    return same and drawn.num_inference_steps % edit.num_inference_steps == 0 and drawn_strength >= edit.strength
 
 
 def _template(spec: GenerationSpec, model: Model, image_digest: str, *, mask: MaskUse, tenant: str) -> str:

@@ -243,6 +243,19 @@ async def test_a_later_attempt_brings_the_same_latents_along(house: Running, wor
     assert {request.kept_latents for request in worker.requests} == {b"latents of blue 0"}
 
 
+@pytest.mark.parametrize(
+    "said",
+    [{"num_inference_steps": 20}, {"num_inference_steps": 60}, {"width": 128}],
+    ids=["other steps", "more steps", "another size"],
+)
+async def test_latents_that_cannot_fit_stay_where_they_are(
+    house: Running, worker: ScriptedWorker, said: dict[str, Any]
+) -> None:
+    picture = await kept_picture(house, worker, "lime")
+    assert (await sent(house, worker, image=picture, num_inference_steps=15)).kept_latents == b"latents of lime 0"
+    assert (await sent(house, worker, image=picture, **said)).kept_latents == b""
+
+
 async def test_latents_beyond_the_bound_are_not_kept_and_the_picture_is(
     house: Running, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
