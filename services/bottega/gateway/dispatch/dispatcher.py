@@ -202,12 +202,20 @@ class Dispatcher:
     async def _run_with_latents(
         self, job: Job, client: WorkerClient, request: worker_pb2.RunAttemptRequest
     ) -> AttemptEvents:
-        """The events of an edit that may use what is kept of its image; without that it is an edit like any other."""
+        """The events of an edit that may use what is kept of its image; without that it is an edit like any other.
+
+        What an attempt with it has begun nobody could go on with without it: then it is drawn from the beginning.
+        """
         kept = await self._storage.kept_latents(job.request.kept_latents)
-        if request.ByteSize() + len(kept) > _MAX_REQUEST_BYTES:
+        checkpoint, request.checkpoint = request.checkpoint, b""
+        room_bytes = _MAX_REQUEST_BYTES - request.ByteSize() - len(kept)
+        if room_bytes < 0:  # the attempts before have done without it, too
             _log.warning("the request has no room for the latents of its image", extra=log_lines.job_fields(job))
+            request.checkpoint = checkpoint
         else:
             request.kept_latents = kept
+            if kept and len(checkpoint) <= room_bytes:
+                request.checkpoint = checkpoint
         async with contextlib.aclosing(client.run_attempt(request)) as events:
             async for event in events:
                 yield event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest_asyncio
 from PIL import Image
 
 from bottega import errors, kinds, rules
+from bottega.gateway.dispatch import dispatcher
+from bottega.gateway.jobs.storage import Storage
 from bottega.v1 import generation_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import Techniques
 from tests.fakes.scripted_worker import ScriptedWorker
@@ -254,6 +257,53 @@ async def test_latents_that_cannot_fit_stay_where_they_are(
     picture = await kept_picture(house, worker, "lime")
     assert (await sent(house, worker, image=picture, num_inference_steps=15)).kept_latents == b"latents of lime 0"
     assert (await sent(house, worker, image=picture, **said)).kept_latents == b""
+
+
+@pytest.mark.parametrize(
+    ("room", "checkpoint", "kept"),
+    [
+        ("for all", b"10", b"latents of maroon 0"),
+        ("for one of both", b"", b"latents of maroon 0"),
+        ("for a checkpoint", b"10", b""),
+        ("for all, and they are gone", b"", b""),
+    ],
+)
+async def test_an_attempt_goes_on_from_a_checkpoint_only_with_the_latents_that_the_one_before_had(
+    house: Running,
+    worker: ScriptedWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    room: str,
+    checkpoint: bytes,
+    kept: bytes,
+) -> None:
+    picture = await kept_picture(house, worker, "maroon")
+    worker.arrived.clear()
+    worker.script.hold_at, worker.script.failure = 20, errors.WorkerLost("its engine was lost")
+    job = await house.submit(**edit(image=picture))
+    await worker.arrived.wait()
+    first = worker.requests[0]
+    news = worker_pb2.WatchCheckpointsResponse(attempt=first.attempt, steps_done=10, checkpoint=b"10")
+    await worker.checkpoints.put(news)
+    await asyncio.sleep(0.2)  # the checkpoint crosses the wire
+    bare = worker_pb2.RunAttemptRequest()
+    bare.CopyFrom(first)
+    bare.kept_latents = b""
+    if room == "for one of both":
+        monkeypatch.setattr(dispatcher, "_MAX_REQUEST_BYTES", bare.ByteSize() + len(kept) + 1)
+    elif room == "for a checkpoint":
+        monkeypatch.setattr(dispatcher, "_MAX_REQUEST_BYTES", bare.ByteSize() + len(b"10"))
+    elif room == "for all, and they are gone":
+        monkeypatch.setattr(Storage, "kept_latents", _nothing)
+    worker.script.release.set()
+    await eventually(lambda: len(worker.requests) >= 2)
+    worker.script.failure = None
+    assert (await house.ended(job.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+    again = worker.requests[1]
+    assert (again.checkpoint, again.kept_latents) == (checkpoint, kept)
+
+
+async def _nothing(storage: Storage, name: str) -> bytes:
+    return b""
 
 
 async def test_latents_beyond_the_bound_are_not_kept_and_the_picture_is(
