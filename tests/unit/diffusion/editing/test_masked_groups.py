@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,9 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone, transformer_blocks
+from bottega.diffusion.editing.masked.feature_maps import FullMaps
 from bottega.diffusion.editing.masked.tokens import share
+from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.engine.forward import Denoiser
 from bottega.diffusion.loras import UnmergedLoras
 from bottega.diffusion.model.backbone import UNetBackbone
@@ -103,9 +105,19 @@ def mixed_rows(unet: UNet2DConditionModel, predict: Denoiser) -> list[Row]:
     return rows
 
 
-def make(unet: UNet2DConditionModel, residuals: Mapping[object, Sequence[Tensor]], late: str = "") -> Denoiser:
-    provider = Residuals(addends=residuals, late={late} if late else set())
-    return Denoiser(UNetBackbone(unet), UnmergedLoras(unet), provider, masked=MaskedBackbone(unet))
+Make = Callable[..., Denoiser]
+
+
+@pytest.fixture(params=[FullMaps, SparseMaps], ids=["full convolutions", "sparse convolutions"])
+def make(
+    request: pytest.FixtureRequest, unet: UNet2DConditionModel, residuals: Mapping[object, Sequence[Tensor]]
+) -> Make:
+    def made(late: str = "") -> Denoiser:
+        provider = Residuals(addends=residuals, late={late} if late else set())
+        masked = MaskedBackbone(unet, maps=request.param())
+        return Denoiser(UNetBackbone(unet), UnmergedLoras(unet), provider, masked=masked)
+
+    return made
 
 
 def test_the_masks_are_as_large_as_this_file_says() -> None:
@@ -113,9 +125,9 @@ def test_the_masks_are_as_large_as_this_file_says() -> None:
 
 
 def test_five_masks_plain_rows_loras_and_controlnets_share_a_forward_and_none_depends_on_the_others(
-    unet: UNet2DConditionModel, residuals: dict[object, list[Tensor]]
+    unet: UNet2DConditionModel, residuals: dict[object, list[Tensor]], make: Make
 ) -> None:
-    denoiser = make(unet, residuals)
+    denoiser = make()
     rows = mixed_rows(unet, denoiser)
     calls: list[int] = []
     handle = unet.mid_block.attentions[0].transformer_blocks[0].ff.register_forward_hook(lambda *_: calls.append(1))
@@ -133,15 +145,13 @@ def test_five_masks_plain_rows_loras_and_controlnets_share_a_forward_and_none_de
         assert (together.noise[row] - plain.noise[row]).abs().max() < NEIGHBOUR
 
 
-def test_rows_whose_residuals_are_late_leave_with_their_tokens(
-    unet: UNet2DConditionModel, residuals: dict[object, list[Tensor]]
-) -> None:
-    rows = mixed_rows(unet, make(unet, residuals))
-    noise = make(unet, residuals, late="edges").predict(rows).noise
+def test_rows_whose_residuals_are_late_leave_with_their_tokens(unet: UNet2DConditionModel, make: Make) -> None:
+    rows = mixed_rows(unet, make())
+    noise = make(late="edges").predict(rows).noise
     assert {row.owner for row in rows} - {row.owner for row in noise} == {
         row.owner for row in rows if "edges" in row.controls
     }
-    everybody = make(unet, residuals).predict(rows).noise
+    everybody = make().predict(rows).noise
     assert 0 < len(noise) < len(rows)
     for row, predicted in noise.items():
         assert (predicted - everybody[row]).abs().max() < NEIGHBOUR
