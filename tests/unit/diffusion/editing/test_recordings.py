@@ -527,10 +527,13 @@ def test_an_attempt_from_the_beginning_draws_with_the_same_noise_without_the_rec
 def test_an_attempt_that_finds_the_recording_goes_on_with_it(model: Model) -> None:
     desk = EditDesk(model)
     desk.draw(FIRST)
-    checkpoint, decisions = half_drawn(desk, SECOND)
-    resumed = desk.draw(replace(SECOND, checkpoint=checkpoint, decisions=decisions))
+    whole = desk.draw(SECOND)
+    assert whole.record.edit is not None
+    checkpoint, decisions = half_drawn(desk, replace(SECOND, key="half"))
+    resumed = desk.draw(replace(SECOND, key="resumed", checkpoint=checkpoint, decisions=decisions))
     assert resumed.record.edit is not None
-    assert resumed.record.edit.blocks_reused
+    assert 0 < resumed.record.edit.blocks_reused < whole.record.edit.blocks_reused
+    torch.testing.assert_close(resumed.latents[0], whole.latents[0], atol=1e-5, rtol=0)
 
 
 def test_an_attempt_that_began_with_its_own_noise_never_turns_to_a_recording(model: Model) -> None:
