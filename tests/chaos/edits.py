@@ -11,7 +11,7 @@ from tests.chaos.workers import kill_workers
 from tests.samples.edits import box_mask, ellipse_mask, template
 from tests.samples.hostile_images import saved
 
-# What is edited, by seed: no seed of other parts.
+# What is edited, or kept for it, by seed: no seed of other parts. Engines with fixed_rows compute all of masked blocks.
 EDITS: Mapping[int, Mapping[str, Any]] = {
     11: {"image": saved(template()), "mask_image": saved(box_mask())},
     12: {"image": saved(template(), "JPEG"), "mask_image": saved(ellipse_mask()), "keep_unmasked": False},
@@ -20,6 +20,8 @@ EDITS: Mapping[int, Mapping[str, Any]] = {
         "mask_image": saved(box_mask((60, 40, 90, 70), 160, 120)),
         "padding_mask_crop": 12,
     },
+    14: {"image": saved(template()), "mask_image": saved(box_mask()), "masked_blocks": True},
+    15: {"keep_for_editing": True},
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.edits import kill_editing_workers
+from tests.chaos.edits import EDITS, kill_editing_workers
 from tests.chaos.gateways import LONG_STEPS, SEEDS, kill_gateways
 from tests.chaos.scene import Drawing, Scene
 from tests.chaos.tally import Tally
@@ -62,6 +62,14 @@ def test_a_worker_killed_in_mid_request_leaves_the_same_picture(scene: Scene) ->
 
 def test_a_worker_killed_in_mid_edit_leaves_the_same_picture(scene: Scene) -> None:
     kill_editing_workers(scene, times=1, rng=random.Random(5))
+    _expect_well(scene)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", EDITS)
+def test_a_worker_killed_in_mid_edit_of_each_kind_leaves_the_same_picture(scene: Scene, seed: int) -> None:
+    scene.additions |= EDITS
+    kill_workers(scene, times=1, rng=random.Random(seed), seeds=(seed,))
     _expect_well(scene)
 
 

@@ -36,6 +36,8 @@ def kill_workers(scene: Scene, *, times: int, rng: random.Random, seeds: Sequenc
         if picture.provenance.attempts < 2:
             continue
         scene.tally.count("kills")
+        if picture.provenance.parameters.keep_for_editing:
+            continue  # it is drawn from its beginning again
         scene.tally.most("most_repeated_steps", picture.provenance.repeated_steps)
         scene.tally.check("steps that ran again", picture.provenance.repeated_steps, MOST_REPEATED)
 
