@@ -7,7 +7,7 @@ first step. It is the job's decision: a later attempt draws the same picture, fr
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -108,7 +108,7 @@ class JobEdits(JobAddOn):
             self._read(found, job)
             decided = Decided(recording=found.id, seed=found.drawn.seed if found.drawn is not None else 0)
         elif decided is not None and decided.recording:
-            self._because = self._because or "the recording that an earlier attempt used is gone"
+            self._because = self._because or _gone(job.requests)
             if kept is None:
                 self._draw_again(decided.seed, job, conditions)
         elif not self._because:
@@ -326,6 +326,13 @@ class JobEdits(JobAddOn):
         if any(reader.other_prompt for reader in self._readers.values()):
             return f"it was recorded with another prompt, which this model's blocks follow ({self._addon.said_cosine})"
         return self._because or next((reader.computed_all_because for reader in self._readers.values()), "")
+
+
+def _gone(requests: Sequence[Request]) -> str:
+    """Why this attempt has computed all, where an earlier one may have reused blocks."""
+    gone = "the recording that an earlier attempt used is gone"
+    resumed = [request.step - request.begin for request in requests if request.step > request.begin]
+    return f"{gone}; step {min(resumed) + 1} is the first that was made without it" if resumed else gone
 
 
 def _unusable(spec: ResolvedSpec) -> str:

@@ -509,7 +509,8 @@ def test_a_resumed_edit_whose_recording_is_gone_keeps_its_noise(model: Model) ->
     assert torch.equal(edited(elsewhere).noise, edited(whole).noise)
     assert torch.equal(outside(elsewhere.latents[0], SECOND), outside(whole.latents[0], SECOND))
     assert elsewhere.record.edit is not None
-    assert elsewhere.record.edit.computed_all_because == "the recording that an earlier attempt used is gone"
+    said = "the recording that an earlier attempt used is gone; step 2 is the first that was made without it"
+    assert elsewhere.record.edit.computed_all_because == said
     assert not elsewhere.record.edit.recorded
     assert not elsewhere.record.exact
 
