@@ -85,10 +85,17 @@ def feathered(mask: Image.Image, feather: int) -> Image.Image:
 
 
 def _pasted(drawn: Image.Image, image: Image.Image, mask: Image.Image, box: Box, feather: int) -> Image.Image:
-    """The image with what was drawn where its mask is, as far as it was drawn. mask: 0 or 255."""
+    """The image with what was drawn where its mask is, as far as it was drawn. mask: 0 or 255.
+
+    Where the drawn part ends within the image, the fade does so before: cut off, it would be a seam.
+    """
     found = mask.getbbox()
     if found is None:
         return image
+    sizes = (image.width, image.height)
+    before = [found[side] - box[side] for side in (0, 1) if box[side] > 0]
+    behind = [box[2 + side] - found[2 + side] for side in (0, 1) if box[2 + side] < sizes[side]]
+    feather = min([feather, *before, *behind])
     left, top = max(found[0] - feather, box[0]), max(found[1] - feather, box[1])
     right, bottom = min(found[2] + feather, box[2]), min(found[3] + feather, box[3])
     around = (left, top, right, bottom)

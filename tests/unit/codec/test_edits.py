@@ -110,6 +110,17 @@ def test_outside_mask_and_feather_every_byte_is_the_images_own_and_inside_the_ma
     assert (away <= feather).any()
 
 
+@pytest.mark.parametrize(("padding", "reach"), [(4, 4), (30, 16)])
+def test_within_a_part_of_the_image_the_fade_ends_where_that_does(padding: int, reach: int) -> None:
+    """A step of more than the fade's own is a seam."""
+    mask, image = box_mask((40, 40, 72, 72), 112, 112), Image.new("RGB", (112, 112), "white")
+    order = MaskOrder(width=64, height=64, latent_scale=4, padding=padding)
+    black = Image.new("RGB", (64, 64))
+    line = np.asarray(edits.composed(black, overlay(image, mask, order, feather=16)))[56, :, 0].astype(int)
+    assert np.abs(np.diff(line)).max() <= 255 / reach + 1
+    assert (line[: 40 - reach] == 255).all()
+
+
 def test_around_the_mask_the_drawn_pixels_fade_in_a_straight_line() -> None:
     mask = Image.new("L", (60, 60))
     ImageDraw.Draw(mask).rectangle((20, 20, 39, 39), fill=255)
