@@ -151,7 +151,7 @@ def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:
     """
     sensible = 0 < strength <= 1 and 0 < steps <= MAX_STEPS
     if sensible and steps_to_run(steps, strength) < 1:
-        rule = f"leaves no denoising step: {steps} steps x {strength:g} is below 1"
+        rule = f"leaves no denoising step: {steps} steps x {strength:g} is below 1; strength 1 makes all of them"
         yield Violation(field="spec.strength", description=rule)
 
 

@@ -19,6 +19,8 @@ from bottega.codec.pixels import Crop, DecodedEdit, ImageSize, MaskOrder, Overla
 # Directions in which a mask's weight spreads: with a step's length for its cost, no sum of steps is shorter than the
 # straight line, so that nothing spreads farther than it may.
 _DIRECTIONS = ((1, 0), (0, 1), (1, 1), (1, -1))
+# Of an image as it came: those whose colours are red, green and blue, as they are drawn.
+_RGB_MODES = frozenset({"RGB", "RGBA", "P", "PA"})
 
 
 def decode(image: bytes, mask: bytes, order: MaskOrder) -> DecodedEdit:
@@ -45,9 +47,17 @@ def composed(drawn: Image.Image, overlay: Overlay) -> Image.Image:
     """What was drawn, at the order's size, in its image: of the image's own size where only a part of it was drawn.
 
     With keep_unmasked, the drawn pixels count in full in the mask, and not at all farther outside than the feather.
-    Raises BadImage.
+    Its `info` has the image's colour profile and nothing else. Raises BadImage.
     """
-    image, _mode = load(overlay.image, "RGB")
+    image, mode = load(overlay.image, "RGB")
+    made = _composed(drawn, image, overlay)
+    # Its numbers mean what the image's do; those of other modes were converted, and their profiles are of another kind.
+    profile = image.info.get("icc_profile") if mode in _RGB_MODES else None
+    made.info = {"icc_profile": profile} if profile else {}
+    return made
+
+
+def _composed(drawn: Image.Image, image: Image.Image, overlay: Overlay) -> Image.Image:
     mask, _converted = masks.read(overlay.mask, alpha=overlay.order.alpha)
     order = overlay.order
     if order.padding is None:

@@ -69,18 +69,20 @@ def encode_image(
 ) -> bytes:
     """Encodes as PNG (also for UNSPECIFIED), JPEG or WebP; the same arguments give the same bytes.
 
-    image: RGB. quality: 1 to 100, of JPEG and WebP; 100 makes WebP lossless.
+    image: RGB; a colour profile that its `info` has goes along. quality: 1 to 100, of JPEG and WebP; 100 makes WebP
+    lossless.
     text: by keyword (latin-1, 1 to 79 characters), goes into a PNG; the others carry none.
     """
-    out = io.BytesIO()
+    out, profile = io.BytesIO(), image.info.get("icc_profile")
     if image_format == generation_pb2.IMAGE_FORMAT_JPEG:
-        image.save(out, "JPEG", quality=quality, subsampling=0)  # full colour resolution: flat colours keep their edges
+        # In full colour resolution: flat colours keep their edges.
+        image.save(out, "JPEG", quality=quality, subsampling=0, icc_profile=profile)
     elif image_format == generation_pb2.IMAGE_FORMAT_WEBP and quality == 100:
-        image.save(out, "WEBP", lossless=True, method=_WEBP_LOSSLESS_METHOD)
+        image.save(out, "WEBP", lossless=True, method=_WEBP_LOSSLESS_METHOD, icc_profile=profile)
     elif image_format == generation_pb2.IMAGE_FORMAT_WEBP:
-        image.save(out, "WEBP", quality=quality)
+        image.save(out, "WEBP", quality=quality, icc_profile=profile)
     else:
-        image.save(out, "PNG", compress_level=_PNG_LEVEL, pnginfo=_png_text(text))
+        image.save(out, "PNG", compress_level=_PNG_LEVEL, pnginfo=_png_text(text), icc_profile=profile)
     return out.getvalue()
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from diffusers.image_processor import VaeImageProcessor
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageCms, ImageDraw, ImageFilter
 
 from bottega.codec import Crop, ImageSize, MaskOrder, Overlay, edits
+from bottega.codec.images import encode_image
+from bottega.v1.generation_pb2 import IMAGE_FORMAT_JPEG, IMAGE_FORMAT_PNG, IMAGE_FORMAT_WEBP
 from tests.samples.edits import box_mask, ellipse_mask, template
 from tests.samples.hostile_images import saved
 
@@ -171,3 +175,17 @@ def bytes_of(tensor: object) -> NDArray[np.uint8]:
     """uint8 [height, width, 3] of Diffusers' [1, 3, height, width] in 0 to 1."""
     values: NDArray[np.float32] = tensor[0].permute(1, 2, 0).numpy()  # type: ignore[index]
     return (values * 255).round().astype(np.uint8)
+
+
+@pytest.mark.parametrize("keep_unmasked", [True, False])
+@pytest.mark.parametrize(("mode", "kept"), [("RGB", True), ("RGBA", True), ("L", False), ("CMYK", False)])
+def test_the_colour_profile_of_an_image_goes_with_its_edit(mode: str, kept: bool, keep_unmasked: bool) -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    file = io.BytesIO()
+    template().convert(mode).save(file, "JPEG" if mode == "CMYK" else "PNG", icc_profile=profile)
+    order = MaskOrder(width=64, height=64, latent_scale=8)
+    given = replace(overlay(template(), box_mask(), order, keep_unmasked=keep_unmasked), image=file.getvalue())
+    made = edits.composed(template().rotate(90), given)
+    for format_, quality in ((IMAGE_FORMAT_PNG, 0), (IMAGE_FORMAT_JPEG, 90), (IMAGE_FORMAT_WEBP, 90)):
+        with Image.open(io.BytesIO(encode_image(made, format_, quality, {}))) as read:
+            assert read.info.get("icc_profile") == (profile if kept else None)
