@@ -17,9 +17,6 @@ import yaml
 from bottega.config_keys import KeyPath, masked
 from bottega.errors import ConfigError
 
-# Set on every config dataclass (`__pydantic_config__ = STRICT`), nested ones too.
-STRICT = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
-
 ConfigT = TypeVar("ConfigT")
 
 

@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from bottega.config import STRICT
 from bottega.errors import ConfigError
+from bottega.strict import STRICT
 from load.replay.intensity import BurstShape, Intensity
 from load.replay.trace_file import read_times
 

@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from bottega.config import STRICT
 from bottega.errors import ConfigError
+from bottega.strict import STRICT
 
 Seconds = Annotated[float, Field(gt=0)]
 

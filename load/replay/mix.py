@@ -12,8 +12,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from bottega import config
-from bottega.config import STRICT
 from bottega.errors import ConfigError
+from bottega.strict import STRICT
 from load.replay.arrivals import ArrivalShape
 from load.replay.prompt_stream import Share, StreamShape
 from load.replay.template_popularity import TEMPLATES

@@ -20,8 +20,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from bottega.config import STRICT
 from bottega.miniature.scenes import Scene, any_caption, caption, random_scene, refine
+from bottega.strict import STRICT
 
 # Of the topics, so many show two things; the miniature's training has the same share.
 _TWO_SHARE = 0.55

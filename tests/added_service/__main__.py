@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import grpc
 from pydantic import ConfigDict
 
-from bottega.config import STRICT
 from bottega.errors import BottegaError
 from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.link_service import add_link_service, link_endpoints
 from bottega.rpc.server import Server, ServerConfig
+from bottega.strict import STRICT
 from bottega.transport import (
     Connection,
     Incoming,

@@ -17,11 +17,11 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from bottega.config import STRICT
 from bottega.errors import BottegaError, ConfigError, Unavailable
 from bottega.process import memory
 from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.server import Server, ServerConfig
+from bottega.strict import STRICT
 
 KEPT_VARIABLE = "KEPT_MIB"
 FREED_MIB = 96

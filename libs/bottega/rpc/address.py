@@ -38,3 +38,6 @@ def _checked(address: str) -> str:
 
 # Of a key of a configuration: a text that `split` takes.
 Address = Annotated[str, AfterValidator(_checked)]
+
+# The same, where empty is none.
+OptionalAddress = Annotated[str, AfterValidator(lambda address: _checked(address) if address else "")]

@@ -19,7 +19,6 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 from pydantic import ConfigDict, Field
 
-from bottega.config import STRICT
 from bottega.errors import ConfigError, Unavailable
 from bottega.rpc import telemetry
 from bottega.rpc.address import Address, is_loopback, split
@@ -36,6 +35,7 @@ from bottega.rpc.operation.metrics import CallMetrics, MetricsEndpoint
 from bottega.rpc.security.caller import AllLocal, CallAuthenticator
 from bottega.rpc.security.certificate_calls import CertificateAuthenticator
 from bottega.rpc.security.tls import TlsConfig, TlsFiles
+from bottega.strict import STRICT
 
 # For clients that watch health to go elsewhere before anything is refused.
 _DRAIN_PAUSE_S = 0.2

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from bottega.config import STRICT
-from bottega.rpc.address import Address
+from bottega.rpc.address import OptionalAddress
 from bottega.rpc.server import ServerConfig
+from bottega.strict import STRICT
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -56,7 +56,7 @@ class ActivationsConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: Annotated[str, Field(max_length=128)] = ""
-    gateway: Address = "127.0.0.1:8472"
+    gateway: OptionalAddress = "127.0.0.1:8472"
     server: ServerConfig = field(default_factory=ServerConfig)
     links: ActivationLinksConfig = field(default_factory=ActivationLinksConfig)
     folder: str = ""

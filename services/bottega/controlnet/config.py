@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from bottega.config import STRICT
 from bottega.device_names import DeviceName
-from bottega.rpc.address import Address
+from bottega.rpc.address import OptionalAddress
 from bottega.rpc.server import ServerConfig
+from bottega.strict import STRICT
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -74,7 +74,7 @@ class ControlNetConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: Annotated[str, Field(max_length=128)] = ""
-    gateway: Address = "127.0.0.1:8472"
+    gateway: OptionalAddress = "127.0.0.1:8472"
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: ControlNetEngineConfig = field(default_factory=ControlNetEngineConfig)
     controlnets: dict[str, str] = field(default_factory=dict)

@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from bottega.config import STRICT
 from bottega.gateway.fleet.join_limits import MAX_NAMELESS
 from bottega.gateway.jobs.job import MOST_ATTEMPTS
 from bottega.rpc.address import Address
 from bottega.rpc.server import ListenerConfig, ServerConfig
+from bottega.strict import STRICT
 
 DEFAULT_ADDRESS = "127.0.0.1:8470"
 DEFAULT_METRICS_ADDRESS = "127.0.0.1:8471"

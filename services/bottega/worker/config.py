@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from bottega.config import STRICT
 from bottega.device_names import DeviceName
-from bottega.rpc.address import Address
+from bottega.rpc.address import OptionalAddress
 from bottega.rpc.server import ServerConfig
+from bottega.strict import STRICT
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -145,7 +145,7 @@ class WorkerConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: str = ""
-    gateway: Address = "127.0.0.1:8472"
+    gateway: OptionalAddress = "127.0.0.1:8472"
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     codec_processes: AtLeastOne = 2

@@ -44,7 +44,8 @@ def test_a_full_disk_is_said_and_heals_when_there_is_room(tmp_path: Path) -> Non
         ballast = fill(disk)
         record(store, vector(1), seed=1)
         _in_trouble(store, "the disk is full")
-        assert not list((disk / "cache" / "latents" / "incoming").iterdir())
+        incoming = (disk / "cache" / "latents" / "incoming").iterdir()
+        assert not [path.name for path in incoming if path.name != "probe"]  # which comes and goes
         with pytest.raises(StorageUnavailable, match="the disk is full"):
             store.set_profile(profile("ff"))
         assert store.entries(MODEL, 10)[0].parameters.prompt == "prompt 0"

@@ -9,9 +9,10 @@ from typing import Annotated, ClassVar
 import pytest
 from pydantic import ConfigDict, Field
 
-from bottega.config import STRICT, load
+from bottega.config import load
 from bottega.config_keys import MASK, explanations, keys_of, lines_of
 from bottega.errors import ConfigError
+from bottega.strict import STRICT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

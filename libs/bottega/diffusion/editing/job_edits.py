@@ -21,7 +21,7 @@ from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.editing.kept import KeptLatents, KeptLatentsMismatch, read_kept, template_of
 from bottega.diffusion.editing.masked.tokens import share
 from bottega.diffusion.editing.order import Decided, read_decision
-from bottega.diffusion.editing.recordings.image import FULL_MASK, ImageReader, ImageRecorder
+from bottega.diffusion.editing.recordings.image import FULL_MASK, ImageReader, ImageRecorder, ReadTerms
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey
 from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts
 from bottega.diffusion.engine.addon import JobAddOn
@@ -253,6 +253,7 @@ class JobEdits(JobAddOn):
         self._addon.use_profile(found)
         # What stale residuals have made is no part of the template; nobody knows at which steps they will be stale.
         completes = not (self._spec.stale_residuals and self._spec.controlnets)
+        terms = ReadTerms(completes=completes, any_prompt=self._any_prompt)
         for request in job.requests:
             if found.drawn is not None:
                 self._compose(request, found.drawn.image_latent, found.drawn.noise)
@@ -263,8 +264,7 @@ class JobEdits(JobAddOn):
                 request,
                 mask=mask,
                 levels=self._addon.levels,
-                completes=completes,
-                any_prompt=self._any_prompt,
+                terms=terms,
                 room=self._addon.projections_room,
                 shapes=self._addon.times.shapes(found.shape),
             )

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from bottega.config import STRICT
+from bottega.strict import STRICT
 
 _Most = Annotated[int, Field(ge=0, le=1 << 50)]
 

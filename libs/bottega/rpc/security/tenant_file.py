@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from bottega.config import STRICT, parse
+from bottega.config import parse
 from bottega.errors import ConfigError
 from bottega.rpc.security.api_keys import KeyParts, hashed
 from bottega.rpc.security.grants import ALL_GRANTED, Grants
@@ -26,6 +26,7 @@ from bottega.rpc.security.private_files import check_private, write_file
 from bottega.rpc.security.quotas import UNBOUNDED, Quotas
 from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT
 from bottega.state_folder import make_missing
+from bottega.strict import STRICT
 
 # As names of hosts, so that they are told apart in logs, metrics and files.
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)

@@ -11,15 +11,14 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import grpc
-from pydantic import ConfigDict
 
-from bottega.config import STRICT
 from bottega.errors import ConfigError
 from bottega.rpc.security.identity import Identity
 from bottega.rpc.security.private_files import FileState, file_state, read_private, read_public
+from bottega.strict import STRICT
 
 # Between two looks at the files, which take microseconds.
 _LOOK_S = 1.0
@@ -36,7 +35,7 @@ class TlsConfig:
     authority: whose certificates are believed.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    __pydantic_config__: ClassVar[Any] = STRICT
 
     certificate: str = ""
     key: str = ""

@@ -24,10 +24,12 @@ async def test_workers_are_told_whether_pictures_may_start_from_latents(house: R
     worker = await house.worker()
     for spec in ({}, {"seed": 1}, {"seed": 1, "techniques": Techniques(approximate_cache=True)}):
         await house.draw(prompt="a star", **spec)
+    jobs = [_order(request).job for request in worker.requests]
+    assert len(set(jobs)) == 3
     assert [_order(request) for request in worker.requests] == [
-        CacheOrder(read=True, record=True, fidelity=FIDELITY_BALANCED),
-        CacheOrder(record=True, fidelity=FIDELITY_EXACT),
-        CacheOrder(read=True, record=True, fidelity=FIDELITY_BALANCED),
+        CacheOrder(read=True, record=True, fidelity=FIDELITY_BALANCED, job=jobs[0]),
+        CacheOrder(record=True, fidelity=FIDELITY_EXACT, job=jobs[1]),
+        CacheOrder(read=True, record=True, fidelity=FIDELITY_BALANCED, job=jobs[2]),
     ]
 
 

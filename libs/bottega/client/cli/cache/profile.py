@@ -110,7 +110,8 @@ def _tell(done: int, pairs: int) -> None:
 def _report(measured: MeasuredCache, name: str) -> None:
     if measured.unrecorded:
         note(f"{measured.unrecorded} pairs are missing: their pictures were not recorded.")
-    print_profiles([measured.profile], {measured.profile.model_hash: name})
+    if any(each.thresholds for each in (*measured.profile.balanced, *measured.profile.fast)):
+        print_profiles([measured.profile], {measured.profile.model_hash: name})
     for fidelity, alpha in ALPHAS.items():
         _report_use(fidelity, alpha, measured)
 

@@ -140,13 +140,24 @@ class _ValidPlan:
     missing: Tensor | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTerms:
+    """What an image may do with its recording.
+
+    completes: whether it may write. any_prompt: whether it takes what was computed with another prompt; else it
+    computes that half in full, and puts it in place of the other. The unconditional half has the same prompt in most
+    edits.
+    """
+
+    completes: bool
+    any_prompt: bool
+
+
 class ImageReader:
     """Takes what one image does not redraw from a recording, and completes that.
 
-    shapes: see StepReader. room: see StepProjections.
-    mask: what the edit redraws, dilated; bool [height, width] of the latent. completes: whether it may write.
-    any_prompt: whether it takes what was computed with another prompt; else it computes that half in full, and puts it
-    in place of the other. The unconditional half has the same prompt in most edits.
+    shapes: see StepReader. room: see StepProjections. mask: what the edit redraws, dilated; bool [height, width] of the
+    latent.
     reused: transformer blocks that took what they did not compute from it. most_share: the largest share of the tokens
     that a step has computed, of those that took anything. wrote: whether it has completed anything. other_prompt:
     whether it has met another prompt that it does not take. computed_all_because: why the newest row that took nothing
@@ -161,8 +172,7 @@ class ImageReader:
         *,
         mask: Tensor,
         levels: MaskLevels,
-        completes: bool,
-        any_prompt: bool,
+        terms: ReadTerms,
         room: ProjectionsRoom,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
@@ -177,8 +187,7 @@ class ImageReader:
         self._request = request
         self._mask = mask
         self._levels = levels
-        self._completes = completes
-        self._any_prompt = any_prompt
+        self._terms = terms
         self._room = room
         self._shapes = shapes
         self._prompts = {half: prompt_of(request.spec, half) for half in Half}
@@ -306,14 +315,14 @@ class ImageReader:
     def _step(self, key: StepKey) -> RecordedStep | None:
         """What it may take; None where that was not recorded, or with another prompt."""
         step = self.recording.step(key, self._prompts[key.half])
-        if step is None or self._any_prompt or step.prompt == self._prompts[key.half]:
+        if step is None or self._terms.any_prompt or step.prompt == self._prompts[key.half]:
             return step
         self.other_prompt = True
         return None
 
     def _new_row(self, key: StepKey) -> RowActivations | None:
         """Of a timestep that the recording does not have, or with another prompt: computed in full."""
-        if not self._completes:
+        if not self._terms.completes:
             return None
         sink = self._sinks[key] = StepRecorder(self._kept)
         return RowActivations(sink=sink)
@@ -368,7 +377,7 @@ class ImageReader:
             valid=valid,
             computed=None if bool(computed.all()) else computed,
             share=share(computed, self._levels.finest),
-            missing=missing if self._completes and bool(missing.any()) else None,
+            missing=missing if self._terms.completes and bool(missing.any()) else None,
         )
 
 
