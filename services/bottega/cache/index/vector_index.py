@@ -1,4 +1,5 @@
-"""What an index of vectors can do, however it does it; and the vectors as it wants them."""
+"""What indexes can do, however they do it: that of all entries by key, and that of one key's; and vectors as they want
+them."""
 
 from __future__ import annotations
 
@@ -51,6 +52,45 @@ class VectorIndex(Protocol):
 
     def numbers(self) -> Numbers:
         """Of all vectors, in no order."""
+        ...
+
+
+class EntryIndex(Protocol):
+    """Embeddings of entries, by key and number: what is found for one key was added under it. Any thread may call it.
+
+    A vector is zero, not finite or not as wide as others of its key: ValueError.
+    """
+
+    def load(self, key: str, numbers: Numbers, vectors: NDArray[np.floating]) -> None:
+        """Adds many at once. numbers: [n], each once. vectors: [n, width]."""
+        ...
+
+    def add(self, key: str, number: int, vector: NDArray[np.floating]) -> None:
+        """Adds one, in the place of that number. Raises QueueFull where there are as many as may be."""
+        ...
+
+    def remove(self, key: str, number: int) -> bool:
+        """No search that begins later finds it. Whether it was there."""
+        ...
+
+    def search(self, key: str, vector: NDArray[np.floating], count: int) -> list[Match]:
+        """Up to so many of the key's entries, 1 to MAX_COUNT, the most similar first."""
+        ...
+
+    def similarity(self, key: str, number: int, vector: NDArray[np.floating]) -> float | None:
+        """The cosine of a vector and that of an entry; None where there is no such entry."""
+        ...
+
+    def sample(self, key: str, count: int) -> Vectors:
+        """Vectors of up to so many of the key's entries, any of them with the same chance."""
+        ...
+
+    def entries(self, key: str) -> int:
+        """How many a key has."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is taken in. May be called again."""
         ...
 
 

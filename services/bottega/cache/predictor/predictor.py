@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +60,30 @@ class PredictorStatistics:
     skipped: int
 
 
+class Predictor(Protocol):
+    """Says before a search whether it will be in vain. Any thread may call it."""
+
+    def changed(self, key: str, *, entries: int, changes: int = 1) -> None:
+        """So many entries of a key have come or gone. entries: that it has now."""
+        ...
+
+    def predict(self, key: str, vector: NDArray[np.floating]) -> MatchPrediction:
+        """Whether a search of a key will find something, and whether to make it. Raises ValueError as a search does."""
+        ...
+
+    def record(self, prediction: MatchPrediction, *, hit: bool, lookup_s: float, saved_s: float | None) -> None:
+        """What the search found that was made after a prediction. lookup_s: of it. saved_s: by its hit, if known."""
+        ...
+
+    def statistics(self) -> PredictorStatistics:
+        """As they are now."""
+        ...
+
+    def close(self) -> None:
+        """Ends what it does in the background. May be called again."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class _Key:
     """entries: when it was trained last. changes: since then."""
@@ -70,7 +95,7 @@ class _Key:
 
 
 class MatchPredictor:
-    """Any number of threads may use it. Close it.
+    """A `Predictor` with a model of each key's entries. Close it.
 
     sample: up to so many embeddings of a key's entries (`KeyedIndex.sample`); called in a thread of its own.
     """

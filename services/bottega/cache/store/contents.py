@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bottega.cache.index import KeyedIndex
+from bottega.cache.index import EntryIndex
 from bottega.cache.latent import Entry, EntryRecord
-from bottega.cache.predictor.predictor import MatchPredictor
+from bottega.cache.predictor.predictor import Predictor
 from bottega.cache.store.entry_table import EntryTable
 
 
@@ -22,8 +22,8 @@ class Contents:
     """predictor: None where there is none."""
 
     table: EntryTable
-    index: KeyedIndex
-    predictor: MatchPredictor | None
+    index: EntryIndex
+    predictor: Predictor | None
 
     def load(self, key: str, records: Sequence[EntryRecord]) -> None:
         """Takes in entries of earlier times, of one key; tell `loaded` when there are no more."""

@@ -14,7 +14,7 @@ from bottega.cache.disk.disk import CacheDisk
 from bottega.cache.disk.latent_files import LatentFiles, picture_name
 from bottega.cache.disk.profiles import ProfileFolder
 from bottega.cache.disk.records import CacheRecords
-from bottega.cache.index import KeyedIndex
+from bottega.cache.index import EntryIndex, KeyedIndex
 from bottega.cache.latent import Entry, EntryDetails, RecordedLatent, StoreAnswer
 from bottega.cache.predictor.predictor import MatchPredictor
 from bottega.cache.store.contents import Contents
@@ -40,7 +40,7 @@ _APPROXIMATE = (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
 class LatentStore:
     """Start it with `start`, end it with `close`, which ends the index, too. clock: says when entries were recorded."""
 
-    def __init__(self, settings: StoreSettings, *, index: KeyedIndex | None = None, clock: Clock | None = None) -> None:
+    def __init__(self, settings: StoreSettings, *, index: EntryIndex | None = None, clock: Clock | None = None) -> None:
         self._settings = settings
         self._lock = ProcessLock(settings.folder)
         self._counts = Counts()
