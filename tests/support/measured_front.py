@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 import time
 from typing import Any
 
@@ -29,9 +30,13 @@ class Ledger:
         self.costliest: list[tuple[float, str]] = []
 
     def measure(self) -> None:
-        run = asyncio.Handle._run
+        """From now on, of the loop that this is called in: metrics are served by another thread's."""
+        run, thread = asyncio.Handle._run, threading.get_ident()
 
         def measured(handle: Any) -> None:
+            if threading.get_ident() != thread:
+                run(handle)
+                return
             began_s = time.thread_time()
             run(handle)
             self.add((time.thread_time() - began_s) * 1000, handle)
