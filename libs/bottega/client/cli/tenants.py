@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -93,7 +93,7 @@ def list_tenants(*, file: Path) -> None:
         quotas = ", ".join(f"{name} {most}" for name, most in dataclasses.asdict(tenant.quotas).items() if most)
         state = "disabled" if tenant.disabled else "enabled"
         grants = dataclasses.asdict(tenant.grants).items()
-        granted = ", ".join(f"{kind} {_listed(names)}" for kind, names in grants if names)
+        granted = ", ".join(f"{kind} {' '.join(names)}" for kind, names in grants if names)
         table.add_row(tenant.name, state, f"{tenant.weight:g}", quotas or "none", granted or "all", keys)
     print_table(table)
 
@@ -146,10 +146,7 @@ def change_quotas(*, name: str, file: Path, **quotas: int | None) -> None:
     given = {quota: most for quota, most in quotas.items() if most is not None}
     if not given:
         fail("say which quota: --queued 100, for example", "bottega tenants list shows those that are set.", status=2)
-    change_tenants(
-        file,
-        _changing(name, lambda tenant: dataclasses.replace(tenant, quotas=dataclasses.replace(tenant.quotas, **given))),
-    )
+    change_tenants(file, _changing(name, _replacing("quotas", given)))
     said = ", ".join(f"{quota} {most or 'without bound'}" for quota, most in given.items())
     say(f"{name}: {said}")
 
@@ -190,16 +187,14 @@ def change_grants(*, name: str, file: Path, **grants: tuple[str, ...] | None) ->
     given = {kind: names for kind, names in grants.items() if names is not None}
     if not given:
         fail("say what it may use: --models a,b, for example", "bottega tenants list shows what is allowed.", status=2)
-    change_tenants(
-        file,
-        _changing(name, lambda tenant: dataclasses.replace(tenant, grants=dataclasses.replace(tenant.grants, **given))),
-    )
-    said = ", ".join(f"{kind} {_listed(names) or 'all'}" for kind, names in given.items())
+    change_tenants(file, _changing(name, _replacing("grants", given)))
+    said = ", ".join(f"{kind} {' '.join(names) or 'all'}" for kind, names in given.items())
     say(f"{name} may use: {said}")
 
 
-def _listed(names: tuple[str, ...]) -> str:
-    return " ".join(names)
+def _replacing(part: str, given: Mapping[str, Any]) -> Callable[[Tenant], Tenant]:
+    """Has a part of a tenant, its quotas or its grants, say this of what is given, and the same of all else."""
+    return lambda tenant: dataclasses.replace(tenant, **{part: dataclasses.replace(getattr(tenant, part), **given)})
 
 
 @command.command("disable")

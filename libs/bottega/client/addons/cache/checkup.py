@@ -7,6 +7,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from bottega import kinds
+from bottega.client.addons.cache.prompt_pairs import EMBEDDED_MODEL
 from bottega.client.addons.cache.stores import CACHES
 from bottega.client.types.checks import CheckResult, ok, warn
 from bottega.errors import BottegaError
@@ -14,7 +15,6 @@ from bottega.v1 import cache_pb2
 from bottega.v1.fleet_pb2 import ListMembersResponse, Registration
 
 _ANSWER_S = 5.0
-_EMBEDDED = "miniature"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def _check_cache(cache: Registration, served: dict[str, str]) -> Iterator[CheckR
 
 def _how_to_measure(model: str) -> str:
     """The whole command: only the embedded model has prompts and a judge of its own."""
-    if model == _EMBEDDED:
+    if model == EMBEDDED_MODEL:
         return f"bottega cache profile --model {model} measures which similarity is enough."
     return (
         f"bottega cache profile --model {model} --prompts FILE --clip FOLDER measures which similarity is enough: FILE "

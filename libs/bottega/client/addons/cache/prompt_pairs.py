@@ -11,6 +11,9 @@ from itertools import pairwise
 # little is left in common.
 _REFINEMENTS = (1, 1, 1, 2, 2, 3, 4, 8)
 
+EMBEDDED_MODEL = "miniature"
+"""What it is called, if not otherwise: the only one whose prompts are known here."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPair:

@@ -8,7 +8,13 @@ import click
 from google.protobuf import json_format
 
 from bottega.client.addons.cache.profiling import MOST_DRAWS, MOST_PAIRS, CacheMeasurement, MeasuredCache
-from bottega.client.addons.cache.prompt_pairs import PromptPair, miniature_pairs, pairs_of_file, thin_out
+from bottega.client.addons.cache.prompt_pairs import (
+    EMBEDDED_MODEL,
+    PromptPair,
+    miniature_pairs,
+    pairs_of_file,
+    thin_out,
+)
 from bottega.client.addons.cache.thresholds import ALPHAS, skip_profile, use_of
 from bottega.client.cli.cache.profiles import print_profiles
 from bottega.client.cli.cache.prompt_file import read_prompt_file
@@ -19,7 +25,6 @@ from bottega.client.sdk.clients import Client
 from bottega.planning.skip_profile import LEAST_SAMPLES, SHARE
 from bottega.v1.cache_pb2 import CacheProfile
 
-_MINIATURE = "miniature"
 _MODEL = "the model"
 _EVERY = 10
 _PAIRS, _DRAWS = click.IntRange(LEAST_SAMPLES, MOST_PAIRS), click.IntRange(1, MOST_DRAWS)
@@ -88,7 +93,7 @@ def command(
 def _miniature(client: Client, model: str | None, most: int, clip: Path | None) -> list[PromptPair]:
     """Pairs of the embedded model's grammar, where it is what is measured."""
     served = [one.name for one in client.models() if model in (None, one.name)]
-    if served != [_MINIATURE]:
+    if served != [EMBEDDED_MODEL]:
         told = "--prompts FILE" if clip else "--prompts FILE and --clip FOLDER"
         raise click.UsageError(f"only the embedded model is measured without: bottega cache profile {told}")
     return miniature_pairs(most)
