@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     """Pytest's exit status. Told to end, this waits until pytest has ended what tests started."""
-    with subprocess.Popen([sys.executable, "-m", "pytest", *arguments]) as run:
+    with subprocess.Popen([sys.executable, "-m", "pytest", "--durations=15", *arguments]) as run:
 
         def forward(number: int, frame: FrameType | None) -> None:
             run.terminate()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from bottega.planning import BlockCost, least_end_s, plan_step, plan_steps
 from bottega.planning.block_loading import follow
 from load.bench.greedy_loading import decide_one_by_one
+from tests.support.processor_speed import on_this_machine
 
 # Equal ones are as likely as different ones: blocks of a network are alike.
 _seconds = st.one_of(st.sampled_from([0.0, 1.0, 2.0, 3.0]), st.floats(0.0, 4.0, allow_subnormal=False))
@@ -163,4 +164,4 @@ def test_ten_steps_of_140_blocks_are_planned_in_milliseconds(loading: float) -> 
         began_s = process_time()
         plan_steps(drifted)
         took_s.append(process_time() - began_s)
-    assert min(took_s) < 0.03  # 2 to 6 ms on two cores of 2020
+    assert min(took_s) < on_this_machine(0.03)  # 2 to 6 ms on two cores of 2020

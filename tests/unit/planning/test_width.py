@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.planning import RemainingWork, StepTimes, best_width, completion_times
+from tests.support.processor_speed import on_this_machine
 
 _works = st.lists(st.builds(RemainingWork, rows=st.integers(1, 4), steps=st.integers(0, 12)), max_size=10)
 _costs = st.builds(
@@ -114,7 +115,7 @@ def test_a_choice_among_32_works_takes_well_below_a_millisecond() -> None:
         best_width(works, lambda rows: times.seconds((16, 16), rows) or 0.0, max_rows=16)
         costs.append(time.thread_time() - began)
 
-    assert min(costs) < 0.0005
+    assert min(costs) < on_this_machine(0.0005)
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])

@@ -29,10 +29,14 @@ def test_every_block_is_measured_in_full_and_at_each_share(model: Model) -> None
     assert (profile.model_hash, profile.dtype) == (model.digest, "float32")
 
 
+@pytest.mark.alone
 def test_masked_tokens_take_less_at_large_sizes(model: Model) -> None:
-    profile = EditDesk(model).engine.profile_blocks(256, 256)
-    full_s = sum(block.full_s for block in profile.blocks)
-    least, middle, most = (sum(block.masked_s[place] for block in profile.blocks) for place in range(3))
+    desk = EditDesk(model)
+    profiles = [desk.engine.profile_blocks(256, 256) for _ in range(3)]  # what else runs makes some of them slower
+    full_s = min(sum(block.full_s for block in profile.blocks) for profile in profiles)
+    least, middle, most = (
+        min(sum(block.masked_s[place] for block in profile.blocks) for profile in profiles) for place in range(3)
+    )
     assert least < middle < most < full_s
 
 

@@ -18,6 +18,7 @@ from tests.fakes.gateway_rules import FakeServer, Shop
 from tests.samples.controlnet_hosts import LOADING, ON_DISK, load, net, server
 from tests.samples.jobs import sample_job
 from tests.support.addon_messages import placements
+from tests.support.processor_speed import on_this_machine
 from tests.support.waiting import eventually
 
 QUEUED, RUNNING = image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING
@@ -263,7 +264,8 @@ async def test_a_queue_of_jobs_whose_controlnet_is_away_costs_little(shop: Shop)
     began = time.thread_time()
     for _ in range(20):
         shop.controller.scheduler.schedule("m")
-    assert (time.thread_time() - began) / 20 < 0.002
+    took_s = time.thread_time() - began
+    assert took_s / 20 < on_this_machine(0.002)
 
 
 async def test_a_worker_with_the_weights_at_hand_takes_what_no_server_hosts(shop: Shop) -> None:

@@ -26,6 +26,7 @@ from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from tests.fakes.gateway_rules import Shop
 from tests.samples.jobs import sample_job
 from tests.support.job_store_backends import queued
+from tests.support.processor_speed import on_this_machine
 from tests.support.waiting import eventually
 
 
@@ -97,7 +98,8 @@ async def test_progress_of_many_workers_costs_no_look_at_all_of_them_each_time(s
         for job in running:
             job.set_steps_done(1, steps_done)
             shop.controller.attempt_advanced(job)
-    assert (time.thread_time() - began) / (5 * 64) < 0.0001
+    took_s = time.thread_time() - began
+    assert took_s / (5 * 64) < on_this_machine(0.0001)
 
 
 async def test_every_new_look_sees_how_far_the_workers_are(shop: Shop) -> None:

@@ -11,6 +11,7 @@ import pytest
 from bottega.gateway.scheduling.estimates import forecast
 from bottega.gateway.scheduling.policy import PendingJob, ResourceRequest, WorkerState, assign
 from bottega.planning import RowFractions, StepTimes
+from tests.support.processor_speed import on_this_machine
 
 SHAPE = (16, 16)
 
@@ -228,7 +229,7 @@ def test_a_decision_over_a_full_queue_and_busy_workers_is_quick() -> None:
         began = time.thread_time()
         assign(pending, workers)
         costs.append(time.thread_time() - began)
-    assert min(costs) < 0.02
+    assert min(costs) < on_this_machine(0.02)
 
 
 def test_no_more_of_the_queue_is_looked_at_than_decides() -> None:
