@@ -76,7 +76,10 @@ class ProcessPool:
         return [process.pid for process in self._processes if process.pid is not None]
 
     async def start(self) -> None:
-        """Returns when all processes are ready. Raises InternalError when one does not start, Unavailable."""
+        """Returns when all processes are ready but those that serve a call already, which starts its own.
+
+        Raises InternalError when one does not start, Unavailable.
+        """
         await self._until_stopped(self._start_all())
 
     async def stop(self) -> None:
@@ -117,7 +120,14 @@ class ProcessPool:
             raise _stopping() from None
 
     async def _start_all(self) -> None:
-        await asyncio.gather(*(process.start() for process in self._processes))
+        """Calls that come meanwhile wait: a process has one caller at a time, and its first answer is not theirs."""
+        await asyncio.gather(*(self._start(process) for process in self._queue.acquire_free()))
+
+    async def _start(self, process: LimitedProcess) -> None:
+        try:
+            await process.start()
+        finally:
+            self._queue.release(process)
 
     async def _serve(self, process: LimitedProcess, prepare: Callable[[], Awaitable[PreparedCall]]) -> bytes:
         self._stay_awake()

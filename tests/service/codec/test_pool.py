@@ -304,3 +304,23 @@ async def test_stopping_ends_the_processes_and_fails_what_waits() -> None:
     await pool.stop()
     assert all(isinstance(result, Unavailable) for result in await asyncio.gather(*calls, return_exceptions=True))
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.1])
+async def test_calls_that_come_while_the_processes_start_wait_for_them(delay_s: float) -> None:
+    """As those of clients that were there before the gateway."""
+    pool = CodecPool(processes=2)
+    try:
+        async with asyncio.timeout(20):
+            starting = asyncio.create_task(pool.start())
+            await asyncio.sleep(delay_s)
+            sizes = await asyncio.gather(*(pool.inspect(png(3 + number, 3)) for number in range(6)))
+            await starting
+        assert sizes == [ImageSize(width=3 + number, height=3) for number in range(6)]
+        pids = pool.pids
+        assert len(pids) == 2
+        running = {child.pid for child in psutil.Process().children() if "bottega.codec.process" in child.cmdline()}
+        assert set(pids) <= running
+    finally:
+        await pool.stop()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
