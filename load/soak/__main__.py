@@ -1,6 +1,7 @@
 """Soaks a suite: `python -m load.soak --minutes 60`, as `make soak MINUTES=60`.
 
-The last line is JSON; lost and double must be 0, and each growth at most .01. With 1 it ends where something is not so.
+The last line is JSON; lost and double must be 0, and each growth at most .01. With 1 it ends where something is not so,
+and at once where a service does not come back; its logs are beside the samples then.
 """
 
 from __future__ import annotations
@@ -91,10 +92,14 @@ def main() -> int:
     requests = plan(mix_of(options.minutes), options.seed)
     with tempfile.TemporaryDirectory(prefix="bottega-soak-") as folder, SoakSuite(Path(folder)) as suite:
         print(f"{len(requests)} requests in {options.minutes:g} minutes, a fault every {options.every:g} s", flush=True)
-        soaked = asyncio.run(_soak(suite, requests, options))
         options.output.mkdir(parents=True, exist_ok=True)
-        if soaked.lost or soaked.double:  # else nobody looks for it
-            shutil.copytree(suite.logs, options.output / "logs", dirs_exist_ok=True)
+        well = False
+        try:
+            soaked = asyncio.run(_soak(suite, requests, options))
+            well = not (soaked.lost or soaked.double)
+        finally:
+            if not well:  # else nobody looks for it
+                shutil.copytree(suite.logs, options.output / "logs", dirs_exist_ok=True)
     _write(soaked.samples, options.output / "samples.csv")
     draw_samples(soaked.samples, options.output / "samples.png")
     return _report(soaked, 60.0 * options.minutes)
@@ -120,11 +125,15 @@ async def _soak(suite: SoakSuite, requests: Sequence[PlannedRequest], options: a
         sampling = asyncio.create_task(_sample(suite, samples, since_s))
         try:
             with Faults(suite, seed=options.seed, told=told, every_s=options.every) as faults:
-                replayed = await replay(requests, sender.send, deadline_s=_DEADLINE_S)
+                replaying = asyncio.create_task(replay(requests, sender.send, deadline_s=_DEADLINE_S))
+                while not replaying.done() and faults.failed is None:
+                    await asyncio.wait([replaying], timeout=_SAMPLE_S)
+                if faults.failed is not None:
+                    replaying.cancel()
+                    raise faults.failed
+                replayed = await replaying
         finally:
             sampling.cancel()
-    if faults.failed is not None:
-        raise faults.failed
     # What attached to a job that had ended already is no second completion of it.
     completed = Counter(name for name in suite.completed() if name)
     return Soaked(samples=samples, faults=faults.done, replayed=replayed, completed=completed)
