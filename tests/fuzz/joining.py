@@ -136,8 +136,10 @@ def _loads(case: Any) -> Iterator[Case]:
         yield case(f"{len(good)} of {field} at the limit", load=fleet_pb2.Load(**facts))
         facts = {field: bad}
         yield refused_load(case(f"{len(bad)} of {field} past it", load=fleet_pb2.Load(**facts)), field)
+    yield case("a start of a day", load=fleet_pb2.Load(start_s=86_400.0))
     for field, values in {
         "fixed_s": (-0.001, NAN, INF, -INF),
+        "start_s": (-0.001, 86_400.001, NAN, INF, -INF),
         "max_rows": (-1, -(2**31)),
         "memory_bytes": (-1, -(2**63)),
     }.items():

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
 from typing import ClassVar, Generic, Protocol, TypeVar
@@ -86,6 +87,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         self._environment = {**_ENVIRONMENT, **engine_environment(exclusive_cores=exclusive_cores)}
         self._awake = AwakeClock(min(_LOOK_S, timeouts.hang_s / _LEAST_LOOKS))
         self._child: ChildProcess | None = None
+        self._spawned_at = time.monotonic()
         self._commands: asyncio.Queue[_Command] | None = None
 
     @abstractmethod
@@ -105,8 +107,14 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         """Process id of the engine, while there is one."""
         return self._child.pid if self._child else None
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since the newest process was spawned."""
+        return time.monotonic() - self._spawned_at
+
     async def spawn(self) -> None:
         """Starts the process; it gets ready while others go on."""
+        self._spawned_at = time.monotonic()
         self._child = await ChildProcess.start(self._module, *self._arguments, env=self._environment)
 
     async def watch(self, listener: EngineListener[ReadyT, EventT]) -> None:

@@ -71,6 +71,7 @@ class ControlNetServer:
         self._beat = ControlNetEngineBeat()
         self._hosted: list[Hosted] = []
         self._device = ""
+        self._start_s = 0.0
         self._membership: FleetMembership | None = None
         self._first_hosting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
@@ -157,6 +158,7 @@ class ControlNetServer:
             draining=self._draining,
             memory_bytes=self._memory.resident_bytes,
             activity=activity,
+            start_s=self._start_s,
         )
 
     async def drain(self) -> None:
@@ -229,6 +231,7 @@ class ControlNetServer:
             except BottegaError as error:
                 facts = {"controlnet": name, "folder": str(folder), "text": error.message}
                 _log.error("a ControlNet cannot be hosted", extra=facts)
+        self._start_s = self._engine.age_s
         if not self._first_hosting.done():
             self._first_hosting.set_result(None)
         else:

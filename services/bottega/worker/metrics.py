@@ -126,6 +126,11 @@ class WorkerMetrics:
         self.memory_bytes = Gauge(
             "bottega_worker_memory_bytes", "Resident bytes of the worker and its child processes.", registry=registry
         )
+        self.start_s = Gauge(
+            "bottega_worker_engine_start_seconds",
+            "Seconds that the newest engine took until its model was ready.",
+            registry=registry,
+        )
         self._restarts = Counter("bottega_worker_engine_restarts", "Engines that were lost.", registry=registry)
 
     def attempt_began(self) -> None:

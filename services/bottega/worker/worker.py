@@ -99,6 +99,7 @@ class Worker:
         self._membership: FleetMembership | None = None
         self._beat = engine_pb2.EngineBeat()
         self._accelerations: Sequence[fleet_pb2.Acceleration] = ()
+        self._start_s = 0.0
         self._model: image_pb2.Model | None = None
         self._model_name: str | None = None  # kept while an engine is lost: the next one has the same
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
@@ -213,6 +214,7 @@ class Worker:
             masked_times=self._beat.masked_times,
             accelerations=self._accelerations,
             activity=self._metrics.activity(),
+            start_s=self._start_s,
         )
 
     async def drain(self) -> None:
@@ -237,11 +239,14 @@ class Worker:
         await asyncio.gather(self._engine.stop(), self._pool.stop(), self._link_resolver.stop())
 
     async def on_engine_ready(self, ready: engine_pb2.EngineReady) -> None:
-        _log.info("engine ready", extra={"model": ready.model.name, "device": ready.device, "pid": self._engine.pid})
+        self._start_s = self._engine.age_s
+        facts = {"model": ready.model.name, "device": ready.device, "pid": self._engine.pid}
+        _log.info("engine ready", extra={**facts, "start_s": round(self._start_s, 3)})
         self._backlog, self._services = -1, []
         self._model, self._model_name = ready.model, ready.model.name
         self._accelerations = ready.accelerations
         self._metrics.set_accelerations(ready.accelerations)
+        self._metrics.start_s.set(self._start_s)
         if self._config.gateway:
             self._membership = self._join(ready)
             self._membership.start()

@@ -205,6 +205,7 @@ async def test_the_worker_is_in_the_fleet_while_its_engine_is_ready(start: Start
     server = Server("gateway", ServerConfig())
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(gateway, server.grpc)
     await server.start()
+    began = time.monotonic()
     running = await start(replace(CONFIG, gateway=server.address))
     await eventually(lambda: bool(gateway.loads))
     registration = gateway.registrations[0]
@@ -215,6 +216,9 @@ async def test_the_worker_is_in_the_fleet_while_its_engine_is_ready(start: Start
     assert gateway.loads[-1].step_times[0].rows == 2
     assert gateway.loads[-1].max_rows == 16
     await eventually(lambda: gateway.loads[-1].memory_bytes > 2**20)
+    started_s = gateway.loads[-1].start_s
+    assert 0 < started_s <= time.monotonic() - began
+    assert running.server.registry.get_sample_value("bottega_worker_engine_start_seconds") == started_s
     told = len(gateway.loads)
     await asyncio.sleep(1.0)
     assert 1 <= len(gateway.loads) - told <= 4, "ten beats a second say the same, which two reports do as well"
@@ -223,12 +227,15 @@ async def test_the_worker_is_in_the_fleet_while_its_engine_is_ready(start: Start
     following = asyncio.create_task(running.events(slow))
     await eventually(lambda: any(0 < r.steps_left < 100 for r in gateway.loads[-1].running))
     assert running.engine.pid
+    killed = time.monotonic()
     os.kill(running.engine.pid, signal.SIGKILL)
     await eventually(lambda: gateway.members == 0)
     await eventually(lambda: gateway.members == 1 and len(gateway.registrations) == 2)
     await eventually(
         lambda: [item.digest for item in gateway.loads[-1].hosted] == ["shelf at host:1"]
     )  # so did they the next engine
+    assert 0 < gateway.loads[-1].start_s <= time.monotonic() - killed
+    assert gateway.loads[-1].start_s != started_s
     assert (await following)[-1].failed.reason == error_pb2.ERROR_REASON_WORKER_LOST
     await running.worker.stop()
     await eventually(lambda: gateway.members == 0)

@@ -1,4 +1,4 @@
-"""What `bottega fleet -v` and doctor say of the accelerations that workers have tried."""
+"""What `bottega fleet -v` says of starts, and it and doctor of the accelerations that workers have tried."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from io import StringIO
 from rich.console import Console
 
 from bottega.client.checkup.gateway import _check_accelerations
-from bottega.client.cli.fleet import accelerations_table
+from bottega.client.cli.fleet import accelerations_table, fleet_table
 from bottega.v1.fleet_pb2 import Acceleration, ListMembersResponse, Load, Member, Registration
 
 
@@ -31,6 +31,15 @@ def test_each_is_a_row_with_its_figures_and_why_it_is_off() -> None:
         ["w0", "graphs", "no", "0.97", "2.0e-07", "it", "is", "0.97", "times", "as", "fast", "here"],
         ["w1", "attention.flash_attn", "no", "flash_attn", "is", "not", "installed"],
     ]
+
+
+def test_what_engines_took_to_start_is_a_column_when_it_is_asked_for() -> None:
+    slow, silent = worker("w0"), worker("w1")
+    slow.load.start_s = 123.45
+    fleet = ListMembersResponse(members=[slow, silent])
+    for starts, cells in ((True, ["start", "123.5 s", ""]), (False, ["since", "0 s", "0 s"])):
+        last = fleet_table(fleet, starts=starts).table.columns[-1]
+        assert [str(last.header), *map(str, last.cells)] == cells
 
 
 def test_doctor_names_what_a_worker_computes_by_and_warns_of_one_that_kept_nothing() -> None:

@@ -36,6 +36,11 @@ class Engine(ControlNetEngineClient):
         self.asked: list[str] = []
         self.drains = 0
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.age = 0.0
+
+    @property
+    def age_s(self) -> float:
+        return self.age
 
     async def host(self, name: str, folder: Path, root: Path | None = None) -> Hosted:
         self.asked.append(name)
@@ -124,6 +129,20 @@ async def test_the_fleet_is_told_of_the_engines_rows_forwards_and_hits(tmp_path:
     beat = ControlNetEngineBeat(turns=5, rows=12, hits=3, misses=1)
     await server.on_engine_event(ControlNetEngineEvent(beat=beat))
     assert server.load().activity == Activity(turns=5, steps=12, hits=3, lookups=4)
+
+
+async def test_the_fleet_is_told_how_long_it_took_until_all_was_hosted(tmp_path: Path) -> None:
+    engine = Engine()
+    server = _server(engine, tmp_path)
+    engine.age = 1.0
+    await server.on_engine_ready(ControlNetEngineReady())
+    await asyncio.sleep(0.01)
+    assert server.load().start_s == 0, "nothing is hosted yet"
+    engine.age = 40.0
+    engine.lives.set()
+    await asyncio.sleep(0.05)
+    engine.age = 1000.0
+    assert server.load().start_s == 40
 
 
 def _beat(*, sessions: int, draining: bool = False) -> ControlNetEngineEvent:

@@ -24,7 +24,12 @@ _MOST_NAMES = 6
 @address_option
 @fleet_option
 @click.option("--once", is_flag=True, help="Print the table once instead of keeping it up to date.")
-@click.option("-v", "--verbose", is_flag=True, help="Print once, and what workers' self-checks found at their start.")
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Print once, with what starts took and self-checks found.",
+)
 def command(address: str, once: bool, verbose: bool) -> None:
     """Show the services and their load, live."""
     from rich.live import Live
@@ -33,7 +38,7 @@ def command(address: str, once: bool, verbose: bool) -> None:
     with connect(address) as client:
         if verbose:
             fleet = client.fleet()
-            print_table(fleet_table(fleet))
+            print_table(fleet_table(fleet, starts=True))
             print_table(accelerations_table(fleet))
             return
         if once or not console.is_terminal:
@@ -48,11 +53,13 @@ def command(address: str, once: bool, verbose: bool) -> None:
                 return
 
 
-def fleet_table(fleet: ListMembersResponse) -> PlainTable:
-    """One row a service; the gateway's queue stands below."""
-    table = PlainTable("service", "kind", "address", "serves", "device", ">running", ">steps", ">memory", ">since")
+def fleet_table(fleet: ListMembersResponse, *, starts: bool = False) -> PlainTable:
+    """One row a service; the gateway's queue stands below. starts: with what the newest start of each took."""
+    columns = ["service", "kind", "address", "serves", "device", ">running", ">steps", ">memory", ">since"]
+    table = PlainTable(*columns, *([">start"] if starts else []))
     for member in fleet.members:
-        table.add_row(*_row(member))
+        start_s = member.load.start_s
+        table.add_row(*_row(member), *([f"{start_s:.1f} s" if start_s else ""] if starts else []))
     table.add_caption(f"{fleet.queued} waiting in the queue")
     return table
 

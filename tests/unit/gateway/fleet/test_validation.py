@@ -59,6 +59,13 @@ def test_a_kind_that_is_switched_to_is_said_once_and_sixteen_at_most() -> None:
     assert _of_load(switch_times=times[:1] * 2) == ["load.switch_times"]
 
 
+def test_what_a_start_took_is_at_most_a_day() -> None:
+    for good in (0.0, 86_400.0):
+        assert _of_load(start_s=good) == []
+    for bad in (-0.001, 86_400.001, math.inf, math.nan):
+        assert _of_load(start_s=bad) == ["load.start_s"]
+
+
 def test_what_is_said_of_masked_rows_is_bounded() -> None:
     wide = MaskedTimes(planned=[PlannedTime(rows=1.0, seconds=1.0)] * 32)
     assert _of_load(masked_times=[wide] * 32) == []
