@@ -104,6 +104,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.applied_loras: list[Hosted] = []
         self.templates: list[str] = []
         self.mask_tokens: fleet_pb2.MaskTokens | None = None
+        self.start_s = 0.0
         self._gateway = gateway
         self._model = model
         self._step_s = step_s or {}
@@ -175,6 +176,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             hosted=[*at_hand(*self.loras), *self.applied_loras, *_templates(self.templates)],
             mask_tokens=self.mask_tokens,
             switch_times=[fleet_pb2.SwitchTime(kind=kinds.LORAS, seconds=0.1)],
+            start_s=self.start_s,
         )
 
     def still_running(self, job_id: str, number: int) -> None:

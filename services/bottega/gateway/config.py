@@ -75,7 +75,9 @@ class GatewayConfig:
     traces_bytes: of what `bottega trace` shows, in memory: of the jobs that ran last, some KiB each.
     lease_s: silence after which a service has left; with a sweep every tenth of a second a silent one
         is out within 2 s.
-    model_grace_s: how long jobs of a model, or with a ControlNet, are taken and kept while nobody serves it.
+    model_grace_s: how long jobs of a model, or with a ControlNet, are taken and kept while nobody serves it, at least:
+        for twice what the longest of the last starts of the model's workers took, or the start of the ControlNet's
+        server, where that is more, up to 600 seconds. Starts from before its own restart the gateway does not know.
     max_members: services that may be in the fleet at once, of all kinds.
     max_attempts: workers that are cut off with one job, or die with it and others, before it fails; one that is
         stopping or full is none of them. Two that die with it alone make it poison, whatever is said here.

@@ -9,14 +9,14 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from bottega import kinds, rules
 from bottega.clocks import Clock
 from bottega.errors import Draining, InvalidRequest, ModelMismatch, ModelNotFound, NoWorker, Unavailable, Violation
 from bottega.gateway.fleet.join_limits import JoinBounds, JoinLimits, MemberKey
 from bottega.gateway.fleet.members import FleetObserver, Member, hosted_by_kind
-from bottega.gateway.fleet.validation import MAX_MODELS, check_load, check_registration
+from bottega.gateway.fleet.seen_models import SeenModels
+from bottega.gateway.fleet.validation import check_load, check_registration
 from bottega.gateway.tenants.access import ANYTHING, Access
 from bottega.planning import RowFractions, StepTable, StepTimes
 from bottega.rpc.peers import host_of
@@ -32,28 +32,19 @@ _AFTER_LEASE_S = 0.05
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True)
-class LastSeenModel:
-    """A model as it was last registered, for the time without workers."""
-
-    model: image_pb2.Model
-    at: float
-
-
 class Fleet:
     """The registry.
 
     lease_s: silence after which a member is lost. model_grace_s: how long a model is expected back, and all else that
-    jobs need. closed: set when nobody may join any more.
+    jobs need, at least; what is slow to start is for longer (`SeenModels`). closed: set when nobody may join any more.
     """
 
     def __init__(self, *, lease_s: float, model_grace_s: float, bounds: JoinBounds, clock: Clock) -> None:
         self.lease_s = lease_s
         self._limits = JoinLimits(bounds, clock)
-        self.model_grace_s = model_grace_s
         self._clock = clock
         self._members: dict[MemberKey, Member] = {}
-        self._seen: dict[str, LastSeenModel] = {}
+        self._seen = SeenModels(grace_s=model_grace_s, clock=clock)
         self._merged_models: dict[str, image_pb2.Model] = {}  # until somebody comes or goes
         self.closed = asyncio.Event()
         self._observers: list[FleetObserver] = []
@@ -99,8 +90,11 @@ class Fleet:
     def report(self, member: Member, load: fleet_pb2.Load) -> None:
         """A member says how busy it is. Raises InvalidRequest."""
         rules.refuse(list(check_load(load)))
+        has_started = load.start_s != member.load.start_s  # of each instance once
         member.heard_at = self._clock.monotonic()
         member.load = load
+        if has_started:
+            self._seen.note_start(member)
         member.steps_left = {running.attempt.job_id: running.steps_left for running in load.running}
         member.shares = {
             running.attempt.job_id: running.computed_share
@@ -215,16 +209,16 @@ class Fleet:
         return next((tokens for tokens in said if tokens.token_elements), None)
 
     def expected(self, model: str) -> bool:
-        """Whether a worker of the model is here, or was within the grace."""
-        seen = self._seen.get(model)
-        if seen is None:
-            return False
-        return bool(self.serving(model)) or seen.at > self._clock.monotonic() - self.model_grace_s
+        """Whether a worker of the model is here, or was within the model's grace."""
+        return model in self._seen and (bool(self.serving(model)) or self._seen.is_recent(model))
+
+    def grace_s(self, member: Member) -> float:
+        """Seconds for which what a member hosts is expected back, once it has left, or does not host it any more."""
+        return self._seen.grace_s(member)
 
     def last_seen(self, model: str) -> image_pb2.Model:
         """The model as it was last registered; an empty one where it never was. Not to be changed."""
-        seen = self._seen.get(model)
-        return seen.model if seen else image_pb2.Model()
+        return self._seen.get(model) or image_pb2.Model()
 
     def _reconnect(self, member: Member, said: fleet_pb2.Registration, host: str, now: float) -> None:
         if member.registration != said:
@@ -277,7 +271,7 @@ class Fleet:
         whole = self._merged_models.get(name)
         if whole is None:
             served = [model for member in self.members() for model in member.models if model.name == name]
-            whole = self._merged_models[name] = _merge_workers(served or [self._seen[name].model])
+            whole = self._merged_models[name] = _merge_workers(served or [self.last_seen(name)])
         return whole
 
     def _remove(self, member: Member) -> None:
@@ -295,10 +289,7 @@ class Fleet:
     def _note_presence(self, member: Member, now: float) -> None:
         """A member comes or goes."""
         self._merged_models.clear()
-        for model in member.models:
-            self._seen[model.name] = LastSeenModel(model=model, at=now)
-        while len(self._seen) > MAX_MODELS:
-            del self._seen[min(self._seen, key=lambda name: self._seen[name].at)]
+        self._seen.note_presence(member, now)
         for user in self._members.values():
             if member.kind in user.registration.uses:
                 user.wake.set()

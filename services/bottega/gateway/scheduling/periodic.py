@@ -34,7 +34,8 @@ _log = logging.getLogger(__name__)
 class PeriodicChecks:
     """`start` them after the controller, and `stop` them before it.
 
-    worker_grace_s: how long the jobs of an earlier life wait for a worker of their model to join.
+    worker_grace_s: how long the jobs of an earlier life wait for a worker of their model to join; how long that
+    takes to start, this life of the gateway has not seen yet.
     """
 
     def __init__(

@@ -149,6 +149,47 @@ async def test_a_job_waits_for_a_worker_only_as_long_as_the_grace() -> None:
         assert error.retry_after_s
 
 
+async def _slow_to_start(house: Running, start_s: float) -> ScriptedWorker:
+    """A worker that says so, and is heard."""
+
+    async def is_heard() -> bool:
+        members = (await house.fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5)).members
+        return any(member.load.start_s == start_s for member in members)
+
+    worker = await house.worker()
+    worker.start_s = start_s
+    await eventually(is_heard)
+    return worker
+
+
+async def test_a_job_outlives_the_restart_of_the_only_worker_where_that_is_slow_to_start() -> None:
+    async with running_gateway(model_grace_s=0.2, lease_s=0.5) as house:
+        worker = await _slow_to_start(house, 30.0)
+        await worker.die()
+        call = house.generate("order-1", prompt="a star")
+        job_id = (await told(call)).job_id
+        await asyncio.sleep(2.5)  # the queue is looked through once a second
+        assert (await house.job(job_id)).state == image_pb2.JOB_STATE_QUEUED
+        late = await house.submit(prompt="a square")
+        await house.worker()
+        assert [answer.event async for answer in call][-1].completed.provenance.worker == "w1"
+        assert (await house.ended(late.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_a_job_waits_for_a_worker_that_is_slow_to_start_for_twice_as_long_as_that_took() -> None:
+    async with running_gateway(model_grace_s=0.2, lease_s=0.5) as house:
+        worker = await _slow_to_start(house, 1.5)
+        began = time.monotonic()
+        await worker.die()
+        call = house.generate("order-1", prompt="a star")
+        assert (await told(call)).WhichOneof("event") == "queued"
+        error = await refusal(lambda: call, errors.NoWorker)
+        assert error.message == "no worker came back for model miniature"
+        assert error.retry_after_s
+        assert time.monotonic() - began >= 3.0
+        await refusal(lambda: house.generate(prompt="another"), errors.NoWorker)
+
+
 async def test_a_worker_that_does_not_answer_as_one_is_lost_and_no_word_of_its_library_is_told() -> None:
     async with running_gateway(max_attempts=2) as house:
         registration = ScriptedWorker("odd", house.fleet_address).registration()

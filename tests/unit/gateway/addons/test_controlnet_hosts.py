@@ -25,7 +25,7 @@ class House:
     def __init__(self) -> None:
         self.time = FakeTime()
         self.fleet = Fleet(lease_s=1.5, model_grace_s=30, bounds=bounds(6), clock=self.time.clock())
-        self.nets = ControlNetHosts(grace_s=30, clock=self.time.clock())
+        self.nets = ControlNetHosts(grace_s=self.fleet.grace_s, clock=self.time.clock())
         self.fleet.subscribe(self)
         self.worker = self.fleet.join(worker())
 
@@ -102,6 +102,42 @@ def test_one_is_waited_for_within_the_grace_and_unavailable_afterwards(house: Ho
         house.resolve("edges")  # known, and not unknown
 
 
+def _waited_s(house: House) -> float:
+    """For how long "edges" is waited for from now on."""
+    began = house.time.now
+    while house.nets.expected("edges", "m", BASE):
+        house.time.now += 1
+    return house.time.now - began
+
+
+@pytest.mark.parametrize("of", ["a server's", "a worker's own"])
+def test_one_is_waited_for_as_long_as_its_host_takes_to_start(house: House, of: str) -> None:
+    member = house.server(net("edges")) if of == "a server's" else house.worker
+    said = load(net("edges"))
+    said.start_s = 60
+    house.fleet.report(member, said)
+    house.fleet.leave(member, member.stream)
+    assert _waited_s(house) == 120
+
+
+def test_of_several_hosts_that_have_gone_the_one_that_takes_longest_is_waited_for(house: House) -> None:
+    slow, quick = house.server(net("edges")), house.server(net("edges"), name="s2")
+    said = load(net("edges"))
+    said.start_s = 60
+    house.fleet.report(slow, said)
+    house.fleet.leave(slow, slow.stream)
+    house.fleet.leave(quick, quick.stream)
+    assert _waited_s(house) == 120
+
+
+def test_what_a_server_that_is_here_has_given_up_is_waited_for_no_longer_than_others(house: House) -> None:
+    member = house.server(net("edges"), net("depth"))
+    said = load(net("depth"))
+    said.start_s = 60
+    house.fleet.report(member, said)
+    assert _waited_s(house) == 30
+
+
 def test_a_server_that_is_back_hosts_again_with_its_first_report(house: House) -> None:
     member = house.server(net("edges"))
     house.fleet.leave(member, member.stream)
@@ -146,7 +182,7 @@ def test_names_that_were_hosted_once_are_remembered_within_a_bound(house: House)
     for number in range(6):
         member = house.server(*(net(f"net-{number}-{index}") for index in range(1024)))
         house.fleet.leave(member, member.stream)
-    assert len(house.nets._seen) == 4096
+    assert len(house.nets._expected_until) == 4096
     house.resolve("net-5-0")
     with pytest.raises(ControlNetNotFound):
         house.resolve("net-0-0")
@@ -156,7 +192,7 @@ def test_a_name_is_remembered_for_a_few_bases(house: House) -> None:
     for number in range(20):
         member = house.server(net("edges", base=f"base {number}"))
         house.fleet.leave(member, member.stream)
-    assert len(house.nets._seen["edges"]) == 8
+    assert len(house.nets._expected_until["edges"]) == 8
     house.resolve("edges", model=image_pb2.Model(name="m", base="base 19"))
     with pytest.raises(NoControlNet):
         house.resolve("edges", model=image_pb2.Model(name="m", base="base 0"))

@@ -14,7 +14,7 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.tenants.access import Access
 from bottega.rpc.security.grants import Grants
 from bottega.v1 import fleet_pb2, worker_pb2
-from tests.samples.controlnet_hosts import bounds, worker
+from tests.samples.controlnet_hosts import bounds, server, worker
 
 
 @dataclass
@@ -230,6 +230,87 @@ def test_a_model_is_expected_for_its_grace_after_the_last_worker_left() -> None:
         fleet.resolve("m")
     with pytest.raises(NoWorker):
         fleet.resolve(None)
+
+
+def _started(fleet: Fleet, instance: str, start_s: float, model: str = "m") -> Member:
+    """A worker of that instance joins, and says what it took to start."""
+    registration = worker(instance, model)
+    registration.instance = instance.ljust(16, ".")
+    member = fleet.join(registration)
+    fleet.report(member, fleet_pb2.Load(start_s=start_s))
+    return member
+
+
+def _lose(fleet: Fleet, watcher: Watcher, member: Member) -> None:
+    """It leaves, and is lost."""
+    fleet.leave(member, member.stream)
+    watcher.now += fleet.lease_s
+    fleet.expire()
+
+
+def _expected_s(fleet: Fleet, watcher: Watcher, member: Member, *within: float) -> tuple[bool, ...]:
+    """Whether its model is expected so many seconds after it has left."""
+    fleet.leave(member, member.stream)
+    left_at, found = watcher.now, []
+    for seconds in within:
+        watcher.now = left_at + seconds
+        fleet.expire()
+        found.append(fleet.expected("m"))
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("start_s", "last_s"),
+    [(0.0, 30), (10.0, 30), (120.0, 240), (299.0, 598), (301.0, 600), (86_400.0, 600)],
+    ids=["says nothing", "quick", "slow", "slower", "slower than is awaited", "endless"],
+)
+def test_a_model_is_expected_for_twice_its_start_within_bounds(start_s: float, last_s: float) -> None:
+    fleet, watcher = _fleet()
+    member = _started(fleet, "w1", start_s)
+    watcher.now += 1000
+    assert _expected_s(fleet, watcher, member, last_s - 1, last_s + 1) == (True, False)
+
+
+def test_a_grace_above_what_slow_starts_get_holds_for_them_too() -> None:
+    watcher = Watcher()
+    fleet = Fleet(lease_s=1.5, model_grace_s=900, bounds=bounds(4), clock=watcher.clock())
+    member = _started(fleet, "w1", 400)
+    assert _expected_s(fleet, watcher, member, 899, 901) == (True, False)
+
+
+def test_the_longest_of_the_last_starts_of_a_model_counts_and_not_another_models() -> None:
+    fleet, watcher = _fleet()
+    _lose(fleet, watcher, _started(fleet, "other", 250, "another"))
+    _lose(fleet, watcher, _started(fleet, "cold", 100))
+    warm = _started(fleet, "warm", 5)
+    assert _expected_s(fleet, watcher, warm, 199, 201) == (True, False)
+
+
+def test_only_the_last_starts_count_and_who_joins_again_has_started_once() -> None:
+    fleet, watcher = _fleet()
+    _lose(fleet, watcher, _started(fleet, "cold", 100))
+    for _ in range(20):  # cut off from the gateway for longer than the lease, again and again
+        _lose(fleet, watcher, _started(fleet, "cut off", 5))
+    for number in range(6):
+        _lose(fleet, watcher, _started(fleet, f"warm {number}", 5))
+    assert fleet.expected("m")
+    watcher.now += 100
+    assert fleet.expected("m"), "the first is one of the last eight starts"
+    _lose(fleet, watcher, _started(fleet, "one more", 5))
+    watcher.now += 30
+    assert not fleet.expected("m")
+
+
+def test_what_a_member_hosts_is_expected_back_as_its_model_is_once_it_has_left() -> None:
+    fleet, watcher = _fleet()
+    _lose(fleet, watcher, _started(fleet, "cold", 100))
+    warm = _started(fleet, "warm", 5)
+    net = fleet.join(server())
+    fleet.report(net, fleet_pb2.Load(start_s=40))
+    assert [fleet.grace_s(member) for member in (warm, net)] == [30, 30], "they are here, and start nothing"
+    for member in (warm, net):
+        fleet.leave(member, member.stream)
+    assert [fleet.grace_s(member) for member in (warm, net)] == [200, 80]
 
 
 def test_nonsense_step_times_are_ignored() -> None:

@@ -75,7 +75,7 @@ class ControlNetAddOn(AddOn):
     ) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._hosts = ControlNetHosts(grace_s=fleet.model_grace_s, clock=clock)
+        self._hosts = ControlNetHosts(grace_s=fleet.grace_s, clock=clock)
         self._prefetcher = ServicePrefetcher(kinds.CONTROLNET, connect, metrics)
         self._given: dict[str, tuple[tuple[str, str], ...]] = {}  # server and ControlNet, by job
         self._sessions: Counter[str] = Counter()

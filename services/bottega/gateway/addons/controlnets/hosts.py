@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from bottega import kinds
 from bottega.clocks import Clock
@@ -23,15 +23,15 @@ _LISTED_CHARACTERS = 2000
 
 
 class ControlNetHosts:
-    """Who hosts which ControlNet. grace_s: how long one is waited for that nobody hosts any more."""
+    """Who hosts which ControlNet. grace_s: how long one is waited for that a member does not host any more."""
 
-    def __init__(self, *, grace_s: float, clock: Clock) -> None:
+    def __init__(self, *, grace_s: Callable[[Member], float], clock: Clock) -> None:
         self._grace_s = grace_s
         self._clock = clock
         self._hosts: dict[str, dict[Member, Hosted]] = {}
         self._of: dict[Member, tuple[Hosted, ...]] = {}
         self._sessions: dict[Member, int] = {}
-        self._seen: dict[str, dict[str, float]] = {}
+        self._expected_until: dict[str, dict[str, float]] = {}  # by name and base
 
     def update(self, member: Member) -> None:
         """A member has reported what it hosts, or has left for now."""
@@ -70,13 +70,13 @@ class ControlNetHosts:
         """Whether somebody hosts it for jobs of a model, or did within the grace."""
         if any(_fits(net.base, base) for net in self._hosted_for(name, model)):
             return True
-        oldest = self._clock.monotonic() - self._grace_s
-        return any(at > oldest and _fits(made_for, base) for made_for, at in self._seen.get(name, {}).items())
+        now, bases = self._clock.monotonic(), self._expected_until.get(name, {})
+        return any(until > now and _fits(made_for, base) for made_for, until in bases.items())
 
     def is_there(self, name: str) -> bool:
         """Whether somebody hosts it, for whatever model, or did within the grace."""
-        oldest = self._clock.monotonic() - self._grace_s
-        return name in self._hosts or any(at > oldest for at in self._seen.get(name, {}).values())
+        now = self._clock.monotonic()
+        return name in self._hosts or any(until > now for until in self._expected_until.get(name, {}).values())
 
     def check(self, names: Iterable[str], model: image_pb2.Model, access: Access) -> None:
         """Raises for ControlNets that a job of the model cannot have, nor may wait for. access: of who names them, for
@@ -88,7 +88,7 @@ class ControlNetHosts:
         if not lacking:
             return
         unknown = [name for name in lacking if not (access.has_controlnet(name) and self._known(name, model.name))]
-        if unknown and any(map(access.has_controlnet, itertools.chain(self._hosts, self._seen))):
+        if unknown and any(map(access.has_controlnet, itertools.chain(self._hosts, self._expected_until))):
             raise self._not_found(unknown, model, access)
         for name in filter(access.has_controlnet, lacking):
             self._refuse_misfit(name, model)
@@ -100,7 +100,7 @@ class ControlNetHosts:
         return sum(net.state == state for nets in servers for net in nets)
 
     def _known(self, name: str, model: str) -> bool:
-        return name in self._seen or any(True for _ in self._hosted_for(name, model))
+        return name in self._expected_until or any(True for _ in self._hosted_for(name, model))
 
     def _hosted_for(self, name: str, model: str) -> Iterator[Hosted]:
         """Those of a name, for whatever base: a worker's own are for the jobs that come to it."""
@@ -128,19 +128,18 @@ class ControlNetHosts:
                 )
 
     def _forget_nets(self, member: Member, nets: Iterable[Hosted]) -> None:
-        now = self._clock.monotonic()
+        until = self._clock.monotonic() + self._grace_s(member)
         for net in nets:
             hosts = self._hosts.get(net.name, {})
             hosts.pop(member, None)
             if not hosts:
                 self._hosts.pop(net.name, None)
-            bases = self._seen[net.name] = self._seen.pop(net.name, {})  # the newest last
-            bases.pop(net.base, None)
-            bases[net.base] = now
+            bases = self._expected_until[net.name] = self._expected_until.pop(net.name, {})  # the newest last
+            bases[net.base] = max(until, bases.pop(net.base, until))  # another host of it may take longer
             if len(bases) > _MAX_BASES:
                 del bases[next(iter(bases))]
-        while len(self._seen) > _MAX_SEEN:
-            del self._seen[next(iter(self._seen))]
+        while len(self._expected_until) > _MAX_SEEN:
+            del self._expected_until[next(iter(self._expected_until))]
 
 
 def nobody_hosts(names: Iterable[str]) -> NoControlNet:

@@ -1,0 +1,89 @@
+"""The models that workers serve or have served, and how long each is expected back when its last worker has gone.
+
+A worker that is started again needs as long as its model takes to load: seconds for a small one, minutes for a large
+one on a cold disk. So jobs wait for twice the longest of what its workers took lately. This module does not know who is
+here now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from bottega.clocks import Clock
+from bottega.gateway.fleet.members import Member
+from bottega.gateway.fleet.validation import MAX_MODELS
+from bottega.v1 import image_pb2
+
+MAX_START_GRACE_S = 600.0
+"""For a service that is slow to start; a model_grace_s above it holds for all."""
+
+# The next start may be the one from a cold disk; and the service itself starts before its engine does, and waits for
+# the lease of its name.
+_STARTS = 2.0
+# Of a model's workers, the newest.
+_MAX_STARTS = 8
+
+
+@dataclass(slots=True, kw_only=True)
+class SeenModel:
+    """A model as it was last registered. at: when a worker of it came or went. starts: seconds, by instance."""
+
+    model: image_pb2.Model
+    at: float
+    starts: dict[str, float] = field(default_factory=dict)
+
+
+class SeenModels:
+    """So many models at most as one service may have; those that nobody came or went with for longest are forgotten.
+
+    grace_s: how long any model is expected back, at least.
+    """
+
+    def __init__(self, *, grace_s: float, clock: Clock) -> None:
+        self._grace_s = grace_s
+        self._clock = clock
+        self._models: dict[str, SeenModel] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def get(self, name: str) -> image_pb2.Model | None:
+        """The model as it was last registered. Not to be changed."""
+        seen = self._models.get(name)
+        return seen.model if seen else None
+
+    def note_presence(self, member: Member, now: float) -> None:
+        """A worker comes or goes; other services have no models."""
+        for model in member.models:
+            before = self._models.get(model.name)
+            self._models[model.name] = SeenModel(model=model, at=now, starts=before.starts if before else {})
+        while len(self._models) > MAX_MODELS:
+            del self._models[min(self._models, key=lambda name: self._models[name].at)]
+
+    def note_start(self, member: Member) -> None:
+        """A member has said how long it took to start; an instance that says so again changes nothing."""
+        for seen in self._of(member):
+            starts = seen.starts
+            starts.pop(member.instance, None)
+            starts[member.instance] = member.load.start_s  # the newest last
+            if len(starts) > _MAX_STARTS:
+                del starts[next(iter(starts))]
+
+    def is_recent(self, name: str) -> bool:
+        """Whether a worker of the model came or went within its grace."""
+        seen = self._models.get(name)
+        return seen is not None and seen.at > self._clock.monotonic() - self._grace_of(seen.starts.values())
+
+    def grace_s(self, member: Member) -> float:
+        """How long what a member hosts is expected back: as long as its models are, or as it takes to start."""
+        if member.connected:
+            return self._grace_s  # it starts nothing, and has given something up
+        starts = (start for seen in self._of(member) for start in seen.starts.values())
+        return self._grace_of([member.load.start_s, *starts])
+
+    def _of(self, member: Member) -> list[SeenModel]:
+        return [self._models[model.name] for model in member.models if model.name in self._models]
+
+    def _grace_of(self, starts: Iterable[float]) -> float:
+        return max(self._grace_s, min(_STARTS * max(starts, default=0.0), MAX_START_GRACE_S))
