@@ -28,7 +28,8 @@ Every backend promises this, and one suite tests all of them (tests/service/tran
 - A link ends once, for one cause, without ending any other. Nothing is sent twice. What it brought stays valid memory
   while it is referred to.
 - Between hosts all that follows the handshake is sealed in records (backends/records.py), unless the listener is told
-  that the network is trusted. Within a host bytes are neither encrypted nor signed.
+  that the network is trusted. Within a host bytes are neither encrypted nor signed. What is done to records between two
+  hosts is tried in tests/service/transport/test_between_hosts.py.
 - Within a host links are for processes of one user and root, or of a group that shares them
   (handshake/credentials.py). Both ends check it: a socket of another user is never used, even if that user has the
   token.
