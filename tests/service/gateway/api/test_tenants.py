@@ -184,6 +184,25 @@ async def test_a_job_of_another_takes_as_long_as_none(shops: Shops, worker: Scri
     assert abs(others - none) < max(spread[2] - spread[0], 2e-4)
 
 
+@pytest.mark.alone
+async def test_what_another_has_drawn_takes_as_long_as_what_nobody_has(shops: Shops, worker: ScriptedWorker) -> None:
+    """Medians of interleaved requests. What the tenant has drawn itself is answered in a fraction of that."""
+    seeds = range(40)
+    for seed in seeds:
+        await shops.one.draw(prompt="a star", seed=seed)
+    took: dict[str, list[float]] = {"another's": [], "nobody's": [], "its own": []}
+    for seed in seeds:
+        turns = [("another's", "a star"), ("nobody's", "a square")]
+        for kind, prompt in (*(turns if seed % 2 else reversed(turns)), ("its own", "a star")):
+            began = time.perf_counter()
+            await shops.other.draw(prompt=prompt, seed=seed)
+            took[kind].append(time.perf_counter() - began)
+    others, nobodys, own = (statistics.median(each) for each in took.values())
+    spread = statistics.quantiles(took["nobody's"], n=4)
+    assert abs(others - nobodys) < spread[2] - spread[0]
+    assert others > (nobodys + own) / 2, "nor is it anywhere near a stored answer"
+
+
 async def test_who_floods_the_gateway_is_no_longer_in_the_way_of_others(shops: Shops, worker: ScriptedWorker) -> None:
     """Of forty jobs that came before them, those of another tenant wait for the few that were being drawn."""
     worker.script.hold_at = 1
