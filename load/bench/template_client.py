@@ -62,7 +62,7 @@ class TemplateShape:
             SectionHeader(
                 recording=key[:32],
                 key=key,
-                section=SectionKey(timestep=float(number // 2), half=number % 2),
+                section=SectionKey(timestep=float(number // 2), noise_level=1.0, half=number % 2),
                 prompt="",
                 map=_WHOLE_MAP,
                 latent_height=_SIDE,

@@ -165,7 +165,7 @@ def worker_seconds(rounds: int) -> list[float]:
     assert begun is not None
     names = [tensor.name for tensor in SHAPE.layout.tensors]
     outputs = {name: torch.zeros(1, SHAPE.elements, dtype=torch.float16) for name in names}
-    step = StepKey(timestep=1.0, half=Half.CONDITIONAL)
+    step = StepKey(timestep=1.0, noise_level=1.0, half=Half.CONDITIONAL)
     begun.put(step, MemoryStep(valid=torch.ones(8, 8, dtype=torch.bool), outputs=outputs))
     source.complete(begun)
     seconds = []

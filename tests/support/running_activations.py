@@ -68,7 +68,11 @@ class Recorded:
     def keys(self) -> list[pb.SectionKey]:
         """Of its sections, as its steps use them."""
         timesteps = [900.0 - 10 * step for step in range(self.steps)]
-        return [pb.SectionKey(timestep=timestep, half=half) for timestep in timesteps for half in (0, 1)]
+        return [
+            pb.SectionKey(timestep=timestep, noise_level=2.0 ** (timestep / 100), half=half)
+            for timestep in timesteps
+            for half in (0, 1)
+        ]
 
     @property
     def map(self) -> bytes:

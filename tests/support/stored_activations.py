@@ -52,14 +52,16 @@ def valid_map(seed: int = 0) -> Tensor:
 
 def step_key(place: int, half: Half = Half.CONDITIONAL, controls: tuple[int, ...] = ()) -> StepKey:
     """Of a step of a template."""
-    return StepKey(timestep=900.5 - 100 * place, half=half, controls=controls)
+    return StepKey(timestep=900.5 - 100 * place, noise_level=2.0**-place, half=half, controls=controls)
 
 
 def section(place: int, *, key: RecordingKey = KEY, prompt: str = "", seed: int | None = None) -> Section:
     """Of a step of a template."""
     said = step_key(place)
     return Section(
-        key=SectionKey(timestep=said.timestep, half=said.half.value, controls=said.controls),
+        key=SectionKey(
+            timestep=said.timestep, noise_level=said.noise_level, half=said.half.value, controls=said.controls
+        ),
         tensors=outputs(place if seed is None else seed),
         template=key.digest,
         valid=valid_map(place),

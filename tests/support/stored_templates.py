@@ -72,7 +72,7 @@ def section_header(name: str, step: int, *, half: int = 1, **changed: Any) -> pb
     fields = {
         "recording": recording_of(name),
         "key": key_of(name),
-        "section": pb.SectionKey(timestep=timestep_of(step), half=half),
+        "section": pb.SectionKey(timestep=timestep_of(step), noise_level=2.0**-step, half=half),
         "prompt": PROMPT,
         "map": ALL,
         "latent_height": SHAPE[2],

@@ -13,20 +13,26 @@ from bottega.v1.activations_pb2 import RecordingHeader, TemplateAnswer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionKey:
-    """One forward of a template. half: 0 is the unconditional one. controls: places of the ControlNets in it."""
+    """One forward of a template. half: 0 is the unconditional one. controls: places of the ControlNets in it.
+
+    noise_level: above 0; several levels may have one timestep.
+    """
 
     timestep: float
+    noise_level: float
     half: int
     controls: tuple[int, ...] = ()
 
     @property
-    def order(self) -> tuple[float, int, tuple[int, ...]]:
-        """The one used first is the least: timesteps go down."""
-        return -self.timestep, self.half, self.controls
+    def order(self) -> tuple[float, float, int, tuple[int, ...]]:
+        """The one used first is the least: noise goes down."""
+        return -self.noise_level, -self.timestep, self.half, self.controls
 
     def to_wire(self) -> activations_pb2.SectionKey:
         """As answers carry it."""
-        return activations_pb2.SectionKey(timestep=self.timestep, half=self.half, controls=self.controls)
+        return activations_pb2.SectionKey(
+            timestep=self.timestep, noise_level=self.noise_level, half=self.half, controls=self.controls
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,9 +129,9 @@ class TemplateRecord:
         return drawn + [section.digest for section in self.sections.values()]
 
     @property
-    def timesteps(self) -> int:
-        """How many it has."""
-        return len({key.timestep for key in self.sections})
+    def step_count(self) -> int:
+        """How many steps of samplers it has."""
+        return len({(key.timestep, key.noise_level) for key in self.sections})
 
     @property
     def valid_share(self) -> float:
@@ -145,7 +151,7 @@ class TemplateReply:
 
 def key_from_wire(key: activations_pb2.SectionKey) -> SectionKey:
     """What answers and sections carry."""
-    return SectionKey(timestep=key.timestep, half=key.half, controls=tuple(key.controls))
+    return SectionKey(timestep=key.timestep, noise_level=key.noise_level, half=key.half, controls=tuple(key.controls))
 
 
 def map_bytes(height: int, width: int) -> int:

@@ -200,6 +200,18 @@ def test_somebody_elses_records_are_left_alone(tmp_path: Path) -> None:
         pass
 
 
+def test_records_of_an_earlier_version_are_left_alone(tmp_path: Path) -> None:
+    """They do not say of which noise a section is."""
+    with running_store(tmp_path) as store:
+        record(store, "cat")
+    with sqlite3.connect(tmp_path / "records.db") as connection:
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    with pytest.raises(ConfigError, match="earlier version .*schema 1; this one has 2"), running_store(tmp_path):
+        pass
+    assert section_paths(tmp_path)
+
+
 def test_profiles_are_kept_and_told_with_answers(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
         store.set_profile(block_profile())

@@ -255,7 +255,7 @@ _BROKEN: dict[str, Callable[[], WholeMessage]] = {
     "a fetch of no digest": lambda: messages.fetch_message(1, pb.SectionRequest(digest="../x")),
     "a section of no key": lambda: _section(key="x"),
     "a section of no recording": lambda: _section(recording="../x"),
-    "a section of a third half": lambda: _section(section=pb.SectionKey(timestep=1.0, half=2)),
+    "a section of a third half": lambda: _section(section=pb.SectionKey(timestep=1.0, noise_level=1.0, half=2)),
     "a section with a map of another size": lambda: _section(map=b"\xff"),
     "a section of no tensors": lambda: _message("section", _header(256), header=bytes(256)),
     "a recording of no key": lambda: _recording(key="x"),

@@ -75,6 +75,22 @@ def test_what_one_worker_records_another_one_has(tmp_path: Path) -> None:
             assert tier is Tier.MEMORY, "what has just come is not read from the disk"
 
 
+def test_forwards_of_one_timestep_and_other_noise_are_two_sections(tmp_path: Path) -> None:
+    """Samplers that round the timesteps of Karras' sigmas have such."""
+    with running_store(tmp_path) as store:
+        for step, noise_level in ((1, 0.036), (0, 0.045)):
+            key = pb.SectionKey(timestep=1.0, noise_level=noise_level, half=1)
+            send_sections(store, "cat", [step], section=key)
+        store.complete(recording_header("cat"), drawn_of("cat"), "worker")
+        assert store.flush(WAIT_S)
+    with running_store(tmp_path) as store:
+        found = answer(store, "cat").sections
+        assert [info.key.noise_level for info in found] == [0.045, 0.036], "in the order of the steps"
+        for step, info in enumerate(found):
+            assert elements(read(store, info.digest)[0]) == [bytes(each) for each in tensors_of(f"cat {step}")]
+        assert [template.steps for template in store.templates(10)] == [2]
+
+
 def test_a_template_without_a_latent_of_its_own_has_none(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
         record(store, "cat", has_drawn=False, seed=0)
@@ -306,10 +322,12 @@ def test_a_template_is_kept_within_the_budget_of_one(tmp_path: Path) -> None:
     [
         {"key": "AB" * 32},
         {"recording": "../../etc"},
-        {"section": pb.SectionKey(timestep=float("nan"))},
-        {"section": pb.SectionKey(timestep=1.0, half=2)},
-        {"section": pb.SectionKey(timestep=1.0, controls=[8])},
-        {"section": pb.SectionKey(timestep=1.0, controls=[0] * 9)},
+        {"section": pb.SectionKey(timestep=float("nan"), noise_level=1.0)},
+        {"section": pb.SectionKey(timestep=1.0)},
+        {"section": pb.SectionKey(timestep=1.0, noise_level=float("inf"))},
+        {"section": pb.SectionKey(timestep=1.0, noise_level=1.0, half=2)},
+        {"section": pb.SectionKey(timestep=1.0, noise_level=1.0, controls=[8])},
+        {"section": pb.SectionKey(timestep=1.0, noise_level=1.0, controls=[0] * 9)},
         {"prompt": "a prompt"},
         {"map": b""},
         {"map": ALL + b"\0"},

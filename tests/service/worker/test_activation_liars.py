@@ -78,6 +78,8 @@ ANSWERS: dict[str, Change] = {
     "a map that is too short": lambda said: said.maps.__setitem__(0, b"\xff"),
     "a half that is none": lambda said: setattr(said.sections[0].key, "half", 2),
     "a timestep that is no number": lambda said: setattr(said.sections[0].key, "timestep", float("nan")),
+    "no noise": lambda said: setattr(said.sections[0].key, "noise_level", 0.0),
+    "noise without an end": lambda said: setattr(said.sections[0].key, "noise_level", float("inf")),
     "a crowd of ControlNets": lambda said: said.sections[0].key.controls.extend(range(100)),
     "a digest that is none": lambda said: setattr(said.sections[0], "digest", "zz"),
     "a prompt that is none": lambda said: setattr(said.sections[0], "prompt", "a star"),
@@ -94,7 +96,7 @@ ANSWERS: dict[str, Change] = {
     "a profile of shares twice": lambda said: set_profile(said, shares=(0.2, 0.2)),
     "a profile of other shares than its blocks": lambda said: set_profile(said, masked_s=(0.1,)),
     "too many sections": lambda said: said.sections.extend(
-        SectionInfo(key=SectionKey(timestep=step), digest=FIRST.digest) for step in range(5000)
+        SectionInfo(key=SectionKey(timestep=step, noise_level=1.0), digest=FIRST.digest) for step in range(5000)
     ),
 }
 

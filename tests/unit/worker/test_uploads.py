@@ -28,7 +28,7 @@ def uploads() -> Uploads:
 
 def recording(drawn: DrawnTemplate | None = None) -> Recording:
     made = Recording(RecordingKey(model_hash="ab" * 32, dtype="float32", template="cd" * 32), SHAPE, drawn)
-    key = StepKey(timestep=1.0, half=Half.CONDITIONAL)
+    key = StepKey(timestep=1.0, noise_level=1.0, half=Half.CONDITIONAL)
     made.add(key, {"block": torch.zeros(6, 8, dtype=torch.float16)}, torch.ones(SHAPE, dtype=torch.bool))
     return made
 
@@ -142,7 +142,7 @@ def test_a_section_that_is_being_sent_counts_until_it_was() -> None:
     head = waiting.next()
     assert head is not None
     waiting.sent(head, send(head, Wire()))
-    key = StepKey(timestep=2.0, half=Half.CONDITIONAL)
+    key = StepKey(timestep=2.0, noise_level=1.0, half=Half.CONDITIONAL)
     made.add(key, {"block": torch.zeros(6, 8, dtype=torch.float16)}, torch.ones(SHAPE, dtype=torch.bool))
     waiting.add(made, key)
     assert kinds_of(waiting) == ["chunk"], "there is no room for two"

@@ -260,7 +260,7 @@ class EngineEdits(EngineAddOn):
             width=width * self.model.latent_scale,
             height=height * self.model.latent_scale,
             size_bytes=recording.size_bytes,
-            steps=recording.timesteps,
+            steps=recording.step_count,
             uses=recording.uses,
             idle_s=max(0.0, time.monotonic() - recording.used_s),
             in_use=not recording.is_idle,

@@ -220,9 +220,9 @@ class JobEdits(JobAddOn):
             _log.warning("kept latents do not fit; the edit does without them", extra={"why": str(error)})
             self._kept_unused = "what was kept of it does not fit"
             return None
-        trajectory = kept.trajectory(first.timesteps, first.begin)
+        trajectory = kept.trajectory(first.noise_levels, first.begin)
         if trajectory is None:
-            self._kept_unused = "what was kept of it has not all of its timesteps"
+            self._kept_unused = "what was kept of it has not all of its steps"
             return None
         for request in job.requests:
             image_latent = kept.image_latent.clone()

@@ -69,7 +69,7 @@ class _Picture:
             return None
         return KeptLatents(
             latents=torch.stack([self.latents[step].take() / request.signal_of(step) for step in steps]),
-            timesteps=tuple(request.timesteps),
+            noise_levels=tuple(request.noise_levels),
             seed=request.spec.seed + request.index,
             template=self.template,
         )

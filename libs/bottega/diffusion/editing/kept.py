@@ -17,9 +17,10 @@ from torch import Tensor
 
 from bottega.diffusion.editing.edit import Trajectory
 from bottega.diffusion.model.model import Model
+from bottega.diffusion.model.samplers import same_noise
 from bottega.rules import MAX_KEPT_LATENTS_BYTES
 
-VERSION = 2
+VERSION = 3
 
 _HEADER = "bottega"
 _TENSOR = "latents"
@@ -34,13 +35,13 @@ class KeptLatents:
     """The latents of one picture.
 
     latents: [steps + 1, channels, height, width]: before each step, and the finished one; divided by the sampler's
-    signal, so that edits with other samplers may put them back. timesteps: of those steps, from high to low; of some
-    samplers two may be equal.
+    signal, so that edits with other samplers may put them back. noise_levels: see Sampler; of those steps, from high to
+    low.
     seed: of the picture. template: 32 hex digits, which recordings of it are found by.
     """
 
     latents: Tensor
-    timesteps: tuple[float, ...]
+    noise_levels: tuple[float, ...]
     seed: int
     template: str
 
@@ -49,19 +50,18 @@ class KeptLatents:
         """The finished one, [1, channels, height, width]."""
         return self.latents[-1:]
 
-    def trajectory(self, timesteps: Sequence[float], begin: int) -> Trajectory | None:
+    def trajectory(self, noise_levels: Sequence[float], begin: int) -> Trajectory | None:
         """The latents before an edit's steps; None where one of them is not among those of the picture.
 
-        timesteps: of its steps from `begin` on, from high to low. An edit makes a picture's last steps: what has equal
-        timesteps is matched from the end.
+        noise_levels: of its steps from `begin` on, from high to low.
         """
         trajectory: dict[int, Tensor] = {}
-        places = iter(reversed(range(len(self.timesteps))))
-        for step in reversed(range(len(timesteps))):
-            place = next((place for place in places if self.timesteps[place] == timesteps[step]), None)
+        places = iter(enumerate(self.noise_levels))
+        for step, level in enumerate(noise_levels, begin):
+            place = next((place for place, kept in places if same_noise(kept, level)), None)
             if place is None:
                 return None
-            trajectory[begin + step] = self.latents[place][None]
+            trajectory[step] = self.latents[place][None]
         return trajectory
 
 
@@ -71,7 +71,7 @@ def write_kept(model: Model, kept: KeptLatents) -> bytes | None:
         "version": VERSION,
         "model_hash": model.digest,
         "dtype": model.dtype_name,
-        "timesteps": kept.timesteps,
+        "noise_levels": kept.noise_levels,
         "seed": kept.seed,
         "template": kept.template,
     }
@@ -98,22 +98,22 @@ def read_kept(data: bytes, model: Model, shape: tuple[int, ...]) -> KeptLatents:
     """
     try:
         header = _header(data)
-        latents = safetensors.torch.load(data)[_TENSOR]
-        kept = KeptLatents(
-            latents=latents.to(model.device, model.dtype),
-            timesteps=tuple(float(timestep) for timestep in header["timesteps"]),
-            seed=int(header["seed"]),
-            template=str(header["template"]),
-        )
         said = {"version": VERSION, "model_hash": model.digest, "dtype": model.dtype_name}
         for name, value in said.items():
             if header[name] != value:
                 raise KeptLatentsMismatch(f"their {name} is {header[name]!r}, not {value!r}")
+        latents = safetensors.torch.load(data)[_TENSOR]
+        kept = KeptLatents(
+            latents=latents.to(model.device, model.dtype),
+            noise_levels=tuple(float(level) for level in header["noise_levels"]),
+            seed=int(header["seed"]),
+            template=str(header["template"]),
+        )
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, KeptLatentsMismatch):
             raise
         raise KeptLatentsMismatch(f"they are damaged: {type(error).__name__}") from None
-    if tuple(latents.shape) != (len(kept.timesteps) + 1, *shape) or not torch.isfinite(kept.latents).all():
+    if tuple(latents.shape) != (len(kept.noise_levels) + 1, *shape) or not torch.isfinite(kept.latents).all():
         raise KeptLatentsMismatch(f"they are {tuple(latents.shape)}, which does not fit")
     return kept
 

@@ -156,14 +156,18 @@ class Request:
         """Of one of its steps."""
         return float(self._sampler.timestep(step))
 
+    def noise_level_of(self, step: int) -> float:
+        """Of the noise in its latent before a step, see Sampler."""
+        return self._sampler.noise_level(step)
+
     def signal_of(self, step: int) -> float:
         """What the picture is multiplied by in its latent before a step, see Sampler."""
         return self._sampler.signal(step)
 
     @property
-    def timesteps(self) -> list[float]:
+    def noise_levels(self) -> list[float]:
         """Of all its steps, from `begin` on."""
-        return [float(self._sampler.timestep(step)) for step in range(self.begin, self.end)]
+        return [self.noise_level_of(step) for step in range(self.begin, self.end)]
 
     def use_edit(self, edit: Edit) -> None:
         """Goes on with another image latent, noise or trajectory.

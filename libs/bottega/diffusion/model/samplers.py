@@ -33,6 +33,12 @@ class SamplerKind(Enum):
 # Those whose Diffusers class takes use_karras_sigmas.
 KARRAS = frozenset({SamplerKind.EULER, SamplerKind.DPMPP_2M})
 
+# Of two samplers one computes the noise of a timestep in another order than the other: they differ by some 1e-6.
+_SAME_NOISE = 1e-5
+
+# Where nothing of the picture is left, Diffusers' samplers count with a signal of 2**-12 lest its inverse be endless.
+_LEAST_SIGNAL = 2.0**-12
+
 # Those that draw noise at every step.
 _ANCESTRAL = frozenset({SamplerKind.EULER_ANCESTRAL})
 
@@ -40,6 +46,11 @@ _ANCESTRAL = frozenset({SamplerKind.EULER_ANCESTRAL})
 def draws_noise(kind: SamplerKind) -> bool:
     """Whether its steps draw noise; else the first latent decides all of a picture."""
     return kind in _ANCESTRAL
+
+
+def same_noise(level: float, other: float) -> bool:
+    """Whether two of `Sampler.noise_level` are one, but for the order in which samplers compute them."""
+    return math.isclose(level, other, rel_tol=_SAME_NOISE)
 
 
 def first_step_from(kind: SamplerKind, steps: int) -> int:
@@ -100,6 +111,23 @@ class Sampler:
         Divided by it, all samplers' latents at one timestep are alike: the picture, and noise of one deviation.
         """
         return 1.0 if step == self.steps else self._noise_level(step)[0]
+
+    def noise_level(self, step: int) -> float:
+        """Standard deviation of the noise before a step, of a latent whose picture is multiplied by 1.
+
+        With the timestep it says what the model is given, whatever the sampler: DPM++ rounds the timesteps of Karras'
+        sigmas, so that several levels have one. All samplers that have the level that a timestep had in training say
+        the same number.
+        """
+        timestep, (signal, deviation) = float(self.timestep(step)), self._noise_level(step)
+        level = deviation / max(signal, _LEAST_SIGNAL)
+        kept = self._scheduler.alphas_cumprod
+        if timestep.is_integer() and 0 <= timestep < len(kept):
+            trained = float(kept[int(timestep)])
+            trained_level = math.sqrt(1.0 - trained) / max(math.sqrt(trained), _LEAST_SIGNAL)
+            if same_noise(level, trained_level):
+                return trained_level
+        return level
 
     def add_noise(self, latent: Tensor, noise: Tensor, step: int) -> Tensor:
         """The latent at the noise level of `step`, as image-to-image starts.

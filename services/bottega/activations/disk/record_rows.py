@@ -26,7 +26,18 @@ from bottega.v1.activations_pb2 import RecordingHeader
 TEMPLATE_COLUMNS = ("number", "header", "drawn", "checksum", "pinned", "uses", "used_s")
 """In the order of `template_row` and `read_template`."""
 
-SECTION_COLUMNS = ("number", "timestep", "half", "controls", "digest", "layout", "map", "prompt", "checksum")
+SECTION_COLUMNS = (
+    "number",
+    "timestep",
+    "noise_level",
+    "half",
+    "controls",
+    "digest",
+    "layout",
+    "map",
+    "prompt",
+    "checksum",
+)
 """In the order of `section_row` and `read_section`."""
 
 _TABLES = (
@@ -45,6 +56,7 @@ _TABLES = (
     CREATE TABLE sections (
         number INTEGER NOT NULL,
         timestep REAL NOT NULL,
+        noise_level REAL NOT NULL,
         half INTEGER NOT NULL,
         controls TEXT NOT NULL,
         digest TEXT NOT NULL,
@@ -52,7 +64,7 @@ _TABLES = (
         map TEXT NOT NULL,
         prompt TEXT NOT NULL,
         checksum INTEGER NOT NULL,
-        PRIMARY KEY (number, timestep, half, controls)
+        PRIMARY KEY (number, timestep, noise_level, half, controls)
     ) STRICT, WITHOUT ROWID
     """,
     "CREATE TABLE parts (digest TEXT PRIMARY KEY, data BLOB NOT NULL) STRICT, WITHOUT ROWID",
@@ -62,7 +74,7 @@ SCHEMA = SqliteSchema(
     what="the records of templates",
     # "BtAc": what PRAGMA application_id says of a file of ours.
     application_id=0x42744163,
-    version=1,
+    version=2,
     tables=_TABLES,
     remedy="edits record their templates again",
     # What is there is served on a disk that cannot be written, too.
@@ -94,9 +106,9 @@ def section_row(number: int, section: SectionRecord) -> tuple[Value, ...]:
     return (*values, checksum(values))
 
 
-def section_place(number: int, key: SectionKey) -> tuple[int, float, int, str]:
+def section_place(number: int, key: SectionKey) -> tuple[int, float, float, int, str]:
     """What the row of a section is found by."""
-    return number, key.timestep, key.half, json.dumps(key.controls)
+    return number, key.timestep, key.noise_level, key.half, json.dumps(key.controls)
 
 
 @functools.lru_cache(maxsize=256)
@@ -142,11 +154,11 @@ def read_section(row: Sequence[Any], part: Part) -> SectionRecord | None:
     *values, expected = row
     if checksum(values) != expected:
         return None
-    _, timestep, half, controls, digest, layout_digest, map_digest, prompt = values
+    _, timestep, noise_level, half, controls, digest, layout_digest, map_digest, prompt = values
     layout, valid = part(layout_digest), part(map_digest)
     if layout is None or valid is None:
         return None
-    key = SectionKey(timestep=timestep, half=half, controls=tuple(json.loads(controls)))
+    key = SectionKey(timestep=timestep, noise_level=noise_level, half=half, controls=tuple(json.loads(controls)))
     return SectionRecord(key=key, digest=digest, layout=read_layout(layout), map=valid, prompt=prompt)
 
 

@@ -33,7 +33,9 @@ _TEMPLATES = f"SELECT {', '.join(TEMPLATE_COLUMNS)} FROM templates"
 _SECTIONS = f"SELECT {', '.join(SECTION_COLUMNS)} FROM sections WHERE number = ?"
 _ADD_TEMPLATE = f"REPLACE INTO templates VALUES ({', '.join('?' * len(TEMPLATE_COLUMNS))})"
 _ADD_SECTION = f"REPLACE INTO sections VALUES ({', '.join('?' * len(SECTION_COLUMNS))})"
-_DROP_SECTION = "DELETE FROM sections WHERE number = ? AND timestep = ? AND half = ? AND controls = ?"
+_DROP_SECTION = (
+    "DELETE FROM sections WHERE number = ? AND timestep = ? AND noise_level = ? AND half = ? AND controls = ?"
+)
 _USE = "UPDATE templates SET pinned = ?, uses = ?, used_s = ? WHERE number = ?"
 # What no template has any more: sections that a damaged row leaves behind, layouts and maps of what was dropped.
 _DROP_STRAYS = (

@@ -13,7 +13,7 @@ from bottega.sections.messages import MAX_HEADER_BYTES, MAX_MAP_BYTES
 from bottega.v1.activations_pb2 import RecordingHeader, SectionHeader, TemplateQuestion
 
 MAX_SECTIONS = 1024
-"""Of a template: 200 timesteps, two halves, and some sets of ControlNets."""
+"""Of a template: 200 steps, two halves, and some sets of ControlNets."""
 
 _MAX_LAYOUTS = 16
 _MAX_MAPS = 64
@@ -54,6 +54,8 @@ def checked_section_key(header: SectionHeader) -> SectionKey:
     key = key_from_wire(header.section)
     if not math.isfinite(key.timestep) or key.half not in (0, 1):
         raise ValueError("a section is of a timestep and a half, 0 or 1")
+    if not 0.0 < key.noise_level < math.inf:
+        raise ValueError("a section is of a noise level above 0, which workers of earlier versions do not say")
     if len(key.controls) > _MAX_CONTROLS or not all(0 <= place < _MAX_CONTROLS for place in key.controls):
         raise ValueError(f"a section has at most {_MAX_CONTROLS} ControlNets")
     if header.prompt and not _HEX_64.fullmatch(header.prompt):

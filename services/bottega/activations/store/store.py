@@ -354,7 +354,7 @@ class ActivationStore:
             width=header.width,
             height=header.height,
             size_bytes=template.size_bytes,
-            steps=template.timesteps,
+            steps=template.step_count,
             uses=use.uses,
             idle_s=max(0.0, self._now() - use.used_s),
             in_use=any(self._memory.leases(section.digest) for section in template.sections.values()),

@@ -20,7 +20,7 @@ from bottega.v1.activations_pb2 import BlockProfile, SectionInfo, SectionKey, Te
 from bottega.v1.trace_pb2 import StoreTimes
 
 MAX_SECTIONS = 4096
-"""Of a template: 1,000 timesteps in both halves, with and without a ControlNet."""
+"""Of a template: 1,000 steps in both halves, with and without a ControlNet."""
 
 _MAX_SIDE = 1024
 """Elements of a latent: as a map has at most."""
@@ -102,7 +102,7 @@ def unpack_map(packed: bytes, shape: tuple[int, int]) -> Tensor:
 
 def section_key(key: StepKey) -> SectionKey:
     """As the contract says it."""
-    return SectionKey(timestep=key.timestep, half=key.half.value, controls=key.controls)
+    return SectionKey(timestep=key.timestep, noise_level=key.noise_level, half=key.half.value, controls=key.controls)
 
 
 def _section(info: SectionInfo, layouts: Sequence[SectionLayout], maps: Sequence[Tensor]) -> AnsweredSection:
@@ -110,12 +110,18 @@ def _section(info: SectionInfo, layouts: Sequence[SectionLayout], maps: Sequence
     _check(0 <= info.layout < len(layouts), "a section has a layout that the answer lacks")
     _check(0 <= info.map < len(maps), "a section has a map that the answer lacks")
     _check(math.isfinite(key.timestep), "the timestep of a section is no number")
+    _check(0.0 < key.noise_level < math.inf, "a section has no noise level above 0")
     _check(0 <= key.half < len(Half), "a section has a half of guidance that there is not")
     _check(len(key.controls) <= rules.MAX_ADAPTERS, "a section has more ControlNets than a request may")
     _check(_DIGEST.fullmatch(info.digest) is not None, "a section has a digest of 64 hex digits")
     _check(_PROMPT.fullmatch(info.prompt) is not None, "a section has a prompt's digest of 64 hex digits, or none")
     return AnsweredSection(
-        key=StepKey(timestep=key.timestep, half=Half(key.half), controls=tuple(key.controls)),
+        key=StepKey(
+            timestep=key.timestep,
+            noise_level=key.noise_level,
+            half=Half(key.half),
+            controls=tuple(key.controls),
+        ),
         digest=info.digest,
         layout=layouts[info.layout],
         valid=maps[info.map],

@@ -12,7 +12,7 @@ _TEMPLATE_BYTES = 2 * SECTION_BYTES + _DRAWN_BYTES
 
 
 def _section(name: str, step: int) -> SectionRecord:
-    key = SectionKey(timestep=float(100 - step), half=0)
+    key = SectionKey(timestep=float(100 - step), noise_level=1.0, half=0)
     return SectionRecord(key=key, digest=f"{name}{step}", layout=LAYOUT, map=ALL, prompt="")
 
 
@@ -44,7 +44,7 @@ def test_what_is_found_is_used_and_written() -> None:
     table = _table("a", "b", "c")
     found = table.find("a")
     assert found is not None
-    assert (found.use.uses, found.valid_share, found.timesteps, found.size_bytes) == (1, 1.0, 2, _TEMPLATE_BYTES)
+    assert (found.use.uses, found.valid_share, found.step_count, found.size_bytes) == (1, 1.0, 2, _TEMPLATE_BYTES)
     assert table.find("a", "other") is None
     assert table.find("z") is None
     assert table.get("b") is not None
@@ -75,7 +75,7 @@ def test_what_is_lost_is_one_section_until_it_was_the_last() -> None:
     assert table.section("a0") is None
     assert table.section("a1") is not None
     changes = table.take_changes()
-    assert changes.sections == {(0, SectionKey(timestep=100.0, half=0))}
+    assert changes.sections == {(0, SectionKey(timestep=100.0, noise_level=1.0, half=0))}
     assert sorted(table.lose("a1")) == ["a1", "ad"]
     assert table.get("a") is None
     assert sorted(table.lose("bd")) == ["b0", "b1", "bd"]
@@ -87,11 +87,15 @@ def test_what_is_lost_is_one_section_until_it_was_the_last() -> None:
 
 def test_a_section_takes_the_place_of_another() -> None:
     table = _table("a")
-    new = SectionRecord(key=SectionKey(timestep=100.0, half=0), digest="new", layout=LAYOUT, map=ALL, prompt="p")
+    new = SectionRecord(
+        key=SectionKey(timestep=100.0, noise_level=1.0, half=0), digest="new", layout=LAYOUT, map=ALL, prompt="p"
+    )
     assert table.replace(0, "a", new) == ["a0"]
     assert table.section("a0") is None
     assert table.section("new") is new
-    further = SectionRecord(key=SectionKey(timestep=1.0, half=0), digest="new", layout=LAYOUT, map=ALL, prompt="p")
+    further = SectionRecord(
+        key=SectionKey(timestep=1.0, noise_level=1.0, half=0), digest="new", layout=LAYOUT, map=ALL, prompt="p"
+    )
     assert table.replace(0, "a", further) == []
     assert table.totals().size_bytes == _TEMPLATE_BYTES + SECTION_BYTES
     assert table.replace(1, "a", new) is None, "it is another template"

@@ -221,7 +221,7 @@ def test_an_edit_can_begin_from_another_image_latent_and_noise(model: Model) -> 
     assert not torch.equal(request.latent, theirs.latent)
     request.use_edit(theirs.edit)
     assert torch.equal(request.latent, theirs.latent)
-    assert len(request.timesteps) == request.steps == 5
+    assert len(request.noise_levels) == request.steps == 5
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.diffusion.editing.kept import KeptLatents, KeptLatentsMismatch, read_kept, write_kept
+from bottega.diffusion.editing.kept import VERSION, KeptLatents, KeptLatentsMismatch, read_kept, write_kept
 from bottega.diffusion.engine.events import JobCheckpointed, JobFinished, JobKept
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
@@ -48,8 +48,8 @@ def drawn_with_samples(desk: EditDesk, order: EngineOrder) -> tuple[Drawing, lis
 
 def random_latents(steps: int) -> KeptLatents:
     latents = torch.randn(steps + 1, *SHAPE, generator=torch.Generator().manual_seed(3))
-    timesteps = tuple(float(step) for step in range(steps, 0, -1))
-    return KeptLatents(latents=latents, timesteps=timesteps, seed=3, template="ab" * 16)
+    noise_levels = tuple(float(step) for step in range(steps, 0, -1))
+    return KeptLatents(latents=latents, noise_levels=noise_levels, seed=3, template="ab" * 16)
 
 
 def test_the_latents_of_each_picture_are_kept_and_change_nothing(model: Model) -> None:
@@ -59,7 +59,7 @@ def test_the_latents_of_each_picture_are_kept_and_change_nothing(model: Model) -
     for latent, other, each in zip(drawing.latents, plain.latents, kept, strict=True):
         torch.testing.assert_close(latent, other, atol=1e-4, rtol=0)
         read = read_kept(each.data, model, SHAPE)
-        assert len(read.timesteps) == 4
+        assert len(read.noise_levels) == 4
         assert read.seed == SPEC.seed + each.index
         assert torch.equal(read.image_latent, latent)
 
@@ -119,7 +119,7 @@ def test_what_one_sampler_has_drawn_another_one_puts_back(
 @pytest.mark.parametrize(
     ("why", "said"),
     [
-        ("other steps", "it is the first edit of this image; what was kept of it has not all of its timesteps"),
+        ("other steps", "it is the first edit of this image; what was kept of it has not all of its steps"),
         ("damaged", "it is the first edit of this image; what was kept of it does not fit"),
         ("exact", None),
     ],
@@ -183,7 +183,7 @@ def test_kept_latents_are_read_as_they_were_written(model: Model) -> None:
     assert data is not None
     read = read_kept(data, model, SHAPE)
     assert torch.equal(read.latents, kept.latents)
-    assert (read.timesteps, read.seed, read.template) == (kept.timesteps, kept.seed, kept.template)
+    assert (read.noise_levels, read.seed, read.template) == (kept.noise_levels, kept.seed, kept.template)
     trajectory = read.trajectory([5.0, 4.0, 2.0], begin=1)
     assert trajectory is not None
     assert sorted(trajectory) == [1, 2, 3]
@@ -191,14 +191,30 @@ def test_kept_latents_are_read_as_they_were_written(model: Model) -> None:
     assert read.trajectory([5.0, 4.5], begin=0) is None
 
 
-def test_of_equal_timesteps_an_edit_s_are_the_last_ones() -> None:
-    """Karras' sigmas, rounded to whole timesteps."""
-    kept = replace(random_latents(5), timesteps=(9.0, 4.0, 4.0, 3.0, 1.0))
-    whole, end = kept.trajectory(kept.timesteps, begin=0), kept.trajectory([4.0, 3.0, 1.0], begin=2)
-    assert whole is not None
-    assert end is not None
-    for step, latent in [*whole.items(), *end.items()]:
-        assert torch.equal(latent[0], kept.latents[step])
+def test_samplers_that_compute_a_noise_level_in_other_orders_have_it_in_common() -> None:
+    kept = random_latents(5)
+    assert kept.trajectory([5.000005, 4.0, 3.0, 1.0], begin=0) is not None
+    assert kept.trajectory([5.005, 4.0, 3.0, 1.0], begin=0) is None
+
+
+def test_of_steps_at_one_timestep_each_has_the_latent_of_its_own_noise(model: Model) -> None:
+    """Karras' sigmas of DPM++, whose timesteps are rounded."""
+    karras = replace(SPEC, sampler=SamplerKind.DPMPP_2M, use_karras_sigmas=True, num_inference_steps=60)
+    generation = EngineOrder(key="generation", spec=replace(karras, strength=None, keep_for_editing=True))
+    drawing = EditDesk(model).draw(generation)
+    (kept,) = drawing.all(JobKept)
+    read = read_kept(kept.data, model, SHAPE)
+    desk, order = EditDesk(model), edit_of(drawing, kept, karras)
+    order = replace(order, spec=replace(order.spec, strength=0.1))
+    edit = desk.draw(order)
+    assert edit.job is not None
+    request = edit.job.requests[0]
+    timesteps = [request.timestep_of(step) for step in range(request.begin, request.end)]
+    assert len(set(timesteps)) < len(timesteps) == 6
+    assert request.edit is not None
+    assert request.edit.trajectory is not None
+    for step, latent in request.edit.trajectory.items():
+        assert torch.equal(latent[0], read.latents[step])
 
 
 def test_what_is_too_much_is_kept_in_half_precision_or_not(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +237,10 @@ def test_latents_that_do_not_fit_are_not_read(model: Model) -> None:
     for wrong, shape in ((data[:-1], SHAPE), (b"", SHAPE), (b"\xff" * 99, SHAPE), (data, (4, 8, 16))):
         with pytest.raises(KeptLatentsMismatch):
             read_kept(wrong, model, shape)
+    earlier = data.replace(f'\\"version\\": {VERSION}'.encode(), b'\\"version\\": 2')
+    assert earlier != data
+    with pytest.raises(KeptLatentsMismatch, match="their version is 2, not 3"):
+        read_kept(earlier, model, SHAPE)
     other = write_kept(replace(model, digest="00"), random_latents(5))
     assert other is not None
     with pytest.raises(KeptLatentsMismatch, match="model_hash"):

@@ -31,7 +31,7 @@ def key(template: str) -> RecordingKey:
 
 
 def step(timestep: float) -> StepKey:
-    return StepKey(timestep=timestep, half=Half.CONDITIONAL)
+    return StepKey(timestep=timestep, noise_level=1.0, half=Half.CONDITIONAL)
 
 
 def drawn() -> DrawnTemplate:

@@ -66,7 +66,7 @@ class Reader:
         step = self.made + turn
         if step >= self.turns:
             return (), 0
-        keys = {half: StepKey(timestep=float(step), half=half) for half in Half}
+        keys = {half: StepKey(timestep=float(step), noise_level=1.0, half=half) for half in Half}
         rows = [
             ComingRow(key=key, step=self.steps[step, half], computed=self.computed, share=0.1, loads=self.loads)
             for half, key in keys.items()
@@ -81,7 +81,7 @@ class Reader:
         """All that was requested for the next step has come, and it is made."""
         for half in Half:
             self.steps[self.made, half].load()
-            self.loads.pop(StepKey(timestep=float(self.made), half=half), None)
+            self.loads.pop(StepKey(timestep=float(self.made), noise_level=1.0, half=half), None)
         self.made += 1
 
 

@@ -186,7 +186,9 @@ def a_recording(memory: MemoryActivations, template: str) -> Recording:
     begun = memory.begin(RecordingKey(model_hash="m", dtype="float32", template=template), (4, 4))
     assert begun is not None
     outputs = {"block": torch.zeros(50, 1, dtype=torch.float16)}
-    begun.add(StepKey(timestep=1.0, half=Half.CONDITIONAL), outputs, torch.ones(4, 4, dtype=torch.bool))
+    begun.add(
+        StepKey(timestep=1.0, noise_level=1.0, half=Half.CONDITIONAL), outputs, torch.ones(4, 4, dtype=torch.bool)
+    )
     memory.complete(begun)
     return begun
 

@@ -176,13 +176,13 @@ def test_timesteps_that_were_not_recorded_are_computed_and_added(model: Model) -
     desk = EditDesk(model)
     desk.draw(FIRST)
     (recording,) = desk.source.recordings
-    assert recording.timesteps == 3
+    assert recording.step_count == 3
     other = replace(SECOND, spec=replace(SECOND.spec, num_inference_steps=7))
     first = desk.draw(other)
     assert first.record.edit is not None
     assert 0 < first.record.edit.blocks_reused < first.record.edit.blocks_total / 2  # the last one is the same
     assert first.record.edit.recorded
-    assert recording.timesteps > 3
+    assert recording.step_count > 3
     again = desk.draw(replace(other, key="again"))
     assert again.record.edit is not None
     assert again.record.edit.blocks_reused == again.record.edit.blocks_total
@@ -287,13 +287,13 @@ def test_the_first_step_with_strength_1_is_neither_recorded_nor_taken(model: Mod
     full = masked_order(replace(SPEC, strength=1.0), key="full")
     first = desk.draw(full)
     (recording,) = desk.source.recordings
-    assert recording.timesteps == 3
+    assert recording.step_count == 3
     assert first.job is not None
-    assert first.job.requests[0].timesteps[0] not in {key.timestep for key in recording.steps}
+    assert first.job.requests[0].noise_levels[0] not in {key.noise_level for key in recording.steps}
     # Half as large steps come by the same timestep, and record it.
     finer = edit_record(desk, masked_order(replace(SPEC, num_inference_steps=8), key="finer"))
     assert finer.recorded
-    assert first.job.requests[0].timesteps[0] in {key.timestep for key in recording.steps}
+    assert first.job.requests[0].noise_levels[0] in {key.noise_level for key in recording.steps}
     again = edit_record(desk, replace(full, key="again"))
     assert again.blocks_reused == again.blocks_total * 3 / 4
     alone = edit_record(desk, masked_order(replace(SPEC, strength=1.0, num_inference_steps=1), key="alone"))
@@ -585,6 +585,37 @@ def test_a_recording_serves_edits_with_another_sampler(model: Model) -> None:
     other = desk.draw(replace(SECOND, spec=replace(SECOND.spec, sampler=SamplerKind.EULER_ANCESTRAL)))
     assert other.record.edit is not None
     assert other.record.edit.blocks_reused == other.record.edit.blocks_total
+
+
+def test_of_two_steps_at_one_timestep_each_takes_what_its_own_noise_made(model: Model) -> None:
+    """Karras' sigmas of DPM++, whose timesteps are rounded: each step has a recording of its own."""
+    karras = replace(SPEC, sampler=SamplerKind.DPMPP_2M, use_karras_sigmas=True, num_inference_steps=60, strength=0.1)
+    desk = EditDesk(model)
+    first = desk.draw(masked_order(karras, key="first"))
+    (recording,) = desk.source.recordings
+    assert recording.step_count == 6
+    assert len({key.timestep for key in recording.steps}) < 6
+    again = desk.draw(masked_order(karras, key="again"))
+    assert again.record.edit is not None
+    assert again.record.edit.blocks_reused == again.record.edit.blocks_total
+    # Activations are kept in float16.
+    torch.testing.assert_close(again.latents[0], first.latents[0], atol=2e-3, rtol=0)
+
+
+def test_a_recording_with_karras_sigmas_is_not_taken_for_other_noise_at_its_timesteps(model: Model) -> None:
+    karras = replace(SPEC, sampler=SamplerKind.DPMPP_2M, use_karras_sigmas=True, num_inference_steps=60, strength=0.1)
+    desk = EditDesk(model)
+    desk.draw(masked_order(karras, key="karras"))
+    (recording,) = desk.source.recordings
+    order = masked_order(replace(SPEC, num_inference_steps=100, strength=0.1), key="plain")
+    plain = desk.draw(order)
+    assert plain.job is not None
+    request = plain.job.requests[0]
+    timesteps = {request.timestep_of(step) for step in range(request.begin, request.end)}
+    assert timesteps & {key.timestep for key in recording.steps}, "else there is nothing to tell apart"
+    assert plain.record.edit is not None
+    assert plain.record.edit.blocks_reused == 0
+    assert plain.record.edit.computed_all_because == "the recording has none of its steps"
 
 
 def test_edits_and_plain_jobs_share_turns(model: Model) -> None:

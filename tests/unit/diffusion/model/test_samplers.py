@@ -1,13 +1,19 @@
-"""What samplers compute in place of Diffusers' schedulers, which would have a GPU's thread wait: to the last bit."""
+"""What samplers compute in place of Diffusers' schedulers, which would have a GPU's thread wait: to the last bit.
+
+And what tells their steps apart.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from bottega.diffusion.model.samplers import Sampler, SamplerKind
+from bottega import rules
+from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind, same_noise
 from tests.support.torch_threads import torch_threads
 
 CONFIG = {
@@ -62,3 +68,56 @@ def test_ancestral_steps_are_the_schedulers(prediction: str, dtype: torch.dtype)
             latent = expected[0]
     assert torch.equal(ours.get_state(), theirs.get_state())
     assert torch.isfinite(latent).all()
+
+
+ALL = [(kind, karras) for kind in SamplerKind for karras in ((False, True) if kind in KARRAS else (False,))]
+
+
+def steps_of(sampler: Sampler) -> list[tuple[float, float]]:
+    """Timestep and noise level of each."""
+    return [(float(sampler.timestep(step)), sampler.noise_level(step)) for step in range(sampler.steps)]
+
+
+def test_no_two_steps_of_other_noise_have_timestep_and_noise_level_in_common() -> None:
+    """Of any two schedules: what a model is given follows from both, not from the timestep."""
+    noise: dict[tuple[float, float], float] = {}
+    equal_timesteps = set()
+    for kind, karras in ALL:
+        for count in range(1, rules.MAX_STEPS + 1):
+            sampler = Sampler(kind, CONFIG, steps=count, karras=karras)
+            steps = steps_of(sampler)
+            assert len(set(steps)) == len(steps)
+            if len({timestep for timestep, _ in steps}) < len(steps):
+                equal_timesteps.add((kind, karras))
+            for step, key in enumerate(steps):
+                # Of a latent whose picture and noise are both 1 everywhere: a + s, a^2 + s^2 = 1 once it is scaled.
+                signal, deviation = sampler._noise_level(step)
+                share = math.atan2(deviation, signal)
+                assert noise.setdefault(key, share) == pytest.approx(share, rel=2e-5)
+    assert equal_timesteps == {(SamplerKind.DPMPP_2M, True)}, "else there is nothing to tell apart"
+
+
+def test_what_samplers_without_karras_sigmas_have_at_one_timestep_is_one_step() -> None:
+    """To the last bit, so that one takes what another one has recorded."""
+    levels: dict[float, set[float]] = {}
+    kinds: dict[float, set[SamplerKind]] = {}
+    for kind, count in itertools.product(SamplerKind, (9, 10, 19, 20, 49, 50)):
+        for timestep, level in steps_of(Sampler(kind, CONFIG, steps=count)):
+            levels.setdefault(timestep, set()).add(level)
+            kinds.setdefault(timestep, set()).add(kind)
+    assert all(len(each) == 1 for each in levels.values())
+    assert sum(len(each) == len(SamplerKind) for each in kinds.values()) >= 50
+
+
+@pytest.mark.parametrize(("kind", "karras"), ALL)
+def test_noise_falls_from_step_to_step(kind: SamplerKind, karras: bool) -> None:
+    """So that a level names one step of a schedule."""
+    levels = [level for _, level in steps_of(Sampler(kind, CONFIG, steps=rules.MAX_STEPS, karras=karras))]
+    assert all(before > after and not same_noise(before, after) for before, after in itertools.pairwise(levels))
+
+
+def test_where_nothing_of_the_picture_is_left_the_noise_level_is_a_number() -> None:
+    """DDIM alone counts with a signal of 0 there, where others have the least one that float16 has."""
+    config = {**CONFIG, "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    levels = {Sampler(kind, config, steps=STEPS).noise_level(0) for kind in (SamplerKind.DDIM, SamplerKind.DPMPP_2M)}
+    assert all(level == pytest.approx(2.0**12, rel=1e-3) for level in levels)

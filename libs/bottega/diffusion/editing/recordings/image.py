@@ -208,7 +208,7 @@ class ImageReader:
         key = step_key(self._request, half)
         step = self._step(key)
         if step is None:
-            self.computed_all_because = "the recording has none of its timesteps"
+            self.computed_all_because = "the recording has none of its steps"
             return self._new_row(key)
         plan = self._plan(step)
         sink = None
@@ -321,14 +321,14 @@ class ImageReader:
         return None
 
     def _new_row(self, key: StepKey) -> RowActivations | None:
-        """Of a timestep that the recording does not have, or with another prompt: computed in full."""
+        """Of a step that the recording does not have, or with another prompt: computed in full."""
         if not self._terms.completes:
             return None
         sink = self._sinks[key] = StepRecorder(self._kept)
         return RowActivations(sink=sink)
 
     def _add(self, key: StepKey, sink: StepRecorder) -> None:
-        """Takes a timestep into the recording, where there is room; it may be there by now."""
+        """Takes a step into the recording, where there is room; it may be there by now."""
         if not sink.outputs or self._step(key) is not None or not sink.finite:
             return
         if self._make_room(key, sink.size_bytes):
@@ -337,7 +337,7 @@ class ImageReader:
             self.wrote = True
 
     def _make_room(self, key: StepKey, size_bytes: int) -> bool:
-        """Whether there is room for so much more, of a timestep; what it has of other prompts may have to go for it."""
+        """Whether there is room for so much more, of a step; what it has of other prompts may have to go for it."""
         recording, before = self.recording, self.recording.steps.get(key)
         recording.forget_other(key)
         if self._has_room(size_bytes, size_bytes):
@@ -389,7 +389,8 @@ def step_key(request: Request, half: Half, turn: int = 0) -> StepKey:
         first, last = spec.control_steps(control)
         if first <= step < last:
             active.append(place)
-    return StepKey(timestep=request.timestep_of(step), half=half, controls=tuple(active))
+    timestep, noise_level = request.timestep_of(step), request.noise_level_of(step)
+    return StepKey(timestep=timestep, noise_level=noise_level, half=half, controls=tuple(active))
 
 
 def _lacks_loras(request: Request) -> bool:
@@ -400,7 +401,7 @@ def _lacks_loras(request: Request) -> bool:
 def _begins_with_noise(request: Request, turn: int = 0) -> bool:
     """Whether nothing of the template is in the latent before the step that comes in so many turns, see Edit.start.
 
-    Other edits make steps at that timestep with the template outside their masks.
+    Other edits make steps of that key with the template outside their masks.
     """
     edit = request.edit
     full = edit is not None and edit.trajectory is None and request.spec.strength == 1.0

@@ -1,4 +1,4 @@
-"""A template's recording: what blocks put out where the template itself stands, by timestep, half and block.
+"""A template's recording: what blocks put out where the template itself stands, by step, half and block.
 
 It knows no job and no budget; who may read or write it, and how long it is kept, its source says.
 """
@@ -40,7 +40,8 @@ class RecordedControl:
 class RecordingKey:
     """What two edits have in common where one uses the other's activations: all but prompt, seed, mask and sampler.
 
-    A sampler's model input is a function of latent, noise and timestep alone, the same one for all that are served.
+    A step's model input is a function of latent, noise, timestep and noise level alone, the same one for all samplers
+    that are served; see StepKey.
     model_hash: hex. dtype: of the model. template: hex digest of the pixels as they are drawn, crop included, or the
     name that a generation gave its latents. weights: of the LoRAs. tenant: whose it is; empty where nobody says so.
     """
@@ -68,9 +69,13 @@ class RecordingKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKey:
-    """One forward of a template. controls: places of the ControlNets that are active in it."""
+    """One forward of a template. controls: places of the ControlNets that are active in it.
+
+    noise_level: see Sampler: several levels may have one timestep, even in one schedule.
+    """
 
     timestep: float
+    noise_level: float
     half: Half
     controls: tuple[int, ...] = ()
 
@@ -155,9 +160,9 @@ class Recording:
         return self.complete and self.readers == 0
 
     @property
-    def timesteps(self) -> int:
-        """How many it has."""
-        return len({key.timestep for key in self.steps})
+    def step_count(self) -> int:
+        """How many steps of samplers it has."""
+        return len({(key.timestep, key.noise_level) for key in self.steps})
 
     @property
     def valid_share(self) -> float:
