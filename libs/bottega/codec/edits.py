@@ -58,7 +58,7 @@ def composed(drawn: Image.Image, overlay: Overlay) -> Image.Image:
 
 
 def _composed(drawn: Image.Image, image: Image.Image, overlay: Overlay) -> Image.Image:
-    mask, _converted = masks.read(overlay.mask, alpha=overlay.order.alpha)
+    mask = masks.read(overlay.mask, alpha=overlay.order.alpha).image
     order = overlay.order
     if order.padding is None:
         if not overlay.keep_unmasked:

@@ -20,6 +20,7 @@ from bottega.v1.generation_pb2 import MaskUse
 # Binarization: .5 and above is white, and 127 of 255 is below.
 _WHITE = 128
 _ONE_CHANNEL = frozenset({"1", "L"})
+_WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "P"})
 
 Box = tuple[int, int, int, int]
 """Left, upper, right and lower edge, in pixels; right and lower are the first that are outside."""
@@ -38,10 +39,23 @@ class DrawnMask:
     crop: Box | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadMask:
+    """A mask at its own size. image: white where it redraws. converted: whether it had several channels that become one.
+
+    transparency_unread: whether pixels of it are transparent, and nobody has asked for these.
+    """
+
+    image: Image.Image
+    converted: bool = False
+    transparency_unread: bool = False
+
+
 def draw(data: bytes, order: MaskOrder) -> DrawnMask:
     """Reads a mask. Raises BadImage, for one that redraws nothing too: of the pixels, or of the latent's elements."""
     try:
-        mask, converted = read(data, alpha=order.alpha)
+        found = read(data, alpha=order.alpha)
+        mask = found.image
         own = ImageSize(width=mask.width, height=mask.height)
         crop = None
         if order.padding is not None:
@@ -49,14 +63,18 @@ def draw(data: bytes, order: MaskOrder) -> DrawnMask:
             mask = fitted(mask, order.image_size)
             crop = crop_region(mask.convert("L"), order.width, order.height, padding=order.padding)
             if crop is None:
-                raise _empty(order)
+                raise _empty(order, found)
             mask = filled(mask.crop(crop), order.width, order.height)
         mask = fitted(mask, ImageSize(width=order.width, height=order.height)).convert("L")
         pixels = binary(mask, 1).tobytes()
     except MemoryError:
         raise too_much_memory() from None
-    _check(pixels, order)
-    return DrawnMask(use=_use(own, pixels, order, crop, converted=converted), pixels=pixels, crop=crop)
+    if 1 not in pixels:
+        raise _empty(order, found)
+    _check_latent(pixels, order)
+    use = _use(own, pixels, order, crop)
+    use.converted, use.transparency_unread = found.converted, found.transparency_unread
+    return DrawnMask(use=use, pixels=pixels, crop=crop)
 
 
 def inspect(data: bytes, order: MaskOrder) -> MaskUse:
@@ -64,16 +82,14 @@ def inspect(data: bytes, order: MaskOrder) -> MaskUse:
     return draw(data, order).use
 
 
-def read(data: bytes, *, alpha: bool) -> tuple[Image.Image, bool]:
-    """The mask at its own size, white where it redraws, and whether it had several channels that become one.
-
-    RGB, or grey where it is read from transparency. Raises BadImage.
-    """
+def read(data: bytes, *, alpha: bool) -> ReadMask:
+    """The mask, RGB, or grey where it is read from transparency. Raises BadImage."""
     if alpha:
         image, _mode = load(data, "RGBA")
-        return ImageOps.invert(image.getchannel("A")), False
+        return ReadMask(image=ImageOps.invert(image.getchannel("A")))
     image, mode = load(data, "RGB")
-    return image, mode not in _ONE_CHANNEL
+    several = mode not in _ONE_CHANNEL
+    return ReadMask(image=image, converted=several, transparency_unread=mode in _WITH_ALPHA and _is_transparent(data))
 
 
 def binary(mask: Image.Image, white: int) -> Image.Image:
@@ -164,10 +180,15 @@ def _widened(low: int, high: int, by: int, end: int) -> tuple[int, int]:
     return low, min(high, end)
 
 
-def _check(pixels: bytes, order: MaskOrder) -> None:
+def _is_transparent(data: bytes) -> bool:
+    """Whether any pixel is less than half opaque."""
+    image, _mode = load(data, "RGBA")
+    lowest, _highest = image.getchannel("A").getextrema()
+    return lowest < _WHITE
+
+
+def _check_latent(pixels: bytes, order: MaskOrder) -> None:
     """Raises BadImage where nothing is redrawn: latents are taken where the first pixel of each is, as torch does."""
-    if 1 not in pixels:
-        raise _empty(order)
     scale, width = order.latent_scale, order.width
     rows = range(0, len(pixels), width * scale)
     if not any(1 in pixels[row : row + width : scale] for row in rows):
@@ -175,18 +196,18 @@ def _check(pixels: bytes, order: MaskOrder) -> None:
         raise BadImage(f"redraws nothing: {rule}")
 
 
-def _empty(order: MaskOrder) -> BadImage:
+def _empty(order: MaskOrder, found: ReadMask) -> BadImage:
     what = "transparent (less than half opaque)" if order.alpha else "white (.5 and above)"
-    return BadImage(f"redraws nothing: nothing of it is {what} at {order.width}x{order.height}")
+    hint = "; mask_alpha redraws what is transparent in it" if found.transparency_unread else ""
+    return BadImage(f"redraws nothing: nothing of it is {what} at {order.width}x{order.height}{hint}")
 
 
-def _use(own: ImageSize, pixels: bytes, order: MaskOrder, crop: Box | None, *, converted: bool) -> MaskUse:
+def _use(own: ImageSize, pixels: bytes, order: MaskOrder, crop: Box | None) -> MaskUse:
     shown = order.image_size if crop is not None else ImageSize(width=order.width, height=order.height)
     use = MaskUse(
         width=own.width,
         height=own.height,
         resized=own != shown,
-        converted=converted,
         share=pixels.count(1) / len(pixels),
     )
     if order.token:

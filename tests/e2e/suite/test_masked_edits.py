@@ -56,6 +56,10 @@ def test_the_first_edit_records_and_the_second_computes_the_masked_part_alone(ma
     assert first.provenance.blocks_reused == 0
     assert 0 < second.provenance.blocks_reused == second.provenance.blocks_total
     assert 0 < second.provenance.mask.computed_share < 1
+    # The mask's .219 of the tokens, and a token around it on each side; in an exact edit no tokens are told apart.
+    dilated = [each.provenance.mask.dilated_share for each in (first, second, exact)]
+    assert dilated == [second.provenance.mask.computed_share] * 2 + [0.0]
+    assert dilated[0] > second.provenance.mask.share
     assert len(second.provenance.mask.recording) == 32
     assert [each.provenance.exact for each in (first, second, exact)] == [True, False, True]
     for each in (first, second, exact):
@@ -67,6 +71,7 @@ def test_the_first_edit_of_a_picture_that_was_kept_computes_the_masked_part_alon
     edited = masking.edit(drawn, MASK, PROMPT, fidelity="balanced", **OPTIONS)
     # The embedded model's blocks follow the prompt: another one than the picture's uses the unconditional half alone.
     assert edited.provenance.blocks_reused == edited.provenance.blocks_total / 2 > 0
+    assert edited.provenance.mask.kept_latents
     again = masking.edit(drawn, MASK, PROMPT, fidelity="fast", **OPTIONS)
     assert again.provenance.blocks_reused == again.provenance.blocks_total
     other = masking.generate("a small red circle on a blue background", seed=5, **OPTIONS)

@@ -207,7 +207,7 @@ def test_records_of_an_earlier_version_are_left_alone(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "records.db") as connection:
         connection.execute("PRAGMA user_version = 1")
     connection.close()
-    with pytest.raises(ConfigError, match="earlier version .*schema 1; this one has 2"), running_store(tmp_path):
+    with pytest.raises(ConfigError, match=r"earlier version .*schema 1; this one has 2"), running_store(tmp_path):
         pass
     assert section_paths(tmp_path)
 

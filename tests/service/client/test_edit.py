@@ -117,6 +117,7 @@ def test_it_is_said_what_the_mask_did_and_where_the_picture_is(gateway: Scripted
     plain.completed.provenance.mask.share = 0.23456
     use = cropped.completed.provenance.mask
     use.share, use.width, use.height, use.resized, use.converted = 0.5, 32, 16, True, True
+    use.transparency_unread = True
     use.crop_x, use.crop_y, use.crop_width, use.crop_height = 4, 8, 40, 30
     gateway.scripts = [[plain], [cropped]]
     result = run("edit", "star.png", "a star", "--mask", "mask.png", "-o", "out.png", address=address)
@@ -124,7 +125,9 @@ def test_it_is_said_what_the_mask_did_and_where_the_picture_is(gateway: Scripted
     assert "mask: 23.5 % of what was drawn is redrawn\n" in result.stdout
     assert "resized" not in result.stderr
     said = run("edit", "star.png", "a star", "--mask", "mask.png", address=address).stdout
-    assert "redrawn, drawn: 40x30 pixels at 4,8, resized from 32x16, made grey first\n" in said
+    unread = "what is transparent in it was not looked at (--alpha redraws that)"
+    assert f"redrawn, drawn: 40x30 pixels at 4,8, resized from 32x16, made grey first, {unread}\n" in said
+    assert "transparent" not in result.stdout
 
 
 def test_it_is_said_what_was_computed_and_what_reused(gateway: ScriptedGateway, address: str) -> None:
@@ -133,15 +136,16 @@ def test_it_is_said_what_was_computed_and_what_reused(gateway: ScriptedGateway, 
     provenance.blocks_reused, provenance.blocks_total = 450, 600
     provenance.mask.recording, provenance.mask.computed_share = "5a" * 16, 0.1875
     recorded.completed.provenance.mask.computed_all_because = "nothing is recorded of the image yet"
-    recorded.completed.provenance.mask.recorded = True
+    recorded.completed.provenance.mask.recorded = recorded.completed.provenance.mask.kept_latents = True
     gateway.scripts = [[reused], [recorded], [completed()]]
     said = [run("edit", "star.png", "a star", "--mask", "mask.png", address=address).stdout for _ in range(3)]
     assert said[0].splitlines()[-2:] == [
         "masked blocks: 75 % of all blocks took what is not masked from recording 5a5a5a5a5a5a (approximate)",
         "masked blocks: 18.8 % of the tokens computed in them",
     ]
-    assert said[1].splitlines()[-2:] == [
+    assert said[1].splitlines()[-3:] == [
         "all was computed: nothing is recorded of the image yet",
+        "kept for editing: outside the mask the latents are those that drew the image",
         "recorded: later edits of this image can compute the masked part alone",
     ]
     assert "mask" not in said[2], "of an edit of which the gateway says nothing"

@@ -107,8 +107,10 @@ async def test_the_first_edit_of_a_kept_picture_computes_masked_blocks_alone(run
     request.kept_latents = kept
     said = await provenance(running, request)
     assert 0 < said.blocks_reused == said.blocks_total
+    assert said.mask.kept_latents
     without = await provenance(running, edit("not kept", 9, image=picture, strength=1.0))
     assert not without.blocks_reused
+    assert not without.mask.kept_latents
 
 
 async def test_blocks_are_measured_on_request_and_refusals_say_why(running: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,38 @@ def test_transparency_is_read_where_it_is_asked_for() -> None:
 
     assert drawn[16:32, 8:40].all()
     assert drawn.sum() == 16 * 32
+
+
+@pytest.mark.parametrize(("opacity", "unread"), [(0, True), (127, True), (128, False), (255, False)])
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_transparency_that_is_not_read_is_said(mode: str, opacity: int, unread: bool) -> None:
+    image = Image.new("RGBA", (64, 64), "white")
+    image.paste((255, 255, 255, opacity), (8, 16, 40, 32))
+    mask = saved(image.convert(mode))
+    assert masks.inspect(mask, order()).transparency_unread == unread
+    assert masks.inspect(mask, order()).share == 1
+    if unread:
+        assert not masks.inspect(mask, order(alpha=True)).transparency_unread
+
+
+def test_transparency_of_a_palette_that_is_not_read_is_said() -> None:
+    image = Image.new("P", (64, 64), 1)
+    image.putpalette([0, 0, 0, 255, 255, 255])
+    image.paste(0, (8, 16, 40, 32))
+    file = io.BytesIO()
+    image.save(file, "PNG", transparency=0)
+    assert masks.inspect(file.getvalue(), order()).transparency_unread
+    assert not masks.inspect(saved(image), order()).transparency_unread
+
+
+def test_of_a_mask_without_white_it_is_said_that_its_transparency_was_not_read() -> None:
+    """As other programs make masks: black, and transparent where they redraw."""
+    image = Image.new("RGBA", (64, 64), "black")
+    image.paste((0, 0, 0, 0), (8, 16, 40, 32))
+    with pytest.raises(BadImage, match=r"nothing of it is white .*; mask_alpha redraws what is transparent in it"):
+        masks.inspect(saved(image), order())
+    with pytest.raises(BadImage, match=r"at 64x64$"):
+        masks.inspect(saved(Image.new("RGBA", (64, 64), "black")), order())
 
 
 @pytest.mark.parametrize(("level", "is_white"), [(127, False), (128, True)])

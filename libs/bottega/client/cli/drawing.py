@@ -197,6 +197,8 @@ def _mask_facts(use: MaskUse) -> Iterator[str]:
         yield f"resized from {use.width}x{use.height}"
     if use.converted:
         yield "made grey first"
+    if use.transparency_unread:
+        yield "what is transparent in it was not looked at (--alpha redraws that)"
 
 
 def _stages(provenance: Provenance) -> str:

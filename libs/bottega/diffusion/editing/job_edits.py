@@ -53,6 +53,7 @@ class JobEdits(JobAddOn):
         self._order = order
         self._decided = decided
         self._because = addon.unusable or _unusable(order.spec)
+        self._uses_kept = False
         self._kept_unused = ""  # why nothing of what was kept of the image is used, in words
         self._job: EngineJob | None = None
         self._found: Recording | None = None
@@ -191,6 +192,7 @@ class JobEdits(JobAddOn):
             computed_all_because="" if self._reused else self._reason(),
             recorded=self._recorded,
             dilated_share=self._dilated_share,
+            kept_latents=self._uses_kept,
         )
         waited_s = self._waited_s + (self._answer.waited_s if self._answer is not None else 0.0)
         if waited_s:
@@ -227,7 +229,7 @@ class JobEdits(JobAddOn):
         for request in job.requests:
             image_latent = kept.image_latent.clone()
             request.use_edit(replace(_edit(request), image_latent=image_latent, trajectory=trajectory))
-        self._common = True
+        self._common = self._uses_kept = True
         return kept
 
     def _find(self, key: RecordingKey, decided: Decided | None, latent: Tensor) -> Recording | None:

@@ -150,7 +150,8 @@ class EditRecord:
     rows and images. computed_share: of the tokens, at the finest level of attention, the largest of any step; 0 where
     all was computed. recording: that was used, hex; empty for none. computed_all_because: why none was, in words.
     recorded: whether this job has recorded what later ones can use. dilated_share: of the tokens, at the same level,
-    those under the mask and its margin, whether all was computed or not.
+    those under the mask and its margin, whether all was computed or not. kept_latents: whether those that were kept of
+    the image are put back.
     """
 
     blocks_reused: int = 0
@@ -160,6 +161,7 @@ class EditRecord:
     computed_all_because: str = ""
     recorded: bool = False
     dilated_share: float = 0.0
+    kept_latents: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

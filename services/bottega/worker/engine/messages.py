@@ -257,6 +257,7 @@ def _mask_use(edit: EditRecord) -> generation_pb2.MaskUse:
         computed_all_because=edit.computed_all_because,
         recorded=edit.recorded,
         dilated_share=edit.dilated_share,
+        kept_latents=edit.kept_latents,
     )
 
 

@@ -83,6 +83,7 @@ def test_the_first_edit_of_a_kept_picture_reuses_blocks_and_puts_its_latents_bac
     edit = desk.draw(order)
     assert edit.record.edit is not None
     assert 0 < edit.record.edit.blocks_reused == edit.record.edit.blocks_total
+    assert edit.record.edit.kept_latents
     assert torch.equal(outside(edit.latents[0], order), outside(drawing.latents[1], order))
     assert not edit.record.exact
 
@@ -137,6 +138,7 @@ def test_an_edit_does_without_latents_that_it_cannot_use(model: Model, why: str,
     drawn, without = (EditDesk(model).draw(each) for each in (order, replace(order, kept_latents=b"")))
     assert torch.equal(drawn.latents[0], without.latents[0])
     assert (None if drawn.record.edit is None else drawn.record.edit.computed_all_because) == said
+    assert drawn.record.edit is None or not drawn.record.edit.kept_latents
 
 
 def test_a_resumed_edit_puts_the_same_latents_back(model: Model) -> None:

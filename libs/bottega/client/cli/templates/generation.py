@@ -19,6 +19,8 @@ def _describe(provenance: Provenance) -> Iterator[str]:
         yield f"masked blocks: {share_text(use.computed_share)} of the tokens computed in them"
     elif use.computed_all_because:
         yield f"all was computed: {use.computed_all_because}"
+    if use.kept_latents:
+        yield "kept for editing: outside the mask the latents are those that drew the image"
     if use.recorded:
         yield "recorded: later edits of this image can compute the masked part alone"
 
