@@ -25,6 +25,7 @@ from tests.chaos.edits import kill_editing_workers
 from tests.chaos.floods import flood_connections, flood_streams
 from tests.chaos.gateways import fill_disks, kill_gateways
 from tests.chaos.loras import kill_lora_stores
+from tests.chaos.masked_edits import kill_reusing_workers
 from tests.chaos.peers import ENGINE, kill_peers
 from tests.chaos.restarts import roll
 from tests.chaos.rogues import join_rogues
@@ -57,6 +58,7 @@ class Part:
 PARTS: Mapping[str, Part] = {
     "kill-workers": Part(play=kill_workers, times=40, workers=3),
     "kill-editing-workers": Part(play=kill_editing_workers, times=50, workers=3),
+    "kill-reusing-workers": Part(play=kill_reusing_workers, times=12, workers=0),
     "freeze-workers": Part(play=freeze_workers, times=10),
     "freeze-engines": Part(play=freeze_engines, times=5),
     "freeze-fronts": Part(play=freeze_fronts, times=5),
@@ -118,7 +120,7 @@ def _told(faults: Sequence[str]) -> list[str]:
 
 def _report(tally: Tally) -> None:
     rows = [(name.replace("_", " "), str(count), "0") for name, count in tally.zeros.items()]
-    killed = ("kill_workers", "kill_editing_workers")
+    killed = ("kill_workers", "kill_editing_workers", "kill_reusing_workers")
     wanted = {f"{part}_most_repeated_steps": f"at most {MOST_REPEATED}" for part in killed}
     rows += [(name.replace("_", " "), f"{value:g}", wanted.get(name, "")) for name, value in tally.figures.items()]
     rows.append(("bounds that did not hold", str(len(tally.faults)), "0"))

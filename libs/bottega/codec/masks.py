@@ -41,7 +41,7 @@ class DrawnMask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadMask:
-    """A mask at its own size. image: white where it redraws. converted: whether it had several channels that become one.
+    """A mask at its own size. image: white where it redraws. converted: whether several channels become one.
 
     transparency_unread: whether pixels of it are transparent, and nobody has asked for these.
     """
