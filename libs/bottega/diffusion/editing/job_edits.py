@@ -21,7 +21,8 @@ from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.editing.kept import KeptLatents, KeptLatentsMismatch, read_kept, template_of
 from bottega.diffusion.editing.masked.tokens import share
 from bottega.diffusion.editing.order import Decided, read_decision
-from bottega.diffusion.editing.recordings.image import FULL_MASK, ImageReader, ImageRecorder, ReadTerms
+from bottega.diffusion.editing.recordings.image_reader import FULL_MASK, ImageReader, ReadTerms
+from bottega.diffusion.editing.recordings.image_recorder import ImageRecorder
 from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey
 from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts
 from bottega.diffusion.engine.addon import JobAddOn

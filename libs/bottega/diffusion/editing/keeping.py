@@ -14,7 +14,7 @@ import torch
 from bottega.diffusion.device.device import Device, HostCopy
 from bottega.diffusion.editing.asking import PendingAnswer
 from bottega.diffusion.editing.kept import KeptLatents, write_kept
-from bottega.diffusion.editing.recordings.image import ImageRecorder
+from bottega.diffusion.editing.recordings.image_recorder import ImageRecorder
 from bottega.diffusion.engine.addon import JobAddOn
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import EngineRecord

@@ -1,6 +1,6 @@
-"""What one image's steps take from a recording and give to one: a new one's recorder, and a known one's reader.
+"""What one image's steps take from a recording, and what they complete of it.
 
-Each is asked for the activations of a row as often as its step is tried, and told when the step is made.
+It is asked for the activations of a row as often as its step is tried, and told when the step is made.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from bottega.diffusion.editing.loading.planner import Coming, ComingRow
-from bottega.diffusion.editing.masked.tokens import dilate, share
+from bottega.diffusion.editing.recordings.mask_levels import MaskLevels
 from bottega.diffusion.editing.recordings.projections import ProjectionsRoom
 from bottega.diffusion.editing.recordings.recording import (
     Recording,
@@ -21,123 +20,16 @@ from bottega.diffusion.editing.recordings.recording import (
     StepReader,
     StepRecorder,
     prompt_of,
-    whole_cells,
 )
+from bottega.diffusion.editing.recordings.request_steps import begins_with_noise, lacks_loras, step_key
 from bottega.diffusion.editing.recordings.source import ActivationSource
 from bottega.diffusion.editing.recordings.step import RecordedStep
 from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts, StepLoads
+from bottega.diffusion.editing.recordings.valid_plans import ValidPlan, ValidPlans
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.rows import Half, KeptProjections, RowActivations
 
 FULL_MASK = "it redraws the whole image, its mask's margin included"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MaskLevels:
-    """How masks become tokens in a network.
-
-    finest: latent elements a side of a token at its finest level of attention. deepest: of one at its deepest level.
-    margin: tokens of the finest level around a mask that are computed, too.
-    blocks: names of what its transformer blocks put out.
-    """
-
-    finest: int
-    deepest: int
-    margin: int
-    blocks: frozenset[str]
-
-    def dilated(self, mask: Tensor) -> Tensor:
-        """What an edit computes. mask: [1, 1, height, width] of the latent, 1 where it is redrawn; returns bool."""
-        return dilate(mask[0, 0].cpu() > 0, self.margin, self.finest)
-
-
-class ImageRecorder:
-    """Records one image into a recording that was begun. lost: why that came to nothing; empty while it goes well.
-
-    valid: bool [height, width] of the latent, where the template stands. kept: see StepRecorder.
-    """
-
-    def __init__(
-        self,
-        source: ActivationSource,
-        recording: Recording,
-        request: Request,
-        valid: Tensor,
-        *,
-        kept: frozenset[str] | None = None,
-    ) -> None:
-        self.lost = ""
-        self._kept = kept
-        self.request = request
-        self.recording = recording
-        self._source = source
-        self._valid = valid
-        self._pending: dict[StepKey, StepRecorder] = {}
-
-    def row(self, half: Half) -> RowActivations | None:
-        """Of the step that comes next; asked again where that is tried again."""
-        if not self.lost and _lacks_loras(self.request):
-            self.give_up("a LoRA came late")
-        if not self.lost and self._kept is not None and not self._kept:
-            self.give_up("its activations have no room")
-        if self.lost or _begins_with_noise(self.request):
-            return None
-        sink = self._pending[step_key(self.request, half)] = StepRecorder(self._kept)
-        return RowActivations(sink=sink)
-
-    def made_step(self) -> None:
-        """The step is made."""
-        pending, self._pending = self._pending, {}
-        # Asked ahead, rows of a step that was not made are pending, too: they have put out nothing.
-        made = {key: sink for key, sink in pending.items() if sink.outputs}
-        if self.lost or not made:
-            return
-        size_bytes = sum(sink.size_bytes for sink in made.values())
-        if not all(sink.finite for sink in made.values()):
-            self.give_up("its activations are beyond float16")
-        elif not self._source.reserve(self.recording, self._expected(size_bytes)):
-            self.give_up("its activations have no room")
-        else:
-            for key, sink in made.items():
-                prompt = prompt_of(self.request.spec, key.half)
-                self.recording.add(key, sink.outputs, self._valid, prompt=prompt)
-                self._source.changed(self.recording, key)
-
-    @property
-    def next_share(self) -> float:
-        """It computes all."""
-        return 1.0
-
-    def complete(self) -> bool:
-        """The image is finished: others may read its recording. Whether there is one."""
-        if not self.lost and not self.recording.steps:
-            self.give_up("no block was recorded")
-        if not self.lost:
-            self._source.complete(self.recording)
-        return not self.lost
-
-    def give_up(self, why: str) -> None:
-        """The recording is worth nothing. Harmless the second time."""
-        if not self.lost:
-            self.lost = why
-            self._source.abandon(self.recording)
-
-    def _expected(self, step_bytes: int) -> int:
-        """Of the whole recording, when a step of so many bytes was just made."""
-        return self.recording.held_bytes + step_bytes * (1 + self.request.steps_left)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _ValidPlan:
-    """What follows from a map of what is valid. The map is kept: plans are found by the tensor itself.
-
-    computed: bool [height, width]; None computes all. missing: whole cells that this edit completes; None for none.
-    """
-
-    valid: Tensor
-    computed: Tensor | None
-    share: float
-    missing: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,16 +85,16 @@ class ImageReader:
         self._prompts = {half: prompt_of(request.spec, half) for half in Half}
         # A recording has the same blocks in all of its steps.
         self._kept = next((frozenset(step.names) for step in recording.steps.values()), None)
-        self._plans: dict[int, _ValidPlan] = {}
-        self._readers: dict[StepKey, tuple[StepReader, _ValidPlan]] = {}
+        self._plans = ValidPlans(mask, levels, completes=terms.completes)
+        self._readers: dict[StepKey, tuple[StepReader, ValidPlan]] = {}
         self._sinks: dict[StepKey, StepRecorder] = {}
         self._completers: dict[StepKey, StepCompleter] = {}
 
     def row(self, half: Half) -> RowActivations | None:
         """Of the step that comes next; asked again where that is tried again."""
-        if _lacks_loras(self._request):
+        if lacks_loras(self._request):
             return None  # of another set of weights than the recording
-        if _begins_with_noise(self._request):
+        if begins_with_noise(self._request):
             self.computed_all_because = "with strength 1 it begins with nothing of the image"
             return None
         key = step_key(self._request, half)
@@ -210,7 +102,7 @@ class ImageReader:
         if step is None:
             self.computed_all_because = "the recording has none of its steps"
             return self._new_row(key)
-        plan = self._plan(step)
+        plan = self._plans.plan(step.valid)
         sink = None
         if plan.missing is not None and (written := self._writable(key, step)) is not None:
             step, sink = written, StepCompleter(written, plan.missing)
@@ -258,11 +150,11 @@ class ImageReader:
     @property
     def next_share(self) -> float:
         """The share of the tokens that the next step computes, at the finest level of attention."""
-        if self._request.done or _lacks_loras(self._request) or _begins_with_noise(self._request):
+        if self._request.done or lacks_loras(self._request) or begins_with_noise(self._request):
             return 1.0
         halves = tuple(Half) if self._request.spec.guided else (Half.CONDITIONAL,)
         steps = [self._step(step_key(self._request, half)) for half in halves]
-        return sum(1.0 if step is None else self._plan(step).share for step in steps) / len(steps)
+        return sum(1.0 if step is None else self._plans.plan(step.valid).share for step in steps) / len(steps)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -276,10 +168,10 @@ class ImageReader:
             return (), 0
         halves = tuple(Half) if request.spec.guided else (Half.CONDITIONAL,)
         rows = []
-        for half in halves if not (_lacks_loras(request) or _begins_with_noise(request, turn)) else ():
+        for half in halves if not (lacks_loras(request) or begins_with_noise(request, turn)) else ():
             key = step_key(request, half, turn)
             step = self._step(key)
-            plan = self._plan(step) if step is not None else None
+            plan = self._plans.plan(step.valid) if step is not None else None
             if step is not None and plan is not None and plan.computed is not None:
                 row = ComingRow(key=key, step=step, computed=plan.computed, share=plan.share, loads=self.loads)
                 rows.append(row)
@@ -361,53 +253,3 @@ class ImageReader:
         if not self._has_room(0, step.size_bytes - step.held_bytes):
             return None
         return self.recording.writable(key, step)
-
-    def _plan(self, step: RecordedStep) -> _ValidPlan:
-        plan = self._plans.get(id(step.valid))
-        if plan is None:
-            plan = self._plans[id(step.valid)] = self._made_plan(step.valid)
-        return plan
-
-    def _made_plan(self, valid: Tensor) -> _ValidPlan:
-        computed = self._mask | ~valid
-        # A cell of the deepest level has whole tokens of all levels in it, so that these are the template's alone.
-        clean = whole_cells(~self._mask, self._levels.deepest)
-        missing = clean & _cells_with(~valid, self._levels.deepest)
-        return _ValidPlan(
-            valid=valid,
-            computed=None if bool(computed.all()) else computed,
-            share=share(computed, self._levels.finest),
-            missing=missing if self._terms.completes and bool(missing.any()) else None,
-        )
-
-
-def step_key(request: Request, half: Half, turn: int = 0) -> StepKey:
-    """Of the step that comes in so many turns; 0 is the next one."""
-    spec, step = request.spec, request.step + turn
-    active = []
-    for place, control in enumerate(spec.controlnets):
-        first, last = spec.control_steps(control)
-        if first <= step < last:
-            active.append(place)
-    timestep, noise_level = request.timestep_of(step), request.noise_level_of(step)
-    return StepKey(timestep=timestep, noise_level=noise_level, half=half, controls=tuple(active))
-
-
-def _lacks_loras(request: Request) -> bool:
-    """Whether the next step is made without LoRAs that the request has."""
-    return bool(request.spec.loras) and request.loras_now is None
-
-
-def _begins_with_noise(request: Request, turn: int = 0) -> bool:
-    """Whether nothing of the template is in the latent before the step that comes in so many turns, see Edit.start.
-
-    Other edits make steps of that key with the template outside their masks.
-    """
-    edit = request.edit
-    full = edit is not None and edit.trajectory is None and request.spec.strength == 1.0
-    return full and request.step + turn == request.begin
-
-
-def _cells_with(area: Tensor, cell: int) -> Tensor:
-    """The cells of so many elements a side in which any element of an area is, bool [height, width]."""
-    return torch.logical_not(whole_cells(~area, cell))

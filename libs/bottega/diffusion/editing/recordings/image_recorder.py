@@ -1,0 +1,90 @@
+"""What one image's steps give to a new recording.
+
+It is asked for the activations of a row as often as its step is tried, and told when the step is made.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bottega.diffusion.editing.recordings.recording import Recording, StepKey, StepRecorder, prompt_of
+from bottega.diffusion.editing.recordings.request_steps import begins_with_noise, lacks_loras, step_key
+from bottega.diffusion.editing.recordings.source import ActivationSource
+from bottega.diffusion.engine.request import Request
+from bottega.diffusion.rows import Half, RowActivations
+
+
+class ImageRecorder:
+    """Records one image into a recording that was begun. lost: why that came to nothing; empty while it goes well.
+
+    valid: bool [height, width] of the latent, where the template stands. kept: see StepRecorder.
+    """
+
+    def __init__(
+        self,
+        source: ActivationSource,
+        recording: Recording,
+        request: Request,
+        valid: Tensor,
+        *,
+        kept: frozenset[str] | None = None,
+    ) -> None:
+        self.lost = ""
+        self._kept = kept
+        self.request = request
+        self.recording = recording
+        self._source = source
+        self._valid = valid
+        self._pending: dict[StepKey, StepRecorder] = {}
+
+    def row(self, half: Half) -> RowActivations | None:
+        """Of the step that comes next; asked again where that is tried again."""
+        if not self.lost and lacks_loras(self.request):
+            self.give_up("a LoRA came late")
+        if not self.lost and self._kept is not None and not self._kept:
+            self.give_up("its activations have no room")
+        if self.lost or begins_with_noise(self.request):
+            return None
+        sink = self._pending[step_key(self.request, half)] = StepRecorder(self._kept)
+        return RowActivations(sink=sink)
+
+    def made_step(self) -> None:
+        """The step is made."""
+        pending, self._pending = self._pending, {}
+        # Asked ahead, rows of a step that was not made are pending, too: they have put out nothing.
+        made = {key: sink for key, sink in pending.items() if sink.outputs}
+        if self.lost or not made:
+            return
+        size_bytes = sum(sink.size_bytes for sink in made.values())
+        if not all(sink.finite for sink in made.values()):
+            self.give_up("its activations are beyond float16")
+        elif not self._source.reserve(self.recording, self._expected(size_bytes)):
+            self.give_up("its activations have no room")
+        else:
+            for key, sink in made.items():
+                prompt = prompt_of(self.request.spec, key.half)
+                self.recording.add(key, sink.outputs, self._valid, prompt=prompt)
+                self._source.changed(self.recording, key)
+
+    @property
+    def next_share(self) -> float:
+        """It computes all."""
+        return 1.0
+
+    def complete(self) -> bool:
+        """The image is finished: others may read its recording. Whether there is one."""
+        if not self.lost and not self.recording.steps:
+            self.give_up("no block was recorded")
+        if not self.lost:
+            self._source.complete(self.recording)
+        return not self.lost
+
+    def give_up(self, why: str) -> None:
+        """The recording is worth nothing. Harmless the second time."""
+        if not self.lost:
+            self.lost = why
+            self._source.abandon(self.recording)
+
+    def _expected(self, step_bytes: int) -> int:
+        """Of the whole recording, when a step of so many bytes was just made."""
+        return self.recording.held_bytes + step_bytes * (1 + self.request.steps_left)
