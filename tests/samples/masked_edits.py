@@ -9,15 +9,17 @@ import PIL.Image
 from torch import Tensor
 
 from bottega.diffusion.editing.addon import EngineEdits
+from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
 from bottega.diffusion.engine.addon import EngineAddOn
 from bottega.diffusion.engine.engine import EngineLimits
+from bottega.diffusion.engine.events import EditRecord
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from tests.samples.edits import box_mask, edit_order, template
 from tests.support.engines import make_engine
-from tests.support.manual_engine import ManualEngine
+from tests.support.manual_engine import Drawing, ManualEngine
 
 SPEC = ResolvedSpec(
     prompt="a small green circle",
@@ -78,3 +80,28 @@ def outside(latent: Tensor, order: EngineOrder) -> Tensor:
 def inside(latent: Tensor, order: EngineOrder) -> Tensor:
     """What of a latent an edit redraws."""
     return latent[0, :, redrawn(order)]
+
+
+FIRST = masked_order(key="first")
+SECOND = masked_order(replace(SPEC, prompt="a red star", seed=6), key="second")
+ELSEWHERE = masked_order(replace(SPEC, prompt="a red star", seed=7), RIGHT, key="elsewhere")
+
+
+def edited(drawing: Drawing) -> Edit:
+    """Of its first image."""
+    assert drawing.job is not None
+    edit = drawing.job.requests[0].edit
+    assert edit is not None
+    return edit
+
+
+def edit_record(desk: EditDesk, order: EngineOrder) -> EditRecord:
+    """Of an edit that it draws."""
+    record = desk.draw(order).record.edit
+    assert record is not None
+    return record
+
+
+def drawn_alone(model: Model, order: EngineOrder) -> Drawing:
+    """The same edit by an engine that records nothing."""
+    return ManualEngine(make_engine(model, EngineLimits(max_rows=64, max_wait_turns=0))).draw(order)

@@ -183,8 +183,7 @@ def _widened(low: int, high: int, by: int, end: int) -> tuple[int, int]:
 def _is_transparent(data: bytes) -> bool:
     """Whether any pixel is less than half opaque."""
     image, _mode = load(data, "RGBA")
-    lowest, _highest = image.getchannel("A").getextrema()
-    return lowest < _WHITE
+    return any(image.getchannel("A").histogram()[:_WHITE])
 
 
 def _check_latent(pixels: bytes, order: MaskOrder) -> None:
