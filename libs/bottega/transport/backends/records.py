@@ -38,12 +38,14 @@ class Records:
     def __init__(self, keys: SealKeys) -> None:
         self._sealing, self._opening = AESGCM(keys.ours), AESGCM(keys.theirs)
         self._sealed = self._opened = 0
-        self._have = 0
+        # Of what comes in: bytes that are here, and of the whole record, 0 until its header is here.
+        self._have = self._due = 0
         self._plain = memoryview(b"")
         # Given back to the system as soon as nobody has it, which memory of this size from the C library is not always.
-        memory = memoryview(mmap.mmap(-1, 3 * _WHOLE_BYTES))
+        room_bytes = _WHOLE_BYTES + _HEADER_BYTES
+        memory = memoryview(mmap.mmap(-1, 3 * room_bytes))
         self._outgoing, self._incoming, self._room = (
-            memory[begin : begin + _WHOLE_BYTES] for begin in range(0, len(memory), _WHOLE_BYTES)
+            memory[begin : begin + room_bytes] for begin in range(0, len(memory), room_bytes)
         )
 
     def seal(self, data: bytes | memoryview) -> memoryview:
@@ -87,22 +89,25 @@ class Records:
 
     @property
     def wanted(self) -> memoryview:
-        """Where what comes over the connection goes next: what is missing of a record."""
-        return self._incoming[self._have : _HEADER_BYTES + self._size]
+        """Where what comes over the connection goes next: what is missing of a record, and the next one's header, so
+        that it need not be read alone. Raises BadFrame where what is here is no record."""
+        self._read_header()
+        return self._incoming[self._have : self._due + _HEADER_BYTES]
+
+    @property
+    def missing(self) -> int:
+        """How many bytes of the record are. Raises as `wanted` does."""
+        self._read_header()
+        return (self._due or _HEADER_BYTES) - self._have
 
     def received(self, count: int, target: memoryview) -> int:
         """So many bytes were put where they were wanted. Returns how many of a whole record went into `target`; where
         that has no room for it, it waits. Raises BadFrame for one that is none, or not the next.
         """
-        was_header = self._have < _HEADER_BYTES
         self._have += count
-        if self._have == _HEADER_BYTES and was_header:
-            if not _TAG_BYTES < self._size <= RECORD_BYTES + _TAG_BYTES:
-                raise BadFrame("the peer sent no sealed record: the way between changes bytes, or it does not seal")
+        if not self._due or self._have < self._due:
             return 0
-        if self._have < _HEADER_BYTES + self._size or was_header:
-            return 0
-        size = self._size - _TAG_BYTES
+        size = self._due - _HEADER_BYTES - _TAG_BYTES
         direct = len(target) >= size
         self._open(target[:size] if direct else self._room[:size])
         if direct:
@@ -110,19 +115,23 @@ class Records:
         self._plain = self._room[:size]
         return self.take(target)
 
-    @property
-    def _size(self) -> int:
-        """Of the record that is coming in; 0 until its header is here."""
-        if self._have < _HEADER_BYTES:
-            return 0
-        return int.from_bytes(self._incoming[:_HEADER_BYTES], "little")
+    def _read_header(self) -> None:
+        """Once it is here."""
+        if self._due or self._have < _HEADER_BYTES:
+            return
+        size = int.from_bytes(self._incoming[:_HEADER_BYTES], "little")
+        if not _TAG_BYTES < size <= RECORD_BYTES + _TAG_BYTES:
+            raise BadFrame("the peer sent no sealed record: the way between changes bytes, or it does not seal")
+        self._due = _HEADER_BYTES + size
 
     def _open(self, target: memoryview) -> None:
         incoming = self._incoming
         nonce = self._opened.to_bytes(_NONCE_BYTES, "little")
         try:
-            self._opening.decrypt_into(nonce, incoming[_HEADER_BYTES : self._have], incoming[:_HEADER_BYTES], target)
+            self._opening.decrypt_into(nonce, incoming[_HEADER_BYTES : self._due], incoming[:_HEADER_BYTES], target)
         except InvalidTag:
             raise BadFrame("a sealed record was changed, left out, repeated or moved on its way") from None
         self._opened += 1
-        self._have = 0
+        ahead = self._have - self._due  # of the next record's header
+        incoming[:ahead] = incoming[self._due : self._have]
+        self._have, self._due = ahead, 0
