@@ -253,7 +253,7 @@ class ActivationStoreLink(LinkClientHandler):
         self._pace.came(len(data))
         if fetch.step.section.layout.size_bytes >= _LEAST_SHARED_BYTES:
             self._files = False
-        if not fetch.step.awaits(fetch):
+        if not fetch.left:
             self._finish(number)
 
     def _take_whole(self, number: int, times: StoreTimes, file: memoryview | None) -> None:

@@ -31,12 +31,13 @@ from bottega.worker.activations.template import AnsweredSection
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SectionFetch:
-    """A request for tensors of a section. tensors: their places in it, in the order of their use. requested_s: on
-    CLOCK_MONOTONIC. work: of the store, once its answer has begun to come.
+    """A request for tensors of a section. tensors: their places in it, in the order of their use. left: how many of
+    them are still to come. requested_s: on CLOCK_MONOTONIC. work: of the store, once its answer has begun to come.
     """
 
     step: StoredStep
     tensors: tuple[int, ...]
+    left: int
     requested_s: float = field(default_factory=time.monotonic)
     work: StoreWork | None = None
 
@@ -154,7 +155,7 @@ class StoredStep:
         if copied and not self._room.make_room(sum(map(self.bytes_of, copied))):
             self._room.meter.note("loads_without_room")
             return
-        fetch = SectionFetch(step=self, tensors=wanted)
+        fetch = SectionFetch(step=self, tensors=wanted, left=len(wanted))
         with self._room.arrivals:
             self._coming |= dict.fromkeys(asked, fetch)
             self._hold(copied)
@@ -214,10 +215,6 @@ class StoredStep:
             self._buffers.clear()
             self._arrived(tuple(self._coming))
 
-    def awaits(self, fetch: SectionFetch) -> bool:
-        """Whether anything of it is still to come."""
-        return any(self._coming.get(self._names[place]) is fetch for place in fetch.tensors)
-
     def give_up(self, fetch: SectionFetch, *, lost: bool = False) -> None:
         """What has not come of it will not. lost: nor will anything else."""
         with self._room.arrivals:
@@ -262,7 +259,7 @@ class StoredStep:
                 del self._buffers[tensor.name]
                 self._tensors[tensor.name] = buffer
                 self._arrived((tensor.name,))
-                if not self.awaits(fetch):
+                if not fetch.left:
                     self._note_time(fetch, sent_s=time.monotonic())
 
     def _note_time(self, fetch: SectionFetch, *, sent_s: float | None = None) -> None:
@@ -310,7 +307,9 @@ class StoredStep:
     def _arrived(self, names: Iterable[str]) -> None:
         """Nobody has to wait for these any more."""
         for name in names:
-            self._coming.pop(name, None)
+            # Counted, as looking through all of a step's tensors for each that comes takes longer than copying it.
+            if (fetch := self._coming.pop(name, None)) is not None:
+                fetch.left -= 1
         self._room.arrivals.notify_all()
 
 
