@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 
@@ -10,6 +11,7 @@ import pytest
 from bottega.errors import BadFrame, LinkClosed
 from bottega.transport import Deadline
 from bottega.transport.backends.frame_stream import FrameStream
+from bottega.transport.backends.records import Records, SealKeys
 from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye
 
 SOON = 10.0
@@ -46,6 +48,30 @@ def test_behind_half_a_message_nobody_waits_to_say_bye() -> None:
         assert not writer.is_alive()
     finally:
         stream.close()
+        peer.close()
+
+
+def test_what_came_before_a_record_that_is_none_can_be_read() -> None:
+    """Though the next record's header came together with it."""
+    here, there = socket.socketpair()
+    keys = SealKeys(ours=os.urandom(32), theirs=os.urandom(32))
+    sender = Records(keys)
+    peer = FrameStream(there, Records(SealKeys(ours=keys.theirs, theirs=keys.ours)))
+    payload = memoryview(os.urandom(10_000))
+    try:
+        for record in sender.seal_all([memoryview(Frame(FrameKind.DATA).pack()), payload]):
+            here.sendall(record)
+        here.sendall(bytes(8))
+        frame = peer.receive_frame(Deadline.after(SOON))
+        assert frame is not None
+        assert frame.kind == FrameKind.DATA
+        target = bytearray(len(payload))
+        assert peer.read_bulk(memoryview(target), Deadline.after(SOON)) == len(payload)
+        assert target == payload
+        with pytest.raises(BadFrame, match="no sealed record"):
+            peer.receive_frame(Deadline.after(SOON))
+    finally:
+        here.close()
         peer.close()
 
 

@@ -225,7 +225,7 @@ class FrameStream:
     def _wanted_bytes(self, missing: int) -> int:
         """How many must be there for it to be worth while to wake up, of so many that are missing."""
         if self._records is not None:  # which wait in whole records alone
-            return self._records.missing
+            return 1 if self._records.waiting else self._records.missing
         return min(missing, _COARSE_BYTES)
 
     def _sealed(self, data: bytes) -> bytes | memoryview:
