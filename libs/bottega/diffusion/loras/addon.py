@@ -29,6 +29,7 @@ from bottega.diffusion.loras import (
 )
 from bottega.diffusion.loras.offload import RemoteLoras, loras_part, read_loras
 from bottega.diffusion.loras.similarity import LatentMeter
+from bottega.diffusion.loras.unmerged import STACKED_BYTES
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import OffloadedPart
 from bottega.diffusion.rows import Embeds, Half, Row
@@ -44,7 +45,7 @@ LORAS = "loras"
 class EngineLoras(EngineAddOn):
     """source: brings LoRAs, where somebody does. timeout_s: how long a job's may take.
 
-    patches, pristine_on_host: see LoraWeights. weights: what LoRAs go into.
+    patches, pristine_on_host, stacked_bytes: see LoraWeights. weights: what LoRAs go into.
     """
 
     kind = kinds.LORAS
@@ -56,10 +57,13 @@ class EngineLoras(EngineAddOn):
         *,
         patches: bool = True,
         pristine_on_host: bool = False,
+        stacked_bytes: int = STACKED_BYTES,
         timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.weights = LoraWeights(model, patches=patches, pristine_on_host=pristine_on_host)
+        self.weights = LoraWeights(
+            model, patches=patches, pristine_on_host=pristine_on_host, stacked_bytes=stacked_bytes
+        )
         self._model = model
         self._source = source
         self._timeout_s = timeout_s

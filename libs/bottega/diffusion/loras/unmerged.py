@@ -19,8 +19,8 @@ from bottega.diffusion.editing.masked.packing import RowSpans
 from bottega.diffusion.loras.lora import UNET
 from bottega.diffusion.rows import Factors, LoraSet, SetKey
 
-# Plans hold the factors once more, stacked: of groups that take turns, as many are kept as fit into so many bytes.
-_PLANS_BYTES = 512 << 20
+STACKED_BYTES = 512 << 20
+"""Plans hold the factors once more, stacked: of groups that take turns, as many are kept as fit into so many bytes."""
 
 _Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
 _Offsets = Callable[[], tuple[int, ...] | None]
@@ -31,12 +31,14 @@ class UnmergedLoras:
     """Adds each row's LoRAs to the outputs of the modules they touch, for one forward at a time.
 
     row_by_row: every row has products of its own, so that their last bits do not depend on who stands beside it.
+    stacked_bytes: of plans that are kept for the next group like theirs; the one in use is kept whatever it takes.
     Dimension 0 of what a module is called with is the rows, or what `spans` says: packed tokens of all rows, or tiles.
     """
 
-    def __init__(self, network: nn.Module, *, row_by_row: bool = False) -> None:
+    def __init__(self, network: nn.Module, *, row_by_row: bool = False, stacked_bytes: int = STACKED_BYTES) -> None:
         self._modules = dict(network.named_modules())
         self._row_by_row = row_by_row
+        self._stacked_bytes = stacked_bytes
         self._plans: OrderedDict[_Arrangement, _Plan] = OrderedDict()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._spans: RowSpans | None = None
@@ -67,7 +69,7 @@ class UnmergedLoras:
         arrangement = tuple(None if each is None else each.key for each in sets)
         plan = self._plans.pop(arrangement, None) or self._made(sets)
         self._plans[arrangement] = plan
-        while len(self._plans) > 1 and sum(each.size_bytes for each in self._plans.values()) > _PLANS_BYTES:
+        while len(self._plans) > 1 and sum(each.size_bytes for each in self._plans.values()) > self._stacked_bytes:
             self._plans.popitem(last=False)
         return plan
 

@@ -20,7 +20,7 @@ from bottega.diffusion.loras.costs import SwapCosts
 from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, LoraAtScale, LoraLayer
 from bottega.diffusion.loras.lora_set import make_set, set_key
 from bottega.diffusion.loras.patching import Patcher
-from bottega.diffusion.loras.unmerged import UnmergedLoras
+from bottega.diffusion.loras.unmerged import STACKED_BYTES, UnmergedLoras
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import LoraSet, SetKey
 from bottega.errors import TooLarge
@@ -38,10 +38,18 @@ class LoraWeights:
     """patches: whether sets may go into the UNet's weights; if not, all go beside them, row by row, so that the last
     bits of a picture depend neither on its neighbours nor on what was measured.
 
-    pristine_on_host: keep the copies that restoring needs in host memory. swaps: of the UNet's weights so far.
+    pristine_on_host: keep the copies that restoring needs in host memory. stacked_bytes: see UnmergedLoras. swaps: of
+    the UNet's weights so far.
     """
 
-    def __init__(self, model: Model, *, patches: bool = True, pristine_on_host: bool = False) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        patches: bool = True,
+        pristine_on_host: bool = False,
+        stacked_bytes: int = STACKED_BYTES,
+    ) -> None:
         networks: Mapping[str, nn.Module] = {
             UNET: model.backbone.unet,
             **dict(zip(TEXT_ENCODERS, model.text_encoders, strict=True)),
@@ -55,7 +63,7 @@ class LoraWeights:
         self._device = model.runtime
         self._memory = MemoryPlan() if pristine_on_host else model.memory
         self._patches = patches
-        self._unmerged = UnmergedLoras(networks[UNET], row_by_row=not patches)
+        self._unmerged = UnmergedLoras(networks[UNET], row_by_row=not patches, stacked_bytes=stacked_bytes)
         self._patchers = {
             name: Patcher(network, name, keep_on=keep_on, operations=model.operations)
             for name, network in networks.items()

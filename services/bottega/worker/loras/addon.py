@@ -38,6 +38,7 @@ class WorkerLoras(EngineLoras):
             self._cache,
             patches=not config.fixed_rows,
             pristine_on_host=config.lora_pristine == "host",
+            stacked_bytes=config.lora_budget_bytes // 2,
             timeout_s=config.lora_timeout_s,
         )
 

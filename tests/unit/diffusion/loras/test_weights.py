@@ -129,6 +129,22 @@ def test_row_by_row_no_bit_depends_on_the_neighbours(net: Net) -> None:
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
+@torch.inference_mode()
+def test_of_what_groups_have_stacked_as_much_is_kept_as_there_is_room_for(net: Net) -> None:
+    a, b, c = (set_of(net, use(net, number)) for number in (1, 2, 3))
+    x = torch.randn(2, 3, 8, 8)
+    wide, narrow = UnmergedLoras(net), UnmergedLoras(net, stacked_bytes=1)
+    for sets in ([a, b], [b, c], [c, a], [a, b], [a, None]):
+        outs = []
+        for side_path in (wide, narrow):
+            side_path.enter(sets)
+            outs.append(net(x))
+            side_path.leave()
+        assert torch.equal(*outs)
+        assert len(narrow._plans) == 1, "the one that was in use, which the next turn of the group needs"
+    assert len(wide._plans) == 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_after_a_thousand_random_swaps_every_weight_is_equal_bit_for_bit_and_where_it_was(
     net: Net, dtype: torch.dtype
