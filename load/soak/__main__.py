@@ -1,7 +1,7 @@
 """Soaks a suite: `python -m load.soak --minutes 60`, as `make soak MINUTES=60`.
 
 The last line is JSON; lost and double must be 0, and each growth at most .01. With 1 it ends where something is not so,
-and at once where a service does not come back; its logs are beside the samples then.
+and at once where a service does not come back; the logs are in the folder for samples then, without samples.
 """
 
 from __future__ import annotations
@@ -134,6 +134,8 @@ async def _soak(suite: SoakSuite, requests: Sequence[PlannedRequest], options: a
                 replayed = await replaying
         finally:
             sampling.cancel()
+    if faults.failed is not None:  # in one that was under way when the last request had its answer
+        raise faults.failed
     # What attached to a job that had ended already is no second completion of it.
     completed = Counter(name for name in suite.completed() if name)
     return Soaked(samples=samples, faults=faults.done, replayed=replayed, completed=completed)
