@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import socket
 import threading
 import time
@@ -69,8 +70,12 @@ class Throttle:
         with contextlib.suppress(OSError):  # of a user that has many pipes already: pieces are smaller then
             fcntl.fcntl(pipe[1], fcntl.F_SETPIPE_SZ, self._piece_bytes)
         with contextlib.suppress(OSError):
-            while came := os.splice(source.fileno(), pipe[1], self._most_bytes):
-                self._wait(came, way)
+            while True:
+                here, _, _ = select.select([source], [], [], 0.0)
+                came = os.splice(source.fileno(), pipe[1], self._most_bytes)
+                if not came:
+                    break
+                self._wait(came, way, waited_here=bool(here))
                 while came:
                     came -= os.splice(pipe[0], sink.fileno(), came)
         for end in (source, sink):
@@ -84,10 +89,13 @@ class Throttle:
         """Of the next piece."""
         return min(self._piece_bytes, max(_PIECE_BYTES, int(self.bytes_per_s * _PIECE_S)))
 
-    def _wait(self, size_bytes: int, way: int) -> None:
-        """Until the wire has carried these bytes."""
+    def _wait(self, size_bytes: int, way: int, *, waited_here: bool) -> None:
+        """Until the wire has carried these bytes. waited_here: whether they had come when those before were through.
+
+        Else the wire has had a pause, which is nothing to catch up on.
+        """
         with self._lock:
-            begin = max(self._free_at[way], time.monotonic() - _BEHIND_S)
+            begin = max(self._free_at[way], time.monotonic() - (_BEHIND_S if waited_here else 0.0))
             self._free_at[way] = begin + size_bytes / self.bytes_per_s
             until = self._free_at[way]
         time.sleep(max(0.0, until - time.monotonic()))

@@ -14,6 +14,8 @@ from load.bench.throttle import Throttle
 SIZE_BYTES = 256 << 10
 LONG_BYTES = 12 << 20
 LONG_BYTES_PER_S = 40e6
+BURST_BYTES = 12 << 10
+SLOW_BYTES_PER_S = 2e6
 
 
 @pytest.mark.alone
@@ -39,6 +41,23 @@ def test_many_pieces_go_through_as_fast_as_said_however_late_each_wakes_the_rela
         # The quickest of some: a machine that is busy for longer than the relay may catch up on makes it slower.
         taken_s = min(_download_s(throttle) for _ in range(5))
     assert LONG_BYTES / LONG_BYTES_PER_S * 0.9 < taken_s < LONG_BYTES / LONG_BYTES_PER_S * 1.1
+
+
+@pytest.mark.alone
+def test_after_a_pause_nothing_goes_faster() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as echo, Throttle(bytes_per_s=SLOW_BYTES_PER_S) as throttle:
+        throttle.target = echo.getsockname()[1]
+        threading.Thread(target=_echo, args=(echo,), daemon=True).start()
+        took_s = []
+        with socket.create_connection(("127.0.0.1", throttle.port), timeout=20) as caller:
+            for _ in range(10):
+                time.sleep(0.05)
+                began = time.monotonic()
+                caller.sendall(bytes(BURST_BYTES))
+                _read(caller, BURST_BYTES)
+                took_s.append(time.monotonic() - began)
+    # There and back: the one after the other, as it is a single piece.
+    assert min(took_s) > 2 * BURST_BYTES / SLOW_BYTES_PER_S * 0.95
 
 
 def _download_s(throttle: Throttle) -> float:
