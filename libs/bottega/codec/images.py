@@ -86,10 +86,10 @@ def encode_image(
     return out.getvalue()
 
 
-def load(data: bytes, mode: str) -> tuple[Image.Image, str]:
+def load(data: bytes, mode: str | None) -> tuple[Image.Image, str]:
     """The image, decoded, turned as EXIF says and in a mode of Pillow's, and the mode that it had (16-bit grey: L).
 
-    Raises BadImage.
+    mode: None is RGBA where the file has transparency, in a channel or as a colour, else RGB. Raises BadImage.
     """
     check_number(len(data), MAX_IMAGE_BYTES, "bytes")
     structure.check(data)
@@ -127,9 +127,10 @@ def _check(image: Image.Image) -> None:
         raise BadImage("the image is animated; send a single picture")
 
 
-def _decoded(image: Image.Image, mode: str) -> tuple[Image.Image, str]:
+def _decoded(image: Image.Image, mode: str | None) -> tuple[Image.Image, str]:
     try:
         image.load()
+        mode = mode or ("RGBA" if image.has_transparency_data else "RGB")
         _check_exif(image)
         if image.mode.startswith("I;16") or image.mode == "I":
             image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")

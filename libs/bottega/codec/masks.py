@@ -20,7 +20,6 @@ from bottega.v1.generation_pb2 import MaskUse
 # Binarization: .5 and above is white, and 127 of 255 is below.
 _WHITE = 128
 _ONE_CHANNEL = frozenset({"1", "L"})
-_WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "P"})
 
 Box = tuple[int, int, int, int]
 """Left, upper, right and lower edge, in pixels; right and lower are the first that are outside."""
@@ -84,12 +83,11 @@ def inspect(data: bytes, order: MaskOrder) -> MaskUse:
 
 def read(data: bytes, *, alpha: bool) -> ReadMask:
     """The mask, RGB, or grey where it is read from transparency. Raises BadImage."""
+    image, mode = load(data, "RGBA" if alpha else None)
     if alpha:
-        image, _mode = load(data, "RGBA")
         return ReadMask(image=ImageOps.invert(image.getchannel("A")))
-    image, mode = load(data, "RGB")
-    several = mode not in _ONE_CHANNEL
-    return ReadMask(image=image, converted=several, transparency_unread=mode in _WITH_ALPHA and _is_transparent(data))
+    unread = image.mode == "RGBA" and _is_transparent(image)
+    return ReadMask(image=image.convert("RGB"), converted=mode not in _ONE_CHANNEL, transparency_unread=unread)
 
 
 def binary(mask: Image.Image, white: int) -> Image.Image:
@@ -180,9 +178,8 @@ def _widened(low: int, high: int, by: int, end: int) -> tuple[int, int]:
     return low, min(high, end)
 
 
-def _is_transparent(data: bytes) -> bool:
+def _is_transparent(image: Image.Image) -> bool:
     """Whether any pixel is less than half opaque."""
-    image, _mode = load(data, "RGBA")
     return any(image.getchannel("A").histogram()[:_WHITE])
 
 

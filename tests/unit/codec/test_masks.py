@@ -112,14 +112,22 @@ def test_transparency_that_is_not_read_is_said(mode: str, opacity: int, unread: 
         assert not masks.inspect(mask, order(alpha=True)).transparency_unread
 
 
-def test_transparency_of_a_palette_that_is_not_read_is_said() -> None:
-    image = Image.new("P", (64, 64), 1)
-    image.putpalette([0, 0, 0, 255, 255, 255])
-    image.paste(0, (8, 16, 40, 32))
+@pytest.mark.parametrize(
+    ("mode", "black", "white"),
+    [("P", 0, 1), ("1", 0, 255), ("L", 0, 255), ("RGB", (0, 0, 0), (255, 255, 255))],
+)
+def test_transparency_of_one_colour_that_is_not_read_is_said(mode: str, black: Any, white: Any) -> None:
+    image = Image.new(mode, (64, 64), white)
+    if mode == "P":
+        image.putpalette([0, 0, 0, 255, 255, 255])
+    image.paste(black, (8, 16, 40, 32))
     file = io.BytesIO()
-    image.save(file, "PNG", transparency=0)
-    assert masks.inspect(file.getvalue(), order()).transparency_unread
-    assert not masks.inspect(saved(image), order()).transparency_unread
+    image.save(file, "PNG", transparency=black)
+    use, opaque = masks.inspect(file.getvalue(), order()), masks.inspect(saved(image), order())
+    assert use.transparency_unread
+    assert not opaque.transparency_unread
+    assert (use.share, use.converted) == (opaque.share, opaque.converted)
+    assert masks.inspect(file.getvalue(), order(alpha=True)).share == 32 * 16 / 64**2
 
 
 def test_of_a_mask_without_white_it_is_said_that_its_transparency_was_not_read() -> None:
