@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from bottega import rules
+from bottega.diffusion.editing.recordings.request_steps import rounded
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import Sampler, SamplerKind
+from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind
 from bottega.diffusion.spec import ControlSpec
 from tests.samples.engine_loras import lora_spec
 from tests.samples.masked_edits import (
@@ -128,3 +132,20 @@ def test_a_recording_with_karras_sigmas_is_not_taken_for_other_noise_at_its_time
     assert plain.record.edit is not None
     assert plain.record.edit.blocks_reused == 0
     assert plain.record.edit.computed_all_because == "the recording has none of its steps"
+
+
+def test_keys_tell_all_steps_apart_though_the_last_bits_of_their_noise_do_not_count(model: Model) -> None:
+    """Two kinds of processors compute those otherwise, and their workers may share a store."""
+    told_apart = levels = 0
+    for kind in SamplerKind:
+        for karras in (False, True) if kind in KARRAS else (False,):
+            for count in range(1, rules.MAX_STEPS + 1, 3):
+                sampler = Sampler(kind, model.scheduler_config, steps=count, karras=karras)
+                said = [sampler.noise_level(step) for step in range(count)]
+                keys = [rounded(level) for level in said]
+                assert len(set(keys)) == count
+                assert all(math.isclose(key, level, rel_tol=5e-5) for key, level in zip(keys, said, strict=True))
+                elsewhere = [rounded(float(np.nextafter(np.float32(level), np.float32(np.inf)))) for level in said]
+                told_apart += sum(key != other for key, other in zip(keys, elsewhere, strict=True))
+                levels += count
+    assert told_apart < levels / 50

@@ -6,6 +6,10 @@ from bottega.diffusion.editing.recordings.recording import StepKey
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.rows import Half
 
+# Of a noise level, of those that count: it is computed in float32, whose last bits are others on other processors, and
+# their workers may share a store. No two steps of a schedule are as near to each other.
+_DIGITS = 5
+
 
 def step_key(request: Request, half: Half, turn: int = 0) -> StepKey:
     """Of the step that comes in so many turns; 0 is the next one."""
@@ -15,8 +19,13 @@ def step_key(request: Request, half: Half, turn: int = 0) -> StepKey:
         first, last = spec.control_steps(control)
         if first <= step < last:
             active.append(place)
-    timestep, noise_level = request.timestep_of(step), request.noise_level_of(step)
-    return StepKey(timestep=timestep, noise_level=noise_level, half=half, controls=tuple(active))
+    noise_level = rounded(request.noise_level_of(step))
+    return StepKey(timestep=request.timestep_of(step), noise_level=noise_level, half=half, controls=tuple(active))
+
+
+def rounded(noise_level: float) -> float:
+    """As keys have it."""
+    return float(f"{noise_level:.{_DIGITS}g}")
 
 
 def lacks_loras(request: Request) -> bool:
