@@ -170,9 +170,14 @@ class FrameStream:
         self.socket.close()
 
     def wait_readable(self, deadline: Deadline) -> bool:
-        """Whether there is something to read before the deadline, the connection's end included."""
-        if self._records is not None and self._records.waiting:
-            return True
+        """Whether there is something to read before the deadline, the connection's end included.
+
+        Raises BadFrame at once for what is here already and is no record.
+        """
+        if self._records is not None:
+            if self._records.waiting:
+                return True
+            self._records.read_header()
         return bool(self._readable.poll(_milliseconds(deadline)))
 
     def _read_header(self, deadline: Deadline) -> bytes | bytearray | None:

@@ -91,13 +91,13 @@ class Records:
     def wanted(self) -> memoryview:
         """Where what comes over the connection goes next: what is missing of a record, and the next one's header, so
         that it need not be read alone. Raises BadFrame where what is here is no record."""
-        self._read_header()
+        self.read_header()
         return self._incoming[self._have : self._due + _HEADER_BYTES]
 
     @property
     def missing(self) -> int:
         """How many bytes of the record are. Raises as `wanted` does."""
-        self._read_header()
+        self.read_header()
         return (self._due or _HEADER_BYTES) - self._have
 
     def received(self, count: int, target: memoryview) -> int:
@@ -115,8 +115,8 @@ class Records:
         self._plain = self._room[:size]
         return self.take(target)
 
-    def _read_header(self) -> None:
-        """Once it is here."""
+    def read_header(self) -> None:
+        """Of the record that comes next, once it is here. Raises BadFrame where it is none's."""
         if self._due or self._have < _HEADER_BYTES:
             return
         size = int.from_bytes(self._incoming[:_HEADER_BYTES], "little")
