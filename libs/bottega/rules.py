@@ -33,6 +33,8 @@ MAX_STEPS = 200
 # In a ControlNet's folder, with those in it; a hub's repository of one has some tens.
 MAX_CONTROLNET_FILES = 10_000
 MAX_SIDE = 1 << 14
+# A day: no engine takes so long to start, and one that was stopped meanwhile says no more.
+MAX_START_S = 86_400.0
 MAX_GUIDANCE_SCALE = 50
 # Seeds of all images stay exactly representable in a JSON number.
 MAX_SEED = 2**53 - MAX_IMAGES

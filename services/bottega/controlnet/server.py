@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from bottega import kinds
+from bottega import kinds, rules
 from bottega.background_tasks import BackgroundTasks
 from bottega.controlnet.catalogue import ControlNetCatalogue
 from bottega.controlnet.catalogue_schema import SCHEMA
@@ -231,7 +231,7 @@ class ControlNetServer:
             except BottegaError as error:
                 facts = {"controlnet": name, "folder": str(folder), "text": error.message}
                 _log.error("a ControlNet cannot be hosted", extra=facts)
-        self._start_s = self._engine.age_s
+        self._start_s = min(self._engine.age_s, rules.MAX_START_S)
         if not self._first_hosting.done():
             self._first_hosting.set_result(None)
         else:

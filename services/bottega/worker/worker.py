@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from bottega import kinds
+from bottega import kinds, rules
 from bottega.background_tasks import BackgroundTasks
 from bottega.codec import CodecPool
 from bottega.errors import (
@@ -239,7 +239,7 @@ class Worker:
         await asyncio.gather(self._engine.stop(), self._pool.stop(), self._link_resolver.stop())
 
     async def on_engine_ready(self, ready: engine_pb2.EngineReady) -> None:
-        self._start_s = self._engine.age_s
+        self._start_s = min(self._engine.age_s, rules.MAX_START_S)
         facts = {"model": ready.model.name, "device": ready.device, "pid": self._engine.pid}
         _log.info("engine ready", extra={**facts, "start_s": round(self._start_s, 3)})
         self._backlog, self._services = -1, []

@@ -36,8 +36,6 @@ _MAX_ENTRIES = 4096
 # Sizes of latents, and widths of groups, of which a worker says what masked rows take.
 _MAX_MASKED_TIMES = 32
 _MAX_MASK_TOKENS = 64
-# A day: no engine takes so long to start.
-_MAX_START_S = 86_400.0
 # Of a worker's self-check.
 _MAX_ACCELERATIONS = 64
 _MAX_REASON = 512
@@ -77,8 +75,8 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
         yield Violation(field="load.running", description=f"ids of jobs are at most {_MAX_CHARACTERS} characters")
     if not 0 <= load.fixed_s < math.inf:
         yield Violation(field="load.fixed_s", description="must be a number of seconds")
-    if not 0 <= load.start_s <= _MAX_START_S:
-        yield Violation(field="load.start_s", description=f"must be seconds, at most {_MAX_START_S:.0f}")
+    if not 0 <= load.start_s <= rules.MAX_START_S:
+        yield Violation(field="load.start_s", description=f"must be seconds, at most {rules.MAX_START_S:.0f}")
     times = {time.kind: time.seconds for time in load.switch_times}
     if (
         len(times) < len(load.switch_times)
