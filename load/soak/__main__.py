@@ -130,6 +130,7 @@ async def _soak(suite: SoakSuite, requests: Sequence[PlannedRequest], options: a
                     await asyncio.wait([replaying], timeout=_SAMPLE_S)
                 if faults.failed is not None:
                     replaying.cancel()
+                    await asyncio.wait([replaying])
                     raise faults.failed
                 replayed = await replaying
         finally:
