@@ -54,12 +54,17 @@ def keys_of(config: object, section: KeyPath = ()) -> Iterator[ConfigKey]:
 
 
 def explanations(kind: type[object]) -> dict[str, str]:
-    """What the docstrings of a dataclass and of those that it extends say of its fields: "NAME: ..." or "A, B: ..."."""
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    one = "|".join(sorted(names, key=len, reverse=True))
-    heads = re.compile(rf"(?:^|(?<=\s))((?:{one})(?:, (?:{one}))*): ")
+    """What the docstrings of a dataclass and of those that it extends say of its fields: "NAME: ..." or "A, B: ...".
+
+    Each class explains the fields that it declares; where it speaks of another's, as "insecure: true", that is no entry.
+    """
     found: dict[str, str] = {}
     for ancestor in reversed(kind.__mro__):
+        names = inspect.get_annotations(ancestor)
+        if not names:
+            continue
+        one = "|".join(sorted(names, key=len, reverse=True))
+        heads = re.compile(rf"(?:^|(?<=\s))((?:{one})(?:, (?:{one}))*): ")
         text = " ".join(inspect.cleandoc(ancestor.__dict__.get("__doc__") or "").split())
         matches = list(heads.finditer(text))
         ends = [*(match.start() for match in matches), len(text)][1:]

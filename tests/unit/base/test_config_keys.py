@@ -31,7 +31,7 @@ class Door:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class House(Door):
     """doors, windows: how many
-    it has. owner: a host:port."""
+    it has. owner: a host:port, with width_m: 2 where it is wide."""
 
     doors: int = 1
     windows: int = 2
@@ -49,7 +49,7 @@ def file_of(folder: Path, text: str) -> Path:
 def test_a_docstring_explains_keys_also_those_of_the_class_above() -> None:
     said = explanations(House)
     assert said["doors"] == said["windows"] == "how many it has."
-    assert said["owner"] == "a host:port."
+    assert said["owner"] == "a host:port, with width_m: 2 where it is wide."
     assert said["width_m"] == "of the frame; height_m: is none of its keys."
     assert "hub_token" not in said
 

@@ -209,6 +209,13 @@ def test_the_controlnet_servers_configuration_hosts_the_embedded_models_own(tmp_
     assert all((folder / "config.json").is_file() for folder in folders.values())
 
 
+def test_configurations_say_of_keys_what_their_docstrings_say(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, DEPLOY / "configurations.py", tmp_path], timeout=60, check=True)
+    made = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.yaml")}
+    there = {path.relative_to(DEPLOY / "config"): path.read_text() for path in (DEPLOY / "config").rglob("*.yaml")}
+    assert made == there, "a docstring or a default has changed: run deploy/configurations.py"
+
+
 # "#key: value", which is a key with its default; "# Words" are a comment.
 _DEFAULT = re.compile(r"^( *)#(?! )", re.MULTILINE)
 
