@@ -50,6 +50,14 @@ def test_without_a_name_the_file_is_named_after_the_job(
     assert [path.name for path in own_folder.iterdir()] == ["trace-job-1.json"]
 
 
+@pytest.mark.usefixtures("gateway")
+def test_the_picture_is_not_written_over_the_file_for_a_viewer(address: str, own_folder: Path) -> None:
+    result = run("trace", "job-1", "-o", "day.PNG", "--png", address=address)
+    assert result.exit_code == 2
+    assert "-o day.json" in result.stderr
+    assert not list(own_folder.iterdir())
+
+
 @pytest.mark.usefixtures("own_folder")
 def test_a_job_that_has_no_trace_yet_says_what_to_do(gateway: ScriptedGateway, address: str) -> None:
     gateway.failures = [TraceNotFound("no attempt at the job has ended yet")]

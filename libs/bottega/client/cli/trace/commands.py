@@ -32,6 +32,9 @@ def command(*, job_id: str, output: Path | None, png: bool, address: str) -> Non
     The file is for a trace viewer: open it at https://ui.perfetto.dev, or in chrome://tracing. Nothing is sent there by
     this command. A gateway keeps the traces of the jobs that ended last.
     """
+    if png and output is not None and output.suffix.lower() == ".png":
+        viewer = output.with_suffix(".json")
+        raise click.UsageError(f"-o names the file for a trace viewer, the picture is written beside it: -o {viewer}")
     with connect(address) as client:
         trace = client.job(job_id).trace()
     target = output or Path(f"trace-{trace.job_id}.json")
