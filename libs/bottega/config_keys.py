@@ -56,7 +56,7 @@ def keys_of(config: object, section: KeyPath = ()) -> Iterator[ConfigKey]:
 def explanations(kind: type[object]) -> dict[str, str]:
     """What the docstrings of a dataclass and of those that it extends say of its fields: "NAME: ..." or "A, B: ...".
 
-    Each class explains the fields that it declares; where it speaks of another's, as "insecure: true", that is no entry.
+    Each class explains the fields that it declares: "insecure: true" in what it says of another one is no entry.
     """
     found: dict[str, str] = {}
     for ancestor in reversed(kind.__mro__):
