@@ -175,6 +175,21 @@ def test_a_completed_area_is_written_at_every_level_and_nothing_else(memory: Mem
     assert bool((untouched == 1).all())
 
 
+@pytest.mark.parametrize("value", [1e6, float("nan"), float("-inf")], ids=["beyond float16", "nan", "inf"])
+def test_an_area_with_anything_beyond_half_precision_is_not_written(memory: MemoryActivations, value: float) -> None:
+    recording = record(memory, "a")
+    area = torch.zeros(8, 8, dtype=torch.bool)
+    area[:4, 4:] = True
+    completer = StepCompleter(recording.steps[step(0)], area)
+    completer.put("block", torch.full((16, 8), 5.0))
+    completer.put("resnet:map", torch.full((2, 8, 8), value))
+    assert not completer.write()
+    for name in recording.steps[step(0)].names:
+        kept = recording.steps[step(0)].get(name)
+        assert kept is not None
+        assert bool((kept == 1).all())
+
+
 def test_steps_with_equal_maps_share_one_and_growing_one_leaves_the_others(memory: MemoryActivations) -> None:
     begun = memory.begin(key("a"), (8, 8), drawn())
     assert begun is not None

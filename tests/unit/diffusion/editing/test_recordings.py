@@ -125,6 +125,30 @@ def test_what_completes_a_recording_is_what_the_template_puts_out_there(model: M
             assert not torch.equal(tensor[~tokens], before[key, name][~tokens])
 
 
+def test_an_edit_whose_activations_float16_has_no_room_for_leaves_the_recording_as_it_was(model: Model) -> None:
+    """What it completed would be read by every later edit of the template."""
+    desk = EditDesk(model)
+    desk.draw(FIRST)
+    (recording,) = desk.source.recordings
+    share = recording.valid_share
+    (block,) = desk.edits.blocks[-1:]
+    last = model.backbone.unet.get_submodule(block)
+    hook = last.register_forward_hook(lambda module, given, output: output * 1e9)
+    try:
+        beyond = desk.draw(ELSEWHERE)
+    finally:
+        hook.remove()
+    assert beyond.record.edit is not None
+    assert beyond.record.edit.blocks_reused
+    assert not beyond.record.edit.recorded
+    assert recording.valid_share == share < 1.0
+    assert all(bool(recorded(step, block).isfinite().all()) for step in recording.steps.values())
+    later = desk.draw(replace(ELSEWHERE, key="later"))
+    assert later.record.edit is not None
+    assert later.record.edit.recorded
+    assert bool(later.latents[0].isfinite().all())
+
+
 def test_while_a_template_is_recorded_others_of_it_compute_in_full_and_record_nothing(model: Model) -> None:
     desk = EditDesk(model)
     drawings = desk.run({0: [FIRST, SECOND]})

@@ -9,7 +9,7 @@ import hashlib
 import json
 import uuid
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -315,7 +315,7 @@ class StepRecorder:
     @property
     def finite(self) -> bool:
         """Whether float16 has room for all of it."""
-        return all(bool(torch.isfinite(tensor).all()) for tensor in self.outputs.values())
+        return _finite(self.outputs.values())
 
 
 class StepCompleter:
@@ -346,14 +346,20 @@ class StepCompleter:
 
     @torch.inference_mode()
     def write(self) -> bool:
-        """Writes what was put out, and waits for it where it has not come. Whether there was anything."""
-        copies, self._copies = self._copies, {}
-        for name, copy in copies.items():
+        """Writes what was put out, and waits for it where it has not come. Whether it has written anything.
+
+        All of it or nothing: what float16 has no room for would spoil the edits of everyone who reads the step.
+        """
+        outputs = {name: copy.take() for name, copy in self._copies.items()}
+        self._copies = {}
+        if not outputs or not _finite(outputs.values()):
+            return False
+        for name, output in outputs.items():
             stored = self.step.get(name)
             if stored is not None:
                 inside, _ = self._inside(stored, open_device(stored.device))
-                stored[(inside.flatten(),) if stored.ndim == 2 else (slice(None), inside)] = copy.take()
-        return bool(copies)
+                stored[(inside.flatten(),) if stored.ndim == 2 else (slice(None), inside)] = output
+        return True
 
     def _inside(self, output: Tensor, device: Device) -> tuple[Tensor, Tensor]:
         """The area at an output's level, bool [height, width] on the CPU, and its places by number on the device."""
@@ -366,6 +372,11 @@ class StepCompleter:
             inside = area[0] > 0
             self._within[size] = inside, device.to_device(inside.flatten().nonzero()[:, 0])
         return self._within[size]
+
+
+def _finite(outputs: Iterable[Tensor]) -> bool:
+    """Whether float16 had room for all of it. outputs: on the CPU."""
+    return all(bool(torch.isfinite(output).all()) for output in outputs)
 
 
 def level_of(shape: tuple[int, ...], tokens: int) -> tuple[int, int]:
