@@ -18,6 +18,7 @@ from tests.samples.hostile_images import saved
 from tests.support.running_activations import LARGE, Recorded, Running, joined_store
 from tests.support.running_gateway import Running as RunningGateway
 from tests.support.running_gateway import refusal, running_gateway
+from tests.support.tenants import add_tenant, calling
 from tests.support.waiting import eventually
 
 BALANCED = generation_pb2.FIDELITY_BALANCED
@@ -66,6 +67,22 @@ async def test_what_computes_all_has_no_template(house: RunningGateway) -> None:
     ):
         await house.draw(**said)
     assert [kinds.ACTIVATIONS in request.addons for request in worker.requests] == [False] * 3
+
+
+async def test_workers_are_told_whose_pictures_they_record_for_edits_to_come(tmp_path: Path) -> None:
+    """Else the tenant's edits, which look among its own recordings, would never find them."""
+    file = tmp_path / "tenants.json"
+    key = add_tenant(file, "shop")
+    async with running_gateway(tenants=str(file), codec_processes=1) as house, calling(house, key) as shop:
+        worker = await house.worker()
+        worker.script.picture = lambda index: PICTURE
+        size: dict[str, Any] = {"width": 64, "height": 64, "num_inference_steps": 4}
+        drawn = await shop.draw(prompt="a star", keep_for_editing=True, **size)
+        await shop.draw(**_edit(image=drawn.images[0].data, **size))
+    kept, edit = (ActivationsOrder.FromString(each.addons[kinds.ACTIVATIONS]) for each in worker.requests)
+    assert (kept.tenant, kept.source) == ("shop", "")
+    assert edit.tenant == "shop"
+    assert len(edit.source) == 64
 
 
 async def test_an_edit_counts_by_its_mask_through_a_restart(tmp_path: Path) -> None:

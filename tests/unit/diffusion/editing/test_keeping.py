@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from bottega import kinds
 from bottega.diffusion.editing.kept import VERSION, KeptLatents, KeptLatentsMismatch, read_kept, write_kept
 from bottega.diffusion.engine.events import JobCheckpointed, JobFinished, JobKept
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
+from bottega.v1.activations_pb2 import ActivationsOrder
 from tests.samples.edits import edit_order
 from tests.samples.masked_edits import LEFT, SPEC, EditDesk, masked_order, outside
 from tests.support.delayed_device import DelayedDevice
@@ -86,6 +88,20 @@ def test_the_first_edit_of_a_kept_picture_reuses_blocks_and_puts_its_latents_bac
     assert edit.record.edit.kept_latents
     assert torch.equal(outside(edit.latents[0], order), outside(drawing.latents[1], order))
     assert not edit.record.exact
+
+
+def test_a_kept_picture_is_recorded_for_edits_of_its_own_tenant(model: Model) -> None:
+    def of(order: EngineOrder, tenant: str) -> EngineOrder:
+        return replace(order, addons={kinds.ACTIVATIONS: ActivationsOrder(tenant=tenant).SerializeToString()})
+
+    desk = EditDesk(model)
+    drawing = desk.draw(of(EngineOrder(key="generation", spec=replace(GENERATED, num_images=1)), "one"))
+    order = edit_of(drawing, drawing.all(JobKept)[0])
+    own, other = (desk.draw(of(replace(order, key=tenant), tenant)).record.edit for tenant in ("one", "two"))
+    assert own is not None
+    assert other is not None
+    assert 0 < own.blocks_reused == own.blocks_total
+    assert (other.blocks_reused, other.recorded) == (0, True)
 
 
 def test_where_the_recording_is_gone_the_latents_are_put_back_and_recorded(model: Model) -> None:

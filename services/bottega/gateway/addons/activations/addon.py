@@ -96,14 +96,17 @@ class ActivationsAddOn(AddOn):
             self._prefetcher.request(store, templates)
 
     def prepare_attempt(self, job: Job, worker: Member, request: worker_pb2.RunAttemptRequest) -> None:
-        """Says whose edit it is, and how its template is asked for; stores load it, and count it as used."""
+        """Says whose it is, of an edit and of a picture that is recorded for edits to come; and how an edit's template
+        is asked for: stores load it, and count it as used.
+        """
         template = job.request.template
-        if not template:
+        if not template and not job.bare.keep_for_editing:
             return
-        self.prefetch([job])
         order = ActivationsOrder(tenant=job.request.tenant, source=template)
         request.addons[kinds.ACTIVATIONS] = order.SerializeToString()
-        self._metrics.edits.labels(self._residence(template, worker.name)).inc()
+        if template:
+            self.prefetch([job])
+            self._metrics.edits.labels(self._residence(template, worker.name)).inc()
 
     def member_changed(self, member: Member) -> None:
         """A worker says what it has in its memory."""
