@@ -12,7 +12,7 @@ import pytest
 from google.protobuf import json_format
 
 from bottega.client import AsyncClient, Box, Client
-from bottega.errors import BadImage, Violation
+from bottega.errors import BadImage, InvalidRequest, Violation
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Techniques
 from tests.fakes.scripted_gateway import ScriptedGateway, completed, image
@@ -66,6 +66,22 @@ async def test_the_other_methods_edit_and_keep_for_editing_too(gateway: Scripted
     first, second = (request.spec for request in gateway.requests)
     assert (first.image, first.mask_image, first.seed, second.keep_for_editing) == (b"image", b"mask", 3, True)
     assert gateway.submitted[0].spec.mask_image == b"mask"
+
+
+async def test_an_edit_without_its_image_or_its_mask_is_refused(gateway: ScriptedGateway, address: str) -> None:
+    """None means no such argument elsewhere, and an image without a mask is redrawn as a whole."""
+    nothing: Any = None
+    missing = [Violation(field=name, description="must be given") for name in ("image", "mask_image")]
+    with Client(address) as client:
+        with pytest.raises(InvalidRequest) as one:
+            client.edit("star.png", nothing, "a star")
+        with pytest.raises(InvalidRequest) as both:
+            client.edit(nothing, nothing, "a star")
+    async with AsyncClient(address) as asynchronous:
+        with pytest.raises(InvalidRequest) as other:
+            await asynchronous.edit(nothing, b"mask", "a star")
+    assert [list(each.value.violations) for each in (one, both, other)] == [missing[1:], missing, missing[:1]]
+    assert not gateway.requests
 
 
 def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str) -> None:

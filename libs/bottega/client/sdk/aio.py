@@ -31,7 +31,8 @@ from bottega.client.types.mask import MaskSource
 from bottega.client.types.messages import build_message
 from bottega.client.types.options import EditOptions, GenerationOptions, spec_from
 from bottega.client.types.picture import Picture
-from bottega.errors import BottegaError, DeadlinePassed, InternalError
+from bottega.errors import BottegaError, DeadlinePassed, InternalError, Violation
+from bottega.rules import refuse
 from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import ListMembersResponse
 from bottega.v1.image_pb2 import Model
@@ -149,7 +150,12 @@ class AsyncGatewayClient:
             pixels of the image. Outside it the picture has the image's own pixels.
         prompt: describes the whole picture, as it shall be.
         timeout_s, deadline_s, request_id, priority: as in stream().
+
+        Raises InvalidRequest for None, which elsewhere is an argument that is absent: without its mask, the whole image
+        would be redrawn.
         """
+        given: dict[str, object] = {"image": image, "mask_image": mask}
+        refuse([Violation(field=name, description="must be given") for name, each in given.items() if each is None])
         return await self.generate(
             prompt,
             timeout_s=timeout_s,
