@@ -13,6 +13,7 @@ from PIL import Image, ImageChops, ImageOps
 
 from bottega.codec import masks
 from bottega.codec.images import load
+from bottega.codec.limits import MAX_IMAGE_PIXELS
 from bottega.codec.masks import Box
 from bottega.codec.pixels import Crop, DecodedEdit, ImageSize, MaskOrder, Overlay, Pixels
 
@@ -132,10 +133,15 @@ def _covering(image: Image.Image, width: int, height: int) -> Image.Image:
     ratio, own_ratio = width / height, image.width / image.height
     covering_width = width if ratio > own_ratio else image.width * height // image.height
     covering_height = height if ratio <= own_ratio else image.height * width // image.width
-    resized = image.resize((covering_width, covering_height), Image.Resampling.LANCZOS)
-    whole = Image.new("RGB", (width, height))
-    whole.paste(resized, box=(width // 2 - covering_width // 2, height // 2 - covering_height // 2))
-    return whole
+    left, top = covering_width // 2 - width // 2, covering_height // 2 - height // 2
+    if covering_width * covering_height <= MAX_IMAGE_PIXELS:
+        resized = image.resize((covering_width, covering_height), Image.Resampling.LANCZOS)
+        return resized.crop((left, top, left + width, top + height))
+    # Of a crop far wider or higher than what was drawn, it would be many times the image, of which no more than this is
+    # seen. Some values round another way.
+    x, y = image.width / covering_width, image.height / covering_height
+    seen = (left * x, top * y, (left + width) * x, (top + height) * y)
+    return image.resize((width, height), Image.Resampling.LANCZOS, box=seen)
 
 
 def _cut(image: Image.Image, width: int, height: int, crop: Box | None) -> Image.Image:

@@ -50,6 +50,22 @@ async def test_a_mask_that_redraws_nothing_is_refused(pool: CodecPool) -> None:
         await pool.decode_edit(saved(template()), saved(Image.new("L", (64, 64), 127)), CUT)
 
 
+@pytest.mark.parametrize("size", [(16000, 300), (300, 16000)])
+async def test_a_part_far_wider_or_higher_than_what_was_drawn_is_put_back(
+    pool: CodecPool, size: tuple[int, int]
+) -> None:
+    """Covered as a whole by the square that was drawn, it would be a gigabyte."""
+    mask = Image.new("L", size)
+    mask.paste(255, (size[0] // 100, size[1] // 100, size[0], size[1]))
+    image = saved(template(*size))
+    edit = await pool.decode_edit(image, saved(mask), CUT)
+    for keep_unmasked in (True, False):
+        overlay = Overlay(image=image, mask=saved(mask), order=CUT, keep_unmasked=keep_unmasked)
+        encoded = await pool.encode(edit.pixels, IMAGE_FORMAT_PNG, 90, {}, overlay=overlay)
+        seen = await pool.inspect(encoded.data)
+        assert (seen.width, seen.height) == size
+
+
 @pytest.mark.slow
 async def test_the_largest_images_are_edited_within_the_limits(pool: CodecPool) -> None:
     """16 megapixels each, with several channels, cut, and faded over the widest feather."""

@@ -89,6 +89,21 @@ def test_without_keeping_the_unmasked_a_cut_edit_is_put_back_as_in_diffusers(nam
     assert (np.asarray(ours) == np.asarray(theirs)).all()
 
 
+@pytest.mark.parametrize("name", [name for name, (*_, padding) in CASES.items() if padding is not None])
+def test_a_cut_edit_is_put_back_alike_where_what_covers_the_crop_would_be_too_large(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what is seen of it is made then."""
+    image, mask, (width, height), padding = CASES[name]
+    order = MaskOrder(width=width, height=height, latent_scale=8, padding=padding)
+    put_back = overlay(image, mask, order, keep_unmasked=False)
+    drawn = template(width, height).rotate(90)
+    whole = np.asarray(edits.composed(drawn, put_back)).astype(int)
+    monkeypatch.setattr("bottega.codec.edits.MAX_IMAGE_PIXELS", 0)
+    seen = np.asarray(edits.composed(drawn, put_back)).astype(int)
+    assert np.abs(seen - whole).max() <= 1
+
+
 def test_without_keeping_the_unmasked_a_whole_edit_is_the_picture_that_was_drawn() -> None:
     drawn = template().rotate(90)
     order = MaskOrder(width=64, height=64, latent_scale=8)
