@@ -213,8 +213,11 @@ class JobEdits(JobAddOn):
             self._recorder.give_up("the edit that recorded it did not come to its end")
 
     def _use_kept(self, job: EngineJob) -> KeptLatents | None:
-        """Has the images put back the latents that their template was generated with, where those are here and fit."""
-        if not self._order.kept_latents or self._because:
+        """Has the images put back the latents that their template was generated with, where those are here and fit.
+
+        Also where no block is masked: an attempt must put back what the others do, whichever worker it is in.
+        """
+        if not self._order.kept_latents:
             return None
         first = job.requests[0]
         try:

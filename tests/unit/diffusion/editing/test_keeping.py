@@ -157,18 +157,23 @@ def test_an_edit_does_without_latents_that_it_cannot_use(model: Model, why: str,
     assert drawn.record.edit is None or not drawn.record.edit.kept_latents
 
 
-def test_a_resumed_edit_puts_the_same_latents_back(model: Model) -> None:
+@pytest.mark.parametrize("mib", [(64, 64), (64, 0), (0, 64), (0, 0)], ids=["both", "first", "second", "none"])
+def test_a_resumed_edit_puts_the_same_latents_back(model: Model, mib: tuple[int, int]) -> None:
+    """Whichever of its workers can mask blocks."""
     drawing, kept = generated(EditDesk(model))
     order = edit_of(drawing, kept[0])
-    desk = EditDesk(model)
+    desk = EditDesk(model, mib=mib[0])
     half = desk.submit(order)
     while not half.all(JobCheckpointed):
         desk.turn()
     assert half.job is not None
     decisions = dict(half.job.decided)
-    again = EditDesk(model).draw(replace(order, checkpoint=half.all(JobCheckpointed)[0].data, decisions=decisions))
-    whole = EditDesk(model).draw(order)
+    resumed = replace(order, checkpoint=half.all(JobCheckpointed)[0].data, decisions=decisions)
+    again, whole = EditDesk(model, mib=mib[1]).draw(resumed), EditDesk(model).draw(order)
     torch.testing.assert_close(again.latents[0], whole.latents[0], atol=1e-4, rtol=0)
+    assert again.record.edit is not None
+    assert again.record.edit.kept_latents
+    assert not again.record.exact
 
 
 def test_of_a_generation_that_began_elsewhere_nothing_is_kept(model: Model, caplog: pytest.LogCaptureFixture) -> None:
