@@ -15,7 +15,7 @@ from bottega import kinds
 from bottega.diffusion.editing.asking import PendingAnswer
 from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.editing.job_edits import JobEdits
-from bottega.diffusion.editing.keeping import JobKeeping
+from bottega.diffusion.editing.keeping import JobKeeping, open_keeping
 from bottega.diffusion.editing.loading.kept_blocks import kept_names
 from bottega.diffusion.editing.loading.planner import LoadPlanner
 from bottega.diffusion.editing.loading.profile import measure_blocks
@@ -109,7 +109,7 @@ class EngineEdits(EngineAddOn):
         """Raises InvalidRequest for an order that nobody could carry out."""
         spec = order.spec
         if spec.edit is None:
-            return JobKeeping(self, order) if spec.keep_for_editing else None
+            return open_keeping(self, order) if spec.keep_for_editing else None
         if not spec.edit.masked_blocks:
             return None
         return JobEdits(self, order, read_decision(order.decisions))

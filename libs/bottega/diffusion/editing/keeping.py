@@ -13,7 +13,7 @@ import torch
 
 from bottega.diffusion.device.device import Device, HostCopy
 from bottega.diffusion.editing.asking import PendingAnswer
-from bottega.diffusion.editing.kept import KeptLatents, write_kept
+from bottega.diffusion.editing.kept import KeptLatents, are_too_large, write_kept
 from bottega.diffusion.editing.recordings.image_recorder import ImageRecorder
 from bottega.diffusion.engine.addon import JobAddOn
 from bottega.diffusion.engine.encode import Conditions
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from bottega.diffusion.editing.addon import EngineEdits
 
 _log = logging.getLogger(__name__)
+
+_TOO_LARGE = "nothing is kept of a picture whose latents are too large"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -75,6 +77,15 @@ class _Picture:
         )
 
 
+def open_keeping(addon: EngineEdits, order: EngineOrder) -> JobKeeping | None:
+    """None where nothing can be kept: without its latents no edit would find what is recorded of a picture."""
+    spec = order.spec
+    if not are_too_large(addon.model, spec):
+        return JobKeeping(addon, order)
+    _log.warning(_TOO_LARGE, extra={"width": spec.width, "height": spec.height, "steps": spec.steps})
+    return None
+
+
 class JobKeeping(JobAddOn):
     """One job's pictures. Recordings of them are found by the names that their latents have."""
 
@@ -108,7 +119,8 @@ class JobKeeping(JobAddOn):
             picture = self._pictures[request.index] = _Picture(
                 request=request, template=self._templates[request.index], device=self._addon.model.runtime
             )
-            if not self._addon.unusable:
+            # Of one that began elsewhere nothing is kept, and no edit would find it recorded.
+            if not self._addon.unusable and request.step == request.begin:
                 picture.recorder = self._begin(picture)
             request.activations = picture
 
@@ -127,11 +139,15 @@ class JobKeeping(JobAddOn):
             picture.recorder.made_step()
 
     def keep(self, index: int) -> bytes | None:
-        kept = self._pictures[index].kept()
+        picture = self._pictures[index]
+        latents = picture.kept()
+        kept = None if latents is None else write_kept(self._addon.model, latents)
         if kept is None:
-            _log.warning("nothing is kept of a picture that did not begin here", extra={"image": index})
-            return None
-        return write_kept(self._addon.model, kept)
+            why = "nothing is kept of a picture that did not begin here" if latents is None else _TOO_LARGE
+            _log.warning(why, extra={"image": index})
+            if picture.recorder is not None:
+                picture.recorder.give_up("nothing is kept of its latents")
+        return kept
 
     def report(self, record: EngineRecord) -> EngineRecord:
         """Only here it is known whether residuals were stale: recordings with such ones are lost."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from bottega.diffusion.editing.edit import Trajectory
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import same_noise
+from bottega.diffusion.spec import ResolvedSpec
 from bottega.rules import MAX_KEPT_LATENTS_BYTES
 
 VERSION = 3
@@ -63,6 +64,13 @@ class KeptLatents:
                 return None
             trajectory[step] = self.latents[place][None]
         return trajectory
+
+
+def are_too_large(model: Model, spec: ResolvedSpec) -> bool:
+    """Whether no latents of a spec's pictures can be kept, in float16 neither."""
+    height, width = spec.height // model.latent_scale, spec.width // model.latent_scale
+    elements = (spec.steps + 1) * model.latent_channels * height * width
+    return elements * torch.float16.itemsize > MAX_KEPT_LATENTS_BYTES
 
 
 def write_kept(model: Model, kept: KeptLatents) -> bytes | None:

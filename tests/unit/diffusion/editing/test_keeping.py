@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import PIL.Image
@@ -183,10 +184,28 @@ def test_of_a_generation_that_began_elsewhere_nothing_is_kept(model: Model, capl
     half = desk.submit(order)
     while not half.all(JobCheckpointed):
         desk.turn()
-    resumed = EditDesk(model).draw(replace(order, checkpoint=half.all(JobCheckpointed)[0].data))
+    other = EditDesk(model)
+    resumed = other.draw(replace(order, checkpoint=half.all(JobCheckpointed)[0].data))
     assert resumed.pixels
     assert not resumed.all(JobKept)
+    assert not other.source.recordings, "no edit would find it"
     assert "nothing is kept of a picture that did not begin here" in caplog.messages
+
+
+@pytest.mark.parametrize(("room_bytes", "given_up"), [(-1, 0), (0, 1)], ids=["latents", "what is said of them"])
+def test_of_latents_that_are_too_large_nothing_is_kept_or_recorded(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room_bytes: int, given_up: int
+) -> None:
+    """room_bytes: beside the latents of four steps and the finished one, in float16."""
+    size_bytes = 5 * math.prod(SHAPE) * 2
+    monkeypatch.setattr("bottega.diffusion.editing.kept.MAX_KEPT_LATENTS_BYTES", size_bytes + room_bytes)
+    desk = EditDesk(model)
+    drawing, kept = generated(desk, replace(GENERATED, num_images=1))
+    assert drawing.pixels
+    assert not kept
+    assert not desk.source.recordings
+    assert desk.source.counts["given_up"] == given_up
+    assert caplog.messages.count("nothing is kept of a picture whose latents are too large") == 1
 
 
 def test_a_generation_that_is_cancelled_leaves_no_recording(model: Model) -> None:
