@@ -11,7 +11,6 @@ from bottega.diffusion.editing.masked.packing import pack_rows
 from bottega.diffusion.editing.masked.tokens import (
     MaskTokens,
     TokenCache,
-    coarsest_stride,
     dilate,
     finest_stride,
     share,
@@ -45,8 +44,8 @@ def test_the_margin_goes_around_whole_tokens_of_the_finest_attention_level() -> 
     assert torch.equal(dilate(box(8, 0, 1, 1, size=(9, 5)), 1, 2), box(6, 0, 3, 4, size=(9, 5)))
 
 
-def test_attention_levels_are_the_networks() -> None:
-    assert (finest_stride(small_unet()), coarsest_stride(small_unet())) == (2, 4)
+def test_the_finest_attention_level_is_the_networks() -> None:
+    assert finest_stride(small_unet()) == 2
 
 
 def test_tokens_are_counted_once_for_a_map_and_forgotten_with_it() -> None:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone, transformer_blocks
 from bottega.diffusion.editing.masked.feature_maps import FeatureMaps, FullMaps
 from bottega.diffusion.editing.masked.tokens import MaskTokens
-from bottega.diffusion.editing.masked.work import BlockKind, BlockWork, blocks_of, forward_flops
+from bottega.diffusion.editing.masked.work import BlockKind, BlockWork, blocks_of
 from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.engine.forward import stack
 from bottega.diffusion.rows import Row
@@ -68,7 +68,7 @@ def test_operations_of_a_whole_row_are_those_that_it_makes() -> None:
     unet = small_unet()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         run(unet, plain_row(1), FullMaps())
-    said = forward_flops(unet, LATENT, prompt_tokens=TOKENS)
+    said = sum(block.flops for block in blocks_of(unet, LATENT, prompt_tokens=TOKENS))
     # The first convolution and embeddings are in no block.
     assert 0.9 < said / counter.get_total_flops() <= 1.0
 

@@ -80,12 +80,10 @@ class TokenCache:
 
 def finest_stride(unet: UNet2DConditionModel) -> int:
     """Latent elements a side of a token of the finest attention level; 1 where nothing attends."""
-    return _strides(unet)[0]
-
-
-def coarsest_stride(unet: UNet2DConditionModel) -> int:
-    """Latent elements a side of a token of the coarsest attention level; 1 where nothing attends."""
-    return _strides(unet)[-1]
+    levels = [level for level, block in enumerate(unet.down_blocks) if getattr(block, "has_cross_attention", False)]
+    if getattr(unet.mid_block, "has_cross_attention", False):
+        levels.append(len(unet.down_blocks) - 1)
+    return 1 << min(levels, default=0)
 
 
 def dilate(mask: Tensor, margin: int, stride: int) -> Tensor:
@@ -108,10 +106,3 @@ def share(computed: Tensor, stride: int) -> float:
 def _pooled(mask: Tensor, stride: int) -> Tensor:
     """Whether any element under a token is set. Rounds up, as downsampling convolutions with padding do."""
     return functional.max_pool2d(mask[None].float(), stride, ceil_mode=True)[0] > 0
-
-
-def _strides(unet: UNet2DConditionModel) -> list[int]:
-    levels = [level for level, block in enumerate(unet.down_blocks) if getattr(block, "has_cross_attention", False)]
-    if getattr(unet.mid_block, "has_cross_attention", False):
-        levels.append(len(unet.down_blocks) - 1)
-    return [2**level for level in levels] or [1]

@@ -76,11 +76,6 @@ def blocks_of(
     return kept
 
 
-def forward_flops(unet: UNet2DConditionModel, size: _Size, *, prompt_tokens: int = 77) -> float:
-    """Of all blocks of a whole row: what is not in any block is left out, a few hundredths."""
-    return sum(block.flops for block in blocks_of(unet, size, prompt_tokens=prompt_tokens))
-
-
 @dataclass(slots=True, kw_only=True)
 class _Walk:
     """Goes through a network as a forward does. size: of the feature maps where it is."""
