@@ -220,6 +220,37 @@ def test_sections_that_the_store_has_lost_it_is_given_again(far: ScriptedStore) 
         assert own.steps[step_key(1)].writable, "its own are as good"
 
 
+def test_what_was_copied_of_one_that_the_store_has_lost_it_is_given_back(far: ScriptedStore) -> None:
+    far.put(RECORDING, section(0), section(1), section(2))
+    with worker(far) as here:
+        recording = here.found()
+        for place in (0, 1):
+            step = recording.steps[step_key(place)]
+            step.request(list(step.names)[: 3 - place])
+            assert step.wait(list(step.names)[2 - place], EVENTUALLY_S)
+        here.source.release(recording)
+        far.put(RECORDING, section(2))
+        assert here.found() is recording
+        come = sent(far)
+        assert isinstance(come.header, SectionHeader)
+        assert come.header.section.timestep == step_key(0).timestep
+        assert all(torch.equal(tensor, outputs(0)[name]) for name, tensor in come.tensors.items())
+        assert list(recording.steps) == [step_key(0), step_key(2)], "what is not here is recorded anew"
+
+
+def test_what_lies_beside_another_prompts_step_and_was_lost_is_forgotten(far: ScriptedStore) -> None:
+    far.put(RECORDING, section(0, prompt="34" * 32))
+    with worker(far) as here:
+        recording = here.found()
+        here.add(recording, 0)
+        own = recording.steps[step_key(0)]
+        assert recording.step(step_key(0), "34" * 32) is not own
+        here.source.release(recording)
+        far.put(RECORDING, section(0, seed=9))
+        assert here.found() is recording
+        assert recording.step(step_key(0), "34" * 32) is own
+
+
 def test_what_an_edit_adds_to_a_stored_recording_others_are_given(store: ScriptedStore) -> None:
     store.put(RECORDING, section(0))
     with worker(store) as here:

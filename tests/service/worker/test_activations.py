@@ -39,6 +39,7 @@ ELSEWHERE = masked_order(replace(SPEC, prompt="a red star", seed=7), RIGHT, key=
 TOLERANCE = 0.02
 # Six transformer blocks, two halves, three steps.
 BLOCKS = 36
+SECTIONS = 6
 
 
 @pytest.fixture(scope="module")
@@ -220,8 +221,9 @@ def test_a_store_that_is_killed_while_it_is_given_a_recording_serves_nothing_tor
     assert torch.equal(drawing.latents[0], recorded.latents[0])
 
 
-def test_what_is_damaged_on_the_disk_is_computed(desks: Desks, tmp_path: Path) -> None:
-    host = desks.host()
+@pytest.mark.parametrize("unix", [True, False], ids=["of the same host", "of another host"])
+def test_what_is_damaged_on_the_disk_is_computed_and_recorded_again(desks: Desks, tmp_path: Path, unix: bool) -> None:
+    host = desks.host(unix=unix)
     first = desks.desk(host)
     recorded = first.draw(FIRST)
     first.wait_sent()
@@ -233,13 +235,18 @@ def test_what_is_damaged_on_the_disk_is_computed(desks: Desks, tmp_path: Path) -
         data[len(data) // 3] ^= 4
         path.chmod(0o600)
         path.write_bytes(data)
-    host = desks.host()
+    host = desks.host(unix=unix)
     other = desks.desk(host)
     drawing = other.draw(AGAIN)
     assert_close(drawing, recorded)
     assert 0 < edit_of(drawing).blocks_reused < BLOCKS
     assert host.store.statistics().damaged == 3
     assert other.source.counts["loads_refused"] == 3
+    assert host.store.statistics().sections == SECTIONS - 3
+    assert_close(other.draw(replace(AGAIN, key="recording")), recorded)
+    wait_until(lambda: host.store.statistics().sections == SECTIONS, "what was lost, again")
+    assert edit_of(other.draw(replace(AGAIN, key="last"))).blocks_reused == BLOCKS
+    assert edit_of(desks.desk(host).draw(AGAIN)).blocks_reused == BLOCKS
 
 
 def test_a_tenant_has_nothing_of_another(desks: Desks) -> None:

@@ -27,7 +27,7 @@ from bottega.worker.activations.questions import LinkAnswer, TemplateQuestions
 from bottega.worker.activations.rendezvous import choose
 from bottega.worker.activations.store_link import ActivationLinkSettings, ActivationStoreLink
 from bottega.worker.activations.stored_step import StoredStep
-from bottega.worker.activations.template import AnsweredSection
+from bottega.worker.activations.template import AnsweredSection, AnsweredTemplate
 
 # Stores that are linked: a fleet has one, or a few.
 _MOST_STORES = 16
@@ -197,7 +197,7 @@ class StoreActivations:
         kept = self._memory.get(query.key)
         if kept is None or query.recording not in ("", kept.id):
             return False
-        if any(isinstance(step, StoredStep) and not step.whole for step in kept.steps.values()):
+        if any(isinstance(step, StoredStep) and not step.whole for step in kept.all_steps):
             return False
         link = self._link_of(query.key)
         return not kept.complete or link is None or not link.uploads.lacks(kept)
@@ -242,6 +242,8 @@ class StoreActivations:
             if not _is_known(recording, section, link):
                 step = StoredStep(section, recording=recording, link=link, room=self, edit=edit)
                 recording.put(section.key, step)
+        if not recording.readers:
+            _forget_lost(recording, template)
         for key in recording.steps.keys() - {section.key for section in template.sections}:
             link.uploads.add(recording, key)
 
@@ -276,6 +278,19 @@ class StoreActivations:
             has_drawn=recording.drawn is not None,
             seed=0 if recording.drawn is None else recording.drawn.seed,
         )
+
+
+def _forget_lost(recording: Recording, template: AnsweredTemplate) -> None:
+    """What the store has lost will not come: the next edit records it anew, but for what is here, which is given back.
+
+    Nobody reads the recording now.
+    """
+    for key in recording.steps.keys() - {section.key for section in template.sections}:
+        recording.writable(key)
+    digests = {section.digest for section in template.sections}
+    recording.forget_steps(
+        lambda step: isinstance(step, StoredStep) and not step.whole and step.section.digest not in digests
+    )
 
 
 def _is_known(recording: Recording, section: AnsweredSection, link: ActivationStoreLink) -> bool:

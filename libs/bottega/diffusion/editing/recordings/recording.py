@@ -9,7 +9,7 @@ import hashlib
 import json
 import uuid
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -197,6 +197,14 @@ class Recording:
     def forget_other(self, key: StepKey) -> None:
         """Makes room: what stays beside a forward, with another prompt, goes."""
         self._others.pop(key, None)
+
+    def forget_steps(self, gone: Callable[[RecordedStep], bool]) -> None:
+        """Those go; what stays beside one, with another prompt, takes its place."""
+        self._others = {key: step for key, step in self._others.items() if not gone(step)}
+        for key in [key for key, step in self.steps.items() if gone(step)]:
+            del self.steps[key]
+            if (other := self._others.pop(key, None)) is not None:
+                self.steps[key] = other
 
     def put(self, key: StepKey, step: RecordedStep) -> None:
         """Takes in a forward as it is, in place of what was there."""
