@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 from bottega.activations.store.settings import ActivationStoreSettings
+from bottega.activations.store.statistics import DropReason
 from bottega.activations.store.store import ActivationStore
 from bottega.errors import DataLoss
 from load.bench.template_client import TemplateShape, key_of, question_of, recording_of
@@ -84,8 +85,8 @@ class _Opened:
         for number, header in enumerate(shape.headers(key)):
             tensors = [memoryview(each) for each in shape.tensors_of(f"{key} {number}")]
             intake = store.begin_section(header, shape.layout, self)
-            if intake is None:
-                raise RuntimeError("the store does not take a section")
+            if isinstance(intake, DropReason):
+                raise RuntimeError(f"the store does not take a section: {intake}")
             for place, tensor in enumerate(tensors):
                 intake.write(place, 0, tensor)
         store.complete(recording_of(key), None, self)

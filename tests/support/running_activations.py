@@ -251,6 +251,16 @@ def receive_answer(link: Link, number: int = 1) -> Answer:
         return Answer(header=header, drawn=messages.read_drawn(layout, views, has_drawn=header.has_drawn))
 
 
+def receive_abandon(link: Link) -> tuple[str, str]:
+    """Recording and key of what the store takes nothing of."""
+    with link.recv(Deadline.after(PATIENCE_S)) as incoming:
+        incoming.wait_all(Deadline.after(PATIENCE_S))
+        assert kind_of(incoming.layout) == ActivationMessageKind.ABANDON
+        views = [incoming.view(index) for index in range(len(incoming.layout.specs))]
+        header = messages.read_abandon(incoming.layout, views)
+        return header.recording, header.key
+
+
 def request_section(link: Link, digest: str, number: int, *, tensors: Sequence[int] = (), edit: int = 0) -> None:
     """Asks for a section."""
     request = pb.SectionRequest(digest=digest, tensors=tensors, edit=edit)

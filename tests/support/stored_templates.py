@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bottega.activations.store.intake import SectionIntake
 from bottega.activations.store.settings import ActivationStoreSettings
+from bottega.activations.store.statistics import DropReason
 from bottega.activations.store.store import ActivationStore
 from bottega.caching import Tier
 from bottega.clocks import Clock
@@ -146,18 +148,26 @@ def take_section(
     layout: SectionLayout,
     views: Sequence[bytes | memoryview],
     link: Hashable,
-) -> None:
-    """One that comes in a chunk for each of its tensors."""
+) -> SectionIntake | DropReason:
+    """One that comes in a chunk for each of its tensors; what the store says of it first."""
     intake = store.begin_section(header, layout, link)
     for place, view in enumerate(views):
-        if intake is not None and intake.is_open:
+        if isinstance(intake, SectionIntake) and intake.is_open:
             intake.write(place, 0, memoryview(view))
+    return intake
+
+
+def grant(store: ActivationStore, name: str, *, link: str = "worker") -> None:
+    """Lets it record the template, where nobody has; it is no question, which would count."""
+    if store._table.get(key_of(name)) is None:
+        store._recordings.grant(key_of(name), link)
 
 
 def send_sections(
     store: ActivationStore, name: str, steps: Sequence[int], *, link: str = "worker", content: str = "", **changed: Any
 ) -> None:
-    """As a worker does. changed: fields of their headers."""
+    """As a worker does that asks before. changed: fields of their headers."""
+    grant(store, name, link=link)
     for step in steps:
         views = tensors_of(f"{content or name} {step}")
         take_section(store, section_header(name, step, **changed), LAYOUT, views, link)

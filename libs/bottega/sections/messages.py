@@ -7,7 +7,7 @@ ValueError.
     worker -> store    question: is this recorded?        answer: which sections, and image latent and noise
                        fetch: of a section                whole, or its chunks in the order asked for, or refused
                        cancel: of a fetch's number        nothing; what is on its way may still come
-                       section: one that was recorded     nothing
+                       section: one that was recorded     nothing, or abandon: the store takes none of its recording
                        chunk: of that section             nothing
                        recording: its sections were all   nothing
                        abandon: it is worth nothing       nothing

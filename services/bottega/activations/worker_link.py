@@ -30,7 +30,7 @@ from bottega.transport import (
     kind_of,
     read_number,
 )
-from bottega.v1.activations_pb2 import TemplateAnswer
+from bottega.v1.activations_pb2 import SectionHeader, TemplateAnswer
 
 # Of one worker, which has some tens of edits and asks once for each.
 _MOST_UNSENT = 64
@@ -44,7 +44,7 @@ class ActivationWorkerLink(LinkHandler):
         self._connection = connection
         self._store = store
         self._sections = SectionSender(connection, store=store, bytes_per_s=bytes_per_s)
-        self._recorded = SectionReceiver(store, self)
+        self._recorded = SectionReceiver(store, self, on_not_granted=self._say_not_granted)
         self._unsent = 0
         self._counting = threading.Lock()
 
@@ -107,6 +107,10 @@ class ActivationWorkerLink(LinkHandler):
     def _sent(self) -> None:
         with self._counting:
             self._unsent -= 1
+
+    def _say_not_granted(self, header: SectionHeader) -> None:
+        """Else the worker would send more of it, and never ask again whether it may give the template."""
+        self._connection.send(messages.abandon_message(header.recording, header.key))
 
     def _record(self, kind: ActivationMessageKind, layout: Layout, views: Sequence[memoryview]) -> None:
         match kind:

@@ -23,6 +23,7 @@ from tests.support.stored_templates import (
     block_profile,
     drawn_of,
     elements,
+    grant,
     read,
     record,
     recording_header,
@@ -241,6 +242,7 @@ def test_records_of_what_was_replaced_do_not_pile_up(tmp_path: Path, monkeypatch
 
 
 def _record_large(store: ActivationStore, name: str) -> None:
+    grant(store, name)
     for step in range(2):
         take_section(store, section_header(name, step), _LARGE, tensors_of(f"{name} {step}", _LARGE), "worker")
     store.complete(recording_header(name), drawn_of(name), "worker")

@@ -29,6 +29,7 @@ from tests.support.running_activations import (
     config,
     fetch,
     layout_of,
+    receive_abandon,
     receive_answer,
     record_template,
     running,
@@ -104,6 +105,7 @@ async def test_a_template_that_is_recorded_by_nobody_is_recorded_by_one_worker_a
         granted = [(await asyncio.to_thread(ask, link, asked)).header.record for link in (one, two, one)]
         assert granted == [True, False, True]
         send_section(two, made, 0)  # nobody has asked it to
+        assert await asyncio.to_thread(receive_abandon, two) == (made.id, made.key)
         await asyncio.to_thread(record_template, one, made)
         await eventually(lambda: _is_told(store, two, made))
         assert not (await asyncio.to_thread(ask, two, asked)).header.record, "it is there"
@@ -113,6 +115,18 @@ async def test_a_template_that_is_recorded_by_nobody_is_recorded_by_one_worker_a
 async def _is_told(store: Running, link: object, made: Recorded) -> bool:
     answer = await asyncio.to_thread(ask, link, made.question())  # type: ignore[arg-type]
     return answer.header.recording == made.id
+
+
+async def test_a_worker_is_told_that_a_template_was_dropped_of_which_it_sends_a_section(store: Running) -> None:
+    made = Recorded()
+    await store.fill(made)
+    with await store.link("one") as one, await store.link("two") as two:
+        await eventually(lambda: _is_told(store, one, made))
+        await store.call("DropStoredTemplate", id=made.id)
+        send_section(one, made, 0)
+        assert await asyncio.to_thread(receive_abandon, one) == (made.id, made.key)
+        assert (await asyncio.to_thread(ask, two, made.question(would_record=True))).header.record
+        await asyncio.to_thread(record_template, two, made)
 
 
 async def test_what_a_worker_had_begun_is_nothing_when_its_link_ends_or_it_gives_up(store: Running) -> None:

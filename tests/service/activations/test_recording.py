@@ -31,6 +31,7 @@ from tests.support.stored_templates import (
     answer,
     drawn_of,
     elements,
+    grant,
     question_of,
     read,
     record,
@@ -250,6 +251,17 @@ def test_a_section_of_another_recording_is_not_taken(tmp_path: Path) -> None:
         assert store.statistics().dropped["not_granted"] == 2
 
 
+def test_a_section_of_a_template_that_was_dropped_begins_no_recording(tmp_path: Path) -> None:
+    with running_store(tmp_path) as store:
+        record(store, "cat")
+        assert store.drop("") == 1
+        grown = take_section(store, section_header("cat", 1), LAYOUT, tensors_of("grown"), "worker")
+        assert grown is DropReason.NOT_GRANTED
+        assert store.flush(WAIT_S)
+        assert (section_paths(tmp_path), store.statistics().recording) == ([], 0)
+        assert answer(store, "cat", link="other").record
+
+
 def test_a_question_for_one_recording_is_not_answered_with_another(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
         record(store, "cat")
@@ -384,9 +396,11 @@ def test_no_template_is_more_than_an_answer_has_room_for(tmp_path: Path) -> None
     with running_store(tmp_path) as store:
         for number in range(20):
             layout = SectionLayout.of([(f"block.{number}", (4, 4))])
+            grant(store, "cat")
             take_section(store, section_header("cat", number), layout, tensors_of("x", layout), "worker")
         for number in range(100):
             valid = bytes([number, 1, 2, 4])
+            grant(store, "dog")
             take_section(store, section_header("dog", number, map=valid), LAYOUT, tensors_of(f"{number}"), "worker")
         for name in ("cat", "dog"):
             store.complete(recording_header(name), drawn_of(name), "worker")
@@ -421,8 +435,9 @@ def test_nothing_is_recorded_without_a_budget(tmp_path: Path) -> None:
 
 
 def _begun(store: ActivationStore, name: str, step: int = 0) -> SectionIntake:
+    grant(store, name)
     intake = store.begin_section(section_header(name, step), LAYOUT, "worker")
-    assert intake is not None
+    assert isinstance(intake, SectionIntake)
     return intake
 
 

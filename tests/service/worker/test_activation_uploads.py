@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bottega.diffusion.editing.recordings.source import TemplateQuery
+from bottega.sections import messages
 from bottega.v1.activations_pb2 import AbandonHeader, RecordingHeader, SectionHeader, TemplateAnswer
 from load.bench.throttle import Throttle
 from tests.fakes.scripted_activation_store import ScriptedStore, Sent
@@ -201,6 +202,18 @@ def test_its_own_does_not_go_for_one_that_is_nowhere(far: ScriptedStore) -> None
         own = here.record()
         assert here.find(recording=RECORDING) is None
         assert here.found() is own
+
+
+def test_of_what_the_store_takes_nothing_more_is_sent_and_it_is_asked_again(far: ScriptedStore) -> None:
+    with worker(far) as here:
+        own = here.record(1)
+        assert [type(sent(far).header) for _ in range(2)] == [SectionHeader, RecordingHeader]
+        far.say(messages.abandon_message(own.id, own.key.digest))
+        wait_until(here.counted("upload_dropped_not_granted"), "the store's word")
+        here.add(own, 0, seed=9)
+        assert far.sent.empty()
+        assert here.found() is own
+        assert [type(sent(far).header) for _ in range(2)] == [SectionHeader, RecordingHeader]
 
 
 def test_sections_that_the_store_has_lost_it_is_given_again(far: ScriptedStore) -> None:

@@ -46,6 +46,7 @@ class PendingRecordings:
         self._on_over = on_over
         self._lock = threading.Lock()
         self._pending: dict[str, PendingRecording] = {}
+        self._expired: dict[str, Hashable] = {}  # by key, of those given up for being idle: whose link may go on
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -56,8 +57,15 @@ class PendingRecordings:
             return self._granted(key, link) is not None
 
     def begin_section(self, key: str, recording: str, link: Hashable) -> PendingRecording | None:
-        """What a section belongs to that has come; None where it is not for this worker to record."""
+        """What a section belongs to that has come; None where it is not for this worker to record.
+
+        One that was given up for being idle begins again. What became a template, and went, does not: sections of it
+        alone would never be completed.
+        """
         with self._lock:
+            pending = self._pending.get(key)
+            if (pending.link if pending is not None else self._expired.get(key)) != link:
+                return None
             found = self._granted(key, link)
             if found is not None and found.recording not in ("", recording):
                 self._end(found)  # the worker has begun anew
@@ -70,6 +78,7 @@ class PendingRecordings:
         """All of it was sent: it stays until `remove`, whatever becomes of the link. None where there is none such."""
         with self._lock:
             found = self._pending.get(key)
+            self._forget_expired(lambda expired, of: expired == key and of == link)
             if found is None or found.complete or found.link != link or found.recording not in ("", recording):
                 return None
             found.complete = True
@@ -83,11 +92,15 @@ class PendingRecordings:
 
     def abandon(self, key: str, recording: str, link: Hashable) -> None:
         """The worker has given it up, before its first section or later. Harmless where there is none such."""
-        self._end_those(lambda each: each.key == key and each.link == link and each.recording in ("", recording))
+        with self._lock:
+            self._end_those(lambda each: each.key == key and each.link == link and each.recording in ("", recording))
+            self._forget_expired(lambda expired, of: expired == key and of == link)
 
     def end_link(self, link: Hashable) -> None:
         """The worker is gone, and what it was recording."""
-        self._end_those(lambda each: each.link == link)
+        with self._lock:
+            self._end_those(lambda each: each.link == link)
+            self._forget_expired(lambda _, of: of == link)
 
     def end_all(self) -> list[PendingRecording]:
         """All come to nothing; which ones."""
@@ -99,21 +112,28 @@ class PendingRecordings:
 
     def expire(self) -> None:
         """Gives up those of which nothing has come for long."""
-        self._end_those(self._is_idle)
-
-    def _end_those(self, which: Callable[[PendingRecording], bool]) -> None:
         with self._lock:
-            for each in [each for each in self._pending.values() if not each.complete and which(each)]:
-                self._end(each)
+            self._expired |= {each.key: each.link for each in self._end_those(self._is_idle)}
+
+    # Below: under the lock.
+
+    def _end_those(self, which: Callable[[PendingRecording], bool]) -> list[PendingRecording]:
+        ended = [each for each in self._pending.values() if not each.complete and which(each)]
+        for each in ended:
+            self._end(each)
+        return ended
+
+    def _forget_expired(self, which: Callable[[str, Hashable], bool]) -> None:
+        self._expired = {key: link for key, link in self._expired.items() if not which(key, link)}
 
     def _granted(self, key: str, link: Hashable) -> PendingRecording | None:
-        """Under the lock."""
         found = self._pending.get(key)
         if found is not None and found.link != link and not found.complete and self._is_idle(found):
             self._end(found)
             found = None
         if found is None and self._count(link) < _MOST_OF_A_LINK:
             found = self._pending[key] = PendingRecording(key=key, link=link, seen_s=self._now())
+            self._expired.pop(key, None)
         if found is None or found.complete or found.link != link:
             return None
         found.seen_s = self._now()

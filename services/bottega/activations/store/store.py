@@ -162,9 +162,10 @@ class ActivationStore:
         section = self._table.section(digest)
         return section.layout if section is not None else None
 
-    def begin_section(self, header: pb.SectionHeader, layout: SectionLayout, link: Hashable) -> SectionIntake | None:
-        """What takes the chunks of a section, which is kept soon after the last one; None where it is dropped, and
-        counted.
+    def begin_section(
+        self, header: pb.SectionHeader, layout: SectionLayout, link: Hashable
+    ) -> SectionIntake | DropReason:
+        """What takes the chunks of a section, which is kept soon after the last one; or why it is dropped, and counted.
 
         Of a template that is there it takes the place of the section with its key. Raises ValueError for what breaks a
         rule of activations.proto.
@@ -174,18 +175,18 @@ class ActivationStore:
         pending = None if template is not None else self._recordings.begin_section(header.key, header.recording, link)
         if pending is None and (template is None or template.recording != header.recording):
             self._counts.drop(DropReason.NOT_GRANTED)
-            return None
+            return DropReason.NOT_GRANTED
         reason = self._writer.reserve(layout.size_bytes)
         if reason is not None:
             self._counts.drop(reason)
-            return None
+            return reason
         try:
             file = SectionFile(layout, header.key)
         except BaseException as error:
             self._drop_section(layout, DropReason.TROUBLE)
             if not isinstance(error, StorageUnavailable):
                 raise
-            return None
+            return DropReason.TROUBLE
         incoming = functools.partial(
             IncomingSection,
             key=header.key,

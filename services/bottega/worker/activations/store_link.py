@@ -198,6 +198,8 @@ class ActivationStoreLink(LinkClientHandler):
                     self._take_whole(number, times, incoming.file)
                 case ActivationMessageKind.REFUSED:
                     self._take_refusal(*messages.read_refused(layout, connection.wait_all(incoming)))
+                case ActivationMessageKind.ABANDON:
+                    self.uploads.forget(messages.read_abandon(layout, connection.wait_all(incoming)).recording)
                 case kind:
                     raise ValueError(f"an activation store sends no {kind} message")
 

@@ -136,13 +136,16 @@ class Uploads:
         with self._lock:
             if recording not in self._unfinished:
                 return
-            self._known.discard(recording)
-            self._unfinished.discard(recording)
-            self._remove(lambda each: each.recording is recording)
-            if self._sending is not None and self._sending.section.recording is recording:
-                self._sending = None
+            self._forget(recording)
             self._queue.append(_End(recording=recording))
         self._wake()
+
+    def forget(self, id: str) -> None:
+        """The store does not take the recording of this id: it may have been dropped there. It may be asked again."""
+        with self._lock:
+            for recording in [each for each in self._known if each.id == id]:
+                self._meter.note("upload_dropped_not_granted")
+                self._forget(recording)
 
     def lose(self) -> None:
         """The link has ended: the store forgets what has not, and another one may answer the next time."""
@@ -214,6 +217,13 @@ class Uploads:
     def _waiting_bytes(self) -> int:
         sending = self._sending.section.size_bytes if self._sending is not None else 0
         return sending + sum(each.size_bytes for each in self._queue)
+
+    def _forget(self, recording: Recording) -> None:
+        self._known.discard(recording)
+        self._unfinished.discard(recording)
+        self._remove(lambda each: each.recording is recording)
+        if self._sending is not None and self._sending.section.recording is recording:
+            self._sending = None
 
     def _remove(self, gone: Callable[[RecordedSection | _End], bool]) -> None:
         kept = [each for each in self._queue if not gone(each)]
