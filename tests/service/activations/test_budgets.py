@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from bottega.activations.store.store import ActivationStore
 from bottega.caching import Tier
+from bottega.clocks import Clock
 from bottega.v1 import activations_pb2 as pb
 from tests.support.stored_templates import (
     SECTION_BYTES,
@@ -59,6 +61,20 @@ def test_the_order_of_uses_outlives_the_store(tmp_path: Path) -> None:
         assert [template.uses for template in store.templates(10)] == [1, 0, 0]
         record(store, "d", _STEPS)
         assert _there(store, *"abcd") == [True, True, False, True]
+
+
+def test_the_order_of_uses_outlives_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    now_s = time.time()
+    with running_store(tmp_path, clock=Clock(wall=lambda: now_s)) as store:
+        for name in "abc":
+            record(store, name, _STEPS)
+    with running_store(tmp_path, clock=Clock(wall=lambda: now_s - 3600)) as store:
+        assert answer(store, "a").sections
+        assert store.templates(1)[0].idle_s < 3600
+    with running_store(tmp_path, disk_budget_bytes=3 * _TEMPLATE_BYTES) as store:
+        assert [template.id for template in store.templates(10)] == [recording_of(name) for name in "acb"]
+        record(store, "d", _STEPS)
+        assert _there(store, *"abcd") == [True, False, True, True]
 
 
 def test_what_is_pinned_stays_and_what_finds_no_room_is_dropped(tmp_path: Path) -> None:
