@@ -56,9 +56,11 @@ class StoreDesk(ManualEngine):
     """A worker's engine with links to stores. waits: whether it loads everything, and waits for it. turns: that it
     plans at once."""
 
-    def __init__(self, model: Model, offers: HostOffers, *, mib: int = 64, waits: bool = True, turns: int = 3) -> None:
+    def __init__(
+        self, model: Model, offers: HostOffers, *, budget_bytes: int = 64 << 20, waits: bool = True, turns: int = 3
+    ) -> None:
         link = ActivationLinkSettings(retry_s=0.05)
-        settings = ActivationSettings(budget_bytes=mib << 20, model_name="m", latent_scale=4, link=link)
+        settings = ActivationSettings(budget_bytes=budget_bytes, model_name="m", latent_scale=4, link=link)
         self.source = StoreActivations(settings, offers=offers, counters=LinkCounters())
         self.edits = EngineEdits(model, self.source)
         if waits:
@@ -265,6 +267,23 @@ def test_a_tenant_has_nothing_of_another(desks: Desks) -> None:
     assert len(host.store.templates(10)) == 2
 
 
+def test_a_worker_of_another_host_with_room_for_half_of_it_loads_all_of_it(desks: Desks) -> None:
+    """What an edit has passed goes for what it needs next; and what it needs last, at the beginning of the next one."""
+    host = desks.host(unix=False)
+    first = desks.desk(host)
+    first.draw(FIRST)
+    first.wait_sent()
+    in_memory = first.draw(SECOND)
+    (recording,) = first.source.recordings
+    step_bytes = max(step.size_bytes for step in recording.steps.values())
+    small = desks.desk(host, budget_bytes=3 * step_bytes, turns=1)
+    for key in ("one", "other"):
+        drawing = small.draw(replace(SECOND, key=key))
+        assert torch.equal(drawing.latents[0], in_memory.latents[0])
+        assert edit_of(drawing).blocks_reused == BLOCKS
+    assert small.source.counts["loads_without_room"] == 0
+
+
 def test_a_worker_without_room_for_it_draws_from_the_stores_memory(desks: Desks) -> None:
     """Of another host's store it has room for some of it, and computes the rest."""
     host = desks.host()
@@ -273,6 +292,6 @@ def test_a_worker_without_room_for_it_draws_from_the_stores_memory(desks: Desks)
     first.wait_sent()
     in_memory = first.draw(SECOND)
     size_bytes = sum(recording.size_bytes for recording in first.source.recordings)
-    small = desks.desk(host, mib=1)
+    small = desks.desk(host, budget_bytes=1 << 20)
     assert size_bytes > 1 << 20
     assert torch.equal(small.draw(SECOND).latents[0], in_memory.latents[0])

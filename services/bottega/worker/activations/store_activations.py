@@ -174,13 +174,35 @@ class StoreActivations:
     def stop(self) -> None:
         self.set_stores(())
 
-    def make_room(self, size_bytes: int) -> bool:
-        """Whether there is room for so much more, recordings that nobody uses having gone for it."""
+    def make_room(self, size_bytes: int, turns: float) -> bool:
+        """Whether there is room for so much more that is used in so many turns.
+
+        Recordings that nobody uses go for it, or else what edits under way have passed or will use later than that:
+        memory for some of their steps is enough then.
+        """
+        if self._memory.make_room(size_bytes):
+            return True
+        self._let_go(size_bytes - self.spare_bytes, turns)
         return self._memory.make_room(size_bytes)
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether there is room now. Any thread may ask."""
         return self._memory.used_bytes + size_bytes <= self._memory.budget_bytes
+
+    def _let_go(self, lack_bytes: int, turns: float) -> None:
+        """Of recordings in use, about so many bytes that were copied and that nobody takes in so many turns."""
+        later = [
+            (until, recording, step)
+            for recording in self.recordings
+            for key, step in recording.steps.items()
+            if isinstance(step, StoredStep) and step.held_bytes and (until := recording.turns_until(key)) > turns
+        ]
+        for _, recording, step in sorted(later, key=lambda each: each[0], reverse=True):
+            if lack_bytes <= 0:
+                return
+            freed_bytes = step.let_go()
+            recording.reserved_bytes = max(0, recording.reserved_bytes - freed_bytes)
+            lack_bytes -= freed_bytes
 
     def _open(self, store: ServiceAddress) -> ActivationStoreLink:
         return ActivationStoreLink(

@@ -9,6 +9,7 @@ The engine's thread asks and reads, the link's thread fills. A tensor that is he
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -77,8 +78,9 @@ class LoadRoom(Protocol):
     pinned: bool
     arrivals: threading.Condition
 
-    def make_room(self, size_bytes: int) -> bool:
-        """Whether there is room for so much more, others having gone for it. By the engine's thread."""
+    def make_room(self, size_bytes: int, turns: float) -> bool:
+        """Whether there is room for so much more that is used in so many turns, others having gone for it. By the
+        engine's thread."""
         ...
 
     def has_room(self, size_bytes: int) -> bool:
@@ -152,7 +154,7 @@ class StoredStep:
             wanted = tuple(dict.fromkeys((*wanted, *self._places_away())))
         asked = {self._names[place] for place in wanted}
         copied = () if self.link.shares else asked
-        if copied and not self._room.make_room(sum(map(self.bytes_of, copied))):
+        if copied and not self._room.make_room(sum(map(self.bytes_of, copied)), self._turns_until()):
             self._room.meter.note("loads_without_room")
             return
         fetch = SectionFetch(step=self, tensors=wanted, left=len(wanted))
@@ -188,6 +190,19 @@ class StoredStep:
         self.link.cancel(self)
         with self._room.arrivals:
             self._tensors = {name: tensor for name, tensor in self._tensors.items() if name in self._copied}
+
+    def let_go(self) -> int:
+        """Others are needed sooner, and room is lacking: what was copied goes, and comes again when it is requested.
+
+        Returns how many bytes that are.
+        """
+        with self._room.arrivals:
+            before_bytes = self._held_bytes
+            gone = self._copied & self._tensors.keys()
+            for name in gone:
+                del self._tensors[name]
+            self._let_go(gone)
+            return before_bytes - self._held_bytes
 
     # Below: by the link.
 
@@ -268,6 +283,10 @@ class StoredStep:
         seconds = time.monotonic() - fetch.requested_s
         work = replace(fetch.work, sent_s=sent_s) if fetch.work is not None else None
         self._load_times.append(LoadTime(began_s=fetch.requested_s, seconds=seconds, size_bytes=size_bytes, work=work))
+
+    def _turns_until(self) -> float:
+        recording = self._recording()
+        return recording.turns_until(self.section.key) if recording is not None else math.inf
 
     def _places_away(self) -> list[int]:
         return [place for place, name in enumerate(self._names) if self._is_away(name)]

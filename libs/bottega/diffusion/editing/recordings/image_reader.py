@@ -5,6 +5,7 @@ It is asked for the activations of a row as often as its step is tried, and told
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -89,6 +90,9 @@ class ImageReader:
         self._readers: dict[StepKey, tuple[StepReader, ValidPlan]] = {}
         self._sinks: dict[StepKey, StepRecorder] = {}
         self._completers: dict[StepKey, StepCompleter] = {}
+        steps = range(request.step, request.end)
+        self._uses = {step_key(request, half, step - request.step): step for step in steps for half in Half}
+        recording.users.add(self)
 
     def row(self, half: Half) -> RowActivations | None:
         """Of the step that comes next; asked again where that is tried again."""
@@ -177,6 +181,11 @@ class ImageReader:
                 rows.append(row)
         return rows, len(halves) - len(rows)
 
+    def turns_until(self, key: StepKey) -> float:
+        """See RecordingUser."""
+        turns = self._uses.get(key, -1) - self._request.step
+        return turns if turns >= 0 else math.inf
+
     @property
     def outstanding_bytes(self) -> int:
         """Of what was requested for it and is not here; what a host's store maps takes no time of the load stream."""
@@ -184,6 +193,7 @@ class ImageReader:
 
     def close(self) -> None:
         """The job is over: what was requested for it is not needed any more."""
+        self.recording.users.discard(self)
         while self.loads:
             self._drop_requests(self.loads.popitem()[1])
 

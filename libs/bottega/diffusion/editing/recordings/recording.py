@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +95,14 @@ class DrawnTemplate:
     seed: int
 
 
+class RecordingUser(Protocol):
+    """An image whose steps take from a recording."""
+
+    def turns_until(self, key: StepKey) -> float:
+        """In how many turns it takes from this forward, 0 in the next one; infinite where it does not any more."""
+        ...
+
+
 class Recording:
     """The activations of one template.
 
@@ -101,7 +111,8 @@ class Recording:
     A step's `valid`, bool [height, width] of the latent, says where the template stood while it was recorded. Where all
     elements under a token are valid, the outputs are the template's.
     steps: of each forward the newest, with whatever prompt; see `step` for others.
-    uses: edits that have read it. readers: under way. complete: whether it may be read.
+    uses: edits that have read it. readers: under way. users: their images, which say what they still need. complete:
+    whether it may be read.
     budget_bytes: that all of its outputs may take, wherever they are kept; 0 is without bound. profile: what the
     model's blocks take, where that was measured; its source sets both.
     """
@@ -127,6 +138,7 @@ class Recording:
         self.complete = False
         self.uses = 0
         self.readers = 0
+        self.users: set[RecordingUser] = set()
         self.used_s = 0.0
         self.reserved_bytes = 0
         self.budget_bytes = 0
@@ -158,6 +170,10 @@ class Recording:
     def is_idle(self) -> bool:
         """Whether it may be evicted."""
         return self.complete and self.readers == 0
+
+    def turns_until(self, key: StepKey) -> float:
+        """In how many turns the first of its users takes from this forward; infinite where none does."""
+        return min((user.turns_until(key) for user in self.users), default=math.inf)
 
     @property
     def step_count(self) -> int:

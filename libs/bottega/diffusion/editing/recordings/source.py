@@ -35,7 +35,7 @@ class ActivationSource(Protocol):
 
     A recording that it hands out is in use until it is released: it is not evicted, and what its steps hold stays where
     it is. A source may hand out one of which parts are elsewhere, to be requested: what a step does not have is
-    computed.
+    computed. What was loaded may go again for what its users, or others, need sooner.
     """
 
     @property
