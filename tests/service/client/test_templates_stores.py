@@ -179,7 +179,10 @@ async def test_a_profile_is_measured_kept_and_shown_again(
     assert await client.block_profiles() == (block_profile(64, 48),)
     shown = await _run(gateway, "profile", "--kept")
     assert shown.stdout == measured.stdout
-    assert "2.60 GiB for a template keeps 3 of 3 blocks" in shown.stdout
+    assert "512 MiB for a template keeps 3 of 3 blocks" in shown.stdout
+    assert "w1 has room for 512 MiB of recordings (engine.activations_mib)" in shown.stderr
+    worker.budget_bytes = 4 << 30
+    assert "2.60 GiB for a template keeps 3 of 3 blocks" in (await _run(gateway, "profile", "--kept")).stdout
     await client.set_block_profile(_without_blocks())
     assert await client.block_profiles() == ()
     broken = block_profile(64, 48)
@@ -210,6 +213,14 @@ async def test_the_doctor_says_of_a_store_how_it_is(
         await store.server.stop()
         gone, _ = await _doctor(client)
         assert (gone.level, "cannot be asked" in gone.what) == (Level.WARN, True)
+
+
+async def test_the_doctor_counts_the_memory_of_workers_where_it_is_less_than_a_template_may_take(
+    gateway: RunningGateway, worker: TemplatesWorker, store: Running, client: AsyncClient
+) -> None:
+    assert not any("no profile" in result.what for result in await _doctor(client))
+    worker.budget_bytes = 1 << 20
+    assert any("no profile of miniature" in result.what for result in await _doctor(client))
 
 
 async def test_the_doctor_misses_a_store_where_workers_look_for_one(

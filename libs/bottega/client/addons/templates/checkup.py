@@ -36,17 +36,21 @@ def check_templates(fleet: ListMembersResponse) -> Iterator[CheckResult]:
     """Asks every store and every worker. Not in an event loop."""
     served = {model.model_hash: model for worker in workers_of(fleet) for model in worker.models}
     stores = stores_of(fleet)
+    answers = [(worker, _answer(worker)) for worker in workers_of(fleet)]
+    told = [answer for _, answer in answers if not isinstance(answer, BottegaError)]
+    least_bytes = min((answer.budget_bytes for answer in told if answer.budget_bytes), default=0)
     for store in stores:
-        yield from _check_store(store, served)
+        yield from _check_store(store, served, least_bytes)
     if not stores and any(kinds.ACTIVATIONS in worker.uses for worker in workers_of(fleet)):
         yield warn(
             "no activation store has joined, so what workers record of edits goes with them",
             "bottega up starts one, on a server systemctl start bottega-activations; its log says why it has not.",
         )
-    yield from _check_workers(workers_of(fleet))
+    yield from _check_workers(answers)
 
 
-def _check_store(store: Registration, served: Mapping[str, Model]) -> Iterator[CheckResult]:
+def _check_store(store: Registration, served: Mapping[str, Model], workers_bytes: int) -> Iterator[CheckResult]:
+    """workers_bytes: that the recordings of a worker have room for, of the one that has least; 0 where none says so."""
     try:
         found = asyncio.run(_ask_store(store))
     except BottegaError as error:
@@ -66,8 +70,9 @@ def _check_store(store: Registration, served: Mapping[str, Model]) -> Iterator[C
         count = f"{listing.total} template{'' if listing.total == 1 else 's'}"
         yield ok(f"activation store {store.name} joined, with {count}, {room}")
     yield from _check_pins(store, listing)
+    budget_bytes = min((each for each in (listing.template_budget_bytes, workers_bytes) if each), default=0)
     for model in sorted(served.values(), key=lambda each: each.name):
-        if model.model_hash not in found.profiled and _may_exceed(listing.template_budget_bytes, model):
+        if model.model_hash not in found.profiled and _may_exceed(budget_bytes, model):
             yield warn(
                 f"the activation store {store.name} has no profile of {model.name}: which blocks of its templates are "
                 "kept, where all of them are too much, is estimated",
@@ -91,18 +96,24 @@ def _check_pins(store: Registration, listing: pb.ListStoredTemplatesResponse) ->
         )
 
 
-def _check_workers(workers: Sequence[Registration]) -> Iterator[CheckResult]:
-    for worker in workers:
-        try:
-            answer = asyncio.run(_ask_worker(worker))
-        except BottegaError as error:
-            yield warn(f"{worker.name} does not say what it has recorded of edits: {error.message}", _MORE)
-            continue
-        if not answer.budget_bytes:
+def _check_workers(
+    answers: Sequence[tuple[Registration, pb.ListTemplatesResponse | BottegaError]],
+) -> Iterator[CheckResult]:
+    for worker, answer in answers:
+        if isinstance(answer, BottegaError):
+            yield warn(f"{worker.name} does not say what it has recorded of edits: {answer.message}", _MORE)
+        elif not answer.budget_bytes:
             yield warn(f"{worker.name} records nothing of edits, so all of them compute the whole picture", _BUDGET)
         elif answer.templates:
             count = len(answer.templates)
             yield ok(f"{worker.name} has recorded {count} template{'' if count == 1 else 's'} of edits")
+
+
+def _answer(worker: Registration) -> pb.ListTemplatesResponse | BottegaError:
+    try:
+        return asyncio.run(_ask_worker(worker))
+    except BottegaError as error:
+        return error
 
 
 async def _ask_store(store: Registration) -> _StoreFindings:

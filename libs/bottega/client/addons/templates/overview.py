@@ -25,8 +25,8 @@ class TemplateHolder:
     """A service that has templates, and the room for them.
 
     kind: activations or worker. templates: how many it has. disk_bytes, memory_bytes: that they take, and the budgets
-    of both; a worker has none on a disk. template_budget_bytes: that one of them may take; 0 is without bound.
-    trouble: why it can record nothing now; empty when all is well.
+    of both; a worker has none on a disk. template_budget_bytes: that one of them may take, of a worker all of its
+    memory for them; 0 is without bound. trouble: why it can record nothing now; empty when all is well.
     """
 
     name: str
@@ -133,6 +133,7 @@ async def _ask_worker(worker: Registration) -> _Listing:
         templates=len(answer.templates),
         memory_bytes=answer.used_bytes,
         memory_budget_bytes=answer.budget_bytes,
+        template_budget_bytes=answer.budget_bytes,
     )
     return _Listing(holder=holder, templates=answer.templates)
 

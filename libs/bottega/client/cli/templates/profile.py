@@ -33,7 +33,7 @@ _PIXELS = click.IntRange(min=8)
 @click.option("--width", type=_PIXELS, help="Of the picture, in pixels; default: the model's own.")
 @click.option("--height", type=_PIXELS, help="Its height; default: the model's own.")
 @click.option("--steps", type=click.IntRange(1, 1000), help="Of the template that is told of; default: the model's.")
-@click.option("--budget-mib", type=click.IntRange(min=1), help="Of one template; default: that of the store.")
+@click.option("--budget-mib", type=click.IntRange(min=1), help="Of one template; default: the least that there is.")
 @click.option("--all", "every", is_flag=True, help=f"Every part of the model, not {_MOST_ROWS} of them.")
 @click.option("--kept", is_flag=True, help="Measure nothing; show what stores keep.")
 @timeout_option
@@ -54,14 +54,14 @@ def command(
 ) -> None:
     """Measure what each block of a model takes, and have the stores keep that.
 
-    A template of every block of a large model takes many GiB. Stores that have a budget for each keep the blocks that
-    save most time for each byte, and which those are depends on model and device. A worker that draws nothing runs the
-    model, which takes seconds, or minutes without a GPU. Measure again after a change of devices; --kept shows what was
-    measured.
+    A template of every block of a large model takes many GiB. Within what a store and the worker that records have room
+    for, the blocks are kept that save most time for each byte, and which those are depends on model and device. A
+    worker that draws nothing runs the model, which takes seconds, or minutes without a GPU. Measure again after a
+    change of devices; --kept shows what was measured.
     """
     with connect(address) as client:
         served = {each.model_hash: each for each in client.models()}
-        budget_bytes = budget_mib << 20 if budget_mib is not None else _store_budget(client)
+        budget_bytes = budget_mib << 20 if budget_mib is not None else _budget(client)
         if kept:
             profiles = _profiles_of(client, model, served)
         else:
@@ -132,10 +132,19 @@ def _kept(found: BlockWorth, budget_bytes: int) -> str:
     return f"{size_text(budget_bytes)} for a template keeps {kept}: {share_text(found.kept_share)} of what all save"
 
 
-def _store_budget(client: Client) -> int:
-    """Of one template, as the stores have it; 0 without a store, or where it is without bound."""
-    holders = [each for each in client.templates().holders if each.kind == kinds.ACTIVATIONS]
-    return min((each.template_budget_bytes for each in holders if each.template_budget_bytes), default=0)
+def _budget(client: Client) -> int:
+    """Of one template: what every store, and every worker that records, has room for; 0 without a store, or bound."""
+    holders = client.templates().holders
+    if not any(each.kind == kinds.ACTIVATIONS for each in holders):
+        return 0
+    bounded = [each for each in holders if each.template_budget_bytes]
+    least = min(bounded, key=lambda each: each.template_budget_bytes, default=None)
+    if least is None:
+        return 0
+    if least.kind == kinds.WORKER:
+        room = size_text(least.template_budget_bytes)
+        note(f"{least.name} has room for {room} of recordings (engine.activations_mib), which bounds its templates.")
+    return least.template_budget_bytes
 
 
 def _profiles_of(client: Client, model: str | None, served: Mapping[str, Model]) -> list[BlockProfile]:
