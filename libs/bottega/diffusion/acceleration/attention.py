@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 
 from bottega.diffusion.model.model import Model
 
@@ -23,7 +24,11 @@ Attention = Callable[..., Tensor]
 
 
 class AttentionBackend:
-    """One of PyTorch's ways alone, with the plain one for what it cannot do. way: flash, efficient or cudnn."""
+    """One of PyTorch's ways before all others, which stay for what it cannot do. way: flash, efficient or cudnn.
+
+    None is switched off: a VAE has one head of 512 channels, which is too many for two of them, and where only the
+    plain way was left its attention would take memory in proportion to the square of the pixels.
+    """
 
     probe = "forward"
     # Sums in another order, rounded once in half precision, in seventy blocks one behind the other.
@@ -33,7 +38,7 @@ class AttentionBackend:
         self.name = f"attention.{way}"
         self.excludes: Sequence[str] = tuple(name for name in ATTENTIONS if name != self.name)
         self._way = way
-        self._before: dict[str, bool] | None = None
+        self._before: list[int] | None = None
 
     def unsupported(self, model: Model) -> str:
         if model.device.type != "cuda":
@@ -43,14 +48,15 @@ class AttentionBackend:
         return ""
 
     def enable(self, model: Model) -> None:
-        self._before = {way: is_on() for way, (is_on, _) in _SWITCHES.items()}
-        for way, (_, switch) in _SWITCHES.items():
-            switch(way in {self._way, "math"})
+        # torch sets an order of its own at a process's first attention on a device: the check's plain runs have been.
+        self._before = torch._C._get_sdp_priority_order()
+        first = _WAYS[self._way]
+        torch._C._set_sdp_priority_order([first, *(way for way in self._before if way != first)])
 
     def disable(self) -> None:
         before, self._before = self._before, None
-        for way, was_on in (before or {}).items():
-            _SWITCHES[way][1](was_on)
+        if before is not None:
+            torch._C._set_sdp_priority_order(before)
 
 
 class FlashAttention:
@@ -105,11 +111,9 @@ def _flash(plain: Attention, flash: Attention) -> Attention:
     return attention
 
 
-_cuda: Any = torch.backends.cuda
-_SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
-    "flash": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    "efficient": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    "cudnn": (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    "math": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+_WAYS: dict[str, int] = {
+    "flash": SDPBackend.FLASH_ATTENTION.value,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION.value,
+    "cudnn": SDPBackend.CUDNN_ATTENTION.value,
 }
 ATTENTIONS = ("attention.flash_attn", "attention.cudnn", "attention.flash", "attention.efficient")

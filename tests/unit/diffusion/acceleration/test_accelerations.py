@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 
 from bottega.diffusion.acceleration import attention
 from bottega.diffusion.acceleration.attention import AttentionBackend
@@ -74,15 +75,51 @@ def test_the_vae_has_its_channels_last_for_a_while(model: Model) -> None:
     assert (during.int() - before.int()).abs().max() <= 1
 
 
-@pytest.mark.parametrize("way", ["flash", "efficient", "cudnn"])
-def test_a_way_of_attention_is_alone_with_the_plain_one_and_all_are_back_afterwards(model: Model, way: str) -> None:
-    before = {name: is_on() for name, (is_on, _) in attention._SWITCHES.items()}
+def ways_on() -> set[SDPBackend]:
+    cuda: Any = torch.backends.cuda
+    switches = {
+        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
+        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
+        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled,
+        SDPBackend.MATH: cuda.math_sdp_enabled,
+    }
+    return {way for way, is_on in switches.items() if is_on()}
+
+
+@pytest.mark.parametrize(
+    ("way", "first"),
+    [
+        ("flash", SDPBackend.FLASH_ATTENTION),
+        ("efficient", SDPBackend.EFFICIENT_ATTENTION),
+        ("cudnn", SDPBackend.CUDNN_ATTENTION),
+    ],
+)
+def test_a_way_of_attention_comes_first_and_others_stay_for_heads_that_it_cannot_do(
+    model: Model, monkeypatch: pytest.MonkeyPatch, way: str, first: SDPBackend
+) -> None:
+    seen: list[tuple[list[int], set[SDPBackend]]] = []
+    plain = functional.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen.append((torch._C._get_sdp_priority_order(), ways_on()))
+        return plain(query, key, value)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attention)
+    of_a_vae = torch.randn(1, 1, 16, 512)
+    functional.scaled_dot_product_attention(of_a_vae, of_a_vae, of_a_vae)
     backend = AttentionBackend(way)
     backend.enable(model)
-    during = {name for name, (is_on, _) in attention._SWITCHES.items() if is_on()}
-    backend.disable()
-    assert during == {way, "math"}
-    assert {name: is_on() for name, (is_on, _) in attention._SWITCHES.items()} == before
+    try:
+        functional.scaled_dot_product_attention(of_a_vae, of_a_vae, of_a_vae)
+    finally:
+        backend.disable()
+    functional.scaled_dot_product_attention(of_a_vae, of_a_vae, of_a_vae)
+    before, during, after = seen
+    assert after == before
+    order, on = during
+    assert on == before[1]
+    assert SDPBackend.EFFICIENT_ATTENTION in on, "a VAE's attention would be quadratic in memory"
+    assert order == [first.value, *(other for other in before[0] if other != first.value)]
     assert "CUDA" in backend.unsupported(model)
 
 
