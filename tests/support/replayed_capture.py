@@ -22,18 +22,22 @@ _Call = tuple[Any, Sequence[Any], Mapping[str, Any], list[Tensor]]
 class ReplayedCapture:
     """recorded: how many functions were. launched: how often any of them was launched again.
 
-    refuses: raised instead of recording. set_bytes: that it says each set has taken.
+    refuses: raised instead of recording. function_bytes: that it says each function has taken. cached_bytes: that are
+    reserved for nothing, until a set begins.
     """
 
-    def __init__(self, *, refuses: Exception | None = None, set_bytes: int = 1000) -> None:
+    def __init__(
+        self, *, refuses: Exception | None = None, function_bytes: int = 1000, cached_bytes: int = 100_000
+    ) -> None:
         self.recorded = 0
         self.launched = 0
         self._refuses = refuses
-        self._set_bytes = set_bytes
-        self._reserved = 0
+        self._function_bytes = function_bytes
+        self._cached_bytes = cached_bytes
+        self._taken_bytes = 0
 
     def begin(self) -> None:
-        self._reserved += self._set_bytes
+        self._cached_bytes = 0
 
     def record(self, function: Callable[[], MadeT]) -> tuple[Callable[[], None], MadeT]:
         if self._refuses is not None:
@@ -42,6 +46,7 @@ class ReplayedCapture:
         with recorder:
             made = function()
         self.recorded += 1
+        self._taken_bytes += self._function_bytes
 
         def launch() -> None:
             self.launched += 1
@@ -51,7 +56,7 @@ class ReplayedCapture:
         return launch, made
 
     def reserved_bytes(self) -> int:
-        return self._reserved
+        return self._taken_bytes + self._cached_bytes
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

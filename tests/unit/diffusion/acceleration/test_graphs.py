@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bottega.diffusion.acceleration.graphs.backbone import GraphedActivations, GraphedBackbone
+from bottega.diffusion.acceleration.graphs.capture import CudaCapture
 from bottega.diffusion.acceleration.graphs.graphs import Graphs
-from bottega.diffusion.acceleration.graphs.recorded import Key, RecordedForward
+from bottega.diffusion.acceleration.graphs.recorded import Key, RecordedForward, record
 from bottega.diffusion.acceleration.graphs.store import RecordedForwards
 from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.engine.engine import Engine, EngineLimits
@@ -169,6 +170,22 @@ def test_shapes_are_recorded_by_themselves(plain: UNetBackbone, capture: Replaye
             assert (run(ours, given) - run(plain, given)).abs().max() < EXACT
     assert isinstance(ours.begin(shapes[0]), GraphedActivations)
     assert capture.recorded == 4 + 1 + sum(bool(block.needs) for block in plain.blocks)
+
+
+def test_a_recording_takes_what_its_functions_do_whatever_was_cached_before(plain: UNetBackbone) -> None:
+    capture = ReplayedCapture(function_bytes=1000, cached_bytes=50_000)
+    assert record(plain, inputs(1), capture).size_bytes == 1000
+    controlled = record(plain, inputs(1, controlled=True), capture)
+    assert controlled.size_bytes == 1000 * len(controlled.segments)
+
+
+def test_a_set_of_graphs_begins_with_nothing_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: done.append("pool"))
+    CudaCapture(torch.device("cuda:0")).begin()
+    assert done == ["emptied", "pool"]
 
 
 def key(number: int) -> Key:

@@ -17,7 +17,11 @@ class Capture(Protocol):
     """Records for one device. One thread calls it."""
 
     def begin(self) -> None:
-        """A new set of functions follows, whose memory is freed together."""
+        """A new set of functions follows, whose memory is freed together.
+
+        What the process has of the device's memory and uses for nothing is given back, as recording would do it: what
+        is reserved before and after the set tells what it has taken.
+        """
         ...
 
     def record(self, function: Callable[[], MadeT]) -> tuple[Callable[[], None], MadeT]:
@@ -42,6 +46,7 @@ class CudaCapture:
         self._pool: Any = None
 
     def begin(self) -> None:
+        torch.cuda.empty_cache()
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, function: Callable[[], MadeT]) -> tuple[Callable[[], None], MadeT]:

@@ -57,8 +57,8 @@ _TENSORS = ("sample", "timestep", "prompt_embeds", "pooled_embeds", "time_ids")
 
 def record(backbone: UNetBackbone, inputs: Inputs, capture: Capture) -> RecordedForward:
     """Records a forward of this shape. Raises what the network or the device raises."""
-    before = capture.reserved_bytes()
     capture.begin()
+    before = capture.reserved_bytes()
     static = replace(inputs, **{name: getattr(inputs, name).clone() for name in _TENSORS}, activations=(), origins=())
     segments: list[Segment] = []
     output: Tensor | None = None
