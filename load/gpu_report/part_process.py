@@ -11,6 +11,9 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
+from bottega.diffusion.device.pick import use_device
 from load.gpu_report.environment import setting_of
 from load.gpu_report.parts import PARTS, Part
 from load.gpu_report.results import Outcome, Results
@@ -25,6 +28,7 @@ def run_part(part: Part, rig: Rig, setting: Mapping[str, str]) -> Outcome:
     """Measures; what goes wrong is its outcome."""
     began_s = time.perf_counter()
     try:
+        use_device(torch.device(rig.device))
         figures = tuple(part.load()(rig))
     except LeftOutError as reason:
         return Outcome(part=part.name, status="left out", seconds=0.0, setting=setting, why=str(reason))

@@ -110,6 +110,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--small", action="store_true", help="sizes for an interpreter, as always on a CPU")
     options = parser.parse_args(arguments)
     device, dtype = torch.device(options.device), next(each for each in TOLERANCES if _name(each) == options.dtype)
+    if options.device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # where Triton launches
     if device.type == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when the first kernel is imported
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, interpreted"

@@ -23,7 +23,7 @@ from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetLinks
 from bottega.device_links import device_links
 from bottega.diffusion.device.memory_plan import MemoryPlan, open_memory_plan
-from bottega.diffusion.device.pick import open_device
+from bottega.diffusion.device.pick import use_device
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.model.model import DTYPES, pick_device
 from bottega.errors import BottegaError, Unavailable
@@ -56,11 +56,11 @@ def run(channel: FramedPipe, config: ControlNetEngineConfig) -> int:
 
 
 class ControlNetEngineLoop:
-    """Reads commands, computes, says what happened."""
+    """Reads commands, computes, says what happened. The thread that makes it computes."""
 
     def __init__(self, channel: FramedPipe, config: ControlNetEngineConfig, device: torch.device) -> None:
         self._channel = channel
-        dtype, runtime = DTYPES[config.dtype], open_device(device)
+        dtype, runtime = DTYPES[config.dtype], use_device(device)
         memory = open_memory_plan(runtime, config.device_memory_mib)
         weights_bytes = reserve_weights(memory, config.budget_bytes)
         self._beaten_s = 0.0

@@ -21,6 +21,17 @@ def open_device(torch_device: torch.device) -> Device:
     return _open(kind, 0)
 
 
+def use_device(torch_device: torch.device) -> Device:
+    """The same, and the current one of the calling thread: what is to compute on it calls this first.
+
+    Most of torch computes where its tensors are; kernels are launched on whatever device is current.
+    """
+    device = open_device(torch_device)
+    if device.torch_device.type == "cuda":
+        torch.cuda.set_device(device.torch_device)
+    return device
+
+
 @lru_cache
 def _open(kind: str, index: int) -> Device:
     """One for each: streams are by name, and belong together."""

@@ -24,7 +24,7 @@ from bottega.device_names import check_device_name
 from bottega.diffusion.device.device import Device
 from bottega.diffusion.device.memory_plan import MemoryPlan, open_memory_plan
 from bottega.diffusion.device.out_of_memory import is_out_of_memory
-from bottega.diffusion.device.pick import open_device
+from bottega.diffusion.device.pick import use_device
 from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.model.samplers import SamplerKind, default_kind
 from bottega.diffusion.model.vae import VaeDecoder, VaeSettings, make_decoder
@@ -55,9 +55,9 @@ class Defaults:
 class Model:
     """The parts of one model, in evaluation mode; to be run in inference mode.
 
-    latent_scale: pixels a side that one latent element stands for; width and height of a request
-    are multiples of it. digest: SHA-256 over weights and configuration, hex. runtime: what its device is asked for.
-    operations: those that may be accelerated. decoder: how the VAE decodes. memory: of the device.
+    device: with its index, where it is a GPU. runtime: what it is asked for. memory: of it. digest: SHA-256 of weights
+    and configuration, hex. latent_scale: pixels a side that one latent element stands for; width and height of a
+    request are multiples of it. operations: those that may be accelerated. decoder: how the VAE decodes.
     """
 
     name: str
@@ -94,11 +94,14 @@ class Model:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that `auto`, `cpu`, `cuda` or `cuda:N` names. Raises ValueError naming what is there, or served."""
+    """The device that `auto`, `cpu`, `cuda` or `cuda:N` names, of a GPU with its index.
+
+    Raises ValueError naming what is there, or served.
+    """
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    device = torch.device(check_device_name(name))
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    device = torch.device("cuda:0" if check_device_name(name) == "cuda" else name)
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
         raise ValueError(f"device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto")
     return device
 
@@ -114,20 +117,20 @@ def load_model(
 ) -> Model:
     """Loads a folder in Diffusers' layout. Never downloads, never opens anything but safetensors.
 
-    device_memory_mib: see open_memory_plan. Raises OSError or ValueError with the reason when the folder is not such a
-    model, or the device has no room for it.
+    In the thread that will compute: the device is its current one from now on. device_memory_mib: see open_memory_plan.
+    Raises OSError or ValueError with the reason when the folder is not such a model, or the device has no room for it.
     """
     if not folder.is_dir():  # Diffusers would take it for a name on the hub, and look into that one's cache
         raise ValueError(f"{folder} is no folder")
+    runtime = use_device(device)
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
     pipeline = StableDiffusionXLPipeline.from_pretrained(
         str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, add_watermarker=False
     )
-    runtime = open_device(device)
     memory = open_memory_plan(runtime, device_memory_mib)
-    decoder = _place(pipeline, device, dtype, memory, vae or VaeSettings())
+    decoder = _place(pipeline, runtime.torch_device, dtype, memory, vae or VaeSettings())
     config = dict(pipeline.scheduler.config)
     config["_class_name"] = type(pipeline.scheduler).__name__
     size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
@@ -135,7 +138,7 @@ def load_model(
         name=name,
         digest=digest(folder),
         dtype=dtype,
-        device=device,
+        device=runtime.torch_device,
         runtime=runtime,
         tokenizers=(pipeline.tokenizer, pipeline.tokenizer_2),
         text_encoders=(pipeline.text_encoder, pipeline.text_encoder_2),

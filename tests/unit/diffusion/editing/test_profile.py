@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from bottega.diffusion.device.cpu import CpuDevice
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
@@ -27,6 +31,24 @@ def test_every_block_is_measured_in_full_and_at_each_share(model: Model) -> None
     assert sum(block.full_s for block in profile.blocks) <= profile.forward_s * 1.2
     assert (profile.width, profile.height) == (64, 64)
     assert (profile.model_hash, profile.dtype) == (model.digest, "float32")
+
+
+class CountingDevice(CpuDevice):
+    """waits: how often it was waited for."""
+
+    waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_the_device_that_is_waited_for_is_the_models_own(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("the current device may be another one"))
+    device = CountingDevice()
+    desk = EditDesk(replace(model, runtime=device))
+    desk.engine.profile_blocks(0, 0)
+    assert device.waits > len(desk.edits.times.blocks(SIZE))
 
 
 @pytest.mark.alone

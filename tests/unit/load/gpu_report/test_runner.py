@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from load.gpu_report.figures import Figure
 from load.gpu_report.part_process import run_part
@@ -100,8 +101,13 @@ def test_an_error_of_a_part_is_its_outcome(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(Part, "load", lambda _: measure)
         return FAST
 
+    cuda_devices: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: cuda_devices.append(str(device)))
     missing = run_part(failing(LeftOutError("PEFT is not installed")), rig, SETTING)
     assert (missing.status, missing.why) == ("left out", "PEFT is not installed")
+    assert cuda_devices == []
+    rig = Rig(size=SMALL_SIZE, device="cuda:1", folder=tmp_path)
     failed = run_part(failing(RuntimeError("no memory")), rig, SETTING)
+    assert cuda_devices == ["cuda:1"], "a part's own kernels are launched there"
     assert failed.status == "failed"
     assert failed.why.endswith("RuntimeError: no memory\n")

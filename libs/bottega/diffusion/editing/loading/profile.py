@@ -70,15 +70,26 @@ def measure_blocks(
 
 
 class _Clock:
-    """RecordedActivations of a row that is measured. seconds: by module, of those that began since `start`."""
+    """RecordedActivations of a row that is measured. seconds: by module, of those that began since `start`.
 
-    def __init__(self, outputs: Mapping[str, Tensor], blocks: Sequence[BlockWork], beat: Callable[[], None]) -> None:
+    synchronize: waits until the device has computed what it was given.
+    """
+
+    def __init__(
+        self,
+        outputs: Mapping[str, Tensor],
+        blocks: Sequence[BlockWork],
+        *,
+        synchronize: Callable[[], None],
+        beat: Callable[[], None],
+    ) -> None:
         self.seconds: dict[str, float] = {}
         self.waited_s = 0.0
         self.reused: Collection[str] = ()
         self.projections = None
         self._outputs = outputs
         self._owners = {name: block.name for block in blocks for name in block.names}
+        self._synchronize = synchronize
         self._beat = beat
         self._running = ""
         self._since_s = 0.0
@@ -90,8 +101,7 @@ class _Clock:
     def mark(self, module: str) -> None:
         """This one begins, and the one before has ended."""
         self._beat()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        self._synchronize()
         now_s = perf_counter()
         self.seconds[self._running] = self.seconds.get(self._running, 0.0) + now_s - self._since_s
         self._running, self._since_s = module, now_s
@@ -165,6 +175,7 @@ class _Measurement:
     ) -> None:
         self._blocks = blocks
         self._size = size
+        self._synchronize = model.runtime.synchronize
         self._beat = beat
         self._unet = model.backbone.unet
         self._maps: FeatureMaps = SparseMaps() if sparse else FullMaps()
@@ -176,7 +187,8 @@ class _Measurement:
     def seconds(self, share: float, *, recorded: bool) -> tuple[dict[str, float], float]:
         """Of each block, and of the whole forward: medians. recorded: whether anything can be taken; else all is
         computed, by the code that looks for what is recorded."""
-        clock = _Clock(self._outputs if recorded else {}, self._blocks, self._beat)
+        outputs = self._outputs if recorded else {}
+        clock = _Clock(outputs, self._blocks, synchronize=self._synchronize, beat=self._beat)
         backbone = MaskedBackbone(self._unet, maps=_TimedMaps(self._maps, clock))
         edit = RowActivations(computed=_square(self._size, share), share=share, recorded=clock)
         measured = list(self._forwards(backbone, edit, clock))
