@@ -96,7 +96,10 @@ class BatchExecutor:
             self._waiting = deque(work for work in self._waiting if work.owner is not owner)
 
     def run_batch(self, timeout_s: float) -> None:
-        """One forward, or a wait of at most so long for a step that wants one."""
+        """One forward, or a wait of at most so long for a step that wants one.
+
+        Raises what the device says where it computes nothing any more: a process gets no other one.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: self._waiting, timeout_s):
                 return
@@ -106,6 +109,8 @@ class BatchExecutor:
         except Exception as error:  # noqa: BLE001 - the boundary of a forward: the next one may go well
             if not self._splits(group, error):
                 self._retry_exclusively(group, error)
+            # An error that a GPU's context does not outlive would be that of all steps to come.
+            self._device.synchronize()
 
     def _group(self) -> list[tuple[StepRequest, int]]:
         """The first row that waits, and what can go with it. Under the lock."""

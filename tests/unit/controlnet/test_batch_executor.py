@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequ
 from bottega.controlnet.engine_loop import reserve_weights
 from bottega.diffusion.controlnets import ControlNetCache, ControlRow, ControlSession
 from bottega.diffusion.controlnets.provider import ControlInput
+from bottega.diffusion.device.cpu import CpuDevice
+from bottega.diffusion.device.device import Event
 from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Embeds, Half
@@ -130,6 +133,39 @@ def test_a_forward_that_fails_costs_only_the_step_that_makes_it_fail(cache: Cont
         outcomes.executor.run_batch(0.0)
     assert isinstance(outcomes.ended["bad"], InternalError)
     assert len(residuals(outcomes, "good")) == 2
+
+
+class BreakingDevice(CpuDevice):
+    """error: what every call says, from when on there is one, as that of a CUDA context that is lost."""
+
+    error: RuntimeError | None = None
+
+    def record(self) -> Event:
+        self.synchronize()
+        return super().record()
+
+    def synchronize(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_device_that_is_lost_ends_the_process_and_refuses_no_step_after_the_first(cache: ControlNetCache) -> None:
+    device = BreakingDevice()
+    outcomes = Outcomes(BatchExecutor(max_rows=16, device=device))
+    wrong = rows(session(cache))
+    wrong[0] = replace(wrong[0], sample=torch.randn(3, 16, 16))
+    outcomes.submit("wrong", wrong[:1])
+    outcomes.executor.run_batch(0.0)
+    assert isinstance(outcomes.ended["wrong"], InternalError), "a device that is well goes on"
+    outcomes.submit("well", rows(session(cache)))
+    outcomes.executor.run_batch(0.0)
+    assert len(residuals(outcomes, "well")) == 2
+
+    device.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    outcomes.submit("lost", rows(session(cache)))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        outcomes.executor.run_batch(0.0)
+    assert isinstance(outcomes.ended["lost"], InternalError)
 
 
 def test_what_waits_of_a_worker_that_has_gone_is_forgotten(cache: ControlNetCache) -> None:
