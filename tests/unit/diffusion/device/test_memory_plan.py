@@ -71,7 +71,11 @@ def test_a_budget_that_the_device_does_not_have_is_refused_with_what_it_has() ->
     [
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported at another call"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("Triton Error [CUDA]: invalid device context"), False),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("can't allocate memory"), False),
     ],
