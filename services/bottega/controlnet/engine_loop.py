@@ -22,7 +22,7 @@ from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetLinks
 from bottega.device_links import device_links
-from bottega.diffusion.device.memory_plan import MemoryPlan, open_memory_plan
+from bottega.diffusion.device.memory_plan import open_memory_plan
 from bottega.diffusion.device.pick import use_device
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.model.model import DTYPES, pick_device
@@ -62,7 +62,7 @@ class ControlNetEngineLoop:
         self._channel = channel
         dtype, runtime = DTYPES[config.dtype], use_device(device)
         memory = open_memory_plan(runtime, config.device_memory_mib)
-        weights_bytes = reserve_weights(memory, config.budget_bytes)
+        weights_bytes = memory.reserve_up_to("ControlNets", config.budget_bytes, share=_WEIGHTS_SHARE)
         self._beaten_s = 0.0
         self._executor = BatchExecutor(
             max_rows=config.max_rows, fixed_rows=config.fixed_rows, device=runtime, memory=memory
@@ -140,14 +140,3 @@ class ControlNetEngineLoop:
 
     def _send(self, event: pb.ControlNetEngineEvent) -> None:
         self._channel.send(event.SerializeToString())
-
-
-def reserve_weights(memory: MemoryPlan, budget_bytes: int) -> int:
-    """How many bytes of ControlNets may be loaded at once: `budget_bytes`, or less where the device has less."""
-    left = memory.left_bytes
-    if left is not None and budget_bytes > _WEIGHTS_SHARE * left:
-        facts = {"budget_bytes": budget_bytes, "device_bytes": left}
-        budget_bytes = int(_WEIGHTS_SHARE * left)
-        _log.warning("the device has less room than budget_bytes", extra=facts | {"taken_bytes": budget_bytes})
-    memory.reserve("ControlNets", budget_bytes)
-    return budget_bytes

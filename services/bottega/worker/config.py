@@ -44,9 +44,10 @@ class EngineConfig:
     bytes of their weights that are loaded at once. controlnet_silence_s: after which a ControlNet server that
     says nothing is taken for dead.
     lora_budget_bytes: of LoRAs that are kept beside those that requests wait for; half as much more is kept of them as
-    groups of several need them. lora_timeout_s: how long a request waits for its LoRAs. lora_silence_s: after which a
-    LoRA store that says nothing is taken for dead. lora_pristine: where copies of weights that LoRAs were patched into
-    are kept, as long again as what they touch.
+    groups of several need them; on a GPU both have at most a quarter of what is left beside the model. lora_timeout_s:
+    how long a request waits for its LoRAs. lora_silence_s: after which a LoRA store that says nothing is taken for
+    dead. lora_pristine: where copies of weights that LoRAs were patched into are kept, as long again as what they
+    touch.
     cache_timeout_s: how long a request waits for the cached latent that it names itself. cache_silence_s: after which a
     cache that says nothing is taken for dead. cache_recording_bytes: of recordings that wait to be sent to it; what is
     more is dropped.

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequest
-from bottega.controlnet.engine_loop import reserve_weights
 from bottega.diffusion.controlnets import ControlNetCache, ControlRow, ControlSession
 from bottega.diffusion.controlnets.provider import ControlInput
 from bottega.diffusion.device.cpu import CpuDevice
@@ -241,13 +240,3 @@ def test_a_row_that_finds_no_memory_by_itself_is_refused_with_the_reason(cache: 
     refused = outcomes.ended["one"]
     assert isinstance(refused, TooLarge)
     assert refused.metadata == {"limit": "device_memory"}
-
-
-def test_controlnets_leave_a_part_of_a_small_device_to_forwards() -> None:
-    memory = MemoryPlan(100)
-    assert reserve_weights(memory, 1000) == 75
-    assert memory.left_bytes == 25
-    memory = MemoryPlan(100)
-    assert reserve_weights(memory, 60) == 60
-    assert memory.left_bytes == 40
-    assert reserve_weights(MemoryPlan(), 1 << 40) == 1 << 40, "of the host nothing is counted"

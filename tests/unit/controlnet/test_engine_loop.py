@@ -7,9 +7,12 @@ import socket
 import pytest
 import torch
 
+from bottega.controlnet import engine_loop
 from bottega.controlnet.config import ControlNetEngineConfig
-from bottega.controlnet.engine_loop import run
 from bottega.process import FramedPipe
+from tests.support.memory_device import MemoryDevice
+
+MIB = 1 << 20
 
 
 class ChosenError(Exception):
@@ -24,5 +27,19 @@ def test_the_device_of_the_engine_is_the_current_one_before_anything_is_on_it(mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     ours, theirs = socket.socketpair()
     with theirs, pytest.raises(ChosenError, match="cuda:1"):
-        run(FramedPipe(ours), ControlNetEngineConfig(device="cuda:1"))
+        engine_loop.run(FramedPipe(ours), ControlNetEngineConfig(device="cuda:1"))
     ours.close()
+
+
+def test_controlnets_leave_a_part_of_a_small_device_to_forwards(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = MemoryDevice((512 + 100) * MIB)  # of which the device's libraries have the first
+    monkeypatch.setattr(engine_loop, "use_device", lambda _: device)
+    ours, theirs = socket.socketpair()
+    config = ControlNetEngineConfig(device="cpu", links_listen="", links_socket=None)
+    with theirs:
+        engine_loop.ControlNetEngineLoop(FramedPipe(ours), config, device.torch_device)
+    ours.close()
+    (told,) = [record.__dict__ for record in caplog.records if record.__dict__.get("holder") == "ControlNets"]
+    assert told["taken_mib"] == 75

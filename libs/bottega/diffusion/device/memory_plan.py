@@ -57,6 +57,22 @@ class MemoryPlan:
         with self._lock:
             self._set(name, size_bytes)
 
+    def reserve_up_to(self, name: str, size_bytes: int, *, share: float) -> int:
+        """Sets so many bytes aside, or that share of what is left where this is less. Returns how many.
+
+        For what keeps no more than it is told to: a small device has less of it, and starts.
+        """
+        with self._lock:
+            if self.budget_bytes is not None:
+                others = sum(size for holder, size in self._reserved.items() if holder != name)
+                most = int(share * max(0, self.budget_bytes - others))
+                if size_bytes > most:
+                    facts = {"holder": name, "wanted_mib": size_bytes // _MIB, "taken_mib": most // _MIB}
+                    _log.warning("the device has less room for something than it may have", extra=facts)
+                    size_bytes = most
+            self._reserved[name] = size_bytes
+        return size_bytes
+
     def grow(self, name: str, change_bytes: int) -> None:
         """Sets so many bytes more aside for that name; fewer where they are negative. Raises as `reserve` does."""
         with self._lock:

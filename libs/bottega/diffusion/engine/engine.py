@@ -497,6 +497,7 @@ def _masked_backbone(model: Model, limits: EngineLimits, heartbeat: Heartbeat | 
         maps=maps,
         beat=heartbeat.beat if heartbeat else None,
         operations=model.operations,
+        memory=model.memory,
     )
 
 

@@ -11,6 +11,8 @@ from bottega.worker.engine.addons import EngineAddOnContext
 from bottega.worker.loras.cache import LoraCache
 from bottega.worker.loras.store_link import LoraLinkSettings
 
+# Of what is left beside the model, and whatever add-ons before this one have; the rest is for forwards.
+_MEMORY_SHARE = 0.25
 # Of those at hand, that are reported: by the contract.
 _MOST_HOSTED = 256
 
@@ -25,11 +27,16 @@ class WorkerLoras(EngineLoras):
 
     def __init__(self, context: EngineAddOnContext) -> None:
         config = context.config
+        # What is kept of LoRAs, and half as much of them stacked for groups.
+        reserved_bytes = context.model.memory.reserve_up_to(
+            "LoRAs", config.lora_budget_bytes + config.lora_budget_bytes // 2, share=_MEMORY_SHARE
+        )
+        budget_bytes = -(-2 * reserved_bytes // 3)
         self._cache = LoraCache(
             offers=context.offers,
             device=context.model.device,
             dtype=context.model.dtype,
-            budget_bytes=config.lora_budget_bytes,
+            budget_bytes=budget_bytes,
             settings=LoraLinkSettings(silence_s=config.lora_silence_s),
             counters=context.counters,
         )
@@ -38,7 +45,7 @@ class WorkerLoras(EngineLoras):
             self._cache,
             patches=not config.fixed_rows,
             pristine_on_host=config.lora_pristine == "host",
-            stacked_bytes=config.lora_budget_bytes // 2,
+            stacked_bytes=budget_bytes // 2,
             timeout_s=config.lora_timeout_s,
         )
 

@@ -84,6 +84,20 @@ def test_errors_of_memory_are_told_from_others(error: Exception, whether: bool) 
     assert is_out_of_memory(error) is whether
 
 
+def test_what_keeps_no_more_than_it_is_told_to_leaves_a_part_of_a_small_device(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan = MemoryPlan(100)
+    plan.reserve("model", 20)
+    assert plan.reserve_up_to("LoRAs", 15, share=0.25) == 15
+    assert not caplog.records
+    assert plan.reserve_up_to("LoRAs", 1000, share=0.25) == 20, "of what others leave"
+    assert (plan.reserved["LoRAs"], plan.left_bytes) == (20, 60)
+    assert caplog.records[-1].__dict__["holder"] == "LoRAs"
+    assert MemoryPlan(10).reserve_up_to("LoRAs", 1 << 40, share=0.0) == 0
+    assert MemoryPlan().reserve_up_to("LoRAs", 1 << 40, share=0.25) == 1 << 40, "of the host nothing is counted"
+
+
 def test_what_grows_bit_by_bit_is_bounded_with_the_rest() -> None:
     plan = MemoryPlan(100 * MIB)
     plan.reserve("model", 60 * MIB)

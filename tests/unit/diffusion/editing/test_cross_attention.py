@@ -10,12 +10,15 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
+from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.masked.cross_attention import PromptCache
 from bottega.diffusion.engine.forward import Denoiser
 from bottega.diffusion.loras import UnmergedLoras
 from bottega.diffusion.model.backbone import UNetBackbone
+from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
+from tests.samples.masked_edits import FIRST, EditDesk
 from tests.samples.masked_networks import StepInMemory, plain_row, random_loras, recording, small_unet
 
 
@@ -86,3 +89,26 @@ def test_what_is_kept_of_prompts_is_bounded_and_goes_with_them() -> None:
     del prompts[1], prompt
     cache.of([])
     assert cache.size_bytes == 8 * 8
+
+
+def test_what_is_kept_of_prompts_has_its_place_in_the_budget_of_the_device() -> None:
+    memory = MemoryPlan(3 * 8 * 8)
+    memory.reserve("model", 8 * 8)
+    cache = PromptCache(memory=memory)
+    prompts = [torch.zeros(7, 8) for _ in range(3)]
+    for prompt in prompts:
+        (entry,) = cache.of([(prompt, None)])
+        entry.keep("block", torch.zeros(2, 4), torch.zeros(2, 4))
+    assert cache.of([(prompts[1], None)])[0].layers
+    assert memory.reserved["prompts of edits"] == 2 * 8 * 8
+    assert not cache.of([(prompts[0], None)])[0].layers, "there was no room for three"
+    del prompts[:], prompt
+    cache.of([])
+    assert memory.reserved["prompts of edits"] == 0
+
+
+def test_an_engine_counts_what_its_edits_keep_of_prompts(model: Model) -> None:
+    memory = MemoryPlan(1 << 30)
+    desk = EditDesk(replace(model, memory=memory))
+    desk.draw(FIRST)
+    assert memory.reserved["prompts of edits"] > 0

@@ -14,6 +14,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor
 
+from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.editing.masked.cross_attention import PromptCache
 from bottega.diffusion.editing.masked.feature_maps import FeatureMaps, FullMaps
 from bottega.diffusion.editing.masked.packing import RowSpans
@@ -34,7 +35,7 @@ class MaskedBackbone(UNetBackbone):
 
     caching: what recordings have of a transformer block. maps: computes feature maps; all of them in full without it.
     beat: called after each block, see Heartbeat.
-    operations: moves tokens and tiles by what is in them.
+    operations: moves tokens and tiles by what is in them. memory: of the device, in which it keeps keys and values.
     spans: for hooks of layers. block_names: see `transformer_blocks`.
     """
 
@@ -46,13 +47,14 @@ class MaskedBackbone(UNetBackbone):
         maps: FeatureMaps | None = None,
         beat: Callable[[], None] | None = None,
         operations: Operations | None = None,
+        memory: MemoryPlan | None = None,
     ) -> None:
         reason = unsupported(unet)
         if reason:
             raise UnsupportedNetwork(reason)
         self.spans = RowSpans()
         self._tokens = TokenCache()
-        self._prompts = PromptCache()
+        self._prompts = PromptCache(memory=memory)
         self._maps: FeatureMaps = maps or FullMaps()
         self._beat = beat
         self._operations = operations or Operations()

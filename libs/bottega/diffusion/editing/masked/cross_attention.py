@@ -14,11 +14,15 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
+from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.editing.masked.packing import adjacent
 from bottega.diffusion.model.backbone import PromptOrigin
+from bottega.errors import TooLarge
 
 # Of SDXL in half precision a prompt's projections are 25 MB: twenty of them. Those in use stay while they are.
 _BUDGET_BYTES = 512 << 20
+# As others read it who find no room.
+_HOLDER = "prompts of edits"
 # Rows of a guided request.
 _HALVES = 2
 
@@ -39,10 +43,14 @@ class PromptProjections:
 
 
 class PromptCache:
-    """The projections of prompts in use, least recently used first; those of prompts that are gone go with them."""
+    """The projections of prompts in use, least recently used first; those of prompts that are gone go with them.
 
-    def __init__(self, budget_bytes: int = _BUDGET_BYTES) -> None:
+    memory: where what is kept is set aside, each time that some are asked for.
+    """
+
+    def __init__(self, budget_bytes: int = _BUDGET_BYTES, memory: MemoryPlan | None = None) -> None:
         self._budget_bytes = budget_bytes
+        self._memory = memory or MemoryPlan()
         self._entries: OrderedDict[tuple[int, Hashable], PromptProjections] = OrderedDict()
 
     @property
@@ -66,8 +74,16 @@ class PromptCache:
     def _trim(self) -> None:
         for key in [key for key, entry in self._entries.items() if entry.prompt() is None]:
             del self._entries[key]
-        while self.size_bytes > self._budget_bytes:
+        while self.size_bytes > self._budget_bytes or not self._set_aside():
             self._entries.popitem(last=False)
+
+    def _set_aside(self) -> bool:
+        """Whether there is room for what is kept."""
+        try:
+            self._memory.reserve(_HOLDER, self.size_bytes)
+        except TooLarge:
+            return False
+        return True
 
 
 def project(
