@@ -163,7 +163,7 @@ def _normalize(
     part_means = tl.load(means + at, mask=wanted, other=0.0)
     part_squares = tl.load(squares + at, mask=wanted, other=0.0)
     counts = tl.maximum(tl.minimum(places - number * part, part), 0).to(tl.float32)[:, None]
-    total = places.to(tl.float32)
+    total = tl.cast(places, tl.float32)  # not `to`: an argument that is 1 is compiled in, as a number
     mean = tl.sum(part_means * counts, axis=0) / total
     between = part_means - mean[None, :]
     variance = tl.sum(part_squares + counts * each * between * between, axis=0) / (total * each)
