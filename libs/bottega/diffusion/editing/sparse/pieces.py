@@ -42,7 +42,11 @@ class Whole:
 
     def paste(self, whole: Tensor, maps: Tensor) -> None:
         """Writes them to the rows of [rows, channels, height, width]."""
-        whole[list(self.rows)] = maps
+        first = 0
+        for run in _runs(self.rows):
+            last = first + run.stop - run.start
+            whole[run] = maps[first:last]
+            first = last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,10 +149,9 @@ def pieces(
 
 
 def of_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Of [rows, ...]; a view where they stand side by side: no GPU is waited for."""
-    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
-        return tensor[rows[0] : rows[0] + len(rows)]
-    return tensor[list(rows)]
+    """Of [rows, ...]; a view where they stand side by side."""
+    parts = [tensor[run] for run in _runs(rows)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def windows(
@@ -179,6 +182,15 @@ def _sources(length: int, target: int) -> Tensor:
 def _beside(sources: Tensor, first: int, length: int) -> Tensor:
     """[first, first + length) of them; anything for places beyond the picture, which the convolution clears."""
     return sources[torch.arange(first, first + length).clamp_(0, len(sources) - 1)]
+
+
+def _runs(rows: Sequence[int]) -> Iterator[slice]:
+    """The rows in their order, as slices: a list as an index would be copied to a GPU, and the thread would wait."""
+    first = 0
+    for place in range(1, len(rows) + 1):
+        if place == len(rows) or rows[place] != rows[place - 1] + 1:
+            yield slice(rows[first], rows[place - 1] + 1)
+            first = place
 
 
 def _offsets(owners: Sequence[int], rows: int) -> tuple[int, ...]:
