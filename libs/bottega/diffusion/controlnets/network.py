@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bottega.diffusion.controlnets.configuration import NetworkConfig, read_fields, read_network_config
 from bottega.diffusion.controlnets.folder import WeightsFile, opened_weights, read_config, weights_bytes
 from bottega.diffusion.controlnets.layout import ControlLayout, controlnet_layout
+from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.model.backbone import Inputs
 from bottega.errors import ControlNetUnusable, InvalidRequest
 from bottega.plain_text import excerpt
@@ -73,11 +74,12 @@ class LoadedControlNet:
     def embed(self, image: Tensor, *, rows: int) -> Tensor:
         """The embedding of a control image, as a forward of so many rows would compute it.
 
-        image: [3, height, width], 0 to 1. Returns [channels, latent height, latent width].
+        image: [3, height, width], 0 to 1, on the CPU. Returns [channels, latent height, latent width].
         """
         # Measured on the CPU: the last bit for one row is another one than for several, and the same for 2, 3, 4, 5,
         # 6 and 8, whatever the others are.
-        batch = image.to(self.device, self.dtype).expand(min(rows, 2), *image.shape).contiguous()
+        there = open_device(self.device).to_device(image, self.dtype)
+        batch = there.expand(min(rows, 2), *image.shape).contiguous()
         if self._flipped:
             batch = batch.flip(1)
         embedded: Tensor = self.embedding(batch)[0]

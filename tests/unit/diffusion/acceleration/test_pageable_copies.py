@@ -7,23 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from bottega.diffusion.acceleration.pageable_copies import PageableCopies
-from bottega.diffusion.device.cuda import CudaDevice
 from bottega.diffusion.model.model import Model
-
-
-class StagedDevice(CudaDevice):
-    """Counts pinned memory, of which a machine without a GPU has none."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.staged = 0
-
-    def empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        self.staged += 1
-        return torch.empty(shape, dtype=dtype)
+from tests.support.staged_device import StagedDevice
 
 
 @pytest.fixture

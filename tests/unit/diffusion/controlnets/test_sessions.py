@@ -36,6 +36,7 @@ from bottega.errors import ControlNetUnusable
 from bottega.miniature import WEIGHTS
 from tests.samples.controlnets import control_image, layout_of, random_controlnet, save, sources
 from tests.support.manual_engine import load
+from tests.support.staged_device import StagedDevice
 from tests.support.stock import load_stock
 
 CPU = torch.device("cpu")
@@ -230,6 +231,17 @@ def test_with_fixed_rows_company_changes_no_bit(net: LoadedControlNet) -> None:
     alone = run_group(rows[1], fixed_rows=8)
     together = run_group([*rows[0], *rows[1], *rows[2]], fixed_rows=8)
     assert all(torch.equal(one[:2], many[2:4]) for one, many in zip(alone, together, strict=True))
+
+
+def test_the_control_image_goes_to_the_device_through_pinned_memory(
+    net: LoadedControlNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = ControlSession(net, control(net.layout, 1))
+    device = StagedDevice()
+    monkeypatch.setattr("bottega.diffusion.controlnets.network.open_device", lambda _: device)
+    session.embedded(2)
+    session.embedded(2)
+    assert device.staged == 1
 
 
 def test_images_of_a_network_that_wants_them_reversed_are_reversed_once(
