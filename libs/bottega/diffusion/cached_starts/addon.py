@@ -1,9 +1,9 @@
 """Cached latents as an add-on of the engine: asked for when a prompt is encoded, taken if they come in time.
 
-Nobody waits for what is only similar, but for the moment in which a store answers, a tenth of a step at most: a job
-begins from noise, and its pictures go on from latents that come before they have made as many steps themselves. What a
-request names itself is waited for, and so is what an earlier attempt has decided, so that a picture is the same in all
-attempts.
+Nobody waits for what is only similar, but until the prompt's embedding has come from the device, while others' steps go
+on, and for the moment in which a store answers, a tenth of a step at most: a job begins from noise, and its pictures go
+on from latents that come before they have made as many steps themselves. What a request names itself is waited for, and
+so is what an earlier attempt has decided, so that a picture is the same in all attempts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from bottega.diffusion.cached_starts.order import PIN_FIELD, StartOrder, read_de
 from bottega.diffusion.cached_starts.picture import StartingPicture
 from bottega.diffusion.cached_starts.recorder import LatentRecorder
 from bottega.diffusion.cached_starts.source import LatentQuestion, LatentReply, LatentSource
+from bottega.diffusion.device.device import HostCopy
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.encode import Conditions
 from bottega.diffusion.engine.events import EngineRecord
@@ -99,7 +100,11 @@ class EngineCachedStarts(EngineAddOn):
         return JobCachedStarts(self, said)
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
-        """Returns when an answer is here, or after the timeout."""
+        """Returns when an answer is here, or after the timeout; where an embedding is on its way, with that."""
+        for part in parts:
+            if isinstance(part, JobCachedStarts) and part.arriving is not None:
+                part.arriving.take()
+                return
         asked = [part.asked for part in parts if isinstance(part, JobCachedStarts) and part.asked is not None]
         wait(asked, timeout_s, FIRST_COMPLETED)
 
@@ -114,9 +119,13 @@ class EngineCachedStarts(EngineAddOn):
 
 
 class JobCachedStarts(JobAddOn):
-    """The pictures of one job. asked: what the store was asked, as long as the answer was not taken in."""
+    """The pictures of one job. arriving: the prompt's embedding, on its way from the device.
+
+    asked: what the store was asked, as long as the answer was not taken in.
+    """
 
     def __init__(self, addon: EngineCachedStarts, said: StartOrder) -> None:
+        self.arriving: HostCopy | None = None
         self.asked: Future[LatentReply] | None = None
         self._addon = addon
         self._said = said
@@ -124,6 +133,7 @@ class JobCachedStarts(JobAddOn):
         self._recorder: LatentRecorder | None = None
         self._key = self._plain_key = ""
         self._embedding = torch.empty(0)
+        self._header: CacheQuestion | None = None
         self._decided = False
         self._decision: bytes | None = None
         self._since_s = 0.0
@@ -133,11 +143,11 @@ class JobCachedStarts(JobAddOn):
 
     @property
     def waiting(self) -> bool:
-        """Whether a picture waits for the answer."""
-        return self.asked is not None and any(picture.blocked for picture in self._pictures)
+        """Whether a picture waits for the answer, or for the question."""
+        return self.arriving is not None or (self.asked is not None and any(each.blocked for each in self._pictures))
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
-        """Asks. Raises InvalidRequest for a decision of another job."""
+        """Prepares the question. Raises InvalidRequest for a decision of another job."""
         spec = job.order.spec
         self._since_s = now_s
         self._pictures = [StartingPicture(request=request) for request in job.requests]
@@ -145,10 +155,6 @@ class JobCachedStarts(JobAddOn):
         self._key = self._addon.key_of(spec, self._said.tenant)
         if spec.loras and not any(part.changes_prompt for part in job.addons.values()):
             self._plain_key = self._addon.key_of(replace(spec, loras=()), self._said.tenant)
-        self._embedding = conditions.conditional.pooled.float().cpu()
-        if not _has_direction(self._embedding):
-            self._give_up(NoCache("the prompt's embedding is similar to nothing: it is zero, or not finite"))
-            return
         # What the encoder has not read, its embedding does not show.
         whole = "prompt" not in conditions.truncations
         recorder = LatentRecorder(spec, job.requests[0])
@@ -156,17 +162,17 @@ class JobCachedStarts(JobAddOn):
             self._recorder = recorder
         images = self._images_to_ask(spec, whole=whole)
         if images or self._recorder is not None:
-            self.asked = self._addon.source.ask(
-                LatentQuestion(header=self._question(spec, images), embedding=self._embedding)
-            )
-        if images and self.asked is not None and self._addon.source.linked:
-            wait([self.asked], min(_MOST_ANSWER_S, _ANSWER_STEPS * self._addon.step_s))
+            self._header = self._question(spec, images)
+            self.arriving = self._addon.model.runtime.to_host(conditions.conditional.pooled.float())
 
     def update(self, now_s: float) -> None:
-        """Takes in the answer, and lets those pictures start whose time has come.
+        """Asks, takes in the answer, and lets those pictures start whose time has come.
 
         Raises CacheEntryGone, or NoCache, where what the request names itself cannot be had.
         """
+        if self.arriving is not None and self.arriving.ready:
+            self._embedding, self.arriving = self.arriving.take(), None
+            self._ask()
         blocked = any(picture.blocked for picture in self._pictures)
         if self.asked is not None and self.asked.done():
             answer, self.asked = self.asked.result(), None
@@ -183,8 +189,11 @@ class JobCachedStarts(JobAddOn):
             self._waited_s = now_s - self._since_s
 
     def blocks(self, request: Request) -> bool:
-        """None but those that have to start from a certain latent, until it is here or is not waited for any more."""
-        return any(picture.blocked for picture in self._pictures if picture.request is request)
+        """All, until the question is asked; then those that have to start from a certain latent, until it is here or is
+        not waited for any more."""
+        return self.arriving is not None or any(
+            picture.blocked for picture in self._pictures if picture.request is request
+        )
 
     @property
     def decision(self) -> bytes | None:
@@ -234,9 +243,21 @@ class JobCachedStarts(JobAddOn):
 
     def close(self) -> None:
         """Nobody needs the answer any more."""
+        self.arriving = None
         if self.asked is not None:
             self.asked.cancel()
             self.asked = None
+
+    def _ask(self) -> None:
+        """With the embedding, which is here."""
+        assert self._header is not None, "what is asked is known before"
+        if not _has_direction(self._embedding):
+            self._recorder = None
+            self._give_up(NoCache("the prompt's embedding is similar to nothing: it is zero, or not finite"))
+            return
+        self.asked = self._addon.source.ask(LatentQuestion(header=self._header, embedding=self._embedding))
+        if self._header.images and self._addon.source.linked:
+            wait([self.asked], min(_MOST_ANSWER_S, _ANSWER_STEPS * self._addon.step_s))
 
     def _pin(self, job: EngineJob, spec: ResolvedSpec) -> None:
         """Notes what pictures have to start from, and what those of a checkpoint have started from."""

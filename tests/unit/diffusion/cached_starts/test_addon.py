@@ -26,6 +26,7 @@ from bottega.v1.generation_pb2 import FIDELITY_EXACT, FIDELITY_FAST, Fidelity
 from tests.fakes.fake_time import FakeTime
 from tests.fakes.scripted_latents import TIMEOUT_S, Cached, Hit, ScriptedLatents, answer, cached, entry
 from tests.support.addon_messages import starts_at
+from tests.support.delayed_device import DelayedDevice
 from tests.support.manual_engine import Drawing
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=10, width=32, height=32, seed=5)
@@ -387,3 +388,33 @@ def test_a_question_says_whose_it_is_and_which_steps_are_made_once_more(model: M
         ("a job", 1),
         ("a job", 0),
     ]
+
+
+def test_the_embedding_is_asked_with_once_it_has_come_from_the_device(model: Model, started: Drawing) -> None:
+    device = DelayedDevice()
+    desk = Cached(replace(model, runtime=device), ScriptedLatents([answer(HIT)]))
+    other = desk.easel.submit(replace(ORDER, key="other", addons={}))
+    desk.easel.turn()
+    device.finish()
+    drawing = desk.easel.submit(ORDER)
+    desk.easel.turn()
+    # Others' steps go on meanwhile.
+    assert (device.waits, desk.source.asked, drawing.events) == (0, [], [])
+    assert desk.engine.turns == 2
+    device.finish()
+    desk.easel.turn()
+    assert len(desk.source.asked) == 1
+    assert desk.starts.counts["steps_skipped"] == 4
+    desk.easel.run()
+    assert same(drawing, started)
+    assert other.ended
+
+
+def test_where_there_is_nothing_else_to_do_the_embedding_is_waited_for(model: Model) -> None:
+    device = DelayedDevice()
+    desk = Cached(replace(model, runtime=device))
+    desk.easel.submit(ORDER)
+    desk.easel.turn()
+    assert (device.waits, desk.engine.turns) == (1, 0)
+    desk.easel.turn()
+    assert (len(desk.source.asked), desk.engine.turns) == (1, 1)
