@@ -62,12 +62,22 @@ class Heartbeat:
 
 
 def call_after_blocks(networks: Iterable[nn.Module], callback: Callable[[], None]) -> None:
-    """Calls this each time a block of one of the networks has run. It must be quick."""
+    """Calls this each time a block of one of the networks has run. It must be quick.
+
+    Of blocks in one another only the outermost: see acceleration.compiled, which leaves alone what has hooks inside.
+    """
 
     def hook(*_: object) -> None:
         callback()
 
     for network in networks:
-        for module in network.modules():
-            if isinstance(module, _BLOCKS):
-                module.register_forward_hook(hook)
+        for block in _outermost_blocks(network):
+            block.register_forward_hook(hook)
+
+
+def _outermost_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, _BLOCKS):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_blocks(child)

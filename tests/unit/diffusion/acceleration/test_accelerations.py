@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
@@ -19,8 +22,11 @@ from bottega.diffusion.acceleration.probes import engine_probes
 from bottega.diffusion.acceleration.registry import all_accelerations, candidates
 from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.engine.forward import Denoiser
+from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.errors import ConfigError
+from tests.samples.small_model import small_model
+from tests.support.manual_engine import load
 
 EXACT = 1e-5
 
@@ -56,6 +62,31 @@ def test_compiled_blocks_compute_the_same_and_those_with_hooks_as_they_are(model
     (after,) = forward(model)
     assert torch.equal(after, before)
     assert not any("forward" in module.__dict__ for module in model.backbone.unet.modules())
+
+
+def test_blocks_of_an_engine_that_shows_signs_of_life_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(small_model())  # of its own: an engine's hooks stay
+    ran: list[object] = []
+
+    def compiled(forward: MethodType, *, backend: str) -> Callable[..., Any]:
+        def run(*inputs: Any, **options: Any) -> Any:
+            ran.append(forward.__self__)
+            return forward(*inputs, **options)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    beats: list[None] = []
+    heartbeat = Heartbeat()
+    heartbeat.subscribe(lambda: beats.append(None))
+    engine = Engine(model, EngineLimits(), heartbeat=heartbeat)
+    compiling = RegionalCompile()
+    compiling.enable(model)
+    engine._denoiser.predict([engine._sample_job().requests[0].rows()[0]])
+    compiling.disable()
+    blocks = (BasicTransformerBlock, ResnetBlock2D)
+    assert set(ran) == {module for module in model.backbone.unet.modules() if isinstance(module, blocks)}
+    assert len(beats) > len(ran)  # the text encoders' as well
 
 
 def test_the_vae_has_its_channels_last_for_a_while(model: Model) -> None:
