@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bottega.device_links import beside, device_links, keep_until_used
+from bottega.device_links import beside, device_links, keep_until_used, mark
 from bottega.diffusion.tensor_messages import tensor_at
 from bottega.transport import Backend, Deadline, Layout, Limits, Link, Offer, connect, offer_from_wire, offer_to_wire
 from bottega.v1.link_pb2 import LinkOffer
@@ -38,8 +38,9 @@ def gpu_peer(role: str, device: str, backend: Backend, offer: Offer) -> Iterator
 
 
 def send(link: Link, layout: Layout, tensors: list[torch.Tensor]) -> None:
-    """A message of a number and these, as a ControlNet server sends residuals."""
-    with beside(tensors[0].device), link.start_message(layout, Deadline.after(_LIFE_S)) as outgoing:
+    """A message of a number and these, as a ControlNet server sends residuals; they may still be computed."""
+    device = tensors[0].device
+    with beside(device, mark(device)), link.start_message(layout, Deadline.after(_LIFE_S)) as outgoing:
         tensor_at(layout, outgoing.parts, 0)[0] = len(tensors)
         outgoing.ready(1)
         for index, tensor in enumerate(tensors, start=1):
