@@ -19,11 +19,14 @@ from load.bench.scratch import scratch
 from load.gpu_report import sides
 from load.gpu_report.controlnets import GROUP, control_image
 from load.gpu_report.figures import Figure
+from load.gpu_report.links import carried_by, transfer
 from load.gpu_report.rig import GUIDANCE_SCALE, PROMPT, THREADS, Rig, need
 from load.gpu_report.timing import timed
-from tests.support.services import FREE_PORTS, Services, gateway_config, worker_config
+from tests.support.services import FREE_PORTS, Service, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
 
+# The self-check of a worker alone may take 120 s.
+_START_S = 400.0
 _JOIN_S = 60.0
 _RECORDED_S = 60.0
 _CALL_S = 300.0
@@ -40,9 +43,10 @@ def measure(rig: Rig) -> Sequence[Figure]:
     need("faiss", "FAISS")
     with sides.our_side(rig) as draw:
         alone = timed(lambda number: draw(1, number), rounds=rig.size.rounds, device=rig.device)
-    with _running(rig) as client:
+    with _running(rig) as (client, worker):
         bench = Bench(rig=rig, client=client)
-        return [*bench.added(alone.seconds), *bench.controlnets(), *bench.cache()]
+        figures = [*bench.added(alone.seconds), *bench.controlnets()]
+        return [*figures, *carried_by(rig, worker.events()), transfer(rig), *bench.cache()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +164,10 @@ _CACHE = "A request and the approximate cache: seconds"
 
 
 @contextmanager
-def _running(rig: Rig) -> Iterator[Client]:
-    """A gateway, a worker and a ControlNet server on the device, and a cache."""
+def _running(rig: Rig) -> Iterator[tuple[Client, Service]]:
+    """A gateway, a worker, which is yielded, too, and a ControlNet server on the device, and a cache."""
     device = {"device": rig.device, "dtype": rig.size.dtype, "threads": THREADS}
-    with scratch() as folder, Services(folder) as services:
+    with scratch() as folder, Services(folder, start_s=_START_S) as services:
         gateway = services.start("gateway", gateway_config())
         named = {"gateway": gateway.fleet, "server": FREE_PORTS}
         # Only so does every question have the answer that the profile of the moment says.
@@ -173,10 +177,10 @@ def _running(rig: Rig) -> Iterator[Client]:
         engine = {**device, "budget_bytes": 64 << 30}
         server = {**named, "engine": engine, "controlnets": nets, "catalogue": str(folder / "controlnets.db")}
         services.start("controlnet", {"name": "controlnet", **server})
-        services.start("worker", worker_config(gateway.fleet, name="worker", engine=sides.engine_config(rig)))
+        worker = services.start("worker", worker_config(gateway.fleet, name="worker", engine=sides.engine_config(rig)))
         with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=_CALL_S) as client:
             wait_until(lambda: _all_here(client), "all to join", within_s=_JOIN_S)
-            yield client
+            yield client, worker
 
 
 def _all_here(client: Client) -> bool:

@@ -67,10 +67,14 @@ class Service:
 
 
 class Services:
-    """Starts services in one folder and stops all of them at the end, the last one first."""
+    """Starts services in one folder and stops all of them at the end, the last one first.
 
-    def __init__(self, folder: Path) -> None:
+    start_s: that each may take until it serves.
+    """
+
+    def __init__(self, folder: Path, *, start_s: float = START_TIMEOUT_S) -> None:
         self._folder = folder
+        self._start_s = start_s
         self._running: list[Service] = []
         self._started = 0
 
@@ -101,7 +105,7 @@ class Services:
                 env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "BOTTEGA_STATE": str(self._folder / f"{name}.state")},
             )
         try:
-            serving = wait_until_serving(process, log)
+            serving = wait_until_serving(process, log, self._start_s)
         except BaseException:
             process.kill()
             process.wait(STOP_TIMEOUT_S)
@@ -162,8 +166,8 @@ def tail(log: Path, lines: int = 30) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
-def wait_until_serving(process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
-    deadline = time.monotonic() + START_TIMEOUT_S
+def wait_until_serving(process: subprocess.Popen[bytes], log: Path, start_s: float = START_TIMEOUT_S) -> dict[str, Any]:
+    deadline = time.monotonic() + start_s
     while time.monotonic() < deadline:
         for event in _events(log):
             if event.get("event") == "serving":
@@ -171,7 +175,7 @@ def wait_until_serving(process: subprocess.Popen[bytes], log: Path) -> dict[str,
         if process.poll() is not None:
             raise AssertionError(f"{log.stem} ended with {process.returncode} before it served\n{tail(log)}")
         time.sleep(_POLL_S)
-    raise AssertionError(f"{log.stem} did not serve within {START_TIMEOUT_S:.0f} s\n{tail(log)}")
+    raise AssertionError(f"{log.stem} did not serve within {start_s:.0f} s\n{tail(log)}")
 
 
 def _events(log: Path) -> list[dict[str, Any]]:

@@ -104,4 +104,5 @@ def test_a_small_report_of_the_whole_suite(tmp_path: Path, capfd: pytest.Capture
     assert main(["--small", "--folder", str(tmp_path), "model", "suite"]) == 0
     said = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert said["step_1_controlnets_server_ms"] > 0
+    assert (said["controlnet_links_memfd"], said["controlnet_transfer_ms"] > 0) == (1, True)
     assert said["cache_off_s"] > 0
