@@ -132,6 +132,10 @@ class InMemory:
         """What was put."""
         return self._outputs.get(name)
 
+    def stored(self, name: str) -> Tensor | None:
+        """The same."""
+        return self._outputs.get(name)
+
     def put(self, name: str, output: Tensor) -> None:
         """Keeps a copy."""
         self._outputs[name] = output.half()

@@ -58,6 +58,9 @@ class StepInMemory:
             self.reused.add(name)
         return self.outputs.get(name)
 
+    def stored(self, name: str) -> Tensor | None:
+        return self.outputs.get(name)
+
     def put(self, name: str, output: Tensor) -> None:
         assert output.isfinite().all()
         self.outputs[name] = output.to(torch.float16, copy=True)

@@ -127,7 +127,14 @@ class KeptProjections(Protocol):
 
 
 class RecordedActivations(StepActivations, Protocol):
-    """Those that a row takes from. `get` may wait for what is on its way; None then is what has not come in time."""
+    """Those that a row takes from. `get` may wait for what is on its way; None then is what has not come in time.
+
+    It brings tensors to the row's device, so that each call may return another one.
+    """
+
+    def stored(self, name: str) -> Tensor | None:
+        """Where `get` has it from: one tensor for all steps and rows that take it. None for what is not here."""
+        ...
 
     @property
     def projections(self) -> KeptProjections | None:

@@ -10,6 +10,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
+from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.engine.events import EngineRecord
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.samplers import first_step_from
@@ -107,4 +108,6 @@ class LatentRecorder:
 
 def latents_in_order(recording: JobRecording) -> Sequence[tuple[int, Tensor]]:
     """Its latents with their steps, ascending, on the CPU. It waits for the device."""
-    return [(step, latent.cpu().contiguous()) for step, latent in sorted(recording.latents.items())]
+    # All are on their way before the first one is waited for.
+    copies = [(step, open_device(latent.device).to_host(latent)) for step, latent in sorted(recording.latents.items())]
+    return [(step, copy.take().contiguous()) for step, copy in copies]

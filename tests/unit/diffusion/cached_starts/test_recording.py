@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.cached_starts import JobRecording
-from bottega.diffusion.cached_starts.recorder import LatentRecorder
+from bottega.diffusion.cached_starts.recorder import LatentRecorder, latents_in_order
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.events import EngineRecord, JobCheckpointed
@@ -21,6 +21,7 @@ from bottega.diffusion.spec import ResolvedSpec
 from bottega.v1.generation_pb2 import FIDELITY_EXACT
 from tests.fakes.scripted_latents import Cached, ScriptedLatents, answer, cached, entry
 from tests.samples.controlnets import control_image, control_spec
+from tests.support.delayed_device import DelayedDevice
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=10, width=32, height=32, seed=5)
 ANCESTRAL = replace(SPEC, sampler=SamplerKind.EULER_ANCESTRAL)
@@ -153,3 +154,16 @@ def test_a_picture_is_shrunk_to_256_pixels_a_side() -> None:
     assert tuple(small.shape) == (128, 256, 3)
     assert bool((small == 7).all())
     assert made.size_bytes == 512 * 1024 * 3 + 4
+
+
+def test_latents_leave_the_device_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = DelayedDevice()
+    monkeypatch.setattr("bottega.diffusion.cached_starts.recorder.open_device", lambda _: device)
+    latents = {step: torch.full((4, 2, 2), float(step)) for step in (5, 1, 3)}
+    made = JobRecording(
+        key="", model_hash="", spec=SPEC, embedding=torch.zeros(1), pixels=torch.zeros(0), latents=latents
+    )
+    left = latents_in_order(made)
+    assert [step for step, _ in left] == [1, 3, 5]
+    assert all(bool((latent == step).all()) for step, latent in left)
+    assert device.waits == 3

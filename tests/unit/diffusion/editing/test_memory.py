@@ -20,6 +20,7 @@ from bottega.diffusion.editing.recordings.recording import (
     whole_cells,
 )
 from bottega.diffusion.rows import Half
+from tests.support.staged_device import StagedDevice
 
 # Of one step of a recording here: 16 tokens of 8 channels, and a map of 8x8 with 2, in two bytes.
 STEP_BYTES = (16 * 8 + 2 * 64) * 2
@@ -141,6 +142,22 @@ def test_what_is_read_is_what_was_put_in_half_precision(memory: MemoryActivation
     assert torch.equal(taken, torch.ones(16, 8, dtype=torch.float16))
     assert reader.get("another block") is None
     assert reader.reused == {"block"}
+
+
+def test_what_a_store_has_mapped_goes_to_the_device_through_pinned_memory(
+    memory: MemoryActivations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = StagedDevice()
+    monkeypatch.setattr("bottega.diffusion.editing.recordings.recording.open_device", lambda _: device)
+    recorded = record(memory, "a").steps[step(0)]
+    reader = StepReader(recorded, torch.device("cpu"))
+    taken, stored = reader.get("block"), reader.stored("block")
+    assert taken is not None
+    assert stored is not None
+    assert device.staged == 1
+    assert taken.data_ptr() != stored.data_ptr()
+    assert torch.equal(taken, stored)
+    assert reader.stored("block") is stored
 
 
 def test_a_copy_is_kept_and_beyond_half_precision_is_noticed() -> None:

@@ -34,7 +34,8 @@ def trained(seed: int) -> nn.GroupNorm:
 
 
 def parts(norm: nn.GroupNorm, recorded: Tensor, now: Tensor, rectangles: tuple[Rectangle, ...]) -> list[Statistics]:
-    known = RecordedStatistics().outside(moments(recorded[None], GROUPS)[0], rectangles)
+    of_map = moments(recorded[None], GROUPS)[0]
+    known = RecordedStatistics().outside(of_map, rectangles, stored=of_map)
     tiles = [of_tiles(norm, now[None, :, each.rows, each.columns])[0] for each in rectangles]
     return [known, *tiles]
 
@@ -72,10 +73,11 @@ def test_what_records_say_outside_a_mask_is_computed_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(norms, "_outside", counted)
     statistics, recorded = RecordedStatistics(), moments(feature_map(1)[None], GROUPS)[0]
     other = recorded.clone()
-    first = statistics.outside(recorded, FIRST)
-    assert statistics.outside(recorded, FIRST) is first
-    assert statistics.outside(recorded, SECOND) is not first
-    assert statistics.outside(other, FIRST) is not first
+    first = statistics.outside(recorded, FIRST, stored=recorded)
+    assert statistics.outside(recorded, FIRST, stored=recorded) is first
+    assert statistics.outside(recorded.clone(), FIRST, stored=recorded) is first  # as a device gets it
+    assert statistics.outside(recorded, SECOND, stored=recorded) is not first
+    assert statistics.outside(other, FIRST, stored=other) is not first
     assert computed == [FIRST, SECOND, FIRST]
 
 
@@ -83,7 +85,7 @@ def test_what_records_say_outside_a_mask_is_computed_once(monkeypatch: pytest.Mo
 def test_what_is_kept_of_a_record_is_bounded_and_goes_with_it() -> None:
     statistics, recorded = RecordedStatistics(), moments(feature_map(1)[None], GROUPS)[0]
     for width in range(1, 12):
-        statistics.outside(recorded, (Rectangle(top=0, left=0, height=4, width=width),))
+        statistics.outside(recorded, (Rectangle(top=0, left=0, height=4, width=width),), stored=recorded)
     (kept,) = statistics._known.values()
     assert len(kept) == norms._KNOWN_MASKS
     del recorded, kept

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.masked.tokens import MaskTokens, dilate, finest_stride
-from bottega.diffusion.editing.sparse import SparseMaps
-from bottega.diffusion.editing.sparse.rectangles import cover, pays
+from bottega.diffusion.editing.sparse import SparseMaps, norms
+from bottega.diffusion.editing.sparse.norms import Statistics
+from bottega.diffusion.editing.sparse.rectangles import Rectangle, cover, pays
 from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.forward import Denoiser, stack
 from bottega.diffusion.loras.unmerged import UnmergedLoras
@@ -67,6 +68,14 @@ def recorded_of(unet: UNet2DConditionModel, row: Row) -> StepInMemory:
     return recorded
 
 
+class BroughtStep(StepInMemory):
+    """As one of which every call brings a copy to a device."""
+
+    def get(self, name: str) -> Tensor | None:
+        stored = super().get(name)
+        return None if stored is None else stored.clone()
+
+
 def distance(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference."""
     return float((ours - theirs).abs().max())
@@ -105,6 +114,28 @@ def test_sizes_that_do_not_halve_evenly_are_served(
     (plain,) = noise_of(unet, [row], sparse=False)
     (ours,) = noise_of(unet, [masked(row, recorded_of(unet, row), computed)])
     assert distance(ours, plain) < FLOAT16
+
+
+def test_of_a_recording_that_each_step_brings_to_a_device_statistics_are_computed_once(
+    unet: UNet2DConditionModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[Tensor] = []
+    real = norms._outside
+
+    def counted(recorded: Tensor, rectangles: tuple[Rectangle, ...]) -> Statistics:
+        computed.append(recorded)
+        return real(recorded, rectangles)
+
+    monkeypatch.setattr(norms, "_outside", counted)
+    row = plain_row(1, size=SIZE)
+    brought = BroughtStep(recorded_of(unet, row).outputs)
+    predict = Denoiser(UNetBackbone(unet), masked=MaskedBackbone(unet, maps=SparseMaps())).predict
+    edit = masked(row, brought, MASKS["middle"])
+    (first,) = predict([edit]).noise.values()
+    once = len(computed)
+    (again,) = predict([edit]).noise.values()
+    assert len(computed) == once > 0
+    assert torch.equal(first, again)
 
 
 def test_rows_with_different_masks_share_a_forward(unet: UNet2DConditionModel) -> None:

@@ -112,6 +112,9 @@ class _Clock:
             self.mark(module)
         return self._outputs.get(name)
 
+    def stored(self, name: str) -> Tensor | None:
+        return self._outputs.get(name)
+
     def put(self, name: str, output: Tensor) -> None:
         """Nothing is recorded."""
 

@@ -296,7 +296,12 @@ class StepReader:
         if output is None or (self._shapes is not None and output.shape != self._shapes.get(name)):
             return None
         self.reused.add(name)
-        return output.to(self._device, non_blocking=True)
+        if output.is_pinned():
+            return output.to(self._device, non_blocking=True)
+        return open_device(self._device).to_device(output)  # a view of a store's file is memory that is not pinned
+
+    def stored(self, name: str) -> Tensor | None:
+        return self._step.get(name)
 
     def put(self, name: str, output: Tensor) -> None:
         """Nothing: who reads gives to another one."""

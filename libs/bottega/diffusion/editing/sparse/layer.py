@@ -114,10 +114,12 @@ class Layer:
                     tiles.setdefault(row, []).append((rectangle, statistics))
         parts: dict[int, list[Statistics]] = {}
         for row, of_row in tiles.items():
-            rest = self.recorded[name][row]
+            rest, stored = self.recorded[name][row], self._stored(row, name)
             assert rest is not None, "a row has tiles where its moments are recorded"
+            assert stored is not None, "what was brought is stored"
             rectangles = tuple(rectangle for rectangle, _ in of_row)
-            parts[row] = [self.statistics.outside(rest, rectangles), *(statistics for _, statistics in of_row)]
+            outside = self.statistics.outside(rest, rectangles, stored=stored)
+            parts[row] = [outside, *(statistics for _, statistics in of_row)]
         return parts
 
     def _record_moments(self, norm: nn.GroupNorm, name: str, maps: Sequence[Tensor], margin: int) -> None:
@@ -141,6 +143,10 @@ class Layer:
                     self._put(row, name, of_row)
         for row, of_map in known.items():
             self._put(row, name, of_map)
+
+    def _stored(self, row: int, name: str) -> Tensor | None:
+        edit = self.forward.edits[row]
+        return None if edit is None or edit.recorded is None else edit.recorded.stored(name)
 
     def _sink(self, row: int) -> StepActivations | None:
         edit = self.forward.edits[row]

@@ -43,14 +43,18 @@ def moments(feature_map: Tensor, groups: int) -> Tensor:
 
 class RecordedStatistics:
     """What recorded moments say of the elements outside the tiles: the same for every edit with a mask, so that it is
-    kept for as long as the record. What is added to a record later lies inside of all masks that there were before."""
+    kept for as long as the record, wherever that is stored. What is added to a record later lies inside of all masks
+    that there were before."""
 
     def __init__(self) -> None:
         self._known: MutableMapping[Tensor, dict[tuple[Rectangle, ...], Statistics]] = WeakIdKeyDictionary()
 
-    def outside(self, recorded: Tensor, rectangles: tuple[Rectangle, ...]) -> Statistics:
-        """recorded: moments [2 * groups, height, width] of any element type. rectangles: without overlap."""
-        of_masks = self._known.setdefault(recorded, {})
+    def outside(self, recorded: Tensor, rectangles: tuple[Rectangle, ...], *, stored: Tensor) -> Statistics:
+        """recorded: moments [2 * groups, height, width] of any element type. rectangles: without overlap.
+
+        stored: what `recorded` is a copy of, or itself: see RecordedActivations.
+        """
+        of_masks = self._known.setdefault(stored, {})
         found = of_masks.get(rectangles)
         if found is None:
             if len(of_masks) == _KNOWN_MASKS:
