@@ -74,8 +74,9 @@ sysusers=$root/usr/lib/sysusers.d
 bin=$root/usr/local/bin
 state=$root/var/lib
 
-# Where there is a root folder, systemd's files are worked on, and nothing is asked of a systemd that runs.
-offline() { [ -n "$root" ] || [ ! -d /run/systemd/system ]; }
+# Where there is a root folder, systemd's files are worked on, and nothing is asked of a systemd that runs. The variable
+# is for tests, which have a systemctl of their own.
+offline() { [ -z "${BOTTEGA_TEST_SYSTEMD:-}" ] && { [ -n "$root" ] || [ ! -d /run/systemd/system ]; }; }
 has_releases() { [ -n "$(ls "$releases" 2>/dev/null)" ]; }
 link_of() { [ -L "$home/$1" ] && basename "$(readlink "$home/$1")" || true; }
 
@@ -166,18 +167,33 @@ write_units() {
 	ln -sfn "$home/current/bin/bottega" "$bin/bottega"
 }
 
-# The gateway last: its jobs are on its disk, and workers finish what they draw before they end.
+# What runs, starts, or has failed in the release before, which the next one may mend. The gateway last: its jobs are on
+# its disk, and workers finish what they draw before they end.
+services_to_restart() {
+	systemctl list-units --full --plain --no-legend --state=active,activating,reloading,failed 'bottega-*.service' |
+		awk '$1 == "bottega-gateway.service" { gateway = $1; next } { print $1 } END { if (gateway) print gateway }'
+}
+
+# An upgrade ends at the first service that ran and does not start again: the others go on as they are. The way back
+# leaves none out.
 restart_services() {
 	offline && return
 	systemctl daemon-reload
 	[ -n "$restart" ] || return 0
-	local unit
-	for unit in $(systemctl list-units --plain --no-legend --state=active 'bottega-*.service' | awk '{print $1}' | grep -v gateway) \
-		bottega-gateway.service; do
-		systemctl is-active --quiet "$unit" || continue
+	local unit list ran failed= way_back=
+	list=$(services_to_restart)
+	for unit in $list; do
 		echo "restarting $unit"
-		systemctl restart "$unit" || fail "$unit does not start in this release: journalctl -u $unit says why; back: deploy/install.sh rollback"
+		systemctl is-active --quiet "$unit" && ran=yes || ran=
+		# One that failed often is refused for a while where its unit has a limit of starts.
+		systemctl reset-failed "$unit" 2>/dev/null || true
+		systemctl restart "$unit" && continue
+		failed="$failed $unit"
+		echo "$unit does not start; why: systemctl status $unit; journalctl -u $unit" >&2
+		if [ "$command" = install ] && [ -n "$ran" ]; then break; fi
 	done
+	[ "$command" = rollback ] || way_back="; back: deploy/install.sh rollback"
+	[ -z "$failed" ] || fail "release $(link_of current) is current, but did not start:$failed$way_back"
 }
 
 switch_to() {
