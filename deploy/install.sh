@@ -154,11 +154,42 @@ check_configurations() {
 		fail "configurations that this release cannot use (above): mend them, and run it again; nothing was switched"
 }
 
-write_units() {
-	local unit
-	for unit in "$units"/bottega*; do
-		[ ! -f "$unit" ] || [ -e "$1/share/systemd/$(basename "$unit")" ] || rm -f "$unit"
+# Instances of a template are of its unit, which ends in @.service.
+instances_of() { echo "${1/%@.service/@*.service}"; }
+
+stop_units() {
+	offline && return
+	local unit list
+	list=$(systemctl list-units --full --plain --no-legend "$@" | awk '{ print $1 }')
+	for unit in $list; do
+		systemctl stop "$unit"
 	done
+}
+
+# Units that the release $1 brought along and $2 does not have. What else is in that folder is others'.
+remove_dropped_units() {
+	local unit
+	for unit in $(ls "$releases/$1/share/systemd"); do
+		[ ! -e "$releases/$2/share/systemd/$unit" ] || continue
+		[ -z "$restart" ] || stop_units "$(instances_of "$unit")"
+		rm -f "$units/$unit"
+	done
+}
+
+# Units that releases brought along, and the links by which they and their instances were enabled.
+remove_units() {
+	local unit
+	[ -d "$units" ] || return 0
+	for unit in "$releases"/*/share/systemd/*; do
+		[ -e "$unit" ] || continue
+		unit=$(basename "$unit")
+		rm -f "$units/$unit"
+		find "$units" -mindepth 2 -type l -name "$(instances_of "$unit")" -delete
+	done
+	find "$units" -depth -type d -name '*bottega*' -empty -delete
+}
+
+write_units() {
 	install -D -m 644 -t "$units" "$1"/share/systemd/*
 	install -D -m 644 -t "$sysusers" "$1"/share/sysusers/*
 	install -D -m 755 "$1/share/run" "$home/run"
@@ -199,6 +230,7 @@ restart_services() {
 switch_to() {
 	local from
 	from=$(link_of current)
+	[ -z "$from" ] || remove_dropped_units "$from" "$1"
 	write_units "$releases/$1"
 	if [ "$from" != "$1" ]; then
 		[ -z "$from" ] || point previous "$from"
@@ -277,14 +309,8 @@ status)
 uninstall)
 	has_releases || [ -e "$home" ] || [ -n "$(remains)" ] || fail "nothing is installed below ${root:-/}"
 	lock
-	if ! offline; then
-		for unit in $(systemctl list-units --all --plain --no-legend 'bottega*' | awk '{print $1}'); do
-			systemctl stop "$unit"
-		done
-	fi
-	# Enabled units are links in folders of others.
-	find "$units" -name 'bottega*' \( -type f -o -type l \) -delete 2>/dev/null || true
-	find "$units" -depth -type d -name '*bottega*' -exec rmdir --ignore-fail-on-non-empty {} + 2>/dev/null || true
+	stop_units 'bottega-*.service' 'bottega.*'
+	remove_units
 	rm -f "$sysusers/bottega.conf" "$bin/bottega"
 	rm -rf "$releases" "$home/current" "$home/previous" "$home/run" "$home/.lock"
 	rmdir --ignore-fail-on-non-empty "$home"
