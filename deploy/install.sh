@@ -5,6 +5,8 @@
 # /opt/bottega/current is a link to one of them. A release is complete and has been tried before the link moves, and what
 # runs stays in the release in which it began until it is restarted. Configurations and state belong to no release.
 set -euo pipefail
+# Services are users of their own and read releases and configurations, whatever root's files are otherwise.
+umask 022
 
 usage() {
 	cat <<'TEXT'
@@ -250,7 +252,7 @@ remove_old() {
 }
 
 lock() {
-	mkdir -p "$releases"
+	install -d -m 755 "$home" "$releases"
 	exec 9>"$home/.lock"
 	flock -n 9 || fail "another install.sh runs here"
 }

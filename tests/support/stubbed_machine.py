@@ -98,6 +98,7 @@ class StubbedMachine:
             text=True,
             timeout=_LONG_S,
             check=False,
+            umask=0o077,
         )
 
     def install(self, *options: str) -> str:

@@ -61,7 +61,17 @@ class Machine:
             text=True,
             timeout=LONG_S,
             check=False,
+            umask=0o027,
         )
+
+    def closed_to_others(self) -> list[Path]:
+        """What of releases and configurations a service, a user of its own, could not read."""
+        found = []
+        for folder in (self.root, *self.root.glob("opt/**/*"), *self.root.glob("etc/bottega/**/*")):
+            needed = 0o5 if folder.is_dir() else 0o4
+            if folder.stat().st_mode & needed != needed and "share" not in folder.parts:
+                found.append(folder)
+        return found
 
     def copy_release(self, name: str, copy: str) -> None:
         """Makes a release of what another one has."""
@@ -167,8 +177,10 @@ async def test_releases_come_and_go_and_a_job_stays(machine: Machine) -> None:
     async def install(*command: str) -> subprocess.CompletedProcess[str]:
         return await asyncio.to_thread(machine.install, *command)
 
+    (machine.checkout / "libs/bottega/config.py").chmod(0o600)
     done = await install("install")
     assert done.returncode == 0, done.stdout
+    assert machine.closed_to_others() == []
     etc, first = machine.root / "etc", machine.current
     config = etc / "bottega/gateway.yaml"
     assert (etc / "systemd/system/bottega-worker@.service").read_text() == (
