@@ -22,7 +22,7 @@ Usage: deploy/install.sh COMMAND [OPTION...]     as root, from a checkout
   --python PATH      the Python 3.11 or 3.12 that releases are made with (python3.11, else python3)
   --root FOLDER      installs below it instead of /, and asks no running systemd for anything
   --no-restart       leaves services that run in the release that they run in
-  --keep N           releases that stay (3)
+  --keep N           releases that stay (3), and each that a process still runs in
   --purge            of uninstall: removes /etc/bottega, and all jobs, pictures, LoRAs and records, too
 
 pip's own settings apply, as PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu where there is no GPU.
@@ -242,10 +242,24 @@ switch_to() {
 	echo "release $1 is current${from:+; before: $from}"
 }
 
+# Of processes that were started from a release, or have a file of it mapped, as its Python or a library. The pattern
+# comes by stdin, so that grep does not find itself.
+processes_of() {
+	local path
+	path=$(cd "$releases/$1" && pwd -P)/
+	grep -lsF -f - /proc/[0-9]*/{cmdline,maps} <<<"$path" | cut -d/ -f3 | sort -nu | xargs || true
+}
+
+# A service imports and starts processes of its release for as long as it runs.
 remove_old() {
-	local release
+	local release running
 	for release in $(ls -1t "$releases" | tail -n "+$((keep + 1))"); do
 		case $release in "$(link_of current)" | "$(link_of previous)") continue ;; esac
+		running=$(processes_of "$release")
+		if [ -n "$running" ]; then
+			echo "release $release stays for what still runs in it (process ${running// /, })"
+			continue
+		fi
 		echo "removing release $release"
 		rm -rf "${releases:?}/$release"
 	done

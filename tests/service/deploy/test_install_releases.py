@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,3 +26,50 @@ def test_services_may_enter_releases_whatever_the_umask(machine: StubbedMachine)
     folders = [machine.root, machine.home, *(machine.home / "releases").glob("*"), machine.root / "etc/bottega"]
     assert {oct(folder.stat().st_mode & 0o777) for folder in folders} == {"0o755"}
     assert oct((machine.home / "run").stat().st_mode & 0o777) == "0o755"
+
+
+@contextmanager
+def started_from(release: Path) -> Iterator[int]:
+    """As a service is: the release's Python is in its command."""
+    with subprocess.Popen([release / "bin/python", "60"], executable="/bin/sleep") as process:
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+@contextmanager
+def mapping_of(release: Path) -> Iterator[int]:
+    """Its command says nothing of the release, but a library of it is loaded."""
+    library = release / "lib.so"
+    library.write_bytes(bytes(4096))
+    code = (
+        "import mmap, sys; path = sys.stdin.readline().strip(); file = open(path, 'rb')\n"
+        "mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ); print('mapped', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{library}\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "mapped\n"
+        yield process.pid
+
+
+@pytest.mark.parametrize("running", [started_from, mapping_of])
+def test_a_release_stays_while_a_process_runs_in_it(
+    machine: StubbedMachine, running: Callable[[Path], AbstractContextManager[int]]
+) -> None:
+    machine.install()
+    first = machine.current
+    with running(machine.home / "releases" / first) as pid:
+        for line in ("the second", "the third"):
+            machine.change_checkout(line)
+            said = machine.install("--keep", "1")
+        assert f"release {first} stays for what still runs in it (process {pid})\n" in said
+        assert first in machine.releases
+        assert len(machine.releases) == 3
+    said = machine.install("--keep", "1")
+    assert f"removing release {first}" in said
+    assert len(machine.releases) == 2, "the current one and the one before it"
