@@ -79,6 +79,7 @@ state=$root/var/lib
 # Where there is a root folder, systemd's files are worked on, and nothing is asked of a systemd that runs. The variable
 # is for tests, which have a systemctl of their own.
 offline() { [ -z "${BOTTEGA_TEST_SYSTEMD:-}" ] && { [ -n "$root" ] || [ ! -d /run/systemd/system ]; }; }
+has_sysusers() { command -v systemd-sysusers >/dev/null; }
 has_releases() { [ -n "$(ls "$releases" 2>/dev/null)" ]; }
 link_of() { [ -L "$home/$1" ] && basename "$(readlink "$home/$1")" || true; }
 
@@ -195,7 +196,8 @@ write_units() {
 	install -D -m 644 -t "$units" "$1"/share/systemd/*
 	install -D -m 644 -t "$sysusers" "$1"/share/sysusers/*
 	install -D -m 755 "$1/share/run" "$home/run"
-	systemd-sysusers ${root:+--root="$root"} bottega.conf
+	# Below a root folder, as in a container, services may all be of one user, who needs no group for links.
+	! has_sysusers || systemd-sysusers ${root:+--root="$root"} bottega.conf
 	mkdir -p "$bin"
 	ln -sfn "$home/current/bin/bottega" "$bin/bottega"
 }
@@ -292,7 +294,8 @@ remains() { ls -d "$etc" "$state"/bottega-* "$state"/private/bottega-* 2>/dev/nu
 
 case $command in
 install)
-	command -v systemd-sysusers >/dev/null || fail "systemd-sysusers is needed, which makes the group of the links (Debian: apt install systemd)" 2
+	has_sysusers || [ -n "$root" ] ||
+		fail "systemd-sysusers is needed, which makes the group of the links (Debian: apt install systemd); without systemd: --root FOLDER" 2
 	lock
 	release=$(release_name)
 	was=$(link_of current)

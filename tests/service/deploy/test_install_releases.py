@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -73,3 +74,20 @@ def test_a_release_stays_while_a_process_runs_in_it(
     said = machine.install("--keep", "1")
     assert f"removing release {first}" in said
     assert len(machine.releases) == 2, "the current one and the one before it"
+
+
+def test_below_a_root_folder_no_systemd_is_needed(machine: StubbedMachine, tmp_path: Path) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for folder in reversed(machine.path.split(os.pathsep)):
+        for program in Path(folder).glob("*"):
+            if not program.name.startswith("systemd-"):
+                (programs / program.name).unlink(missing_ok=True)
+                (programs / program.name).symlink_to(program)
+    machine.path = str(programs)
+    assert "release 1.0-" in machine.install()
+    assert not (machine.root / "etc/group").exists()
+    assert machine.run("rollback").returncode == 1, "there is nothing to go back to"
+    machine.change_checkout("the second")
+    machine.install()
+    assert machine.run("rollback").returncode == 0
