@@ -18,12 +18,16 @@ Usage: deploy/install.sh COMMAND [OPTION...]     as root, from a checkout
   uninstall          units, releases and links; configurations and state stay, without --purge
 
   --services LIST    what this machine runs, by commas: activations,cache,controlnet,gateway,loras,worker (all)
-  --kernels          Triton kernels too, for a machine with a CUDA device
+  --kernels          Triton kernels too, for a machine with a CUDA device; --no-kernels takes them out again
+  --with PACKAGE     one that is installed too, as pip takes it: a requirement, a folder, a wheel; may be repeated
+  --without PACKAGE  takes out what --with has put in, as status lists it
   --python PATH      the Python 3.11 or 3.12 that releases are made with (python3.11, else python3)
   --root FOLDER      installs below it instead of /, and asks no running systemd for anything
   --no-restart       leaves services that run in the release that they run in
   --keep N           releases that stay (3), and each that a process still runs in
   --purge            of uninstall: removes /etc/bottega, and all jobs, pictures, LoRAs and records, too
+
+What these four said counts for later releases, too, until they say something else; status lists it.
 
 pip's own settings apply, as PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu where there is no GPU.
 TEXT
@@ -34,18 +38,36 @@ fail() {
 	exit "${2:-1}"
 }
 
+# pip takes paths from where it is called, and the next upgrade may be called from elsewhere.
+absolute() {
+	case $1 in
+	-*) fail "--with $1: options of pip's are settings of pip's own" 2 ;;
+	*/* | *.whl) realpath -es "$1" 2>/dev/null || echo "$1" ;;
+	*) echo "$1" ;;
+	esac
+}
+
+all_services=activations,cache,controlnet,gateway,loras,worker
 source_folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 command=${1:-}
 [ $# -gt 0 ] && shift
-root=/ services=activations,cache,controlnet,gateway,loras,worker kernels= python= restart=yes keep=3 purge=
+root=/ services= kernels= with=() without=() python= restart=yes keep=3 purge=
 while [ $# -gt 0 ]; do
 	case $1 in
-	--services | --python | --root | --keep)
+	--services | --with | --without | --python | --root | --keep)
 		[ $# -gt 1 ] || fail "$1 needs a value" 2
-		case $1 in --services) services=$2 ;; --python) python=$2 ;; --root) root=$2 ;; --keep) keep=$2 ;; esac
+		case $1 in
+		--services) services=$2 ;;
+		--with) with+=("$(absolute "$2")") ;;
+		--without) without+=("$(absolute "$2")") ;;
+		--python) python=$2 ;;
+		--root) root=$2 ;;
+		--keep) keep=$2 ;;
+		esac
 		shift
 		;;
 	--kernels) kernels=yes ;;
+	--no-kernels) kernels=no ;;
 	--no-restart) restart= ;;
 	--purge) purge=yes ;;
 	-h | --help) usage && exit 0 ;;
@@ -54,8 +76,6 @@ while [ $# -gt 0 ]; do
 	shift
 done
 [[ $keep =~ ^[1-9][0-9]*$ ]] || fail "--keep is $keep; a number of releases, at least 1" 2
-[[ $services =~ ^(activations|cache|controlnet|gateway|loras|worker)(,(activations|cache|controlnet|gateway|loras|worker))*$ ]] ||
-	fail "--services is $services; some of activations,cache,controlnet,gateway,loras,worker" 2
 case $command in
 install) mkdir -p "$root" 2>/dev/null || fail "the folder $root cannot be made" 2 ;;
 rollback | status | uninstall) [ -d "$root" ] || fail "there is no folder $root" 2 ;;
@@ -89,15 +109,59 @@ point() {
 	mv -T "$home/.$1.new" "$home/$1"
 }
 
+# What was chosen for the current release counts where nothing else is said now. It lies in the release, so that the way
+# back leads to what was chosen before, too.
+read_choices() {
+	local file=$home/current/share/choices name value package kept=()
+	[ -e "$file" ] || file=/dev/null
+	while read -r name value; do
+		case $name in
+		services) services=${services:-$value} ;;
+		kernels) kernels=${kernels:-$value} ;;
+		with) kept+=("$value") ;;
+		esac
+	done <"$file"
+	services=${services:-all} kernels=${kernels:-no}
+	[[ $services =~ ^(all|(${all_services//,/|})(,(${all_services//,/|}))*)$ ]] ||
+		fail "--services is $services; all, or some of $all_services" 2
+	for package in "${without[@]}"; do
+		printf '%s\n' "${kept[@]}" | grep -qxF -- "$package" || fail "--without $package: --with has not put that in" 2
+	done
+	mapfile -t with < <(printf '%s\n' "${kept[@]}" "${with[@]}" |
+		grep -vxFf <(printf '%s\n' "${without[@]}") | awk '!seen[$0]++')
+}
+
+choices() {
+	printf '%s\n' "services $services" "kernels $kernels"
+	[ ${#with[@]} = 0 ] || printf 'with %s\n' "${with[@]}"
+}
+
+# Of all files there but those that builds leave behind.
+sums_of() {
+	find "$@" -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' -not -path '*/build/*' -not -path '*/.git/*' \
+		-not -name '*_pb2*' -print0 | LC_ALL=C sort -z | xargs -0r sha256sum
+}
+
+# Of packages that lie on this machine; the others are what their requirement says.
+sums_of_packages() {
+	local package
+	for package in "${with[@]}"; do
+		if [[ $package = /* && -d $package ]]; then
+			(cd "$package" && sums_of .)
+		elif [[ $package = /* && -f $package ]]; then
+			sha256sum "$package"
+		fi
+	done
+}
+
 # The same sources are the same release, whatever they are called.
 release_name() {
 	local sum
 	sum=$(cd "$source_folder" && {
-		echo "$services $kernels"
+		choices
+		sums_of_packages
 		sed -n 's/^version = //p' services/pyproject.toml
-		find protos libs services kernels deploy constraints.txt -type f \
-			-not -path '*/__pycache__/*' -not -path '*.egg-info/*' -not -path '*/build/*' -not -name '*_pb2*' -print0 |
-			LC_ALL=C sort -z | xargs -0 sha256sum
+		sums_of protos libs services kernels deploy constraints.txt
 	} | sha256sum | cut -c1-12)
 	echo "$(sed -n 's/^version = "\(.*\)"/\1/p' "$source_folder/services/pyproject.toml")-$sum"
 }
@@ -110,7 +174,7 @@ find_python() {
 
 # A release is made at its final place, as scripts in it name that; without the mark it is no release.
 build() {
-	local release=$releases/$1 made
+	local release=$releases/$1 made packages
 	[ -e "$release/.complete" ] && return
 	find_python
 	rm -rf "$release"
@@ -121,12 +185,16 @@ build() {
 		tar -x -C "$made"
 	echo "making release $1 (torch, where it is needed, is a large download)"
 	"$python" -m venv "$release"
+	# Where libs stand without an extra, too, pip knows them by their name, as in --with 'bottega-libs[otel]'.
+	packages=("$made/protos" "$made/libs" "$made/libs[client]" "$made/services[${services/#all/$all_services},sandbox]")
+	[ "$kernels" = no ] || packages+=("$made/kernels")
 	"$release/bin/python" -m pip install --quiet --disable-pip-version-check -c "$source_folder/constraints.txt" \
-		"$made/protos" "$made/libs[client]" "$made/services[$services,sandbox]" ${kernels:+"$made/kernels"} ||
+		"${packages[@]}" "${with[@]}" ||
 		fail "pip could not install the release; what runs was not touched"
 	mkdir -p "$release/share"
 	cp -R "$source_folder/deploy/systemd" "$source_folder/deploy/sysusers" "$source_folder/deploy/config" \
 		"$source_folder/deploy/run" "$release/share/"
+	choices >"$release/share/choices"
 	"$release/bin/bottega" --version >/dev/null || fail "the release does not start; what runs was not touched"
 	touch "$release/.complete"
 	trap - EXIT
@@ -296,6 +364,7 @@ case $command in
 install)
 	has_sysusers || [ -n "$root" ] ||
 		fail "systemd-sysusers is needed, which makes the group of the links (Debian: apt install systemd); without systemd: --root FOLDER" 2
+	read_choices
 	lock
 	release=$(release_name)
 	was=$(link_of current)
@@ -323,7 +392,9 @@ status)
 		[ -e "$releases/$release/.complete" ] || mark=" (not complete)"
 		echo "$release$mark"
 	done
-	echo "this checkout, with these services, is $(release_name)"
+	read_choices
+	choices
+	echo "this checkout, with these choices, is $(release_name)"
 	;;
 uninstall)
 	has_releases || [ -e "$home" ] || [ -n "$(remains)" ] || fail "nothing is installed below ${root:-/}"

@@ -1,0 +1,101 @@
+"""What was chosen for a release of deploy/install.sh counts for the next one, where nothing else is said."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.stubbed_machine import StubbedMachine
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> StubbedMachine:
+    return StubbedMachine(tmp_path)
+
+
+def packages(machine: StubbedMachine) -> list[str]:
+    """What pip was asked for last, but for its options, without folders and extras that all releases have."""
+    line = (machine.stubs / "pip.asked").read_text().splitlines()[-1]
+    words = [
+        word.removesuffix(",sandbox]")
+        for word in line.split()
+        if not word.endswith(("/protos", "/libs", "/libs[client]"))
+    ]
+    return [word.rpartition("/services")[2] for word in words[words.index("-c") + 2 :]]
+
+
+def chosen(machine: StubbedMachine) -> list[str]:
+    done = machine.run("status")
+    assert done.returncode == 0, done.stdout
+    return [line for line in done.stdout.splitlines() if line.startswith(("services ", "kernels ", "with "))]
+
+
+def test_services_stay_those_that_were_chosen(machine: StubbedMachine) -> None:
+    machine.install("--services", "gateway")
+    first = machine.current
+    machine.install()
+    assert machine.releases == {first}, "nothing is another release"
+    machine.change_checkout("the second")
+    machine.install()
+    assert packages(machine) == ["[gateway"]
+    machine.install("--services", "all")
+    assert packages(machine) == ["[activations,cache,controlnet,gateway,loras,worker"]
+
+
+def test_kernels_and_packages_stay_until_they_are_taken_out(machine: StubbedMachine) -> None:
+    machine.install("--services", "worker", "--kernels", "--with", "bottega-libs[otel]")
+    machine.install("--with", "clock @ https://clocks.example/clock.whl", "--with", "bottega-libs[otel]")
+    kept = ["with bottega-libs[otel]", "with clock @ https://clocks.example/clock.whl"]
+    assert chosen(machine) == ["services worker", "kernels yes", *kept]
+    machine.change_checkout("the second")
+    machine.install()
+    asked = packages(machine)
+    assert asked[1].endswith("/kernels")
+    assert [asked[0], *asked[2:]] == ["[worker", "bottega-libs[otel]", "clock", "@", "https://clocks.example/clock.whl"]
+
+    done = machine.run("install", "--without", "otel")
+    assert (done.returncode, "--with has not put that in" in done.stdout) == (2, True)
+    machine.install("--no-kernels", "--without", "bottega-libs[otel]")
+    assert chosen(machine) == ["services worker", "kernels no", kept[1]]
+
+
+def test_the_way_back_leads_to_what_was_chosen_before(machine: StubbedMachine) -> None:
+    machine.install()
+    machine.install("--with", "clock")
+    assert machine.run("rollback").returncode == 0
+    assert chosen(machine) == ["services all", "kernels no"]
+
+
+def test_what_pip_cannot_install_is_not_kept(machine: StubbedMachine) -> None:
+    machine.install()
+    done = machine.run("install", "--python", str(machine.stubs / "python"), "--with", "unknown-package")
+    assert (done.returncode, "what runs was not touched" in done.stdout) == (1, True)
+    assert chosen(machine) == ["services all", "kernels no"]
+
+
+def test_a_package_of_this_machine_is_another_release_when_it_has_changed(
+    machine: StubbedMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = tmp_path / "build/clock"
+    clock.mkdir(parents=True)
+    (clock / "clock.py").write_text("HOURS = 12\n")
+    monkeypatch.chdir(clock.parent)
+    machine.install("--with", "./clock")
+    monkeypatch.chdir(tmp_path.parent)
+    machine.install()
+    (clock / "build").mkdir()
+    (clock / "build/clock.py").write_text("left by pip\n")
+    machine.install()
+    assert len(machine.releases) == 1
+    (clock / "clock.py").write_text("HOURS = 24\n")
+    machine.install()
+    assert len(machine.releases) == 2
+    assert packages(machine)[1:] == [str(clock)]
+
+
+def test_an_option_of_pip_is_no_package(machine: StubbedMachine) -> None:
+    done: subprocess.CompletedProcess[str] = machine.run("install", "--with", "--no-deps")
+    assert (done.returncode, "settings of pip's own" in done.stdout) == (2, True)
+    assert not machine.root.exists()
