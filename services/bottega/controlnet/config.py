@@ -67,8 +67,9 @@ class ControlNetConfig:
     root: below it are the folders that callers may add; empty is none.
     catalogue: the SQLite file that remembers those, and what was measured of ControlNets; empty is controlnets.db in
     the folder for Bottega's state. One server at a time may use it.
-    start_s: that the engine may take to start. hang_s: without a word of the engine, after which it is taken for hung
-    and replaced. stall_s: the same without a forward though steps wait.
+    start_s: that the engine may take to start. systemd ends a server that is not ready after its unit's
+    TimeoutStartSec, 660 s: whoever raises this raises that above it, by `systemctl edit`. hang_s: without a word of
+    the engine, after which it is taken for hung and replaced. stall_s: the same without a forward though steps wait.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

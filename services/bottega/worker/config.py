@@ -138,10 +138,12 @@ class WorkerConfig:
     name: unique in the fleet; empty is "worker-", the host's name and the process's id. gateway: its
     fleet.listen, host:port; empty joins no fleet.
     codec_processes: that encode pictures and decode input images. codec_deadline_s: of one image in them.
-    start_s: that the engine may take to load its model. hang_s: without a word of the engine, after which it is taken
-    for hung and replaced. stall_s: the same without a step though it has work; above the longest turn of the largest
-    picture, and the longest encoding and decoding. result_grace_s: for how long finished results are kept for a gateway
-    that was cut off. result_bytes: of these results, that are kept at most. max_attempts: held at once.
+    start_s: that the engine may take to load its model. systemd ends a worker that is not ready after its unit's
+    TimeoutStartSec, 660 s: whoever raises this raises that above it, by `systemctl edit`. hang_s: without a word of
+    the engine, after which it is taken for hung and replaced. stall_s: the same without a step though it has work;
+    above the longest turn of the largest picture, and the longest encoding and decoding. result_grace_s: for how long
+    finished results are kept for a gateway that was cut off. result_bytes: of these results, that are kept at most.
+    max_attempts: held at once.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

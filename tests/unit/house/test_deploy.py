@@ -126,8 +126,15 @@ def test_a_service_has_the_time_to_drain_the_files_that_it_needs_and_outlives_it
     assert int(setting(unit, "LimitNOFILE")) >= open_files.ENOUGH
 
 
-def test_a_worker_is_given_the_time_to_load_its_model() -> None:
-    assert float(setting("bottega-worker@.service", "TimeoutStartSec")) > WorkerConfig().start_s
+@pytest.mark.parametrize(
+    ("kind", "start_s"), [("worker", WorkerConfig().start_s), ("controlnet", ControlNetConfig().start_s)]
+)
+def test_an_engine_is_given_the_time_to_start_and_whoever_gives_it_more_is_told_of_the_unit(
+    kind: str, start_s: float
+) -> None:
+    limit_s = setting(f"bottega-{kind}@.service", "TimeoutStartSec")
+    assert float(limit_s) > start_s
+    assert f"TimeoutStartSec, {limit_s} s" in (DEPLOY / f"config/{kind}s/miniature.yaml").read_text()
 
 
 def test_a_machine_with_workers_only_gets_no_gateway_with_them() -> None:
