@@ -3,7 +3,8 @@
 It is its own processor time, from the queue to the calls of workers.
 
 The controller is the gateway's, with all its add-ons; its workers are calls that wait (tests.fakes.gateway_rules).
-Between two looks some workers make a step, report, or complete an edit, and another edit comes.
+All templates are in a store, so that a worker without an edit's template has to load it. Between two looks some workers
+make a step, report, or complete an edit, and another edit comes.
 """
 
 from __future__ import annotations
@@ -17,25 +18,38 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
-from bottega.clocks import Clock
 from bottega.gateway.addons.activations.addon import ActivationsAddOn
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.values import JobRequest
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.scheduling.line import equal_weights
+from bottega.gateway.scheduling.shares import RunningShares
+from bottega.planning.step_table import MAX_POINTS
 from bottega.v1 import fleet_pb2, worker_pb2
+from bottega.v1.activations_pb2 import (
+    TEMPLATE_TIER_DISK,
+    TEMPLATE_TIER_MEMORY,
+    PrefetchTemplatesResponse,
+    TemplateResidence,
+)
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
 from load.replay.mask_ratios import PUBLIC
-from load.replay.template_popularity import TemplatePopularity
+from load.replay.template_popularity import TEMPLATES, TemplatePopularity
+from tests.fakes.fake_time import FakeTime
 from tests.fakes.gateway_rules import Shop
 from tests.samples.controlnet_hosts import bounds
 
 WORKERS, QUEUED = 64, 1000
 _SHAPE = (16, 16)
 _STEPS = (20, 30, 50)
-_TEMPLATES = 32
+# Of a worker's memory, and of the store's: the most popular ones. What the others have on its disk, and its speed.
+_TEMPLATES, _IN_MEMORY = 32, 100
+_TEMPLATE_BYTES, _DISK_BYTES_PER_S = 512 << 20, 1e9
+# Of an edit's tokens: one that computes more saves nothing that would be worth a load.
+_MOST_SHARE = 0.9
 # Looks that are not counted.
 _WARM_UP = 100
 # Of the workers, those that make a step, those that report and those that complete an edit, between two looks.
@@ -55,9 +69,11 @@ class _Desk:
         self._shares, self._templates = PUBLIC.draw(self._chance), TemplatePopularity().draw(self._chance)
 
     async def measure(self, looks: int) -> list[float]:
-        clock = Clock()
+        clock = FakeTime().clock()
         fleet = Fleet(lease_s=60, model_grace_s=60, bounds=bounds(256), clock=clock)
-        shop = Shop(addons=[ActivationsAddOn(fleet, GatewayMetrics(CollectorRegistry()), clock)])
+        activations = ActivationsAddOn(fleet, GatewayMetrics(CollectorRegistry()), clock)
+        activations._note_answer("127.0.0.1:1", _answer())
+        shop = Shop(addons=[activations])
         members = [shop.worker(f"w{number}") for number in range(WORKERS)]
         for member in members:
             self._report(shop, member)
@@ -65,6 +81,7 @@ class _Desk:
         try:
             while len(shop.queue) < QUEUED:
                 shop.take(self._edit(shop))
+            _check_loads(shop)
             gc.freeze()
             for _ in range(_WARM_UP + looks):
                 for member in members:
@@ -118,16 +135,44 @@ class _Desk:
             )
             for job in shop.running(member)
         ]
-        masked = [fleet_pb2.MaskedTimes(latent_height=16, latent_width=16, fixed_share=0.3)]
+        # With loads beside them, rows take half as long again.
+        planned = [fleet_pb2.PlannedTime(rows=rows, seconds=0.03 + 0.15 * rows) for rows in range(1, 1 + MAX_POINTS)]
+        masked = [fleet_pb2.MaskedTimes(latent_height=16, latent_width=16, fixed_share=0.3, planned=planned)]
         load = fleet_pb2.Load(step_times=times, max_rows=16, running=running, hosted=hosted, masked_times=masked)
         shop.fleet.report(member, load)
 
     def _digests(self) -> Iterator[str]:
-        return (f"{next(self._templates):064x}" for _ in range(_TEMPLATES))
+        return (_digest(next(self._templates)) for _ in range(_TEMPLATES))
 
     def _edit(self, shop: Shop) -> Job:
         steps = self._chance.choice(_STEPS)
         spec = GenerationSpec(model="m", num_inference_steps=steps, num_images=1, guidance_scale=5.0, seed=1)
-        share, template = min(1.0, next(self._shares) + 0.02), f"{next(self._templates):064x}"
+        share, template = min(1.0, next(self._shares) + 0.02), _digest(next(self._templates))
         request = JobRequest(fingerprint="f", shape=_SHAPE, template=template, computed_share=share)
         return Job(clock=shop.time.clock(), spec=spec, bare=spec, request=request)
+
+
+def _digest(template: int) -> str:
+    """template: its rank, from the most popular one on."""
+    return f"{template:064x}"
+
+
+def _answer() -> PrefetchTemplatesResponse:
+    """A store has all templates, the most popular ones in its memory."""
+    near = [TemplateResidence(source=_digest(template), tier=TEMPLATE_TIER_MEMORY) for template in range(_IN_MEMORY)]
+    far = [
+        TemplateResidence(source=_digest(template), tier=TEMPLATE_TIER_DISK, disk_bytes=_TEMPLATE_BYTES)
+        for template in range(_IN_MEMORY, TEMPLATES)
+    ]
+    return PrefetchTemplatesResponse(templates=[*near, *far], disk_bytes_per_s=_DISK_BYTES_PER_S)
+
+
+def _check_loads(shop: Shop) -> None:
+    """What is measured is the decision where templates have to be loaded: every edit that waits must cost that."""
+    members = {member.name: member for member in shop.fleet.workers("m")}
+    shares = RunningShares({}, (), equal_weights)
+    line = [job for job in shop.queue.line("m") if job.request.computed_share < _MOST_SHARE]
+    for job, pending in zip(line, shop.controller._snapshot.pending(line, members, shares), strict=True):
+        template = job.request.template
+        having = {name for name, each in members.items() if template in each.hosts(kinds.ACTIVATIONS).digests}
+        assert {name for name in members if pending.load_s[name]} == members.keys() - having

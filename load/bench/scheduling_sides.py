@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bottega.gateway.scheduling.policy import Findings, PendingJob, ResourceRequest, WorkerState, assign
+from bottega.planning import rounded_share
 from load.bench.scheduling_fleet import MAX_ROWS, ROWS, SHAPE, SimulatedEdit, SimulatedFleet, SimulatedWorker
 
 # As the scheduler's between two looks for the sake of progress.
 _PAUSE_S = 0.015
-# As the snapshot's: shares are rounded up, and widths outlive so many states.
-_SHARES = 32
+# As the snapshot's: widths outlive so many states.
 _KEPT_WIDTHS = 16
 
 
@@ -133,5 +133,4 @@ class Policy:
 
 
 def _request(edit: SimulatedEdit, steps: int) -> ResourceRequest:
-    share = -(-edit.computed_share * _SHARES // 1) / _SHARES
-    return ResourceRequest(rows=ROWS, steps=steps, shape=SHAPE, share=share)
+    return ResourceRequest(rows=ROWS, steps=steps, shape=SHAPE, share=rounded_share(edit.computed_share))

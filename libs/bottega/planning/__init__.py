@@ -20,7 +20,7 @@ from bottega.planning.lora_bounds import LEAST_LATENT_SIMILARITY, latest_step
 from bottega.planning.pairing import rows_to_offload
 from bottega.planning.predictor_use import PredictorRates, PredictorSwitch
 from bottega.planning.residuals import LEAST_SIMILARITY, pipelines
-from bottega.planning.row_fractions import RowFractions, rows_in
+from bottega.planning.row_fractions import RowFractions, rounded_share, rows_in
 from bottega.planning.skip_profile import (
     BALANCED_ALPHA,
     FAST_ALPHA,
@@ -86,6 +86,7 @@ __all__ = [
     "pipelines",
     "plan_step",
     "plan_steps",
+    "rounded_share",
     "rows_in",
     "rows_per_image",
     "rows_to_offload",

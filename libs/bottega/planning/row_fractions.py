@@ -12,6 +12,8 @@ from bottega.planning.cost import MAX_SHAPES, Shape, StepTimes
 _FIRST_FIXED = 0.35
 # Weight of a new measurement.
 _WEIGHT = 0.2
+# Of tokens, so that few kinds of edits are told apart.
+_SHARES = 32
 # Least cost of any row: beyond it a turn was measured on a machine that had just been held up.
 _LEAST = 0.02
 
@@ -64,6 +66,11 @@ class RowFractions:
         if shape in self._fixed:
             return self._fixed[shape]
         return next(reversed(self._fixed.values()), _FIRST_FIXED)
+
+
+def rounded_share(share: float) -> float:
+    """Up to the next of few shares of tokens: edits that compute about as much are alike to whoever plans for them."""
+    return math.ceil(share * _SHARES) / _SHARES
 
 
 def rows_in(times: StepTimes, shape: Shape, seconds: float, *, most: int) -> float | None:

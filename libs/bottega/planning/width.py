@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heapreplace
 
 from bottega.planning.work import RemainingWork
 
@@ -25,21 +25,25 @@ def completion_times(works: Sequence[RemainingWork], seconds: Callable[[float], 
     seconds: cost of one turn by the number of its rows.
     """
     ends = [0.0] * len(works)
-    running: list[tuple[int, int]] = []  # the turn after which each ends, and its place in `works`
-    clock, turn, arrived = 0.0, 0, 0
-    rows = 0.0
-    while running or arrived < len(works):
-        if arrived < len(works) and len(running) < width:
-            heappush(running, (turn + works[arrived].steps, arrived))
-            rows += works[arrived].rows
+    # The turn after which each ends, and its place in `works`.
+    running = [(work.steps, place) for place, work in enumerate(works[:width])]
+    heapify(running)
+    rows = sum((work.rows for work in works[:width]), 0.0)
+    clock, turn, arrived = 0.0, 0, len(running)
+    while running:
+        end, ended = running[0]
+        if end > turn:
+            clock += (end - turn) * seconds(rows)
+            turn = end
+        ends[ended] = clock
+        rows -= works[ended].rows
+        if arrived < len(works):
+            work = works[arrived]
+            heapreplace(running, (turn + work.steps, arrived))
+            rows += work.rows
             arrived += 1
         else:
-            end, ended = heappop(running)
-            if end > turn:
-                clock += (end - turn) * seconds(rows)
-                turn = end
-            ends[ended] = clock
-            rows -= works[ended].rows
+            heappop(running)
     return ends
 
 

@@ -7,7 +7,7 @@ has no use for it inherits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bottega.clocks import Clock
@@ -60,18 +60,47 @@ class Resolution:
         """Fills in the add-on's fields of a spec that is complete otherwise."""
 
 
+class SecondsByWorker(Mapping[str, float]):
+    """Worked out for those workers that are asked about: the scheduler asks about few of many.
+
+    workers: names of those that may need any. seconds: that one of them needs.
+    """
+
+    __slots__ = ("_seconds", "_workers")
+
+    def __init__(self, workers: Collection[str], seconds: Callable[[str], float]) -> None:
+        self._workers = workers
+        self._seconds = seconds
+
+    def __getitem__(self, worker: str) -> float:
+        if worker not in self._workers:
+            raise KeyError(worker)
+        return self._seconds(worker)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._workers)
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCosts:
     """What a job needs at each worker before its first step.
 
     load_s: seconds, by worker; a worker that is not named needs none. eligible: the only workers that may have the job;
-    None is all of them. shares: of the tokens of its rows, what the job computes there, by worker; all of them at one
-    that is not named.
+    None is all of them. shares: of the tokens of its rows, what the job computes there, by worker; share: the same
+    at one that is not named.
     """
 
     load_s: Mapping[str, float] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
+    share: float = 1.0
     eligible: frozenset[str] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.load_s or self.shares) or self.share < 1.0 or self.eligible is not None
 
 
 NO_COSTS = WorkerCosts()

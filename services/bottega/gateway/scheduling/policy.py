@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import islice
 from math import ceil
 from operator import attrgetter
@@ -57,6 +57,8 @@ _LEAST_BUSY, _NEAREST, _IDLEST = 16, 4, 2
 # Kinds of edits, by what they compute, of which it is found out how many should run together.
 _TYPICAL_SHARES = 2
 _TYPICAL = 1024
+# Turns of one shape of a worker, each of so many rows, of which is remembered what they take until it reports again.
+_TURNS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ class PendingJob:
     because a worker may have died of it. within_share: its tenant has at most its share of what runs, with it, while
     others have jobs too. eligible: the only workers that may have it; None is all of them.
     load_s: seconds that it needs at a worker before its first step, by worker; none where a worker is not named.
-    reduced: what it needs of workers of which it needs less than `request`, by worker.
+    reduced: what it needs of workers of which it needs less than `request`, by worker; see request_at.
     """
 
     job_id: str
@@ -106,13 +108,16 @@ class PendingJob:
 class Findings:
     """What was already found out of a worker's state, for later rounds, by what was asked.
 
-    widths outlive the state as long as the same jobs run: a step made or two change none of them.
+    widths outlive the state as long as the same jobs run: a step made or two change none of them. What turns take does
+    so as long as the worker has not reported: turns, by shape and then by rows; alone_s, one of a job alone, by its
+    rows, shape and share.
     """
 
     widths: dict[_Question, int] = field(default_factory=dict)
     slack: dict[_Question, bool] = field(default_factory=dict)
     ends_s: dict[_Question, float] = field(default_factory=dict)
-    alone_s: dict[ResourceRequest, float] = field(default_factory=dict)
+    alone_s: dict[tuple[int, Shape, float], float] = field(default_factory=dict)
+    turns: dict[Shape, Callable[[float], float]] = field(default_factory=dict)
     load_s: float | None = None
 
 
@@ -140,6 +145,13 @@ class WorkerState:
     def most_rows(self) -> int:
         """Of one turn."""
         return self.max_rows or 1 << 30
+
+    def turn_seconds(self, shape: Shape) -> Callable[[float], float]:
+        """Seconds of one turn of that shape, by its rows."""
+        seconds = self.findings.turns.get(shape)
+        if seconds is None:
+            seconds = self.findings.turns[shape] = _turn_seconds(self.times, shape)
+        return seconds
 
     @property
     def unmeasured(self) -> bool:
@@ -184,7 +196,8 @@ def assign(
         line.extend(islice(rest, 1))
         if blocked and not job.within_share:
             continue
-        candidates = [plan for plan in plans if job.may_run_on(plan.state.worker)]
+        anywhere = not job.avoid and job.eligible is None
+        candidates = plans if anywhere else [plan for plan in plans if job.may_run_on(plan.state.worker)]
         if job.exclusive:
             candidates = _idle_or_drained(candidates, plans)
         options = [_Option(job, plan, behind) for plan in _shortlist(job, candidates)]
@@ -272,7 +285,10 @@ class WorkerPlan:
 
     def __init__(self, state: WorkerState) -> None:
         self.state = state
-        self.load_s = self._load_s()
+        found = state.findings
+        if found.load_s is None:
+            found.load_s = sum(self.alone_s(request) for request in state.running)
+        self.load_s = found.load_s
         self.closed = state.exclusive
         self._has_unbound = False
         self._added: tuple[ResourceRequest, ...] = ()
@@ -284,11 +300,11 @@ class WorkerPlan:
 
     def alone_s(self, request: ResourceRequest) -> float:
         """Seconds of the turns of one job, alone."""
-        known = self.state.findings.alone_s
-        if request not in known:
-            seconds = _turn_seconds(self.state.times, request.shape)
-            known[request] = seconds(_plain_rows(request, self.state)) * request.steps
-        return known[request]
+        kind, known = (request.rows, request.shape, request.share), self.state.findings.alone_s
+        turn_s = known.get(kind)
+        if turn_s is None:
+            turn_s = known[kind] = self.state.turn_seconds(request.shape)(_plain_rows(request, self.state))
+        return turn_s * request.steps
 
     def has_slack(self, request: ResourceRequest, behind: int, *, within_share: bool = False) -> bool:
         """Whether a job may begin here now. Nobody overtakes one that is planned here and not bound yet.
@@ -311,7 +327,7 @@ class WorkerPlan:
         if question not in known:
             line = _works([*self._planned, request], request.shape, self.state)
             width = max(1, min(self._width(_typical(request), behind), len(line)))
-            known[question] = completion_times(line, _turn_seconds(self.state.times, request.shape), width)[-1]
+            known[question] = completion_times(line, self.state.turn_seconds(request.shape), width)[-1]
         return known[question] + self.state.fixed_s
 
     def add(self, request: ResourceRequest, *, bound: bool) -> None:
@@ -330,15 +346,9 @@ class WorkerPlan:
         if not planned:
             return []
         shape = planned[-1].shape
-        works, seconds = _works(planned, shape, self.state), cache(_turn_seconds(self.state.times, shape))
+        works, seconds = _works(planned, shape, self.state), self.state.turn_seconds(shape)
         width = best_width(works[: 2 * _LOOK_AHEAD], seconds, max_rows=self.state.most_rows)
         return completion_times(works, seconds, max(1, width))
-
-    def _load_s(self) -> float:
-        found = self.state.findings
-        if found.load_s is None:
-            found.load_s = sum(self.alone_s(request) for request in self.state.running)
-        return found.load_s
 
     @property
     def _planned(self) -> list[ResourceRequest]:
@@ -349,7 +359,7 @@ class WorkerPlan:
         question, known = (self._added, request, behind), self.state.findings.widths
         if question not in known:
             works = _works([*self._planned, *[request] * (1 + behind)], request.shape, self.state)
-            seconds = _turn_seconds(self.state.times, request.shape)
+            seconds = self.state.turn_seconds(request.shape)
             known[question] = best_width(works, seconds, max_rows=self.state.most_rows)
         return known[question]
 
@@ -368,7 +378,7 @@ def _has_slack(state: WorkerState, planned: Sequence[ResourceRequest], request: 
     """Whether a group of that width has a place for a job, will have one within the lead time, or should be tried."""
     if len(planned) < width:
         return True
-    seconds = cache(_turn_seconds(state.times, request.shape))
+    seconds = state.turn_seconds(request.shape)
     ahead = _works(planned, request.shape, state)
     soon_free = _place_free_s(ahead, seconds, width) <= _lead_s(ahead, seconds)
     return soon_free or _worth_a_trial(state, [*planned, request], width)
@@ -388,8 +398,9 @@ def _worth_a_trial(state: WorkerState, requests: Sequence[ResourceRequest], widt
 
 
 def _turn_seconds(times: StepTimes, shape: Shape) -> Callable[[float], float]:
-    """Seconds of one turn of that shape, by its rows."""
+    """Looked up once for each number of rows: one choice of a width asks for the same ones many times."""
 
+    @lru_cache(_TURNS)
     def seconds(rows: float) -> float:
         measured = times.seconds(shape, rows)
         return rows * _UNMEASURED_S if measured is None else measured

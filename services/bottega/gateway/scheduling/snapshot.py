@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bottega.gateway.addons.addon import NO_COSTS, AddOn, WorkerCosts
+from bottega.gateway.addons.addon import NO_COSTS, AddOn, SecondsByWorker, WorkerCosts
 from bottega.gateway.dispatch.dispatcher import Dispatcher
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
@@ -19,7 +19,7 @@ from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.scheduling.policy import Findings, PendingJob, ResourceRequest, WorkerState
 from bottega.gateway.scheduling.shares import RunningShares
-from bottega.planning import Shape
+from bottega.planning import Shape, rounded_share
 from bottega.v1 import fleet_pb2
 
 # A worker that was lost with a job gets it again only if it reported this long afterwards.
@@ -27,9 +27,8 @@ _TRUST_AFTER_S = 0.25
 # Rows of an attempt that another gateway gave to a worker: unknown, so those of a guided image.
 _FOREIGN_ROWS = 2
 # Most jobs need the same as others: a queue is gone through every second, and these need not be made again. Of edits
-# that is so because their shares are rounded up.
+# that is so because their shares are rounded.
 _REQUESTS = 1024
-_SHARES = 32
 # States of a worker after which the widths of its groups are found out anew though the same jobs run, as its engine
 # does: step times drift.
 _KEPT_WIDTHS = 16
@@ -84,7 +83,7 @@ class FleetSnapshot:
             if (costs.eligible is None or costs.eligible) and shares.begin(job.request.tenant):
                 yield PendingJob(
                     job_id=job.job_id,
-                    request=_request_for(job, self._steps_left(job)),
+                    request=_request_for(job, self._steps_left(job), costs.share),
                     avoid=job.losses.last_worker if _must_avoid(job, members) else "",
                     exclusive=job.quarantined,
                     within_share=shares.claim(job.request.tenant),
@@ -107,7 +106,7 @@ class FleetSnapshot:
         return min(addon.expected_share(job) for addon in self._addons) if self._addons else 1.0
 
     def _reduced(self, job: Job, shares: Mapping[str, float]) -> Mapping[str, ResourceRequest]:
-        """What it needs of workers that compute a part of its tokens."""
+        """What it needs of workers that compute another part of its tokens than most."""
         if not shares:
             return {}
         steps_left = self._steps_left(job)
@@ -126,8 +125,8 @@ class FleetSnapshot:
             costs = known.get((addon, key))
             if costs is None:
                 costs = known[addon, key] = addon.worker_costs(job, members)
-            if costs != NO_COSTS:
-                total = costs if total is NO_COSTS else _sum(total, costs)
+            if costs:
+                total = _sum(total, costs) if total else costs
         return total
 
     def _worker(self, member: Member) -> WorkerState:
@@ -137,7 +136,11 @@ class FleetSnapshot:
             ours = connection.jobs if connection else []
             jobs = tuple(job.job_id for job in ours)
             same = cached is not None and cached.jobs == jobs and cached.age < _KEPT_WIDTHS
-            findings = Findings(widths=cached.state.findings.widths) if cached is not None and same else Findings()
+            findings = Findings()
+            if cached is not None and same:
+                findings.widths = cached.state.findings.widths
+            if cached is not None and cached.load is member.load:
+                findings.alone_s, findings.turns = cached.state.findings.alone_s, cached.state.findings.turns
             cached = self._cache[member] = _CachedState(
                 state=self._new_state(member, ours, findings),
                 load=member.load,
@@ -178,14 +181,20 @@ class FleetSnapshot:
 
 
 def _sum(one: WorkerCosts, other: WorkerCosts) -> WorkerCosts:
-    load_s = {
-        worker: one.load_s.get(worker, 0.0) + other.load_s.get(worker, 0.0)
-        for worker in one.load_s.keys() | other.load_s.keys()
-    }
+    load_s = one.load_s or other.load_s
+    if one.load_s and other.load_s:
+        load_s = SecondsByWorker(
+            one.load_s.keys() | other.load_s.keys(),
+            lambda worker: one.load_s.get(worker, 0.0) + other.load_s.get(worker, 0.0),
+        )
     limits = [costs.eligible for costs in (one, other) if costs.eligible is not None]
-    # Only one kind of add-on leaves tokens out.
-    shares = {**one.shares, **other.shares}
-    return WorkerCosts(load_s=load_s, eligible=frozenset.intersection(*limits) if limits else None, shares=shares)
+    return WorkerCosts(
+        load_s=load_s,
+        eligible=frozenset.intersection(*limits) if limits else None,
+        # Only one kind of add-on leaves tokens out.
+        shares={**one.shares, **other.shares},
+        share=min(one.share, other.share),
+    )
 
 
 def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:
@@ -198,9 +207,9 @@ def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:
 def _request_for(job: Job, steps_left: float, share: float = 1.0) -> ResourceRequest:
     """steps_left: over all images; they run side by side. share: of the tokens, what is computed."""
     steps = math.ceil(max(0, steps_left) / job.num_images)
-    return _cached_request(job.rows, steps, job.request.shape, math.ceil(share * _SHARES))
+    return _cached_request(job.rows, steps, job.request.shape, rounded_share(share))
 
 
 @functools.lru_cache(_REQUESTS)
-def _cached_request(rows: int, steps: int, shape: Shape, shares: int) -> ResourceRequest:
-    return ResourceRequest(rows=rows, steps=steps, shape=shape, share=shares / _SHARES)
+def _cached_request(rows: int, steps: int, shape: Shape, share: float) -> ResourceRequest:
+    return ResourceRequest(rows=rows, steps=steps, shape=shape, share=share)

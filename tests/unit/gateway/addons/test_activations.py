@@ -8,9 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
-from bottega.gateway.addons.activations import residences
+from bottega.gateway.addons.activations import costs, residences
 from bottega.gateway.addons.activations.addon import ActivationsAddOn
-from bottega.gateway.addons.activations.costs import LoadingCosts
 from bottega.gateway.addons.activations.residences import Residences
 from bottega.gateway.fleet.members import Member, hosted_by_kind
 from bottega.gateway.fleet.registry import Fleet
@@ -19,7 +18,7 @@ from bottega.gateway.jobs.values import JobRequest
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.line import equal_weights
 from bottega.gateway.scheduling.shares import RunningShares
-from bottega.planning import RowFractions, StepTimes
+from bottega.planning import RowFractions, Shape, StepTimes
 from bottega.v1.activations_pb2 import (
     TEMPLATE_TIER_DISK,
     TEMPLATE_TIER_MEMORY,
@@ -170,29 +169,32 @@ def _worker(name: str, *templates: str, planned_s: float = 0.0) -> Member:
     return member
 
 
+def _stored_edit(time: FakeTime, *, share: float) -> Job:
+    """Of the cat, in ten steps."""
+    spec = GenerationSpec(num_inference_steps=10, num_images=1)
+    request = JobRequest(fingerprint="f", shape=SHAPE, template=CAT, computed_share=share)
+    return Job(clock=time.clock(), spec=spec, bare=spec, request=request)
+
+
 def test_a_template_in_a_store_is_at_hand_everywhere_and_costs_those_who_load_it() -> None:
     time = FakeTime()
     addon = _OneAddOn(time)
     near, far, slow = _worker("near", CAT), _worker("far"), _worker("slow", planned_s=0.12)
     for member in (near, far, slow):
         addon.member_changed(member)
-    job = Job(
-        clock=time.clock(),
-        spec=GenerationSpec(num_inference_steps=10, num_images=1),
-        bare=GenerationSpec(num_inference_steps=10, num_images=1),
-        request=JobRequest(fingerprint="f", shape=SHAPE, template=CAT, computed_share=0.2),
-    )
+    job = _stored_edit(time, share=0.25)
     workers = {member.name: member for member in (near, far, slow)}
-    assert addon.worker_costs(job, workers).shares == {"near": 0.2}
+    assert addon.worker_costs(job, workers).shares == {"near": 0.25}
     addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10)))
-    costs = addon.worker_costs(job, workers)
-    assert costs.shares == dict.fromkeys(workers, 0.2)
-    # Of a turn in full, .1 s, a row of .6 takes .06 s, and where it is loaded .096 s. The disk is read for .1 s.
-    assert costs.load_s == pytest.approx({"far": 0.1, "slow": 0.4}), "what is loaded costs at most what it saves"
+    found = addon.worker_costs(job, workers)
+    assert found.share == 0.25
+    # Of a turn in full, .1 s, a row of .625 takes .0625 s, and where it is loaded .0975 s. The disk is read for .1 s.
+    expected = pytest.approx({"near": 0.0, "far": 0.1, "slow": 0.375})
+    assert dict(found.load_s) == expected, "what is loaded costs at most what it saves"
     time.now += 5
-    assert addon.worker_costs(job, workers).load_s == pytest.approx({"slow": 0.36})
+    assert dict(addon.worker_costs(job, workers).load_s) == pytest.approx({"near": 0.0, "far": 0.0, "slow": 0.35})
     addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10_000)))
-    assert addon.worker_costs(job, workers).load_s == pytest.approx({"far": 0.4, "slow": 0.4})
+    assert dict(addon.worker_costs(job, workers).load_s) == pytest.approx({"near": 0.0, "far": 0.375, "slow": 0.375})
 
 
 def test_an_edit_that_computes_all_has_no_costs() -> None:
@@ -203,21 +205,43 @@ def test_an_edit_that_computes_all_has_no_costs() -> None:
         job = Job(clock=time.clock(), spec=spec, bare=spec, request=request)
         worker = _worker("near", CAT)
         addon.member_changed(worker)
-        costs = addon.worker_costs(job, {"near": worker})
-        assert not costs.shares
-        assert not costs.load_s
+        assert not addon.worker_costs(job, {"near": worker})
 
 
 def test_costs_follow_from_the_newest_report() -> None:
-    spec = GenerationSpec(num_inference_steps=10, num_images=1)
-    request = JobRequest(fingerprint="f", shape=SHAPE, template=CAT, computed_share=0.2)
-    job = Job(clock=FakeTime().clock(), spec=spec, bare=spec, request=request)
-    costs, worker = LoadingCosts(), _worker("w")
-    assert costs.of(job, worker).saved_s == pytest.approx(10 * (0.1 - 0.06))
-    worker.times, worker.load = StepTimes.from_entries((SHAPE, rows, 1.0 * rows) for rows in (1, 2)), Load()
-    assert costs.of(job, worker).saved_s == pytest.approx(10 * (1.0 - 0.6))
-    worker.times, worker.load = StepTimes(), Load()
-    assert costs.of(job, worker).with_disk(9.0) == 0.0, "nothing is known"
+    time = FakeTime()
+    addon, worker = _OneAddOn(time), _worker("w")
+    addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10_000)))
+    job = _stored_edit(time, share=0.25)
+
+    def most_s() -> float:
+        """That a load costs: what it saves."""
+        return addon.worker_costs(job, {"w": worker}).load_s["w"]
+
+    assert most_s() == pytest.approx(10 * (0.1 - 0.0625))
+    worker.times = StepTimes.from_entries((SHAPE, rows, 1.0 * rows) for rows in (1, 2))
+    addon.member_changed(worker)
+    assert most_s() == pytest.approx(10 * (1.0 - 0.625))
+    worker.times = StepTimes()
+    addon.member_changed(worker)
+    assert most_s() == 0.0, "nothing is known"
+
+
+def test_edits_that_compute_about_as_much_are_of_one_kind_at_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[str, float]] = []
+
+    def counted(member: Member, rows: int, shape: Shape, share: float) -> tuple[float, float]:
+        found.append((member.name, share))
+        return 0.1, 0.2
+
+    monkeypatch.setattr(costs, "_cost", counted)
+    time = FakeTime()
+    addon, workers = _OneAddOn(time), {name: _worker(name) for name in ("w1", "w2")}
+    addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_MEMORY, 0)))
+    for share in (0.201, 0.209):
+        load_s = addon.worker_costs(_stored_edit(time, share=share), workers).load_s
+        assert dict(load_s) == pytest.approx({"w1": 1.0, "w2": 1.0})
+    assert found == [("w1", 7 / 32), ("w2", 7 / 32)]
 
 
 def test_of_several_stores_the_one_that_has_a_template_in_memory_first_counts() -> None:

@@ -13,7 +13,7 @@ from bottega.clocks import Clock
 from bottega.gateway.addons.activations.client import GrpcActivationsClient
 from bottega.gateway.addons.activations.costs import LoadingCosts
 from bottega.gateway.addons.activations.residences import Residences
-from bottega.gateway.addons.addon import NO_COSTS, AddOn, AddOnContext, WorkerCosts
+from bottega.gateway.addons.addon import NO_COSTS, AddOn, AddOnContext, SecondsByWorker, WorkerCosts
 from bottega.gateway.addons.prefetch import ServicePrefetcher
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
@@ -62,13 +62,8 @@ class ActivationsAddOn(AddOn):
         stored = self._residences.stored(template, now)
         if stored is None:
             return WorkerCosts(shares={name: share for name in workers if name in having})
-        disk_s = stored.disk_s(now)
-        load_s = {
-            name: seconds
-            for name, member in workers.items()
-            if name not in having and (seconds := self._costs.of(job, member).with_disk(disk_s))
-        }
-        return WorkerCosts(load_s=load_s, shares=dict.fromkeys(workers, share))
+        seconds = self._costs.of(job, workers, disk_s=stored.disk_s(now), having=having)
+        return WorkerCosts(load_s=SecondsByWorker(workers, seconds), share=share)
 
     def expected_share(self, job: Job) -> float:
         """What its mask leaves to compute, where somebody has its template."""
@@ -109,8 +104,9 @@ class ActivationsAddOn(AddOn):
             self._metrics.edits.labels(self._residence(template, worker.name)).inc()
 
     def member_changed(self, member: Member) -> None:
-        """A worker says what it has in its memory."""
+        """A worker says what it has in its memory, and what turns take."""
         if member.is_worker:
+            self._costs.forget(member.name)
             self._residences.note_worker(member)
 
     def member_lost(self, member: Member) -> None:

@@ -47,7 +47,9 @@ class LoraSizes:
 def lora_costs(loras: LoraSetKey, members: Mapping[str, Member], sizes: LoraSizes) -> Mapping[str, float]:
     """Seconds that workers need beside a job with this set, or without LoRAs; those that are not named need none."""
     if not loras:
-        return {name: seconds for name, member in members.items() if (seconds := _out_s(member))}
+        # Asked of all workers at every look at the queue, and most have none.
+        some = ((name, member) for name, member in members.items() if kinds.LORAS in member.hosted)
+        return {name: seconds for name, member in some if (seconds := _out_s(member))}
     digests = frozenset(digest for digest, _ in loras)
     return {
         name: seconds
