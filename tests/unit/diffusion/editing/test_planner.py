@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -74,8 +74,8 @@ class Reader:
         return rows, 0
 
     @property
-    def outstanding_bytes(self) -> int:
-        return sum(loads.outstanding_bytes for loads in self.loads.values())
+    def outstanding(self) -> Iterable[StepLoads]:
+        return self.loads.values()
 
     def make(self) -> None:
         """All that was requested for the next step has come, and it is made."""
@@ -152,6 +152,26 @@ def test_what_two_edits_take_of_the_same_step_is_loaded_once() -> None:
         loads.append(chosen)
     assert max(loads[0]) > 0.0
     assert loads[1] == loads[0]
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_what_edits_wait_for_keeps_the_load_stream_busy_once(readers: int) -> None:
+    rate, busy = 1e9, list[float]()
+
+    def choose(steps: Sequence[Sequence[BlockCost]], busy_s: float) -> list[StepPlan]:
+        busy.append(busy_s)
+        return plan_steps(steps, load_busy_s=busy_s)
+
+    plans, times = planner(rate, LoadPolicy(choose=choose))
+    first = Reader(5, times)
+    all_of_them = [first, *(Reader(5, times, steps=first.steps) for _ in range(readers - 1))]
+    plans.plan(all_of_them, others=0)
+    requested = {(turn, half, name) for turn, half, name in first.log if turn}
+    requested_bytes = sum(first.steps[turn, half].bytes_of(name) for turn, half, name in requested)
+    for reader in all_of_them:
+        reader.make()
+    plans.plan(all_of_them, others=0)
+    assert busy == [0.0, pytest.approx(requested_bytes / rate)]
 
 
 def test_nothing_is_waited_for_longer_than_an_engine_may_say_nothing() -> None:

@@ -6,7 +6,7 @@ it has decided for a step stays: its loads are on their way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,8 +68,8 @@ class EditReader(Protocol):
         ...
 
     @property
-    def outstanding_bytes(self) -> int:
-        """Of what was requested for it and is not here."""
+    def outstanding(self) -> Iterable[StepLoads]:
+        """What was decided for it that keeps the load stream busy, as far as it is not here."""
         ...
 
 
@@ -162,7 +162,7 @@ class LoadPlanner:
             coming = [[reader.coming(turn) for reader in same] for turn in range(self._policy.turns)]
             if any(not row.step.writable for turn in coming for rows, _ in turn for row in rows):
                 # Before: what is decided here is not outstanding yet.
-                busy_s = sum(reader.outstanding_bytes for reader in same) / rate
+                busy_s = _outstanding_bytes(readers) / rate
                 further = range(self._policy.turns, self._policy.turns + self._policy.outlook)
                 behind = sum(any(reader.coming(turn)[0] for reader in same) for turn in further)
                 planned.extend(self._plan(size, coming, others, rate, LoadOutlook(busy_s=busy_s, behind=behind)))
@@ -219,6 +219,13 @@ class LoadPlanner:
                 masked_s[place] = full_s[place]
                 away.append(())
         return _New(row=row, away=away, full_s=full_s, masked_s=masked_s)
+
+
+def _outstanding_bytes(readers: Sequence[EditReader]) -> int:
+    """Of all readers: what several of them take is on its way once."""
+    loads = [loads for reader in readers for loads in reader.outstanding]
+    names = {(id(each.step), name): each.step for each in loads for name in each.outstanding}
+    return sum(step.bytes_of(name) for (_, name), step in names.items() if step.get(name) is None)
 
 
 def _costs(blocks: Sequence[BlockWork], turn: _Turn, rate: float) -> list[BlockCost]:

@@ -6,7 +6,7 @@ It is asked for the activations of a row as often as its step is tried, and told
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -187,9 +187,9 @@ class ImageReader:
         return turns if turns >= 0 else math.inf
 
     @property
-    def outstanding_bytes(self) -> int:
-        """Of what was requested for it and is not here; what a host's store maps takes no time of the load stream."""
-        return sum(loads.outstanding_bytes for loads in self.loads.values() if not loads.step.mapped)
+    def outstanding(self) -> Iterable[StepLoads]:
+        """What was decided for it and may not be here; what a host's store maps takes no time of the load stream."""
+        return (loads for loads in self.loads.values() if not loads.step.mapped)
 
     def close(self) -> None:
         """The job is over: what was requested for it is not needed any more."""
@@ -211,7 +211,7 @@ class ImageReader:
     def _drop_requests(self, loads: StepLoads) -> None:
         """What has not come is of no use to this image. Others that read the recording may still wait for it."""
         alone = self.recording.readers <= 1 and self._request.spec.num_images == 1
-        if alone and loads.outstanding_bytes:
+        if alone and loads.outstanding:
             loads.step.drop_requests()
 
     def _step(self, key: StepKey) -> RecordedStep | None:

@@ -59,7 +59,6 @@ class StepLoads:
         self._blocks: dict[str, str] = {}
         self._patience_s: dict[str, float] = {}
         self._outstanding: deque[str] = deque()
-        self._outstanding_bytes = 0
 
     def compute(self, block: BlockWork) -> None:
         """A block whose tensors are not here is computed."""
@@ -71,14 +70,13 @@ class StepLoads:
         self._blocks |= dict.fromkeys(names, block.name)
         self._patience_s[block.name] = patience_s
         self._outstanding.extend(names)
-        self._outstanding_bytes += sum(map(self.step.bytes_of, names))
 
     @property
-    def outstanding_bytes(self) -> int:
-        """Of what was requested and is not here. It comes in the order in which it was requested."""
+    def outstanding(self) -> Collection[str]:
+        """Names of what was requested, from the first one that is not here on: it comes in that order."""
         while self._outstanding and self.step.get(self._outstanding[0]) is not None:
-            self._outstanding_bytes -= self.step.bytes_of(self._outstanding.popleft())
-        return self._outstanding_bytes
+            self._outstanding.popleft()
+        return self._outstanding
 
     def wait_for(self, name: str) -> bool:
         """Waits for one that was planned, as long as its block's patience lasts. Whether it is here."""
