@@ -6,8 +6,10 @@ it has decided for a step stays: its loads are on their way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Protocol
 
 from torch import Tensor
@@ -133,12 +135,21 @@ class PlannedStep:
     seconds: float
 
 
+# Of a tensor that a step has recorded: the step's id, as steps have no names, and its own.
+_Name = tuple[int, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOutlook:
-    """busy_s: until the load stream is free. behind: turns behind those that are decided now."""
+    """ends_s: when what is on its way will be here, from now. behind: turns behind those that are decided now."""
 
-    busy_s: float
+    ends_s: Mapping[_Name, float]
     behind: int
+
+    @property
+    def busy_s(self) -> float:
+        """Until the load stream is free."""
+        return max(self.ends_s.values(), default=0.0)
 
 
 class LoadPlanner:
@@ -148,6 +159,7 @@ class LoadPlanner:
         self._source = source
         self._times = times
         self._policy = policy or LoadPolicy()
+        self._numbers = itertools.count()
 
     def plan(self, readers: Sequence[EditReader], others: int) -> list[PlannedStep]:
         """Decides for the rows that come, and requests what they take. others: rows beside them, of whole pictures.
@@ -162,10 +174,10 @@ class LoadPlanner:
             coming = [[reader.coming(turn) for reader in same] for turn in range(self._policy.turns)]
             if any(not row.step.writable for turn in coming for rows, _ in turn for row in rows):
                 # Before: what is decided here is not outstanding yet.
-                busy_s = _outstanding_bytes(readers) / rate
+                ends_s = _on_their_way(readers, rate)
                 further = range(self._policy.turns, self._policy.turns + self._policy.outlook)
                 behind = sum(any(reader.coming(turn)[0] for reader in same) for turn in further)
-                planned.extend(self._plan(size, coming, others, rate, LoadOutlook(busy_s=busy_s, behind=behind)))
+                planned.extend(self._plan(size, coming, others, rate, LoadOutlook(ends_s=ends_s, behind=behind)))
         return planned
 
     def _row_equivalents(self, size: Size, coming: Sequence[Coming], others: int) -> float:
@@ -183,11 +195,12 @@ class LoadPlanner:
         last = max((place for place, turn in enumerate(turns) if turn.new), default=-1)
         if last < 0:
             return []
-        steps = [_costs(blocks, turn, rate) for turn in turns[: last + 1]]
+        steps = [_costs(blocks, turn, rate, outlook.ends_s) for turn in turns[: last + 1]]
         behind = outlook.behind if last == len(turns) - 1 else 0
         plans = self._policy.choose([*steps, *[steps[last]] * behind], outlook.busy_s)[: last + 1]
         for turn, plan, costs in zip(turns, plans, steps, strict=False):
-            _decide(blocks, turn, plan, [min(self._policy.patience * each.full_s, _MOST_PATIENCE_S) for each in costs])
+            patience_s = [min(self._policy.patience * each.full_s, _MOST_PATIENCE_S) for each in costs]
+            _decide(blocks, turn, plan, patience_s, self._numbers)
         seconds = plans[last].compute_s - (plans[last - 1].compute_s if last else 0.0)
         rows = self._row_equivalents(size, coming[last], others)
         return [PlannedStep(size=size, row_equivalents=rows, seconds=seconds)]
@@ -221,14 +234,24 @@ class LoadPlanner:
         return _New(row=row, away=away, full_s=full_s, masked_s=masked_s)
 
 
-def _outstanding_bytes(readers: Sequence[EditReader]) -> int:
-    """Of all readers: what several of them take is on its way once."""
-    loads = [loads for reader in readers for loads in reader.outstanding]
-    names = {(id(each.step), name): each.step for each in loads for name in each.outstanding}
-    return sum(step.bytes_of(name) for (_, name), step in names.items() if step.get(name) is None)
+def _on_their_way(readers: Sequence[EditReader], rate: float) -> Mapping[_Name, float]:
+    """What all readers wait for, once, in the order of the requests; and when each will be here, from now."""
+    waited = [
+        (number, each.step, name)
+        for reader in readers
+        for each in reader.outstanding
+        for number, name in each.outstanding
+    ]
+    ends_s, ahead_bytes = dict[_Name, float](), 0
+    for _, step, name in sorted(waited, key=itemgetter(0)):
+        key = (id(step), name)
+        if key not in ends_s and step.get(name) is None:
+            ahead_bytes += step.bytes_of(name)
+            ends_s[key] = ahead_bytes / rate
+    return ends_s
 
 
-def _costs(blocks: Sequence[BlockWork], turn: _Turn, rate: float) -> list[BlockCost]:
+def _costs(blocks: Sequence[BlockWork], turn: _Turn, rate: float, ends_s: Mapping[_Name, float]) -> list[BlockCost]:
     """Of one turn: what is not here is taken, or not, by all rows alike."""
     costs = []
     for place, block in enumerate(blocks):
@@ -237,20 +260,27 @@ def _costs(blocks: Sequence[BlockWork], turn: _Turn, rate: float) -> list[BlockC
         saved_s = sum(new.full_s[place] - new.masked_s[place] for new in away)
         # Edits of one template at the same step take the same tensors, which are loaded once.
         loaded = {id(new.row.step): new for new in away if not new.row.step.mapped}.values()
-        load_bytes = sum(new.row.step.bytes_of(name) for new in loaded for name in new.away[place])
-        full_s = least_s + max(0.0, saved_s)
-        costs.append(BlockCost(name=block.name, full_s=full_s, masked_s=least_s, load_s=load_bytes / rate))
+        names = [(new.row.step, name) for new in loaded for name in new.away[place]]
+        load_bytes = sum(step.bytes_of(name) for step, name in names if (id(step), name) not in ends_s)
+        # Of no account beside a load: what is requested now comes behind all that is on its way.
+        ready_s = max((ends_s.get((id(step), name), 0.0) for step, name in names), default=0.0)
+        full_s, load_s = least_s + max(0.0, saved_s), load_bytes / rate
+        costs.append(BlockCost(name=block.name, full_s=full_s, masked_s=least_s, load_s=load_s, ready_s=ready_s))
     return costs
 
 
-def _decide(blocks: Sequence[BlockWork], turn: _Turn, plan: StepPlan, patience_s: Sequence[float]) -> None:
-    """Keeps what the rows of a turn take, and requests it in the order of use. patience_s: by block."""
+def _decide(
+    blocks: Sequence[BlockWork], turn: _Turn, plan: StepPlan, patience_s: Sequence[float], numbers: Iterator[int]
+) -> None:
+    """Keeps what the rows of a turn take, and requests it in the order of use. patience_s: by block. numbers: of
+    requests.
+    """
     wanted: list[tuple[RecordedStep, Sequence[str]]] = []
     loads = [new.row.decide(_seconds(new, plan)) for new in turn.new]
     for place, block in enumerate(blocks):
         for new, load in zip(turn.new, loads, strict=True):
             if new.away[place] and plan.takes[place]:
-                load.take(block, new.away[place], patience_s[place])
+                load.take(block, new.away[place], patience_s[place], next(numbers))
                 wanted.append((new.row.step, new.away[place]))
             elif new.away[place]:
                 load.compute(block)

@@ -58,23 +58,26 @@ class StepLoads:
         self._away: list[BlockWork] = []
         self._blocks: dict[str, str] = {}
         self._patience_s: dict[str, float] = {}
-        self._outstanding: deque[str] = deque()
+        self._outstanding: deque[tuple[int, str]] = deque()
 
     def compute(self, block: BlockWork) -> None:
         """A block whose tensors are not here is computed."""
         self._away.append(block)
 
-    def take(self, block: BlockWork, names: Sequence[str], patience_s: float) -> None:
-        """A block takes what is requested now. names: of its tensors, those that are not here."""
+    def take(self, block: BlockWork, names: Sequence[str], patience_s: float, number: int) -> None:
+        """A block takes what is requested now, or was before. names: of its tensors, those that are not here.
+
+        number: of the request, in the order of all that whoever plans has made.
+        """
         self._away.append(block)
         self._blocks |= dict.fromkeys(names, block.name)
         self._patience_s[block.name] = patience_s
-        self._outstanding.extend(names)
+        self._outstanding.extend((number, name) for name in names)
 
     @property
-    def outstanding(self) -> Collection[str]:
-        """Names of what was requested, from the first one that is not here on: it comes in that order."""
-        while self._outstanding and self.step.get(self._outstanding[0]) is not None:
+    def outstanding(self) -> Collection[tuple[int, str]]:
+        """Number and name of what was requested, from the first one that is not here on: it comes in that order."""
+        while self._outstanding and self.step.get(self._outstanding[0][1]) is not None:
             self._outstanding.popleft()
         return self._outstanding
 
