@@ -11,27 +11,44 @@ from bottega.planning.cost import MAX_SHAPES, Shape
 MAX_POINTS = 12
 """Of one shape."""
 
+# The ratio of numbers of rows that are about the same. Small: turns of a batch grow with its rows.
+_NEAR = 1.1
+# Plans after which one is old. There is one in most turns, and in some tens of them all usual numbers of rows come by.
+_OLD_NOTES = 100
+
+# Seconds, and the number of the note.
+_Planned = tuple[float, int]
+
 
 class StepTable:
     """Seconds of one step as a function of latent shape and row-equivalents, as the worker's exact plan says.
 
     Row-equivalents: rows, each as what it costs of a plain one; fractions are usual. Between two points it
     interpolates, beyond the last it extends the last slope, before the first it goes half-way between proportional and
-    constant, as StepTimes does. Of more than MAX_POINTS of a shape, the one that its neighbours say best is left out;
-    of more than MAX_SHAPES shapes, the one that was planned longest ago.
+    constant, as StepTimes does. A plan takes the place of those of about as many rows: loads may be faster or slower
+    than they were. Of more than MAX_POINTS of a shape, one is left out: the oldest, where it was planned long ago, and
+    else the one that its neighbours say best. Of more than MAX_SHAPES shapes, it is the one that was planned longest
+    ago.
     """
 
     def __init__(self) -> None:
-        self._points: dict[Shape, dict[float, float]] = {}
+        self._points: dict[Shape, dict[float, _Planned]] = {}
+        self._notes = 0
 
     def note(self, shape: Shape, row_equivalents: float, seconds: float) -> None:
-        """Takes in a planned step, in place of one of as many. What says nothing (no rows, no time) is left out."""
+        """Takes in a planned step. What says nothing (no rows, no time) is left out."""
         if not (0.0 < row_equivalents < math.inf and 0.0 < seconds < math.inf and min(shape) > 0):
             return
-        points = self._points[shape] = self._points.pop(shape, {})  # the last one is the newest
-        points[row_equivalents] = seconds
+        self._notes += 1
+        points = self._points.pop(shape, {})
+        for near in [rows for rows in points if row_equivalents / _NEAR <= rows <= row_equivalents * _NEAR]:
+            del points[near]
+        # The last ones are the newest.
+        self._points[shape], points[row_equivalents] = points, (seconds, self._notes)
         if len(points) > MAX_POINTS:
-            del points[_least_missed(points, but=row_equivalents)]
+            oldest, (_, noted) = next(iter(points.items()))
+            old = noted <= self._notes - _OLD_NOTES
+            del points[oldest if old else _least_missed(_curve(points), but=row_equivalents)]
         if len(self._points) > MAX_SHAPES:
             del self._points[next(iter(self._points))]
 
@@ -40,12 +57,12 @@ class StepTable:
         points = self._points.get(shape)
         if not points:
             return None
-        return _along(sorted(points.items()), row_equivalents) if row_equivalents > 0.0 else 0.0
+        return _along(_curve(points), row_equivalents) if row_equivalents > 0.0 else 0.0
 
     def entries(self) -> Iterator[tuple[Shape, float, float]]:
         """Everything planned: shape, row-equivalents, seconds."""
         for shape, points in self._points.items():
-            for row_equivalents, seconds in sorted(points.items()):
+            for row_equivalents, seconds in _curve(points):
                 yield shape, row_equivalents, seconds
 
     @classmethod
@@ -57,9 +74,13 @@ class StepTable:
         return table
 
 
-def _least_missed(points: dict[float, float], *, but: float) -> float:
+def _curve(points: dict[float, _Planned]) -> list[tuple[float, float]]:
+    """Row-equivalents with their seconds, in order."""
+    return sorted((row_equivalents, seconds) for row_equivalents, (seconds, _) in points.items())
+
+
+def _least_missed(curve: list[tuple[float, float]], *, but: float) -> float:
     """The point between two others that a line between them comes nearest to, in shares of what it says."""
-    curve = sorted(points.items())
     missed = {}
     for (before, after), (row_equivalents, seconds) in zip(
         zip(curve, curve[2:], strict=False), curve[1:-1], strict=True
