@@ -161,7 +161,7 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """A worker should get a job now. estimate_s: until it completes; None while nothing was measured.
+    """A worker should get a job now. estimate_s: until it completes, loads included; None while nothing was measured.
 
     exclusive: whether the worker has nothing else.
     """
@@ -272,7 +272,7 @@ class _Option:
         return Assignment(
             job_id=self.job.job_id,
             worker=state.worker,
-            estimate_s=None if state.unmeasured else self.plan.completes_s(self.request, self._behind),
+            estimate_s=None if state.unmeasured else self.completes_s,
             exclusive=self.plan.empty,
         )
 

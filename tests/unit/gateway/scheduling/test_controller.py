@@ -6,7 +6,8 @@ import asyncio
 import gc
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable, Mapping
+from dataclasses import dataclass
 
 import pytest
 
@@ -20,6 +21,8 @@ from bottega.errors import (
     Unavailable,
     WorkerLost,
 )
+from bottega.gateway.addons.addon import AddOn, WorkerCosts
+from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import MOST_ATTEMPTS, Job
 from bottega.gateway.scheduling import periodic
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
@@ -227,6 +230,34 @@ async def test_a_job_whose_turn_comes_too_late_is_not_begun_while_others_wait(sh
     await asyncio.wait_for(late.ended.wait(), 2)
     assert isinstance(late.error, DeadlineUnmeetable)
     assert waits.worker == "w1"
+
+
+@dataclass(frozen=True)
+class _Loads(AddOn):
+    """Something that every job has to load first."""
+
+    load_s: float
+
+    def cost_key(self, job: Job) -> Hashable:
+        return self.load_s
+
+    def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
+        return WorkerCosts(load_s=dict.fromkeys(workers, self.load_s))
+
+
+@pytest.mark.parametrize(("load_s", "begins"), [(0.1, True), (0.6, False)])
+async def test_a_job_that_has_to_load_for_too_long_is_not_begun_while_others_wait(load_s: float, begins: bool) -> None:
+    shop = Shop(addons=[_Loads(load_s)])
+    shop.worker()
+    runs = shop.submit()
+    due = shop.take(_due(shop, 5.0))
+    shop.submit()
+    shop.time.now += 3.5  # alone its turns take a second of what is left, and others may join it
+    shop.report(shop.member("w1"))
+    await shop.complete(runs)
+    assert (due.worker == "w1") == begins
+    assert isinstance(due.error, DeadlineUnmeetable) != begins
+    await shop.stop()
 
 
 async def test_workers_that_stop_or_are_full_are_not_counted_as_lost_with_a_job() -> None:

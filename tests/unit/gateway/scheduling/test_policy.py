@@ -187,6 +187,12 @@ def test_of_two_workers_as_busy_the_one_gets_an_edit_at_which_it_computes_less()
     assert _pairs([loads], workers) == [("e", "w1")], "where loading takes longer than it saves"
 
 
+def test_what_a_job_has_to_load_is_in_its_estimate() -> None:
+    job = PendingJob(job_id="e", request=_request(), load_s={"w1": 1.5})
+    (assignment,) = assign([job], [_worker("w1")])
+    assert assignment.estimate_s == pytest.approx(30 * 0.1 + 0.1 + 1.5)
+
+
 def test_edits_share_a_turn_where_whole_pictures_do_not() -> None:
     """Up to two rows a turn costs the same; beyond that each row costs as much as a turn."""
     times = StepTimes.from_entries((SHAPE, rows, max(1.0, rows - 1.0)) for rows in (1, 2, 4, 8, 16))
