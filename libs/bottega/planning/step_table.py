@@ -33,6 +33,7 @@ class StepTable:
 
     def __init__(self) -> None:
         self._points: dict[Shape, dict[float, _Planned]] = {}
+        self._curves: dict[Shape, list[tuple[float, float]]] = {}
         self._notes = 0
 
     def note(self, shape: Shape, row_equivalents: float, seconds: float) -> None:
@@ -41,6 +42,7 @@ class StepTable:
             return
         self._notes += 1
         points = self._points.pop(shape, {})
+        self._curves.pop(shape, None)
         for near in [rows for rows in points if row_equivalents / _NEAR <= rows <= row_equivalents * _NEAR]:
             del points[near]
         # The last ones are the newest.
@@ -50,14 +52,19 @@ class StepTable:
             old = noted <= self._notes - _OLD_NOTES
             del points[oldest if old else _least_missed(_curve(points), but=row_equivalents)]
         if len(self._points) > MAX_SHAPES:
-            del self._points[next(iter(self._points))]
+            forgotten = next(iter(self._points))
+            del self._points[forgotten]
+            self._curves.pop(forgotten, None)
 
     def seconds(self, shape: Shape, row_equivalents: float) -> float | None:
         """Of one step; None where no step of this shape was planned."""
         points = self._points.get(shape)
         if not points:
             return None
-        return _along(_curve(points), row_equivalents) if row_equivalents > 0.0 else 0.0
+        curve = self._curves.get(shape)
+        if curve is None:
+            curve = self._curves[shape] = _curve(points)
+        return _along(curve, row_equivalents) if row_equivalents > 0.0 else 0.0
 
     def entries(self) -> Iterator[tuple[Shape, float, float]]:
         """Everything planned: shape, row-equivalents, seconds."""

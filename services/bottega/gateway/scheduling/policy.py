@@ -73,6 +73,14 @@ class ResourceRequest:
     steps: int
     shape: Shape
     share: float = 1.0
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.rows, self.steps, self.shape, self.share)))
+
+    def __hash__(self) -> int:
+        """Kept: what was found out of workers is looked up by it, more than a hundred times in a round."""
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +117,14 @@ class Findings:
     """What was already found out of a worker's state, for later rounds, by what was asked.
 
     widths outlive the state as long as the same jobs run: a step made or two change none of them. What turns take does
-    so as long as the worker has not reported: turns, by shape and then by rows; alone_s, one of a job alone, by its
-    rows, shape and share.
+    so as long as the worker has not reported: turns, by shape and then by rows; alone, of a job alone its rows, in
+    plain ones, and the seconds of a turn, by its rows, shape and share.
     """
 
     widths: dict[_Question, int] = field(default_factory=dict)
     slack: dict[_Question, bool] = field(default_factory=dict)
     ends_s: dict[_Question, float] = field(default_factory=dict)
-    alone_s: dict[tuple[int, Shape, float], float] = field(default_factory=dict)
+    alone: dict[tuple[int, Shape, float], tuple[float, float]] = field(default_factory=dict)
     turns: dict[Shape, Callable[[float], float]] = field(default_factory=dict)
     load_s: float | None = None
 
@@ -152,6 +160,17 @@ class WorkerState:
         if seconds is None:
             seconds = self.findings.turns[shape] = _turn_seconds(self.times, shape)
         return seconds
+
+    def alone(self, request: ResourceRequest) -> tuple[float, float]:
+        """What the rows of one job cost, in plain ones, and the seconds of a turn with nothing else."""
+        kind, known = (request.rows, request.shape, request.share), self.findings.alone
+        found = known.get(kind)
+        if found is None:
+            rows = float(request.rows)
+            if request.share < 1.0:
+                rows *= self.fractions.fraction(request.shape, request.share)
+            found = known[kind] = rows, self.turn_seconds(request.shape)(rows)
+        return found
 
     @property
     def unmeasured(self) -> bool:
@@ -300,11 +319,7 @@ class WorkerPlan:
 
     def alone_s(self, request: ResourceRequest) -> float:
         """Seconds of the turns of one job, alone."""
-        kind, known = (request.rows, request.shape, request.share), self.state.findings.alone_s
-        turn_s = known.get(kind)
-        if turn_s is None:
-            turn_s = known[kind] = self.state.turn_seconds(request.shape)(_plain_rows(request, self.state))
-        return turn_s * request.steps
+        return self.state.alone(request)[1] * request.steps
 
     def has_slack(self, request: ResourceRequest, behind: int, *, within_share: bool = False) -> bool:
         """Whether a job may begin here now. Nobody overtakes one that is planned here and not bound yet.
@@ -423,13 +438,8 @@ def _place_free_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], flo
 
 
 def _rows_as(request: ResourceRequest, shape: Shape, state: WorkerState) -> float:
-    rows = _plain_rows(request, state)
+    rows = state.alone(request)[0]
+    if request.shape == shape:
+        return rows
     area, of = request.shape[0] * request.shape[1], shape[0] * shape[1]
     return rows * area / of if area and of else rows
-
-
-def _plain_rows(request: ResourceRequest, state: WorkerState) -> float:
-    """What its rows cost, in plain ones."""
-    return (
-        request.rows if request.share >= 1.0 else request.rows * state.fractions.fraction(request.shape, request.share)
-    )

@@ -140,7 +140,7 @@ class FleetSnapshot:
             if cached is not None and same:
                 findings.widths = cached.state.findings.widths
             if cached is not None and cached.load is member.load:
-                findings.alone_s, findings.turns = cached.state.findings.alone_s, cached.state.findings.turns
+                findings.alone, findings.turns = cached.state.findings.alone, cached.state.findings.turns
             cached = self._cache[member] = _CachedState(
                 state=self._new_state(member, ours, findings),
                 load=member.load,
