@@ -262,6 +262,26 @@ def test_a_section_of_a_template_that_was_dropped_begins_no_recording(tmp_path: 
         assert answer(store, "cat", link="other").record
 
 
+def test_a_section_that_comes_while_its_recording_is_written_is_not_called_another_workers(tmp_path: Path) -> None:
+    with running_store(tmp_path) as store:
+        may_write = threading.Event()
+
+        def hold() -> None:
+            may_write.wait(WAIT_S)
+
+        store._writer._thread.post(hold)
+        try:
+            send_sections(store, "cat", range(3))
+            store.complete(recording_header("cat"), drawn_of("cat"), "worker")
+            grown = take_section(store, section_header("cat", 1), LAYOUT, tensors_of("grown"), "worker")
+            others = take_section(store, section_header("cat", 1), LAYOUT, tensors_of("grown"), "other")
+        finally:
+            may_write.set()
+        assert store.flush(WAIT_S)
+        assert (grown, others) == (DropReason.EARLY, DropReason.NOT_GRANTED)
+        assert len(answer(store, "cat").sections) == 3
+
+
 def test_a_question_for_one_recording_is_not_answered_with_another(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
         record(store, "cat")

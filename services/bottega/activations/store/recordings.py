@@ -14,6 +14,8 @@ from bottega.activations.template import SectionKey, SectionRecord
 
 # Of one worker, which has some tens of jobs under way. What was sent whole only waits to be written.
 _MOST_OF_A_LINK = 64
+# Of those given up for being idle: one whose worker has not gone on by then asks again.
+_MOST_EXPIRED = 1024
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -74,6 +76,12 @@ class PendingRecordings:
                 found.recording = recording
             return found
 
+    def is_being_written(self, key: str, recording: str, link: Hashable) -> bool:
+        """Whether the worker has sent all of it, and it is no template yet."""
+        with self._lock:
+            found = self._pending.get(key)
+            return found is not None and found.complete and (found.link, found.recording) == (link, recording)
+
     def complete(self, key: str, recording: str, link: Hashable) -> PendingRecording | None:
         """All of it was sent: it stays until `remove`, whatever becomes of the link. None where there is none such."""
         with self._lock:
@@ -114,6 +122,8 @@ class PendingRecordings:
         """Gives up those of which nothing has come for long."""
         with self._lock:
             self._expired |= {each.key: each.link for each in self._end_those(self._is_idle)}
+            while len(self._expired) > _MOST_EXPIRED:
+                del self._expired[next(iter(self._expired))]  # the oldest
 
     # Below: under the lock.
 

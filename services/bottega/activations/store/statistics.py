@@ -21,6 +21,8 @@ class DropReason(StrEnum):
     """Its template would be over the budget of one, or over the bounds of an answer."""
     NOT_GRANTED = "not_granted"
     """Another worker records the template, or has recorded it; or the recording is unknown."""
+    EARLY = "early"
+    """Its recording is complete, and still being written: what is sent again later takes its place."""
     ABANDONED = "abandoned"
     """The worker has given its recording up, or is gone."""
     UNFIT = "unfit"

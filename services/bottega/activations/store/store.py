@@ -174,8 +174,11 @@ class ActivationStore:
         template = self._table.get(header.key)
         pending = None if template is not None else self._recordings.begin_section(header.key, header.recording, link)
         if pending is None and (template is None or template.recording != header.recording):
-            self._counts.drop(DropReason.NOT_GRANTED)
-            return DropReason.NOT_GRANTED
+            # Told that it may not, the worker would forget what it has just recorded.
+            early = template is None and self._recordings.is_being_written(header.key, header.recording, link)
+            refused = DropReason.EARLY if early else DropReason.NOT_GRANTED
+            self._counts.drop(refused)
+            return refused
         reason = self._writer.reserve(layout.size_bytes)
         if reason is not None:
             self._counts.drop(reason)

@@ -62,6 +62,30 @@ def test_a_slow_worker_may_go_on_with_what_nobody_else_has_begun_meanwhile() -> 
     assert len(table.pending) == 0
 
 
+def test_what_was_sent_whole_is_told_from_what_may_not_be_recorded() -> None:
+    table = _Table()
+    table.begin("key", "ra", "a")
+    assert not table.pending.is_being_written("key", "ra", "a")
+    whole = table.pending.complete("key", "ra", "a")
+    assert whole is not None
+    assert table.pending.begin_section("key", "ra", "a") is None
+    assert table.pending.is_being_written("key", "ra", "a")
+    assert not table.pending.is_being_written("key", "ra", "b")
+    assert not table.pending.is_being_written("key", "another", "a")
+    table.pending.remove(whole)
+    assert not table.pending.is_being_written("key", "ra", "a")
+
+
+def test_what_is_remembered_of_workers_that_record_nothing_is_bounded() -> None:
+    table = _Table()
+    for number in range(1100):
+        table.pending.grant(f"key {number}", "a")
+        table.now += 11.0
+        table.pending.expire()
+    assert table.pending.begin_section("key 0", "ra", "a") is None, "forgotten: it asks again"
+    assert table.pending.begin_section("key 1099", "ra", "a") is not None
+
+
 def test_what_was_sent_whole_is_nobodys_to_end() -> None:
     table = _Table()
     begun = table.begin("key", "ra", "a")
