@@ -91,20 +91,21 @@ def test_what_is_kept_of_prompts_is_bounded_and_goes_with_them() -> None:
     assert cache.size_bytes == 8 * 8
 
 
-def test_what_is_kept_of_prompts_has_its_place_in_the_budget_of_the_device() -> None:
-    memory = MemoryPlan(3 * 8 * 8)
-    memory.reserve("model", 8 * 8)
+def test_what_is_kept_of_prompts_has_a_part_of_what_is_left_of_the_device() -> None:
+    of_prompt = 8 * 8
+    memory = MemoryPlan(30 * of_prompt)
+    memory.reserve("model", 10 * of_prompt)
     cache = PromptCache(memory=memory)
+    assert memory.reserved["prompts of edits"] == 2 * of_prompt, "a tenth of what is left"
     prompts = [torch.zeros(7, 8) for _ in range(3)]
     for prompt in prompts:
         (entry,) = cache.of([(prompt, None)])
         entry.keep("block", torch.zeros(2, 4), torch.zeros(2, 4))
     assert cache.of([(prompts[1], None)])[0].layers
-    assert memory.reserved["prompts of edits"] == 2 * 8 * 8
-    assert not cache.of([(prompts[0], None)])[0].layers, "there was no room for three"
-    del prompts[:], prompt
-    cache.of([])
-    assert memory.reserved["prompts of edits"] == 0
+    assert not cache.of([(prompts[0], None)])[0].layers, "there is room for two"
+    assert memory.reserved["prompts of edits"] == 2 * of_prompt, "what is promised stays"
+    assert PromptCache(budget_bytes=of_prompt, memory=memory).size_bytes == 0
+    assert memory.reserved["prompts of edits"] == of_prompt, "no more than it may keep"
 
 
 def test_an_engine_counts_what_its_edits_keep_of_prompts(model: Model) -> None:

@@ -17,12 +17,13 @@ from torch import Tensor
 from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.editing.masked.packing import adjacent
 from bottega.diffusion.model.backbone import PromptOrigin
-from bottega.errors import TooLarge
 
 # Of SDXL in half precision a prompt's projections are 25 MB: twenty of them. Those in use stay while they are.
 _BUDGET_BYTES = 512 << 20
 # As others read it who find no room.
 _HOLDER = "prompts of edits"
+# Of a device's memory that nothing else has been promised; pictures need the rest.
+_MEMORY_SHARE = 0.1
 # Rows of a guided request.
 _HALVES = 2
 
@@ -45,12 +46,13 @@ class PromptProjections:
 class PromptCache:
     """The projections of prompts in use, least recently used first; those of prompts that are gone go with them.
 
-    memory: where what is kept is set aside, each time that some are asked for.
+    memory: where room for them is set aside, for good: what is kept of prompts that are gone is found out only when the
+    next ones are asked for.
     """
 
     def __init__(self, budget_bytes: int = _BUDGET_BYTES, memory: MemoryPlan | None = None) -> None:
-        self._budget_bytes = budget_bytes
-        self._memory = memory or MemoryPlan()
+        plan = memory or MemoryPlan()
+        self._budget_bytes = plan.reserve_up_to(_HOLDER, budget_bytes, share=_MEMORY_SHARE)
         self._entries: OrderedDict[tuple[int, Hashable], PromptProjections] = OrderedDict()
 
     @property
@@ -74,16 +76,8 @@ class PromptCache:
     def _trim(self) -> None:
         for key in [key for key, entry in self._entries.items() if entry.prompt() is None]:
             del self._entries[key]
-        while self.size_bytes > self._budget_bytes or not self._set_aside():
+        while self.size_bytes > self._budget_bytes:
             self._entries.popitem(last=False)
-
-    def _set_aside(self) -> bool:
-        """Whether there is room for what is kept."""
-        try:
-            self._memory.reserve(_HOLDER, self.size_bytes)
-        except TooLarge:
-            return False
-        return True
 
 
 def project(
