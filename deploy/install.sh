@@ -112,7 +112,7 @@ point() {
 # What was chosen for the current release counts where nothing else is said now. It lies in the release, so that the way
 # back leads to what was chosen before, too.
 read_choices() {
-	local file=$home/current/share/choices name value package kept=()
+	local file=$home/current/share/choices name value package known kept=()
 	[ -e "$file" ] || file=/dev/null
 	while read -r name value; do
 		case $name in
@@ -124,8 +124,10 @@ read_choices() {
 	services=${services:-all} kernels=${kernels:-no}
 	[[ $services =~ ^(all|(${all_services//,/|})(,(${all_services//,/|}))*)$ ]] ||
 		fail "--services is $services; all, or some of $all_services" 2
+	# Of the release before, too: an install that moved the link and then failed is run again as it was.
+	known=$(printf 'with %s\n' "${kept[@]}"; cat "$home/previous/share/choices" 2>/dev/null || true)
 	for package in "${without[@]}"; do
-		printf '%s\n' "${kept[@]}" | grep -qxF -- "$package" || fail "--without $package: --with has not put that in" 2
+		grep -qxF -- "with $package" <<<"$known" || fail "--without $package: --with has not put that in" 2
 	done
 	mapfile -t with < <(printf '%s\n' "${kept[@]}" "${with[@]}" |
 		grep -vxFf <(printf '%s\n' "${without[@]}") | awk '!seen[$0]++')
@@ -234,6 +236,8 @@ stop_units() {
 	list=$(systemctl list-units --full --plain --no-legend "$@" | awk '{ print $1 }')
 	for unit in $list; do
 		systemctl stop "$unit"
+		# A failed one would still be listed, and be restarted, when its file is gone.
+		systemctl reset-failed "$unit" 2>/dev/null || true
 	done
 }
 
@@ -243,19 +247,23 @@ remove_dropped_units() {
 	for unit in $(ls "$releases/$1/share/systemd"); do
 		[ ! -e "$releases/$2/share/systemd/$unit" ] || continue
 		[ -z "$restart" ] || stop_units "$(instances_of "$unit")"
-		rm -f "$units/$unit"
+		remove_unit "$unit"
 	done
 }
 
-# Units that releases brought along, and the links by which they and their instances were enabled.
+# With the links by which it and its instances were enabled.
+remove_unit() {
+	rm -f "$units/$1"
+	find "$units" -mindepth 2 -type l -name "$(instances_of "$1")" -delete
+}
+
+# Units that releases brought along.
 remove_units() {
 	local unit
 	[ -d "$units" ] || return 0
 	for unit in "$releases"/*/share/systemd/*; do
 		[ -e "$unit" ] || continue
-		unit=$(basename "$unit")
-		rm -f "$units/$unit"
-		find "$units" -mindepth 2 -type l -name "$(instances_of "$unit")" -delete
+		remove_unit "$(basename "$unit")"
 	done
 	find "$units" -depth -type d -name '*bottega*' -empty -delete
 }

@@ -49,6 +49,10 @@ elif verb == "is-active":
 else:
     with (stubs / "systemctl.asked").open("a") as file:
         print(verb, *rest, file=file)
+    ends = {{"stop": "active", "reset-failed": "failed"}}.get(verb)
+    if ends and units.get(rest[0]) == ends:
+        units[rest[0]] = "inactive"
+    (stubs / "units.txt").write_text("".join(f"{{unit}} {{state}}\\n" for unit, state in units.items()))
     if verb == "restart" and rest[0] in (stubs / "failing.txt").read_text().split():
         sys.exit("Job for it failed.")
 """

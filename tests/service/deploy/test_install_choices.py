@@ -61,6 +61,19 @@ def test_kernels_and_packages_stay_until_they_are_taken_out(machine: StubbedMach
     assert chosen(machine) == ["services worker", "kernels no", kept[1]]
 
 
+def test_an_upgrade_that_did_not_start_everything_is_run_again_as_it_was(machine: StubbedMachine) -> None:
+    machine.install("--with", "clock")
+    machine.online = True
+    machine.set_units(gateway="active")
+    (machine.stubs / "failing.txt").write_text("bottega-gateway.service\n")
+    again = ("install", "--python", str(machine.stubs / "python"), "--without", "clock")
+    assert machine.run(*again).returncode == 1
+    (machine.stubs / "failing.txt").write_text("")
+    done = machine.run(*again)
+    assert done.returncode == 0, done.stdout
+    assert chosen(machine) == ["services all", "kernels no"]
+
+
 def test_the_way_back_leads_to_what_was_chosen_before(machine: StubbedMachine) -> None:
     machine.install()
     machine.install("--with", "clock")

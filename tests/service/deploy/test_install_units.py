@@ -50,6 +50,16 @@ def test_what_runs_of_units_that_go_is_stopped_before(machine: StubbedMachine) -
     assert machine.asked("stop") == ["bottega-old-worker@a.service", OLD]
 
 
+def test_a_unit_that_goes_is_restarted_no_more_though_it_had_failed(machine: StubbedMachine) -> None:
+    machine.online = True
+    enabled = machine.units / "bottega.target.wants" / OLD
+    enabled.symlink_to(f"/etc/systemd/system/{OLD}")
+    machine.set_units(old="failed", gateway="active")
+    machine.install()
+    assert machine.asked("restart") == ["bottega-gateway.service"]
+    assert not enabled.is_symlink(), "it would point nowhere"
+
+
 def test_uninstall_removes_units_of_releases_with_their_links_and_no_others(machine: StubbedMachine) -> None:
     machine.install()
     enabled = [
