@@ -39,7 +39,10 @@ def test_controlnets_leave_a_part_of_a_small_device_to_forwards(
     ours, theirs = socket.socketpair()
     config = ControlNetEngineConfig(device="cpu", links_listen="", links_socket=None)
     with theirs:
-        engine_loop.ControlNetEngineLoop(FramedPipe(ours), config, device.torch_device)
+        loop = engine_loop.ControlNetEngineLoop(FramedPipe(ours), config, device.torch_device)
+        # Its process would end with them.
+        loop._links.close()
+        loop._registry.cache.close()
     ours.close()
     (told,) = [record.__dict__ for record in caplog.records if record.__dict__.get("holder") == "ControlNets"]
     assert told["taken_mib"] == 75

@@ -9,6 +9,7 @@ so is what an earlier attempt has decided, so that a picture is the same in all 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -172,7 +173,9 @@ class JobCachedStarts(JobAddOn):
         """
         if self.arriving is not None and self.arriving.ready:
             self._embedding, self.arriving = self.arriving.take(), None
+            asked_s = time.monotonic()
             self._ask()
+            now_s += time.monotonic() - asked_s  # it waits for an answer that comes soon
         blocked = any(picture.blocked for picture in self._pictures)
         if self.asked is not None and self.asked.done():
             answer, self.asked = self.asked.result(), None

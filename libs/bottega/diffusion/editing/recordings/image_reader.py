@@ -182,7 +182,6 @@ class ImageReader:
         return rows, len(halves) - len(rows)
 
     def turns_until(self, key: StepKey) -> float:
-        """See RecordingUser."""
         turns = self._uses.get(key, -1) - self._request.step
         return turns if turns >= 0 else math.inf
 
