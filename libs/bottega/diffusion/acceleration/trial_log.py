@@ -7,10 +7,13 @@ One file for all processes of one worker's engine, one after the other; the fron
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
+
+_log = logging.getLogger(__name__)
 
 
 class TrialLog:
@@ -35,12 +38,19 @@ class TrialLog:
         self._write([*self.fatal])
 
     def _write(self, names: list[str]) -> None:
-        """So that it is there whatever ends the process; the machine's own end is none of an acceleration's."""
+        """So that it is there whatever ends the process; the machine's own end is none of an acceleration's.
+
+        Where it cannot be written, as in a folder of temporary files that was tidied up, the engine starts anyhow.
+        """
         if self._path is None:
             return
         fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps(sorted(names)), encoding="utf-8")
-        fresh.replace(self._path)
+        try:
+            fresh.write_text(json.dumps(sorted(names)), encoding="utf-8")
+            fresh.replace(self._path)
+        except OSError as error:
+            told = {"file": str(self._path), "why": error.strerror, "tried": names}
+            _log.warning("an engine that ends in a trial will try the same again", extra=told)
 
 
 def _read(path: Path | None) -> list[str]:

@@ -190,6 +190,17 @@ def test_what_ended_a_process_is_not_tried_by_the_next_one(model: Model, machine
     assert json.loads(path.read_text()) == ["dying"], "nor by the one after that"
 
 
+def test_an_engine_starts_also_where_trials_cannot_be_noted(
+    model: Model, machine: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = tmp_path / "tidied up" / "trials.json"
+    found = check(model, machine, Faked(machine, name="faked"), trials=TrialLog(gone))
+    assert found[0].kept
+    told = [each.__dict__ for each in caplog.records if "will try the same again" in each.getMessage()]
+    assert [each["tried"] for each in told] == [[], ["faked"], []]
+    assert {each["why"] for each in told} == {"No such file or directory"}
+
+
 def test_what_leaves_a_device_that_computes_nothing_is_not_tried_by_the_next_one(
     model: Model, machine: Machine, tmp_path: Path
 ) -> None:
