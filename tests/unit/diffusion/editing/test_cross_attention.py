@@ -96,6 +96,8 @@ def test_what_is_kept_of_prompts_has_a_part_of_what_is_left_of_the_device() -> N
     memory = MemoryPlan(30 * of_prompt)
     memory.reserve("model", 10 * of_prompt)
     cache = PromptCache(memory=memory)
+    assert "prompts of edits" not in memory.reserved, "who draws no edits has all"
+    cache.of([])
     assert memory.reserved["prompts of edits"] == 2 * of_prompt, "a tenth of what is left"
     prompts = [torch.zeros(7, 8) for _ in range(3)]
     for prompt in prompts:
@@ -104,7 +106,7 @@ def test_what_is_kept_of_prompts_has_a_part_of_what_is_left_of_the_device() -> N
     assert cache.of([(prompts[1], None)])[0].layers
     assert not cache.of([(prompts[0], None)])[0].layers, "there is room for two"
     assert memory.reserved["prompts of edits"] == 2 * of_prompt, "what is promised stays"
-    assert PromptCache(budget_bytes=of_prompt, memory=memory).size_bytes == 0
+    PromptCache(budget_bytes=of_prompt, memory=memory).of([])
     assert memory.reserved["prompts of edits"] == of_prompt, "no more than it may keep"
 
 

@@ -22,7 +22,7 @@ from bottega.diffusion.model.backbone import PromptOrigin
 _BUDGET_BYTES = 512 << 20
 # As others read it who find no room.
 _HOLDER = "prompts of edits"
-# Of a device's memory that nothing else has been promised; pictures need the rest.
+# Of a device's memory that nothing else has been promised when the first edit comes; pictures need the rest.
 _MEMORY_SHARE = 0.1
 # Rows of a guided request.
 _HALVES = 2
@@ -46,13 +46,13 @@ class PromptProjections:
 class PromptCache:
     """The projections of prompts in use, least recently used first; those of prompts that are gone go with them.
 
-    memory: where room for them is set aside, for good: what is kept of prompts that are gone is found out only when the
-    next ones are asked for.
+    memory: where room for them is set aside when the first are asked for, for good: what is kept of prompts that are
+    gone is found out only when the next ones are asked for.
     """
 
     def __init__(self, budget_bytes: int = _BUDGET_BYTES, memory: MemoryPlan | None = None) -> None:
-        plan = memory or MemoryPlan()
-        self._budget_bytes = plan.reserve_up_to(_HOLDER, budget_bytes, share=_MEMORY_SHARE)
+        self._budget_bytes = budget_bytes
+        self._memory: MemoryPlan | None = memory or MemoryPlan()
         self._entries: OrderedDict[tuple[int, Hashable], PromptProjections] = OrderedDict()
 
     @property
@@ -62,6 +62,9 @@ class PromptCache:
 
     def of(self, origins: Sequence[PromptOrigin]) -> list[PromptProjections]:
         """By row; what was not known is empty, to be filled while the row is computed."""
+        if self._memory is not None:
+            self._budget_bytes = self._memory.reserve_up_to(_HOLDER, self._budget_bytes, share=_MEMORY_SHARE)
+            self._memory = None
         self._trim()
         found = []
         for prompt, loras in origins:
