@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.load_run import run_load
 
 TIMEOUT_S = 900.0
 
@@ -17,22 +15,12 @@ TIMEOUT_S = 900.0
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_a_short_day_runs_through_both_sides_and_writes_its_page(tmp_path: Path) -> None:
     page = tmp_path / "day.html"
-    said = subprocess.run(
-        [
-            *(sys.executable, "-m", "load.bench.day", "--minutes", "0.5", "--rows", "controlnet_server"),
-            *("--templates", "2", "--controlnets", "2", "--loras", "2", "--day-before", "4", "--steps-share", "0.1"),
-            *("--page", str(page)),
-        ],
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "TRANSFORMERS_VERBOSITY": "error"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    options = [
+        *("--minutes", "0.5", "--rows", "controlnet_server", "--steps-share", "0.1", "--page", str(page)),
+        *("--templates", "2", "--controlnets", "2", "--loras", "2", "--day-before", "4"),
+    ]
     # Beside other tests requests may go out late, which makes the run void, and 1 the exit status.
-    assert said.returncode in {0, 1}, said.stderr[-3000:]
-    values = json.loads(said.stdout.splitlines()[-1])
+    values = run_load("load.bench.day", *options, timeout_s=TIMEOUT_S)
     assert values["bench"] == "day"
     assert values["requests"] > 5
     assert values["suite_answered_share"] == values["plain_answered_share"] == 1.0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.load_run import run_load
 
 TIMEOUT_S = 600.0
 
@@ -16,18 +14,9 @@ TIMEOUT_S = 600.0
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + 60)
 def test_a_short_soak_loses_nothing_and_writes_its_samples(tmp_path: Path) -> None:
-    said = subprocess.run(
-        [*(sys.executable, "-m", "load.soak", "--minutes", "2", "--every", "20"), *("--output", str(tmp_path))],
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "TRANSFORMERS_VERBOSITY": "error"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
     # In two minutes budgets are not full yet, so that there is growth, which makes 1 the exit status.
-    assert said.returncode in {0, 1}, said.stderr[-3000:]
-    values = json.loads(said.stdout.splitlines()[-1])
+    options = ("--minutes", "2", "--every", "20", "--output", str(tmp_path))
+    values = run_load("load.soak", *options, timeout_s=TIMEOUT_S)
     assert (values["bench"], values["lost"], values["double"]) == ("soak", 0, 0)
     assert values["requests"] > 60
     assert values["faults"] >= 3

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,21 @@ from tests.support.stored_templates import (
     tensors_of,
     timestep_of,
 )
+
+
+@contextmanager
+def _nothing_is_written(store: ActivationStore) -> Iterator[None]:
+    """What comes meanwhile waits."""
+    may_write = threading.Event()
+
+    def hold() -> None:
+        may_write.wait(WAIT_S)
+
+    store._writer._thread.post(hold)
+    try:
+        yield
+    finally:
+        may_write.set()
 
 
 def test_what_one_worker_records_another_one_has(tmp_path: Path) -> None:
@@ -264,19 +281,11 @@ def test_a_section_of_a_template_that_was_dropped_begins_no_recording(tmp_path: 
 
 def test_a_section_that_comes_while_its_recording_is_written_is_not_called_another_workers(tmp_path: Path) -> None:
     with running_store(tmp_path) as store:
-        may_write = threading.Event()
-
-        def hold() -> None:
-            may_write.wait(WAIT_S)
-
-        store._writer._thread.post(hold)
-        try:
+        with _nothing_is_written(store):
             send_sections(store, "cat", range(3))
             store.complete(recording_header("cat"), drawn_of("cat"), "worker")
             grown = take_section(store, section_header("cat", 1), LAYOUT, tensors_of("grown"), "worker")
             others = take_section(store, section_header("cat", 1), LAYOUT, tensors_of("grown"), "other")
-        finally:
-            may_write.set()
         assert store.flush(WAIT_S)
         assert (grown, others) == (DropReason.EARLY, DropReason.NOT_GRANTED)
         assert len(answer(store, "cat").sections) == 3
@@ -311,18 +320,10 @@ def test_sections_that_wait_have_a_part_of_the_descriptors_alone(
 ) -> None:
     monkeypatch.setattr(writer, "_SHARE_OF_OPEN_FILES", 4 / open_files.limit())
     with running_store(tmp_path) as store:
-        may_write = threading.Event()
-
-        def hold() -> None:
-            may_write.wait(WAIT_S)
-
-        store._writer._thread.post(hold)
-        try:
+        with _nothing_is_written(store):
             send_sections(store, "cat", range(20))
             assert store.statistics().waiting == 4
             store.complete(recording_header("cat"), drawn_of("cat"), "worker")
-        finally:
-            may_write.set()
         assert store.flush(WAIT_S)
         assert store.statistics().dropped["busy"] == 16
         assert len(answer(store, "cat").sections) == 4, "its end waits where no further section may"
