@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bottega.gateway.scheduling.policy import Findings, PendingJob, ResourceRequest, WorkerState, assign
+from bottega.gateway.scheduling.policy import PendingJob, assign
+from bottega.gateway.scheduling.worker_state import Findings, ResourceRequest, WorkerState
 from bottega.planning import rounded_share
 from load.bench.scheduling_fleet import MAX_ROWS, ROWS, SHAPE, SimulatedEdit, SimulatedFleet, SimulatedWorker
 

@@ -13,9 +13,10 @@ from bottega.clocks import Clock
 from bottega.errors import DeadlineUnmeetable
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.outcomes import unmeetable
-from bottega.gateway.scheduling.policy import ResourceRequest, WorkerPlan, WorkerState
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
+from bottega.gateway.scheduling.worker_plan import WorkerPlan
+from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
 
 # Nobody is refused by an older forecast: jobs that have ended since are still in it. A new one costs milliseconds.
 _FRESH_S = 0.05

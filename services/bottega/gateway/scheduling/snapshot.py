@@ -17,8 +17,9 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.scheduling.policy import Findings, PendingJob, ResourceRequest, WorkerState
+from bottega.gateway.scheduling.policy import PendingJob
 from bottega.gateway.scheduling.shares import RunningShares
+from bottega.gateway.scheduling.worker_state import Findings, ResourceRequest, WorkerState
 from bottega.planning import Shape, rounded_share
 from bottega.v1 import fleet_pb2
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from bottega.gateway.scheduling.estimates import forecast
-from bottega.gateway.scheduling.policy import PendingJob, ResourceRequest, WorkerState, assign
+from bottega.gateway.scheduling.policy import PendingJob, assign
+from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
 from bottega.planning import RowFractions, StepTimes
 from tests.support.processor_speed import on_this_machine
 

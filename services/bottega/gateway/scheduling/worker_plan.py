@@ -1,0 +1,158 @@
+"""What a worker would do with the jobs that it has, those that a round gives it, and one more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil
+
+from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
+from bottega.planning import RemainingWork, Shape, best_width, completion_times, most_on_trial
+
+# Pending jobs that are imagined beside the next one, and like it, when the width of a group is chosen.
+LOOK_AHEAD = 4
+# The lead time of a job: to encode a prompt and to cross the wire, or one and a half turns, as progress is only known
+# at the end of a turn.
+_LEAD_S = 0.05
+_LEAD_TURNS = 1.5
+# Jobs beyond a full group beside which one of a tenant below its share may still begin: a group that was wider a moment
+# ago has some, and a worker serves so many turn by turn.
+_BEYOND = 4
+# Kinds of edits, by what they compute, of which it is found out how many should run together.
+_TYPICAL_SHARES = 2
+_TYPICAL = 1024
+
+
+class WorkerPlan:
+    """A worker with what it runs, what it was given in this round, and what was planned for it.
+
+    load_s: seconds that what is here takes, one after the other. closed: whether it gets nothing more.
+    """
+
+    def __init__(self, state: WorkerState) -> None:
+        self.state = state
+        found = state.findings
+        if found.load_s is None:
+            found.load_s = sum(self.alone_s(request) for request in state.running)
+        self.load_s = found.load_s
+        self.closed = state.exclusive
+        self._has_unbound = False
+        self._added: tuple[ResourceRequest, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing runs here, nor is planned."""
+        return not self.state.running and not self._added and not self.state.finishing
+
+    def alone_s(self, request: ResourceRequest) -> float:
+        """Seconds of the turns of one job, alone."""
+        return self.state.alone(request)[1] * request.steps
+
+    def has_slack(self, request: ResourceRequest, behind: int, *, within_share: bool = False) -> bool:
+        """Whether a job may begin here now. Nobody overtakes one that is planned here and not bound yet.
+
+        within_share: whether its tenant has at most its share of what runs.
+        """
+        if self._has_unbound:
+            return False
+        typical = as_typical(request)
+        if within_share and len(self._planned) <= self._width(typical, behind) + _BEYOND:
+            return True
+        question, known = (self._added, typical, behind), self.state.findings.slack
+        if question not in known:
+            known[question] = _has_slack(self.state, self._planned, typical, self._width(typical, behind))
+        return known[question]
+
+    def completes_s(self, request: ResourceRequest, behind: int) -> float:
+        """Seconds until a job would complete here, what it has to load aside."""
+        question, known = (self._added, request, behind), self.state.findings.ends_s
+        if question not in known:
+            line = _works([*self._planned, request], request.shape, self.state)
+            width = max(1, min(self._width(as_typical(request), behind), len(line)))
+            known[question] = completion_times(line, self.state.turn_seconds(request.shape), width)[-1]
+        return known[question] + self.state.fixed_s
+
+    def add(self, request: ResourceRequest, *, bound: bool) -> None:
+        """Counts a job in. bound: whether the worker gets it now."""
+        self._added = (*self._added, request)
+        self.load_s += self.alone_s(request)
+        self._has_unbound = self._has_unbound or not bound
+
+    def unmeasured(self, request: ResourceRequest) -> bool:
+        """Whether nothing is known of turns of that shape."""
+        return self.state.times.seconds(request.shape, request.rows) is None
+
+    def completions_s(self, *more: ResourceRequest) -> list[float]:
+        """When each of the jobs here ends, first come first, and then each of `more`, if they came as well."""
+        planned = [*self._planned, *more]
+        if not planned:
+            return []
+        shape = planned[-1].shape
+        works, seconds = _works(planned, shape, self.state), self.state.turn_seconds(shape)
+        width = best_width(works[: 2 * LOOK_AHEAD], seconds, max_rows=self.state.most_rows)
+        return completion_times(works, seconds, max(1, width))
+
+    @property
+    def _planned(self) -> list[ResourceRequest]:
+        return [*self.state.running, *self._added]
+
+    def _width(self, request: ResourceRequest, behind: int) -> int:
+        """How many should run together here, a typical job and some like it behind it among them."""
+        question, known = (self._added, request, behind), self.state.findings.widths
+        if question not in known:
+            works = _works([*self._planned, *[request] * (1 + behind)], request.shape, self.state)
+            seconds = self.state.turn_seconds(request.shape)
+            known[question] = best_width(works, seconds, max_rows=self.state.most_rows)
+        return known[question]
+
+
+@lru_cache(_TYPICAL)
+def as_typical(request: ResourceRequest) -> ResourceRequest:
+    """A request like this one, of few kinds: how many should run together depends but little on what they compute."""
+    return replace(request, share=ceil(request.share * _TYPICAL_SHARES) / _TYPICAL_SHARES)
+
+
+def _has_slack(state: WorkerState, planned: Sequence[ResourceRequest], request: ResourceRequest, width: int) -> bool:
+    """Whether a group of that width has a place for a job, will have one within the lead time, or should be tried."""
+    if len(planned) < width:
+        return True
+    seconds = state.turn_seconds(request.shape)
+    ahead = _works(planned, request.shape, state)
+    soon_free = _place_free_s(ahead, seconds, width) <= _lead_s(ahead, seconds)
+    return soon_free or _worth_a_trial(state, [*planned, request], width)
+
+
+def _worth_a_trial(state: WorkerState, requests: Sequence[ResourceRequest], width: int) -> bool:
+    """Whether the worker should have all of `requests`, to measure anew what a turn of them takes.
+
+    Of one shape, as others share no turn, and computed in full: only such rows measure anything. When each of them ends
+    is still estimated by what was measured last.
+    """
+    if len(requests) > most_on_trial(width) or len({(request.shape, request.share) for request in requests}) > 1:
+        return False
+    rows = sum(request.rows for request in requests)
+    in_full = requests[0].share >= 1.0
+    return in_full and rows <= state.most_rows and state.times.outdated(requests[0].shape, rows)
+
+
+def _works(requests: Iterable[ResourceRequest], shape: Shape, state: WorkerState) -> list[RemainingWork]:
+    """Requests as plain rows of one shape: a larger latent counts as more rows, an edit as fewer."""
+    return [RemainingWork(rows=_rows_as(request, shape, state), steps=request.steps) for request in requests]
+
+
+def _lead_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], float]) -> float:
+    return max(_LEAD_S, _LEAD_TURNS * seconds(sum(work.rows for work in ahead)))
+
+
+def _place_free_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], float], width: int) -> float:
+    """Seconds until fewer than `width` of `ahead` are left."""
+    return sorted(completion_times(ahead, seconds, len(ahead)))[len(ahead) - width]
+
+
+def _rows_as(request: ResourceRequest, shape: Shape, state: WorkerState) -> float:
+    rows = state.alone(request)[0]
+    if request.shape == shape:
+        return rows
+    area, of = request.shape[0] * request.shape[1], shape[0] * shape[1]
+    return rows * area / of if area and of else rows

@@ -1,0 +1,117 @@
+"""What the scheduling policy knows of a worker, and what a job needs of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from bottega.planning import RowFractions, Shape, StepTimes
+
+# Seconds of one row and turn while nothing was measured: proportional, so that nothing shares a worker then.
+_UNMEASURED_S = 0.1
+# Turns of one shape of a worker, each of so many rows, of which is remembered what they take until it reports again.
+_TURNS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceRequest:
+    """What a job needs of a worker.
+
+    rows: in each turn. steps: turns to go. shape: of its latent; (0, 0) is unknown. share: of the tokens of its rows,
+    what is computed; less than 1 of an edit whose template's activations are at hand.
+    """
+
+    rows: int
+    steps: int
+    shape: Shape
+    share: float = 1.0
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.rows, self.steps, self.shape, self.share)))
+
+    def __hash__(self) -> int:
+        """Kept: what was found out of workers is looked up by it, more than a hundred times in a round."""
+        return self._hash
+
+
+# What was added since the state was made, the job in question, and how many are behind it.
+Question = tuple[tuple[ResourceRequest, ...], ResourceRequest, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """What was already found out of a worker's state, for later rounds, by what was asked.
+
+    widths outlive the state as long as the same jobs run: a step made or two change none of them. What turns take does
+    so as long as the worker has not reported: turns, by shape and then by rows; alone, of a job alone its rows, in
+    plain ones, and the seconds of a turn, by its rows, shape and share.
+    """
+
+    widths: dict[Question, int] = field(default_factory=dict)
+    slack: dict[Question, bool] = field(default_factory=dict)
+    ends_s: dict[Question, float] = field(default_factory=dict)
+    alone: dict[tuple[int, Shape, float], tuple[float, float]] = field(default_factory=dict)
+    turns: dict[Shape, Callable[[float], float]] = field(default_factory=dict)
+    load_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """A worker at the start of a round.
+
+    running: what still denoises there, first come first. finishing: attempts there that do not denoise any more.
+    exclusive: a job there must be left alone. fixed_s: seconds that a job takes beside its turns.
+    max_rows: of one turn; 0 is without bound. fractions: what rows cost of which a part is computed.
+    findings: go with the state: a worker that has moved, or has reported, gets another one.
+    """
+
+    worker: str
+    running: tuple[ResourceRequest, ...]
+    times: StepTimes
+    fixed_s: float
+    max_rows: int
+    finishing: int = 0
+    exclusive: bool = False
+    fractions: RowFractions = field(default_factory=RowFractions, compare=False)
+    findings: Findings = field(default_factory=Findings, compare=False, repr=False)
+
+    @property
+    def most_rows(self) -> int:
+        """Of one turn."""
+        return self.max_rows or 1 << 30
+
+    def turn_seconds(self, shape: Shape) -> Callable[[float], float]:
+        """Seconds of one turn of that shape, by its rows."""
+        seconds = self.findings.turns.get(shape)
+        if seconds is None:
+            seconds = self.findings.turns[shape] = _turn_seconds(self.times, shape)
+        return seconds
+
+    def alone(self, request: ResourceRequest) -> tuple[float, float]:
+        """What the rows of one job cost, in plain ones, and the seconds of a turn with nothing else."""
+        kind, known = (request.rows, request.shape, request.share), self.findings.alone
+        found = known.get(kind)
+        if found is None:
+            rows = float(request.rows)
+            if request.share < 1.0:
+                rows *= self.fractions.fraction(request.shape, request.share)
+            found = known[kind] = rows, self.turn_seconds(request.shape)(rows)
+        return found
+
+    @property
+    def unmeasured(self) -> bool:
+        """Whether it has measured no step yet."""
+        return next(iter(self.times.entries()), None) is None
+
+
+def _turn_seconds(times: StepTimes, shape: Shape) -> Callable[[float], float]:
+    """Looked up once for each number of rows: one choice of a width asks for the same ones many times."""
+
+    @lru_cache(_TURNS)
+    def seconds(rows: float) -> float:
+        measured = times.seconds(shape, rows)
+        return rows * _UNMEASURED_S if measured is None else measured
+
+    return seconds
