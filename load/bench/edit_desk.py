@@ -14,8 +14,9 @@ import torch
 from bottega.diffusion.editing.addon import EngineEdits
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
 from bottega.diffusion.engine.addon import EngineAddOn
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import load_model
 from bottega.diffusion.spec import EditSpec, ResolvedSpec
 from load.bench.edit_model import SIZE, placed_mask

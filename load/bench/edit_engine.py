@@ -18,9 +18,10 @@ from bottega.codec.pixels import MaskOrder, Overlay
 from bottega.diffusion.editing.addon import EngineEdits
 from bottega.diffusion.editing.masked import tokens
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import EditRecord, ImageDrawn, JobFailed, JobFinished
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import EditSpec, ResolvedSpec
 from load.bench.edit_cases import EditCase

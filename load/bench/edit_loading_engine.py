@@ -109,7 +109,8 @@ class EditLoading:
 
         from bottega.diffusion.editing.addon import EngineEdits
         from bottega.diffusion.editing.recordings.memory import MemoryActivations
-        from bottega.diffusion.engine.engine import Engine, EngineLimits
+        from bottega.diffusion.engine.engine import Engine
+        from bottega.diffusion.engine.limits import EngineLimits
         from bottega.diffusion.model.model import load_model
         from bottega.transport import LinkCounters
         from bottega.v1.fleet_pb2 import ServiceAddress

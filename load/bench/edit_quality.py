@@ -23,7 +23,7 @@ import PIL.Image
 import torch
 from diffusers import StableDiffusionXLInpaintPipeline
 
-from bottega.diffusion.engine.engine import EngineLimits
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import load_model
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import random_scene

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from bottega.client import AsyncClient
-from bottega.diffusion.engine.engine import EngineLimits
+from bottega.diffusion.engine.limits import EngineLimits
 from load.bench.bench_model import write_bench_model
 from load.bench.edit_desk import EditDesk
 from load.bench.edit_model import EDIT_SHAPE

@@ -120,9 +120,10 @@ def suite_side(model: Path, *, sparse: bool) -> Callable[[EditAsk], Edited]:
 
     from bottega.diffusion.editing.addon import EngineEdits
     from bottega.diffusion.editing.recordings.memory import MemoryActivations
-    from bottega.diffusion.engine.engine import Engine, EngineLimits
+    from bottega.diffusion.engine.engine import Engine
     from bottega.diffusion.engine.events import EditRecord, JobFailed, JobFinished, JobStarted
     from bottega.diffusion.engine.job import EngineOrder
+    from bottega.diffusion.engine.limits import EngineLimits
     from bottega.diffusion.model.model import load_model
     from bottega.diffusion.spec import EditSpec, ResolvedSpec
 

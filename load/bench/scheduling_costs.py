@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import JobFailed
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.planning import WorkFit
 from load.bench.bench_model import write_bench_model
 from load.bench.edit_desk import EditDesk

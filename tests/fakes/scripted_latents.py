@@ -12,8 +12,9 @@ from torch import Tensor
 from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, LatentReply
 from bottega.diffusion.cached_starts.addon import EngineCachedStarts
 from bottega.diffusion.engine.addon import EngineAddOn
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_HIT, CACHE_OUTCOME_MISS, CacheAnswer, CacheOutcome, CacheStart
 from bottega.v1.fleet_pb2 import ServiceAddress

@@ -12,9 +12,9 @@ from bottega.diffusion.editing.addon import EngineEdits
 from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
 from bottega.diffusion.engine.addon import EngineAddOn
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import EditRecord
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from tests.samples.edits import box_mask, edit_order, template

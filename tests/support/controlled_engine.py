@@ -13,9 +13,9 @@ from torch import Tensor
 
 from bottega.diffusion.controlnets import LocalControlNets
 from bottega.diffusion.controlnets.provider import ControlHosts
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobAdvanced
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.transport import Limits, OfferSource, ServiceOffer

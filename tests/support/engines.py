@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from bottega.diffusion.controlnets.addon import EngineControlNets
 from bottega.diffusion.controlnets.provider import ControlNetProvider
 from bottega.diffusion.engine.addon import EngineAddOn
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import Engine
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.loras import LoraSource, LoraWeights, SwapCosts
 from bottega.diffusion.loras.addon import EngineLoras

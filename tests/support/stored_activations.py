@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
+from bottega.diffusion.editing.recordings.keys import RecordingKey, StepKey
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording
 from bottega.diffusion.editing.recordings.source import TemplateQuery
 from bottega.diffusion.rows import Half
 from bottega.sections import DrawnTensors

@@ -12,9 +12,9 @@ import pytest
 from diffusers import ControlNetModel
 
 from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import PairRecord
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.parallel import pair

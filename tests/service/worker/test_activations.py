@@ -14,9 +14,9 @@ import torch
 from bottega import kinds
 from bottega.diffusion.editing.addon import EngineEdits
 from bottega.diffusion.editing.loading.planner import LoadPlanner, LoadPolicy
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import EditRecord
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.planning import BlockCost, StepPlan
 from bottega.planning.block_loading import follow

@@ -14,8 +14,8 @@ from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
 from bottega.cache.worker_link import CacheLinks
 from bottega.diffusion.cached_starts.addon import EngineCachedStarts, JobCachedStarts
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.spans import TracedSpan
 from bottega.diffusion.loras import UNET
 from bottega.diffusion.model.model import Model

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from bottega.diffusion.acceleration.acceleration import AccelerationResult
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import CachedStart, EngineRecord, JobFinished
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.v1.generation_pb2 import CacheUse
 from bottega.worker.engine.messages import event_of, ready_of

@@ -27,9 +27,10 @@ from bottega.diffusion.editing.order import read_decision, read_order
 from bottega.diffusion.editing.prompts import LEAST_COSINE, PromptCosines, measure_prompts
 from bottega.diffusion.editing.recordings.image_reader import ImageReader
 from bottega.diffusion.editing.recordings.image_recorder import ImageRecorder
+from bottega.diffusion.editing.recordings.keys import RecordedControl, RecordingKey
 from bottega.diffusion.editing.recordings.mask_levels import MaskLevels
 from bottega.diffusion.editing.recordings.projections import ProjectionsRoom
-from bottega.diffusion.editing.recordings.recording import DrawnTemplate, RecordedControl, Recording, RecordingKey
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording
 from bottega.diffusion.editing.recordings.source import ActivationSource, TemplateQuery
 from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn

@@ -23,7 +23,8 @@ from bottega.diffusion.editing.masked.tokens import share
 from bottega.diffusion.editing.order import Decided, read_decision
 from bottega.diffusion.editing.recordings.image_reader import FULL_MASK, ImageReader, ReadTerms
 from bottega.diffusion.editing.recordings.image_recorder import ImageRecorder
-from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey
+from bottega.diffusion.editing.recordings.keys import RecordingKey
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording
 from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts
 from bottega.diffusion.engine.addon import JobAddOn
 from bottega.diffusion.engine.encode import Conditions, encode_image

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 
-from bottega import rules
 from bottega.diffusion.acceleration.acceleration import Acceleration, AccelerationResult
 from bottega.diffusion.acceleration.probes import engine_probes
 from bottega.diffusion.acceleration.self_check import SelfCheck, SelfCheckSettings
@@ -26,7 +23,7 @@ from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.masked.feature_maps import FullMaps
 from bottega.diffusion.editing.masked.support import unsupported
 from bottega.diffusion.editing.sparse import SparseMaps
-from bottega.diffusion.engine.addon import EngineAddOn, Parts, close_parts, open_parts
+from bottega.diffusion.engine.addon import EngineAddOn, close_parts
 from bottega.diffusion.engine.batcher import Batcher
 from bottega.diffusion.engine.bounded_forward import BoundedForward
 from bottega.diffusion.engine.decoding import Decoding, start_decoding
@@ -39,63 +36,31 @@ from bottega.diffusion.engine.events import (
 )
 from bottega.diffusion.engine.forward import Denoiser
 from bottega.diffusion.engine.job import EngineJob, EngineOrder, open_job
+from bottega.diffusion.engine.limits import EngineLimits, check_drawable, check_fixed_rows, max_pixels
 from bottega.diffusion.engine.measured import MeasuredForward
 from bottega.diffusion.engine.readiness import ReadinessGate
 from bottega.diffusion.engine.reporting import Reporter
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.spans import DeviceClock
 from bottega.diffusion.engine.step import Stepper
+from bottega.diffusion.engine.waiting import WaitingOrder, WaitingOrders
+from bottega.diffusion.engine.warm_up import run_stages, sample_job
 from bottega.diffusion.errors import not_finite, to_job_failure
 from bottega.diffusion.heartbeat import Heartbeat, call_after_blocks
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import OffloadTarget
 from bottega.diffusion.parallel.pair import Pair
 from bottega.diffusion.parallel.remote_rows import RemoteJobs
-from bottega.diffusion.spec import ResolvedSpec, undrawable
-from bottega.errors import MethodNotServed, TooLarge, Unavailable
+from bottega.diffusion.spec import ResolvedSpec
+from bottega.errors import MethodNotServed, Unavailable
 from bottega.planning import RowFractions, StepTimes
 from bottega.v1.activations_pb2 import BlockProfile
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 _log = logging.getLogger(__name__)
 
-# Beyond a few times the size that it was made for a model draws nonsense, and attention grows with the square: one
-# such request would hold up everybody else's turns for minutes.
-_OWN_SIZES = 4
-_LEAST_MAX_PIXELS = 512 * 512
 # Weight of a new measurement of the time beside the steps.
 _FIXED_WEIGHT = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """What an operator bounds.
-
-    max_rows: of one group. fixed_rows: pads every group to so many rows, for images that are equal byte for
-    byte whatever runs beside them; 0 is off. max_wait_turns: that a request may be passed over.
-    max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
-    checkpoint_interval_s: a job that runs has a checkpoint at least so often.
-    progress_interval_s: progress is reported at most so often.
-    sparse_convolutions: whether masked blocks convolve around the mask alone, for about as many bytes of a recording
-    again. compile_s: that the first forward of a kind may take on a GPU, before a silent engine counts as hung.
-    """
-
-    max_rows: int = 16
-    fixed_rows: int = 0
-    max_wait_turns: int = 8
-    max_pixels: int = 0
-    checkpoint_interval_s: float = 2.0
-    progress_interval_s: float = 0.1
-    sparse_convolutions: bool = True
-    compile_s: float = 300.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _WaitingOrder:
-    """A job whose prompt has not been encoded. addons: its parts."""
-
-    order: EngineOrder
-    addons: Parts
 
 
 class Engine:
@@ -125,7 +90,6 @@ class Engine:
         self.step_times = StepTimes()
         self._limits = limits
         self._clock = clock
-        self._waiting: deque[_WaitingOrder] = deque()
         self._jobs: dict[Hashable, EngineJob] = {}
         self._jobs_by_request: dict[Request, EngineJob] = {}
         self._reporter = Reporter(
@@ -137,6 +101,7 @@ class Engine:
         self._device_clock = DeviceClock(model.runtime)
 
         self.addons = tuple(addons)
+        self._waiting = WaitingOrders(self.addons)
         self.row_fractions = RowFractions()
         self._batcher: Batcher[Request] = Batcher(
             self.step_times,
@@ -200,8 +165,7 @@ class Engine:
     @property
     def max_pixels(self) -> int:
         """Most pixels of one image: as configured, or what the model is made for and some more."""
-        own = self.model.defaults.width * self.model.defaults.height
-        return self._limits.max_pixels or max(_OWN_SIZES * own, _LEAST_MAX_PIXELS)
+        return max_pixels(self._limits, self.model)
 
     @property
     def busy(self) -> bool:
@@ -214,23 +178,18 @@ class Engine:
         Raises InvalidRequest for one of which nothing can be drawn, TooLarge, naming the limit, and what an add-on
         raises that cannot serve it, Unavailable for instance.
         """
-        self._check_drawable(order.spec)
-        self._waiting.append(_WaitingOrder(order=order, addons=open_parts(self.addons, order)))
+        check_drawable(order.spec, self._limits, self.model)
+        self._waiting.add(order)
 
     def cancel(self, key: Hashable) -> None:
         """Drops a job. Harmless when it is not here."""
-        for waiting in [each for each in self._waiting if each.order.key == key]:
-            self._waiting.remove(waiting)
-            close_parts(waiting.addons)
+        self._waiting.drop(key)
         if key in self._jobs:
             self._forget(self._jobs[key])
 
     def enable_previews(self, key: Hashable) -> None:
         """The job's progress has previews from now on. Harmless when it is not here."""
-        self._waiting = deque(
-            replace(each, order=replace(each.order, preview=True)) if each.order.key == key else each
-            for each in self._waiting
-        )
+        self._waiting.enable_previews(key)
         if key in self._jobs:
             job = self._jobs[key]
             job.order = replace(job.order, preview=True)
@@ -266,32 +225,19 @@ class Engine:
         """
         if not candidates:
             return
-        request = self._sample_job().requests[0]
+        request = sample_job(self.model, self._device_clock).requests[0]
         probes = engine_probes(self.model, self._denoiser.predict, request.rows(), request.latent)
         settings = SelfCheckSettings(synchronize=self.model.runtime.synchronize, beat=self._beat, deadline_s=deadline_s)
         self.accelerations = SelfCheck(self.model, probes, settings, trials).run(candidates)
 
     @torch.inference_mode()
-    def _sample_job(self) -> EngineJob:
-        """Of the model's own size."""
-        defaults = self.model.defaults
-        spec = ResolvedSpec(prompt="", num_inference_steps=2, width=defaults.width, height=defaults.height)
-        return open_job(self.model, EngineOrder(key="", spec=spec), {}, self._clock(), self._device_clock)
-
-    @torch.inference_mode()
     def warm_up(self) -> None:
         """Runs every stage and measures it."""
         for _ in range(2):  # the first time pays for what is made once
-            began = self.model.runtime.record()
-            job = self._sample_job()
-            request = job.requests[0]
-            decode = partial(_decoded, self.model, job, request)
-            peak_bytes = self.model.runtime.measure_peak(decode)
-            self.fixed_s = Span(begin=began, end=self.model.runtime.record()).seconds
-            area = request.latent.shape[-2] * request.latent.shape[-1]
-            self.model.memory.observe_decoding(self.model.decoder.area_at_once(area), peak_bytes)
-        self._bounded.measure_memory(request.rows()[0], self.model.runtime)
-        self._forward.warm_up(request.rows()[0], self._batcher.max_rows)
+            job, self.fixed_s = run_stages(self.model, self._device_clock)
+        row = job.requests[0].rows()[0]
+        self._bounded.measure_memory(row, self.model.runtime)
+        self._forward.warm_up(row, self._batcher.max_rows)
 
     def turn(self) -> Iterator[Event]:
         """One turn, and its events as they happen. Harmless when there is nothing to do."""
@@ -318,43 +264,23 @@ class Engine:
             raise Unavailable("this worker draws pictures now; its blocks are measured while it has nothing to do")
         defaults = self.model.defaults
         width, height = width or defaults.width, height or defaults.height
-        self._check_drawable(ResolvedSpec(prompt="", width=width, height=height))
+        check_drawable(ResolvedSpec(prompt="", width=width, height=height), self._limits, self.model)
         for addon in self.addons:
             profile = addon.profile_blocks(width, height, self._beat)
             if profile is not None:
                 return profile
         raise MethodNotServed("this worker computes no masked blocks")
 
-    def _check_drawable(self, spec: ResolvedSpec) -> None:
-        """Raises as `submit` does."""
-        rules.refuse(list(undrawable(spec, self.model.size_multiple)))
-        pixels = spec.width * spec.height
-        if pixels > self.max_pixels:
-            raise TooLarge(
-                f"{spec.width}x{spec.height} are {pixels} pixels; this worker draws at most "
-                f"{self.max_pixels} (max_pixels)",
-                metadata={"limit": "max_pixels", "max_pixels": str(self.max_pixels)},
-            )
-        area = (spec.width // self.model.latent_scale) * (spec.height // self.model.latent_scale)
-        decoded = self.model.decoder.area_at_once(area)
-        self.model.memory.check_picture(spec.width, spec.height, area=area, decoded_area=decoded)
-
     def _encode_next(self) -> Iterator[Event]:
         """Encodes the oldest prompt that has all it needs; fails those that never will."""
         now_s = self._clock()
-        for waiting in list(self._waiting):
-            try:
-                if not all(part.prompt_ready(now_s) for part in waiting.addons.values()):
-                    continue
-            except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
-                self._waiting.remove(waiting)
-                yield self._refuse(waiting, error)
-                continue
-            self._waiting.remove(waiting)
-            yield from self._open(waiting, now_s)
-            return
+        for taken in self._waiting.take_ready(now_s):
+            if isinstance(taken, JobFailed):
+                yield taken
+            else:
+                yield from self._open(taken, now_s)
 
-    def _open(self, waiting: _WaitingOrder, now_s: float) -> Iterator[Event]:
+    def _open(self, waiting: WaitingOrder, now_s: float) -> Iterator[Event]:
         try:
             for addon in self.addons:
                 addon.before_prompt(waiting.addons.get(addon))
@@ -363,15 +289,11 @@ class Engine:
             began = self.model.runtime.record()
             job = open_job(self.model, waiting.order, waiting.addons, now_s, self._device_clock)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
-            yield self._refuse(waiting, self._named(error, waiting.order.spec))
+            yield waiting.refuse(self._named(error, waiting.order.spec))
             return
         job.encoding = Span(begin=began, end=self.model.runtime.record())
         self._jobs[job.key] = job
         self._jobs_by_request |= dict.fromkeys(job.runs, job)
-
-    def _refuse(self, waiting: _WaitingOrder, error: Exception) -> JobFailed:
-        close_parts(waiting.addons)
-        return JobFailed(key=waiting.order.key, error=to_job_failure(error))
 
     def _update_readiness(self) -> Iterator[Event]:
         """Lets requests go on whose add-ons are there; fails the jobs whose add-ons never will be."""
@@ -483,10 +405,6 @@ class Engine:
             self._batcher.remove(request)
 
 
-def _decoded(model: Model, job: EngineJob, request: Request) -> None:
-    start_decoding(model, job, request).wait()
-
-
 def _masked_backbone(model: Model, limits: EngineLimits, heartbeat: Heartbeat | None) -> MaskedBackbone | None:
     """Over the model's network; None for one of which it does not know all parts."""
     if unsupported(model.backbone.unet):
@@ -499,17 +417,3 @@ def _masked_backbone(model: Model, limits: EngineLimits, heartbeat: Heartbeat | 
         operations=model.operations,
         memory=model.memory,
     )
-
-
-def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:
-    """Raises ValueError where so many rows would not make pictures equal byte for byte."""
-    if fixed_rows == 1:
-        raise ValueError("fixed_rows is 1, but a guided request has two rows; 0 switches it off")
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
-    if threads > 1 and fixed_rows % (2 * threads):
-        # Measured: with 2 threads and 5, 6, 7 or 10 rows the last bit of a row depends on its place; with 4, 8, 12
-        # and 16 it does not. A thread's share must be whole and even.
-        raise ValueError(
-            f"fixed_rows is {fixed_rows}; with {threads} threads it must be a multiple of {2 * threads}, else the last "
-            "bits of a picture depend on its place in the group; or set threads to 1"
-        )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from bottega.diffusion.editing.recordings.recording import RecordingKey
+from bottega.diffusion.editing.recordings.keys import RecordingKey
 from bottega.diffusion.editing.recordings.source import TemplateQuery
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.v1.activations_pb2 import TemplateQuestion

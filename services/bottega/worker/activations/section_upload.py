@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bottega.diffusion.editing.recordings.recording import Recording, StepKey
+from bottega.diffusion.editing.recordings.keys import StepKey
+from bottega.diffusion.editing.recordings.recording import Recording
 from bottega.diffusion.editing.recordings.step import RecordedStep
 from bottega.sections import SectionLayout, messages
 from bottega.sections.pieces import SectionChunks

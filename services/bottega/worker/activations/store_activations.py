@@ -15,8 +15,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from bottega.diffusion.editing.recordings.keys import RecordingKey, StepKey
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
-from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording
 from bottega.diffusion.editing.recordings.source import TemplateQuery
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.transport import LinkCounters, OfferSource

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakSet
 
-from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, StepKey
+from bottega.diffusion.editing.recordings.keys import StepKey
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording
 from bottega.sections import DrawnTensors, messages
 from bottega.sections.messages import CHUNK_BYTES, STORE_LIMITS
 from bottega.transport import Connection, Link, PieceSize, WholeMessage

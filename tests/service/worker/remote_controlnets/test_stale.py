@@ -14,9 +14,9 @@ from torch import Tensor
 
 from bottega.diffusion.controlnets import LocalControlNets
 from bottega.diffusion.controlnets.provider import ControlInput
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobCheckpointed
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
 from bottega.worker.controlnets import StalenessPolicy

@@ -14,9 +14,9 @@ from bottega.controlnet import model_registry, worker_link
 from bottega.diffusion.controlnets import LocalControlNets
 from bottega.diffusion.controlnets.messages import ControlMessageKind
 from bottega.diffusion.controlnets.provider import ControlHosts, ControlServer
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobAdvanced, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.errors import ControlNetUnusable, InternalError, NoControlNet, TooLarge, Unavailable
 from bottega.transport import Limits, number_message

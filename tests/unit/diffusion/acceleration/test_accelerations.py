@@ -20,8 +20,11 @@ from bottega.diffusion.acceleration.channels_last import ChannelsLastVae
 from bottega.diffusion.acceleration.compiled import RegionalCompile
 from bottega.diffusion.acceleration.probes import engine_probes
 from bottega.diffusion.acceleration.registry import all_accelerations, candidates
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.forward import Denoiser
+from bottega.diffusion.engine.limits import EngineLimits
+from bottega.diffusion.engine.spans import DeviceClock
+from bottega.diffusion.engine.warm_up import sample_job
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.errors import ConfigError
@@ -38,7 +41,7 @@ def forward(model: Model) -> Sequence[Tensor]:
 
 def engine_row(model: Model):  # type: ignore[no-untyped-def]
     engine = Engine(model, EngineLimits())
-    return engine._sample_job().requests[0].rows()[0]
+    return sample_job(engine.model, DeviceClock(engine.model.runtime)).requests[0].rows()[0]
 
 
 def test_compiled_blocks_compute_the_same_and_those_with_hooks_as_they_are(model: Model) -> None:
@@ -82,7 +85,7 @@ def test_blocks_of_an_engine_that_shows_signs_of_life_are_compiled(monkeypatch: 
     engine = Engine(model, EngineLimits(), heartbeat=heartbeat)
     compiling = RegionalCompile()
     compiling.enable(model)
-    engine._denoiser.predict([engine._sample_job().requests[0].rows()[0]])
+    engine._denoiser.predict([sample_job(engine.model, DeviceClock(engine.model.runtime)).requests[0].rows()[0]])
     compiling.disable()
     blocks = (BasicTransformerBlock, ResnetBlock2D)
     assert set(ran) == {module for module in model.backbone.unet.modules() if isinstance(module, blocks)}
@@ -91,7 +94,7 @@ def test_blocks_of_an_engine_that_shows_signs_of_life_are_compiled(monkeypatch: 
 
 def test_the_vae_has_its_channels_last_for_a_while(model: Model) -> None:
     engine = Engine(model, EngineLimits())
-    request = engine._sample_job().requests[0]
+    request = sample_job(engine.model, DeviceClock(engine.model.runtime)).requests[0]
     probes = engine_probes(model, Denoiser(model.backbone).predict, request.rows(), request.latent)
     (before,) = probes["decode"]()
     last = ChannelsLastVae()
@@ -180,7 +183,7 @@ def test_flash_attention_gets_what_it_can_do_in_its_own_order_of_dimensions() ->
 def test_every_probe_gives_the_same_twice_and_leaves_the_model_as_it_was(model: Model) -> None:
     before = {name: weight.clone() for name, weight in model.backbone.unet.state_dict().items()}
     engine = Engine(model, EngineLimits())
-    request = engine._sample_job().requests[0]
+    request = sample_job(engine.model, DeviceClock(engine.model.runtime)).requests[0]
     probes = engine_probes(model, Denoiser(model.backbone).predict, request.rows(), request.latent)
     assert {each.probe for each in all_accelerations()} <= probes.keys()
     with torch.inference_mode():

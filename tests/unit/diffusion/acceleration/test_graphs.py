@@ -15,8 +15,9 @@ from bottega.diffusion.acceleration.graphs.graphs import Graphs
 from bottega.diffusion.acceleration.graphs.recorded import Key, RecordedForward, record
 from bottega.diffusion.acceleration.graphs.store import RecordedForwards
 from bottega.diffusion.device.memory_plan import MemoryPlan
-from bottega.diffusion.engine.engine import Engine, EngineLimits
 from bottega.diffusion.engine.forward import Denoiser, stack
+from bottega.diffusion.engine.spans import DeviceClock
+from bottega.diffusion.engine.warm_up import sample_job
 from bottega.diffusion.model.backbone import Activations, Backbone, Inputs, UNetBackbone
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
@@ -258,7 +259,7 @@ def test_recordings_have_their_place_in_the_budget_of_the_device(caplog: pytest.
 def test_an_engine_computes_by_graphs_until_they_are_taken_out(model: Model) -> None:
     capture = ReplayedCapture()
     graphs = Graphs(lambda _: capture)
-    row = Engine(model, EngineLimits())._sample_job().requests[0].rows()[0]
+    row = sample_job(model, DeviceClock(model.runtime)).requests[0].rows()[0]
     denoiser = Denoiser(model.backbone, operations=model.operations)
 
     def noise(row: Row) -> Tensor:

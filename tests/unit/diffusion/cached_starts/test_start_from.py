@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind, draws_noise, first_step_from

@@ -17,9 +17,9 @@ from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
 from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.engine.checkpoint import CheckpointMismatch, SavedJob, read_checkpoint, write_checkpoint
 from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobCheckpointed
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind

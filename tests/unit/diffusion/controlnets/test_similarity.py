@@ -16,8 +16,8 @@ from bottega.diffusion.controlnets.addon import JobControlNets
 from bottega.diffusion.controlnets.provider import ControlInput
 from bottega.diffusion.controlnets.similarity import SimilarityMeter
 from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.diffusion.spec import ResolvedSpec

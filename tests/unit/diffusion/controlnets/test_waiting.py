@@ -16,10 +16,10 @@ from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
 from bottega.diffusion.controlnets.addon import OPENING_TIMEOUT_S, JobControlNets
 from bottega.diffusion.engine import forward, readiness
 from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobStarted
 from bottega.diffusion.engine.forward import Denoiser
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec

@@ -21,8 +21,8 @@ from bottega.diffusion.controlnets import ControlNetCache, LocalControlNets
 from bottega.diffusion.editing.addon import EngineEdits
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
 from bottega.diffusion.engine.addon import EngineAddOn
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec

@@ -16,9 +16,9 @@ from torch import Tensor
 from bottega.diffusion.controlnets import LocalControlNets
 from bottega.diffusion.engine.checkpoint import CheckpointMismatch, read_checkpoint
 from bottega.diffusion.engine.encode import encode_prompts
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobAdvanced, JobCheckpointed
 from bottega.diffusion.engine.job import EngineOrder, new_requests
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec

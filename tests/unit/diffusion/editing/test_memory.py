@@ -7,18 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bottega.diffusion.editing.recordings.areas import level_of, whole_cells
+from bottega.diffusion.editing.recordings.keys import RecordingKey, StepKey
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
-from bottega.diffusion.editing.recordings.recording import (
-    DrawnTemplate,
-    Recording,
-    RecordingKey,
-    StepCompleter,
-    StepKey,
-    StepReader,
-    StepRecorder,
-    level_of,
-    whole_cells,
-)
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording
+from bottega.diffusion.editing.recordings.step_access import StepCompleter, StepReader, StepRecorder
 from bottega.diffusion.rows import Half
 from tests.support.staged_device import StagedDevice
 
@@ -148,7 +141,7 @@ def test_what_a_store_has_mapped_goes_to_the_device_through_pinned_memory(
     memory: MemoryActivations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = StagedDevice()
-    monkeypatch.setattr("bottega.diffusion.editing.recordings.recording.open_device", lambda _: device)
+    monkeypatch.setattr("bottega.diffusion.editing.recordings.step_access.open_device", lambda _: device)
     recorded = record(memory, "a").steps[step(0)]
     reader = StepReader(recorded, torch.device("cpu"))
     taken, stored = reader.get("block"), reader.stored("block")

@@ -10,7 +10,7 @@ import torch
 
 from bottega.diffusion.editing.loading.planner import Coming, ComingRow, LoadPlanner, LoadPolicy
 from bottega.diffusion.editing.loading.times import BlockTimes
-from bottega.diffusion.editing.recordings.recording import StepKey
+from bottega.diffusion.editing.recordings.keys import StepKey
 from bottega.diffusion.editing.recordings.step import MemoryStep
 from bottega.diffusion.editing.recordings.step_loads import StepLoads
 from bottega.diffusion.rows import Half

@@ -12,9 +12,10 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
+from bottega.diffusion.editing.recordings.keys import RecordingKey, StepKey
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
 from bottega.diffusion.editing.recordings.projections import ProjectionsRoom, StepProjections
-from bottega.diffusion.editing.recordings.recording import Recording, RecordingKey, StepKey
+from bottega.diffusion.editing.recordings.recording import Recording
 from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.engine.forward import Denoiser
 from bottega.diffusion.model.backbone import UNetBackbone

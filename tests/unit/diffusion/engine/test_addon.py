@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import EngineRecord, ImageDrawn, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec

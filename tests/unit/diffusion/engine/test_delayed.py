@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobCheckpointed, JobFailed, JobFinished
 from bottega.diffusion.engine.job import STAGES, EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec

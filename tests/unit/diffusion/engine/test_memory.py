@@ -14,10 +14,10 @@ from torch import Tensor
 
 from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.engine.bounded_forward import BoundedForward
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import JobFinished
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.times import KnownTimes
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model

@@ -9,8 +9,8 @@ import pytest
 
 from bottega.diffusion.device.cpu import CpuDevice
 from bottega.diffusion.device.span import Span
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.spans import MAX_SPANS, DeviceClock, SpanLog, TracedSpan
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec

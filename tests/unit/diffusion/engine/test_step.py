@@ -13,10 +13,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobStarted
 from bottega.diffusion.engine.forward import Denoiser, Prediction
 from bottega.diffusion.engine.job import STAGES, EngineOrder, open_job
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.measured import MeasuredForward
 from bottega.diffusion.engine.spans import DeviceClock
 from bottega.diffusion.engine.times import KnownTimes

@@ -11,9 +11,10 @@ import pytest
 from torch import Tensor
 
 from bottega.diffusion.controlnets import LocalControlNets
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import JobCheckpointed, JobDecided
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import ImageDrawn, JobCheckpointed, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.loras import TEXT_ENCODERS, UNET
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ControlSpec, ResolvedSpec

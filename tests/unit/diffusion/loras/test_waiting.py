@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.diffusion.engine.engine import EngineLimits
 from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobDecided, JobStarted
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.diffusion.loras import TEXT_ENCODERS, UNET, LoraSet
 from bottega.diffusion.loras.addon import JobLoras

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from bottega.diffusion.engine.engine import Engine, EngineLimits
+from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.parallel import pair
 from bottega.diffusion.spec import ResolvedSpec
 from tests.samples.engine_loras import LorasByHand, lora_spec, styled_latent, styled_stock

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bottega.diffusion.editing.loading.times import BlockTimes, Size
 from bottega.diffusion.editing.masked.work import BlockWork
-from bottega.diffusion.editing.recordings.recording import StepKey
+from bottega.diffusion.editing.recordings.keys import StepKey
 from bottega.diffusion.editing.recordings.source import ActivationSource
 from bottega.diffusion.editing.recordings.step import RecordedStep
 from bottega.diffusion.editing.recordings.step_loads import StepLoads

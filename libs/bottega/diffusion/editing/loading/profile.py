@@ -20,7 +20,7 @@ from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.masked.feature_maps import FeatureMaps, FullMaps, PackedTokens, TokensIn
 from bottega.diffusion.editing.masked.rows import MaskedActivations
 from bottega.diffusion.editing.masked.work import BlockWork
-from bottega.diffusion.editing.recordings.recording import StepRecorder
+from bottega.diffusion.editing.recordings.step_access import StepRecorder
 from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.forward import stack

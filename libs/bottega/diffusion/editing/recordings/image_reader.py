@@ -12,19 +12,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bottega.diffusion.editing.loading.planner import Coming, ComingRow
+from bottega.diffusion.editing.recordings.keys import StepKey, prompt_of
 from bottega.diffusion.editing.recordings.mask_levels import MaskLevels
 from bottega.diffusion.editing.recordings.projections import ProjectionsRoom
-from bottega.diffusion.editing.recordings.recording import (
-    Recording,
-    StepCompleter,
-    StepKey,
-    StepReader,
-    StepRecorder,
-    prompt_of,
-)
+from bottega.diffusion.editing.recordings.recording import Recording
 from bottega.diffusion.editing.recordings.request_steps import begins_with_noise, lacks_loras, step_key
 from bottega.diffusion.editing.recordings.source import ActivationSource
 from bottega.diffusion.editing.recordings.step import RecordedStep
+from bottega.diffusion.editing.recordings.step_access import StepCompleter, StepReader, StepRecorder
 from bottega.diffusion.editing.recordings.step_loads import StepLoadCounts, StepLoads
 from bottega.diffusion.editing.recordings.valid_plans import ValidPlan, ValidPlans
 from bottega.diffusion.engine.request import Request

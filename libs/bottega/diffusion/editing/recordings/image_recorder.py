@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bottega.diffusion.editing.recordings.recording import Recording, StepKey, StepRecorder, prompt_of
+from bottega.diffusion.editing.recordings.keys import StepKey, prompt_of
+from bottega.diffusion.editing.recordings.recording import Recording
 from bottega.diffusion.editing.recordings.request_steps import begins_with_noise, lacks_loras, step_key
 from bottega.diffusion.editing.recordings.source import ActivationSource
+from bottega.diffusion.editing.recordings.step_access import StepRecorder
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.rows import Half, RowActivations
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from bottega.caching import LruCache
-from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
+from bottega.diffusion.editing.recordings.keys import RecordingKey, StepKey
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording
 from bottega.diffusion.editing.recordings.source import EVENTS, TemplateQuery
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.v1.fleet_pb2 import ServiceAddress

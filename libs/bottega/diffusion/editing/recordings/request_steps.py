@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bottega.diffusion.editing.recordings.recording import StepKey
+from bottega.diffusion.editing.recordings.keys import StepKey
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.rows import Half
 

@@ -7,7 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording, RecordingKey, StepKey
+from bottega.diffusion.editing.recordings.keys import RecordingKey, StepKey
+from bottega.diffusion.editing.recordings.recording import DrawnTemplate, Recording
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.v1.fleet_pb2 import ServiceAddress
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.editing.masked.tokens import share
+from bottega.diffusion.editing.recordings.areas import whole_cells
 from bottega.diffusion.editing.recordings.mask_levels import MaskLevels
-from bottega.diffusion.editing.recordings.recording import whole_cells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

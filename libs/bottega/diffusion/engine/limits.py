@@ -1,0 +1,73 @@
+"""What an operator bounds of an engine, and which pictures are refused because of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bottega import rules
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.spec import ResolvedSpec, undrawable
+from bottega.errors import TooLarge
+
+# Beyond a few times the size that it was made for a model draws nonsense, and attention grows with the square: one
+# such request would hold up everybody else's turns for minutes.
+_OWN_SIZES = 4
+_LEAST_MAX_PIXELS = 512 * 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What an operator bounds.
+
+    max_rows: of one group. fixed_rows: pads every group to so many rows, for images that are equal byte for
+    byte whatever runs beside them; 0 is off. max_wait_turns: that a request may be passed over.
+    max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
+    checkpoint_interval_s: a job that runs has a checkpoint at least so often.
+    progress_interval_s: progress is reported at most so often.
+    sparse_convolutions: whether masked blocks convolve around the mask alone, for about as many bytes of a recording
+    again. compile_s: that the first forward of a kind may take on a GPU, before a silent engine counts as hung.
+    """
+
+    max_rows: int = 16
+    fixed_rows: int = 0
+    max_wait_turns: int = 8
+    max_pixels: int = 0
+    checkpoint_interval_s: float = 2.0
+    progress_interval_s: float = 0.1
+    sparse_convolutions: bool = True
+    compile_s: float = 300.0
+
+
+def max_pixels(limits: EngineLimits, model: Model) -> int:
+    """Most pixels of one image: as configured, or what the model is made for and some more."""
+    own = model.defaults.width * model.defaults.height
+    return limits.max_pixels or max(_OWN_SIZES * own, _LEAST_MAX_PIXELS)
+
+
+def check_drawable(spec: ResolvedSpec, limits: EngineLimits, model: Model) -> None:
+    """Raises InvalidRequest for what nobody can draw, and TooLarge, naming the limit, for what is too much here."""
+    rules.refuse(list(undrawable(spec, model.size_multiple)))
+    pixels, most = spec.width * spec.height, max_pixels(limits, model)
+    if pixels > most:
+        raise TooLarge(
+            f"{spec.width}x{spec.height} are {pixels} pixels; this worker draws at most {most} (max_pixels)",
+            metadata={"limit": "max_pixels", "max_pixels": str(most)},
+        )
+    area = (spec.width // model.latent_scale) * (spec.height // model.latent_scale)
+    model.memory.check_picture(spec.width, spec.height, area=area, decoded_area=model.decoder.area_at_once(area))
+
+
+def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:
+    """Raises ValueError where so many rows would not make pictures equal byte for byte."""
+    if fixed_rows == 1:
+        raise ValueError("fixed_rows is 1, but a guided request has two rows; 0 switches it off")
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    if threads > 1 and fixed_rows % (2 * threads):
+        # Measured: with 2 threads and 5, 6, 7 or 10 rows the last bit of a row depends on its place; with 4, 8, 12
+        # and 16 it does not. A thread's share must be whole and even.
+        raise ValueError(
+            f"fixed_rows is {fixed_rows}; with {threads} threads it must be a multiple of {2 * threads}, else the last "
+            "bits of a picture depend on its place in the group; or set threads to 1"
+        )
