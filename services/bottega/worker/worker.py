@@ -12,7 +12,7 @@ import importlib.metadata
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from bottega import kinds, rules
@@ -21,13 +21,10 @@ from bottega.codec import CodecPool
 from bottega.errors import (
     BottegaError,
     Draining,
-    Forbidden,
     InternalError,
     JobCancelled,
-    ModelMismatch,
     ModelNotFound,
     StaleAttempt,
-    Unavailable,
     WorkerLost,
 )
 from bottega.manifest import read_services
@@ -51,6 +48,7 @@ from bottega.worker.engine_client import WorkerEngineClient
 from bottega.worker.image_codec import ImageCodec
 from bottega.worker.link_resolver import LinkResolver
 from bottega.worker.metrics import WorkerMetrics
+from bottega.worker.peer_admission import check_peer
 
 _log = logging.getLogger(__name__)
 
@@ -177,25 +175,7 @@ class Worker:
         Raises Forbidden for a worker that is not the peer; ModelMismatch where the two have different models;
         Unavailable where this one has no peer, has no engine yet or follows another worker; LinksFull.
         """
-        worker = request.worker
-        if not self._config.engine.peer or worker == self.name:
-            why = "names itself as its peer" if worker == self.name else f"has no peer; engine.peer must name {worker}"
-            raise Unavailable(f"worker {self.name} {why}")
-        if self._config.engine.peer_name and worker != self._config.engine.peer_name:
-            raise Forbidden(
-                f"worker {self.name} forms a pair with {self._config.engine.peer_name}, and not with {worker}"
-            )
-        if self._model is None:
-            raise Unavailable(f"worker {self.name} has not loaded its model yet")
-        ours = {"model_hash": self._model.model_hash, "dtype": self._model.dtype}
-        theirs = {term.name: term.value for term in request.terms}
-        if ours != theirs:
-            raise ModelMismatch(
-                f"workers {worker} and {self.name} cannot be a pair: {worker} draws with {_drawn_with(theirs)}, "
-                f"{self.name} with {_drawn_with(ours)}; give both the same model, or take engine.peer out of their "
-                "configurations",
-                metadata={worker: theirs.get("model_hash", ""), self.name: ours["model_hash"]},
-            )
+        check_peer(request, self._config.engine, worker=self.name, model=self._model)
         return await self._engine.open_link(request, caller=caller)
 
     def load(self) -> fleet_pb2.Load:
@@ -424,7 +404,3 @@ def _not_denoising(key: AttemptKey, runner: AttemptRunner) -> fleet_pb2.RunningA
 
 def _checkpoint(key: AttemptKey, event: engine_pb2.EngineCheckpoint) -> AttemptCheckpoint:
     return AttemptCheckpoint(key=key, steps_done=event.steps_done, data=event.checkpoint)
-
-
-def _drawn_with(terms: Mapping[str, str]) -> str:
-    return f"model {terms.get('model_hash', 'unknown')} in {terms.get('dtype', 'an unknown type')}"
