@@ -20,9 +20,9 @@ from tests.support.services import Services
 # A suite is started, and the whole corpus answered, in the set-up of the first test.
 pytestmark = pytest.mark.timeout(300)
 
-REQUESTS = 25
+REQUESTS = 12
 # Of methods whose every good request is a process that imports.
-FEW_REQUESTS = {"UploadLora": 10, "RegisterLora": 10, "AddControlNet": 10}
+FEW_REQUESTS = {"UploadLora": 6, "RegisterLora": 6, "AddControlNet": 6}
 # Of each caller of a crowd; `make fuzz` sends all.
 CROWD_CASES = 120
 

@@ -81,7 +81,9 @@ def test_every_form_is_in_the_store(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "scales", [{"checked": 1.0}, {"striped": 0.8, "dusk": 1.0}], ids=lambda scales: "+".join(scales)
+    "scales",
+    [pytest.param({"checked": 1.0}, marks=pytest.mark.slow), {"striped": 0.8, "dusk": 1.0}],
+    ids=lambda scales: "+".join(scales),
 )
 def test_a_picture_with_it_is_the_one_that_stock_draws_with_its_file(
     draw: Callable[..., Picture], stock: Any, scales: dict[str, float]
@@ -97,7 +99,9 @@ def test_a_picture_with_it_is_the_one_that_stock_draws_with_its_file(
     assert oracle.agrees(oracle.read(_rgb(drawn)), _HEART)
 
 
-@pytest.mark.parametrize(("one", "other"), [("checked", "dusk"), ("striped", PLAIN)])
+@pytest.mark.parametrize(
+    ("one", "other"), [("checked", "dusk"), pytest.param("striped", PLAIN, marks=pytest.mark.slow)]
+)
 def test_two_clients_at_once_get_each_its_own_scene_in_its_own_style(
     client: Client, draw: Callable[..., Picture], stock: Any, clip: Clip, one: str, other: str
 ) -> None:

@@ -35,7 +35,7 @@ from tests.support.waiting import wait_until
 
 # In the default run, and in the slow one.
 TIMES = [
-    pytest.param(5, marks=pytest.mark.timeout(300)),
+    pytest.param(2, marks=pytest.mark.timeout(300)),
     pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
 ]
 CALL_S = 10.0

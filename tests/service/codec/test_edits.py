@@ -50,7 +50,7 @@ async def test_a_mask_that_redraws_nothing_is_refused(pool: CodecPool) -> None:
         await pool.decode_edit(saved(template()), saved(Image.new("L", (64, 64), 127)), CUT)
 
 
-@pytest.mark.parametrize("size", [(16000, 300), (300, 16000)])
+@pytest.mark.parametrize("size", [pytest.param((16000, 300), marks=pytest.mark.slow), (300, 16000)])
 async def test_a_part_far_wider_or_higher_than_what_was_drawn_is_put_back(
     pool: CodecPool, size: tuple[int, int]
 ) -> None:

@@ -93,7 +93,7 @@ def test_no_two_steps_of_other_noise_have_timestep_and_noise_level_in_common() -
                 # Of a latent whose picture and noise are both 1 everywhere: a + s, a^2 + s^2 = 1 once it is scaled.
                 signal, deviation = sampler._noise_level(step)
                 share = math.atan2(deviation, signal)
-                assert noise.setdefault(key, share) == pytest.approx(share, rel=2e-5)
+                assert math.isclose(noise.setdefault(key, share), share, rel_tol=2e-5)
     assert equal_timesteps == {(SamplerKind.DPMPP_2M, True)}, "else there is nothing to tell apart"
 
 
