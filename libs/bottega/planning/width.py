@@ -11,6 +11,9 @@ from bottega.planning.work import RemainingWork
 # Requests looked at: more than this many waiting changes nothing in the choice, only in its cost.
 _HORIZON = 32
 
+MAX_BACKLOG = 16
+"""Requests in a queue that are imagined beside those of a worker; of more it need not be told."""
+
 # How much worse the mean may get for a wider group. The wider group is fairer (its last member ends
 # earlier) and can still admit the next arrival, which the closed sum does not count.
 _TOLERANCE = 0.05

@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from bottega.diffusion.rows import GroupKey
 from bottega.planning import (
+    MAX_BACKLOG,
     FairOrder,
     RemainingWork,
     RowFractions,
@@ -28,8 +29,6 @@ from bottega.planning import (
 
 # Turns after which the widths are chosen anew though nobody came or went: step times drift.
 _REPLAN_TURNS = 16
-# Requests in the gateway's queue that are imagined beside those that are here.
-_MAX_BACKLOG = 16
 # What a tenant that asked for less than its share may have ahead of the others: about four guided images of 50 steps,
 # as some come together; and the turn by which those who take turns may be apart.
 _CREDIT_ROWS = 400.0
@@ -144,7 +143,7 @@ class Batcher(Generic[Request]):
 
     def set_backlog(self, backlog: int) -> None:
         """So many requests wait elsewhere and will come when there is room."""
-        self._backlog = min(backlog, _MAX_BACKLOG)
+        self._backlog = min(backlog, MAX_BACKLOG)
 
     def next_group(self) -> list[Request]:
         """The requests of the next turn, which begins now; empty when there are none."""

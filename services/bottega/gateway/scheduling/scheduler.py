@@ -21,6 +21,7 @@ from bottega.gateway.scheduling.policy import assign
 from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.shares import RunningShares
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
+from bottega.planning import MAX_BACKLOG
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED
 
 # Between two looks for the sake of progress: a fraction of a turn, which is all that it can change.
@@ -163,7 +164,7 @@ class Scheduler:
         return self._queue.waiting(job.bare.model) > 1 and estimate_s * _HELD_UP > left_s
 
     def _report_backlog(self, model: str) -> None:
-        backlog = self._queue.waiting(model)
+        backlog = min(self._queue.waiting(model), MAX_BACKLOG)
         reported = self._reported.pop(model, 0)
         if backlog:
             self._reported[model] = backlog
@@ -180,5 +181,5 @@ class Scheduler:
         member.report_backlog(self._backlog_of(member))
 
     def _backlog_of(self, member: Member) -> int:
-        """Jobs that wait for one of its models."""
-        return sum(self._queue.waiting(model) for model in member.served)
+        """Jobs that wait for one of its models, as far as their number matters: each report wakes a stream."""
+        return min(sum(self._queue.waiting(model) for model in member.served), MAX_BACKLOG)

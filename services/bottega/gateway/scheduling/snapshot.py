@@ -65,7 +65,14 @@ class FleetSnapshot:
 
     def workers(self, members: Iterable[Member]) -> list[WorkerState]:
         """These workers, by what they run."""
-        return [self._worker(member) for member in members]
+        states = []
+        for member in members:  # of hundreds of workers, most have not changed
+            cached, connection = self._cache.get(member), self._dispatcher.connection(member)
+            revision = connection.revision if connection else -1
+            if cached is None or cached.load is not member.load or cached.revision != revision:
+                cached = self._renewed(member, cached, connection.jobs if connection else [], revision)
+            states.append(cached.state)
+        return states
 
     def forget(self, member: Member) -> None:
         """The worker is lost."""
@@ -130,26 +137,23 @@ class FleetSnapshot:
                 total = _sum(total, costs) if total else costs
         return total
 
-    def _worker(self, member: Member) -> WorkerState:
-        cached, connection = self._cache.get(member), self._dispatcher.connection(member)
-        revision = connection.revision if connection else -1
-        if cached is None or cached.load is not member.load or cached.revision != revision:
-            ours = connection.jobs if connection else []
-            jobs = tuple(job.job_id for job in ours)
-            same = cached is not None and cached.jobs == jobs and cached.age < _KEPT_WIDTHS
-            findings = Findings()
-            if cached is not None and same:
-                findings.widths = cached.state.findings.widths
-            if cached is not None and cached.load is member.load:
-                findings.alone, findings.turns = cached.state.findings.alone, cached.state.findings.turns
-            cached = self._cache[member] = _CachedState(
-                state=self._new_state(member, ours, findings),
-                load=member.load,
-                revision=revision,
-                jobs=jobs,
-                age=cached.age + 1 if cached is not None and same else 0,
-            )
-        return cached.state
+    def _renewed(self, member: Member, cached: _CachedState | None, ours: Sequence[Job], revision: int) -> _CachedState:
+        """Of a worker that has changed, or is new. cached: before. ours: what this gateway has given to it."""
+        jobs = tuple(job.job_id for job in ours)
+        same = cached is not None and cached.jobs == jobs and cached.age < _KEPT_WIDTHS
+        findings = Findings()
+        if cached is not None and same:
+            findings.widths = cached.state.findings.widths
+        if cached is not None and cached.load is member.load:
+            findings.alone, findings.turns = cached.state.findings.alone, cached.state.findings.turns
+        renewed = self._cache[member] = _CachedState(
+            state=self._new_state(member, ours, findings),
+            load=member.load,
+            revision=revision,
+            jobs=jobs,
+            age=cached.age + 1 if cached is not None and same else 0,
+        )
+        return renewed
 
     def _new_state(self, member: Member, ours: Sequence[Job], findings: Findings) -> WorkerState:
         running = tuple(self._running(member, ours))
