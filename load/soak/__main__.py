@@ -29,7 +29,7 @@ from load.replay.prompt_stream import StreamShape
 from load.replay.requests import PlannedRequest
 from load.soak.faults import EVERY_S, Fault, Faults
 from load.soak.judgement import Soaked, judge
-from load.soak.levels import MEASURED, Sample, as_row, take_sample
+from load.soak.levels import AGAIN, MEASURED, Sample, as_row, take_sample
 from load.soak.plot import draw_samples
 from load.soak.suite import CONTROLNETS, LORAS, SoakSuite
 
@@ -95,7 +95,10 @@ async def _soak(suite: SoakSuite, requests: Sequence[PlannedRequest], options: a
         )
         sampling = asyncio.create_task(_sample(suite, samples, since_s))
         try:
-            with Faults(suite, seed=options.seed, told=told, every_s=options.every) as faults:
+            again_after_s = 60.0 * options.minutes * AGAIN
+            with Faults(
+                suite, seed=options.seed, told=told, every_s=options.every, again_after_s=again_after_s
+            ) as faults:
                 replaying = asyncio.create_task(replay(requests, sender.send, deadline_s=_DEADLINE_S))
                 while not replaying.done() and faults.failed is None:
                     await asyncio.wait([replaying], timeout=_SAMPLE_S)

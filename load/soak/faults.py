@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,14 +92,23 @@ class Faults:
     """Plays one fault every so often, in a thread of its own, until it is told to end. Use it in a `with` block.
 
     told: is called with each that begins. done: how many of each kind there were. failed: why no more could be played;
-    a service that does not come back is a finding.
+    a service that does not come back is a finding. again_after_s: from then on they are those of the beginning again.
     """
 
-    def __init__(self, suite: Breakable, *, seed: int, told: Callable[[Fault], None], every_s: float = EVERY_S) -> None:
+    def __init__(
+        self,
+        suite: Breakable,
+        *,
+        seed: int,
+        told: Callable[[Fault], None],
+        every_s: float = EVERY_S,
+        again_after_s: float = math.inf,
+    ) -> None:
         self.done: Counter[str] = Counter()
         self.failed: Exception | None = None
         self._suite = suite
-        self._planned = planned(suite, seed)
+        self._seed = seed
+        self._again_after_s = again_after_s
         self._told = told
         self._every_s = every_s
         self._ending = threading.Event()
@@ -112,9 +123,12 @@ class Faults:
         self._thread.join()
 
     def _run(self) -> None:
+        faults, began_s, again = planned(self._suite, self._seed), time.monotonic(), False
         try:
             while not self._ending.wait(self._every_s):
-                fault = next(self._planned)
+                if not again and time.monotonic() - began_s > self._again_after_s:
+                    faults, again = planned(self._suite, self._seed), True
+                fault = next(faults)
                 self._told(fault)
                 KINDS[fault.kind](self._suite, fault, self._ending.wait)
                 self.done[fault.kind] += 1

@@ -12,6 +12,9 @@ import psutil
 
 # Shares of a run: budgets fill in the first tenth; the level is what is taken then, and the end is compared with it.
 FILLED, LEVEL_ENDS, END_BEGINS = 0.1, 0.25, 0.85
+# From here on faults are those of the beginning again: what a suite takes goes up and down by some hundredths with how
+# long ago its services were started, and growth is less than that.
+AGAIN = END_BEGINS - FILLED
 WANTED_GROWTH = 0.01
 _BLOCK_BYTES = 512
 
