@@ -25,6 +25,7 @@ from bottega.gateway.addons.addon import AddOn, WorkerCosts
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.jobs.job import MOST_ATTEMPTS, Job
 from bottega.gateway.scheduling import periodic
+from bottega.planning import MAX_BACKLOG
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
 from tests.fakes.gateway_rules import Shop
 from tests.samples.jobs import sample_job
@@ -54,6 +55,19 @@ async def test_routing_is_timed_from_accepted_to_the_call_of_a_worker_that_is_fr
     job = shop.submit()
     assert (job.times.queue_s, job.times.route_s) == (0, 0.25)
     assert shop.registry.get_sample_value("bottega_route_seconds_sum") == 0.25
+
+
+async def test_a_workers_stream_is_woken_for_a_backlog_as_far_as_its_number_matters(shop: Shop) -> None:
+    member = shop.worker()
+    shop.submit()  # it runs
+    waiting = [shop.submit() for _ in range(MAX_BACKLOG + 4)]
+    assert member.backlog == MAX_BACKLOG
+    member.wake.clear()
+    for job in waiting[:4]:
+        shop.controller.cancel(job)
+    assert (member.backlog, member.wake.is_set()) == (MAX_BACKLOG, False)
+    shop.controller.cancel(waiting[4])
+    assert (member.backlog, member.wake.is_set()) == (MAX_BACKLOG - 1, True)
 
 
 async def test_routing_of_a_job_that_waited_is_timed_from_the_worker_being_free(shop: Shop) -> None:
