@@ -84,6 +84,8 @@ class DaySuite:
             "model": str(self.world.model),
             "model_name": MODEL,
             "threads": self.threads,
+            # As the plain server's, which has no other engine beside it: here one of a ControlNet computes at times.
+            "exclusive_cores": True,
             # None stays where nobody waits for it: of thousands, as production has them, few are used again soon.
             "lora_budget_bytes": 1,
         }
