@@ -15,8 +15,8 @@ from load.bench.lora_files import random_lora
 from load.replay.pictures import Pictures
 
 # SDXL's topology, as small as edits allow that shall gain by their masks: with fewer tokens a masked block takes as
-# long as a whole one, and with fewer channels what lies between the operators takes longer than they do. With the
-# embedded model's text towers, so that prompts can be alike.
+# long as a whole one. A guided step takes about .2 s on two cores. With the embedded model's text towers, so that
+# prompts can be alike.
 SHAPE = BenchShape(
     block_out_channels=(48, 96, 192),
     transformer_layers=(1, 4),

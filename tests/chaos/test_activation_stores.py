@@ -33,7 +33,6 @@ def test_an_edit_whose_store_is_killed_leaves_its_picture(scene: Scene) -> None:
     assert scene.tally.well, (scene.tally.zeros, scene.tally.faults)
 
 
-@pytest.mark.slow
 def test_a_recording_whose_store_is_killed_is_the_same_picture_and_no_half_template(scene: Scene) -> None:
     kill_recording_stores(scene, times=1, rng=random.Random(5))
     assert scene.tally.well, (scene.tally.zeros, scene.tally.faults)

@@ -74,7 +74,6 @@ def test_a_worker_killed_in_mid_edit_of_each_kind_leaves_the_same_picture(scene:
     _expect_well(scene)
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_told_to_stop_loses_no_picture(scene: Scene) -> None:
     scene.wait_for_workers(2)
     drawing, name = _begin(scene)

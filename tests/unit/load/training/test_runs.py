@@ -50,7 +50,6 @@ def test_a_stage_that_minutes_cut_short_is_the_last_one_of_a_run(training: Train
     assert list(train_all(replace(training, minutes=0.0))) == [Outcome(stage="vae", steps=0)]
 
 
-@pytest.mark.slow
 def test_a_stage_that_others_trained_on_is_left_alone_or_refused_until_its_checkpoint_is_removed(
     training: Training,
 ) -> None:
