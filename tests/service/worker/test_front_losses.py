@@ -239,6 +239,8 @@ async def test_the_worker_is_in_the_fleet_while_its_engine_is_ready(gateway: Gat
     killed = time.monotonic()
     os.kill(running.engine.pid, signal.SIGKILL)
     await eventually(lambda: gateway.members == 1 and len(gateway.registrations) == 2)  # it left, and came again
+    told = len(gateway.loads)
+    await eventually(lambda: len(gateway.loads) > told)
     await eventually(
         lambda: [item.digest for item in gateway.loads[-1].hosted] == ["shelf at host:1"]
     )  # so did they the next engine
