@@ -27,6 +27,7 @@ from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.line import equal_weights
 from bottega.gateway.scheduling.shares import RunningShares
 from bottega.planning.step_table import MAX_POINTS
+from bottega.process.memory import tune_garbage_collector
 from bottega.v1 import fleet_pb2, worker_pb2
 from bottega.v1.activations_pb2 import (
     TEMPLATE_TIER_DISK,
@@ -77,12 +78,12 @@ class _Desk:
         members = [shop.worker(f"w{number}") for number in range(WORKERS)]
         for member in members:
             self._report(shop, member)
-        scheduler, taken = shop.controller.scheduler, []
+        scheduler, taken, thresholds = shop.controller.scheduler, [], gc.get_threshold()
         try:
             while len(shop.queue) < QUEUED:
                 shop.take(self._edit(shop))
             _check_loads(shop)
-            gc.freeze()
+            tune_garbage_collector()  # as the gateway does
             for _ in range(_WARM_UP + looks):
                 for member in members:
                     await self._change(shop, member)
@@ -96,6 +97,7 @@ class _Desk:
                     shop.take(self._edit(shop))
         finally:
             gc.unfreeze()
+            gc.set_threshold(*thresholds)
             await shop.stop()
         return taken[_WARM_UP:]
 
@@ -106,7 +108,7 @@ class _Desk:
         running = shop.running(member) if self._chance.random() < _STEPPING else []
         for job in running:
             job.set_steps_done(job.number, min(job.steps.total - 1, job.steps.done + 1))
-        connection = shop.dispatcher.connection(member)
+        connection = shop.dispatcher.connections.get(member)
         if connection is not None and running:
             connection.revision += 1
         if self._chance.random() < _COMPLETING and (ending := shop.running(member)):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bottega.gateway.scheduling.policy import PendingJob, assign
 from bottega.gateway.scheduling.worker_state import Findings, ResourceRequest, WorkerState
-from bottega.planning import rounded_share
+from bottega.planning import Shape, rounded_share
 from load.bench.scheduling_fleet import MAX_ROWS, ROWS, SHAPE, SimulatedEdit, SimulatedFleet, SimulatedWorker
 
 # As the scheduler's between two looks for the sake of progress.
@@ -58,6 +58,9 @@ class Policy:
     def __init__(self, fleet: SimulatedFleet) -> None:
         self._fleet = fleet
         self._times, self._fractions = fleet.costs.times(), fleet.costs.fractions()
+        # What turns take is the same at all workers, and never changes.
+        self._alone: dict[tuple[int, Shape, float], tuple[float, float]] = {}
+        self._turns: dict[Shape, Callable[[float], float]] = {}
         self._waiting: deque[SimulatedEdit] = deque()
         self._seen: dict[str, _Seen] = {}
         self._by_name = {worker.name: worker for worker in fleet.workers}
@@ -78,7 +81,7 @@ class Policy:
     def _look(self, now_s: float) -> None:
         self._due, self._looked_at = False, now_s
         states = [self._state(worker) for worker in self._fleet.workers]
-        given = {each.job_id: each.worker for each in assign(self._pending(), states)}
+        given = {each.job_id: each.worker for each in assign(self._pending(), states, waiting=len(self._waiting))}
         if not given:
             return
         gone = [edit for edit in self._waiting if str(edit.number) in given]
@@ -111,7 +114,9 @@ class Policy:
         seen, edits = self._seen.get(worker.name), tuple(worker.here)
         if seen is None or seen.turns != worker.turns or seen.edits != edits:
             same = seen is not None and seen.edits == edits and seen.age < _KEPT_WIDTHS
-            findings = Findings(widths=seen.state.findings.widths) if seen is not None and same else Findings()
+            findings = Findings(alone=self._alone, turns=self._turns)
+            if seen is not None and same:
+                findings.widths = seen.state.findings.widths
             seen = self._seen[worker.name] = _Seen(
                 state=self._new_state(worker, findings),
                 turns=worker.turns,

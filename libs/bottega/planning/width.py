@@ -50,6 +50,32 @@ def completion_times(works: Sequence[RemainingWork], seconds: Callable[[float], 
     return ends
 
 
+def _sum_of_completions(works: Sequence[RemainingWork], seconds: Callable[[float], float], width: int) -> float:
+    """The sum of what `completion_times` says: a width is chosen by it alone."""
+    # The turn after which each ends, and its rows.
+    running: list[tuple[int, float]] = list(works[:width])
+    heapify(running)
+    rows = sum(each[1] for each in running)
+    clock = total = 0.0
+    turn = 0
+    for steps, more_rows in works[width:]:
+        end, ended_rows = running[0]
+        if end > turn:
+            clock += (end - turn) * seconds(rows)
+            turn = end
+        total += clock
+        rows += more_rows - ended_rows
+        heapreplace(running, (turn + steps, more_rows))
+    running.sort()
+    for end, ended_rows in running:
+        if end > turn:
+            clock += (end - turn) * seconds(rows)
+            turn = end
+        total += clock
+        rows -= ended_rows
+    return total
+
+
 def most_on_trial(width: int) -> int:
     """How many may run together in a turn that is made to measure again what it takes, where `width` pay off.
 
@@ -74,8 +100,11 @@ def best_width(works: Sequence[RemainingWork], seconds: Callable[[float], float]
         rows += work.rows
         if width > 1 and rows > max_rows:
             break
-        sums.append(sum(completion_times(seen, cost, width)))
-    best, alone = min(sums, default=0.0), sum(work.steps * cost(float(work.rows)) for work in seen)
+        sums.append(_sum_of_completions(seen, cost, width))
+    best, alone = min(sums, default=0.0), sum(work.steps * cost(work.rows) for work in seen)
     bound = best + min(_TOLERANCE * best, _MOST_TOLERANCE * alone)
-    # Where turns take no time that there is, such as NaN, nothing is within any bound: one at a time.
-    return max((width for width, total in enumerate(sums, start=1) if total <= bound), default=min(1, len(sums)))
+    for width in range(len(sums), 1, -1):
+        if sums[width - 1] <= bound:
+            return width
+    # Also where turns take no time that there is, such as NaN: then nothing is within any bound.
+    return min(1, len(sums))

@@ -116,7 +116,7 @@ def turn_with_a_queue(worker: Worker, queued: int) -> None:
     waiting = [
         PendingJob(job_id=str(n), request=ResourceRequest(rows=ROWS, steps=20, shape=SHAPE)) for n in range(queued)
     ]
-    given = assign(waiting, [seat])
+    given = assign(waiting, [seat], waiting=len(waiting))
     if worker.here:
         worker.turn()
     worker.take(len(given))

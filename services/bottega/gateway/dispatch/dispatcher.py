@@ -127,9 +127,10 @@ class Dispatcher:
             self._report_loss(attempt, WorkerLost("the worker was cut off"))
         connection.close()
 
-    def connection(self, member: Member) -> WorkerConnection | None:
-        """That of a worker, from its joining until it is lost."""
-        return self._connections.get(member)
+    @property
+    def connections(self) -> Mapping[Member, WorkerConnection]:
+        """Those of workers, from their joining until they are lost."""
+        return self._connections
 
     def has_completed(self, attempt: worker_pb2.AttemptId) -> bool:
         """Whether it has just brought all images, so that its worker may still report that it runs."""

@@ -49,7 +49,7 @@ class QueueForecast:
         """Adds one job, last."""
         if self._plans:
             least = self._least_loaded()
-            self._loads_s[least] += self._plans[least].alone_s(request)
+            self._loads_s[least] += self._plans[least].state.alone_s(request)
             self._plans[least].add(request, bound=False)
             self._lines[least].append(self._size)
         self._size += 1
@@ -65,7 +65,7 @@ class QueueForecast:
         """Seconds of a job on the fastest worker and alone. None while that is not measured."""
         if not self._plans or any(plan.unmeasured(request) for plan in self._plans):
             return None
-        return min(plan.alone_s(request) + plan.state.fixed_s for plan in self._plans)
+        return min(plan.state.alone_s(request) + plan.state.fixed_s for plan in self._plans)
 
     def completions_s(self) -> list[float | None]:
         """Expected seconds until each of the added jobs completes."""

@@ -18,7 +18,6 @@ The engine of a worker forms its groups by the same cost model (bottega.planning
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -79,12 +78,13 @@ class Assignment:
 
 
 def assign(
-    pending: Iterable[PendingJob], workers: Sequence[WorkerState], *, contended: bool = False
+    pending: Iterable[PendingJob], workers: Sequence[WorkerState], *, waiting: int, contended: bool = False
 ) -> list[Assignment]:
     """Which of the pending jobs, oldest first, leave the queue now. Looks at no more of them than it must.
 
     An exclusive job takes an idle worker, else one is drained for it: never more than one at a time, so that the others
-    go on. contended: several tenants have jobs: behind one that no worker has a place for there may be one within its
+    go on. waiting: how many wait in all; those that nobody may have now need not be among `pending`.
+    contended: several tenants have jobs: behind one that no worker has a place for there may be one within its
     tenant's share.
     """
     if not workers:
@@ -92,14 +92,8 @@ def assign(
     plans = [WorkerPlan(worker) for worker in workers]
     assignments: list[Assignment] = []
     unbound, blocked = 0, False
-    rest = iter(pending)
-    line = deque(islice(rest, 1 + LOOK_AHEAD))
-    for _ in range(_HORIZON):
-        if not line or unbound > _MOST_UNBOUND:
-            break
-        job = line.popleft()
-        behind = sum(not other.exclusive for other in line)
-        line.extend(islice(rest, 1))
+    for number, job in enumerate(islice(pending, _HORIZON), start=1):
+        behind = min(max(0, waiting - number), LOOK_AHEAD)
         if blocked and not job.within_share:
             continue
         anywhere = not job.avoid and job.eligible is None
@@ -114,12 +108,14 @@ def assign(
                 break
             blocked = True
             continue
-        best = min(options, key=lambda option: option.completes_s)
+        best = min(options, key=_COMPLETES_S)
         if best.has_slack:
             assignments.append(best.assignment())
-        unbound += not best.has_slack
         best.plan.add(best.request, bound=best.has_slack)
         best.plan.closed = job.exclusive
+        unbound += not best.has_slack
+        if unbound > _MOST_UNBOUND:
+            break
     return assignments
 
 
@@ -129,12 +125,13 @@ def _shortlist(job: PendingJob, candidates: Iterable[WorkerPlan]) -> list[Worker
     if len(plans) <= _NEAREST + _IDLEST:
         return plans
 
-    whole, reduced, loads = as_typical(job.request), job.reduced, job.load_s
+    whole, reduced, load_s = as_typical(job.request), job.reduced, job.load_s.get
 
     def at_most_s(plan: WorkerPlan) -> float:
-        worker = plan.state.worker
+        state = plan.state
+        worker = state.worker
         request = as_typical(reduced[worker]) if worker in reduced else whole
-        return plan.load_s + plan.alone_s(request) + loads.get(worker, 0.0)
+        return plan.load_s + state.alone_s(request) + load_s(worker, 0.0)
 
     least_busy = sorted(plans, key=_LOAD_S)[:_LEAST_BUSY]
     nearest = sorted(least_busy, key=at_most_s)[:_NEAREST]
@@ -142,6 +139,7 @@ def _shortlist(job: PendingJob, candidates: Iterable[WorkerPlan]) -> list[Worker
 
 
 _LOAD_S = attrgetter("load_s")
+_COMPLETES_S = attrgetter("completes_s")
 
 
 def _idle_or_drained(candidates: list[WorkerPlan], plans: Sequence[WorkerPlan]) -> list[WorkerPlan]:

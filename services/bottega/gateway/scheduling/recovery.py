@@ -76,7 +76,7 @@ class AttemptRecovery:
 
     def stop_stale_attempts(self, member: Member) -> None:
         """Frees a worker of attempts that count no more, such as after it was frozen for a while."""
-        connection = self._dispatcher.connection(member)
+        connection = self._dispatcher.connections.get(member)
         for running in member.load.running if connection else ():
             job = self._jobs.find_live(running.attempt.job_id)
             if job is not None:
@@ -105,12 +105,12 @@ class AttemptRecovery:
             self._scheduler.add_worker(member)
 
     async def _claim_all(self, member: Member) -> None:
-        connection = self._dispatcher.connection(member)
+        connection = self._dispatcher.connections.get(member)
         if connection is None:
             return
         try:
             for summary in await connection.list_attempts():
-                if self._dispatcher.connection(member) is connection:  # it may be lost by now
+                if self._dispatcher.connections.get(member) is connection:  # it may be lost by now
                     self._claim(connection, summary.attempt)
         except BottegaError as error:
             _log.warning("a worker does not say what it has", extra={"member": member.name, "text": error.message})

@@ -138,7 +138,8 @@ class Scheduler:
         )
         pending = self._snapshot.pending(self._queue.line(model), members, shares)
         late: list[Job] = []
-        for assignment in assign(pending, self._snapshot.workers(members.values()), contended=shares.contended):
+        workers, waiting = self._snapshot.workers(members.values()), self._queue.waiting(model)
+        for assignment in assign(pending, workers, waiting=waiting, contended=shares.contended):
             job = self._jobs.find_live(assignment.job_id)
             assert job is not None
             left_s = math.inf if job.deadline is None else job.deadline - self._clock.monotonic()

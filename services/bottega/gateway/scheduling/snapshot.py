@@ -65,9 +65,9 @@ class FleetSnapshot:
 
     def workers(self, members: Iterable[Member]) -> list[WorkerState]:
         """These workers, by what they run."""
-        states = []
+        states, known, connected = [], self._cache.get, self._dispatcher.connections.get
         for member in members:  # of hundreds of workers, most have not changed
-            cached, connection = self._cache.get(member), self._dispatcher.connection(member)
+            cached, connection = known(member), connected(member)
             revision = connection.revision if connection else -1
             if cached is None or cached.load is not member.load or cached.revision != revision:
                 cached = self._renewed(member, cached, connection.jobs if connection else [], revision)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
@@ -30,11 +29,13 @@ class WorkerPlan:
     load_s: seconds that what is here takes, one after the other. closed: whether it gets nothing more.
     """
 
+    __slots__ = ("_added", "_has_unbound", "closed", "load_s", "state")
+
     def __init__(self, state: WorkerState) -> None:
         self.state = state
         found = state.findings
         if found.load_s is None:
-            found.load_s = sum(self.alone_s(request) for request in state.running)
+            found.load_s = sum(state.alone_s(request) for request in state.running)
         self.load_s = found.load_s
         self.closed = state.exclusive
         self._has_unbound = False
@@ -44,10 +45,6 @@ class WorkerPlan:
     def empty(self) -> bool:
         """Whether nothing runs here, nor is planned."""
         return not self.state.running and not self._added and not self.state.finishing
-
-    def alone_s(self, request: ResourceRequest) -> float:
-        """Seconds of the turns of one job, alone."""
-        return self.state.alone(request)[1] * request.steps
 
     def has_slack(self, request: ResourceRequest, behind: int, *, within_share: bool = False) -> bool:
         """Whether a job may begin here now. Nobody overtakes one that is planned here and not bound yet.
@@ -76,7 +73,7 @@ class WorkerPlan:
     def add(self, request: ResourceRequest, *, bound: bool) -> None:
         """Counts a job in. bound: whether the worker gets it now."""
         self._added = (*self._added, request)
-        self.load_s += self.alone_s(request)
+        self.load_s += self.state.alone_s(request)
         self._has_unbound = self._has_unbound or not bound
 
     def unmeasured(self, request: ResourceRequest) -> bool:
@@ -110,7 +107,7 @@ class WorkerPlan:
 @lru_cache(_TYPICAL)
 def as_typical(request: ResourceRequest) -> ResourceRequest:
     """A request like this one, of few kinds: how many should run together depends but little on what they compute."""
-    return replace(request, share=ceil(request.share * _TYPICAL_SHARES) / _TYPICAL_SHARES)
+    return request._replace(share=ceil(request.share * _TYPICAL_SHARES) / _TYPICAL_SHARES)
 
 
 def _has_slack(state: WorkerState, planned: Sequence[ResourceRequest], request: ResourceRequest, width: int) -> bool:
@@ -137,8 +134,7 @@ def _worth_a_trial(state: WorkerState, requests: Sequence[ResourceRequest], widt
 
 
 def _works(requests: Iterable[ResourceRequest], shape: Shape, state: WorkerState) -> list[RemainingWork]:
-    """Requests as plain rows of one shape: a larger latent counts as more rows, an edit as fewer."""
-    return [RemainingWork(rows=_rows_as(request, shape, state), steps=request.steps) for request in requests]
+    return [state.work(request, shape) for request in requests]
 
 
 def _lead_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], float]) -> float:
@@ -146,13 +142,12 @@ def _lead_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], float]) -
 
 
 def _place_free_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], float], width: int) -> float:
-    """Seconds until fewer than `width` of `ahead` are left."""
-    return sorted(completion_times(ahead, seconds, len(ahead)))[len(ahead) - width]
-
-
-def _rows_as(request: ResourceRequest, shape: Shape, state: WorkerState) -> float:
-    rows = state.alone(request)[0]
-    if request.shape == shape:
-        return rows
-    area, of = request.shape[0] * request.shape[1], shape[0] * shape[1]
-    return rows * area / of if area and of else rows
+    """Seconds until fewer than `width` of `ahead`, which run together, are left."""
+    clock, turn = 0.0, 0
+    rows = sum(work.rows for work in ahead)
+    for steps, ended_rows in sorted(ahead)[: len(ahead) - width + 1]:
+        if steps > turn:
+            clock += (steps - turn) * seconds(rows)
+            turn = steps
+        rows -= ended_rows
+    return clock

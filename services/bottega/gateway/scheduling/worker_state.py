@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
-from bottega.planning import RowFractions, Shape, StepTimes
+from bottega.planning import RemainingWork, RowFractions, Shape, StepTimes
 
 # Seconds of one row and turn while nothing was measured: proportional, so that nothing shares a worker then.
 _UNMEASURED_S = 0.1
@@ -14,9 +15,8 @@ _UNMEASURED_S = 0.1
 _TURNS = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResourceRequest:
-    """What a job needs of a worker.
+class ResourceRequest(NamedTuple):
+    """What a job needs of a worker. A tuple: what was found out is looked up by it, hundreds of times in a round.
 
     rows: in each turn. steps: turns to go. shape: of its latent; (0, 0) is unknown. share: of the tokens of its rows,
     what is computed; less than 1 of an edit whose template's activations are at hand.
@@ -26,14 +26,6 @@ class ResourceRequest:
     steps: int
     shape: Shape
     share: float = 1.0
-    _hash: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.rows, self.steps, self.shape, self.share)))
-
-    def __hash__(self) -> int:
-        """Kept: what was found out of workers is looked up by it, more than a hundred times in a round."""
-        return self._hash
 
 
 # What was added since the state was made, the job in question, and how many are behind it.
@@ -89,21 +81,39 @@ class WorkerState:
             seconds = self.findings.turns[shape] = _turn_seconds(self.times, shape)
         return seconds
 
+    def work(self, request: ResourceRequest, shape: Shape) -> RemainingWork:
+        """A job as plain rows of one shape: a larger latent counts as more rows, an edit as fewer."""
+        rows = self.alone(request)[0]
+        if request.shape != shape:
+            rows *= _area_ratio(request.shape, shape)
+        return RemainingWork(request.steps, rows)
+
     def alone(self, request: ResourceRequest) -> tuple[float, float]:
         """What the rows of one job cost, in plain ones, and the seconds of a turn with nothing else."""
-        kind, known = (request.rows, request.shape, request.share), self.findings.alone
-        found = known.get(kind)
+        rows, _, shape, share = request
+        known = self.findings.alone
+        found = known.get((rows, shape, share))
         if found is None:
-            rows = float(request.rows)
-            if request.share < 1.0:
-                rows *= self.fractions.fraction(request.shape, request.share)
-            found = known[kind] = rows, self.turn_seconds(request.shape)(rows)
+            plain = float(rows)
+            if share < 1.0:
+                plain *= self.fractions.fraction(shape, share)
+            found = known[rows, shape, share] = plain, self.turn_seconds(shape)(plain)
         return found
+
+    def alone_s(self, request: ResourceRequest) -> float:
+        """Seconds of the turns of one job, alone."""
+        return self.alone(request)[1] * request.steps
 
     @property
     def unmeasured(self) -> bool:
         """Whether it has measured no step yet."""
         return next(iter(self.times.entries()), None) is None
+
+
+def _area_ratio(shape: Shape, other: Shape) -> float:
+    """Of two latents; 1 where one is unknown."""
+    area, of = shape[0] * shape[1], other[0] * other[1]
+    return area / of if area and of else 1.0
 
 
 def _turn_seconds(times: StepTimes, shape: Shape) -> Callable[[float], float]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from bottega.gateway.scheduling.estimates import forecast
-from bottega.gateway.scheduling.policy import PendingJob, assign
+from bottega.gateway.scheduling.policy import Assignment, PendingJob, assign
 from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
 from bottega.planning import RowFractions, StepTimes
 from tests.support.processor_speed import on_this_machine
@@ -37,8 +37,16 @@ def _line(count: int, **kwargs: int) -> list[PendingJob]:
     return [PendingJob(job_id=f"j{i}", request=_request(**kwargs)) for i in range(count)]
 
 
+def _assign(
+    pending: Iterable[PendingJob], workers: list[WorkerState], *, waiting: int = 0, contended: bool = False
+) -> list[Assignment]:
+    """waiting: as many as there are, unless it is said."""
+    waiting = waiting or len(pending if isinstance(pending, list) else [])
+    return assign(pending, workers, waiting=waiting, contended=contended)
+
+
 def _pairs(pending: list[PendingJob], workers: list[WorkerState]) -> list[tuple[str, str]]:
-    return [(a.job_id, a.worker) for a in assign(pending, workers)]
+    return [(a.job_id, a.worker) for a in _assign(pending, workers)]
 
 
 # Fast: 5 steps to go and 30 of its own, .1 s each = 3.5 s. Slow and idle: 30 steps of 1 s.
@@ -76,8 +84,8 @@ def test_jobs_go_where_they_end_first(pending: int, workers: list[WorkerState], 
 
 def test_a_group_is_never_wider_than_the_worker_takes() -> None:
     running = [_request(20) for _ in range(7)]
-    assert len(assign(_line(5), [_worker("w1", *running, times=GAINING)])) == 1
-    assert len(assign(_line(5), [_worker("w1", _request(20), times=GAINING, max_rows=4)])) == 1
+    assert len(_assign(_line(5), [_worker("w1", *running, times=GAINING)])) == 1
+    assert len(_assign(_line(5), [_worker("w1", _request(20), times=GAINING, max_rows=4)])) == 1
 
 
 def test_a_job_is_bound_while_the_last_turn_of_the_one_before_runs() -> None:
@@ -108,9 +116,9 @@ def test_a_job_that_has_no_place_holds_up_none_within_its_tenants_share() -> Non
     full = _worker("w1", _request(20))
     stuck, within = _line(2)
     pending = [stuck, replace(within, within_share=True)]
-    assert assign(pending, [full]) == []
-    assert [(each.job_id, each.worker) for each in assign(pending, [full], contended=True)] == [("j1", "w1")]
-    assert assign([stuck, within], [full], contended=True) == []
+    assert _assign(pending, [full]) == []
+    assert [(each.job_id, each.worker) for each in _assign(pending, [full], contended=True)] == [("j1", "w1")]
+    assert _assign([stuck, within], [full], contended=True) == []
 
 
 def _exclusive(count: int, *, avoid: str = "") -> list[PendingJob]:
@@ -144,13 +152,13 @@ def test_no_worker_is_cleared_for_an_exclusive_job_that_must_not_get_it() -> Non
 
 
 def test_an_assignment_says_whether_it_has_the_worker_for_itself() -> None:
-    assert [a.exclusive for a in assign(_line(2), [_worker("w1", times=GAINING)])] == [True, False]
-    assert [a.exclusive for a in assign(_line(1), [replace(_worker("w1"), finishing=1)])] == [False]
+    assert [a.exclusive for a in _assign(_line(2), [_worker("w1", times=GAINING)])] == [True, False]
+    assert [a.exclusive for a in _assign(_line(1), [replace(_worker("w1"), finishing=1)])] == [False]
 
 
 def test_without_measurements_every_worker_gets_one_job_and_no_estimate() -> None:
     workers = [_worker("w1", times=StepTimes()), _worker("w2", times=StepTimes())]
-    assignments = assign(_line(3), workers)
+    assignments = _assign(_line(3), workers)
     assert [(a.worker, a.estimate_s) for a in assignments] == [("w1", None), ("w2", None)]
     assert forecast([_request()] * 2, workers) == [None, None]
 
@@ -166,7 +174,7 @@ HALF_FIXED = RowFractions.from_entries([(SHAPE, 0.5)])
 
 
 def _edit(share: float, steps: int = 30) -> ResourceRequest:
-    return replace(_request(steps), share=share)
+    return _request(steps)._replace(share=share)
 
 
 def test_an_edit_counts_as_what_its_mask_leaves_to_compute() -> None:
@@ -181,7 +189,7 @@ def test_an_edit_counts_as_what_its_mask_leaves_to_compute() -> None:
 def test_of_two_workers_as_busy_the_one_gets_an_edit_at_which_it_computes_less() -> None:
     workers = [replace(_worker(name), fractions=HALF_FIXED) for name in ("w1", "w2")]
     job = PendingJob(job_id="e", request=_request(), reduced={"w2": _edit(0.2)})
-    (assignment,) = assign([job], workers)
+    (assignment,) = _assign([job], workers)
     assert assignment.worker == "w2"
     assert assignment.estimate_s == pytest.approx(30 * 0.06 + 0.1)
     loads = PendingJob(job_id="e", request=_request(), reduced={"w2": _edit(0.2)}, load_s={"w2": 1.5})
@@ -190,7 +198,7 @@ def test_of_two_workers_as_busy_the_one_gets_an_edit_at_which_it_computes_less()
 
 def test_what_a_job_has_to_load_is_in_its_estimate() -> None:
     job = PendingJob(job_id="e", request=_request(), load_s={"w1": 1.5})
-    (assignment,) = assign([job], [_worker("w1")])
+    (assignment,) = _assign([job], [_worker("w1")])
     assert assignment.estimate_s == pytest.approx(30 * 0.1 + 0.1 + 1.5)
 
 
@@ -224,7 +232,7 @@ def test_estimates_say_when_each_waiting_job_ends() -> None:
 
 
 def test_the_estimate_of_an_assignment_is_its_completion() -> None:
-    assert assign(_line(1), [_worker("w1")])[0].estimate_s == pytest.approx(30 * 0.1 + 0.1)
+    assert _assign(_line(1), [_worker("w1")])[0].estimate_s == pytest.approx(30 * 0.1 + 0.1)
 
 
 @pytest.mark.alone
@@ -234,7 +242,7 @@ def test_a_decision_over_a_full_queue_and_busy_workers_is_quick() -> None:
     costs = []
     for _ in range(5):
         began = time.thread_time()
-        assign(pending, workers)
+        _assign(pending, workers)
         costs.append(time.thread_time() - began)
     assert min(costs) < on_this_machine(0.02)
 
@@ -247,7 +255,7 @@ def test_no_more_of_the_queue_is_looked_at_than_decides() -> None:
             looked_at.append(job.job_id)
             yield job
 
-    assert assign(pending(), [_worker("w1", _request(20))]) == []
+    assert _assign(pending(), [_worker("w1", _request(20))]) == []
     assert len(looked_at) < 10
 
 
@@ -257,7 +265,7 @@ def test_another_look_at_workers_that_have_not_moved_costs_next_to_nothing() -> 
     costs = []
     for _ in range(6):
         began = time.thread_time()
-        assign(_line(8), workers)
+        _assign(_line(8), workers)
         costs.append(time.thread_time() - began)
     assert min(costs[1:]) < costs[0] / 5
 
@@ -274,7 +282,7 @@ def _outdated(times: StepTimes, *rows: int) -> StepTimes:
 
 def test_a_worker_that_would_try_a_wider_turn_gets_one_more_and_nobody_is_promised_anything_by_it() -> None:
     times = _outdated(PROPORTIONAL, 4, 8)
-    (given,) = assign(_line(3), [_worker("w1", _request(20), times=times)])
+    (given,) = _assign(_line(3), [_worker("w1", _request(20), times=times)])
     assert given.job_id == "j0"
     assert given.estimate_s == pytest.approx(0.1 + 50 * 0.1)
     assert forecast([_request()], [_worker("w1", _request(20), times=times)]) == [pytest.approx(0.1 + 50 * 0.1)]
