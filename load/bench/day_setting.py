@@ -27,6 +27,8 @@ _PROMPTS = 2000
 # A template is recorded by one edit, and completed by the next: the first leaves out what its own mask covers.
 _RECORDING_EDITS = 2
 _RECORDING_MASK = 0.01
+# Of each of its requests: nobody waits for them, and several are drawn at once.
+_PREPARING_DEADLINE_S = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,7 @@ def _live_the_day_before(day: Day, shape: DayShape) -> None:
         folder=day.prepared / "services",
         state=day.prepared,
         threads=day.options.threads,
-        deadline_s=day.options.deadline_s,
+        deadline_s=_PREPARING_DEADLINE_S,
     )
     seed = day.options.seed + _DAY_BEFORE
     drawn = _plain_draws(shape.sample(seed))[: day.options.day_before]
