@@ -32,6 +32,7 @@ JOIN_S = 120.0
 _ONE_REQUEST = 2
 _GIB = 1 << 30
 _CLIENTS = 8
+_ACTIVATIONS_MIB = 2048
 # Of what the day before left, all has been written by then.
 _WRITTEN_S = 60.0
 _STORES = ("loras", "cache", "activations")
@@ -58,7 +59,7 @@ class DaySuite:
             "loras": {"bases": {MODEL: str(self.world.model)}},
             # All is recorded, and nothing left to chance.
             "cache": {"exploration": 0.0, "min_free_bytes": 0},
-            "activations": {"budget_bytes": 2 * _GIB, "disk_bytes": 8 * _GIB, "template_mib": 0, "min_free_bytes": 0},
+            "activations": {"budget_bytes": 3 * _GIB, "disk_bytes": 8 * _GIB, "template_mib": 0, "min_free_bytes": 0},
         }
         if not self.techniques.cached_starts:
             del stores["cache"]
@@ -88,6 +89,9 @@ class DaySuite:
             "exclusive_cores": True,
             # None stays where nobody waits for it: of thousands, as production has them, few are used again soon.
             "lora_budget_bytes": 1,
+            # Of a template there are 180 MiB, and as many are recorded at once as there are clients.
+            "activations_mib": _ACTIVATIONS_MIB,
+            "activations_upload_mib": _ACTIVATIONS_MIB,
         }
         if not techniques.controlnet_server:
             engine["controlnets"] = self._controlnets()
