@@ -16,11 +16,11 @@ from typing import Protocol
 import grpc
 
 from bottega.background_tasks import BackgroundTasks
-from bottega.errors import BottegaError, JobCancelled, MethodNotServed, Unavailable
+from bottega.errors import BottegaError, InternalError, JobCancelled, MethodNotServed, Unavailable
 from bottega.rpc.channel import PLAINTEXT, Channels, Target
 from bottega.rpc.security.caller import Role
 from bottega.rpc.security.identity import Identity
-from bottega.rpc.status import from_rpc_error
+from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
 # The gateway's lease is 1.5 s; three reports fit into it.
@@ -139,24 +139,28 @@ class FleetMembership:
         """
         self._retry_after_s = None
         channel = self._channels.open(Target(address=self._gateway, role=Role.GATEWAY))
-        call = fleet_pb2_grpc.FleetServiceStub(channel).Join(self._reports())
+        answered = asyncio.Event()
+        call = fleet_pb2_grpc.FleetServiceStub(channel).Join(self._reports(answered))
         try:
             async for response in call:
                 self._on_response(response)
+                answered.set()
         except grpc.aio.AioRpcError as error:
-            self._on_failure(from_rpc_error(error))
+            self._on_failure(from_rpc_error(error), said=was_answered(error))
         finally:
             call.cancel()
             was_joined = self.joined.is_set()
             self.joined.clear()
+            answered.set()
             await channel.close()
         return was_joined
 
-    def _on_failure(self, error: BottegaError) -> None:
+    def _on_failure(self, error: BottegaError, *, said: bool) -> None:
+        """said: whether that is the gateway's word. gRPC loses it where a report is being written as a stream ends."""
         self._retry_after_s = error.retry_after_s
         text = self._not_the_fleet() if isinstance(error, MethodNotServed) else error.message
         facts = {"gateway": self._gateway, "reason": error.reason_name, "text": text}
-        if isinstance(error, Unavailable | JobCancelled):
+        if isinstance(error, Unavailable | JobCancelled) or (isinstance(error, InternalError) and not said):
             self._refusal = None
             self._log_unreachable(facts)
             return
@@ -193,8 +197,12 @@ class FleetMembership:
         self._on_backlog(response.backlog)
         self._on_services(response.services)
 
-    async def _reports(self) -> AsyncIterator[fleet_pb2.JoinRequest]:
+    async def _reports(self, answered: asyncio.Event) -> AsyncIterator[fleet_pb2.JoinRequest]:
+        """answered: set with the first response, and at the end of the stream."""
         yield fleet_pb2.JoinRequest(registration=self._registration)
+        await answered.wait()  # a report that is written while the gateway refuses would hide why it does
+        if not self.joined.is_set():
+            return
         while True:
             self._changed.clear()
             yield fleet_pb2.JoinRequest(load=self._load())

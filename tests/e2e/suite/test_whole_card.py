@@ -41,6 +41,8 @@ TIMES = [
 CALL_S = 10.0
 # Between two arrivals, at most: a step or two of the embedded model.
 GAP_S = 0.1
+# Rounds more, until requests have shared a step: on a busy machine a turn of several may seem to take longer.
+_MORE = 8
 SEED = 16
 STEPS = 6
 CONTROLNETS, LORAS = ("edges", "layout"), ("striped", "dusk", "checked")
@@ -165,7 +167,9 @@ def alone(house: House) -> dict[str, Picture]:
 def test_exact_no_picture_depends_on_its_neighbours(house: House, alone: Mapping[str, Picture], times: int) -> None:
     chance = random.Random(SEED)
     most_at_once = 0.0
-    for _ in range(times):
+    for number in range(times + _MORE):
+        if number >= times and most_at_once > 1:
+            break
         for name, picture in shuffled(house.client, chance, fidelity="exact").items():
             made = picture.provenance
             assert_same_image(pixels_of(picture.pil()), pixels_of(alone[name].pil()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -93,6 +95,51 @@ async def test_a_member_that_is_refused_comes_again_when_the_gateway_says(monkey
     finally:
         await member.stop()
         await server.stop()
+
+
+class SlowToRefuse(fleet_pb2_grpc.FleetServiceServicer):
+    """Takes what comes for a moment, and refuses."""
+
+    def __init__(self) -> None:
+        self.came = Counter[str]()
+        self.refused = 0
+
+    async def Join(
+        self, requests: AsyncIterator[fleet_pb2.JoinRequest], context: object
+    ) -> AsyncIterator[fleet_pb2.JoinResponse]:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.3):
+                async for request in requests:
+                    self.came[request.WhichOneof("message") or ""] += 1
+        self.refused += 1
+        if self.refused:
+            raise errors.FleetFull("no room", retry_after_s=0.1)
+        yield fleet_pb2.JoinResponse()
+
+
+async def test_nothing_is_reported_before_the_gateway_has_answered() -> None:
+    """It would be written while the gateway refuses at times, and gRPC would lose the refusal."""
+    server, fleet = Server("fleet", ServerConfig()), SlowToRefuse()  # type: ignore[abstract]
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server.grpc)
+    await server.start()
+    member = FleetMembership(server.address, fleet_pb2.Registration(name="w1"), load=fleet_pb2.Load)
+    member.start()
+    try:
+        await eventually(lambda: fleet.refused >= 2)
+        assert fleet.came.keys() == {"registration"}
+    finally:
+        await member.stop()
+        await server.stop()
+
+
+async def test_a_stream_that_ends_without_the_gateways_word_is_no_refusal(caplog: pytest.LogCaptureFixture) -> None:
+    member = FleetMembership("127.0.0.1:1", fleet_pb2.Registration(name="w1"), load=fleet_pb2.Load)
+    member._on_failure(errors.InternalError("the call failed"), said=False)
+    member._on_failure(errors.InternalError("a bug"), said=True)
+    assert [record.message for record in caplog.records] == [
+        "fleet cannot be reached",
+        "the fleet refuses this service",
+    ]
 
 
 async def test_a_gateway_that_is_not_there_is_logged_after_a_moment_and_not_every_time(
