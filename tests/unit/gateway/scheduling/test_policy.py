@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -37,12 +37,9 @@ def _line(count: int, **kwargs: int) -> list[PendingJob]:
     return [PendingJob(job_id=f"j{i}", request=_request(**kwargs)) for i in range(count)]
 
 
-def _assign(
-    pending: Iterable[PendingJob], workers: list[WorkerState], *, waiting: int = 0, contended: bool = False
-) -> list[Assignment]:
-    """waiting: as many as there are, unless it is said."""
-    waiting = waiting or len(pending if isinstance(pending, list) else [])
-    return assign(pending, workers, waiting=waiting, contended=contended)
+def _assign(pending: list[PendingJob], workers: list[WorkerState], *, contended: bool = False) -> list[Assignment]:
+    """As many wait as there are."""
+    return assign(pending, workers, waiting=len(pending), contended=contended)
 
 
 def _pairs(pending: list[PendingJob], workers: list[WorkerState]) -> list[tuple[str, str]]:
@@ -255,7 +252,7 @@ def test_no_more_of_the_queue_is_looked_at_than_decides() -> None:
             looked_at.append(job.job_id)
             yield job
 
-    assert _assign(pending(), [_worker("w1", _request(20))]) == []
+    assert assign(pending(), [_worker("w1", _request(20))], waiting=64) == []
     assert len(looked_at) < 10
 
 
