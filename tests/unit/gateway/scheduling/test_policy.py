@@ -232,6 +232,11 @@ def test_the_estimate_of_an_assignment_is_its_completion() -> None:
     assert _assign(_line(1), [_worker("w1")])[0].estimate_s == pytest.approx(30 * 0.1 + 0.1)
 
 
+def test_a_group_is_as_wide_as_pays_off_for_the_jobs_that_wait_behind_the_next_one() -> None:
+    worker = _worker("w1", _request(10), times=_times(0.02, 0.05))
+    assert [len(assign(_line(1), [worker], waiting=waiting)) for waiting in (1, 6)] == [0, 1]
+
+
 @pytest.mark.alone
 def test_a_decision_over_a_full_queue_and_busy_workers_is_quick() -> None:
     workers = [_worker(f"w{i}", *(_request(7 + i + k) for k in range(6)), times=GAINING) for i in range(4)]
