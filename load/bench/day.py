@@ -81,7 +81,7 @@ def suite_day(day: Day, requests: Sequence[PlannedRequest], techniques: Techniqu
 async def _suite_day(day: Day, suite: DaySuite, where: RunningDay, requests: Sequence[PlannedRequest]) -> DayRun:
     await warm_up(suite, where, warm_up_requests(requests, list(day.world.controlnets)))
     uses = Uses()
-    async with sending(suite, where, lambda _, picture: uses.add(picture)) as sender:
+    async with sending(suite, where, uses.add) as sender:
         before_s = processor_s()
         replayed = await replay(requests, sender.send, deadline_s=day.scale.deadline_s, length_s=day.options.length_s)
         return DayRun(replayed=replayed, processor_s=processor_s() - before_s, uses=uses)

@@ -10,7 +10,9 @@ import jinja2
 
 from load.bench import day_plots
 from load.bench.day_figures import IN_TIME, PLAIN, SUITE, WANTED, Comparison, Figures
+from load.bench.day_kinds import kinds, slowest
 from load.bench.day_options import DayOptions
+from load.bench.day_requests import RequestClass
 from load.bench.day_techniques import LABELS
 from load.bench.report import machine
 
@@ -74,6 +76,8 @@ def page(comparison: Comparison, options: DayOptions, rate_per_s: float) -> str:
         ratios=_ratios(comparison),
         sides=[_side(PLAIN, comparison.plain), _side(SUITE, comparison.suite)],
         worths=[_worth(comparison, name) for name in comparison.without],
+        kinds=kinds(comparison),
+        slowest=[(str(RequestClass.of(row.request)), row) for row in slowest(comparison)],
         void=comparison.void,
         plots={name: base64.b64encode(svg).decode() for name, svg in plots.items()},
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from load.bench.day_figures import IN_TIME, WANTED, Comparison
+from load.bench.day_kinds import kinds, slowest
+from load.bench.day_requests import RequestClass
 from load.bench.day_techniques import LABELS
 
 
 def rows(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """What people read: both sides, their ratios, and what each technique was worth."""
+    """What people read: both sides, their ratios, who took how long, and what each technique was worth."""
     plain, suite = comparison.plain, comparison.suite
     both = [
         (f"answers within {IN_TIME:g} times the time alone", f"{plain.good_share:.1%}", f"{suite.good_share:.1%}"),
@@ -24,9 +26,25 @@ def rows(comparison: Comparison) -> list[tuple[str, str, str]]:
         ),
         (f"plain over suite, p95 (p95_ratio, wanted {WANTED['p95_ratio']:g})", comparison.p95_ratio),
     ]
+    by_kind = [
+        (
+            f"{kind.requests} {kind.name}, {kind.alone_s:.1f} s alone: p50, p95, in time",
+            f"{kind.plain}",
+            f"{kind.suite}",
+        )
+        for kind in kinds(comparison)
+    ]
+    slow = [
+        (
+            f"slow: {RequestClass.of(row.request)}, {row.alone_s:.1f} s alone, came at {row.request.at_s:.0f} s",
+            f"{row.plain_s:.1f} s",
+            f"{row.suite_s:.1f} s" + (f" ({row.where})" if row.where else ""),
+        )
+        for row in slowest(comparison)
+    ]
     without = []
     for name, figures in comparison.without.items():
         goodput, p95 = comparison.worth(name)
         said = f"{figures.good_share:.1%}, {figures.latency_s(0.95):.2f} s"
         without.append((f"without {LABELS[name]}: in time, p95; worth", "", f"{said}; {goodput:.2f}, {p95:.2f}"))
-    return [*both, *((what, "", f"{ratio:.2f}") for what, ratio in ratios), *without]
+    return [*both, *((what, "", f"{ratio:.2f}") for what, ratio in ratios), *by_kind, *slow, *without]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from bottega.client import Picture
+from load.replay.requests import PlannedRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ def without_each() -> dict[str, Techniques]:
     also_off = {"masked_blocks": ("stored_activations",)}
     return {
         name: replace(ALL, **dict.fromkeys((name, *also_off.get(name, ())), False))
-        for name in (field.name for field in fields(Techniques))
+        for name in (each.name for each in fields(Techniques))
     }
 
 
@@ -58,7 +59,7 @@ class Uses:
     that were not drawn. cached: pictures that started from a latent. blocks, reused: of edits, transformer blocks, and
     those of which the masked part alone was computed. late: pictures of which a LoRA came after the first step.
     served: pictures with ControlNets that a server ran. pictures: all. requests: that steps had together, summed over
-    the pictures that were drawn.
+    the pictures that were drawn. stages: seconds of each request by stage.
     """
 
     pictures: int = 0
@@ -71,10 +72,12 @@ class Uses:
     late: int = 0
     served: int = 0
     requests: float = 0.0
+    stages: dict[PlannedRequest, dict[str, float]] = field(default_factory=dict)
 
-    def add(self, picture: Picture) -> None:
+    def add(self, request: PlannedRequest, picture: Picture) -> None:
         """One more."""
         made = picture.provenance
+        self.stages[request] = {time.stage: time.seconds for time in made.times}
         self.pictures += 1
         self.steps += made.parameters.num_inference_steps
         if made.identical_job:

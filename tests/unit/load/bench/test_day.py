@@ -15,9 +15,10 @@ import pytest
 
 from bottega.client import Picture
 from bottega.errors import ConfigError
-from bottega.v1.generation_pb2 import CacheUse, ControlNetUse, LoraUse, Provenance
+from bottega.v1.generation_pb2 import CacheUse, ControlNetUse, LoraUse, Provenance, StageTime
 from load.bench import day_page
 from load.bench.day_figures import Comparison, DayRun, Figures, Scale
+from load.bench.day_kinds import kinds, slowest
 from load.bench.day_options import parse
 from load.bench.day_plain import PlainSide, together
 from load.bench.day_reference import PlainBatch
@@ -289,7 +290,7 @@ def test_what_techniques_did_is_read_from_provenances() -> None:
     edit.blocks_total, edit.blocks_reused = 100, 80
     again.identical_job = "job"
     for each in (cached, lora, net, edit, again):
-        uses.add(picture_of(each))
+        uses.add(DRAW, picture_of(each))
     assert list(uses.said()) == [
         "1 answered with a stored picture",
         "1 from cached latents (10% of all steps spared)",
@@ -302,7 +303,7 @@ def test_what_techniques_did_is_read_from_provenances() -> None:
 
 def test_a_worker_that_runs_its_controlnets_itself_is_no_server() -> None:
     uses = Uses()
-    uses.add(picture_of(Provenance(worker="worker", controlnets=[ControlNetUse(servers=["worker"])])))
+    uses.add(DRAW, picture_of(Provenance(worker="worker", controlnets=[ControlNetUse(servers=["worker"])])))
     assert uses.served == 0
 
 
@@ -327,7 +328,8 @@ def test_a_page_without_rows_and_one_of_a_void_run_say_so() -> None:
     options = parse(None, ["--rows", "none"])
     assert "What each technique was worth" not in day_page.page(comparison, options, rate_per_s=0.5)
     held_up = replace(answered(EDIT, 9.0), delay_s=5.0)
-    html = day_page.page(replace(comparison, suite=figures(held_up)), options, rate_per_s=0.5)
+    comparison = Comparison(plain=figures(answered(EDIT, 9.0)), suite=figures(held_up), without={})
+    html = day_page.page(comparison, options, rate_per_s=0.5)
     assert "suite: void: 0 of 1 requests went out on time" in html
 
 
@@ -335,8 +337,51 @@ def test_the_table_has_both_sides_beside_each_other_and_a_line_for_each_techniqu
     table = rows(compared())
     assert table[0][1:] == ("25.0%", "100.0%")
     assert ("p95", "30.00 s", "1.50 s") in table
+    assert ("20 edits, 1.0 s alone: p50, p95, in time", "30.0 s, 30.0 s, 25%", "1.5 s, 1.5 s, 100%") in table
     (without,) = [row for row in table if LABELS["masked_blocks"] in row[0]]
     assert without[2] == "50.0%, 6.00 s; 2.00, 4.00"
+
+
+def test_kinds_of_requests_are_told_apart_and_the_most_frequent_come_first() -> None:
+    controlled = replace(DRAW, controlnets=("net0",))
+    scale = replace(SCALE, alone_s={**SCALE.alone_s, RequestClass.of(controlled): 4.0})
+    requests = [DRAW, EDIT, EDIT, controlled]
+    plain = replace(figures(*(answered(each, 7.0) for each in requests)), scale=scale)
+    suite = replace(figures(*(answered(each, 2.0) for each in requests[:3]), refused(controlled)), scale=scale)
+    found = kinds(Comparison(plain=plain, suite=suite, without={}))
+    assert [(kind.name, kind.requests, kind.alone_s) for kind in found] == [
+        ("edits", 2, 1.0),
+        ("draws without ControlNets", 1, 2.0),
+        ("draws with ControlNets", 1, 4.0),
+    ]
+    assert [str(kind.plain) for kind in found] == ["7.0 s, 7.0 s, 0%", "7.0 s, 7.0 s, 0%", "7.0 s, 7.0 s, 100%"]
+    assert str(found[2].suite) == "60.0 s, 60.0 s, 0%", "what was refused counts as its deadline"
+
+
+def test_the_suites_slowest_requests_are_named_with_where_their_time_went() -> None:
+    requests = [at(number, EDIT) for number in range(9)]
+    uses = Uses()
+    for number, request in enumerate(requests):
+        times = [StageTime(stage="queue", seconds=0.6 * number), StageTime(stage="decode", seconds=0.01)]
+        uses.add(request, picture_of(Provenance(times=[*times, StageTime(stage="denoise", seconds=0.3 * number)])))
+    replayed = concluded(
+        [answered(request, 1.0 * number) for number, request in enumerate(requests)],
+        deadline_s=DEADLINE_S,
+        length_s=LENGTH_S,
+    )
+    suite = Figures(runs=[DayRun(replayed=replayed, processor_s=1.0, uses=uses)], scale=SCALE)
+    plain = figures(*(answered(request, 20.0 - number) for number, request in enumerate(requests)))
+    slow = slowest(Comparison(plain=plain, suite=suite, without={}))
+    assert [(row.plain_s, row.suite_s) for row in slow] == [
+        (12.0, 8.0),
+        (13.0, 7.0),
+        (14.0, 6.0),
+        (15.0, 5.0),
+        (16.0, 4.0),
+    ]
+    assert slow[0].where == "queue 4.8, denoise 2.4", "decoding took next to nothing"
+    unknown = slowest(compared())
+    assert [row.where for row in unknown] == [""] * 5, "no picture came with these"
 
 
 @pytest.mark.parametrize("bad", [["--minutes", "0"], ["--rows", "nonsense"], ["--load", "-1"], ["--rounds", "0"]])
