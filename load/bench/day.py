@@ -17,7 +17,7 @@ from bottega.errors import ConfigError
 from load.bench import day_page
 from load.bench.day_figures import PLAIN, SUITE, Comparison, DayRun, Figures
 from load.bench.day_options import parse
-from load.bench.day_plain import PlainSide, serving
+from load.bench.day_plain import PlainSide, serving, warm_up_plain
 from load.bench.day_reference import DayReference
 from load.bench.day_requests import warm_up_requests
 from load.bench.day_setting import Day, settle
@@ -52,8 +52,7 @@ def plain_day(day: Day, requests: Sequence[PlannedRequest]) -> DayRun:
     """On the plain server, in a process of its own."""
     with DayReference(day.world.model, day.options.threads) as process:
         side = PlainSide(process=process, world=day.world, fuse=day.fuse)
-        for request in warm_up_requests(requests, list(day.world.controlnets)):
-            side.alone(request)
+        warm_up_plain(side, requests)
         return asyncio.run(_plain_day(day, side, requests))
 
 

@@ -19,8 +19,8 @@ class DayOptions:
 
     load: of what the plain server can draw one by one, what comes on average. steps_share: of the mix's steps, those
     that are made. templates, controlnets, loras: how many there are. day_before: pictures that the cache has seen
-    before, at most. rows: techniques that a day is drawn without. threads: of each engine. deadline_s: of a request.
-    page: to write.
+    before, at most. rows: techniques that a day is drawn without. threads: of each engine. deadline_s: of a request;
+    None is by what the slowest takes alone. page: to write.
     """
 
     mix: str
@@ -35,7 +35,7 @@ class DayOptions:
     day_before: int
     rows: Sequence[str]
     threads: int
-    deadline_s: float
+    deadline_s: float | None
     page: Path
 
     @property
@@ -68,7 +68,9 @@ def parse(about: str | None, arguments: Sequence[str] | None = None) -> DayOptio
     parser.add_argument("--loras", type=_count, default=12, help="that there are (default: 12)")
     parser.add_argument("--day-before", type=int, default=60, help="pictures that the cache has seen, at most (60)")
     parser.add_argument("--threads", type=_count, default=os.cpu_count() or 1, help="of each engine")
-    parser.add_argument("--deadline-s", type=_above_0, default=120.0, help="of a request (default: 120)")
+    parser.add_argument(
+        "--deadline-s", type=_above_0, help="of a request (default: four times what the slowest one takes alone)"
+    )
     parser.add_argument("--page", type=Path, default=Path("out/bench-day.html"), help="to write (out/bench-day.html)")
     values = vars(parser.parse_args(arguments))
     if _ALL_ROWS in values["rows"]:

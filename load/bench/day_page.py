@@ -71,6 +71,7 @@ def page(comparison: Comparison, options: DayOptions, rate_per_s: float) -> str:
     html: str = template.render(
         machine=machine(),
         options=options,
+        deadline_s=comparison.suite.scale.deadline_s,
         rate_per_s=rate_per_s,
         in_time=IN_TIME,
         ratios=_ratios(comparison),

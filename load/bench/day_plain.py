@@ -6,9 +6,9 @@ asked over a pipe: nothing of a server around it is counted against it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from load.bench.day_reference import DayReference, PlainBatch, PlainPicture
 from load.bench.day_requests import RequestClass, warm_up_requests
@@ -83,6 +83,7 @@ async def serving(side: PlainSide) -> AsyncIterator[Send]:
 
 def faster_with_fusing(side: PlainSide, request: PlannedRequest) -> PlainSide:
     """The side, with the faster of both ways for LoRAs, of which this request has some; each is warm."""
+    side.world.prepare([request])
     taken = {}
     for fuse in (True, False):
         way = replace(side, fuse=fuse)
@@ -91,8 +92,26 @@ def faster_with_fusing(side: PlainSide, request: PlannedRequest) -> PlainSide:
     return replace(side, fuse=taken[True] <= taken[False])
 
 
-def alone_times(side: PlainSide, classes: Mapping[RequestClass, PlannedRequest]) -> dict[RequestClass, float]:
-    """Seconds of each class alone, once all is warm."""
-    for request in warm_up_requests(list(classes.values()), list(side.world.controlnets)):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AloneTimes:
+    """What requests take alone on the plain server, once all is warm. seconds: of each class that was asked about."""
+
+    side: PlainSide
+    seconds: dict[RequestClass, float] = field(default_factory=dict)
+
+    def of(self, request: PlannedRequest) -> float:
+        """Seconds; the first request of a class is drawn for it, which is said."""
+        kind = RequestClass.of(request)
+        if kind not in self.seconds:
+            self.side.world.prepare([request])
+            self.seconds[kind] = self.side.alone(request)
+            print(f"alone on the plain server: {kind}: {self.seconds[kind]:.2f} s", flush=True)
+        return self.seconds[kind]
+
+
+def warm_up_plain(side: PlainSide, requests: Sequence[PlannedRequest]) -> None:
+    """Draws what a day begins with. requests: some of it."""
+    wanted = warm_up_requests(requests, list(side.world.controlnets))
+    side.world.prepare(wanted)
+    for request in wanted:
         side.alone(request)
-    return {each: side.alone(request) for each, request in classes.items()}

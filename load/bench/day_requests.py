@@ -5,8 +5,9 @@ A day is compressed: steps, bursts and the number of templates shrink with it, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 from typing import Any
 
 from bottega.errors import ConfigError
@@ -97,9 +98,24 @@ def one_of_each(requests: Sequence[PlannedRequest]) -> dict[RequestClass, Planne
     return found
 
 
-def mean_alone_s(requests: Sequence[PlannedRequest], alone_s: Mapping[RequestClass, float]) -> float:
-    """Of all of them, one after the other."""
-    return sum(alone_s[RequestClass.of(request)] for request in requests) / len(requests)
+def rate_for(
+    samples: Sequence[Sequence[PlannedRequest]],
+    alone_s: Callable[[PlannedRequest], float],
+    *,
+    load: float,
+    length_s: float,
+) -> float:
+    """Requests a second at which days of that length, on average, take `load` of it where they are drawn one by one.
+
+    samples: the first requests of each day, as many of each, more than it will have. alone_s: what one takes; asked of
+    the first ones of each day, as many as that takes, so that nothing is measured of what never comes.
+    """
+    taken_s: list[float] = []
+    for requests in zip(*samples, strict=True):
+        taken_s.append(sum(map(alone_s, requests)) / len(requests))
+        if sum(taken_s) >= load * length_s:
+            break
+    return load / mean(taken_s)
 
 
 def warm_up_requests(requests: Sequence[PlannedRequest], controlnets: Sequence[str]) -> list[PlannedRequest]:

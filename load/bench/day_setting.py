@@ -12,9 +12,9 @@ from load.bench.cache_thresholds import thresholds
 from load.bench.day_figures import Scale
 from load.bench.day_files import build_world
 from load.bench.day_options import DayOptions
-from load.bench.day_plain import PlainSide, alone_times, faster_with_fusing
+from load.bench.day_plain import AloneTimes, PlainSide, faster_with_fusing, warm_up_plain
 from load.bench.day_reference import DayReference
-from load.bench.day_requests import DayShape, RequestClass, mean_alone_s, one_of_each
+from load.bench.day_requests import DayShape, RequestClass, rate_for
 from load.bench.day_suite import DaySuite, prepare
 from load.bench.day_world import World
 from load.replay.prompt_stream import prompts
@@ -27,6 +27,8 @@ _PROMPTS = 2000
 # A template is recorded by one edit, and completed by the next: the first leaves out what its own mask covers.
 _RECORDING_EDITS = 2
 _RECORDING_MASK = 0.01
+# Times what the slowest request takes alone: longer than an answer in time, for all of them.
+_PATIENCE = 4.0
 # Of each of its requests: nobody waits for them, and several are drawn at once.
 _PREPARING_DEADLINE_S = 900.0
 
@@ -58,20 +60,20 @@ def settle(folder: Path, options: DayOptions) -> Day:
         controlnets=list(world.controlnets),
         loras=list(world.loras),
     )
-    seeds = range(options.seed, options.seed + options.rounds)
-    sample = [request for seed in seeds for request in shape.sample(seed)]
-    print(f"asks what {len(one_of_each(sample))} classes of requests take alone", flush=True)
-    fuse, alone_s = _plain_times(world, sample, options.threads)
-    rate_per_s = options.load / mean_alone_s(sample, alone_s)
-    _say(alone_s, rate_per_s)
-    days = [shape.requests(rate_per_s, seed) for seed in seeds]
-    world.prepare(request for requests in days for request in requests)
+    print("asks what requests take alone", flush=True)
+    with DayReference(world.model, options.threads) as process:
+        pace = _pace(PlainSide(process=process, world=world), shape, options)
+    print(f"{pace.rate_per_s:.3f} requests a second on average", flush=True)
+    world.prepare(request for requests in pace.days for request in requests)
     day = Day(
         world=world,
-        scale=Scale(alone_s=alone_s, deadline_s=options.deadline_s),
-        days=days,
-        rate_per_s=rate_per_s,
-        fuse=fuse,
+        scale=Scale(
+            alone_s=pace.alone_s,
+            deadline_s=options.deadline_s or _PATIENCE * max(pace.alone_s.values()),
+        ),
+        days=pace.days,
+        rate_per_s=pace.rate_per_s,
+        fuse=pace.fuse,
         prepared=folder / "prepared",
         options=options,
     )
@@ -79,17 +81,34 @@ def settle(folder: Path, options: DayOptions) -> Day:
     return day
 
 
-def _plain_times(
-    world: World, sample: Sequence[PlannedRequest], threads: int
-) -> tuple[bool, dict[RequestClass, float]]:
-    """Whether LoRAs go into the weights, and what each class takes then."""
-    classes = one_of_each(sample)
-    world.prepare(classes.values())
-    with DayReference(world.model, threads) as process:
-        side = PlainSide(process=process, world=world)
-        if with_loras := next((request for request in sample if request.loras and not request.controlnets), None):
-            side = faster_with_fusing(side, with_loras)
-        return side.fuse, alone_times(side, classes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pace:
+    """How much comes, by what the plain server takes. See Day."""
+
+    fuse: bool
+    alone_s: Mapping[RequestClass, float]
+    rate_per_s: float
+    days: Sequence[Sequence[PlannedRequest]]
+
+
+def _pace(side: PlainSide, shape: DayShape, options: DayOptions) -> _Pace:
+    samples = [shape.sample(seed) for seed in _seeds(options)]
+    sample = [request for requests in samples for request in requests]
+    warm_up_plain(side, sample)
+    if with_loras := next((request for request in sample if request.loras and not request.controlnets), None):
+        side = faster_with_fusing(side, with_loras)
+    alone = AloneTimes(side=side)
+    rate_per_s = rate_for(samples, alone.of, load=options.load, length_s=options.length_s)
+    days = [shape.requests(rate_per_s, seed) for seed in _seeds(options)]
+    for requests in days:
+        for request in requests:
+            alone.of(request)
+    return _Pace(fuse=side.fuse, alone_s=alone.seconds, rate_per_s=rate_per_s, days=days)
+
+
+def _seeds(options: DayOptions) -> range:
+    """One for each day."""
+    return range(options.seed, options.seed + options.rounds)
 
 
 def _live_the_day_before(day: Day, shape: DayShape) -> None:
@@ -123,8 +142,3 @@ def _recording_edits(requests: Iterable[PlannedRequest]) -> list[PlannedRequest]
 def _plain_draws(requests: Sequence[PlannedRequest]) -> list[PlannedRequest]:
     """Those whose latents others may start from: control images and LoRAs would have to be the same."""
     return [request for request in requests if request.kind == "draw" and not request.controlnets and not request.loras]
-
-
-def _say(alone_s: Mapping[RequestClass, float], rate_per_s: float) -> None:
-    print("alone on the plain server: " + "; ".join(f"{each}: {seconds:.2f} s" for each, seconds in alone_s.items()))
-    print(f"{rate_per_s:.3f} requests a second on average", flush=True)

@@ -20,9 +20,9 @@ from load.bench import day_page
 from load.bench.day_figures import Comparison, DayRun, Figures, Scale
 from load.bench.day_kinds import kinds, slowest
 from load.bench.day_options import parse
-from load.bench.day_plain import PlainSide, together
+from load.bench.day_plain import AloneTimes, PlainSide, together
 from load.bench.day_reference import PlainBatch
-from load.bench.day_requests import DayShape, RequestClass, mean_alone_s, one_of_each, warm_up_requests
+from load.bench.day_requests import DayShape, RequestClass, rate_for, warm_up_requests
 from load.bench.day_suite import DaySuite
 from load.bench.day_table import rows
 from load.bench.day_techniques import ALL, LABELS, Techniques, Uses, without_each
@@ -95,13 +95,36 @@ def test_a_compressed_day_has_the_mixes_shares_and_fewer_steps_templates_and_sho
     assert SHAPE.requests(10.0, seed=1) == requests
 
 
-def test_a_days_classes_are_known_before_its_rate_is() -> None:
+def test_a_days_first_requests_are_known_before_its_rate_is() -> None:
     sample, requests = SHAPE.sample(seed=4), SHAPE.requests(rate_per_s=2.0, seed=4)
     assert [replace(each, at_s=0.0) for each in sample[: len(requests)]] == [
         replace(each, at_s=0.0) for each in requests
     ]
-    alone_s = dict.fromkeys(one_of_each(sample), 0.5)
-    assert mean_alone_s(requests, alone_s) == pytest.approx(0.5)
+
+
+def test_a_days_rate_is_that_at_which_its_own_requests_take_so_much_of_it_and_no_others_are_asked_about() -> None:
+    samples = [[DRAW, EDIT, EDIT, EDIT, DRAW, DRAW], [EDIT, EDIT, DRAW, EDIT, DRAW, DRAW]]
+    asked: list[int] = []
+
+    def alone_s(request: PlannedRequest) -> float:
+        asked.append(request.steps)
+        return 6.0 if request.kind == "draw" else 2.0
+
+    # The first three of a day take 10 s on average: half of 20.
+    assert rate_for(samples, alone_s, load=0.5, length_s=20.0) == pytest.approx(3 / 20)
+    assert len(asked) == 6
+    # Where all of them are too few, the mean of all counts: 24 s for six.
+    assert rate_for(samples, alone_s, load=0.5, length_s=2000.0) == pytest.approx(0.5 * 6 / 24)
+
+
+def test_what_a_class_takes_alone_is_measured_once(tmp_path: Path) -> None:
+    side, reference = plain_side(tmp_path)
+    alone = AloneTimes(side=side)
+    assert alone.of(EDIT) == alone.of(replace(EDIT, seed=9)) == 0.1
+    assert alone.of(DRAW) == 0.1
+    assert len(reference.asked) == 2
+    assert not any(batch.stay for batch in reference.asked)
+    assert alone.seconds == {RequestClass.of(EDIT): 0.1, RequestClass.of(DRAW): 0.1}
 
 
 def test_a_mix_that_the_plain_server_cannot_draw_is_refused(tmp_path: Path) -> None:
