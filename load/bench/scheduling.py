@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
+import os
 import random
 import statistics
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from load.bench.exclusive_cores import begin_with_exclusive_cores
@@ -74,6 +77,18 @@ def compare(workers: int, masks: MaskRatios, costs: FleetCosts, options: argpars
     )
 
 
+def _compare_all(costs: FleetCosts, options: argparse.Namespace) -> list[Compared]:
+    """Every fleet with every kind of masks, as many at a time as there are cores; the largest fleets begin."""
+    kinds = list(itertools.product(WORKERS, TRACES))
+    # Begun anew, not forked: the engine that was measured has left threads in this process.
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = {kind: pool.submit(compare, *kind, costs, options) for kind in reversed(kinds)}
+        for done in as_completed(running.values()):
+            what, took, _ = _row(done.result())
+            print(f"{what}: {took}", flush=True)
+        return [running[kind].result() for kind in kinds]
+
+
 def _capacity_per_s(workers: int, masks: MaskRatios, costs: FleetCosts, options: argparse.Namespace) -> float:
     """Edits per second of a fleet whose queue is never empty: the better one of two sides'."""
     count = 40 * workers
@@ -105,11 +120,11 @@ def main() -> None:
         decisions = _decisions(options.looks)
         report("scheduling", _of_decisions(decisions), decisions)
         return
+    print("measures what turns cost", flush=True)
     turns = measured(threads=options.threads, rounds=options.rounds)
-    costs = FleetCosts(turns=turns)
-    compared = [compare(workers, masks, costs, options) for workers in WORKERS for masks in TRACES]
+    compared = _compare_all(FleetCosts(turns=turns), options)
     values = {**_values(turns, compared), **_decisions(options.looks)}
-    report("scheduling", [*_rows(compared), *_summary(values)], values)
+    report("scheduling", [*map(_row, compared), *_summary(values)], values)
 
 
 def _decisions(looks: int) -> dict[str, float]:
@@ -131,15 +146,12 @@ def _values(turns: TurnCosts, compared: Iterable[Compared]) -> dict[str, float]:
     }
 
 
-def _rows(compared: Iterable[Compared]) -> list[tuple[str, str, str]]:
-    return [
-        (
-            f"{each.workers} workers, {each.masks} masks, {each.per_s:.2f} edits/s: p95 by requests, tokens, policy",
-            f"{each.requests_s:.1f} s, {each.tokens_s:.1f} s, {each.policy_s:.1f} s",
-            f"-{100 * each.reduction:.0f} %, -{100 * each.vs_tokens:.0f} %",
-        )
-        for each in compared
-    ]
+def _row(each: Compared) -> tuple[str, str, str]:
+    return (
+        f"{each.workers} workers, {each.masks} masks, {each.per_s:.2f} edits/s: p95 by requests, tokens, policy",
+        f"{each.requests_s:.1f} s, {each.tokens_s:.1f} s, {each.policy_s:.1f} s",
+        f"-{100 * each.reduction:.0f} %, -{100 * each.vs_tokens:.0f} %",
+    )
 
 
 def _summary(values: dict[str, float]) -> list[tuple[str, str, str]]:
