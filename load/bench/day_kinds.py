@@ -40,11 +40,14 @@ class Took:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindRow:
-    """Requests of one kind. alone_s: the mean of what they take alone on the plain server."""
+    """Requests of one kind. alone_s: the mean of what they take alone on the plain server. turns_s: of their parts of
+    the suite's turns, those included that were not drawn.
+    """
 
     name: str
     requests: int
     alone_s: float
+    turns_s: float
     plain: Took
     suite: Took
 
@@ -69,6 +72,7 @@ class SlowRow:
 def kinds(comparison: Comparison) -> list[KindRow]:
     """Of all days; a kind that no request has is left out."""
     scale = comparison.suite.scale
+    turns_s = {request: found for run in comparison.suite.runs for request, found in run.uses.turns_s.items()}
     both: dict[str, list[tuple[Answer[PlannedRequest], Answer[PlannedRequest]]]] = {}
     for pair in zip(comparison.plain.answers, comparison.suite.answers, strict=True):
         both.setdefault(_kind(pair[0].request), []).append(pair)
@@ -77,6 +81,7 @@ def kinds(comparison: Comparison) -> list[KindRow]:
             name=name,
             requests=len(pairs),
             alone_s=sum(scale.alone_s[RequestClass.of(plain.request)] for plain, _ in pairs) / len(pairs),
+            turns_s=sum(turns_s.get(suite.request, 0.0) for _, suite in pairs) / len(pairs),
             plain=Took.of([plain for plain, _ in pairs], scale),
             suite=Took.of([suite for _, suite in pairs], scale),
         )

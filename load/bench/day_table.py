@@ -27,12 +27,12 @@ def rows(comparison: Comparison) -> list[tuple[str, str, str]]:
         (f"plain over suite, p95 (p95_ratio, wanted {WANTED['p95_ratio']:g})", comparison.p95_ratio),
     ]
     by_kind = [
-        (
-            f"{kind.requests} {kind.name}, {kind.alone_s:.1f} s alone: p50, p95, in time",
-            f"{kind.plain}",
-            f"{kind.suite}",
-        )
+        row
         for kind in kinds(comparison)
+        for row in (
+            (f"{kind.requests} {kind.name}: p50, p95, in time", f"{kind.plain}", f"{kind.suite}"),
+            ("    alone; of the suite's turns, their part", f"{kind.alone_s:.1f} s", f"{kind.turns_s:.1f} s"),
+        )
     ]
     slow = [
         (

@@ -30,6 +30,8 @@ class Techniques:
 
 
 ALL = Techniques()
+# Stages of which those who share a turn have all of it each.
+_TURNS = ("denoise", "batch", "controlnets")
 LABELS = {
     "identical_answers": "stored answers to identical requests",
     "cached_starts": "starts from cached latents",
@@ -59,7 +61,8 @@ class Uses:
     that were not drawn. cached: pictures that started from a latent. blocks, reused: of edits, transformer blocks, and
     those of which the masked part alone was computed. late: pictures of which a LoRA came after the first step.
     served: pictures with ControlNets that a server ran. pictures: all. requests: that steps had together, summed over
-    the pictures that were drawn. stages: seconds of each request by stage.
+    the pictures that were drawn. stages: seconds of each request by stage. turns_s: seconds of the worker's turns that
+    a request had to itself, where those who share one have equal parts of it.
     """
 
     pictures: int = 0
@@ -73,11 +76,13 @@ class Uses:
     served: int = 0
     requests: float = 0.0
     stages: dict[PlannedRequest, dict[str, float]] = field(default_factory=dict)
+    turns_s: dict[PlannedRequest, float] = field(default_factory=dict)
 
     def add(self, request: PlannedRequest, picture: Picture) -> None:
         """One more."""
         made = picture.provenance
-        self.stages[request] = {time.stage: time.seconds for time in made.times}
+        stages = self.stages[request] = {time.stage: time.seconds for time in made.times}
+        self.turns_s[request] = sum(stages.get(name, 0.0) for name in _TURNS) / max(1.0, made.mean_group_requests)
         self.pictures += 1
         self.steps += made.parameters.num_inference_steps
         if made.identical_job:

@@ -360,7 +360,8 @@ def test_the_table_has_both_sides_beside_each_other_and_a_line_for_each_techniqu
     table = rows(compared())
     assert table[0][1:] == ("25.0%", "100.0%")
     assert ("p95", "30.00 s", "1.50 s") in table
-    assert ("20 edits, 1.0 s alone: p50, p95, in time", "30.0 s, 30.0 s, 25%", "1.5 s, 1.5 s, 100%") in table
+    assert ("20 edits: p50, p95, in time", "30.0 s, 30.0 s, 25%", "1.5 s, 1.5 s, 100%") in table
+    assert ("    alone; of the suite's turns, their part", "1.0 s", "0.0 s") in table
     (without,) = [row for row in table if LABELS["masked_blocks"] in row[0]]
     assert without[2] == "50.0%, 6.00 s; 2.00, 4.00"
 
@@ -386,7 +387,8 @@ def test_the_suites_slowest_requests_are_named_with_where_their_time_went() -> N
     uses = Uses()
     for number, request in enumerate(requests):
         times = [StageTime(stage="queue", seconds=0.6 * number), StageTime(stage="decode", seconds=0.01)]
-        uses.add(request, picture_of(Provenance(times=[*times, StageTime(stage="denoise", seconds=0.3 * number)])))
+        denoise = StageTime(stage="denoise", seconds=0.3 * number)
+        uses.add(request, picture_of(Provenance(times=[*times, denoise], mean_group_requests=2)))
     replayed = concluded(
         [answered(request, 1.0 * number) for number, request in enumerate(requests)],
         deadline_s=DEADLINE_S,
@@ -402,6 +404,8 @@ def test_the_suites_slowest_requests_are_named_with_where_their_time_went() -> N
         (15.0, 5.0),
         (16.0, 4.0),
     ]
+    (kind,) = kinds(Comparison(plain=plain, suite=suite, without={}))
+    assert kind.turns_s == pytest.approx(0.3 * 4 / 2), "they shared their turns with one other each"
     assert slow[0].where == "queue 4.8, denoise 2.4", "decoding took next to nothing"
     unknown = slowest(compared())
     assert [row.where for row in unknown] == [""] * 5, "no picture came with these"
