@@ -18,6 +18,8 @@ def test_a_short_day_runs_through_both_sides_and_writes_its_page(tmp_path: Path)
     options = [
         *("--minutes", "0.5", "--rows", "controlnet_server", "--steps-share", "0.1", "--page", str(page)),
         *("--templates", "2", "--controlnets", "2", "--loras", "2", "--day-before", "4"),
+        # Some requests on a slow machine, too, and all of them answered.
+        *("--load", "2", "--deadline-s", "120"),
     ]
     # Beside other tests requests may go out late, which makes the run void, and 1 the exit status.
     values = run_load("load.bench.day", *options, timeout_s=TIMEOUT_S)
