@@ -79,7 +79,7 @@ def fleet(model: Path, folder: Path, workers: int) -> Iterator[str]:
         services.start(kinds.ACTIVATIONS, store)
         for number in range(workers):
             services.start("worker", worker_config(gateway.fleet, name=f"worker-{number}", engine=engine))
-        with Client(gateway.address) as client:
+        with Client(gateway.address, fleet_address=gateway.fleet) as client:
             wait_until(
                 lambda: len(client.fleet().members) == workers + 2,  # the gateway is one of them
                 "the workers and the store to join",
