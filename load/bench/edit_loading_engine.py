@@ -240,14 +240,14 @@ def _wait_until(holds: Any) -> None:
 
 def main() -> None:
     """Loads the model, says so with a line, then answers every line of stdin."""
-    import torch
+    from bottega.diffusion.device.threads import compute_with
 
     parser = argparse.ArgumentParser(prog="python -m load.bench.edit_loading_engine", description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--store", required=True)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    compute_with(options.threads)
     serve(EditLoading(options.model, options.store).answer)
 
 

@@ -24,6 +24,7 @@ from bottega.controlnet.worker_link import ControlNetLinks
 from bottega.device_links import device_links
 from bottega.diffusion.device.memory_plan import open_memory_plan
 from bottega.diffusion.device.pick import use_device
+from bottega.diffusion.device.threads import compute_with
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.model.model import DTYPES, pick_device
 from bottega.errors import BottegaError, Unavailable
@@ -43,8 +44,7 @@ _WEIGHTS_SHARE = 0.75
 def run(channel: FramedPipe, config: ControlNetEngineConfig) -> int:
     """Serves until the front is gone. Returns 1 with a log line when it cannot start."""
     diffusers_logging.set_verbosity_error()
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    compute_with(config.threads)
     try:
         ControlNetEngineLoop(channel, config, pick_device(config.device)).run()
     except Unavailable:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from bottega.diffusion.device.threads import compute_alone
 from bottega.diffusion.operations import Operations, WeightSum
 from bottega.diffusion.rows import Factors, LoraSet
 
@@ -117,16 +117,15 @@ class Patcher:
         Two threads in one layer after the other wake each other for every one, which takes as long as a small layer.
         """
         weights = [self._weight(path) for path in paths]
+        if any(each.is_cuda for each in weights):
+            work(paths)
+            return
         shares = min(torch.get_num_threads(), len(paths))
-        if sum(each.nbytes for each in weights) < _WORTH_THREADS_BYTES or any(each.is_cuda for each in weights):
+        if sum(each.nbytes for each in weights) < _WORTH_THREADS_BYTES:
             shares = 1
-        with _one_thread_each():
-            others = [_threads().submit(torch.inference_mode()(work), paths[i::shares]) for i in range(1, shares)]
-            try:
-                work(paths[::shares])
-            finally:
-                wait(others)
-        for each in others:
+        done = [_threads().submit(torch.inference_mode()(work), paths[i::shares]) for i in range(shares)]
+        wait(done)
+        for each in done:
             each.result()
 
     def _weight(self, path: str) -> Tensor:
@@ -138,20 +137,7 @@ class Patcher:
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     """Kept: a new thread's first product takes milliseconds more than the next one."""
-    return ThreadPoolExecutor(thread_name_prefix="patch")
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Computes in the calling thread alone, and so does each that begins to meanwhile, for good: torch's number of
-    threads belongs to each thread, and one that begins to use torch takes over the last that was set.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    return ThreadPoolExecutor(thread_name_prefix="patch", initializer=compute_alone)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from bottega.device_links import device_links
 from bottega.diffusion.acceleration.registry import candidates
 from bottega.diffusion.acceleration.trial_log import TrialLog
+from bottega.diffusion.device.threads import compute_with
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.heartbeat import Heartbeat
@@ -58,8 +57,7 @@ def load_runtime(config: EngineConfig, link_requests: LinkRequests, *, trials: P
 
     Raises OSError, ValueError or BottegaError with the reason when model, device or an add-on cannot be used.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    compute_with(config.threads)
     model, counters, heartbeat = _model(config), LinkCounters(), Heartbeat()
     devices = device_links(config.device_links, model.device, budget=model.memory)
     context = EngineAddOnContext(
