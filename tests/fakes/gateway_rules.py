@@ -202,7 +202,14 @@ class Shop:
             )
             for job in self.running(member)
         ]
-        load = fleet_pb2.Load(step_times=times, max_rows=16, draining=draining, running=running, hosted=controlnets)
+        load = fleet_pb2.Load(
+            step_times=times,
+            max_rows=16,
+            draining=draining,
+            running=running,
+            hosted=controlnets,
+            mask_tokens=fleet_pb2.MaskTokens(token_elements=2),
+        )
         self.fleet.report(member, load)
 
     def running(self, member: Member) -> list[Job]:

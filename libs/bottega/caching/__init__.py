@@ -9,12 +9,13 @@ from bottega.caching.load_plan import CacheItem, LoadClaim, LoadCommand, LoadCou
 from bottega.caching.lru_cache import LruCache, LruEntry
 from bottega.caching.popularity import EvictionOrder, Popularity
 from bottega.caching.tiered_cache import TieredCache
-from bottega.caching.tiers import CacheLease, Tier, TierStatistics
+from bottega.caching.tiers import CacheLease, KnownFile, Tier, TierStatistics
 
 __all__ = [
     "CacheItem",
     "CacheLease",
     "EvictionOrder",
+    "KnownFile",
     "Lease",
     "LoadCache",
     "LoadClaim",

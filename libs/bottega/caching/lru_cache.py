@@ -34,7 +34,7 @@ def _ignore(_key: str, _entry: object) -> None:
 class LruCache(Generic[EntryT]):
     """budget_bytes, max_entries: of all together. pinned: keys of entries that are never evicted.
 
-    on_evict: called with every entry that is evicted.
+    on_evict: called with every entry that is evicted. is_spared: of an entry, whether all others go before it.
     """
 
     def __init__(
@@ -43,11 +43,13 @@ class LruCache(Generic[EntryT]):
         budget_bytes: int,
         max_entries: int | None = None,
         on_evict: Callable[[str, EntryT], object] = _ignore,
+        is_spared: Callable[[EntryT], bool] | None = None,
     ) -> None:
         self.pinned: frozenset[str] = frozenset()
         self._budget_bytes = budget_bytes
         self._max_entries = max_entries
         self._on_evict = on_evict
+        self._is_spared = is_spared
         # The one used longest ago first.
         self._entries: OrderedDict[str, EntryT] = OrderedDict()
 
@@ -129,4 +131,15 @@ class LruCache(Generic[EntryT]):
         return len(victims)
 
     def _idle(self) -> Iterator[tuple[str, EntryT]]:
-        return ((key, entry) for key, entry in self._entries.items() if entry.is_idle and key not in self.pinned)
+        """Those that may be evicted, in the order in which they go."""
+        idle = ((key, entry) for key, entry in self._entries.items() if entry.is_idle and key not in self.pinned)
+        if self._is_spared is None:
+            yield from idle
+            return
+        spared = []
+        for key, entry in idle:
+            if self._is_spared(entry):
+                spared.append((key, entry))
+            else:
+                yield key, entry
+        yield from spared

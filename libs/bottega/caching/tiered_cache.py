@@ -6,6 +6,9 @@ their budgets from then on. Loads run in parallel, one for each file. A file for
 because all of it is pinned or leased, is read from the disk. Files of the disk are never given to other processes: a
 process that reads one ends when somebody shortens it. Pinned files are loaded as soon as there is room. Keys are
 SHA-256, by which a file is checked when it is loaded for the first time, or whenever it is read from the disk.
+
+Files of one group are used together: the group that was used longest ago goes first, and of it the file that was used
+last, so that what is left of it are those that its next use begins with. The disk is never waited for under the lock.
 """
 
 from __future__ import annotations
@@ -14,14 +17,14 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from bottega.caching.lru_cache import LruCache
 from bottega.caching.sealed_files import check, load
-from bottega.caching.tiers import CacheEntry, CacheLease, LoadParts, Tier, TierStatistics
+from bottega.caching.tiers import CacheEntry, CacheLease, KnownFile, LoadParts, Tier, TierStatistics
 from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.process import open_files
 from bottega.storage import os_errors
@@ -37,7 +40,8 @@ class TieredCache:
     path: where the file of a digest is. what: a file is, for people. missing: the error for a digest without a file.
     budget_bytes, max_entries: of what is in memory; each holds a file descriptor. max_loads: that run at once.
     on_damaged: called with the digest of a file that is damaged, by the thread that has read it. Where it is given,
-    files are checked whenever they are read from the disk, those that memory has no room for included.
+    files are checked whenever they are read from the disk, those that memory has no room for included. spared: asked
+    for the groups that go last, under the lock.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class TieredCache:
         max_entries: int,
         max_loads: int,
         on_damaged: Callable[[str], None] | None = None,
+        spared: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         self.counts = TierStatistics(by_tier=Counter())
         self._path = path
@@ -59,10 +64,15 @@ class TieredCache:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._memory = LruCache[CacheEntry](
-            budget_bytes=budget_bytes, max_entries=max_entries, on_evict=lambda _, entry: os.close(entry.descriptor)
+            budget_bytes=budget_bytes,
+            max_entries=max_entries,
+            on_evict=self._let_go,
+            is_spared=lambda entry: bool(entry.group) and entry.group in spared(),
         )
-        # Pinned, and without room or file so far.
-        self._awaited: deque[str] = deque()
+        # Of each group what is in memory, that used last at the end.
+        self._groups: dict[str, OrderedDict[str, None]] = {}
+        # Pinned, and without room so far.
+        self._awaited: dict[str, KnownFile] = {}
         self._leases: Counter[str] = Counter()
         self._trusted: set[str] = set()
         self._pool = ThreadPoolExecutor(max_workers=max_loads, thread_name_prefix=f"{what} loads")
@@ -88,39 +98,51 @@ class TieredCache:
             return self._idle.wait_for(lambda: not self._leases, seconds)
 
     def pin(self, digests: Iterable[str]) -> None:
-        """These, and no others, are loaded as soon as there is room, and stay in memory once they are there."""
+        """These, and no others, are loaded as soon as there is room, and stay in memory once they are there.
+
+        One without a file is not loaded: pin it again when it has one.
+        """
+        pinned = {digest: self._look_at(digest) for digest in digests}
         with self._lock:
-            pinned = list(digests)
             self._memory.pinned = frozenset(pinned)
-            self._awaited = deque(digest for digest in pinned if self._entry(digest, awaits_fetch=False) is None)
+            self._awaited = {
+                digest: file
+                for digest, file in pinned.items()
+                if self._entry(digest, file, awaits_fetch=False) is None and file is not None
+            }
 
-    def prefetch(self, digest: str) -> bool:
+    def prefetch(self, digest: str, file: KnownFile | None = None) -> bool:
         """Has it in memory soon, where there is room; whether it will be."""
+        known = file or self._look_at(digest)
         with self._lock:
-            return self._entry(digest) is not None
+            return self._entry(digest, known) is not None
 
-    def adopt(self, digest: str, descriptor: int, size_bytes: int) -> bool:
+    def adopt(self, digest: str, descriptor: int, file: KnownFile) -> bool:
         """Takes a sealed file that is in memory already, and has this digest; whether there was room.
 
         The descriptor is the cache's from then on; where it is not taken it is closed.
         """
         with self._lock:
-            gone = None if self._memory.get(digest) is not None else self._memory.make_room(size_bytes)
+            there = self._memory.get(digest)
+            if there is not None:
+                there.forgotten = False
+            gone = None if there is not None else self._memory.make_room(file.size_bytes)
             if gone is None:
                 os.close(descriptor)
                 return False
             self.counts.evictions += gone
-            entry = CacheEntry(descriptor=descriptor, size_bytes=size_bytes, awaits_fetch=False)
+            entry = CacheEntry(descriptor=descriptor, size_bytes=file.size_bytes, group=file.group, awaits_fetch=False)
             entry.loaded.set_result(None)
-            self._memory.add(digest, entry)
+            self._add(digest, entry)
             return True
 
-    def borrow(self, digest: str) -> Future[CacheLease]:
+    def borrow(self, digest: str, file: KnownFile | None = None) -> Future[CacheLease]:
         """The file's bytes, as soon as they can be read. It fails with `missing`, DataLoss, StorageUnavailable."""
         asked_s = time.monotonic()
+        known = file or self._look_at(digest)
         with self._lock:
             self._leases[digest] += 1
-            entry = self._entry(digest)
+            entry = self._entry(digest, known)
             if entry is not None:
                 tier = Tier.LOADED if entry.awaits_fetch or not entry.loaded.done() else Tier.MEMORY
                 entry.awaits_fetch = False
@@ -142,20 +164,21 @@ class TieredCache:
             entry = self._memory.get(lease.digest)
             if lease.resident and entry is not None and entry.descriptor == lease.descriptor:
                 entry.leases -= 1
+                self._evict_forgotten(lease.digest, entry)
                 self._load_awaited()
                 return
         os.close(lease.descriptor)
 
     def forget(self, digest: str) -> None:
-        """It is deleted: memory lets it go."""
+        """It is deleted: memory lets it go, as soon as it is neither lent nor on its way."""
         with self._lock:
             self._trusted.discard(digest)
             self._memory.pinned -= {digest}
-            if digest in self._awaited:
-                self._awaited.remove(digest)
+            self._awaited.pop(digest, None)
             entry = self._memory.get(digest)
-            if entry is not None and entry.is_idle:
-                self._memory.evict([digest])
+            if entry is not None:
+                entry.forgotten = True
+                self._evict_forgotten(digest, entry)
                 self._load_awaited()
 
     def close(self) -> None:
@@ -166,20 +189,27 @@ class TieredCache:
         with self._lock:
             self._memory.clear()
 
-    def _entry(self, digest: str, *, awaits_fetch: bool = True) -> CacheEntry | None:
-        """The file in memory, or being loaded from now on; None where it has no room or no file. Under the lock.
-
-        awaits_fetch: of one that is loaded from now on.
-        """
-        found = self._memory.use(digest)
-        if found is not None:
-            return found
+    def _look_at(self, digest: str) -> KnownFile | None:
+        """Of a file that is not in memory; None where there is none, or nothing has to be known. Asks the disk."""
+        if self._memory.get(digest) is not None:
+            return None
         try:
-            size_bytes = self._path(digest).stat().st_size
+            return KnownFile(size_bytes=self._path(digest).stat().st_size)
         except OSError:
             return None  # reading it from the disk raises why
-        gone = self._memory.make_room(size_bytes)
-        if gone is None:
+
+    def _entry(self, digest: str, file: KnownFile | None, *, awaits_fetch: bool = True) -> CacheEntry | None:
+        """The file in memory, or being loaded from now on; None where it has no room or no file. Under the lock.
+
+        file: None where nothing is known, and it is not loaded then. awaits_fetch: of one that is loaded from now on.
+        """
+        found = self._memory.get(digest)
+        if found is not None:
+            found.forgotten = False
+            self._use(digest, found)
+            return found
+        gone = self._memory.make_room(file.size_bytes) if file is not None else None
+        if file is None or gone is None:
             return None
         self.counts.evictions += gone
         try:
@@ -187,20 +217,52 @@ class TieredCache:
         except OSError as error:  # no descriptor is left, most likely: reading it from the disk raises that
             _log.warning("a %s cannot be had in memory", self._what, extra={"digest": digest, "why": error.strerror})
             return None
-        entry = CacheEntry(descriptor=descriptor, size_bytes=size_bytes, awaits_fetch=awaits_fetch)
-        self._memory.add(digest, entry)
+        entry = CacheEntry(
+            descriptor=descriptor, size_bytes=file.size_bytes, group=file.group, awaits_fetch=awaits_fetch
+        )
+        self._add(digest, entry)
         self._pool.submit(self._load, digest, entry)
         return entry
 
-    def _load_awaited(self) -> None:
-        """Begins to load what is pinned and could not be loaded before; each is tried once. Under the lock.
+    def _add(self, digest: str, entry: CacheEntry) -> None:
+        """Under the lock."""
+        self._memory.add(digest, entry)
+        self._use(digest, entry)
 
-        One that has still no room or no file waits on, and keeps none of the others from its own.
+    def _use(self, digest: str, entry: CacheEntry) -> None:
+        """It is what was used last, with its group. Under the lock."""
+        if not entry.group:
+            self._memory.use(digest)
+            return
+        group = self._groups.setdefault(entry.group, OrderedDict())
+        group[digest] = None
+        group.move_to_end(digest)
+        for each in reversed(group):
+            self._memory.use(each)
+
+    def _let_go(self, digest: str, entry: CacheEntry) -> None:
+        """It is evicted. Under the lock."""
+        os.close(entry.descriptor)
+        group = self._groups.get(entry.group)
+        if group is not None:
+            group.pop(digest, None)
+            if not group:
+                del self._groups[entry.group]
+
+    def _evict_forgotten(self, digest: str, entry: CacheEntry) -> None:
+        """Where nothing keeps it any more. Under the lock."""
+        if entry.forgotten and entry.is_idle:
+            self._memory.evict([digest])
+
+    def _load_awaited(self) -> None:
+        """Begins to load what is pinned and could not be loaded before; what has still no room waits on. Under the
+        lock.
         """
-        for _ in range(len(self._awaited)):
-            digest = self._awaited.popleft()
-            if self._entry(digest, awaits_fetch=False) is None:
-                self._awaited.append(digest)
+        self._awaited = {
+            digest: file
+            for digest, file in self._awaited.items()
+            if self._entry(digest, file, awaits_fetch=False) is None
+        }
 
     def _load(self, digest: str, entry: CacheEntry) -> None:
         """In a thread of the pool."""
@@ -225,6 +287,8 @@ class TieredCache:
             entry.load = LoadParts(began_s=began_s, read_s=load_s - check_s, check_s=check_s)
             entry.loaded.set_result(None)
         with self._lock:  # it has left its room, or may be let go from now on
+            if self._memory.get(digest) is entry:
+                self._evict_forgotten(digest, entry)
             self._load_awaited()
 
     def _copy(self, digest: str, entry: CacheEntry) -> float:

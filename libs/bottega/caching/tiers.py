@@ -58,6 +58,14 @@ class CacheLease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KnownFile:
+    """What whoever asks knows of a file, so that the disk is not asked. group: of files that are used together."""
+
+    size_bytes: int
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadParts:
     """What loading a file took. began_s: on the monotonic clock."""
 
@@ -71,7 +79,7 @@ class CacheEntry:
     """A file in memory, or on its way there until `loaded` ends.
 
     leases: that have not ended. awaits_fetch: it was loaded for a fetch that is still to come. load: of what was read
-    from the disk.
+    from the disk. group: see KnownFile. forgotten: it is let go as soon as it is idle.
     """
 
     descriptor: int
@@ -80,6 +88,8 @@ class CacheEntry:
     awaits_fetch: bool
     leases: int = 0
     load: LoadParts | None = None
+    group: str = ""
+    forgotten: bool = False
 
     @property
     def is_idle(self) -> bool:

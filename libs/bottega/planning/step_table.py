@@ -21,7 +21,7 @@ _Planned = tuple[float, int]
 
 
 class StepTable:
-    """Seconds of one step as a function of latent shape and row-equivalents, as the worker's exact plan says.
+    """Seconds of one step as a function of latent shape and row-equivalents, as the worker plans it.
 
     Row-equivalents: rows, each as what it costs of a plain one; fractions are usual. Between two points it
     interpolates, beyond the last it extends the last slope, before the first it goes half-way between proportional and

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bottega.caching import CacheLease, Tier, TieredCache
+from bottega.caching import CacheLease, KnownFile, Tier, TieredCache
 from bottega.errors import BottegaError, DataLoss, LoraNotFound, StorageUnavailable, TooManyOpenFiles
 from bottega.transport.memory.sealed_file import new_file, received_file, seal
 from tests.support.waiting import wait_until
 
 _SIZE = 1000
+_FILE = KnownFile(size_bytes=_SIZE)
 _WAIT_S = 10.0
 # Of a load that is slow; long beside what a thread may have to wait for the processor.
 _LOAD_S = 0.2
@@ -27,12 +30,23 @@ _LOAD_S = 0.2
 class _Shelf:
     """Tiers over files of `_SIZE` bytes each, with room for two in memory. most: in number. checks: every read."""
 
-    def __init__(self, folder: Path, *, room: int = 2, most: int = 100, checks: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        room: int = 2,
+        most: int = 100,
+        checks: bool = False,
+        spared: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
         self.folder = folder
         self.opened: list[str] = []
         self.damaged: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
+        # While it is not set, whoever looks for a file waits, but for those who load.
+        self.hangs = threading.Event()
+        self.hangs.set()
         # Called by whoever loads, when it opens the file.
         self.before_load: Callable[[], object] = lambda: self.gate.wait(_WAIT_S)
         self.tiers = TieredCache(
@@ -43,6 +57,7 @@ class _Shelf:
             max_entries=most,
             max_loads=4,
             on_damaged=self.damaged.append if checks else None,
+            spared=spared,
         )
 
     def put(self, number: int) -> str:
@@ -70,6 +85,8 @@ class _Shelf:
         if threading.current_thread().name.startswith("LoRA loads"):
             self.before_load()
             self.opened.append(digest)
+        else:
+            self.hangs.wait(_WAIT_S)
         return self.folder / digest
 
 
@@ -377,15 +394,114 @@ def test_what_is_in_memory_already_is_taken_as_it_is(shelf: _Shelf) -> None:
         seal(descriptor)
         return descriptor
 
-    assert shelf.tiers.adopt(a, given(a), _SIZE)
+    assert shelf.tiers.adopt(a, given(a), _FILE)
     assert shelf.use(a) is Tier.MEMORY
     assert shelf.tiers.counts.loads == 0
-    assert not shelf.tiers.adopt(a, given(a), _SIZE), "it is there"
+    assert not shelf.tiers.adopt(a, given(a), _FILE), "it is there"
     shelf.use(b)
-    assert shelf.tiers.adopt(c, given(c), _SIZE)
+    assert shelf.tiers.adopt(c, given(c), _FILE)
     assert shelf.tiers.state(a) is None, "the one used longest ago goes"
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
     with shelf.leased(b, c):
         for _ in range(5):
-            assert not shelf.tiers.adopt(a, given(a), _SIZE), "there is no room"
+            assert not shelf.tiers.adopt(a, given(a), _FILE), "there is no room"
     assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208 - names alone
+
+
+class _Groups:
+    """A shelf whose files are used in groups. spared: those that go last."""
+
+    def __init__(self, folder: Path, *, room: int) -> None:
+        self.spared: set[str] = set()
+        self.shelf = _Shelf(folder, room=room, spared=lambda: self.spared)
+        self.names = itertools.count()
+
+    def put(self, count: int) -> list[str]:
+        return [self.shelf.put(next(self.names)) for _ in range(count)]
+
+    def use(self, group: str, digests: Sequence[str]) -> list[Tier]:
+        """All of a group, in order; where each was."""
+        tiers = []
+        for digest in digests:
+            lease = self.shelf.tiers.borrow(digest, replace(_FILE, group=group)).result(_WAIT_S)
+            tiers.append(lease.tier)
+            self.shelf.tiers.give_back(lease)
+        return tiers
+
+    def there(self, digests: Sequence[str]) -> list[bool]:
+        return [self.shelf.tiers.state(digest) is True for digest in digests]
+
+
+def test_the_group_used_longest_ago_goes_first_and_of_it_what_its_next_use_needs_last(tmp_path: Path) -> None:
+    groups = _Groups(tmp_path, room=6)
+    a, b, c = groups.put(3), groups.put(3), groups.put(2)
+    groups.use("a", a)
+    groups.use("b", b)
+    groups.use("a", a[:1])
+    groups.use("c", c)
+    assert groups.there(a) == [True] * 3, "all of it was used with its first"
+    assert groups.there(b) == [True, False, False]
+    assert groups.there(c) == [True, True]
+    groups.shelf.tiers.close()
+
+
+def test_two_groups_that_take_turns_and_do_not_fit_leave_each_other_a_part(tmp_path: Path) -> None:
+    groups = _Groups(tmp_path, room=4)
+    a, b = groups.put(3), groups.put(3)
+    for _ in range(3):
+        first = groups.use("a", a)
+        groups.use("b", b)
+    assert first == [Tier.MEMORY, Tier.LOADED, Tier.LOADED]
+    groups.shelf.tiers.close()
+
+
+def test_a_spared_group_goes_after_all_others_and_goes_all_the_same_where_there_is_no_other(tmp_path: Path) -> None:
+    groups = _Groups(tmp_path, room=4)
+    a, b, c = groups.put(2), groups.put(2), groups.put(3)
+    groups.spared.add("a")
+    groups.use("a", a)
+    groups.use("b", b)
+    groups.use("c", c[:2])
+    assert (groups.there(a), groups.there(b), groups.there(c[:2])) == ([True] * 2, [False] * 2, [True] * 2)
+    groups.use("a2", groups.put(2))
+    assert groups.there(a) == [True, True]
+    groups.spared.update({"a2"})
+    assert groups.use("c", c[2:3]) == [Tier.LOADED], "it is not kept out"
+    assert groups.there(a) == [True, False], "it was used longest ago"
+    groups.shelf.tiers.close()
+
+
+def test_what_is_forgotten_while_it_is_lent_or_on_its_way_leaves_memory_when_that_ends(shelf: _Shelf) -> None:
+    a, b = shelf.put(0), shelf.put(1)
+    with shelf.leased(a):
+        shelf.tiers.forget(a)
+        assert shelf.tiers.used_bytes == _SIZE
+    assert shelf.tiers.used_bytes == 0
+    shelf.gate.clear()
+    assert shelf.tiers.prefetch(b)
+    shelf.tiers.forget(b)
+    shelf.gate.set()
+    wait_until(lambda: shelf.tiers.used_bytes == 0, "what was on its way to be let go")
+
+
+def test_what_is_forgotten_and_asked_for_again_meanwhile_stays(shelf: _Shelf) -> None:
+    a = shelf.put(0)
+    with shelf.leased(a):
+        shelf.tiers.forget(a)
+        assert shelf.use(a) is Tier.MEMORY
+    assert shelf.use(a) is Tier.MEMORY
+
+
+def test_a_disk_that_hangs_holds_up_nobody_who_asks_for_what_is_in_memory(tmp_path: Path) -> None:
+    shelf = _Shelf(tmp_path)
+    a, b = shelf.put(0), shelf.put(1)
+    shelf.use(a)
+    shelf.hangs.clear()
+    asking = threading.Thread(target=shelf.tiers.prefetch, args=(b,))
+    asking.start()
+    assert shelf.use(a) is Tier.MEMORY
+    assert shelf.tiers.used_bytes == _SIZE
+    assert shelf.tiers.prefetch(b, _FILE), "what is known is not looked at"
+    shelf.hangs.set()
+    asking.join(_WAIT_S)
+    shelf.tiers.close()

@@ -20,7 +20,7 @@ from bottega.activations.store.settings import ActivationStoreSettings
 from bottega.activations.store.statistics import ActivationCounts, DropReason
 from bottega.activations.store.template_table import TemplateTable, files_of
 from bottega.activations.template import DrawnFile, SectionKey, SectionRecord, TemplateRecord, TemplateUse, map_bytes
-from bottega.caching import TieredCache
+from bottega.caching import KnownFile, TieredCache
 from bottega.caching.sealed_files import digest_of
 from bottega.clocks import SteadyClock
 from bottega.errors import DataLoss, StorageUnavailable
@@ -188,7 +188,7 @@ class TemplateInsertion:
         if not self._write_file(digest, descriptor, layout.size_bytes, but=key):
             return False
         with contextlib.suppress(OSError):  # no descriptor is left: it is read from the disk, when one is
-            self._memory.adopt(digest, os.dup(descriptor), layout.size_bytes)
+            self._memory.adopt(digest, os.dup(descriptor), KnownFile(size_bytes=layout.size_bytes, group=key))
         return True
 
     def _write_file(self, digest: str, descriptor: int, size_bytes: int, *, but: str) -> bool:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from bottega.activations.template import TemplateRecord
-from bottega.caching import TieredCache
+from bottega.caching import KnownFile, TieredCache
 from bottega.v1 import activations_pb2 as pb
 
 # A source has one template for each set of LoRAs and ControlNets of its edits; which of them comes next nobody knows.
@@ -42,8 +42,9 @@ class TemplateLoader:
             coming_bytes = 0
             for section in template.in_order:
                 left_bytes -= section.size_bytes
+                file = KnownFile(size_bytes=section.size_bytes, group=template.key)
                 # What is begun beyond the budget would take the place of what was begun first.
-                if left_bytes < 0 or not self._memory.prefetch(section.digest):
+                if left_bytes < 0 or not self._memory.prefetch(section.digest, file):
                     coming_bytes = -1
                     break
                 coming_bytes += 0 if self._memory.state(section.digest) else section.size_bytes

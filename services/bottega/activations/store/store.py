@@ -72,6 +72,7 @@ class ActivationStore:
             max_entries=max(1, int(_SHARE_OF_OPEN_FILES * open_files.limit())),
             max_loads=settings.max_loads,
             on_damaged=self._lose,
+            spared=lambda: self._table.pinned,
         )
         self._loader = TemplateLoader(self._memory, budget_bytes=settings.memory_budget_bytes)
         self._recordings = PendingRecordings(idle_s=settings.record_idle_s, now=self._now, on_over=self._forget)
@@ -147,11 +148,12 @@ class ActivationStore:
         It fails with DataLoss where it is damaged, Unavailable where it is gone, StorageUnavailable where it cannot be
         read now; the section counts as missing then.
         """
-        if self._table.section(digest) is None:
+        file = self._table.file(digest)
+        if file is None:
             gone: Future[CacheLease] = Future()
             gone.set_exception(_gone())
             return gone
-        return self._memory.borrow(digest)
+        return self._memory.borrow(digest, file)
 
     def give_back(self, lease: CacheLease) -> None:
         """Ends a lease."""

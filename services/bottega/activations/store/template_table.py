@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from bottega.activations.disk.records import RecordChanges
 from bottega.activations.template import SectionRecord, TemplateRecord, TemplateUse
-from bottega.caching import LruCache
+from bottega.caching import KnownFile, LruCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,19 @@ class TemplateTable:
             if template is None:
                 return None
             return next((each for each in template.sections.values() if each.digest == digest), None)
+
+    def file(self, digest: str) -> KnownFile | None:
+        """What memory is to know of a section's file, whose group is its template; None where there is none."""
+        with self._lock:
+            template = self._template_of(digest)
+            found = template.sections.values() if template is not None else ()
+            sizes = [each.size_bytes for each in found if each.digest == digest]
+            return KnownFile(size_bytes=sizes[0], group=template.key) if template is not None and sizes else None
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Keys of templates that are to stay. Any thread may ask, whatever locks it has."""
+        return self._templates.pinned
 
     def newest(self, limit: int | None = None) -> list[TemplateRecord]:
         """The one used last first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from bottega.diffusion.editing.recordings.keys import RecordingKey, StepKey
 from bottega.diffusion.editing.recordings.memory import MemoryActivations
 from bottega.diffusion.editing.recordings.projections import ProjectionsRoom, StepProjections
 from bottega.diffusion.editing.recordings.recording import Recording
+from bottega.diffusion.editing.recordings.step import MemoryStep
 from bottega.diffusion.editing.sparse import SparseMaps
 from bottega.diffusion.engine.forward import Denoiser
 from bottega.diffusion.model.backbone import UNetBackbone
@@ -213,3 +215,28 @@ def test_a_step_that_is_replaced_takes_them_with_it() -> None:
     recording.projections(recording.steps[key], ProjectionsRoom(left_bytes=800)).put("block", of_bytes(800))
     recording.add(key, {"block": torch.zeros(50, 1, dtype=torch.float16)}, torch.ones(4, 4, dtype=torch.bool))
     assert recording.held_bytes == 100
+
+
+def test_links_may_ask_how_much_there_is_while_the_engine_keeps_more() -> None:
+    recording = a_recording(MemoryActivations(ROOM), "t")
+    room = ProjectionsRoom(left_bytes=ROOM)
+    steps = [MemoryStep(valid=torch.ones(1, 1, dtype=torch.bool), outputs={}) for _ in range(2000)]
+    over = threading.Event()
+    failures: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            while not over.is_set():
+                assert recording.held_bytes >= 100
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            failures.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    for _ in range(5):
+        for step in steps:
+            recording.projections(step, room)
+        recording.drop_projections()
+    over.set()
+    asking.join(10.0)
+    assert not failures

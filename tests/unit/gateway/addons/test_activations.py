@@ -28,7 +28,7 @@ from bottega.v1.activations_pb2 import (
     TemplateResidence,
     TemplateTier,
 )
-from bottega.v1.fleet_pb2 import Load, Registration
+from bottega.v1.fleet_pb2 import Load, MaskTokens, Registration
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
 from bottega.v1.worker_pb2 import RunAttemptRequest
@@ -55,8 +55,14 @@ class _OneAddOn(ActivationsAddOn):
 
 
 @pytest.fixture
-async def shop() -> AsyncIterator[Shop]:
-    made = Shop(addons=[_OneAddOn(FakeTime())])
+def time() -> FakeTime:
+    """The add-on's own."""
+    return FakeTime()
+
+
+@pytest.fixture
+async def shop(time: FakeTime) -> AsyncIterator[Shop]:
+    made = Shop(addons=[_OneAddOn(time)])
     yield made
     await made.stop()
 
@@ -85,7 +91,9 @@ async def test_an_attempt_at_an_edit_is_told_how_its_template_is_asked_for_and_o
         assert {kind: ActivationsOrder.FromString(order) for kind, order in request.addons.items()} == told
 
 
-async def test_a_template_in_a_store_is_loaded_for_the_first_of_a_queue_and_for_what_runs(shop: Shop) -> None:
+async def test_a_template_in_a_store_is_loaded_for_the_first_of_a_queue_and_for_what_runs(
+    shop: Shop, time: FakeTime
+) -> None:
     addon, worker = _activations(shop), shop.worker("w1")
     store = addon._fleet.join(again(Registration(kind=kinds.ACTIVATIONS, name="store", address=STORE)))
     near, far = _edit(shop), _edit(shop, DOG)
@@ -105,6 +113,9 @@ async def test_a_template_in_a_store_is_loaded_for_the_first_of_a_queue_and_for_
     assert asked() == [], "those before it would have theirs driven out"
     addon.job_queued(far)
     assert asked() == [DOG], "it may have been recorded meanwhile"
+    time.now += 31
+    addon.job_queued(near)
+    assert asked() == [CAT], "it may have been driven out or dropped meanwhile"
     addon.prefetch([near])
     assert asked() == [CAT]
     addon.prepare_attempt(near, worker, RunAttemptRequest())
@@ -157,9 +168,9 @@ async def test_what_runs_counts_as_its_worker_says(shop: Shop) -> None:
     assert [request.share for request in state.running] == [0.25]
 
 
-def _worker(name: str, *templates: str, planned_s: float = 0.0) -> Member:
+def _worker(name: str, *templates: str, planned_s: float = 0.0, masks: bool = True) -> Member:
     """Turns of .1 s a row, of which half does not shrink. planned_s: of a turn of a row that is loaded."""
-    load = Load(hosted=_has(*templates))
+    load = Load(hosted=_has(*templates), mask_tokens=MaskTokens(token_elements=2) if masks else None)
     member = Member(registration=Registration(name=name, kind=kinds.WORKER), joined_at=0.0, heard_at=0.0, load=load)
     member.hosted = hosted_by_kind(load)
     member.times = StepTimes.from_entries((SHAPE, rows, 0.1 * rows) for rows in (1, 2, 4))
@@ -195,6 +206,22 @@ def test_a_template_in_a_store_is_at_hand_everywhere_and_costs_those_who_load_it
     assert dict(addon.worker_costs(job, workers).load_s) == pytest.approx({"near": 0.0, "far": 0.0, "slow": 0.35})
     addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10_000)))
     assert dict(addon.worker_costs(job, workers).load_s) == pytest.approx({"near": 0.0, "far": 0.375, "slow": 0.375})
+
+
+def test_a_worker_that_masks_nothing_computes_all_and_loads_nothing(time: FakeTime) -> None:
+    addon = _OneAddOn(time)
+    able, unable = _worker("able", planned_s=0.12), _worker("unable", masks=False)
+    workers = {member.name: member for member in (able, unable)}
+    for member in workers.values():
+        addon.member_changed(member)
+    addon._note_answer(STORE, _answer((CAT, TEMPLATE_TIER_DISK, 10)))
+    job = _stored_edit(time, share=0.25)
+    found = addon.worker_costs(job, workers)
+    assert (found.share, dict(found.shares)) == (0.25, {"unable": 1.0})
+    assert dict(found.load_s) == pytest.approx({"able": 0.375, "unable": 0.0})
+    assert not addon.worker_costs(job, {"able": able}).shares
+    addon.member_lost(unable)
+    assert not addon.worker_costs(job, workers).shares
 
 
 def test_an_edit_that_computes_all_has_no_costs() -> None:

@@ -91,8 +91,8 @@ def unpin(*, ids: tuple[str, ...], address: str) -> None:
 def warm(*, ids: tuple[str, ...], every: bool, address: str) -> None:
     """Bring templates from their store's disk into its memory, before edits ask for them.
 
-    Nobody has to: an edit that waits in the queue has its template brought as well. The command waits for what is on
-    its way, a quarter of a minute at most.
+    Nobody has to: an edit has its template brought when it is one of the first of its queue, and when it begins. The
+    command waits for what is on its way, a quarter of a minute at most.
     """
     _check_which(ids, every)
     warmed: list[WarmedTemplates] = []

@@ -6,6 +6,7 @@ It knows no job and no budget; who may read or write it, and how long it is kept
 from __future__ import annotations
 
 import math
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
@@ -74,6 +75,8 @@ class Recording:
         self._others: dict[StepKey, RecordedStep] = {}
         # By the step itself: what follows from it goes with it.
         self._projections: MutableMapping[RecordedStep, StepProjections] = weakref.WeakKeyDictionary()
+        # The engine's thread keeps some and drops them while links' threads ask how much there is.
+        self._lock = threading.Lock()
         self.complete = False
         self.uses = 0
         self.readers = 0
@@ -91,8 +94,9 @@ class Recording:
 
     @property
     def held_bytes(self) -> int:
-        """Of its outputs in this process's memory, and of what is kept that follows from them."""
-        kept = sum(each.size_bytes for each in self._projections.values())
+        """Of its outputs in this process's memory, and of what is kept that follows from them. Any thread may ask."""
+        with self._lock:
+            kept = sum(each.size_bytes for each in self._projections.values())
         return kept + sum(step.held_bytes for step in self.all_steps)
 
     @property
@@ -138,11 +142,13 @@ class Recording:
 
     def projections(self, step: RecordedStep, room: ProjectionsRoom) -> StepProjections:
         """What is kept that follows from a step. room: that what is kept of all recordings shares."""
-        return self._projections.setdefault(step, StepProjections(room))
+        with self._lock:
+            return self._projections.setdefault(step, StepProjections(room))
 
     def drop_projections(self) -> None:
         """Makes room: what follows from its outputs can be computed again."""
-        self._projections.clear()
+        with self._lock:
+            self._projections.clear()
 
     def forget(self, key: StepKey) -> None:
         """A forward goes, with whatever prompts."""

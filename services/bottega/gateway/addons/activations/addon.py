@@ -23,6 +23,9 @@ from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.v1 import worker_pb2
 from bottega.v1.activations_pb2 import ActivationsOrder, PrefetchTemplatesResponse
 
+# After which a store may have driven out of its memory, or dropped, what it said that it has.
+_STALE_S = 30.0
+
 
 def create(context: AddOnContext) -> ActivationsAddOn:
     """The add-on that the manifest names."""
@@ -38,6 +41,8 @@ class ActivationsAddOn(AddOn):
         self._clock = clock
         self._residences = Residences()
         self._costs = LoadingCosts()
+        # Workers that compute all of every edit, as they report.
+        self._unmasked: set[str] = set()
         self._prefetcher = ServicePrefetcher(
             kinds.ACTIVATIONS, lambda target: GrpcActivationsClient(target, channels, self._note_answer), metrics
         )
@@ -52,7 +57,7 @@ class ActivationsAddOn(AddOn):
     def worker_costs(self, job: Job, workers: Mapping[str, Member]) -> WorkerCosts:
         """Where the template is, the job computes a part of its tokens; where it has to be loaded, that takes longer.
 
-        Where it is nowhere, an edit computes all.
+        Where it is nowhere, an edit computes all, and so it does at a worker that masks nothing.
         """
         template, share = job.request.template, job.request.computed_share
         if not template or share >= 1.0:
@@ -62,8 +67,11 @@ class ActivationsAddOn(AddOn):
         stored = self._residences.stored(template, now)
         if stored is None:
             return WorkerCosts(shares={name: share for name in workers if name in having})
-        seconds = self._costs.of(job, workers, disk_s=stored.disk_s(now), having=having)
-        return WorkerCosts(load_s=SecondsByWorker(workers, seconds), share=share)
+        # Nothing is loaded either by those that compute all.
+        free = having | self._unmasked if self._unmasked else having
+        seconds = self._costs.of(job, workers, disk_s=stored.disk_s(now), having=free)
+        shares = dict.fromkeys(self._unmasked.intersection(workers), 1.0)
+        return WorkerCosts(load_s=SecondsByWorker(workers, seconds), shares=shares, share=share)
 
     def expected_share(self, job: Job) -> float:
         """What its mask leaves to compute, where somebody has its template."""
@@ -77,11 +85,13 @@ class ActivationsAddOn(AddOn):
         self.prefetch([job])
 
     def job_queued(self, job: Job) -> None:
-        """Asks the stores for its template where nobody knows whether they have it.
+        """Asks the stores for its template where nobody knows whether they have it, or nobody has asked of late.
 
         Else it is loaded when the job is one of the first of its queue, or runs: sooner it would drive theirs out.
         """
-        if self._residences.stored(job.request.template, self._clock.monotonic()) is None:
+        now = self._clock.monotonic()
+        stored = self._residences.stored(job.request.template, now)
+        if stored is None or now - stored.asked_at > _STALE_S:
             self.prefetch([job])
 
     def prefetch(self, jobs: Sequence[Job]) -> None:
@@ -108,12 +118,17 @@ class ActivationsAddOn(AddOn):
         if member.is_worker:
             self._costs.forget(member.name)
             self._residences.note_worker(member)
+            if member.load.mask_tokens.token_elements:
+                self._unmasked.discard(member.name)
+            else:
+                self._unmasked.add(member.name)
 
     def member_lost(self, member: Member) -> None:
         """What it had is gone."""
         if member.is_worker:
             self._residences.forget_worker(member.name)
             self._costs.forget(member.name)
+            self._unmasked.discard(member.name)
         elif member.kind == kinds.ACTIVATIONS:
             self._residences.forget_store(member.registration.address)
             self._prefetcher.remove(member)
