@@ -16,13 +16,13 @@ PROMETHEUS = DEPLOY / "prometheus"
 _NAME = re.compile(r"\b(?:bottega|process|python)_[a-z0-9_]+")
 # By the beginning of their names; what begins otherwise is the gateway's, or everybody's.
 _OWNERS = {
-    "bottega_worker_": "worker",
-    "bottega_device_": "worker",
-    "bottega_link_": "worker",
-    "bottega_controlnet_": "controlnet",
-    "bottega_lora_": "loras",
-    "bottega_cache_": "cache",
-    "bottega_activations_": "activations",
+    "bottega_worker_": ("worker",),
+    "bottega_device_": ("worker", "controlnet"),
+    "bottega_link_": ("worker", "controlnet"),
+    "bottega_controlnet_": ("controlnet",),
+    "bottega_lora_": ("loras",),
+    "bottega_cache_": ("cache",),
+    "bottega_activations_": ("activations",),
 }
 # Whatever is added to these must be of few values, none of which says who asked for what.
 _LABELS = frozenset(
@@ -69,7 +69,7 @@ def expressions() -> Iterator[str]:
 def named_of(kind: str) -> set[str]:
     """Samples that they name and that services of this kind have."""
     names = {name for expression in expressions() for name in _NAME.findall(expression)}
-    return {name for name in names if _owner(name) == kind}
+    return {name for name in names if kind in _owners(name)}
 
 
 def scrape(address: str) -> str:
@@ -92,5 +92,5 @@ def assert_shows_what_is_named(kind: str, scraped: str) -> None:
     assert labels <= _LABELS, f"new labels of {kind}: {sorted(labels - _LABELS)}"
 
 
-def _owner(name: str) -> str:
-    return next((kind for beginning, kind in _OWNERS.items() if name.startswith(beginning)), "gateway")
+def _owners(name: str) -> tuple[str, ...]:
+    return next((kinds for beginning, kinds in _OWNERS.items() if name.startswith(beginning)), ("gateway",))

@@ -22,6 +22,7 @@ from bottega.controlnet.config import ControlNetEngineConfig
 from bottega.controlnet.model_registry import ModelRegistry
 from bottega.controlnet.worker_link import ControlNetLinks
 from bottega.device_links import device_links
+from bottega.diffusion.device.memory_meter import DeviceMemoryMeter
 from bottega.diffusion.device.memory_plan import open_memory_plan
 from bottega.diffusion.device.pick import use_device
 from bottega.diffusion.device.threads import compute_with
@@ -63,6 +64,7 @@ class ControlNetEngineLoop:
         dtype, runtime = DTYPES[config.dtype], use_device(device)
         memory = open_memory_plan(runtime, config.device_memory_mib)
         weights_bytes = memory.reserve_up_to("ControlNets", config.budget_bytes, share=_WEIGHTS_SHARE)
+        self._device_memory = DeviceMemoryMeter(runtime, memory)
         self._beaten_s = 0.0
         self._executor = BatchExecutor(
             max_rows=config.max_rows, fixed_rows=config.fixed_rows, device=runtime, memory=memory
@@ -83,6 +85,7 @@ class ControlNetEngineLoop:
         threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
         while True:
             self._executor.run_batch(_BEAT_S)
+            self._device_memory.look_if_due()
             self._beat_if_due()
 
     def _read_commands(self) -> None:

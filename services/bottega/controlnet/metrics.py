@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from bottega.rpc.operation.device_metrics import device_metrics
 from bottega.rpc.operation.link_metrics import link_metrics
 from bottega.v1 import hosted_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat
@@ -60,6 +61,7 @@ class ControlNetMetrics(Collector):
             "bottega_controlnet_weights_bytes", "Bytes of weights in memory.", value=beat.used_bytes
         )
         yield from link_metrics(beat.links)
+        yield from device_metrics(beat.device_memory)
         yield from self._by_name()
 
     def _by_name(self) -> Iterator[Metric]:

@@ -39,7 +39,9 @@ def check_gateway(address: str, fleet_address: str) -> Iterator[CheckResult]:
     if status != health_pb2.HealthCheckResponse.SERVING:
         known = health_pb2.HealthCheckResponse.ServingStatus.values()
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(status) if status in known else f"status {status}"
-        yield fail(f"the gateway at {address} says {name}", f"It starts or stops; {_GATEWAY_LOG}")
+        yield fail(
+            f"the gateway at {address} says {name}", f"It starts, stops, or cannot write to its disk; {_GATEWAY_LOG}"
+        )
         return
     yield ok(f"the gateway at {address} serves")
     yield from check_certificates(address)

@@ -34,7 +34,8 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
         errors.Forbidden: "bottega certs show lists who is named; an operator's certificate may do the most.",
         errors.ModelNotFound: "bottega models lists what is served.",
         errors.JobNotFound: "bottega jobs lists those that are remembered.",
-        errors.TraceNotFound: "bottega jobs watch ID follows a job to its end; then its trace is there.",
+        errors.TraceNotFound: "bottega jobs watch ID follows one that runs. Of those that have ended, a gateway has\n"
+        "the last ones' traces, in memory: of jobs before its last start it has none.",
         errors.ImageNotFound: "bottega generate with the same seed draws the same picture again.",
         errors.JobNotFinished: "bottega jobs watch ID follows it.",
         errors.JobCancelled: "bottega generate begins another one.",

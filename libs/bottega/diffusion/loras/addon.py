@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -34,7 +35,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import OffloadedPart
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.diffusion.spec import LoraSpec, ResolvedSpec
-from bottega.errors import InvalidRequest, NoLora, Unavailable, Violation
+from bottega.errors import BottegaError, InvalidRequest, NoLora, Unavailable, Violation
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.lora_pb2 import LoraDecision
 
@@ -69,6 +70,7 @@ class EngineLoras(EngineAddOn):
         self._timeout_s = timeout_s
         self._clock = clock
         self._parts: dict[Request, JobLoras] = {}
+        self._events = Counter(hits=0, misses=0)
 
     @property
     def row_weights(self) -> RowWeights | None:
@@ -78,6 +80,11 @@ class EngineLoras(EngineAddOn):
     def switch_s(self) -> float | None:
         """Of putting others into the weights."""
         return self.weights.swap_s
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """hits: LoRAs that were here when an attempt asked for them. misses: those that a store had to bring."""
+        return self._events
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
         """The stores."""
@@ -97,11 +104,14 @@ class EngineLoras(EngineAddOn):
             raise Unavailable("this worker has no LoRAs")
         since_s = self._clock()
         refs = [LoraRef(name=spec.name, digest=spec.digest) for spec in specs]
+        handles = tuple(self._source.begin(ref) for ref in refs)
+        for handle in handles:
+            self._events["hits" if _is_here(handle) else "misses"] += 1
         return JobLoras(
             addon=self,
             source=self._source,
             specs=tuple(specs),
-            handles=tuple(self._source.begin(ref) for ref in refs),
+            handles=handles,
             since_s=since_s,
             timeout_s=self._timeout_s,
             bound=bound,
@@ -361,6 +371,13 @@ class JobLoras(JobAddOn):
                 TracedSpan(name="waiting for LoRAs", track="waits", begin_s=self._waiting_since_s, seconds=waited_s)
             )
             self._waiting_since_s = None
+
+
+def _is_here(handle: LoraHandle) -> bool:
+    try:
+        return handle.ready
+    except BottegaError:  # said when it is needed
+        return False
 
 
 def _pinned_step(decision: bytes, spec: ResolvedSpec) -> int:

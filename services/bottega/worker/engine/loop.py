@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bottega.diffusion.device.memory_meter import DeviceMemoryMeter
 from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.errors import to_job_failure
 from bottega.errors import BottegaError, Unavailable
@@ -25,7 +26,6 @@ from bottega.rpc.status import to_job_error
 from bottega.v1.engine_pb2 import EngineCommand, EngineCompiling, EngineEvent
 from bottega.v1.link_pb2 import IncomingLinkRequest, LinkResult
 from bottega.worker.config import EngineConfig
-from bottega.worker.engine.device_memory import DeviceMemoryMeter
 from bottega.worker.engine.messages import beat_of, event_of, failed, profile_of, ready_of, templates_of
 from bottega.worker.engine.orders import key_of, order_of
 from bottega.worker.engine.runtime import Runtime, load_runtime

@@ -14,7 +14,7 @@ from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.diffusion.loras import TEXT_ENCODERS, UNET, LoraSet
-from bottega.diffusion.loras.addon import JobLoras
+from bottega.diffusion.loras.addon import EngineLoras, JobLoras
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import InvalidRequest, LoraUnusable, NotFinite, Unavailable
@@ -340,3 +340,12 @@ def test_warming_up_measures_both_ways_and_leaves_the_weights_as_they_were(model
     assert lora_weights(engine).patched is None
     for name, tensor in model.backbone.unet.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+def test_loras_that_are_here_when_they_are_asked_for_are_counted_apart_from_others(
+    easel: ManualEngine, loras: LorasByHand
+) -> None:
+    addon = next(each for each in easel.engine.addons if isinstance(each, EngineLoras))
+    loras.come("outline")
+    easel.submit(styled("outline", "pastel"))
+    assert addon.counts == {"hits": 1, "misses": 1}

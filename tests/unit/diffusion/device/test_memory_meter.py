@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bottega.diffusion.device.cpu import CpuDevice
+from bottega.diffusion.device.memory_meter import DeviceMemoryMeter
 from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.v1.device_pb2 import DeviceMemory
-from bottega.worker.engine.device_memory import DeviceMemoryMeter
 from tests.fakes.fake_time import FakeTime
 
 
