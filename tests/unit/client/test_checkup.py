@@ -7,6 +7,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from bottega.client.checkup.machine import (
     check_open_files,
     check_packages,
     check_python,
+    check_unit_disks,
     pinned_versions,
 )
 from bottega.client.checkup.model import check_model
@@ -91,6 +93,18 @@ def test_the_disk_of_a_state_folder_that_is_not_there_yet_is_looked_at(tmp_path:
     (result,) = check_disk(tmp_path / "not" / "yet")
     assert result.level in (Level.OK, Level.WARN)
     assert not (tmp_path / "not").exists()
+
+
+def test_the_disk_of_this_machines_units_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not list(check_unit_disks(tmp_path))
+    for name in ("bottega-gateway", "bottega-loras", "other"):
+        (tmp_path / name).mkdir()
+    (result,) = check_unit_disks(tmp_path)
+    assert result.level in (Level.OK, Level.WARN)
+    assert f"{tmp_path}/bottega-gateway, {tmp_path}/bottega-loras" in result.what
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    (result,) = check_unit_disks(tmp_path)
+    assert (result.level, result.todo) == (Level.FAIL, "Make room: a gateway takes no jobs on a full disk.")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -18,6 +18,8 @@ _OURS = ("bottega-protos", "bottega-libs", "bottega-services")
 _PYTHON = ((3, 11), (3, 13))
 # Logs of a suite take at most 16 MiB a service; a full disk stops more than the suite.
 _LITTLE_MIB, _TOO_LITTLE_MIB = 1024, 128
+# Of units: StateDirectory.
+_UNITS_STATE = Path("/var/lib")
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[CheckResult]:
@@ -64,14 +66,16 @@ def check_disk(folder: Path) -> Iterator[CheckResult]:
     if not os.access(there, os.W_OK):
         yield fail(f"the state folder {folder} cannot be written to", "Name another: --state FOLDER or BOTTEGA_STATE.")
         return
-    free_mib = shutil.disk_usage(there).free / 2**20
-    what = f"{free_mib / 1024:.1f} GiB free for the state folder {folder}"
-    if free_mib < _TOO_LITTLE_MIB:
-        yield fail(what, "Make room, or name another: --state FOLDER or BOTTEGA_STATE.")
-    elif free_mib < _LITTLE_MIB:
-        yield warn(what, "Make room before the disk is full.")
-    else:
-        yield ok(what)
+    yield _room(there, f"the state folder {folder}", "Make room, or name another: --state FOLDER or BOTTEGA_STATE.")
+
+
+def check_unit_disks(parent: Path = _UNITS_STATE) -> Iterator[CheckResult]:
+    """The state folders of this machine's units, one result for each disk that they are on; none without units."""
+    disks: dict[int, list[Path]] = {}
+    for folder in sorted(parent.glob("bottega-*")):
+        disks.setdefault(folder.stat().st_dev, []).append(folder)
+    for folders in disks.values():
+        yield _room(folders[0], ", ".join(map(str, folders)), "Make room: a gateway takes no jobs on a full disk.")
 
 
 def check_open_files(hard: int) -> Iterator[CheckResult]:
@@ -83,6 +87,15 @@ def check_open_files(hard: int) -> Iterator[CheckResult]:
         )
     else:
         yield ok(f"a process may have {'any number of' if hard < 0 else hard} files and sockets open")
+
+
+def _room(folder: Path, whose: str, todo: str) -> CheckResult:
+    """todo: where there is too little of it."""
+    free_mib = shutil.disk_usage(folder).free / 2**20
+    what = f"{free_mib / 1024:.1f} GiB free for {whose}"
+    if free_mib < _TOO_LITTLE_MIB:
+        return fail(what, todo)
+    return warn(what, "Make room before the disk is full.") if free_mib < _LITTLE_MIB else ok(what)
 
 
 def installed_versions() -> dict[str, str]:

@@ -47,5 +47,6 @@ def _results(model: str, state: StateFolder, address: str, fleet_address: str) -
     yield from machine.check_cores(len(os.sched_getaffinity(0)), os.environ.get("OMP_WAIT_POLICY", ""))
     yield from machine.check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     yield from machine.check_disk(state.root.resolve())
+    yield from machine.check_unit_disks()
     yield from check_model(model)
     yield from gateway.check_gateway(address, fleet_address)
