@@ -93,6 +93,8 @@ class DaySuite:
             "activations_mib": _ACTIVATIONS_MIB,
             "activations_upload_mib": _ACTIVATIONS_MIB,
         }
+        if not techniques.sparse_convolutions:
+            engine["sparse_convolutions"] = False
         if not techniques.controlnet_server:
             engine["controlnets"] = self._controlnets()
         if not techniques.batches:
@@ -111,6 +113,8 @@ class DaySuite:
         }
         if not self.techniques.cached_starts:
             options["approximate_cache"] = False
+        if not self.techniques.late_residuals:
+            options["stale_residuals"] = False
         if not self.techniques.late_loras:
             options["bounded_lora_loading"] = False
         return options

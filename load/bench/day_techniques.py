@@ -14,17 +14,20 @@ class Techniques:
     """Which are on.
 
     identical_answers: a request that was drawn before is answered with the stored picture. cached_starts: pictures may
-    start from the latents of similar prompts. masked_blocks: edits compute their masked part. stored_activations: what
-    edits record is kept for the next day, and for all workers; without it, in the worker that recorded it.
-    controlnet_server: ControlNets run beside the worker; without it, in it. late_loras: steps are made before LoRAs are
-    there. batches: requests share turns; without it one is drawn at a time.
+    start from the latents of similar prompts. masked_blocks: edits compute their masked part. sparse_convolutions:
+    convolutions, too. stored_activations: what edits record is kept for the next day, and for all workers; without it,
+    in the worker that recorded it. controlnet_server: ControlNets run beside the worker; without it, in it.
+    late_residuals: its residuals may be a step old. late_loras: steps are made before LoRAs are there. batches:
+    requests share turns; without it one is drawn at a time.
     """
 
     identical_answers: bool = True
     cached_starts: bool = True
     masked_blocks: bool = True
+    sparse_convolutions: bool = True
     stored_activations: bool = True
     controlnet_server: bool = True
+    late_residuals: bool = True
     late_loras: bool = True
     batches: bool = True
 
@@ -36,8 +39,10 @@ LABELS = {
     "identical_answers": "stored answers to identical requests",
     "cached_starts": "starts from cached latents",
     "masked_blocks": "masked blocks of edits",
+    "sparse_convolutions": "convolutions of edits around their masks alone",
     "stored_activations": "the activation store",
     "controlnet_server": "ControlNets on a server of their own",
+    "late_residuals": "residuals of ControlNets that may be a step old",
     "late_loras": "LoRAs that may come late",
     "batches": "batches, joined at every step",
 }
