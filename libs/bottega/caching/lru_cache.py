@@ -34,7 +34,8 @@ def _ignore(_key: str, _entry: object) -> None:
 class LruCache(Generic[EntryT]):
     """budget_bytes, max_entries: of all together. pinned: keys of entries that are never evicted.
 
-    on_evict: called with every entry that is evicted. is_spared: of an entry, whether all others go before it.
+    on_evict: called with every entry that is evicted. order: the keys of all entries, in the order in which they go,
+    where that is not by last use.
     """
 
     def __init__(
@@ -43,13 +44,13 @@ class LruCache(Generic[EntryT]):
         budget_bytes: int,
         max_entries: int | None = None,
         on_evict: Callable[[str, EntryT], object] = _ignore,
-        is_spared: Callable[[EntryT], bool] | None = None,
+        order: Callable[[], Iterable[str]] | None = None,
     ) -> None:
         self.pinned: frozenset[str] = frozenset()
         self._budget_bytes = budget_bytes
         self._max_entries = max_entries
         self._on_evict = on_evict
-        self._is_spared = is_spared
+        self._order = order
         # The one used longest ago first.
         self._entries: OrderedDict[str, EntryT] = OrderedDict()
 
@@ -132,14 +133,7 @@ class LruCache(Generic[EntryT]):
 
     def _idle(self) -> Iterator[tuple[str, EntryT]]:
         """Those that may be evicted, in the order in which they go."""
-        idle = ((key, entry) for key, entry in self._entries.items() if entry.is_idle and key not in self.pinned)
-        if self._is_spared is None:
-            yield from idle
-            return
-        spared = []
-        for key, entry in idle:
-            if self._is_spared(entry):
-                spared.append((key, entry))
-            else:
+        for key in self._order() if self._order is not None else self._entries:
+            entry = self._entries[key]
+            if entry.is_idle and key not in self.pinned:
                 yield key, entry
-        yield from spared

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,10 +67,12 @@ class TieredCache:
             budget_bytes=budget_bytes,
             max_entries=max_entries,
             on_evict=self._let_go,
-            is_spared=lambda entry: bool(entry.group) and entry.group in spared(),
+            order=self._eviction_order,
         )
-        # Of each group what is in memory, that used last at the end.
-        self._groups: dict[str, OrderedDict[str, None]] = {}
+        self._spared = spared
+        # Of each group what is in memory; groups and files in them that were used last at the end. A file without a
+        # group is one by itself.
+        self._groups: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
         # Pinned, and without room so far.
         self._awaited: dict[str, KnownFile] = {}
         self._leases: Counter[str] = Counter()
@@ -231,23 +233,31 @@ class TieredCache:
 
     def _use(self, digest: str, entry: CacheEntry) -> None:
         """It is what was used last, with its group. Under the lock."""
-        if not entry.group:
-            self._memory.use(digest)
-            return
-        group = self._groups.setdefault(entry.group, OrderedDict())
-        group[digest] = None
-        group.move_to_end(digest)
-        for each in reversed(group):
-            self._memory.use(each)
+        group = entry.group or digest
+        files = self._groups.setdefault(group, OrderedDict())
+        files[digest] = None
+        files.move_to_end(digest)
+        self._groups.move_to_end(group)
+
+    def _eviction_order(self) -> Iterator[str]:
+        """Under the lock."""
+        spared = self._spared()
+        last = []
+        for group, files in self._groups.items():
+            if group in spared:
+                last.append(files)
+            else:
+                yield from reversed(files)
+        for files in last:
+            yield from reversed(files)
 
     def _let_go(self, digest: str, entry: CacheEntry) -> None:
         """It is evicted. Under the lock."""
         os.close(entry.descriptor)
-        group = self._groups.get(entry.group)
-        if group is not None:
-            group.pop(digest, None)
-            if not group:
-                del self._groups[entry.group]
+        group = entry.group or digest
+        self._groups[group].pop(digest)
+        if not self._groups[group]:
+            del self._groups[group]
 
     def _evict_forgotten(self, digest: str, entry: CacheEntry) -> None:
         """Where nothing keeps it any more. Under the lock."""

@@ -86,3 +86,5 @@ async def test_a_picture_goes_on_while_large_edits_are_read_and_written(address:
         await asyncio.sleep(alone_s / 2)
         await asyncio.gather(first, draw_on(3), editing)
     assert max(gaps_s) < LONGEST_GAP_S, gaps_s
+    seconds = {each.stage: each.seconds for each in editing.result().provenance.times}
+    assert min(seconds["decode_image"], seconds["encode_image"]) > LONGEST_GAP_S, "else no gap would tell of them"
