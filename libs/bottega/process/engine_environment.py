@@ -2,6 +2,7 @@
 
 An operator of a network is shared out to threads, which then wait for the next one. Asleep they cost nobody anything
 and take some 50 microseconds to wake; awake they begin at once, and take the core from whoever else computes there.
+All sleep where a process has more of them than cores: `bottega.diffusion.device.threads` sees to it that it has not.
 """
 
 from __future__ import annotations
