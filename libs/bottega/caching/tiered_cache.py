@@ -126,9 +126,11 @@ class TieredCache:
         """
         with self._lock:
             there = self._memory.get(digest)
+            gone = None
             if there is not None:
                 there.forgotten = False
-            gone = None if there is not None else self._memory.make_room(file.size_bytes)
+            else:
+                gone = self._memory.make_room(file.size_bytes)
             if gone is None:
                 os.close(descriptor)
                 return False

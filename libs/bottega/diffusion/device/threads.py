@@ -3,7 +3,8 @@
 libgomp's threads wait awake for the next operator only while its threads are no more than cores, over all teams of the
 process. A team belongs to the thread that shares work out and lasts as long as that one: another thread that shares out
 once, while it loads weights or writes a LoRA, leaves the engine's threads asleep between any two operators from then
-on. Measured on two cores of an EPYC, a step of bench-day's model: 1.4 s for 1.0 s, one of an edit 1.0 s for .5 s.
+on. Measured by turns on two cores of an EPYC, a step of bench-day's model: 1.3 to 2.0 s for 1.0 to 1.2, one of an edit
+1.0 to 1.4 s for .4 to .6.
 """
 
 from __future__ import annotations

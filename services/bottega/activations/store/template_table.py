@@ -61,17 +61,16 @@ class TemplateTable:
         """One whose file has this digest; None where there is none."""
         with self._lock:
             template = self._template_of(digest)
-            if template is None:
-                return None
-            return next((each for each in template.sections.values() if each.digest == digest), None)
+            return _section_of(template, digest) if template is not None else None
 
     def file(self, digest: str) -> KnownFile | None:
         """What memory is to know of a section's file, whose group is its template; None where there is none."""
         with self._lock:
             template = self._template_of(digest)
-            found = template.sections.values() if template is not None else ()
-            sizes = [each.size_bytes for each in found if each.digest == digest]
-            return KnownFile(size_bytes=sizes[0], group=template.key) if template is not None and sizes else None
+            section = _section_of(template, digest) if template is not None else None
+            if template is None or section is None:
+                return None
+            return KnownFile(size_bytes=section.size_bytes, group=template.key)
 
     @property
     def pinned(self) -> frozenset[str]:
@@ -242,6 +241,10 @@ class TemplateTable:
             self._by_source.pop(template.header.source, None)
         self._changes.uses.pop(template.number, None)
         self._changes.templates.add(template.number)
+
+
+def _section_of(template: TemplateRecord, digest: str) -> SectionRecord | None:
+    return next((each for each in template.sections.values() if each.digest == digest), None)
 
 
 def files_of(templates: Iterable[TemplateRecord]) -> Sequence[str]:
