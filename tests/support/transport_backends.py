@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,8 +116,17 @@ def opened(
 
 def open_descriptors() -> int:
     """How many this process has, those of what nobody refers to any more left out."""
+    return descriptor_targets().total()
+
+
+def descriptor_targets() -> Counter[str]:
+    """What this process's descriptors are, and how many of each: files by path, sockets and the like by kind."""
     gc.collect()
-    return len(list(Path("/proc/self/fd").iterdir()))
+    targets: Counter[str] = Counter()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the folder's own
+            targets[re.sub(r":\[\d+\]$", "", str(descriptor.readlink()))] += 1
+    return targets
 
 
 def content(layout: Layout, seed: int) -> list[bytes]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 
@@ -36,7 +36,7 @@ SHARES = (0.05, 0.2, 0.4)
 # Of forwards alike, after one that pays for what is made once: the median of each block's times. A slow device makes
 # do with fewer.
 _FORWARDS = 7
-_ENOUGH_S = 5.0
+_ENOUGH_S = 20.0
 
 
 @torch.inference_mode()
@@ -45,15 +45,16 @@ def measure_blocks(
 ) -> BlockProfile:
     """One row. blocks: of a latent of this size, [height, width]. sparse: see SparseMaps. beat: see Heartbeat."""
     measurement = _Measurement(model, blocks, size, sparse=sparse, beat=beat)
-    full, forward_s = measurement.seconds(SHARES[0], recorded=False)
-    masked = [measurement.seconds(share, recorded=True)[0] for share in SHARES]
+    in_full = measurement.forward(SHARES[0], recorded=False)
+    of_shares = [measurement.forward(share, recorded=True) for share in SHARES]
+    (full, forward_s), *masked = measurement.by_turns([in_full, *of_shares])
     height, width = size
     costs = [
         BlockCost(
             name=block.name,
             size_bytes=block.size_bytes,
             full_s=full[block.name],
-            masked_s=[each[block.name] for each in masked],
+            masked_s=[seconds[block.name] for seconds, _ in masked],
         )
         for block in blocks
     ]
@@ -164,6 +165,15 @@ class _TimedMaps:
         return self._maps.conv_out(unet, hidden, forward)
 
 
+@dataclass(frozen=True)
+class _Forward:
+    """Of the row that is measured, with its computed tokens. clock: of its blocks."""
+
+    backbone: MaskedBackbone
+    edit: RowActivations
+    clock: _Clock
+
+
 class _Measurement:
     """One measurement of a network's blocks, under way."""
 
@@ -187,27 +197,39 @@ class _Measurement:
         self._run(MaskedBackbone(self._unet, maps=self._maps, beat=beat), RowActivations(sink=recorder))
         self._outputs = recorder.outputs
 
-    def seconds(self, share: float, *, recorded: bool) -> tuple[dict[str, float], float]:
-        """Of each block, and of the whole forward: medians. recorded: whether anything can be taken; else all is
-        computed, by the code that looks for what is recorded."""
-        outputs = self._outputs if recorded else {}
-        clock = _Clock(outputs, self._blocks, synchronize=self._synchronize, beat=self._beat)
+    def forward(self, share: float, *, recorded: bool) -> _Forward:
+        """recorded: whether anything can be taken; else all is computed, by the code that looks for what is
+        recorded."""
+        clock = _Clock(self._outputs if recorded else {}, self._blocks, synchronize=self._synchronize, beat=self._beat)
         backbone = MaskedBackbone(self._unet, maps=_TimedMaps(self._maps, clock))
-        edit = RowActivations(computed=_square(self._size, share), share=share, recorded=clock)
-        measured = list(self._forwards(backbone, edit, clock))
-        blocks = {block.name: median(each.get(block.name, 0.0) for each in measured) for block in self._blocks}
-        return blocks, median(sum(each.values()) for each in measured)
+        return _Forward(
+            backbone, RowActivations(computed=_square(self._size, share), share=share, recorded=clock), clock
+        )
 
-    def _forwards(self, backbone: MaskedBackbone, edit: RowActivations, clock: _Clock) -> Iterator[dict[str, float]]:
-        self._run(backbone, edit)
+    def by_turns(self, forwards: Sequence[_Forward]) -> list[tuple[dict[str, float], float]]:
+        """Seconds of each block and of the whole forward, for each of them: medians.
+
+        By turns, so that a device that is slower for a while is slower for all of them.
+        """
+        for forward in forwards:
+            self._timed(forward)
+        measured: list[list[dict[str, float]]] = [[] for _ in forwards]
         began_s = perf_counter()
         for _ in range(_FORWARDS):
-            clock.start()
-            self._run(backbone, edit)
-            clock.mark("")
-            yield clock.seconds
+            for forward, seconds in zip(forwards, measured, strict=True):
+                seconds.append(self._timed(forward))
             if perf_counter() - began_s > _ENOUGH_S:
-                return
+                break
+        return [(self._of_blocks(seconds), median(sum(each.values()) for each in seconds)) for seconds in measured]
+
+    def _of_blocks(self, measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {block.name: median(each.get(block.name, 0.0) for each in measured) for block in self._blocks}
+
+    def _timed(self, forward: _Forward) -> dict[str, float]:
+        forward.clock.start()
+        self._run(forward.backbone, forward.edit)
+        forward.clock.mark("")
+        return forward.clock.seconds
 
     def _run(self, backbone: MaskedBackbone, edit: RowActivations) -> None:
         activations = backbone.begin(stack([replace(self._row, activations=edit)]))
