@@ -16,6 +16,7 @@ from pathlib import Path
 from bottega.client import AsyncClient, Client, Picture
 from bottega.client.types.options import GenerationOptions
 from bottega.v1.cache_pb2 import CacheProfile
+from load.bench.accelerations import ACCELERATIONS
 from load.bench.closed_loop import closed_loop
 from load.bench.day_reference import GUIDANCE_SCALE
 from load.bench.day_techniques import ALL, Techniques
@@ -87,6 +88,7 @@ class DaySuite:
             "threads": self.threads,
             # As the plain server's, which has no other engine beside it: here one of a ControlNet computes at times.
             "exclusive_cores": True,
+            "accelerations": list(ACCELERATIONS),
             # None stays where nobody waits for it: of thousands, as production has them, few are used again soon.
             "lora_budget_bytes": 1,
             # Of a template there are 180 MiB, and as many are recorded at once as there are clients.

@@ -19,6 +19,7 @@ from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import load_model
 from bottega.diffusion.spec import EditSpec, ResolvedSpec
+from load.bench.accelerations import accelerate
 from load.bench.edit_model import SIZE, placed_mask
 from load.bench.edit_steps import GUIDANCE_SCALE, PROMPT, STRENGTH, template
 
@@ -37,6 +38,7 @@ class EditDesk:
         torch.set_num_threads(threads)
         self._steps = steps
         self._model = load_model(model, name="bench", device=torch.device("cpu"), dtype=torch.float32)
+        self._accelerated = False
         self._recordings = MemoryActivations(_RECORDINGS_BYTES)
         self._pixels = torch.from_numpy(np.array(template()))
         self._digest = hashlib.sha256(template().tobytes()).hexdigest()
@@ -44,6 +46,9 @@ class EditDesk:
     def engine(self, limits: EngineLimits, addons: Sequence[EngineAddOn] = ()) -> Engine:
         """One that has measured what its turns take."""
         engine = Engine(self._model, limits, addons=(EngineEdits(self._model, self._recordings), *addons))
+        if not self._accelerated:
+            accelerate(engine)
+            self._accelerated = True
         engine.warm_up()
         return engine
 

@@ -126,10 +126,12 @@ def suite_side(model: Path, *, sparse: bool) -> Callable[[EditAsk], Edited]:
     from bottega.diffusion.engine.limits import EngineLimits
     from bottega.diffusion.model.model import load_model
     from bottega.diffusion.spec import EditSpec, ResolvedSpec
+    from load.bench.accelerations import accelerate
 
     loaded = load_model(model, name="bench", device=torch.device("cpu"), dtype=torch.float32)
     addon = EngineEdits(loaded, MemoryActivations(_ACTIVATIONS_BYTES))
     engine = Engine(loaded, EngineLimits(sparse_convolutions=sparse), addons=(addon,))
+    accelerate(engine)
     engine.warm_up()
     pixels = torch.from_numpy(np.array(template()))
     digest = hashlib.sha256(template().tobytes()).hexdigest()

@@ -12,6 +12,7 @@ from pathlib import Path
 import PIL.Image
 
 from bottega.client import AsyncClient, Client
+from load.bench.accelerations import ACCELERATIONS
 from load.bench.closed_loop import closed_loop
 from load.bench.edit_model import SIZE, placed_mask
 from load.bench.edit_steps import GUIDANCE_SCALE, PROMPT, STRENGTH, template
@@ -79,6 +80,7 @@ def running(model: Path, folder: Path, *, threads: int, sparse: bool) -> Iterato
         "model_name": "bench",
         "threads": threads,
         "exclusive_cores": True,
+        "accelerations": list(ACCELERATIONS),
         "sparse_convolutions": sparse,
         "activations_mib": _ACTIVATIONS_MIB,
     }

@@ -35,14 +35,21 @@ LEFT, RIGHT = box_mask((4, 4, 24, 40)), box_mask((44, 20, 60, 60))
 
 
 class EditDesk(ManualEngine):
-    """An engine that records. options: of make_engine."""
+    """An engine that records. sparse: see EngineLimits.sparse_convolutions. options: of make_engine."""
 
     def __init__(
-        self, model: Model, *, mib: int = 64, addons: tuple[EngineAddOn, ...] = (), fixed_rows: int = 0, **options: Any
+        self,
+        model: Model,
+        *,
+        mib: int = 64,
+        addons: tuple[EngineAddOn, ...] = (),
+        fixed_rows: int = 0,
+        sparse: bool = False,
+        **options: Any,
     ) -> None:
         self.source = self.make_source(mib << 20)
         self.edits = EngineEdits(model, self.source, fixed_rows=fixed_rows > 0)
-        limits = EngineLimits(max_rows=64, max_wait_turns=0, fixed_rows=fixed_rows)
+        limits = EngineLimits(max_rows=64, max_wait_turns=0, fixed_rows=fixed_rows, sparse_convolutions=sparse)
         super().__init__(make_engine(model, limits, addons=(*addons, self.edits), **options))
 
     def make_source(self, budget_bytes: int) -> MemoryActivations:

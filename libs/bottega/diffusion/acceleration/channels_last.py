@@ -1,26 +1,34 @@
-"""The VAE with channels last in memory: its convolutions are what cuDNN and oneDNN like best so.
+"""A network with channels last in memory: its convolutions are what cuDNN and oneDNN like best so.
 
-The denoising network keeps its layout: LoRAs are written into its weights as matrices.
+Feature maps follow the weights of convolutions, whatever comes in; tokens of such a map are a view of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from bottega.diffusion.model.model import Model
 
+_PROBES = {"unet": "forward", "vae": "decode"}
 
-class ChannelsLastVae:
-    """tolerance: of pixels, which have 8 bits; convolutions sum in another order."""
 
-    name = "channels_last.vae"
-    probe = "decode"
+class ChannelsLast:
+    """Of the denoising network, or of the VAE.
+
+    tolerance: convolutions sum in another order; what is compared of the VAE are pixels, which have 8 bits.
+    """
+
     tolerance = 0.01
     excludes: Sequence[str] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, part: Literal["unet", "vae"]) -> None:
+        self.name = f"channels_last.{part}"
+        self.probe = _PROBES[part]
+        self._of_network = part == "unet"
         self._model: Model | None = None
 
     def unsupported(self, model: Model) -> str:
@@ -28,9 +36,20 @@ class ChannelsLastVae:
 
     def enable(self, model: Model) -> None:
         self._model = model
-        model.vae.to(memory_format=torch.channels_last)
+        _lay_out(self._part(model), torch.channels_last)
 
     def disable(self) -> None:
         model, self._model = self._model, None
         if model is not None:
-            model.vae.to(memory_format=torch.contiguous_format)
+            _lay_out(self._part(model), torch.contiguous_format)
+
+    def _part(self, model: Model) -> nn.Module:
+        network: nn.Module = model.backbone.unet if self._of_network else model.vae
+        return network
+
+
+def _lay_out(network: Any, layout: torch.memory_format) -> None:
+    # Any: of Module.to, its types know no memory_format.
+    # A check runs in inference mode; weights that were made in it could not be written outside of it any more.
+    with torch.inference_mode(False), torch.no_grad():
+        network.to(memory_format=layout)

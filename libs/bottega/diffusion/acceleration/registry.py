@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bottega.diffusion.acceleration.acceleration import Acceleration
 from bottega.diffusion.acceleration.attention import AttentionBackend, FlashAttention
-from bottega.diffusion.acceleration.channels_last import ChannelsLastVae
+from bottega.diffusion.acceleration.channels_last import ChannelsLast
 from bottega.diffusion.acceleration.compiled import RegionalCompile
 from bottega.diffusion.acceleration.graphs.graphs import Graphs
 from bottega.diffusion.acceleration.kernels.candidates import kernel_accelerations
@@ -26,7 +26,9 @@ def all_accelerations() -> list[Acceleration]:
         AttentionBackend("flash"),
         AttentionBackend("efficient"),
         *kernel_accelerations(),
-        ChannelsLastVae(),
+        # Behind the kernels: torch's own normalization on a GPU would lay feature maps out anew.
+        ChannelsLast("unet"),
+        ChannelsLast("vae"),
         RegionalCompile(),
         Graphs(),
     ]

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 
 from bottega.diffusion.acceleration import attention
 from bottega.diffusion.acceleration.attention import AttentionBackend
-from bottega.diffusion.acceleration.channels_last import ChannelsLastVae
+from bottega.diffusion.acceleration.channels_last import ChannelsLast
 from bottega.diffusion.acceleration.compiled import RegionalCompile
 from bottega.diffusion.acceleration.probes import engine_probes
 from bottega.diffusion.acceleration.registry import all_accelerations, candidates
@@ -28,6 +28,7 @@ from bottega.diffusion.engine.warm_up import sample_job
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.errors import ConfigError
+from tests.samples.masked_edits import ELSEWHERE, FIRST, SECOND, EditDesk
 from tests.samples.small_model import small_model
 from tests.support.manual_engine import load
 
@@ -97,7 +98,7 @@ def test_the_vae_has_its_channels_last_for_a_while(model: Model) -> None:
     request = sample_job(engine.model, DeviceClock(engine.model.runtime)).requests[0]
     probes = engine_probes(model, Denoiser(model.backbone).predict, request.rows(), request.latent)
     (before,) = probes["decode"]()
-    last = ChannelsLastVae()
+    last = ChannelsLast("vae")
     last.enable(model)
     weight = model.vae.decoder.conv_in.weight
     assert weight.is_contiguous(memory_format=torch.channels_last)
@@ -107,6 +108,24 @@ def test_the_vae_has_its_channels_last_for_a_while(model: Model) -> None:
     (after,) = probes["decode"]()
     assert torch.equal(after, before)
     assert (during.int() - before.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["in full", "sparse"])
+def test_the_network_has_its_channels_last_for_a_while_and_edits_stay(sparse: bool) -> None:
+    plain, last = (EditDesk(load(small_model()), sparse=sparse) for _ in range(2))
+    network = last.engine.model.backbone.unet
+    kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    laid_out = ChannelsLast("unet")
+    laid_out.enable(last.engine.model)
+    assert network.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not network.conv_in.weight.is_contiguous()
+    for order in (FIRST, SECOND, ELSEWHERE):
+        (ours,), (theirs,) = last.draw(order).latents, plain.draw(order).latents
+        assert (ours - theirs).abs().max() < 1e-4
+        assert not torch.equal(ours, theirs), "sums are made in another order"
+    laid_out.disable()
+    assert all(parameter.is_contiguous() for parameter in network.parameters())
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in network.state_dict().items())
 
 
 def ways_on() -> set[SDPBackend]:
