@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
+
+from bottega.client import Client
 
 if TYPE_CHECKING:
     from bottega.diffusion.engine.engine import Engine
@@ -16,3 +19,17 @@ def accelerate(engine: Engine) -> None:
     from bottega.diffusion.acceleration.registry import candidates  # not for a process that has no engine
 
     engine.check_accelerations(candidates(ACCELERATIONS, engine.model), deadline_s=_DEADLINE_S)
+    for each in engine.accelerations:
+        _say(each.name, kept=each.kept, speedup=each.speedup)
+
+
+def say_of_workers(client: Client) -> None:
+    """What those of the fleet have kept: by chance it may be another one from run to run."""
+    for member in client.fleet().members:
+        for each in member.load.accelerations:
+            _say(each.name, kept=each.kept, speedup=each.speedup)
+
+
+def _say(name: str, *, kept: bool, speedup: float) -> None:
+    # Not to stdout, which some sides answer by.
+    print(f"{name}: {speedup:.2f} times as fast, {'kept' if kept else 'not kept'}", file=sys.stderr, flush=True)

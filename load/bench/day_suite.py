@@ -16,7 +16,7 @@ from pathlib import Path
 from bottega.client import AsyncClient, Client, Picture
 from bottega.client.types.options import GenerationOptions
 from bottega.v1.cache_pb2 import CacheProfile
-from load.bench.accelerations import ACCELERATIONS
+from load.bench.accelerations import ACCELERATIONS, say_of_workers
 from load.bench.closed_loop import closed_loop
 from load.bench.day_reference import GUIDANCE_SCALE
 from load.bench.day_techniques import ALL, Techniques
@@ -27,8 +27,8 @@ from load.replay.results import Outcome
 from tests.support.services import FREE_PORTS, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
 
-# All services, while the cores are shared.
-JOIN_S = 120.0
+# All services, while the cores are shared, with what the worker tries before.
+JOIN_S = 300.0
 # Rows of one guided request.
 _ONE_REQUEST = 2
 _GIB = 1 << 30
@@ -141,6 +141,7 @@ def running(suite: DaySuite) -> Iterator[RunningDay]:
             services.start(kind, configuration)
         with Client(gateway.address, fleet_address=gateway.fleet) as client:
             wait_until(lambda: _all_joined(client, suite, configurations), "all to join", within_s=JOIN_S)
+            say_of_workers(client)
         yield RunningDay(address=gateway.address, fleet=gateway.fleet)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import PIL.Image
 
 from bottega.client import AsyncClient, Client
-from load.bench.accelerations import ACCELERATIONS
+from load.bench.accelerations import ACCELERATIONS, say_of_workers
 from load.bench.closed_loop import closed_loop
 from load.bench.edit_model import SIZE, placed_mask
 from load.bench.edit_steps import GUIDANCE_SCALE, PROMPT, STRENGTH, template
@@ -20,7 +20,8 @@ from tests.support.services import Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
 
 _ACTIVATIONS_MIB = 4096
-_JOIN_S = 60.0
+# With what it tries before.
+_JOIN_S = 240.0
 TIMEOUT_S = 600.0
 
 
@@ -87,8 +88,9 @@ def running(model: Path, folder: Path, *, threads: int, sparse: bool) -> Iterato
     with Services(folder) as services:
         gateway = services.start("gateway", gateway_config())
         services.start("worker", worker_config(gateway.fleet, name="worker", engine=engine))
-        with Client(gateway.address) as client:
+        with Client(gateway.address, fleet_address=gateway.fleet) as client:
             wait_until(lambda: bool(client.models()), "the worker to join", within_s=_JOIN_S)
+            say_of_workers(client)
         yield gateway.address
 
 

@@ -44,11 +44,11 @@ class EditDesk(ManualEngine):
         mib: int = 64,
         addons: tuple[EngineAddOn, ...] = (),
         fixed_rows: int = 0,
-        sparse: bool = False,
+        sparse: bool = True,
         **options: Any,
     ) -> None:
         self.source = self.make_source(mib << 20)
-        self.edits = EngineEdits(model, self.source, fixed_rows=fixed_rows > 0)
+        self.edits = EngineEdits(model, self.source, fixed_rows=fixed_rows > 0, sparse=sparse)
         limits = EngineLimits(max_rows=64, max_wait_turns=0, fixed_rows=fixed_rows, sparse_convolutions=sparse)
         super().__init__(make_engine(model, limits, addons=(*addons, self.edits), **options))
 

@@ -124,7 +124,7 @@ def descriptor_targets() -> Counter[str]:
     gc.collect()
     targets: Counter[str] = Counter()
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the folder's own
+        with contextlib.suppress(FileNotFoundError):  # the folder's own, and what is being closed
             targets[re.sub(r":\[\d+\]$", "", str(descriptor.readlink()))] += 1
     return targets
 

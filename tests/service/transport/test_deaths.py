@@ -180,7 +180,7 @@ FILE_ROLES = (("pass_files", _while_it_passes_files), ("idle", _while_files_wait
 
 
 def _meet_death(others: Peers, listener: LinkListener, way: Backend, number: int) -> int:
-    """One kill in mid-message. Which one hangs on the number. Returns the process id."""
+    """One kill, and what is heard of it; in which role hangs on the number. Returns the process id."""
     roles = ROLES + FILE_ROLES if way is Backend.MEMFD else ROLES
     role, meet_death = roles[number % len(roles)]
     link, pid = _met(others, listener, role, way)

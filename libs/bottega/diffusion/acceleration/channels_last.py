@@ -1,6 +1,8 @@
 """A network with channels last in memory: its convolutions are what cuDNN and oneDNN like best so.
 
-Feature maps follow the weights of convolutions, whatever comes in; tokens of such a map are a view of it.
+A convolution with such weights puts out such a map, whatever comes in. Behind Diffusers' transformers, and where an
+edit convolves around its mask alone, maps are laid out as ever, so that a group's last bits may depend on who is in it;
+with `fixed_rows` a group is always computed alike.
 """
 
 from __future__ import annotations

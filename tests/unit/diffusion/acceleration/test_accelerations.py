@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -28,7 +29,7 @@ from bottega.diffusion.engine.warm_up import sample_job
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import Model
 from bottega.errors import ConfigError
-from tests.samples.masked_edits import ELSEWHERE, FIRST, SECOND, EditDesk
+from tests.samples.masked_edits import IMAGE, LEFT, SPEC, EditDesk, masked_order
 from tests.samples.small_model import small_model
 from tests.support.manual_engine import load
 
@@ -110,22 +111,38 @@ def test_the_vae_has_its_channels_last_for_a_while(model: Model) -> None:
     assert (during.int() - before.int()).abs().max() <= 1
 
 
+LARGE = {"width": 128, "height": 128}
+# At this size masks leave tokens out of every transformer, and tiles out of every level of convolutions.
+EDITS = [
+    masked_order(
+        replace(SPEC, prompt=prompt, seed=seed, **LARGE), LEFT.resize((128, 128)), image=IMAGE.resize((128, 128))
+    )
+    for prompt, seed in (("a small green circle", 5), ("a red star", 6), ("a red star", 7))
+]
+
+
 @pytest.mark.parametrize("sparse", [False, True], ids=["in full", "sparse"])
 def test_the_network_has_its_channels_last_for_a_while_and_edits_stay(sparse: bool) -> None:
     plain, last = (EditDesk(load(small_model()), sparse=sparse) for _ in range(2))
     network = last.engine.model.backbone.unet
-    kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    kept = {name: (tensor.clone(), tensor.stride()) for name, tensor in network.state_dict().items()}
     laid_out = ChannelsLast("unet")
-    laid_out.enable(last.engine.model)
+    with torch.inference_mode():  # as in a check
+        laid_out.enable(last.engine.model)
     assert network.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
     assert not network.conv_in.weight.is_contiguous()
-    for order in (FIRST, SECOND, ELSEWHERE):
-        (ours,), (theirs,) = last.draw(order).latents, plain.draw(order).latents
+    assert not any(parameter.is_inference() for parameter in network.parameters()), "LoRAs could not be written"
+    for number, order in enumerate(EDITS):
+        drawings = last.draw(order), plain.draw(order)
+        (ours,), (theirs,) = (drawing.latents for drawing in drawings)
         assert (ours - theirs).abs().max() < 1e-4
-        assert not torch.equal(ours, theirs), "sums are made in another order"
+        reused = [drawing.record.edit.blocks_reused for drawing in drawings if drawing.record.edit]
+        assert reused[0] == reused[1]
+        assert reused[0] > 0 or number == 0, "the first one records"
     laid_out.disable()
-    assert all(parameter.is_contiguous() for parameter in network.parameters())
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in network.state_dict().items())
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(tensor, kept[name][0])
+        assert tensor.stride() == kept[name][1]
 
 
 def ways_on() -> set[SDPBackend]:

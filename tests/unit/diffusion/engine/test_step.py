@@ -13,6 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from bottega.diffusion.acceleration.channels_last import ChannelsLast
 from bottega.diffusion.engine.events import ImageDrawn, JobAdvanced, JobStarted
 from bottega.diffusion.engine.forward import Denoiser, Prediction
 from bottega.diffusion.engine.job import STAGES, EngineOrder, open_job
@@ -67,8 +68,11 @@ def unlike_orders() -> list[EngineOrder]:
     return [*orders, EngineOrder(key="picture", spec=replace(few, num_inference_steps=6, strength=0.7), image=source)]
 
 
-def test_with_fixed_rows_images_are_equal_byte_for_byte_alone_and_in_a_busy_batch(model: Model) -> None:
-    limits = EngineLimits(fixed_rows=8)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels last"])
+def test_with_fixed_rows_images_are_equal_byte_for_byte_alone_and_in_a_busy_batch(channels_last: bool) -> None:
+    model, limits = load(small_model()), EngineLimits(fixed_rows=8)
+    if channels_last:
+        ChannelsLast("unet").enable(model)
     lonely = ManualEngine(make_engine(model, limits))
     alone = {order.key: lonely.draw(order) for order in unlike_orders()}
     chance = random.Random(1)

@@ -16,7 +16,7 @@ from load.miniature.training import stages
 from load.miniature.training.attention import PlainAttention
 from load.miniature.training.controlnet import fresh_controlnet
 from load.miniature.training.corpus import Corpus, draw_corpus, encode
-from load.miniature.training.device import pick_device
+from load.miniature.training.device import half_precision, pick_device
 from load.miniature.training.loop import Budget, run
 from load.miniature.training.noise import ErrorWeights, error_weight
 from load.miniature.training.parts import Parts, load_parts, save_parts
@@ -136,3 +136,11 @@ def test_noisy_steps_count_most_and_clean_ones_least() -> None:
 
     assert weights.tolist() == sorted(weights.tolist(), reverse=True)
     assert float(weights[0]) == ErrorWeights().loud_cap
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_half_precision_is_of_processors_that_have_it(monkeypatch: pytest.MonkeyPatch, half: bool) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, "avx512_bf16": half})
+
+    with half_precision(torch.device("cpu")):
+        assert torch.is_autocast_enabled("cpu") is half

@@ -165,7 +165,7 @@ class _TimedMaps:
         return self._maps.conv_out(unet, hidden, forward)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Forward:
     """Of the row that is measured, with its computed tokens. clock: of its blocks."""
 
@@ -202,9 +202,8 @@ class _Measurement:
         recorded."""
         clock = _Clock(self._outputs if recorded else {}, self._blocks, synchronize=self._synchronize, beat=self._beat)
         backbone = MaskedBackbone(self._unet, maps=_TimedMaps(self._maps, clock))
-        return _Forward(
-            backbone, RowActivations(computed=_square(self._size, share), share=share, recorded=clock), clock
-        )
+        edit = RowActivations(computed=_square(self._size, share), share=share, recorded=clock)
+        return _Forward(backbone=backbone, edit=edit, clock=clock)
 
     def by_turns(self, forwards: Sequence[_Forward]) -> list[tuple[dict[str, float], float]]:
         """Seconds of each block and of the whole forward, for each of them: medians.
