@@ -23,9 +23,14 @@ TOLERANCE = 0.01
 
 @dataclass
 class Machine:
-    """Computes one number on a clock of its own. speedups: of what is in it; offset: of its result."""
+    """Computes one number on a clock of its own. speedups: of what is in it; offset: of its result.
+
+    spell: which of its runs take how many times as long, because of what else the machine does.
+    """
 
     now_s: float = 0.0
+    spell: tuple[range, float] = (range(0), 1.0)
+    runs: int = 0
     speedups: dict[str, float] = field(default_factory=dict)
     offset: float = 0.0
     results: Callable[[Tensor], Tensor] = lambda plain: plain
@@ -38,7 +43,9 @@ class Machine:
         self.synchronized += 1
 
     def probe(self) -> Sequence[Tensor]:
-        seconds = SECONDS
+        runs, slower = self.spell
+        seconds = SECONDS * (slower if self.runs in runs else 1.0)
+        self.runs += 1
         for speedup in self.speedups.values():
             seconds /= speedup
         self.now_s += seconds
@@ -144,6 +151,29 @@ def test_what_is_not_faster_or_not_equal_is_off_and_it_is_said_why(
     assert machine.speedups == {}
     (record,) = [each for each in caplog.records if each.getMessage() == "an acceleration is off"]
     assert said in record.__dict__["why"]
+
+
+# Each of the three measurements of the first turn: it changes what that turn alone would say.
+@pytest.mark.parametrize("spell", [range(5), range(5, 10), range(10, 15)], ids=["before", "accelerated", "after"])
+@pytest.mark.parametrize(("speedup", "slower", "kept"), [(1.07, 1.12, True), (1.0, 0.9, False), (0.97, 0.88, False)])
+def test_both_ways_take_turns_where_what_else_runs_could_decide(
+    model: Model, machine: Machine, spell: range, speedup: float, slower: float, kept: bool
+) -> None:
+    machine.spell = spell, slower
+    (found,) = check(model, machine, Faked(machine, speedup=speedup))
+    assert (found.kept, found.speedup) == (kept, pytest.approx(speedup))
+
+
+def test_what_is_far_from_the_least_that_counts_is_measured_once(model: Model, machine: Machine) -> None:
+    check(model, machine, Faked(machine, name="slow", speedup=0.5))
+    assert machine.runs == 3 * (2 + 3), "plain, its own, plain again: two that are not timed, and three that are"
+    check(model, machine, Faked(machine, name="wrong", speedup=1.02, results=nan))
+    assert machine.runs == 6 * (2 + 3), "nor is the speed of what is wrong in doubt"
+
+
+def test_no_more_turns_are_taken_after_the_deadline(model: Model, machine: Machine) -> None:
+    (found,) = check(model, machine, Faked(machine, speedup=1.05), deadline_s=3 * SECONDS)
+    assert (found.kept, machine.runs) == (True, 3 * (2 + 3) + 1)
 
 
 def test_each_is_tried_on_top_of_those_that_are_kept(model: Model, machine: Machine) -> None:
