@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from load.bench.day_figures import IN_TIME, PLAIN, SUITE, Comparison, Figures
 
@@ -19,6 +20,7 @@ _SIZE = (8.6, 3.6)
 _HOURS = 24
 # With the salt, the same figures always give the same bytes.
 _STYLE: dict[Any, Any] = {"svg.hashsalt": "day", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+_PLAIN_NUMBERS = StrMethodFormatter("{x:g}")
 # Slower than so many times the time alone is all the same.
 _SLOWEST = 100.0
 
@@ -41,7 +43,8 @@ def slowdowns(comparison: Comparison) -> bytes:
         axes.annotate("in time", (IN_TIME, 3), xytext=(4, 0), textcoords="offset points")
         axes.set(xscale="log", xlim=(0.1, _SLOWEST), ylim=(0, 101))
         axes.set(xlabel="times what the request takes alone on the plain server", ylabel="% of the requests")
-        axes.legend(loc="lower right", frameon=False)
+        axes.xaxis.set_major_formatter(_PLAIN_NUMBERS)
+        _legend_above(axes)
         return _svg(figure)
 
 
@@ -61,7 +64,7 @@ def hours(comparison: Comparison, length_s: float) -> bytes:
             )
         axes.set(xlabel="hour of the day", ylabel="requests", xlim=(-0.5, _HOURS - 0.5))
         axes.set_xticks(range(0, _HOURS, 3))
-        axes.legend(loc="upper left", frameon=False)
+        _legend_above(axes)
         return _svg(figure)
 
 
@@ -79,8 +82,11 @@ def latencies(comparison: Comparison, length_s: float) -> bytes:
                 linewidths=0,
             )
         axes.set(xlabel="hour of the day", ylabel="seconds to the answer", yscale="log", xlim=(0, _HOURS))
+        axes.yaxis.set_major_formatter(_PLAIN_NUMBERS)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.minorticks_off()
         axes.set_xticks(range(0, _HOURS + 1, 3))
-        axes.legend(loc="upper left", frameon=False)
+        _legend_above(axes)
         return _svg(figure)
 
 
@@ -105,7 +111,7 @@ def worths(comparison: Comparison, labels: Sequence[str]) -> bytes:
         axes.set_yticks(list(places), labels=list(labels))
         axes.invert_yaxis()
         axes.set(xlabel="times better with it than without it; 1 is no difference")
-        axes.legend(frameon=False)
+        _legend_above(axes)
         return _svg(figure)
 
 
@@ -128,6 +134,11 @@ def _axes() -> tuple[Figure, Axes]:
     axes.grid(color=_GRID)
     axes.set_axisbelow(True)
     return figure, axes
+
+
+def _legend_above(axes: Axes) -> None:
+    """In one line, where no line, bar or point can be."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
 
 
 def _svg(figure: Figure) -> bytes:

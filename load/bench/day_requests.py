@@ -40,7 +40,8 @@ class RequestClass:
         )
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.steps} steps, {self.controlnets}C{self.loras}L"
+        add_ons = [_count(self.controlnets, "ControlNet"), _count(self.loras, "LoRA")]
+        return ", ".join([self.kind, f"{self.steps} steps", *filter(None, add_ons)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,3 +128,7 @@ def warm_up_requests(requests: Sequence[PlannedRequest], controlnets: Sequence[s
     nets = [replace(controlled, controlnets=(name,), steps=_LEAST_STEPS) for name in controlnets] if controlled else []
     wanted = [*nets, *(request for request in (edit, styled) if request is not None)]
     return [replace(request, prompt=f"warm up {number}") for number, request in enumerate(wanted)]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}" if number else ""
