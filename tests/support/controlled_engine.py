@@ -22,6 +22,7 @@ from bottega.transport import Limits, OfferSource, ServiceOffer
 from bottega.worker.controlnets import ControlLinkSettings, RemoteControlNets
 from tests.fakes.scripted_controlnet_link import ScriptedServer
 from tests.samples.controlnets import control_image, control_spec, layout_of, random_controlnet, save
+from tests.samples.small_model import SIZE
 from tests.support import linked_servers
 from tests.support.addon_messages import placed
 from tests.support.engines import make_engine
@@ -32,7 +33,7 @@ from tests.support.offers import OffersAtOnce
 NAMES = ("edges", "depth", "layout")
 IMAGES = (control_image(1), control_image(2), control_image(3, 80, 112))
 PLAIN = ResolvedSpec(
-    prompt="a big red star on the left on a blue background", num_inference_steps=5, width=64, height=64, seed=1
+    prompt="a big red star on the left on a blue background", num_inference_steps=5, width=SIZE, height=SIZE, seed=1
 )
 ALONE = EngineLimits(max_rows=2)
 # Of servers that shall not be given up, however busy the machine is.

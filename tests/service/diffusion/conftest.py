@@ -9,6 +9,7 @@ from bottega.diffusion.model.model import Model
 from tests.samples.controlnets import random_controlnet
 from tests.samples.small_model import small_model
 from tests.support.manual_engine import load
+from tests.support.preview_fits import preview_fitted_once  # noqa: F401 - for every test here
 from tests.support.stock import load_stock
 
 

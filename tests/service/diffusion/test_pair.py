@@ -25,7 +25,7 @@ from bottega.transport import LinkCounters
 from bottega.worker.peer import Leader
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, save, shelf_of
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, styled_latent, styled_stock
-from tests.samples.small_model import small_model
+from tests.samples.small_model import SIZE, small_model
 from tests.support.engines import FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.pair_follower import FollowerThread, led
@@ -37,8 +37,8 @@ PLAIN = ResolvedSpec(
     prompt="a big red star on the left on a blue background",
     num_inference_steps=6,
     guidance_scale=4.0,
-    width=64,
-    height=64,
+    width=SIZE,
+    height=SIZE,
     seed=1,
 )
 UNGUIDED = replace(PLAIN, prompt="a green circle", guidance_scale=1.0, seed=2)

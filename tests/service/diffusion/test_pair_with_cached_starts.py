@@ -10,6 +10,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from tests.fakes.scripted_latents import Cached, Hit, cached, entry
+from tests.samples.small_model import SIZE
 from tests.support.engines import make_engine
 from tests.support.pair_follower import FollowerThread, led
 from tests.support.stock import assert_close
@@ -19,12 +20,12 @@ TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 SPEC = ResolvedSpec(
     prompt="a small green circle",
     num_inference_steps=10,
-    width=64,
-    height=64,
+    width=SIZE,
+    height=SIZE,
     seed=5,
     sampler=SamplerKind.EULER_ANCESTRAL,
 )
-HIT: Hit = (entry(1), 5, 3 * torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(0)))
+HIT: Hit = (entry(1), 5, 3 * torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0)))
 
 
 def test_a_pair_draws_the_same_picture_from_a_latent(model: Model) -> None:

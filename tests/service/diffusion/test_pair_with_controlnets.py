@@ -15,7 +15,7 @@ from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.worker.controlnets import RemoteControlNets
 from tests.samples.controlnets import control_image, control_spec, controlled_latent, layout_of, save
-from tests.samples.small_model import small_model
+from tests.samples.small_model import SIZE, small_model
 from tests.support.addon_messages import placed
 from tests.support.engines import make_engine
 from tests.support.linked_servers import LinkedServer, Offers, linked_server
@@ -30,8 +30,8 @@ PLAIN = ResolvedSpec(
     prompt="a big red star on the left on a blue background",
     num_inference_steps=10,
     guidance_scale=4.0,
-    width=64,
-    height=64,
+    width=SIZE,
+    height=SIZE,
     seed=1,
 )
 IMAGES = {"edges": control_image(1), "depth": control_image(2)}

@@ -7,6 +7,7 @@ import pytest
 from bottega.diffusion.model.model import Model
 from tests.samples.small_model import small_model
 from tests.support.manual_engine import load
+from tests.support.preview_fits import preview_fitted_once  # noqa: F401 - for every test here
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from tests.samples.small_model import small_model
 from tests.support.controlled_engine import Desk, random_folders
 from tests.support.linked_servers import LinkedServer, linked_server
 from tests.support.manual_engine import load
+from tests.support.preview_fits import preview_fitted_once  # noqa: F401 - for every test here
 from tests.support.torch_threads import torch_threads
 
 

@@ -134,7 +134,7 @@ def test_a_pipelined_session_whose_server_dies_waits_for_the_first_step_elsewher
     model: Model, near: LinkedServer, tmp_path: Path
 ) -> None:
     script = Script(dies_at_step=2, dies_after_points=1)
-    bad = ScriptedServer("bad", tmp_path, script, tuple(layout_of(model).shapes(16, 16)))
+    bad = ScriptedServer("bad", tmp_path, script, tuple(layout_of(model).shapes(8, 8)))
     order = on(controlled((0, 0.8)), bad, near, stale_residuals=True)
     drawing = Desk(model, Pair(bad, near), staleness=AlwaysPipelined()).draw(order)
     bad.close()

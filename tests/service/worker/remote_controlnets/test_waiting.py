@@ -153,7 +153,7 @@ def test_whatever_a_server_does_wrong_another_one_finishes_the_same_latent(
 ) -> None:
     # The residuals of the server that goes wrong are 0: any that were used would be seen.
     order = controlled((0, 0.8), (1, 0.5), spec=replace(PLAIN, num_inference_steps=2))
-    bad = ScriptedServer("bad", tmp_path, SCRIPTS[what], tuple(layout_of(model).shapes(16, 16)))
+    bad = ScriptedServer("bad", tmp_path, SCRIPTS[what], tuple(layout_of(model).shapes(8, 8)))
     began_s = time.monotonic()
     desk = Desk(model, Pair(bad, near), ALONE, **IMPATIENT.get(what, {}))
     drawing = desk.draw(on(order, bad, near))
@@ -173,7 +173,7 @@ def test_a_job_that_moves_to_a_server_that_still_loads_holds_up_nobody(
     gate = Gate()
     monkeypatch.setattr(model_registry, "load_controlnet", gate)
     order = controlled((0, 0.8), spec=replace(PLAIN, num_inference_steps=3))
-    bad = ScriptedServer("bad", tmp_path, Script(dies_at_step=1), tuple(layout_of(model).shapes(16, 16)))
+    bad = ScriptedServer("bad", tmp_path, Script(dies_at_step=1), tuple(layout_of(model).shapes(8, 8)))
     with linked_server("slow", folders, tmp_path) as slow:
         desk = Desk(model, Pair(bad, slow))
         moving = desk.easel.submit(on(order, bad, slow))
@@ -198,7 +198,7 @@ def test_without_another_server_the_engine_finishes_it_or_says_that_nobody_can(
     model: Model, folders: Mapping[str, Path], local: LocalControlNets, tmp_path: Path, what: str
 ) -> None:
     order = controlled((0, 0.8), spec=replace(PLAIN, num_inference_steps=2))
-    bad = ScriptedServer("bad", tmp_path, SCRIPTS[what], tuple(layout_of(model).shapes(16, 16)))
+    bad = ScriptedServer("bad", tmp_path, SCRIPTS[what], tuple(layout_of(model).shapes(8, 8)))
     with shelf_of(model, folders) as shelf:
         desk = Desk(model, Pair(bad, None), local=LocalControlNets(shelf, digests={"edges": "d"}), silence_s=SILENCE_S)
         drawing = desk.draw(on(order, bad))

@@ -23,8 +23,16 @@ from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
-from tests.samples.controlnets import control_spec, controlled_latent, random_controlnet, save, shelf_of, stock_options
-from tests.samples.small_model import small_model
+from tests.samples.controlnets import (
+    control_image,
+    control_spec,
+    controlled_latent,
+    random_controlnet,
+    save,
+    shelf_of,
+    stock_options,
+)
+from tests.samples.small_model import SIZE, small_model
 from tests.support.controlled_engine import IMAGES, NAMES, PLAIN, controlled
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
@@ -255,14 +263,15 @@ def test_from_a_picture_it_is_active_in_shares_of_the_steps_that_run(
     easel: ManualEngine, stock: Any, nets: Mapping[str, ControlNetModel]
 ) -> None:
     spec = replace(PLAIN, num_inference_steps=8, strength=0.5)
-    order = replace(controlled((0, 1.0), control_guidance_start=0.5, spec=spec), image=IMAGES[1])
+    picture = control_image(4, SIZE, SIZE)
+    order = replace(controlled((0, 1.0), control_guidance_start=0.5, spec=spec), image=picture)
     drawing = easel.draw(order)
     (use,) = drawing.record.controlnets
     assert (use.begin_step, use.end_step) == (6, 8)
     pipeline = variant(stock, StableDiffusionXLControlNetImg2ImgPipeline, controlnet=nets["edges"])
     options = stock_options(order.spec.controlnets, order.control_images)
-    options |= {"control_image": options["image"], "image": PIL.Image.fromarray(IMAGES[1].numpy()), "strength": 0.5}
-    assert_close(drawing.latents[0], latent_of(pipeline, order.spec, width=64, height=64, **options))
+    options |= {"control_image": options["image"], "image": PIL.Image.fromarray(picture.numpy()), "strength": 0.5}
+    assert_close(drawing.latents[0], latent_of(pipeline, order.spec, width=SIZE, height=SIZE, **options))
 
 
 def test_in_bfloat16_it_ends_as_the_stock_pipeline_does(folders: Mapping[str, Path]) -> None:

@@ -17,6 +17,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import Unavailable
+from tests.samples.small_model import SIZE
 from tests.support.delayed_device import DelayedDevice
 
 WAIT_S = 0.05
@@ -57,7 +58,7 @@ class Residuals:
 
 
 def request(model: Model, seed: int, *, controlled: bool) -> Request:
-    spec = ResolvedSpec(prompt="a star", num_inference_steps=4, width=64, height=64, seed=seed)
+    spec = ResolvedSpec(prompt="a star", num_inference_steps=4, width=SIZE, height=SIZE, seed=seed)
     made = Request(model, spec, encode_prompts(model, spec))
     if controlled:
         made.controls = (ActiveControl(handle="net", first=0, last=4),)

@@ -25,10 +25,11 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import BottegaError, ControlNetNotFound, ControlNetUnusable, InvalidRequest, TooLarge, Unavailable
 from tests.samples.controlnets import Gate, control_image, control_spec, shelf_of
+from tests.samples.small_model import SIZE
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine
 
-PLAIN = ResolvedSpec(prompt="a small green circle", num_inference_steps=3, width=64, height=64, seed=1)
+PLAIN = ResolvedSpec(prompt="a small green circle", num_inference_steps=3, width=SIZE, height=SIZE, seed=1)
 LONG = replace(PLAIN, num_inference_steps=40)
 IMAGE = control_image(1)
 TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)

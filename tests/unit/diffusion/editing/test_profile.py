@@ -14,7 +14,7 @@ from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import InvalidRequest, MethodNotServed, TooLarge, Unavailable
 from tests.samples.masked_edits import EditDesk
 
-SIZE = (16, 16)
+SIZE = (8, 8)
 
 
 def test_every_block_is_measured_in_full_and_at_each_share(model: Model) -> None:
@@ -29,7 +29,7 @@ def test_every_block_is_measured_in_full_and_at_each_share(model: Model) -> None
         assert len(block.masked_s) == 3
         assert all(seconds > 0 for seconds in block.masked_s)
     assert sum(block.full_s for block in profile.blocks) <= profile.forward_s * 1.2
-    assert (profile.width, profile.height) == (64, 64)
+    assert (profile.width, profile.height) == (32, 32)
     assert (profile.model_hash, profile.dtype) == (model.digest, "float32")
 
 
@@ -65,9 +65,9 @@ def test_masked_tokens_take_less_at_large_sizes(model: Model) -> None:
 def test_plans_count_with_what_was_measured_of_this_size_alone(model: Model) -> None:
     desk = EditDesk(model)
     times = desk.edits.times
-    profile = desk.engine.profile_blocks(64, 64)
+    profile = desk.engine.profile_blocks(32, 32)
     assert times.profile(SIZE) == profile
-    assert times.profile((32, 32)) is None
+    assert times.profile((16, 16)) is None
     full_s, known = times.full_s(SIZE), [block.full_s for block in profile.blocks]
     scale = full_s[0] / known[0]
     assert full_s == pytest.approx([scale * seconds for seconds in known])

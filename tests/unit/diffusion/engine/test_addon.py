@@ -16,10 +16,11 @@ from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import Unavailable
+from tests.samples.small_model import SIZE
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine
 
-SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=4, width=64, height=64, seed=1)
+SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=4, width=SIZE, height=SIZE, seed=1)
 HOLD_AT = 2
 
 

@@ -20,13 +20,14 @@ from bottega.diffusion.engine.request import RequestState
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
+from tests.samples.small_model import SIZE
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import assert_close
 
 # A checkpoint is due every second step.
 SPEC = ResolvedSpec(
-    prompt="a big red star on the left on a blue background", num_inference_steps=11, width=64, height=64, seed=4
+    prompt="a big red star on the left on a blue background", num_inference_steps=11, width=SIZE, height=SIZE, seed=4
 )
 SHORT = replace(SPEC, num_inference_steps=4, sampler=SamplerKind.DPMPP_2M)
 SAMPLERS = [*((kind, False) for kind in SamplerKind), *((kind, True) for kind in SamplerKind if kind in KARRAS)]
@@ -37,7 +38,7 @@ ONE_BY_ONE = EngineLimits(max_rows=2, max_wait_turns=1000)
 @pytest.fixture(scope="module")
 def source() -> torch.Tensor:
     """A picture: uint8 [height, width, 3]."""
-    ramp = torch.arange(0, 256, 4, dtype=torch.uint8).expand(64, 64)
+    ramp = torch.arange(0, 256, 256 // SIZE, dtype=torch.uint8).expand(SIZE, SIZE)
     return torch.stack([ramp, ramp.T, torch.full_like(ramp, 90)], dim=-1)
 
 

@@ -14,12 +14,13 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import NotFinite
+from tests.samples.small_model import SIZE
 from tests.support.delayed_device import STEPS, DelayedDevice
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.torch_threads import torch_threads
 
-SPEC = ResolvedSpec(prompt="a red star", num_inference_steps=4, width=64, height=64, seed=3)
+SPEC = ResolvedSpec(prompt="a red star", num_inference_steps=4, width=SIZE, height=SIZE, seed=3)
 OTHER = replace(SPEC, prompt="a blue circle", seed=4, num_inference_steps=7, sampler=SamplerKind.DPMPP_2M)
 # Says every step, and saves each.
 TALKATIVE = EngineLimits(max_rows=4, progress_interval_s=0.0)

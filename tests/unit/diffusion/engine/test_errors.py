@@ -21,13 +21,13 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import InternalError, NotFinite, TooLarge
-from tests.samples.small_model import small_model
+from tests.samples.small_model import SIZE, small_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.stock import Pixels, Stock, assert_same_image
 
 SPEC = ResolvedSpec(
-    prompt="a big red star on the left on a blue background", num_inference_steps=6, width=64, height=64, seed=15
+    prompt="a big red star on the left on a blue background", num_inference_steps=6, width=SIZE, height=SIZE, seed=15
 )
 # Unlike each other in all but their size, so that they can share groups.
 SPECS = (
@@ -97,10 +97,10 @@ def assert_right(drawing: Drawing, right: dict[ResolvedSpec, Pixels]) -> None:
 
 
 def test_a_picture_of_too_many_pixels_is_refused_with_the_limit(model: Model) -> None:
-    engine = make_engine(model, EngineLimits(max_pixels=64 * 64))
-    with pytest.raises(TooLarge, match=r"96x64 are 6144 pixels; .* at most 4096 \(max_pixels\)") as caught:
+    engine = make_engine(model, EngineLimits(max_pixels=SIZE * SIZE))
+    with pytest.raises(TooLarge, match=r"96x32 are 3072 pixels; .* at most 1024 \(max_pixels\)") as caught:
         engine.submit(EngineOrder(key=0, spec=replace(SPEC, width=96)))
-    assert caught.value.metadata == {"limit": "max_pixels", "max_pixels": "4096"}
+    assert caught.value.metadata == {"limit": "max_pixels", "max_pixels": "1024"}
     assert not engine.busy
     engine.submit(EngineOrder(key=0, spec=SPEC))
     assert engine.busy
@@ -171,8 +171,8 @@ def test_a_request_that_needs_more_memory_than_there_is_alone_too_is_too_large(
     with failing(model.backbone.unet.conv_in, lambda _: torch.OutOfMemoryError("tried to allocate 2 TiB")):
         drawing = easel.draw(EngineOrder(key=0, spec=SPEC))
     assert isinstance(drawing.error, TooLarge)
-    assert drawing.error.metadata == {"limit": "device_memory", "size": "64x64"}
-    assert "64x64" in drawing.error.message
+    assert drawing.error.metadata == {"limit": "device_memory", "size": "32x32"}
+    assert "32x32" in drawing.error.message
     assert not easel.engine.busy
 
 

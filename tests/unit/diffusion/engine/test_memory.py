@@ -24,16 +24,17 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import TooLarge
+from tests.samples.small_model import SIZE
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.memory_device import MemoryDevice, taking
 from tests.support.stock import assert_same_image
 from tests.support.waiting import wait_until
 
-SPEC = ResolvedSpec(prompt="a red star", num_inference_steps=3, width=64, height=64, seed=3)
-# The small model's latents have 16 x 16 elements; a row takes 256 KiB of a device so, a decoding 1 MiB.
-ROW_BYTES, DECODING_BYTES = 1024, 4096
-ROW, DECODING = 256 * ROW_BYTES, 256 * DECODING_BYTES
+SPEC = ResolvedSpec(prompt="a red star", num_inference_steps=3, width=SIZE, height=SIZE, seed=3)
+# The small model's latents have 8 x 8 elements; a row takes 256 KiB of a device so, a decoding 1 MiB.
+ROW_BYTES, DECODING_BYTES = 4096, 16384
+ROW, DECODING = 64 * ROW_BYTES, 64 * DECODING_BYTES
 TOGETHER = EngineLimits(max_rows=8, max_wait_turns=0)
 
 
@@ -88,8 +89,8 @@ def test_a_picture_that_fits_not_even_alone_is_refused_by_its_size_and_the_next_
     with taking(device, model, row_bytes=row_bytes, decoding_bytes=decoding_bytes):
         large = easel.draw(EngineOrder(key="large", spec=SPEC))
     assert isinstance(large.error, TooLarge)
-    assert large.error.message.startswith("the device has not enough memory for 64x64")
-    assert large.error.metadata == {"limit": "device_memory", "size": "64x64"}
+    assert large.error.message.startswith("the device has not enough memory for 32x32")
+    assert large.error.metadata == {"limit": "device_memory", "size": "32x32"}
     assert isinstance(easel.draw(EngineOrder(key="next", spec=SPEC)).events[-1], JobFinished)
 
 
@@ -101,9 +102,9 @@ def test_what_does_not_fit_is_refused_when_it_comes_by_what_the_warm_up_measured
     with taking(device, model, row_bytes=ROW_BYTES, decoding_bytes=DECODING_BYTES):
         easel.engine.warm_up()
         with pytest.raises(
-            TooLarge, match=r"128x128 need about 4 MiB .* 2 of 3 MiB are left beside model 1 MiB"
+            TooLarge, match=r"64x64 need about 4 MiB .* 2 of 3 MiB are left beside model 1 MiB"
         ) as caught:
-            easel.engine.submit(EngineOrder(key="large", spec=replace(SPEC, width=128, height=128)))
+            easel.engine.submit(EngineOrder(key="large", spec=replace(SPEC, width=2 * SIZE, height=2 * SIZE)))
         assert caught.value.metadata == {"limit": "device_memory", "needed_mib": "4", "device_memory_mib": "3"}
         assert isinstance(easel.draw(EngineOrder(key="small", spec=SPEC)).events[-1], JobFinished)
 

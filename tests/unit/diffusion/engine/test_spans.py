@@ -15,10 +15,11 @@ from bottega.diffusion.engine.spans import MAX_SPANS, DeviceClock, SpanLog, Trac
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import NotFinite
+from tests.samples.small_model import SIZE
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine
 
-SPEC = ResolvedSpec(prompt="a red star", width=64, height=64, num_inference_steps=4, seed=7)
+SPEC = ResolvedSpec(prompt="a red star", width=SIZE, height=SIZE, num_inference_steps=4, seed=7)
 
 
 def test_a_job_says_how_long_encoding_each_step_and_decoding_took(model: Model) -> None:

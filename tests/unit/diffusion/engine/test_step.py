@@ -28,14 +28,14 @@ from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.planning import StepTimes
 from tests.fakes.fake_time import FakeTime
-from tests.samples.small_model import small_model
+from tests.samples.small_model import SIZE, small_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.stock import Pixels, Stock, assert_same_image
 from tests.support.torch_threads import torch_threads
 
 SPEC = ResolvedSpec(
-    prompt="a big red star on the left on a blue background", num_inference_steps=6, width=64, height=64, seed=15
+    prompt="a big red star on the left on a blue background", num_inference_steps=6, width=SIZE, height=SIZE, seed=15
 )
 # All that are there share every turn.
 TOGETHER = EngineLimits(max_wait_turns=0)
@@ -55,7 +55,7 @@ def miniature() -> Model:
 
 def unlike_orders() -> list[EngineOrder]:
     """Jobs that differ in all that may differ within a group."""
-    source = torch.arange(64 * 64 * 3).reshape(64, 64, 3).remainder(251).to(torch.uint8)
+    source = torch.arange(SIZE * SIZE * 3).reshape(SIZE, SIZE, 3).remainder(251).to(torch.uint8)
     few = replace(SPEC, num_inference_steps=4)
     specs = [
         few,
@@ -226,7 +226,7 @@ def test_warming_up_measures_turns_of_growing_width_and_the_time_beside_them(mod
     assert engine.fixed_s == 0
     engine.warm_up()
     entries = list(engine.step_times.entries())
-    assert [(shape, rows) for shape, rows, _ in entries] == [((16, 16), rows) for rows in (1, 2, 4, 8, 16)]
+    assert [(shape, rows) for shape, rows, _ in entries] == [((8, 8), rows) for rows in (1, 2, 4, 8, 16)]
     assert all(seconds > 0 for _, _, seconds in entries)
     assert engine.fixed_s > 0
     assert not engine.busy
@@ -244,7 +244,7 @@ def test_warming_up_a_slow_model_measures_one_row_and_two(model: Model) -> None:
     row = open_job(model, EngineOrder(key=0, spec=SPEC), {}, 0.0, DeviceClock(model.runtime)).requests[0].rows()[0]
     MeasuredForward(SlowDenoiser(model.backbone), times, ()).warm_up(row, 16)
     assert [(rows, seconds) for _, rows, seconds in times.entries()] == [(1, 2.0), (2, 4.0)]
-    assert times.seconds((16, 16), 0.5) == 1.0
+    assert times.seconds((8, 8), 0.5) == 1.0
 
 
 def test_drawing_leaves_the_process_own_random_numbers_alone(model: Model) -> None:

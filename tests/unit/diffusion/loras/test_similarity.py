@@ -19,11 +19,12 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
 from tests.samples.engine_loras import Components, LorasByHand, lora_spec, random_layers
+from tests.samples.small_model import SIZE
 from tests.support.addon_messages import loras_at
 from tests.support.engines import lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 
-SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=5, width=64, height=64, seed=1, num_images=2)
+SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=5, width=SIZE, height=SIZE, seed=1, num_images=2)
 EAGER = EngineLimits(max_rows=64, max_wait_turns=0, progress_interval_s=0.0)
 
 

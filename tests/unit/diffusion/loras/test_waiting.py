@@ -21,11 +21,12 @@ from bottega.errors import InvalidRequest, LoraUnusable, NotFinite, Unavailable
 from bottega.v1.trace_pb2 import StoreTimes
 from tests.fakes.fake_time import FakeTime
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
+from tests.samples.small_model import SIZE
 from tests.support.addon_messages import loras_at
 from tests.support.engines import LORA_TIMEOUT_S, FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import Drawing, ManualEngine
 
-SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=5, width=64, height=64, seed=1)
+SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=5, width=SIZE, height=SIZE, seed=1)
 LONG = replace(SPEC, num_inference_steps=30)
 EAGER = EngineLimits(max_rows=64, max_wait_turns=0, progress_interval_s=0.0)
 

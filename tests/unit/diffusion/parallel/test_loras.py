@@ -12,7 +12,7 @@ from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.parallel import pair
 from bottega.diffusion.spec import ResolvedSpec
 from tests.samples.engine_loras import LorasByHand, lora_spec, styled_latent, styled_stock
-from tests.samples.small_model import small_model
+from tests.samples.small_model import SIZE, small_model
 from tests.support.engines import FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.pair_follower import FollowerThread, led
@@ -20,7 +20,7 @@ from tests.support.stock import assert_close, latent_of, load_stock
 
 TOGETHER = EngineLimits(max_rows=64, max_wait_turns=0)
 SPEC = ResolvedSpec(
-    prompt="a big red star on the left on a blue background", num_inference_steps=8, width=64, height=64, seed=15
+    prompt="a big red star on the left on a blue background", num_inference_steps=8, width=SIZE, height=SIZE, seed=15
 )
 FROM_STEP = 3
 

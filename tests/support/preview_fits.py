@@ -1,0 +1,27 @@
+"""The preview of a model is fitted once for all engines of a file: a tenth of the time of what makes many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+import pytest
+from diffusers import AutoencoderKL
+
+from bottega.diffusion.engine.preview import LatentPreview
+from bottega.diffusion.model.model import Model
+
+
+@pytest.fixture(autouse=True, scope="session")
+def preview_fitted_once() -> Iterator[None]:
+    """For a `conftest.py` to import."""
+    fit, fitted = LatentPreview.fit, WeakKeyDictionary[AutoencoderKL, LatentPreview]()
+
+    def once(model: Model) -> LatentPreview:
+        if model.vae not in fitted:
+            fitted[model.vae] = fit(model)
+        return fitted[model.vae]
+
+    with patch.object(LatentPreview, "fit", once):
+        yield
