@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 
+from tests.chaos.activation_stores import WORKER
 from tests.chaos.recorded_edits import UNPADDED_ENGINE, compare, edit, record_template, wait_for_links
 from tests.chaos.scene import Drawing, Scene
 from tests.chaos.workers import MOST_REPEATED, STEPS
 
-WORKERS = ("masking-a", "masking-b")
+WORKERS = (WORKER, "another editor")
 
 
 def kill_reusing_workers(scene: Scene, *, times: int, rng: random.Random) -> None:
@@ -18,9 +19,10 @@ def kill_reusing_workers(scene: Scene, *, times: int, rng: random.Random) -> Non
     The picture is the same within the rounding of what was kept in float16: groups are not padded, and how many blocks
     come in time differs.
     """
-    scene.start_activations()
-    scene.start_worker(WORKERS[0], UNPADDED_ENGINE)
-    recorded = record_template(scene, STEPS, WORKERS[0])
+    if WORKER not in scene.joined():
+        scene.start_activations()
+        scene.start_worker(WORKER, UNPADDED_ENGINE)
+    recorded = record_template(scene, STEPS, WORKER)
     missing = WORKERS[1]
     for _ in scene.tally.tries("kills", times):
         if missing:

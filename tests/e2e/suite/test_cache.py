@@ -21,8 +21,8 @@ from tests.support.waiting import wait_until
 
 _PROMPT = "a big red star on the left on a blue background"
 _SIMILAR = "a small red star on the left on a blue background"
-# After six steps of twenty, whatever is recorded under the key is similar enough.
-_STEPS, _STEP = 20, 6
+# After three steps of ten, whatever is recorded under the key is similar enough.
+_STEPS, _STEP = 10, 3
 _FRACTION = 0.3
 # Nobody waits for a hit: on a busy machine one may come too late.
 _TRIES = 8

@@ -60,22 +60,14 @@ def test_no_choice_of_blocks_ends_before_the_plan_of_a_step(blocks: list[BlockCo
 
 @settings(max_examples=200, deadline=None)
 @given(steps=_few_steps.filter(bool), load_busy_s=_busy)
-def test_no_choice_of_blocks_ends_before_the_plan_of_several_steps(
+def test_no_choice_of_blocks_ends_before_the_plan_of_several_steps_nor_a_hundredth_before_the_engine_s(
     steps: list[list[BlockCost]], load_busy_s: float
 ) -> None:
-    plans = plan_steps(steps, load_busy_s=load_busy_s, most_states=None)
     best_s = best_of_all(steps, load_busy_s)
+    plans = plan_steps(steps, load_busy_s=load_busy_s, most_states=None)
     assert plans[-1].compute_s == pytest.approx(best_s)
     assert least_end_s(steps, load_busy_s=load_busy_s) <= best_s + 1e-9
-
-
-@settings(max_examples=300, deadline=None)
-@given(steps=_few_steps.filter(bool), load_busy_s=_busy)
-def test_a_plan_as_the_engine_makes_it_ends_within_a_hundredth_of_the_best_choice(
-    steps: list[list[BlockCost]], load_busy_s: float
-) -> None:
-    planned_s = plan_steps(steps, load_busy_s=load_busy_s)[-1].compute_s
-    assert planned_s <= best_of_all(steps, load_busy_s) * 1.01 + 1e-9
+    assert plan_steps(steps, load_busy_s=load_busy_s)[-1].compute_s <= best_s * 1.01 + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(5))

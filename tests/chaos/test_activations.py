@@ -1,4 +1,7 @@
-"""Of what `make chaos` does to activation stores, one of each: on a suite of its own, which pads no rows."""
+"""Of what `make chaos` does to activation stores, and to workers whose edits reuse activations, one of each.
+
+On one suite, which pads no rows.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos.activation_stores import kill_loading_stores, kill_recording_stores
+from tests.chaos.masked_edits import kill_reusing_workers
 from tests.chaos.scene import Scene
 from tests.chaos.tally import Tally
 
-# A worker draws on all cores beside what kills.
+# Workers draw on all cores beside what kills.
 pytestmark = pytest.mark.alone
 
 
@@ -36,3 +40,10 @@ def test_an_edit_whose_store_is_killed_leaves_its_picture(scene: Scene) -> None:
 def test_a_recording_whose_store_is_killed_is_the_same_picture_and_no_half_template(scene: Scene) -> None:
     kill_recording_stores(scene, times=1, rng=random.Random(5))
     assert scene.tally.well, (scene.tally.zeros, scene.tally.faults)
+
+
+def test_a_worker_killed_in_mid_edit_leaves_its_recording_to_the_next_one(scene: Scene) -> None:
+    kill_reusing_workers(scene, times=1, rng=random.Random(5))
+    scene.count_ends()
+    assert scene.tally.well, (scene.tally.zeros, scene.tally.faults)
+    assert scene.tally.figures["resumed_edits_that_reused_blocks"] >= 1
