@@ -1,17 +1,24 @@
-"""Masked blocks through a whole suite: the first edit of an image records, the next compute the masked part alone."""
+"""Masked blocks through a whole suite: the first edit of an image records, the next compute the masked part alone.
+
+And a picture that was drawn to be edited: its latents outlive the worker, and its first edit needs no second pass.
+"""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import pytest
+from numpy.typing import NDArray
 
-from bottega.client import Client
+from bottega.client import Box, Client
+from bottega.client.types.picture import Picture
 from tests.samples.edits import box_mask, template
-from tests.support.services import SMALL_ENGINE, Services, gateway_config, worker_config
+from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, worker_config
 from tests.support.stock import pixels_of
 from tests.support.waiting import wait_until
 
@@ -20,6 +27,10 @@ OPTIONS: dict[str, Any] = {"num_inference_steps": 6, "guidance_scale": 4.0}
 IMAGE, BOX = template(), (12, 20, 40, 52)
 MASK = box_mask(BOX)
 FEATHER = 8
+DRAWN: dict[str, Any] = {**OPTIONS, "width": 64, "height": 64}
+KEPT_BOX = Box(0, 0, 20, 20)
+# So far from that mask that a decoder makes next to nothing of it there.
+FAR = (slice(48, None), slice(48, None))
 
 
 def assert_own_pixels_outside(picture: PIL.Image.Image, image: PIL.Image.Image) -> None:
@@ -37,15 +48,38 @@ def test_a_worker_with_fixed_rows_computes_all_and_says_so(client: Client) -> No
         assert (use.recording, use.recorded, use.computed_share) == ("", False, 0.0)
 
 
+@dataclass(slots=True, kw_only=True)
+class Masking:
+    """A suite whose worker pads no rows, so that it may compute masked blocks alone."""
+
+    services: Services
+    gateway: Service
+    client: Client
+
+    def start_worker(self) -> Service:
+        """One that has joined."""
+        config = worker_config(self.gateway.fleet, name="w", engine=SMALL_ENGINE)
+        worker = self.services.start("worker", config)
+        wait_until(lambda: any(model.workers for model in self.client.models()), "the worker to join")
+        return worker
+
+
 @pytest.fixture(scope="module")
-def masking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """A suite whose worker may compute masked blocks alone."""
+def suite_without_padding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Masking]:
     with Services(tmp_path_factory.mktemp("masking")) as services:
         gateway = services.start("gateway", gateway_config())
-        services.start("worker", worker_config(gateway.fleet, name="w", engine=SMALL_ENGINE))
-        with Client(gateway.address, timeout_s=60.0) as client:
-            wait_until(lambda: bool(client.models()), "the worker to join")
-            yield client
+        with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
+            yield Masking(services=services, gateway=gateway, client=client)
+
+
+@pytest.fixture(scope="module")
+def worker(suite_without_padding: Masking) -> Service:
+    return suite_without_padding.start_worker()
+
+
+@pytest.fixture(scope="module")
+def masking(suite_without_padding: Masking, worker: Service) -> Client:
+    return suite_without_padding.client
 
 
 def test_the_first_edit_records_and_the_second_computes_the_masked_part_alone(masking: Client) -> None:
@@ -76,3 +110,43 @@ def test_the_first_edit_of_a_picture_that_was_kept_computes_the_masked_part_alon
     assert again.provenance.blocks_reused == again.provenance.blocks_total
     other = masking.generate("a small red circle on a blue background", seed=5, **OPTIONS)
     assert masking.edit(other, MASK, PROMPT, fidelity="balanced", **OPTIONS).provenance.blocks_reused == 0
+
+
+def _pixels(picture: Picture) -> NDArray[np.uint8]:
+    with PIL.Image.open(io.BytesIO(picture.data)) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def _changed(edited: Picture, picture: Picture) -> float:
+    """How much of the picture was changed far from the mask, in levels of 255, on average."""
+    after, before = _pixels(edited)[FAR].astype(float), _pixels(picture)[FAR].astype(float)
+    return float(np.abs(after - before).mean())
+
+
+def _edited(client: Client, picture: Picture, **said: Any) -> Picture:
+    """As Diffusers leaves it, so that what the autoencoder does to it is seen."""
+    options = {**DRAWN, "seed": 5, "keep_unmasked": False, "identical_results": False, **said}
+    return client.edit(picture, KEPT_BOX, "a big green star on a blue background", **options)
+
+
+def test_the_first_edit_reuses_blocks_and_after_the_worker_is_gone_the_latents_are_still_there(
+    suite_without_padding: Masking, worker: Service
+) -> None:
+    """The last one: the worker is another one afterwards."""
+    client = suite_without_padding.client
+    picture = client.generate("a big red star on a blue background", seed=3, keep_for_editing=True, **DRAWN)
+    exact = _edited(client, picture)
+    assert exact.provenance.exact
+    encoded = _changed(exact, picture)
+
+    first = _edited(client, picture, masked_blocks=True)
+    mask = first.provenance.mask
+    assert mask is not None
+    assert (mask.recording != "", first.provenance.blocks_reused > 0, first.provenance.exact) == (True, True, False)
+    assert _changed(first, picture) < encoded / 2, "nothing was encoded again"
+
+    worker.kill()
+    suite_without_padding.start_worker()
+    again = _edited(client, picture, masked_blocks=True)
+    assert again.provenance.blocks_reused == 0, "what was recorded has gone with the worker"
+    assert _changed(again, picture) < encoded / 2, "the latents have not"
