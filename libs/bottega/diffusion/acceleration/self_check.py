@@ -62,7 +62,7 @@ class SelfCheck:
         self._probes = probes
         self._settings = settings
         self._trials = log or TrialLog.in_memory()
-        self._plain: dict[str, tuple[Sequence[Tensor], float]] = {}
+        self._plain: dict[str, tuple[Sequence[Tensor], Sequence[float]]] = {}
 
     @torch.inference_mode()
     def run(self, candidates: Sequence[Acceleration]) -> list[AccelerationResult]:
