@@ -233,13 +233,15 @@ def test_a_set_after_another_has_the_bits_that_it_has_alone(net: Net) -> None:
 @pytest.mark.parametrize(("width", "shares"), [(8, 1), (1100, 2)])
 def test_layers_are_shared_out_among_threads_that_compute_alone_where_that_pays(width: int, shares: int) -> None:
     seen: set[tuple[int, int]] = set()
+    together = threading.Barrier(shares)
 
     class Seeing(Tensor):
-        """A factor that notes who multiplies with it, and by how many threads."""
+        """A factor that notes who multiplies with it, and by how many threads, once all of them do."""
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.addmm:
+                together.wait(10.0)  # else one that is quick, or has a busy machine for itself, takes all
                 seen.add((threading.get_ident(), torch.get_num_threads()))
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
