@@ -20,7 +20,6 @@ _SIZE = (8.6, 3.6)
 _HOURS = 24
 # With the salt, the same figures always give the same bytes.
 _STYLE: dict[Any, Any] = {"svg.hashsalt": "day", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-_PLAIN_NUMBERS = StrMethodFormatter("{x:g}")
 # Slower than so many times the time alone is all the same.
 _SLOWEST = 100.0
 
@@ -43,7 +42,7 @@ def slowdowns(comparison: Comparison) -> bytes:
         axes.annotate("in time", (IN_TIME, 3), xytext=(4, 0), textcoords="offset points")
         axes.set(xscale="log", xlim=(0.1, _SLOWEST), ylim=(0, 101))
         axes.set(xlabel="times what the request takes alone on the plain server", ylabel="% of the requests")
-        axes.xaxis.set_major_formatter(_PLAIN_NUMBERS)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         _legend_above(axes)
         return _svg(figure)
 
@@ -82,7 +81,7 @@ def latencies(comparison: Comparison, length_s: float) -> bytes:
                 linewidths=0,
             )
         axes.set(xlabel="hour of the day", ylabel="seconds to the answer", yscale="log", xlim=(0, _HOURS))
-        axes.yaxis.set_major_formatter(_PLAIN_NUMBERS)
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.minorticks_off()
         axes.set_xticks(range(0, _HOURS + 1, 3))

@@ -9,7 +9,7 @@ from tests.chaos.recorded_edits import UNPADDED_ENGINE, compare, edit, record_te
 from tests.chaos.scene import Drawing, Scene
 from tests.chaos.workers import MOST_REPEATED, STEPS
 
-WORKERS = (WORKER, "another editor")
+WORKERS = (WORKER, "editor-b")
 
 
 def kill_reusing_workers(scene: Scene, *, times: int, rng: random.Random) -> None:
@@ -19,7 +19,11 @@ def kill_reusing_workers(scene: Scene, *, times: int, rng: random.Random) -> Non
     The picture is the same within the rounding of what was kept in float16: groups are not padded, and how many blocks
     come in time differs.
     """
-    if WORKER not in scene.joined():
+    if WORKER in scene.joined():  # and a store, which may send slowly
+        scene.worker("activations").kill()
+        scene.start_activations()
+        wait_for_links(scene, 1)
+    else:
         scene.start_activations()
         scene.start_worker(WORKER, UNPADDED_ENGINE)
     recorded = record_template(scene, STEPS, WORKER)

@@ -1,4 +1,4 @@
-"""The preview of a model is fitted once for all engines of a file: a tenth of the time of what makes many of them."""
+"""The preview of a model is fitted once for all engines of a file: a tenth of the time of tests that make many."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bottega.diffusion.engine.preview import LatentPreview
 from bottega.diffusion.model.model import Model
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def preview_fitted_once() -> Iterator[None]:
     """For a `conftest.py` to import."""
     fit, fitted = LatentPreview.fit, WeakKeyDictionary[AutoencoderKL, LatentPreview]()

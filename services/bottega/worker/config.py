@@ -34,7 +34,7 @@ class EngineConfig:
     accelerations: ways to compute the same faster that the engine tries at its start, and keeps where they are faster
     there and draw the same: auto is all of them on a GPU and none on a CPU; off is none; else a list of their names.
     On a CPU [channels_last.unet, channels_last.vae] are worth a try; pictures differ in last bits where they are kept.
-    self_check_s: after which it tries no more.
+    self_check_s: after which it tries no more; what was measured by then decides.
     max_rows: of one group; a guided request has two. fixed_rows: runs groups of always so many rows, for images
     that are equal byte for byte whatever runs beside them; on a CPU a multiple of twice the threads; 0 is off.
     max_wait_turns: that a request may be passed over; one that would make others wait longer waits to begin.

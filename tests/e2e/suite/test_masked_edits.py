@@ -49,7 +49,7 @@ def test_a_worker_with_fixed_rows_computes_all_and_says_so(client: Client) -> No
 
 
 @dataclass(slots=True, kw_only=True)
-class Masking:
+class UnpaddedSuite:
     """A suite whose worker pads no rows, so that it may compute masked blocks alone."""
 
     services: Services
@@ -58,6 +58,9 @@ class Masking:
 
     def start_worker(self) -> Service:
         """One that has joined."""
+        wait_until(
+            lambda: not any(model.workers for model in self.client.models()), "a worker that was killed to be lost"
+        )
         config = worker_config(self.gateway.fleet, name="w", engine=SMALL_ENGINE)
         worker = self.services.start("worker", config)
         wait_until(lambda: any(model.workers for model in self.client.models()), "the worker to join")
@@ -65,21 +68,21 @@ class Masking:
 
 
 @pytest.fixture(scope="module")
-def suite_without_padding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Masking]:
+def unpadded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UnpaddedSuite]:
     with Services(tmp_path_factory.mktemp("masking")) as services:
         gateway = services.start("gateway", gateway_config())
         with Client(gateway.address, fleet_address=gateway.fleet, timeout_s=60.0) as client:
-            yield Masking(services=services, gateway=gateway, client=client)
+            yield UnpaddedSuite(services=services, gateway=gateway, client=client)
 
 
 @pytest.fixture(scope="module")
-def worker(suite_without_padding: Masking) -> Service:
-    return suite_without_padding.start_worker()
+def worker(unpadded: UnpaddedSuite) -> Service:
+    return unpadded.start_worker()
 
 
 @pytest.fixture(scope="module")
-def masking(suite_without_padding: Masking, worker: Service) -> Client:
-    return suite_without_padding.client
+def masking(unpadded: UnpaddedSuite, worker: Service) -> Client:
+    return unpadded.client
 
 
 def test_the_first_edit_records_and_the_second_computes_the_masked_part_alone(masking: Client) -> None:
@@ -130,10 +133,10 @@ def _edited(client: Client, picture: Picture, **said: Any) -> Picture:
 
 
 def test_the_first_edit_reuses_blocks_and_after_the_worker_is_gone_the_latents_are_still_there(
-    suite_without_padding: Masking, worker: Service
+    unpadded: UnpaddedSuite, worker: Service
 ) -> None:
     """The last one: the worker is another one afterwards."""
-    client = suite_without_padding.client
+    client = unpadded.client
     picture = client.generate("a big red star on a blue background", seed=3, keep_for_editing=True, **DRAWN)
     exact = _edited(client, picture)
     assert exact.provenance.exact
@@ -146,7 +149,7 @@ def test_the_first_edit_reuses_blocks_and_after_the_worker_is_gone_the_latents_a
     assert _changed(first, picture) < encoded / 2, "nothing was encoded again"
 
     worker.kill()
-    suite_without_padding.start_worker()
+    unpadded.start_worker()
     again = _edited(client, picture, masked_blocks=True)
     assert again.provenance.blocks_reused == 0, "what was recorded has gone with the worker"
     assert _changed(again, picture) < encoded / 2, "the latents have not"

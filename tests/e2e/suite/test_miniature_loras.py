@@ -31,7 +31,7 @@ _SQUARE = Scene(things=(Thing(shape="square", colour="red"),), ground="blue", si
 _SEEDS = {_HEART: 5, _SQUARE: 2}
 # The first is the longer one: then sharing turns pays also where the engine has learned, of a busy machine, that such
 # turns take twice as long.
-_STEPS = {_HEART: 24, _SQUARE: 16}
+_STEPS = {_HEART: 32, _SQUARE: 16}
 _GUIDANCE = 4.0
 
 

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 from time import perf_counter
 
@@ -26,13 +27,15 @@ _log = logging.getLogger(__name__)
 
 # Below, a difference is as likely chance, and an acceleration that is kept can still hurt at other sizes.
 LEAST_SPEEDUP = 1.03
-# Of each way in its turn, and those before them that pay for what is made once.
+# Timed runs of each way in a turn, and untimed ones before them, which pay for what is made once: graphs are recorded
+# at the third use.
 _RUNS = 3
-_WARM_UP_RUNS = 2
+_WARM_UP_RUNS = 3
 # A machine drifts by more than what is looked for. Near the least that counts, both ways take turns, and the medians of
 # all runs are compared: the more turns, the nearer it may be (two starts of one model had measured .98 and 1.02 of what
 # was 1.07 by turns).
 _MOST_TURNS = 4
+# Share by which a speed-up may differ from LEAST_SPEEDUP after one turn and still be chance; an n-th of it after n.
 _DOUBT = 0.15
 _MOST_REASON = 200
 # After so many engines that ended while something was tried, the next one tries nothing: it has to start.
@@ -43,7 +46,7 @@ _MOST_FATAL = 2
 class SelfCheckSettings:
     """synchronize: waits until the device has computed what it was given. beat: called between two runs, see Heartbeat.
 
-    deadline_s: after which nothing more is tried; what is being tried then ends first.
+    deadline_s: after which nothing more is tried: the turn that is under way then ends, and what was measured decides.
     """
 
     synchronize: Callable[[], None]
@@ -73,11 +76,11 @@ class SelfCheck:
         """
         ends_s = self._settings.clock() + self._settings.deadline_s
         results: list[AccelerationResult] = []
-        for candidate in candidates:
+        for number, candidate in enumerate(candidates):
             kept = {each.name for each in results if each.kept}
             reason = self._not_tried(candidate, kept, ends_s)
             result = AccelerationResult(name=candidate.name, kept=False, reason=reason) if reason else None
-            results.append(result or self._try(candidate, ends_s))
+            results.append(result or self._try(candidate, self._part_of(ends_s, len(candidates) - number)))
             _log_result(results[-1])
         return results
 
@@ -99,11 +102,16 @@ class SelfCheck:
             return "no time was left to try it (self_check_s)"
         return ""
 
-    def _try(self, candidate: Acceleration, ends_s: float) -> AccelerationResult:
+    def _part_of(self, ends_s: float, candidates: int) -> float:
+        """When the first of so many that are left has had its part of the time: others are to have theirs."""
+        now_s = self._settings.clock()
+        return now_s + (ends_s - now_s) / candidates
+
+    def _try(self, candidate: Acceleration, turns_end_s: float) -> AccelerationResult:
         wanted, plain_s = self._measure_plain(candidate.probe)
-        plain, accelerated, difference = list(plain_s), list[float](), 0.0
+        plain, accelerated, difference = [plain_s], list[Sequence[float]](), 0.0
         with self._trials.trying(candidate.name):
-            for turn in range(1, _MOST_TURNS + 1):
+            for _ in range(_MOST_TURNS):
                 try:
                     candidate.enable(self._model)
                     got, seconds = self._measure(self._probes[candidate.probe])
@@ -113,12 +121,13 @@ class SelfCheck:
                     self._check_plain(candidate, wanted)
                     return AccelerationResult(name=candidate.name, kept=False, reason=reason)
                 candidate.disable()
-                accelerated += seconds
-                plain += self._check_plain(candidate, wanted)
+                accelerated.append(seconds)
+                plain.append(self._check_plain(candidate, wanted))
                 difference = max(difference, _difference(wanted, got))
-                result = _compared(candidate, difference, median(plain) / median(accelerated))
-                if not _in_doubt(result, turn) or self._settings.clock() >= ends_s:
+                result = _compared(candidate, difference, median(chain(*plain)) / median(chain(*accelerated)))
+                if not _in_doubt(result, plain, accelerated) or self._settings.clock() >= turns_end_s:
                     break
+            self._plain[candidate.probe] = (wanted, plain[-1])  # of the next candidate, if this one is not kept
             if result.kept:
                 candidate.enable(self._model)
                 self._plain.clear()  # the next one is tried on top of it
@@ -126,7 +135,7 @@ class SelfCheck:
             return result
 
     def _measure_plain(self, probe: str) -> tuple[Sequence[Tensor], Sequence[float]]:
-        """Result and seconds without the candidate, measured once for all that follow each other."""
+        """Result and seconds without the candidate, those of the last measurement where nothing has changed since."""
         if probe not in self._plain:
             self._plain[probe] = self._measure(self._probes[probe])
         return self._plain[probe]
@@ -143,10 +152,11 @@ class SelfCheck:
         return seconds
 
     def _measure(self, probe: Probe) -> tuple[Sequence[Tensor], Sequence[float]]:
-        """What a probe makes, and the seconds of each of its runs."""
+        """What a probe makes in the last of its timed runs, and the seconds of each of them."""
         for _ in range(_WARM_UP_RUNS):
-            made, _ = self._run(probe)
-        return made, [self._run(probe)[1] for _ in range(_RUNS)]
+            self._run(probe)
+        runs = [self._run(probe) for _ in range(_RUNS)]
+        return runs[-1][0], [seconds for _, seconds in runs]
 
     def _run(self, probe: Probe) -> tuple[Sequence[Tensor], float]:
         settings = self._settings
@@ -160,9 +170,21 @@ class SelfCheck:
         return [tensor.detach().clone() for tensor in made], max(seconds, 1e-9)
 
 
-def _in_doubt(result: AccelerationResult, turns: int) -> bool:
-    """Whether the speed-up could be chance after so many turns, on either side of the least that counts."""
-    return result.difference <= result.tolerance and abs(result.speedup / LEAST_SPEEDUP - 1) < _DOUBT / turns
+def _in_doubt(
+    result: AccelerationResult, plain: Sequence[Sequence[float]], accelerated: Sequence[Sequence[float]]
+) -> bool:
+    """Whether the speed-up could be chance, on either side of the least that counts.
+
+    plain, accelerated: seconds of the turns' runs. After one turn that of each plain measurement alone counts: one of
+    them may have been slowed down by something else.
+    """
+    if not result.difference <= result.tolerance:
+        return False
+    speedups = [result.speedup]
+    if len(accelerated) == 1:
+        speedups = [median(each) / median(accelerated[0]) for each in plain]
+    doubt = _DOUBT / len(accelerated)
+    return min(speedups) < LEAST_SPEEDUP * (1 + doubt) and max(speedups) > LEAST_SPEEDUP * (1 - doubt)
 
 
 def _compared(candidate: Acceleration, difference: float, speedup: float) -> AccelerationResult:

@@ -153,28 +153,88 @@ def test_what_is_not_faster_or_not_equal_is_off_and_it_is_said_why(
     assert said in record.__dict__["why"]
 
 
-# Each of the three measurements of the first turn: it changes what that turn alone would say.
-@pytest.mark.parametrize("spell", [range(5), range(5, 10), range(10, 15)], ids=["before", "accelerated", "after"])
-@pytest.mark.parametrize(("speedup", "slower", "kept"), [(1.07, 1.12, True), (1.0, 0.9, False), (0.97, 0.88, False)])
+RUNS = 3 + 3  # of a measurement: the first ones are not timed
+BEFORE, ACCELERATED, AFTER = (range(RUNS * place, RUNS * (place + 1)) for place in range(3))  # of the first turn
+
+
+# Without further turns, what is slower or quicker for a while would be taken for what the acceleration does.
+@pytest.mark.parametrize("spell", [BEFORE, ACCELERATED, AFTER], ids=["before", "accelerated", "after"])
+@pytest.mark.parametrize(("speedup", "factor", "kept"), [(1.07, 1.12, True), (1.0, 0.9, False), (0.97, 0.88, False)])
 def test_both_ways_take_turns_where_what_else_runs_could_decide(
-    model: Model, machine: Machine, spell: range, speedup: float, slower: float, kept: bool
+    model: Model, machine: Machine, spell: range, speedup: float, factor: float, kept: bool
 ) -> None:
-    machine.spell = spell, slower
+    machine.spell = spell, factor
     (found,) = check(model, machine, Faked(machine, speedup=speedup))
     assert found.kept == kept
     assert found.speedup == pytest.approx(speedup)
 
 
+@pytest.mark.parametrize("spell", [BEFORE, AFTER], ids=["before", "after"])
+@pytest.mark.parametrize(("speedup", "factor"), [(1.0, 1.12), (1.0, 1.6), (0.9, 1.8), (0.9, 3.0)])
+def test_a_plain_way_that_is_slow_for_a_while_has_nothing_kept(
+    model: Model, machine: Machine, spell: range, speedup: float, factor: float
+) -> None:
+    machine.spell = spell, factor
+    (found,) = check(model, machine, Faked(machine, speedup=speedup))
+    assert not found.kept
+    assert found.speedup == pytest.approx(speedup)
+
+
+def test_what_was_plain_long_ago_is_not_what_the_next_one_is_compared_with(model: Model, machine: Machine) -> None:
+    machine.spell = BEFORE, 3.0
+    slow, useless = Faked(machine, name="slow", speedup=0.5), Faked(machine, name="useless", speedup=0.8)
+    found = check(model, machine, slow, useless)
+    assert [each.kept for each in found] == [False, False]
+    assert found[1].speedup == pytest.approx(0.8)
+
+
 def test_what_is_far_from_the_least_that_counts_is_measured_once(model: Model, machine: Machine) -> None:
     check(model, machine, Faked(machine, name="slow", speedup=0.5))
-    assert machine.runs == 3 * (2 + 3), "plain, its own, plain again: two that are not timed, and three that are"
+    assert machine.runs == 3 * RUNS, "plain, its own, plain again"
     check(model, machine, Faked(machine, name="wrong", speedup=1.02, results=nan))
-    assert machine.runs == 6 * (2 + 3), "nor is the speed of what is wrong in doubt"
+    assert machine.runs == 6 * RUNS, "nor is the speed of what is wrong in doubt"
 
 
 def test_no_more_turns_are_taken_after_the_deadline(model: Model, machine: Machine) -> None:
     (found,) = check(model, machine, Faked(machine, speedup=1.05), deadline_s=3 * SECONDS)
-    assert (found.kept, machine.runs) == (True, 3 * (2 + 3) + 1)
+    assert (found.kept, machine.runs) == (True, 3 * RUNS + 1)
+
+
+def test_turns_of_one_leave_the_others_their_part_of_the_time(model: Model, machine: Machine) -> None:
+    doubtful, quick = Faked(machine, name="doubtful", speedup=1.0), Faked(machine, name="quick")
+    found = check(model, machine, doubtful, quick, deadline_s=6 * RUNS * SECONDS)
+    assert [each.kept for each in found] == [False, True]
+    assert machine.runs == 3 * RUNS + 2 * RUNS + 1, "a turn of each; the plain way was measured before the second one"
+
+
+def test_what_fails_in_a_later_turn_is_off(model: Model, machine: Machine) -> None:
+    faked = Faked(machine, speedup=1.05)
+    enabled: list[int] = []
+
+    def fail_the_second_time() -> None:
+        enabled.append(1)
+        if len(enabled) == 2:
+            raise RuntimeError("out of graphs")
+
+    faked.on_enable = fail_the_second_time
+    (found,) = check(model, machine, faked)
+    assert (found.kept, found.reason) == (False, "it failed: RuntimeError: out of graphs")
+    assert machine.speedups == {}
+
+
+def test_what_differs_in_a_later_turn_is_off(model: Model, machine: Machine) -> None:
+    faked = Faked(machine, speedup=1.05)
+    enabled: list[int] = []
+
+    def differ_the_second_time() -> None:
+        enabled.append(1)
+        machine.results = (lambda plain: plain * 1.5) if len(enabled) == 2 else (lambda plain: plain)
+
+    faked.on_enable = differ_the_second_time
+    (found,) = check(model, machine, faked)
+    assert not found.kept
+    assert "differ by 0.5" in found.reason
+    assert machine.speedups == {}
 
 
 def test_each_is_tried_on_top_of_those_that_are_kept(model: Model, machine: Machine) -> None:

@@ -208,7 +208,7 @@ MISFITS: dict[str, Callable[[Model, bytes], bytes]] = {
     "another sampler": of_another(sampler=SamplerKind.EULER),
     "more images": of_another(num_images=2),
     "another version": of_another_version,
-    "a latent that is no number": with_state(latent=torch.full((1, 4, 16, 16), torch.nan)),
+    "a latent that is no number": with_state(latent=torch.full((1, 4, SIZE // 4, SIZE // 4), torch.nan)),
     "a latent of another size": with_state(latent=torch.zeros(1, 4, 8, 16)),
     "a step after the last": with_state(step=5),
     "a step before the first": with_state(step=-1),

@@ -87,6 +87,12 @@ def test_a_page_without_rows_and_one_of_a_void_run_say_so() -> None:
     assert "suite: void: 0 of 1 requests went out on time" in html
 
 
+def test_a_class_of_requests_says_what_it_has_in_words() -> None:
+    plain = RequestClass(kind="draw", steps=4, controlnets=0, loras=0)
+    assert str(plain) == "draw, 4 steps"
+    assert str(replace(plain, controlnets=1, loras=2)) == "draw, 4 steps, 1 ControlNet, 2 LoRAs"
+
+
 def test_the_table_has_both_sides_beside_each_other_and_a_line_for_each_technique() -> None:
     table = rows(compared())
     assert table[0][1:] == ("25.0%", "100.0%")
