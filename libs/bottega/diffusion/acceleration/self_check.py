@@ -32,8 +32,7 @@ LEAST_SPEEDUP = 1.03
 _RUNS = 3
 _WARM_UP_RUNS = 3
 # A machine drifts by more than what is looked for. Near the least that counts, both ways take turns, and the medians of
-# all runs are compared: the more turns, the nearer it may be (two starts of one model had measured .98 and 1.02 of what
-# was 1.07 by turns).
+# all runs are compared: the more turns, the nearer it may be (with one turn, starts of one model had .98 and 1.02).
 _MOST_TURNS = 4
 # Share by which a speed-up may differ from LEAST_SPEEDUP after one turn and still be chance; an n-th of it after n.
 _DOUBT = 0.15

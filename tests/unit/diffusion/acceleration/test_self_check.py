@@ -237,6 +237,19 @@ def test_what_differs_in_a_later_turn_is_off(model: Model, machine: Machine) -> 
     assert machine.speedups == {}
 
 
+def test_what_differs_only_once_it_is_warm_is_off(model: Model, machine: Machine) -> None:
+    """As a graph that is recorded at its third use, and then repeated."""
+    runs: list[int] = []
+
+    def warm(plain: Tensor) -> Tensor:
+        runs.append(1)
+        return plain if len(runs) <= 3 else plain * 1.5
+
+    (found,) = check(model, machine, Faked(machine, results=warm))
+    assert not found.kept
+    assert "differ by 0.5" in found.reason
+
+
 def test_each_is_tried_on_top_of_those_that_are_kept(model: Model, machine: Machine) -> None:
     first, second = Faked(machine, name="first"), Faked(machine, name="second", speedup=1.5)
     wrong = Faked(machine, name="wrong", results=nan)
