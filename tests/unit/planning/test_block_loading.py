@@ -58,7 +58,7 @@ def test_no_choice_of_blocks_ends_before_the_plan_of_a_step(blocks: list[BlockCo
     assert plan == follow([blocks], plan.takes, load_busy_s=load_busy_s)[0]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(steps=_few_steps.filter(bool), load_busy_s=_busy)
 def test_no_choice_of_blocks_ends_before_the_plan_of_several_steps_nor_a_hundredth_before_the_engine_s(
     steps: list[list[BlockCost]], load_busy_s: float

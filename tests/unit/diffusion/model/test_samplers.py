@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -78,12 +79,15 @@ def steps_of(sampler: Sampler) -> list[tuple[float, float]]:
     return [(float(sampler.timestep(step)), sampler.noise_level(step)) for step in range(sampler.steps)]
 
 
-def test_no_two_steps_of_other_noise_have_timestep_and_noise_level_in_common() -> None:
-    """Of any two schedules of up to 60 steps, and of some longer ones, as all take 18 s.
-
-    What a model is given follows from both, not from the timestep.
-    """
-    counts = [*range(1, 61), *range(61, rules.MAX_STEPS, 13), rules.MAX_STEPS]
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param([*range(1, 61), *range(61, rules.MAX_STEPS, 13), rules.MAX_STEPS], id="some"),
+        pytest.param(range(1, rules.MAX_STEPS + 1), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_no_two_steps_of_other_noise_have_timestep_and_noise_level_in_common(counts: Sequence[int]) -> None:
+    """Of any two schedules: what a model is given follows from both, not from the timestep. counts: of steps."""
     noise: dict[tuple[float, float], float] = {}
     equal_timesteps = set()
     for kind, karras in ALL:
