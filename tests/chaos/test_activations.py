@@ -13,7 +13,6 @@ import pytest
 from tests.chaos.activation_stores import kill_loading_stores, kill_recording_stores
 from tests.chaos.masked_edits import kill_reusing_workers
 from tests.chaos.scene import Scene
-from tests.chaos.tally import Tally
 
 # Workers draw on all cores beside what kills.
 pytestmark = pytest.mark.alone
@@ -23,13 +22,6 @@ pytestmark = pytest.mark.alone
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     with Scene(tmp_path_factory.mktemp("stores"), ()) as scene:
         yield scene
-
-
-@pytest.fixture
-def scene(suite: Scene) -> Scene:
-    """With a tally of the test's own."""
-    suite.tally = Tally()
-    return suite
 
 
 def test_an_edit_whose_store_is_killed_leaves_its_picture(scene: Scene) -> None:

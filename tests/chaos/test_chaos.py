@@ -10,7 +10,6 @@ import pytest
 from tests.chaos.edits import EDITS, kill_editing_workers
 from tests.chaos.gateways import LONG_STEPS, SEEDS, kill_gateways
 from tests.chaos.scene import Drawing, Scene
-from tests.chaos.tally import Tally
 from tests.chaos.workers import freeze_workers, kill_workers
 from tests.support.waiting import wait_until
 
@@ -22,13 +21,6 @@ pytestmark = pytest.mark.alone
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     with Scene(tmp_path_factory.mktemp("chaos"), ("a", "b")) as scene:
         yield scene
-
-
-@pytest.fixture
-def scene(suite: Scene) -> Scene:
-    """With a tally of the test's own."""
-    suite.tally = Tally()
-    return suite
 
 
 def _expect_well(scene: Scene) -> None:

@@ -5,7 +5,6 @@ And a picture that was drawn to be edited: its latents outlive the worker, and i
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
-from numpy.typing import NDArray
 
 from bottega.client import Box, Client
 from bottega.client.types.picture import Picture
@@ -115,14 +113,9 @@ def test_the_first_edit_of_a_picture_that_was_kept_computes_the_masked_part_alon
     assert masking.edit(other, MASK, PROMPT, fidelity="balanced", **OPTIONS).provenance.blocks_reused == 0
 
 
-def _pixels(picture: Picture) -> NDArray[np.uint8]:
-    with PIL.Image.open(io.BytesIO(picture.data)) as image:
-        return np.asarray(image.convert("RGB"))
-
-
 def _changed(edited: Picture, picture: Picture) -> float:
     """How much of the picture was changed far from the mask, in levels of 255, on average."""
-    after, before = _pixels(edited)[FAR].astype(float), _pixels(picture)[FAR].astype(float)
+    after, before = pixels_of(edited.pil())[FAR].astype(float), pixels_of(picture.pil())[FAR].astype(float)
     return float(np.abs(after - before).mean())
 
 
