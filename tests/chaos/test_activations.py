@@ -14,9 +14,6 @@ from tests.chaos.activation_stores import kill_loading_stores, kill_recording_st
 from tests.chaos.masked_edits import kill_reusing_workers
 from tests.chaos.scene import Scene
 
-# Workers draw on all cores beside what kills.
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:

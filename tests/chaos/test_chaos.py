@@ -13,9 +13,6 @@ from tests.chaos.scene import Drawing, Scene
 from tests.chaos.workers import freeze_workers, kill_workers
 from tests.support.waiting import wait_until
 
-# Two workers draw on all cores, and losses are to be noticed in time.
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
@@ -42,6 +39,7 @@ def test_a_gateway_killed_around_acknowledgement_loses_nothing(scene: Scene) -> 
     _expect_well(scene)
 
 
+@pytest.mark.alone  # in two seconds
 def test_a_worker_that_hangs_is_noticed_within_two_seconds_and_comes_back(scene: Scene) -> None:
     freeze_workers(scene, times=1, rng=random.Random(3))
     _expect_well(scene)

@@ -29,8 +29,6 @@ from tests.fakes.scripted_images import NAME, narrow_channel
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.services import Services, gateway_config
 
-pytestmark = pytest.mark.alone
-
 ORDERS = 12
 CALLERS = 96
 # Six times max_requests_mib. Without that bound, 64 callers took 3.4 GiB.

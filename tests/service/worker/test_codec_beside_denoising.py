@@ -22,8 +22,9 @@ pytestmark = pytest.mark.alone
 
 SIDE = 4096
 STEPS = 60
-# Between two words on how far a picture is; codecs take seconds for one of these edits.
-LONGEST_GAP_S = 0.6
+# Between two words on how far a picture is, as a part of what the quicker codec takes: one that held denoising up
+# would make a gap of all of it.
+LONGEST_GAP = 0.8
 _JOIN_S = 60.0
 _TIMEOUT_S = 120.0
 
@@ -85,6 +86,6 @@ async def test_a_picture_goes_on_while_large_edits_are_read_and_written(address:
         first = asyncio.create_task(draw_on(2))
         await asyncio.sleep(alone_s / 2)
         await asyncio.gather(first, draw_on(3), editing)
-    assert max(gaps_s) < LONGEST_GAP_S, gaps_s
     seconds = {each.stage: each.seconds for each in editing.result().provenance.times}
-    assert min(seconds["decode_image"], seconds["encode_image"]) > LONGEST_GAP_S, "else no gap would tell of them"
+    codec_s = min(seconds["decode_image"], seconds["encode_image"])
+    assert max(gaps_s) < LONGEST_GAP * codec_s, (gaps_s, codec_s)

@@ -12,12 +12,6 @@ from typing import TypeVar
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-MODULES = {
-    str(path.relative_to(ROOT)): list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    for base in ("libs", "services", "kernels")
-    for path in sorted((ROOT / base / "bottega").rglob("*.py"))
-    if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
-}
 _MOST_PARAMETERS = 8
 # Of a dataclass that is not frozen: its constructor takes as many, and all of them may change.
 _MOST_FIELDS = 15
@@ -30,6 +24,17 @@ Rule = Callable[[Modules], Violations]
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Assignment = ast.Assign | ast.AnnAssign
 _Node = TypeVar("_Node", bound=ast.AST)
+
+
+@pytest.fixture(scope="module")
+def modules() -> Modules:
+    """The code of the project."""
+    return {
+        str(path.relative_to(ROOT)): list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        for base in ("libs", "services", "kernels")
+        for path in sorted((ROOT / base / "bottega").rglob("*.py"))
+        if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
+    }
 
 
 def a_name_of_two_classes_is_explained(modules: Modules) -> Violations:
@@ -215,11 +220,11 @@ class One:
 
 
 @pytest.mark.parametrize("rule", PLANTED, ids=lambda rule: rule.__name__)
-def test_the_code_keeps_the_rule(rule: Rule) -> None:
+def test_the_code_keeps_the_rule(modules: Modules, rule: Rule) -> None:
     remaining = REMAINING.get(rule, frozenset())
     broken = [
         f"{path}:{node.lineno}: {what}"
-        for path, node, what in rule(MODULES)
+        for path, node, what in rule(modules)
         if not remaining.intersection(re.findall(r"\w+", what))
     ]
     assert not broken, f"{rule.__doc__}\n" + "\n".join(broken)
@@ -232,8 +237,8 @@ def test_the_rule_sees_what_breaks_it(rule: Rule) -> None:
     assert {node.lineno for _, node, _ in rule({"planted.py": list(ast.walk(ast.parse(PLANTED[rule])))})} == broken
 
 
-def test_the_code_is_where_this_test_looks() -> None:
-    assert len(MODULES) > 300
+def test_the_code_is_where_this_test_looks(modules: Modules) -> None:
+    assert len(modules) > 300
 
 
 def _all(modules: Modules, kind: type[_Node]) -> Iterator[tuple[str, _Node]]:

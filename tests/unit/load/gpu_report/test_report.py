@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import PIL.Image
@@ -33,6 +34,8 @@ FOUND = {
 SHOWN = [Part(name=name, question="?", measure="") for name in FOUND]
 # What starts processes, or needs a GPU. Its calls are tried by tests/e2e.
 _APART = {"tests", "suite"}
+# What compiles, and what tests/unit/kernels tries as well.
+_LONG = {"compiled", "batches-compiled", "kernels"}
 
 
 def test_what_misses_what_was_wanted_is_said_in_table_and_json() -> None:
@@ -82,13 +85,19 @@ def test_a_kernel_far_from_float64_misses() -> None:
     assert "100 GB/s" in speedup.label
 
 
-def test_a_small_report_measures_every_part_and_keeps_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--small", "--folder", str(tmp_path), *(part.name for part in PARTS if part.name not in _APART)]
+@pytest.mark.parametrize(
+    "apart", [pytest.param(_APART | _LONG, id="in short"), pytest.param(_APART, id="in full", marks=pytest.mark.slow)]
+)
+def test_a_small_report_measures_every_part_and_keeps_it(
+    apart: AbstractSet[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--small", "--folder", str(tmp_path), *(part.name for part in PARTS if part.name not in apart)]
     assert main(arguments) == 0
     said = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert (said["failed"], said["not_run"], said["missed"]) == ({}, [], [])
     assert not said["left_out"].keys() - {"kernels"}  # where Triton is not installed
-    for name in ("ratio_vs_eager", "ratio_vs_compiled", "patch_ms_4", "edit_19", "decode_psnr_db", "eager_mfu"):
+    compiled = ["ratio_vs_compiled"] if "compiled" not in apart else []
+    for name in ("ratio_vs_eager", *compiled, "patch_ms_4", "edit_19", "decode_psnr_db", "eager_mfu"):
         assert said[name] > 0
     assert {f"step_{count}_controlnets_{side}_ms" for count in (0, 1) for side in ("ours", "eager")} <= said.keys()
     assert said["edit_19_reused"] > 0
