@@ -126,14 +126,20 @@ class Relay:
         # A record of another link, by its place there.
         self._earlier: dict[tuple[Flow, int], bytes] = {}
         self._carrying: set[asyncio.Task[None]] = set()
-        self._servers: list[asyncio.Server] = []
+        self._servers: dict[int, asyncio.Server] = {}
 
     async def listen(self, port: int) -> None:
-        """Takes what is meant for that port of FAR. It is bound as if it were FAR, which root may in a namespace."""
+        """Takes what is meant for that port of FAR. It is bound as if it were FAR, which root may in a namespace.
+
+        FAR may be given a port a second time, which is listened to already, or has connections that ended lately.
+        """
+        if port in self._servers:
+            return
         listening = socket.socket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.setsockopt(socket.SOL_IP, socket.IP_TRANSPARENT, 1)
         listening.bind((FAR, port))
-        self._servers.append(await asyncio.start_server(self._accept, sock=listening, backlog=256))
+        self._servers[port] = await asyncio.start_server(self._accept, sock=listening, backlog=256)
 
     async def search(self, needles: list[bytes]) -> dict[str, object]:
         """How many bytes passed since the last search, and which of the needles were in them; once all is quiet."""

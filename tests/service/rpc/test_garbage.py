@@ -49,28 +49,29 @@ ENDS: dict[str, Callable[[grpc.aio.Channel], Awaitable[object]]] = {
 @pytest.mark.parametrize("end", ENDS)
 async def test_of_a_call_that_has_ended_nothing_waits_for_the_collector(end: str) -> None:
     async with scripted_images(default_deadline_s=0.3) as (_, _, channel):
-        with _collector_off():
+        with _collector_off() as kept:
             await ENDS[end](channel)
-            await eventually(lambda: not _kept(), within_s=2)
+            await eventually(lambda: not kept(), within_s=2)
 
 
 @pytest.mark.parametrize("last", [b"\xff\xff\xff", _REFUSED], ids=["no message", "refused before all was read"])
 async def test_of_a_stream_of_requests_that_was_refused_nothing_waits_for_the_collector(last: bytes) -> None:
     async with scripted_images() as (_, _, channel):
         join: Any = channel.stream_stream("/bottega.v1.FleetService/Join")
-        with _collector_off():
+        with _collector_off() as kept:
             with pytest.raises(grpc.aio.AioRpcError):
                 _ = [answer async for answer in join(iter([b"", last, b"", b""]))]
-            await eventually(lambda: not _kept(), within_s=2)
+            await eventually(lambda: not kept(), within_s=2)
 
 
 @contextmanager
-def _collector_off() -> Iterator[None]:
-    """What waits for it is kept."""
+def _collector_off() -> Iterator[Callable[[], list[object]]]:
+    """What waits for it is kept; yields what says of which calls, without those of tests before."""
     gc.collect()
     gc.disable()
+    before = _kept()
     try:
-        yield
+        yield lambda: [one for one in _kept() if not any(one is each for each in before)]
     finally:
         gc.enable()
 

@@ -47,7 +47,8 @@ class _Worker:
         until_s = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < until_s
-            self.source.settle([], 0.01)
+            self.source.settle([], 0)  # which waits for none of them
+            time.sleep(0.01)
 
     @property
     def received_bytes(self) -> int:

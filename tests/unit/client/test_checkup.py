@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -144,9 +145,21 @@ def test_a_model_of_which_a_part_cannot_be_used_fails(
     assert named in result.what
 
 
-def test_a_free_port_is_an_invitation_and_a_taken_one_a_failure() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+@pytest.fixture
+def first_port() -> int:
+    """Of three side by side that are free, above those that the kernel gives to others meanwhile."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
+    for port in range(int(given[1]) + 1, 65534, 3):
+        with contextlib.ExitStack() as taken, contextlib.suppress(OSError):
+            for each in range(port, port + 3):
+                taken.enter_context(socket.create_server(("127.0.0.1", each)))
+            return port
+    raise AssertionError("no three ports side by side are free")
+
+
+def test_a_free_port_is_an_invitation_and_a_taken_one_a_failure(first_port: int) -> None:
+    address = f"127.0.0.1:{first_port}"
+    with socket.create_server(("127.0.0.1", first_port)):
         (result,) = check_gateway(address, address)
         assert result.level is Level.FAIL
         assert f"process {os.getpid()}" in result.what
@@ -157,10 +170,10 @@ def test_a_free_port_is_an_invitation_and_a_taken_one_a_failure() -> None:
 
 
 @pytest.mark.parametrize(("offset", "whose"), [(1, "metrics"), (2, "fleet")])
-def test_the_ports_of_metrics_and_fleet_must_be_free_as_well(offset: int, whose: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        (result,) = check_gateway(f"127.0.0.1:{port - offset}", "127.0.0.1:1")
+def test_the_ports_of_metrics_and_fleet_must_be_free_as_well(first_port: int, offset: int, whose: str) -> None:
+    port = first_port + offset
+    with socket.create_server(("127.0.0.1", port)):
+        (result,) = check_gateway(f"127.0.0.1:{first_port}", "127.0.0.1:1")
     assert result.level is Level.FAIL
     assert f"port {port}, for the gateway's {whose}, is taken" in result.what
     assert f"process {os.getpid()}" in result.what
