@@ -1,4 +1,4 @@
-"""`make test`: what can run beside other tests, four files at a time; then, one after the other, what must be alone.
+"""`make test`: what can run beside other tests, three files at a time; then, one after the other, what must be alone.
 
 Arguments go to pytest, in both parts. Ends with status 1 when a test failed, and 5 when there was none to run.
 """
@@ -15,10 +15,10 @@ import pytest
 
 PARTS: Mapping[str, Sequence[str]] = {
     # In the order of the folders: what takes longest stands first. A process that dies is not tried again and again.
-    # Four for two cores: many tests wait for services, deadlines and disks for most of their time.
-    "Four files at a time": [
+    # Three for two cores: many tests wait for services, deadlines and disks for most of their time.
+    "Three files at a time": [
         "--part=beside",
-        "-n4",
+        "-n3",
         "--dist=loadfile",
         "--no-loadscope-reorder",
         "--max-worker-restart=0",

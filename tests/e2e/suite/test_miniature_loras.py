@@ -117,8 +117,8 @@ def test_two_clients_at_once_get_each_its_own_scene_in_its_own_style(
             assert oracle.agrees(oracle.read(_rgb(picture)), scene)
             layout = layout_of(_rgb(picture), plain[scene], scene.ground)
             assert look(clip, stock, [_rgb(picture)], [layout]) == [style]
-        if all(picture.provenance.mean_group_requests > 1 for picture in together.values()):
-            return  # they have shared steps
+        if all(picture.provenance.mean_group_requests > 1.2 for picture in together.values()):
+            return
     pytest.fail("they were drawn one after the other")
 
 

@@ -127,7 +127,9 @@ class Engine:
             heartbeat=heartbeat,
             compile_s=0.0 if model.device.type == "cpu" else limits.compile_s,
         )
-        self._forward = MeasuredForward(self._bounded, self.step_times, self.addons, self.row_fractions)
+        self._forward = MeasuredForward(
+            self._bounded, self.step_times, self.addons, self.row_fractions, fixed_rows=limits.fixed_rows
+        )
         if heartbeat is not None:
             call_after_blocks((model.backbone.unet, model.vae, *model.text_encoders), heartbeat.beat)
         self._pair = None

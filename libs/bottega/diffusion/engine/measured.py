@@ -29,7 +29,8 @@ _LEAST_WARM_UP_ROWS = 2
 class MeasuredForward:
     """Runs forwards and observes their times. addons: learn from them what their part of a forward takes.
 
-    step_times: of plain rows. fractions: what rows cost of which a part is computed.
+    step_times: of plain rows. fractions: what rows cost of which a part is computed. fixed_rows: of every forward,
+    however many are asked for; 0 where it has those alone.
     """
 
     def __init__(
@@ -38,9 +39,12 @@ class MeasuredForward:
         step_times: StepTimes,
         addons: Sequence[EngineAddOn],
         fractions: RowFractions | None = None,
+        *,
+        fixed_rows: int = 0,
     ) -> None:
         self.step_times = step_times
         self._fractions = fractions or RowFractions()
+        self._fixed_rows = fixed_rows
         self._forward = forward
         self._addons = addons
         self._unread: deque[tuple[Sequence[Row], ForwardTimes]] = deque()
@@ -77,7 +81,9 @@ class MeasuredForward:
         plain_s = self.step_times.seconds((height, width), len(rows))
         plain = [addon.after_forward(rows, seconds, plain_s) for addon in self._addons]
         if all(plain) or plain_s is None:
-            self.step_times.observe((height, width), len(rows), seconds)
+            # Padded, few rows take what many take, whatever was measured of some of them on a busy machine.
+            for count in (1, self._fixed_rows) if self._fixed_rows else (len(rows),):
+                self.step_times.observe((height, width), count, seconds)
 
     def _learn_masked(self, rows: Sequence[Row], seconds: float) -> None:
         """A turn with masked rows is none of so many plain ones. One that only records says nothing of fractions."""

@@ -26,7 +26,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.planning import StepTimes
+from bottega.planning import RemainingWork, StepTimes, best_width
 from tests.fakes.fake_time import FakeTime
 from tests.samples.small_model import SIZE, small_model
 from tests.support.engines import make_engine
@@ -245,6 +245,34 @@ def test_warming_up_a_slow_model_measures_one_row_and_two(model: Model) -> None:
     MeasuredForward(SlowDenoiser(model.backbone), times, ()).warm_up(row, 16)
     assert [(rows, seconds) for _, rows, seconds in times.entries()] == [(1, 2.0), (2, 4.0)]
     assert times.seconds((8, 8), 0.5) == 1.0
+
+
+class HeldUpDenoiser(Denoiser):
+    """Each forward takes longer than the one before, as it says: something else begins to run beside it."""
+
+    forwards = 0
+
+    def predict(self, rows: Sequence[Row]) -> Prediction:
+        self.forwards += 1
+        return Prediction(noise={row: row.sample for row in rows}, times=KnownTimes(seconds=0.005 * self.forwards**2))
+
+
+def test_with_fixed_rows_few_take_as_long_as_many_however_they_were_measured(model: Model) -> None:
+    """Else an engine that began on a busy machine would draw one request after the other."""
+    row = open_job(model, EngineOrder(key=0, spec=SPEC), {}, 0.0, DeviceClock(model.runtime)).requests[0].rows()[0]
+    seconds, widths = {}, {}
+    for fixed_rows in (0, 4):
+        times = StepTimes()
+        MeasuredForward(HeldUpDenoiser(model.backbone), times, (), fixed_rows=fixed_rows).warm_up(row, 4)
+        seconds[fixed_rows] = [times.seconds((8, 8), rows) or 0.0 for rows in range(5)]
+        widths[fixed_rows] = best_width(
+            [RemainingWork(steps=20, rows=2)] * 2,
+            lambda rows, known=seconds[fixed_rows]: known[int(rows)],  # type: ignore[misc]
+            max_rows=4,
+        )
+    assert seconds[0][4] > 2 * seconds[0][2]
+    assert len(set(seconds[4][1:])) == 1
+    assert widths == {0: 1, 4: 2}
 
 
 def test_drawing_leaves_the_process_own_random_numbers_alone(model: Model) -> None:
