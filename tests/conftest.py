@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 
 import hypothesis
@@ -33,7 +33,6 @@ hypothesis.settings.register_profile("bottega", deadline=None)
 hypothesis.settings.load_profile("bottega")
 
 _ALONE = "pytest.mark.alone"
-_UNITS = "unit"
 # Folders whose files share the services of a fixture of their session, which each process of the tests would start.
 _SHARING = frozenset({"tests/e2e/suite"})
 
@@ -68,28 +67,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:
             parts[(item.get_closest_marker("alone") is not None) == (part == "alone")].append(item)
-        items[:] = _mixed(parts[True]) if part == "beside" else parts[True]
+        items[:] = parts[True]
         config.hook.pytest_deselected(items=parts[False])
         unseen = [path for path in {item.path for item in parts[False]} if part == "beside" and not _has_mark(path)]
         if unseen:
             raise pytest.UsageError(f"the second part would not find the tests of {unseen}: write {_ALONE} in them")
-
-
-def _mixed(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Files of services, which wait for most of their time, between files of units, which compute: some of each always.
-
-    Services alone left a third of two cores idle, and units alone had nothing to compute beside.
-    """
-    kinds: dict[bool, dict[Path, int]] = {True: {}, False: {}}
-    for item in items:
-        files = kinds[_UNITS in item.path.parts]
-        files.setdefault(item.path, len(files))
-
-    def place(item: pytest.Item) -> float:
-        files = kinds[_UNITS in item.path.parts]
-        return files[item.path] / len(files)
-
-    return sorted(items, key=place)
 
 
 class _FoldersTogether(LoadFileScheduling):  # type: ignore[misc]  # it has no types

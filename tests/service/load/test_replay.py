@@ -57,6 +57,7 @@ async def replayed(
     return status, json.loads(out.splitlines()[-1]), out + err
 
 
+@pytest.mark.alone  # each within a tenth of a second
 async def test_the_requests_of_the_plan_arrive_as_planned_with_what_the_fleet_has(
     house: House, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ from tests.samples.small_model import small_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import Drawing, ManualEngine, load
 from tests.support.offers import OffersAtOnce
+from tests.support.torch_threads import torch_threads
 from tests.support.waiting import EVENTUALLY_S, wait_until
 
 SPEC = ResolvedSpec(prompt="a small green circle", num_inference_steps=20, width=32, height=32, seed=5)
@@ -72,8 +73,9 @@ class Desk:
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return load(small_model())
+def model() -> Iterator[Model]:
+    with torch_threads(1):  # two rows are no whole share of two
+        yield load(small_model())
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from bottega.latents import parse_start, recorded_steps
 from bottega.miniature.scenes import Scene, read_caption
 from bottega.v1.cache_pb2 import CacheEntry
 from bottega.v1.generation_pb2 import CacheUse, GenerationSpec, Provenance
+from tests.support.waiting import EVENTUALLY_S
 
 HASH = "ab" * 32
 STEPS = 10
@@ -176,7 +177,8 @@ def test_pairs_that_are_not_recorded_are_counted() -> None:
     assert 2 <= measured.unrecorded <= 6
 
 
-def test_a_cache_that_does_not_answer_now_and_then_is_asked_again() -> None:
+def test_a_cache_that_does_not_answer_now_and_then_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bottega.client.addons.cache.drawing._RECORDED_S", EVENTUALLY_S)
     measured = _measure(ScriptedSuite(failing=lambda call: call % 3 > 0), pairs=miniature_pairs(20))
 
     assert len(measured.samples) == 20
