@@ -69,7 +69,7 @@ class Throttle:
         pipe = os.pipe()
         with contextlib.suppress(OSError):  # of a user that has many pipes already: pieces are smaller then
             fcntl.fcntl(pipe[1], fcntl.F_SETPIPE_SZ, self._piece_bytes)
-        with contextlib.suppress(OSError, ValueError):  # the latter of one that is closed
+        with contextlib.suppress(OSError, ValueError):  # ValueError: of a closed socket
             while True:
                 here, _, _ = select.select([source], [], [], 0.0)
                 came = os.splice(source.fileno(), pipe[1], self._most_bytes)

@@ -39,7 +39,7 @@ def test_a_gateway_killed_around_acknowledgement_loses_nothing(scene: Scene) -> 
     _expect_well(scene)
 
 
-@pytest.mark.alone  # in two seconds
+@pytest.mark.alone  # it has to be noticed within two seconds
 def test_a_worker_that_hangs_is_noticed_within_two_seconds_and_comes_back(scene: Scene) -> None:
     freeze_workers(scene, times=1, rng=random.Random(3))
     _expect_well(scene)

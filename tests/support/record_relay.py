@@ -131,7 +131,7 @@ class Relay:
     async def listen(self, port: int) -> None:
         """Takes what is meant for that port of FAR. It is bound as if it were FAR, which root may in a namespace.
 
-        FAR may be given a port a second time, which is listened to already, or has connections that ended lately.
+        FAR may get a port again: then it is listened to already, or connections to it have just ended.
         """
         if port in self._servers:
             return

@@ -42,8 +42,10 @@ class StepTimes:
         self._turns = 0
         self._tried_at = -TRIAL_PAUSE_TURNS
 
-    def observe(self, shape: Shape, rows: int, seconds: float) -> None:
-        """Takes in one turn. Outliers (a paused machine) count as at most twice what that shape was expected to take.
+    def observe(self, shape: Shape, rows: int, seconds: float, *, fewest_rows: int | None = None) -> None:
+        """Takes in one turn. fewest_rows: so few take what `rows` take, as where they are padded to those.
+
+        Outliers (a paused machine) count as at most twice what that shape was expected to take.
 
         The first turns of a row count are averaged; then old ones fade. An outdated row count that took less than it
         used to is learnt anew. One that took more is averaged as always: its first turn for long is often a slow one.
@@ -63,6 +65,8 @@ class StepTimes:
         else:
             known[rows].add(seconds)
         known[rows].measured_at = self._turns
+        if fewest_rows is not None:
+            known[fewest_rows] = known[rows]
         for count, mean in known.items():
             if count > rows and self._age(mean) >= OUTDATED_TURNS:
                 mean.seconds = max(mean.seconds, known[rows].seconds)

@@ -66,7 +66,7 @@ async def test_of_a_stream_of_requests_that_was_refused_nothing_waits_for_the_co
 
 @contextmanager
 def _collector_off() -> Iterator[Callable[[], list[object]]]:
-    """What waits for it is kept; yields what says of which calls, without those of tests before."""
+    """What waits for it is kept. Yields a function that lists what is kept of calls made since."""
     gc.collect()
     gc.disable()
     before = _kept()

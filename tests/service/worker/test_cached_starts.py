@@ -74,7 +74,7 @@ class Desk:
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Model]:
-    with torch_threads(1):  # two rows are no whole share of two
+    with torch_threads(1):  # fixed_rows of 2 is refused with two
         yield load(small_model())
 
 

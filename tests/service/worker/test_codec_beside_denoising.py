@@ -24,7 +24,7 @@ SIDE = 4096
 STEPS = 60
 # Between two words on how far a picture is, as a part of what the quicker codec takes: one that held denoising up
 # would make a gap of all of it.
-LONGEST_GAP = 0.8
+LONGEST_GAP = 0.6
 _JOIN_S = 60.0
 _TIMEOUT_S = 120.0
 

@@ -47,7 +47,6 @@ class _Worker:
         until_s = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < until_s
-            self.source.settle([], 0)  # which waits for none of them
             time.sleep(0.01)
 
     @property

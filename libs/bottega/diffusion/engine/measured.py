@@ -29,8 +29,8 @@ _LEAST_WARM_UP_ROWS = 2
 class MeasuredForward:
     """Runs forwards and observes their times. addons: learn from them what their part of a forward takes.
 
-    step_times: of plain rows. fractions: what rows cost of which a part is computed. fixed_rows: of every forward,
-    however many are asked for; 0 where it has those alone.
+    step_times: of plain rows. fractions: what rows cost of which a part is computed. fixed_rows: every
+    forward is padded to so many; 0 where none is.
     """
 
     def __init__(
@@ -82,8 +82,12 @@ class MeasuredForward:
         plain = [addon.after_forward(rows, seconds, plain_s) for addon in self._addons]
         if all(plain) or plain_s is None:
             # Padded, few rows take what many take, whatever was measured of some of them on a busy machine.
-            for count in (1, self._fixed_rows) if self._fixed_rows else (len(rows),):
-                self.step_times.observe((height, width), count, seconds)
+            self.step_times.observe(
+                (height, width),
+                max(len(rows), self._fixed_rows),
+                seconds,
+                fewest_rows=1 if self._fixed_rows else None,
+            )
 
     def _learn_masked(self, rows: Sequence[Row], seconds: float) -> None:
         """A turn with masked rows is none of so many plain ones. One that only records says nothing of fractions."""
@@ -98,9 +102,11 @@ class MeasuredForward:
         """Measures forwards of 1, 2, 4, ... rows like this one until one takes a second, and what add-ons cost.
 
         Two rows are measured in any case, once where one takes so long: what parts of rows cost follows from both.
+        Padded forwards are all alike: those of one row are measured.
         """
+        most = 1 if self._fixed_rows else max_rows
         count, slow = 1, False
-        while count <= max_rows and (count <= _LEAST_WARM_UP_ROWS or not slow):
+        while count <= most and (count <= _LEAST_WARM_UP_ROWS or not slow):
             rows = [replace(row) for _ in range(count)]
             if not slow:
                 self._forward.predict(rows)  # the first of its size pays for what is made once

@@ -25,9 +25,13 @@ WAIT_S = 0.05
 
 @dataclass(kw_only=True)
 class Residuals:
-    """Adds one number everywhere. A row is late until it was waited for so often; for ever where that is None."""
+    """Adds one number everywhere. A row is late until it was waited for so often; for ever where that is None.
+
+    wait_s: how long it waits each time.
+    """
 
     late: dict[object, int | None] = field(default_factory=dict)
+    wait_s: float = WAIT_S
     dies_after: dict[object, int] = field(default_factory=dict)
     waits: list[int] = field(default_factory=list)
 
@@ -43,7 +47,7 @@ class Residuals:
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
         assert not any(self.ready(row, points) for row in rows)
         self.waits.append(len(rows))
-        until_s = perf_counter() + min(timeout_s, WAIT_S)
+        until_s = perf_counter() + min(timeout_s, self.wait_s)
         while perf_counter() < until_s:
             pass
         for owner in {row.owner for row in rows}:
@@ -88,14 +92,15 @@ def test_where_all_are_late_the_forward_waits_and_its_time_does_not_count_that(m
 
 def test_what_a_device_idles_for_residuals_is_counted_when_it_has_got_there(model: Model) -> None:
     late = request(model, 1, controlled=True)
-    device, residuals = DelayedDevice(), Residuals(late={late: 2})
+    # Long waits, and a device far enough behind, also while others use the processor.
+    device, residuals = DelayedDevice(), Residuals(late={late: 2}, wait_s=0.3)
     denoiser = Denoiser(model.backbone, residuals=residuals, device=device)
-    with device.running(0.02):  # so far behind that it is, too, where others use the processor
+    with device.running(0.02):
         denoiser.predict(rows_of(request(model, 2, controlled=False)))  # warm
         times = denoiser.predict(rows_of(late)).times
         assert not times.ready
         times.wait()
-    assert times.waited_s > 0  # less than the thread waited: the device had something to do at first
+    assert 0 < times.waited_s < 2 * residuals.wait_s, "less than the thread: the device had something to do at first"
     assert 0 < times.encoder_s < times.seconds + times.waited_s
     assert device.waits == 1
 

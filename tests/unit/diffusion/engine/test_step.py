@@ -263,7 +263,9 @@ def test_with_fixed_rows_few_take_as_long_as_many_however_they_were_measured(mod
     seconds, widths = {}, {}
     for fixed_rows in (0, 4):
         times = StepTimes()
-        MeasuredForward(HeldUpDenoiser(model.backbone), times, (), fixed_rows=fixed_rows).warm_up(row, 4)
+        forward = MeasuredForward(HeldUpDenoiser(model.backbone), times, (), fixed_rows=fixed_rows)
+        forward.warm_up(row, 4)
+        forward.predict([row, replace(row)])
         seconds[fixed_rows] = [times.seconds((8, 8), rows) or 0.0 for rows in range(5)]
         widths[fixed_rows] = best_width(
             [RemainingWork(steps=20, rows=2)] * 2,
@@ -273,6 +275,14 @@ def test_with_fixed_rows_few_take_as_long_as_many_however_they_were_measured(mod
     assert seconds[0][4] > 2 * seconds[0][2]
     assert len(set(seconds[4][1:])) == 1
     assert widths == {0: 1, 4: 2}
+
+
+def test_an_engine_with_fixed_rows_knows_it(model: Model) -> None:
+    engine = make_engine(model, EngineLimits(fixed_rows=8))
+    engine.warm_up()
+    entries = {rows: seconds for _, rows, seconds in engine.step_times.entries()}
+    assert entries.keys() == {1, 8}
+    assert entries[1] == entries[8] > 0
 
 
 def test_drawing_leaves_the_process_own_random_numbers_alone(model: Model) -> None:

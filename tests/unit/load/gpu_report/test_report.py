@@ -1,4 +1,4 @@
-"""What the report says: table, JSON and bars; and all of it at a small size on a CPU."""
+"""What the report says: table, JSON and bars; and its parts at a small size on a CPU, in one process."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ FOUND = {
 SHOWN = [Part(name=name, question="?", measure="") for name in FOUND]
 # What starts processes, or needs a GPU. Its calls are tried by tests/e2e.
 _APART = {"tests", "suite"}
-# What compiles, and what tests/unit/kernels tries as well.
-_LONG = {"compiled", "batches-compiled", "kernels"}
+# What compiles Diffusers' side.
+_LONG = {"compiled", "batches-compiled"}
 
 
 def test_what_misses_what_was_wanted_is_said_in_table_and_json() -> None:
@@ -88,7 +88,7 @@ def test_a_kernel_far_from_float64_misses() -> None:
 @pytest.mark.parametrize(
     "apart", [pytest.param(_APART | _LONG, id="in short"), pytest.param(_APART, id="in full", marks=pytest.mark.slow)]
 )
-def test_a_small_report_measures_every_part_and_keeps_it(
+def test_a_small_report_measures_its_parts_and_keeps_them(
     apart: AbstractSet[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--small", "--folder", str(tmp_path), *(part.name for part in PARTS if part.name not in apart)]
