@@ -129,7 +129,7 @@ async def test_many_large_requests_take_bounded_memory_which_is_given_back_and_t
     assert all(error.retry_after_s and error.metadata == {"limit": "max_requests_mib"} for error in full)
 
 
-@pytest.mark.alone  # within half a second
+@pytest.mark.alone  # memory without a bound has half a second to show
 @pytest.mark.parametrize("method", ["WatchJob", "GetImage"])
 async def test_many_callers_that_do_not_read_take_bounded_memory_and_who_reads_gets_every_image(
     tmp_path: Path, method: str

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,8 @@ from bottega.diffusion.loras import LoraHandle, LoraRef
 from bottega.transport import LinkCounters
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.loras import LoraCache, LoraLinkSettings
-from tests.support.shared_loras import LARGE, PATIENCE_S, SMALL, QueuedOffers, Shelf, canonical_file, shelf
+from tests.support.shared_loras import LARGE, SMALL, QueuedOffers, Shelf, canonical_file, shelf
+from tests.support.waiting import wait_until
 
 _STORE = ServiceAddress(name="s", address="s")
 _MIDDLE = (64, 4096)  # some 4 MiB
@@ -43,12 +43,6 @@ class _Worker:
     def begin(self, digest: str) -> LoraHandle:
         return self.source.begin(LoraRef(name="ink", digest=digest))
 
-    def wait(self, holds: Callable[[], bool]) -> None:
-        until_s = time.monotonic() + PATIENCE_S
-        while not holds():
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
-
     @property
     def received_bytes(self) -> int:
         return self.counters.snapshot().received.size_bytes
@@ -68,13 +62,13 @@ def test_what_was_closed_before_it_came_never_stays(tmp_path: Path, worker: _Wor
         worker.link_to(store)
         linked, *digests = (store.put(canonical_file(SMALL, seed=seed)) for seed in range(14))
         first = worker.begin(linked)
-        worker.wait(lambda: first.ready)
+        wait_until(lambda: first.ready, "the LoRA")
         worker.source.close([first])
         for digest in digests[:-1]:
             worker.source.close([worker.begin(digest)])
         last = worker.begin(digests[-1])  # comes after all that was asked for before it
-        worker.wait(lambda: last.ready)
-        worker.wait(lambda: not any(map(store.tiers.leases, digests)))
+        wait_until(lambda: last.ready, "the last LoRA")
+        wait_until(lambda: not any(map(store.tiers.leases, digests)), "the store to let all go")
         assert worker.source.resident == digests[-1:]
         size_bytes = (tmp_path / digests[-1]).stat().st_size
         assert worker.source.used_bytes <= size_bytes
@@ -88,11 +82,11 @@ def test_one_that_is_closed_while_it_is_checked_is_let_go(tmp_path: Path, worker
         worker.link_to(store)
         large, small = store.put(canonical_file(LARGE)), store.put(canonical_file(SMALL))
         handle = worker.begin(large)
-        worker.wait(lambda: handle.text_ready)
+        wait_until(lambda: handle.text_ready, "the LoRA's text")
         worker.source.close([handle])
         assert worker.source.used_bytes == 0
         behind = worker.begin(small)  # is checked after it
-        worker.wait(lambda: behind.ready)
+        wait_until(lambda: behind.ready, "the LoRA behind it")
         assert worker.source.resident == [small]
 
 
@@ -102,12 +96,12 @@ def test_a_link_carries_no_more_of_what_is_given_up(tmp_path: Path, worker: _Wor
         file = canonical_file(LARGE)
         large, small = store.put(file), store.put(canonical_file(SMALL))
         handle = worker.begin(large)
-        worker.wait(lambda: worker.received_bytes > 1 << 20)
+        wait_until(lambda: worker.received_bytes > 1 << 20, "a MiB")
         assert (handle.text_ready, handle.ready) == (True, False)
         worker.source.close([handle])
-        worker.wait(lambda: not store.tiers.leases(large))
+        wait_until(lambda: not store.tiers.leases(large), "the store to let it go")
         behind = worker.begin(small)
-        worker.wait(lambda: behind.ready)
+        wait_until(lambda: behind.ready, "the LoRA behind it")
         assert worker.received_bytes < len(file) // 4
 
 
@@ -116,10 +110,10 @@ def test_another_who_waits_for_the_same_still_gets_it(tmp_path: Path, worker: _W
         worker.link_to(store)
         digest = store.put(canonical_file(_MIDDLE))
         one, two = worker.begin(digest), worker.begin(digest)
-        worker.wait(lambda: one.text_ready)
+        wait_until(lambda: one.text_ready, "the LoRA's text")
         worker.source.close([one])
         worker.source.close([one])  # is harmless
-        worker.wait(lambda: two.ready)
+        wait_until(lambda: two.ready, "the LoRA")
         assert worker.received_bytes < 1.5 * (tmp_path / digest).stat().st_size, "once"
 
 
@@ -130,10 +124,10 @@ def test_who_asks_again_at_once_has_all_of_it_sent_anew(tmp_path: Path, worker: 
         digest = store.put(canonical_file(_MIDDLE))
         for _ in range(3):
             given_up = worker.begin(digest)
-            worker.wait(lambda: given_up.text_ready)  # noqa: B023 - is waited for here
+            wait_until(lambda: given_up.text_ready, "the LoRA's text")  # noqa: B023 - is waited for here
             worker.source.close([given_up])
         handle = worker.begin(digest)
-        worker.wait(lambda: handle.ready)
+        wait_until(lambda: handle.ready, "the LoRA")
         assert len(handle.layers("unet")) == 4
         assert worker.source.resident == [digest]
 
@@ -146,7 +140,7 @@ def test_what_waits_for_a_store_and_is_given_up_is_never_asked_for(tmp_path: Pat
         handle = worker.begin(wanted)
         worker.link_to(store)
         worker.source.set_stores((_STORE,))
-        worker.wait(lambda: handle.ready)
+        wait_until(lambda: handle.ready, "the LoRA")
         assert store.tiers.state(given_up) is None, "nobody had it loaded"
 
 
@@ -155,9 +149,9 @@ def test_a_fetch_that_a_lost_store_had_not_answered_is_not_asked_for_again(tmp_p
         worker.link_to(store)
         digests = [store.put(canonical_file(_MIDDLE, seed=seed)) for seed in range(2)]
         handles = [worker.begin(digest) for digest in digests]
-        worker.wait(lambda: handles[0].text_ready)
+        wait_until(lambda: handles[0].text_ready, "the first LoRA's text")
     worker.source.close(handles[:1])
     with shelf(tmp_path, unix=False) as store:
         worker.link_to(store)
-        worker.wait(lambda: handles[1].ready)
+        wait_until(lambda: handles[1].ready, "the second LoRA")
         assert store.tiers.state(digests[0]) is None, "nobody had it loaded"

@@ -1,4 +1,4 @@
-"""What the report says: table, JSON and bars; and its parts at a small size on a CPU, in one process."""
+"""What the report says: table, JSON and bars; and its parts at a small size on a CPU."""
 
 from __future__ import annotations
 
