@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from bottega.client import Lora, Picture
+from bottega.client.suite.ports import free_ports
 from load.bench.addon_reference import GUIDANCE_SCALE, PROMPT, AddonReference, Ask
 from load.bench.bal_quality import Quality, compare
 from load.bench.bench_model import DEFAULT, write_bench_model
@@ -22,7 +23,7 @@ from load.bench.lora_files import LoraFiles, random_lora
 from load.bench.lora_suite import Cast, LoraSuite, cold_cast, suite
 from load.bench.report import report
 from load.bench.scratch import scratch
-from load.bench.throttle import Throttle, free_port
+from load.bench.throttle import Throttle
 
 BASE = "bench"
 THREADS = 2
@@ -124,7 +125,7 @@ def _step_s(picture: Picture) -> float:
 
 
 def _cast(folder: Path, throttle: Throttle) -> Cast:
-    throttle.target = free_port()
+    throttle.target = free_ports(1)[0]
     links = {
         "socket": None,
         "listen": f"127.0.0.1:{throttle.target}",

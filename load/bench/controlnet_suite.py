@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.client import Client
-from load.bench.throttle import Throttle, free_port
+from bottega.client.suite.ports import free_ports
+from load.bench.throttle import Throttle
 from tests.support.services import Service, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
 
@@ -45,7 +46,7 @@ def suite(cast: Cast, name: str, server: Mapping[str, object], engine: Mapping[s
 
 def relayed(throttle: Throttle) -> Mapping[str, object]:
     """Settings of a server's engine that workers reach through the relay alone."""
-    throttle.target = free_port()
+    throttle.target = free_ports(1)[0]
     return {
         "links_socket": None,
         "links_listen": f"127.0.0.1:{throttle.target}",

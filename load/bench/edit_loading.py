@@ -19,6 +19,7 @@ from statistics import median
 
 import grpc
 
+from bottega.client.suite.ports import free_ports
 from bottega.v1.activations_pb2 import ListStoredTemplatesRequest
 from bottega.v1.activations_pb2_grpc import ActivationServiceStub
 from load.bench.bench_model import write_bench_model
@@ -26,7 +27,7 @@ from load.bench.edit_loading_engine import LOAD_FREE, NO_CACHE, RECORD, Loaded, 
 from load.bench.edit_model import EDIT_SHAPE, RATIOS
 from load.bench.report import report
 from load.bench.scratch import scratch
-from load.bench.throttle import Throttle, free_port
+from load.bench.throttle import Throttle
 from tests.support.services import FREE_PORTS, Services
 from tests.support.waiting import wait_until
 
@@ -100,7 +101,7 @@ def _turned(number: int) -> int:
 
 def _start_store(services: Services, throttle: Throttle) -> str:
     """Where an activation store is called whose links go through the throttle."""
-    throttle.target = free_port()
+    throttle.target = free_ports(1)[0]
     links = {
         "listen": f"127.0.0.1:{throttle.target}",
         "advertised": f"127.0.0.1:{throttle.port}",

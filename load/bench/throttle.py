@@ -99,10 +99,3 @@ class Throttle:
             self._free_at[way] = begin + size_bytes / self.bytes_per_s
             until = self._free_at[way]
         time.sleep(max(0.0, until - time.monotonic()))
-
-
-def free_port() -> int:
-    """A port of loopback on which nobody listens now, for a target that is started after its relay."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

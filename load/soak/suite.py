@@ -13,9 +13,10 @@ import psutil
 
 from bottega import kinds
 from bottega.client import Client
+from bottega.client.suite.ports import free_ports
 from bottega.miniature import WEIGHTS
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
-from tests.support.services import FREE_PORTS, Service, Services, free_ports, worker_config
+from tests.support.services import FREE_PORTS, Service, Services, worker_config
 from tests.support.waiting import wait_until
 
 CONTROLNETS, LORAS = ("edges", "layout"), ("striped", "dusk", "checked")

@@ -15,10 +15,11 @@ import psutil
 
 from bottega import kinds
 from bottega.client import Client, JobState, JobStatus, Picture
+from bottega.client.suite.ports import free_ports
 from bottega.errors import BottegaError
 from bottega.v1 import fleet_pb2
 from tests.chaos.tally import Tally
-from tests.support.services import FREE_PORTS, Service, Services, free_ports, gateway_config, worker_config
+from tests.support.services import FREE_PORTS, Service, Services, gateway_config, worker_config
 from tests.support.waiting import wait_until
 
 PROMPT = "a big yellow square on a black background"

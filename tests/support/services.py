@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -142,15 +141,6 @@ def gateway_config(**overrides: object) -> dict[str, object]:
 def worker_config(gateway: str, *, name: str, engine: Mapping[str, object], **overrides: object) -> dict[str, object]:
     """Configuration of a worker of the gateway whose fleet listener is at `gateway`, on free ports."""
     return {"name": name, "gateway": gateway, "server": FREE_PORTS, "engine": dict(engine), **overrides}
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens at, for services whose place others know before they start."""
-    found = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in found]
-    for each in found:
-        each.close()
-    return ports
 
 
 def runs(process: psutil.Process) -> bool:

@@ -17,9 +17,10 @@ import numpy as np
 import PIL.Image
 import psutil
 
+from bottega.client.suite.ports import free_ports
 from bottega.rpc.channel import channel_options
 from bottega.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.services import Service, Services, free_ports, worker_config
+from tests.support.services import Service, Services, worker_config
 from tests.support.stock import Pixels
 from tests.support.waiting import wait_until
 

@@ -19,12 +19,13 @@ import torch
 from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 from PIL import Image
 
+from bottega.client.suite.ports import free_ports
 from bottega.errors import ControlNetUnusable, LinksFull
 from bottega.rpc.status import from_rpc_error
 from bottega.transport import Deadline, connect, offer_from_wire
 from bottega.v1 import generation_pb2, hosted_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
-from load.bench.throttle import Throttle, free_port
+from load.bench.throttle import Throttle
 from tests.samples.controlnets import control_image, random_controlnet, save
 from tests.support.deployed_metrics import assert_shows_what_is_named, scrape
 from tests.support.running_controlnets import ControlNetServer, House, Worker, controlled, hosts
@@ -79,7 +80,7 @@ def cast(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     with Services(folder) as services, Throttle() as throttle, ThreadPoolExecutor(3) as pool:
         house = House(services, folder, folders)
         near = pool.submit(house.server, "near")
-        throttle.target = free_port()
+        throttle.target = free_ports(1)[0]
         links = {"links_listen": f"127.0.0.1:{throttle.target}", "links_advertised": f"127.0.0.1:{throttle.port}"}
         engine = {**links, "links_socket": None, "budget_bytes": int(2.5 * one_bytes)}
         far = pool.submit(house.server, "far", engine=engine, root=str(folders["edges"].parent))

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from bottega.client.suite.ports import free_ports
 from bottega.rpc.channel import open_channel
 from bottega.v1 import image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.fakes.scripted_worker import ScriptedWorker
-from tests.support.services import Service, free_ports, wait_until_serving
+from tests.support.services import Service, wait_until_serving
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("protos", "libs", "services", "kernels", "deploy")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import pytest
 import yaml
 
 from bottega.client.instance import InstanceProcess, InstanceRecord, StateFolder
+from bottega.client.suite import ports
 from bottega.client.suite.background import end_orphans
 from bottega.client.suite.log_reader import LogFollower, last_lines, services_with_logs
 from bottega.client.suite.plan import PortTaken, SuiteOptions, plan_suite
+from bottega.client.suite.ports import free_ports
 from bottega.client.suite.service_log import ServiceLog, fields_of, lines_of
 from bottega.client.transport.address import default_fleet_address
 from bottega.miniature import WEIGHTS
@@ -123,23 +126,36 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> 
     assert list((tmp_path / "config").iterdir()) == []
 
 
-def test_any_free_port_will_do_for_the_metrics_where_any_will_do_for_the_gateway(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ports_of_a_suite_are_none_that_the_system_gives_somebody_else_before_its_gateway_listens(
+    tmp_path: Path,
 ) -> None:
-    """The neighbour of a port that the system gave may well be somebody else's."""
-    asked, create = [], socket.create_server
-
-    def create_server(address: tuple[str, int]) -> socket.socket:
-        asked.append(address[1])
-        return create(address)
-
-    monkeypatch.setattr(socket, "create_server", create_server)
     plan = plan_suite(SuiteOptions(port=0), held(tmp_path))
-    assert asked == [0, 0, 0]
     config = yaml.safe_load((tmp_path / "config" / "gateway.yaml").read_text())
-    ports = (config["server"]["listen"], config["fleet"]["listen"], config["server"]["metrics_listen"])
-    assert ports[:2] == (plan.settings.address, plan.settings.fleet_address)
-    assert len(set(ports)) == 3
+    addresses = [config["server"]["listen"], config["server"]["metrics_listen"], config["fleet"]["listen"]]
+    assert (addresses[0], addresses[2]) == (plan.settings.address, plan.settings.fleet_address)
+    chosen = [int(address.rpartition(":")[2]) for address in addresses]
+    first, last = (int(port) for port in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert chosen == [chosen[0], chosen[0] + 1, chosen[0] + 2]
+    assert not set(chosen) & set(range(first, last + 1))
+
+
+def test_ports_where_somebody_listens_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", free_ports(1)[0])) as taken:
+        port = taken.getsockname()[1]
+        tries = iter((port, port - 2, port + 1))
+        monkeypatch.setattr(random, "randint", lambda first, last: next(tries))
+        assert free_ports(3) == [port + 1, port + 2, port + 3]
+
+
+@pytest.mark.parametrize("given", ["1024 65535", "", "none"])
+def test_ports_are_any_where_the_system_gives_them_from_the_whole_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    (tmp_path / "range").write_text(given)
+    monkeypatch.setattr(ports, "_GIVEN_TO_ANY", tmp_path / "range")
+    found = free_ports(3)
+    assert len(set(found)) == 3
+    ports.check_free(found)
 
 
 def test_a_record_counts_only_while_its_instance_runs(tmp_path: Path) -> None:

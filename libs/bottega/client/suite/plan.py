@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from bottega.client.instance import StateFolder
+from bottega.client.suite.ports import check_free, free_ports
 from bottega.client.transport.address import DEFAULT_PORT
 from bottega.errors import BottegaError, Code
 from bottega.manifest import ServiceSpec, SuiteSettings, options_of, read_services
@@ -112,18 +112,16 @@ def _process(name: str, service: ServiceSpec, settings: SuiteSettings, folder: P
     )
 
 
-def _ports(port: int) -> tuple[int, int, int]:
+def _ports(port: int) -> list[int]:
     """The gateway's port, the one of its metrics and the fleet's: `port` and the two after it, or any three if it is 0.
 
     All are free now. Raises PortTaken.
     """
+    if not port:
+        return free_ports(3)
+    ports = [port, port + 1, port + 2]
     try:
-        with (
-            socket.create_server(("127.0.0.1", port)) as first,
-            # A free port that the system gives may well be the neighbour of one that is in use.
-            socket.create_server(("127.0.0.1", port and port + 1)) as second,
-            socket.create_server(("127.0.0.1", port and port + 2)) as third,
-        ):
-            return first.getsockname()[1], second.getsockname()[1], third.getsockname()[1]
+        check_free(ports)
     except OSError as error:
         raise PortTaken(f"port {port} or one of the two after it cannot be used: {error.strerror}") from None
+    return ports

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from bottega.client.suite.ports import free_ports
 from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
 from bottega.rpc.channel import open_channel
 from bottega.v1 import image_pb2, image_pb2_grpc
 from bottega.v1.generation_pb2 import GenerationSpec, Techniques
 from tests.fakes.scripted_worker import ScriptedWorker
-from tests.support.services import Service, Services, free_ports, gateway_config
+from tests.support.services import Service, Services, gateway_config
 from tests.support.waiting import eventually
 
 READY_S = 3.0
