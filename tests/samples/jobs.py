@@ -25,11 +25,12 @@ def sample_job(
     controlnets: Sequence[str] = (),
     tenant: str = "",
     priority: Priority.ValueType = PRIORITY_NORMAL,
+    steps: int = 10,
 ) -> Job:
-    """A queued job of the model "m": one image, ten steps, with an input image and ControlNets of these names."""
+    """A queued job of the model "m": one image, with an input image and ControlNets of these names."""
     nets = [ControlNet(name=name) for name in controlnets]
-    bare = GenerationSpec(model="m", num_inference_steps=10, num_images=1, controlnets=nets)
-    spec = GenerationSpec(model="m", num_inference_steps=10, num_images=1, image=b"input", controlnets=nets)
+    bare = GenerationSpec(model="m", num_inference_steps=steps, num_images=1, controlnets=nets)
+    spec = GenerationSpec(model="m", num_inference_steps=steps, num_images=1, image=b"input", controlnets=nets)
     clock = (time or FakeTime()).clock()
     return Job(
         clock=clock,

@@ -26,6 +26,7 @@ from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.values import StoredImage
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.estimates import QueueEstimates
+from bottega.gateway.scheduling.line import DuePolicy
 from bottega.gateway.scheduling.outcomes import (
     JobFinisher,
     detach_when_idle,
@@ -78,7 +79,7 @@ class JobController:
             max_jobs=config.max_queued,
             budget_bytes=config.max_queued_bytes,
             clock=clock,
-            head_start_s=config.priority_head_start_s,
+            due=DuePolicy(slo_scale=config.slo_scale, head_start_s=config.priority_head_start_s),
         )
         self.quotas = QuotaLedger(
             waiting=self.queue.held, usage=jobs.usage, retry_s=self.queue.retry_after_s, clock=clock
@@ -94,7 +95,7 @@ class JobController:
             max_result_bytes=config.max_result_bytes,
             weigh=lambda tenant: self.queue.weigh(tenant),  # which may be replaced still
         )
-        self._snapshot = FleetSnapshot(fleet, self._dispatcher, jobs, addons)
+        self._snapshot = self.queue.sizes = FleetSnapshot(fleet, self._dispatcher, jobs, addons)
         self.estimates = QueueEstimates(self.queue, self._snapshot, clock)
         self.scheduler = Scheduler(
             fleet=fleet,

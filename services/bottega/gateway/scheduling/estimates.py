@@ -22,6 +22,8 @@ from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
 _FRESH_S = 0.05
 # One that is too late by less than this share gets its chance: so well is it known how long steps take.
 _TOLERANCE = 0.1
+# Forecasts of one tenant and model, each of another kind of jobs.
+_KINDS = 16
 # A job that would wait for others is admitted only with this share of its time to spare. In a queue as long as
 # deadlines allow every job ends at the last moment, and one that takes longer than expected makes all of them late.
 _SPARE = 0.3
@@ -91,6 +93,8 @@ def forecast(requests: Iterable[ResourceRequest], workers: Sequence[WorkerState]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TimedForecast:
+    """Of the jobs that are served before the next one of a kind."""
+
     forecast: QueueForecast
     made_at: float
 
@@ -102,15 +106,18 @@ class QueueEstimates:
         self._queue = queue
         self._snapshot = snapshot
         self._clock = clock
-        self._forecasts: dict[tuple[str, str], _TimedForecast] = {}  # by model and tenant
+        # By model and tenant, and by what a job needs: those that need the same go first come, first served.
+        self._forecasts: dict[tuple[str, str], dict[ResourceRequest, _TimedForecast]] = {}
 
     def publish(self, job: Job) -> None:
         """Sets the position of a job that has just lined up, by a forecast that is at most a second old."""
-        timed = self._forecasts.get(_whose(job)) or self._forecast(job)
         request = self._snapshot.resource_request(job)
+        timed = self._known_forecast(job, request) or self._forecast(job, request)
         estimate_s = timed.forecast.next_completion_s(request)
         job.set_queue_position(self._queue.place(job), estimate_s)
-        timed.forecast.add(request)
+        # Also to those of kinds that are served before it: too late is what is looked at twice, see check_deadline.
+        for other in self._forecasts[_whose(job)].values():
+            other.forecast.add(request)
 
     async def publish_all(self) -> None:
         """Sets the position of every job in the queue."""
@@ -133,11 +140,11 @@ class QueueEstimates:
             return
         request = self._snapshot.resource_request(job)
         left_s = job.deadline - self._clock.monotonic()
-        timed = self._forecasts.get(_whose(job)) or self._forecast(job)
+        timed = self._known_forecast(job, request) or self._forecast(job, request)
         if _fits(timed.forecast, request, left_s):
             return
         if timed.made_at < self._clock.monotonic() - _FRESH_S:
-            timed = self._forecast(job)
+            timed = self._forecast(job, request)
         estimate_s = timed.forecast.next_completion_s(request)
         if estimate_s is None or _fits(timed.forecast, request, left_s):
             return
@@ -158,17 +165,22 @@ class QueueEstimates:
             if least_s is not None and _too_long(least_s, left_s):
                 yield job, unmeetable(least_s, left_s)
 
-    def _forecast(self, job: Job) -> _TimedForecast:
-        """With every job that is served before this one, or before the next one of its tenant."""
+    def _known_forecast(self, job: Job, request: ResourceRequest) -> _TimedForecast | None:
+        return self._forecasts.get(_whose(job), {}).get(request)
+
+    def _forecast(self, job: Job, request: ResourceRequest) -> _TimedForecast:
+        """With every job that is served before this one, or before the next one of its kind."""
         forecast = QueueForecast(self._snapshot.workers_of(job.bare.model))
         for other in self._queue.before(job):
             forecast.add(self._snapshot.resource_request(other))
-        timed = self._forecasts[_whose(job)] = _TimedForecast(forecast=forecast, made_at=self._clock.monotonic())
+        known = self._forecasts.setdefault(_whose(job), {})
+        if len(known) >= _KINDS:
+            known.clear()
+        timed = known[request] = _TimedForecast(forecast=forecast, made_at=self._clock.monotonic())
         return timed
 
 
 def _whose(job: Job) -> tuple[str, str]:
-    """Jobs of one model and tenant are served in the order in which they come."""
     return job.bare.model, job.request.tenant
 
 

@@ -1,8 +1,12 @@
 """The jobs that wait for one model, in the order in which their tenants' shares let them be served.
 
-A tenant has a place for each of its jobs, by its share. Which of its jobs has which of them is by priority: one of high
-priority counts as if it had come earlier, one of low priority as if later, each by a fixed time. So priorities change
-nothing between tenants, and every job is served in the end: in that time it has aged past those that come after it.
+A tenant has a place for each of its jobs, by its share. Its jobs have these by when they are due: earliest deadline
+first. A job is due a multiple of what it takes alone after it came, so that short ones do not wait for long ones that
+came shortly before; one of high priority by a fixed time earlier, one of low priority later. So neither length nor
+priority changes anything between tenants, and every job is served in the end: those that come after it was due are due
+later still. Sources: Liu and Layland, "Scheduling Algorithms for Multiprogramming in a Hard-Real-Time Environment",
+JACM 1973 (earliest deadline first); deadlines as multiples of the time alone are the "SLO scale" of AlpaServe (Li et
+al., OSDI 2023).
 """
 
 from __future__ import annotations
@@ -11,8 +15,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Protocol
 
 from bottega.gateway.jobs.job import Job
+from bottega.gateway.scheduling.worker_state import ResourceRequest
 from bottega.planning import FairOrder
 from bottega.v1.image_pb2 import PRIORITY_HIGH, PRIORITY_LOW
 
@@ -26,30 +32,59 @@ def equal_weights(tenant: str) -> float:
     return 1.0
 
 
+class JobSizes(Protocol):
+    """Says how long jobs are."""
+
+    def resource_request(self, job: Job) -> ResourceRequest:
+        """What a job is expected to need. Equal ones take equally long."""
+        ...
+
+    def alone_s(self, model: str, request: ResourceRequest) -> float:
+        """Seconds of such a job on a worker that has nothing else; 0 while nothing was measured."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DuePolicy:
+    """When jobs are due, after they came.
+
+    slo_scale: in so many times what they take alone; 0 is first come, first served. head_start_s: by which one of high
+    priority is due earlier, and one of low priority later.
+    """
+
+    slo_scale: float = 0.0
+    head_start_s: float = 0.0
+
+
+# Kinds of jobs whose length is remembered.
+_KINDS = 1024
 # Of a place: of equal tags the job comes first that came first.
 _Place = tuple[float, int]
-# How much earlier a job counts to have come than it came, in head starts.
+# How much earlier a job is due, in head starts.
 _EARLIER = {PRIORITY_HIGH: 1.0, PRIORITY_LOW: -1.0}
 
 
 @dataclass(slots=True)
 class _OfTenant:
-    """What one tenant has in the line, each in its order: places, jobs, and since when each of those counts as here."""
+    """What one tenant has in the line, each in its order: places, jobs, and when each of those is due."""
 
     places: list[_Place] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
-    since: list[float] = field(default_factory=list)
+    due: list[float] = field(default_factory=list)
 
 
 class Line:
-    """Of one tenant, first come first, but for priorities. A job costs its rows by its steps.
+    """Of one tenant, the job first that is due first. A job costs its rows by its steps.
 
-    head_start_s: by which a job of high priority is before others of its tenant, and one of low priority behind.
+    sizes: how long jobs are; None counts all of them as equally long.
     """
 
-    def __init__(self, weigh: Weigh, *, head_start_s: float) -> None:
+    def __init__(self, weigh: Weigh, policy: DuePolicy, sizes: JobSizes | None = None) -> None:
         self._weigh = weigh
-        self._head_start_s = head_start_s
+        self._policy = policy
+        self._sizes = sizes
+        # Jobs of a kind are equally long as long as some wait: none passes another because a measurement has changed.
+        self._alone_s: dict[ResourceRequest, float] = {}
         self._order = FairOrder()
         self._places: list[_Place] = []
         self._jobs: list[Job] = []
@@ -71,15 +106,15 @@ class Line:
         return self._tenants.keys()
 
     def add(self, job: Job) -> None:
-        """Behind those of its tenant that are at least as urgent."""
+        """Behind those of its tenant that are due no later."""
         tenant = job.request.tenant
         cost = float(max(1, job.rows * job.steps.total))
         self._added += 1
         place = self._order.tag(tenant, cost=cost, weight=self._weigh(tenant)), self._added
-        since = self._since(job)
+        due = self._due(job)
         own = self._tenants.setdefault(tenant, _OfTenant())
-        at = bisect_right(own.since, since)
-        own.since.insert(at, since)
+        at = bisect_right(own.due, due)
+        own.due.insert(at, due)
         own.jobs.insert(at, job)
         own.places.append(place)
         self._insert(place, job)
@@ -91,7 +126,7 @@ class Line:
         self._added += 1
         place = -inf, -self._added
         own = self._tenants.setdefault(job.request.tenant, _OfTenant())
-        own.since.insert(0, -inf)
+        own.due.insert(0, -inf)
         own.jobs.insert(0, job)
         own.places.insert(0, place)
         self._insert(place, job)
@@ -104,7 +139,7 @@ class Line:
         del self._places[at], self._jobs[at]
         own = self._tenants[job.request.tenant]
         index = bisect_left(own.places, place)
-        del own.places[index], own.jobs[index], own.since[index]
+        del own.places[index], own.jobs[index], own.due[index]
         if not own.jobs:
             del self._tenants[job.request.tenant]
         if not self._places:
@@ -122,13 +157,27 @@ class Line:
         end = bisect_left(self._places, place)
         return self._jobs[:end]
 
-    def _since(self, job: Job) -> float:
-        """Since when it counts as here, on the monotonic clock."""
-        return job.times.created_at - self._head_start_s * _EARLIER.get(job.request.priority, 0.0)
+    def _due(self, job: Job) -> float:
+        """On the monotonic clock."""
+        policy = self._policy
+        earlier_s = policy.head_start_s * _EARLIER.get(job.request.priority, 0.0)
+        return job.times.created_at - earlier_s + policy.slo_scale * self._job_s(job)
+
+    def _job_s(self, job: Job) -> float:
+        """What it takes alone."""
+        if self._sizes is None:
+            return 0.0
+        request = self._sizes.resource_request(job)
+        known = self._alone_s.get(request)
+        if not known:
+            if len(self._alone_s) >= _KINDS:
+                self._alone_s.clear()
+            known = self._alone_s[request] = self._sizes.alone_s(job.bare.model, request)
+        return known
 
     def _place_if_added(self, job: Job) -> _Place:
         own = self._tenants.get(job.request.tenant)
-        at = bisect_right(own.since, self._since(job)) if own is not None else 0
+        at = bisect_right(own.due, self._due(job)) if own is not None else 0
         if own is not None and at < len(own.places):
             return own.places[at]
         return self._order.next_tag(job.request.tenant), self._added + 1

@@ -2,7 +2,7 @@
 
 Three rules, in the order of `assign`:
 
-1. Ageing. Jobs are considered oldest first, and a younger job never takes what an older one waits for: when no worker
+1. The order of the line (`bottega.gateway.scheduling.line`). No job takes what one before it waits for: when no worker
    has slack for a job, the round is over. Only a job that few workers may have waits without holding up the others.
 2. Least estimated completion. A job goes to the worker where it is expected to complete first, by measured step times:
    after what runs there, what was planned for it in this round, and what the job has to load there before it begins.
@@ -80,7 +80,7 @@ class Assignment:
 def assign(
     pending: Iterable[PendingJob], workers: Sequence[WorkerState], *, waiting: int, contended: bool = False
 ) -> list[Assignment]:
-    """Which of the pending jobs, oldest first, leave the queue now. Looks at no more of them than it must.
+    """Which of the pending jobs, in their order, leave the queue now. Looks at no more of them than it must.
 
     An exclusive job takes an idle worker, else one is drained for it: never more than one at a time, so that the others
     go on. waiting: how many wait in all; those that nobody may have now need not be among `pending`.

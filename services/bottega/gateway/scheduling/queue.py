@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from bottega.clocks import Clock
 from bottega.errors import QueueFull
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.scheduling.line import Line, Weigh, equal_weights
+from bottega.gateway.scheduling.line import DuePolicy, JobSizes, Line, Weigh, equal_weights
 from bottega.rpc.interceptor.call_limits import fair_room
 
 # Completed jobs, over which the rate is measured, and how old they may be; the newest few count whatever their age, as
@@ -26,18 +26,19 @@ _TENANT_SHARE = 0.75
 
 
 class JobQueue:
-    """Waiting jobs by model. max_jobs, budget_bytes: bounds over all models. head_start_s: see Line.
+    """Waiting jobs by model. max_jobs, budget_bytes: bounds over all models. due: when jobs are due, see Line.
 
-    weigh: says what tenants weigh. most_running: how many jobs of a tenant may run at once; 0 is without bound.
-    Both may be replaced before the first job.
+    weigh: says what tenants weigh. most_running: how many jobs of a tenant may run at once; 0 is without bound. sizes:
+    how long jobs are; None counts all of them as equally long. These may be replaced before the first job.
     """
 
-    def __init__(self, *, max_jobs: int, budget_bytes: int, clock: Clock, head_start_s: float = 0.0) -> None:
+    def __init__(self, *, max_jobs: int, budget_bytes: int, clock: Clock, due: DuePolicy | None = None) -> None:
         self.weigh: Weigh = equal_weights
         self.most_running: Callable[[str], int] = _unbounded
+        self.sizes: JobSizes | None = None
         self._max_jobs = max_jobs
         self._budget_bytes = budget_bytes
-        self._head_start_s = head_start_s
+        self._due = due or DuePolicy()
         self._clock = clock
         self._lines: dict[str, Line] = {}
         self._completed_at: deque[float] = deque(maxlen=_RATE_JOBS)
@@ -87,7 +88,7 @@ class JobQueue:
             self._skip_idleness()
         line = self._lines.get(job.spec.model)
         if line is None:
-            line = self._lines[job.spec.model] = Line(self.weigh, head_start_s=self._head_start_s)
+            line = self._lines[job.spec.model] = Line(self.weigh, self._due, self.sizes)
         if first:
             line.add_first(job)
         else:

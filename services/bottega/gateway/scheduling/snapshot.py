@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from bottega.gateway.addons.addon import NO_COSTS, AddOn, SecondsByWorker, WorkerCosts
 from bottega.gateway.dispatch.dispatcher import Dispatcher
@@ -30,6 +31,8 @@ _FOREIGN_ROWS = 2
 # Most jobs need the same as others: a queue is gone through every second, and these need not be made again. Of edits
 # that is so because their shares are rounded.
 _REQUESTS = 1024
+# Workers that are asked how long a job is: most fleets are of one kind of machine.
+_COMPARED = 8
 # States of a worker after which the widths of its groups are found out anew though the same jobs run, as its engine
 # does: step times drift.
 _KEPT_WIDTHS = 16
@@ -103,6 +106,12 @@ class FleetSnapshot:
     def resource_request(self, job: Job) -> ResourceRequest:
         """What a pending job is expected to need, wherever it runs."""
         return _request_for(job, self._steps_left(job), self._expected_share(job))
+
+    def alone_s(self, model: str, request: ResourceRequest) -> float:
+        """Seconds of such a job on an idle worker: the fastest of some. 0 while none of them has measured a step."""
+        workers = self.workers(islice(self._fleet.workers(model), _COMPARED))
+        measured = [worker for worker in workers if not worker.unmeasured]
+        return min((worker.alone_s(request) + worker.fixed_s for worker in measured), default=0.0)
 
     def _steps_left(self, job: Job) -> float:
         """Of a pending job. A checkpoint saves it steps, and so may an add-on."""

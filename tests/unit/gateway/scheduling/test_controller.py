@@ -168,6 +168,24 @@ async def test_those_who_line_up_are_told_their_place_and_when_they_will_be_done
         assert job.queue_position.estimate_s == pytest.approx((2 + place) * 10 * 0.1)
 
 
+async def test_a_short_job_is_not_refused_for_long_ones_that_it_goes_before(shop: Shop) -> None:
+    shop.worker()  # .1 s a turn
+    shop.submit()
+    long = [shop.take(sample_job(shop.time, steps=100)) for _ in range(3)]
+    short = sample_job(shop.time, steps=5)
+    short.deadline = shop.time.now + 3.0
+    shop.controller.estimates.check_deadline(short)
+    shop.take(short)
+    assert short.queue_position is not None
+    assert short.queue_position.place == 0
+    assert short.queue_position.estimate_s == pytest.approx(5 * 2 * 0.1), "beside the one that runs"
+    last = shop.take(sample_job(shop.time, steps=100))
+    assert last.queue_position is not None
+    assert last.queue_position.place == 4
+    assert last.queue_position.estimate_s == pytest.approx(1.0 + 0.5 + 4 * 10.0), "behind all of them"
+    assert [job.live for job in long] == [True] * 3
+
+
 async def test_a_job_whose_caller_goes_is_cancelled_before_its_deadline_and_failed_by_it(shop: Shop) -> None:
     for after_s, state in ((1.0, image_pb2.JOB_STATE_CANCELLED), (1.95, image_pb2.JOB_STATE_FAILED)):
         job = sample_job(shop.time)

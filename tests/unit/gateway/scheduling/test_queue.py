@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from bottega.errors import QueueFull
 from bottega.gateway.jobs.job import Job
+from bottega.gateway.scheduling.line import DuePolicy
 from bottega.gateway.scheduling.queue import JobQueue
+from bottega.gateway.scheduling.worker_state import ResourceRequest
 from bottega.v1.image_pb2 import PRIORITY_HIGH, PRIORITY_LOW, PRIORITY_NORMAL, Priority
 from tests.fakes.fake_time import FakeTime
 from tests.samples.jobs import sample_job
@@ -99,7 +101,7 @@ def test_who_asks_for_little_is_behind_few_of_who_asks_for_much_and_is_told_so()
 
 def _urgency(time: FakeTime) -> tuple[JobQueue, Callable[..., Job]]:
     """A queue whose head start is a minute, and what adds a job to it."""
-    queue = JobQueue(max_jobs=999, budget_bytes=1 << 20, clock=time.clock(), head_start_s=60.0)
+    queue = JobQueue(max_jobs=999, budget_bytes=1 << 20, clock=time.clock(), due=DuePolicy(head_start_s=60.0))
 
     def add(priority: Priority.ValueType = PRIORITY_NORMAL, tenant: str = "") -> Job:
         job = sample_job(time, tenant=tenant, priority=priority)
@@ -142,6 +144,72 @@ def test_priorities_change_nothing_between_tenants() -> None:
     assert list(queue.line("m")) == [job for pair in zip(urgent, patient, strict=True) for job in pair]
     urgent.insert(0, add(PRIORITY_HIGH, "greedy"))
     assert [job.request.tenant for job in queue.line("m")][:8] == ["greedy", "patient"] * 4
+
+
+class _Sizes:
+    """A step takes so long, whatever it is of; 0 until it is measured."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+
+    def resource_request(self, job: Job) -> ResourceRequest:
+        return ResourceRequest(rows=job.rows, steps=job.steps.total, shape=job.request.shape)
+
+    def alone_s(self, model: str, request: ResourceRequest) -> float:
+        assert model == "m"
+        return self.step_s * request.steps
+
+
+def _sized(time: FakeTime, step_s: float) -> tuple[JobQueue, _Sizes, Callable[[int], Job]]:
+    """A queue whose jobs are due three times what they take alone after they came, and what adds one of some steps."""
+    due = DuePolicy(slo_scale=3.0, head_start_s=60.0)
+    queue, sizes = JobQueue(max_jobs=99, budget_bytes=1 << 20, clock=time.clock(), due=due), _Sizes(step_s)
+    queue.sizes = sizes
+
+    def add(steps: int) -> Job:
+        job = sample_job(time, steps=steps)
+        place = len(queue.before(job))
+        queue.add(job)
+        assert queue.place(job) == place, "what it was told before it came"
+        return job
+
+    return queue, sizes, add
+
+
+def test_a_short_job_is_served_before_a_long_one_that_came_shortly_before_it() -> None:
+    time = FakeTime()
+    queue, _, add = _sized(time, step_s=0.1)
+    long, short, middle = add(100), add(10), add(50)
+    assert list(queue.line("m")) == [short, middle, long]
+    time.now += 26.0
+    late = add(10)
+    time.now += 2.0
+    later = add(10)
+    assert list(queue.line("m")) == [short, middle, late, long, later], "the long one is due 30 s after it came"
+
+
+def test_jobs_of_one_length_are_served_in_the_order_in_which_they_came_whatever_is_measured_meanwhile() -> None:
+    time = FakeTime()
+    queue, sizes, add = _sized(time, step_s=0.0)
+    jobs = []
+    for sizes.step_s in (0.0, 0.4, 0.2, 0.1):
+        jobs.append(add(20))
+        time.now += 1.0
+    assert list(queue.line("m")) == jobs
+    for job in jobs:
+        queue.remove(job)
+    sizes.step_s = 0.01
+    assert queue.waiting("m") == 0
+    long, short = add(20), add(19)
+    assert list(queue.line("m")) == [short, long]
+
+
+def test_a_job_of_high_priority_is_due_earlier_however_long_it_is() -> None:
+    time = FakeTime()
+    queue, _, add = _sized(time, step_s=0.1)
+    short, long = add(10), sample_job(time, steps=100, priority=PRIORITY_HIGH)
+    queue.add(long)
+    assert list(queue.line("m")) == [long, short]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans(), st.floats(0, 40)), max_size=60))
