@@ -61,7 +61,8 @@ class GatewayConfig:
     max_queued, max_queued_bytes: bounds on the jobs that wait for a worker, in number and in request bytes.
     slo_scale: a tenant's jobs are served by when they are due, which is so many times what they take alone after they
         came: a short one goes before a long one that came shortly before it, and nobody before one that was due when
-        they came. 0: first come, first served.
+        they came. Nor does a job begin beside one that would be late by it, unless drawing several together takes less
+        time in all. 0: first come, first served.
     priority_head_start_s: a job of high priority is due so much earlier, one of low priority so much later: before and
         behind others of its tenant alone.
     state: folder of its jobs and images, which nobody else may use; empty is "gateway" in $BOTTEGA_STATE, else in
@@ -100,7 +101,7 @@ class GatewayConfig:
     tenant_metrics: Annotated[int, Field(ge=0, le=1000)] = 0
     max_queued: AtLeastOne = 256
     max_queued_bytes: AtLeastOne = 512 << 20
-    slo_scale: Annotated[float, Field(ge=0.0, le=100.0)] = 3.0
+    slo_scale: Annotated[float, Field(ge=0.0, le=100.0)] = 2.0
     priority_head_start_s: Annotated[float, Field(ge=0.0, le=86_400.0)] = 60.0
     max_jobs: AtLeastOne = 10_000
     jobs_bytes: AtLeastOne = 128 << 20

@@ -4,6 +4,7 @@ times, and how it ended.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from bottega.errors import BottegaError
@@ -80,9 +81,13 @@ class JobLosses:
 
 @dataclass(slots=True, kw_only=True)
 class JobTimes:
-    """Moments on the monotonic clock, and seconds that it spent in each stage so far, over all its attempts."""
+    """Moments on the monotonic clock, and seconds that it spent in each stage so far, over all its attempts.
+
+    due_at: when it is due, see `bottega.gateway.scheduling.line`; endless where it is not known how long it is.
+    """
 
     created_at: float = 0.0
+    due_at: float = math.inf
     queued_at: float = 0.0
     routed_at: float = 0.0
     ended_at: float | None = None

@@ -111,7 +111,10 @@ class Line:
         cost = float(max(1, job.rows * job.steps.total))
         self._added += 1
         place = self._order.tag(tenant, cost=cost, weight=self._weigh(tenant)), self._added
-        due = self._due(job)
+        alone_s = self._seconds(job)
+        due = self._due(job, alone_s)
+        if alone_s and self._policy.slo_scale:
+            job.set_due(due)
         own = self._tenants.setdefault(tenant, _OfTenant())
         at = bisect_right(own.due, due)
         own.due.insert(at, due)
@@ -157,14 +160,14 @@ class Line:
         end = bisect_left(self._places, place)
         return self._jobs[:end]
 
-    def _due(self, job: Job) -> float:
+    def _due(self, job: Job, alone_s: float) -> float:
         """On the monotonic clock."""
         policy = self._policy
         earlier_s = policy.head_start_s * _EARLIER.get(job.request.priority, 0.0)
-        return job.times.created_at - earlier_s + policy.slo_scale * self._job_s(job)
+        return job.times.created_at - earlier_s + policy.slo_scale * alone_s
 
-    def _job_s(self, job: Job) -> float:
-        """What it takes alone."""
+    def _seconds(self, job: Job) -> float:
+        """What it takes alone; 0 where that is not known."""
         if self._sizes is None:
             return 0.0
         request = self._sizes.resource_request(job)
@@ -177,7 +180,7 @@ class Line:
 
     def _place_if_added(self, job: Job) -> _Place:
         own = self._tenants.get(job.request.tenant)
-        at = bisect_right(own.due, self._due(job)) if own is not None else 0
+        at = bisect_right(own.due, self._due(job, self._seconds(job))) if own is not None else 0
         if own is not None and at < len(own.places):
             return own.places[at]
         return self._order.next_tag(job.request.tenant), self._added + 1

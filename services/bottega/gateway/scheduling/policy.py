@@ -10,8 +10,10 @@ Three rules, in the order of `assign`:
    more than its mask.
 3. Slack. A job is bound to its worker as late as possible, so that it may still go to another one: only when the group
    of the worker has a free place, or will have one within the lead time, in which the prompt is encoded. Until then it
-   stays in the queue, and the worker's plan counts it in. A job of a tenant that has less than its share of what runs
-   is bound to a worker whose group is full, if few are beyond it: the worker's turns are shared.
+   stays in the queue, and the worker's plan counts it in. Where a wider group pays off only because short jobs need not
+   wait for long ones, a job also stays in the queue while beside it one of the group would end after it is due. A job
+   of a tenant that has less than its share of what runs is bound to a worker whose group is full, if few are beyond it:
+   the worker's turns are shared.
 
 The engine of a worker forms its groups by the same cost model (bottega.planning).
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from operator import attrgetter
 
 from bottega.gateway.scheduling.worker_plan import LOOK_AHEAD, WorkerPlan, as_typical
@@ -44,6 +47,7 @@ class PendingJob:
     others have jobs too. eligible: the only workers that may have it; None is all of them.
     load_s: seconds that it needs at a worker before its first step, by worker; none where a worker is not named.
     reduced: what it needs of workers of which it needs less than `request`, by worker; see request_at.
+    due_s: seconds until it is due, see `bottega.gateway.scheduling.line`; endless for one that is not.
     """
 
     job_id: str
@@ -54,6 +58,7 @@ class PendingJob:
     eligible: frozenset[str] | None = None
     load_s: Mapping[str, float] = field(default_factory=dict)
     reduced: Mapping[str, ResourceRequest] = field(default_factory=dict)
+    due_s: float = inf
 
     def request_at(self, worker: str) -> ResourceRequest:
         """What it needs of that worker."""
@@ -111,7 +116,7 @@ def assign(
         best = min(options, key=_COMPLETES_S)
         if best.has_slack:
             assignments.append(best.assignment())
-        best.plan.add(best.request, bound=best.has_slack)
+        best.plan.add(best.request, bound=best.has_slack, due_s=job.due_s)
         best.plan.closed = job.exclusive
         unbound += not best.has_slack
         if unbound > _MOST_UNBOUND:

@@ -101,6 +101,7 @@ class FleetSnapshot:
                     eligible=costs.eligible,
                     load_s=costs.load_s,
                     reduced=self._reduced(job, costs.shares),
+                    due_s=job.due_s,
                 )
 
     def resource_request(self, job: Job) -> ResourceRequest:
@@ -154,7 +155,8 @@ class FleetSnapshot:
         if cached is not None and same:
             findings.widths = cached.state.findings.widths
         if cached is not None and cached.load is member.load:
-            findings.alone, findings.turns = cached.state.findings.alone, cached.state.findings.turns
+            found = cached.state.findings
+            findings.alone, findings.turns, findings.like_widths = found.alone, found.turns, found.like_widths
         renewed = self._cache[member] = _CachedState(
             state=self._new_state(member, ours, findings),
             load=member.load,
@@ -165,10 +167,11 @@ class FleetSnapshot:
         return renewed
 
     def _new_state(self, member: Member, ours: Sequence[Job], findings: Findings) -> WorkerState:
-        running = tuple(self._running(member, ours))
+        running, due_s = self._running(member, ours)
         return WorkerState(
             worker=member.name,
             running=running,
+            due_s=due_s,
             # What it reports counts until it reports otherwise: an attempt that was stopped may be in its last turn.
             finishing=len({job.job_id for job in ours} | member.steps_left.keys()) - len(running),
             exclusive=any(job.quarantined for job in ours),
@@ -179,19 +182,21 @@ class FleetSnapshot:
             findings=findings,
         )
 
-    def _running(self, member: Member, ours: Sequence[Job]) -> list[ResourceRequest]:
-        """What still denoises on a worker, as far as is known."""
+    def _running(self, member: Member, ours: Sequence[Job]) -> tuple[tuple[ResourceRequest, ...], tuple[float, ...]]:
+        """What still denoises on a worker, as far as is known, and seconds until each of it is due."""
         reported = dict(member.steps_left)
-        requests = []
+        requests, due_s = list[ResourceRequest](), list[float]()
         for job in ours:
             left = min(job.steps.total - job.steps.done, reported.pop(job.job_id, job.steps.total))
             if left > 0:
                 requests.append(_request_for(job, left, member.shares.get(job.job_id) or self._expected_share(job)))
+                due_s.append(job.due_s)
         for job_id, left in reported.items():
             if left > 0 and self._jobs.find_live(job_id) is None:
                 share = member.shares.get(job_id, 1.0)
                 requests.append(ResourceRequest(rows=_FOREIGN_ROWS, steps=left, shape=(0, 0), share=share))
-        return requests
+                due_s.append(math.inf)
+        return tuple(requests), tuple(due_s)
 
 
 def _sum(one: WorkerCosts, other: WorkerCosts) -> WorkerCosts:

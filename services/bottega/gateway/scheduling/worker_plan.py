@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf
 
 from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
-from bottega.planning import RemainingWork, Shape, best_width, completion_times, most_on_trial
+from bottega.planning import RemainingWork, Shape, best_width, completion_times, most_on_trial, paying_width
 
 # Pending jobs that are imagined beside the next one, and like it, when the width of a group is chosen.
 LOOK_AHEAD = 4
@@ -29,7 +29,7 @@ class WorkerPlan:
     load_s: seconds that what is here takes, one after the other. closed: whether it gets nothing more.
     """
 
-    __slots__ = ("_added", "_has_unbound", "closed", "load_s", "state")
+    __slots__ = ("_added", "_added_due_s", "_has_unbound", "closed", "load_s", "state")
 
     def __init__(self, state: WorkerState) -> None:
         self.state = state
@@ -40,6 +40,7 @@ class WorkerPlan:
         self.closed = state.exclusive
         self._has_unbound = False
         self._added: tuple[ResourceRequest, ...] = ()
+        self._added_due_s: tuple[float, ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -56,9 +57,12 @@ class WorkerPlan:
         typical = as_typical(request)
         if within_share and len(self._planned) <= self._width(typical, behind) + _BEYOND:
             return True
-        question, known = (self._added, typical, behind), self.state.findings.slack
+        width, here = self._width(typical, behind), len(self._planned)
+        if here < width and self._makes_late(request, behind):
+            width = here
+        question, known = (self._added, typical, width), self.state.findings.slack
         if question not in known:
-            known[question] = _has_slack(self.state, self._planned, typical, self._width(typical, behind))
+            known[question] = _has_slack(self.state, self._planned, typical, width)
         return known[question]
 
     def completes_s(self, request: ResourceRequest, behind: int) -> float:
@@ -70,9 +74,10 @@ class WorkerPlan:
             known[question] = completion_times(line, self.state.turn_seconds(request.shape), width)[-1]
         return known[question] + self.state.fixed_s
 
-    def add(self, request: ResourceRequest, *, bound: bool) -> None:
-        """Counts a job in. bound: whether the worker gets it now."""
+    def add(self, request: ResourceRequest, *, bound: bool, due_s: float = inf) -> None:
+        """Counts a job in. bound: whether the worker gets it now. due_s: seconds until it is due."""
         self._added = (*self._added, request)
+        self._added_due_s = (*self._added_due_s, due_s)
         self.load_s += self.state.alone_s(request)
         self._has_unbound = self._has_unbound or not bound
 
@@ -93,6 +98,29 @@ class WorkerPlan:
     @property
     def _planned(self) -> list[ResourceRequest]:
         return [*self.state.running, *self._added]
+
+    def _makes_late(self, request: ResourceRequest, behind: int) -> bool:
+        """Whether a job that began here now would have one that is here end after it is due.
+
+        Never where so many together pay off for jobs of one length: what they share then, all of them gain.
+        """
+        here, state = self._planned, self.state
+        due_s = [*(state.due_s or [inf] * len(state.running)), *self._added_due_s]
+        if min(due_s, default=inf) == inf or len(here) < self._like_width(as_typical(request), behind):
+            return False
+        line = _works([*here, request], request.shape, state)
+        ends_s = completion_times(line, state.turn_seconds(request.shape), len(line))
+        return any(end_s + state.fixed_s > due for end_s, due in zip(ends_s, due_s, strict=False))
+
+    def _like_width(self, request: ResourceRequest, behind: int) -> int:
+        """How many would have to run together if all that are here, and wait, were like this one."""
+        count, known = len(self._planned) + 1 + behind, self.state.findings.like_widths
+        width = known.get((request, count))
+        if width is None:
+            works = _works([request] * count, request.shape, self.state)
+            seconds = self.state.turn_seconds(request.shape)
+            width = known[request, count] = paying_width(works, seconds, max_rows=self.state.most_rows)
+        return width
 
     def _width(self, request: ResourceRequest, behind: int) -> int:
         """How many should run together here, a typical job and some like it behind it among them."""

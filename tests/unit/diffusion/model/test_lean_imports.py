@@ -52,23 +52,3 @@ print(gc.isenabled(), len(gc.get_objects()) < before)
     looked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
     assert looked.stdout == "True True\n", looked.stderr
-
-
-def test_the_compiler_is_imported_when_something_is_compiled_and_not_before() -> None:
-    code = """
-import sys
-from bottega.diffusion.lean_imports import lean_imports
-with lean_imports():
-    from bottega.worker.engine.loop import run
-    import torch
-print("torch._dynamo" in sys.modules)
-compiled = torch.compile(lambda tensor: 2 * tensor, backend="eager")
-print(compiled(torch.ones(1)).item(), "torch._dynamo" in sys.modules)
-@torch.compiler.disable
-def left_out(tensor):
-    return tensor
-print(hasattr(left_out, "_torchdynamo_disable"))
-"""
-    looked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-
-    assert looked.stdout == "False\n2.0 True\nTrue\n", looked.stderr

@@ -90,6 +90,34 @@ def test_a_job_is_bound_while_the_last_turn_of_the_one_before_runs() -> None:
     assert _pairs(_line(2), [_worker("w1", _request(1), _request(30))]) == []
 
 
+# A second's work beside two seconds' of another: together both take three, and the long one ends half a second later.
+_LONG, _SHORT = _request(20), PendingJob(job_id="short", request=_request(10))
+
+
+@pytest.mark.parametrize(("due_s", "joins"), [((), True), ((3.2,), True), ((3.0,), False), ((-1.0,), False)])
+def test_a_short_job_shares_the_turns_of_a_long_one_that_is_done_before_it_is_due(
+    due_s: tuple[float, ...], joins: bool
+) -> None:
+    worker = replace(_worker("w1", _LONG), due_s=due_s)
+    assert _pairs([_SHORT], [worker]) == ([("short", "w1")] if joins else [])
+
+
+def test_a_job_that_is_bound_in_the_same_round_is_not_made_late_either() -> None:
+    for due_s, pairs in ((3.2, [("long", "w1"), ("short", "w1")]), (3.0, [("long", "w1")])):
+        long = PendingJob(job_id="long", request=_LONG, due_s=due_s)
+        assert _pairs([long, _SHORT], [_worker("w1")]) == pairs
+
+
+def test_where_turns_cost_the_same_for_more_rows_nobody_waits_for_a_job_that_is_late() -> None:
+    worker = replace(_worker("w1", _LONG, times=GAINING), due_s=(-1.0,))
+    assert _pairs([_SHORT], [worker]) == [("short", "w1")]
+
+
+def test_a_job_is_bound_while_the_last_turn_of_a_late_one_runs() -> None:
+    worker = replace(_worker("w1", _request(1)), due_s=(-1.0,))
+    assert _pairs([_SHORT], [worker]) == [("short", "w1")]
+
+
 def test_the_worker_that_was_lost_with_a_job_does_not_get_it() -> None:
     job = PendingJob(job_id="j0", request=_request(), avoid="w1")
     assert _pairs([job], [_worker("w1"), _worker("w2", times=_times(0, 5))]) == [("j0", "w2")]

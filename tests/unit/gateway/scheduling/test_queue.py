@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -186,6 +187,7 @@ def test_a_short_job_is_served_before_a_long_one_that_came_shortly_before_it() -
     time.now += 2.0
     later = add(10)
     assert list(queue.line("m")) == [short, middle, late, long, later], "the long one is due 30 s after it came"
+    assert (long.due_s, later.due_s) == pytest.approx((2.0, 3.0))
 
 
 def test_jobs_of_one_length_are_served_in_the_order_in_which_they_came_whatever_is_measured_meanwhile() -> None:
@@ -202,6 +204,17 @@ def test_jobs_of_one_length_are_served_in_the_order_in_which_they_came_whatever_
     assert queue.waiting("m") == 0
     long, short = add(20), add(19)
     assert list(queue.line("m")) == [short, long]
+
+
+def test_no_job_is_due_while_nothing_is_measured_nor_where_the_first_that_came_is_served_first() -> None:
+    time = FakeTime()
+    _, _, unmeasured = _sized(time, step_s=0.0)
+    queue = JobQueue(max_jobs=99, budget_bytes=1 << 20, clock=time.clock(), due=DuePolicy(head_start_s=60.0))
+    queue.sizes = _Sizes(0.1)
+    queue.add(first := sample_job(time, steps=50))
+    queue.add(second := sample_job(time, steps=10))
+    assert list(queue.line("m")) == [first, second]
+    assert {job.due_s for job in (unmeasured(10), first, second)} == {math.inf}
 
 
 def test_a_job_of_high_priority_is_due_earlier_however_long_it_is() -> None:
