@@ -38,7 +38,7 @@ from bottega.planning.skip_profile import (
     skip_steps,
 )
 from bottega.planning.step_table import StepTable
-from bottega.planning.width import MAX_BACKLOG, best_width, completion_times, most_on_trial, paying_width
+from bottega.planning.width import MAX_BACKLOG, best_width, completion_times, most_on_trial
 from bottega.planning.work import RemainingWork, control_steps, rows_per_image, steps_to_run
 from bottega.planning.work_fit import WorkCost, WorkFit
 
@@ -84,7 +84,6 @@ __all__ = [
     "least_similarity",
     "measured_class",
     "most_on_trial",
-    "paying_width",
     "pipelines",
     "plan_step",
     "plan_steps",

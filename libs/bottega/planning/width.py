@@ -92,8 +92,15 @@ def best_width(works: Sequence[RemainingWork], seconds: Callable[[float], float]
     where a turn has a fixed cost to share, more, and also where a short work would wait for a long one.
     max_rows: bound on the rows of one turn; a first work beyond it still runs, alone.
     """
-    seen, cost = works[:_HORIZON], cache(seconds)
-    sums = _sums_by_width(seen, cost, max_rows)
+    seen = works[:_HORIZON]
+    cost = cache(seconds)
+    sums: list[float] = []
+    rows = 0.0
+    for width, work in enumerate(seen, start=1):
+        rows += work.rows
+        if width > 1 and rows > max_rows:
+            break
+        sums.append(_sum_of_completions(seen, cost, width))
     best, alone = min(sums, default=0.0), sum(work.steps * cost(work.rows) for work in seen)
     bound = best + min(_TOLERANCE * best, _MOST_TOLERANCE * alone)
     for width in range(len(sums), 1, -1):
@@ -101,24 +108,3 @@ def best_width(works: Sequence[RemainingWork], seconds: Callable[[float], float]
             return width
     # Also where turns take no time that there is, such as NaN: then nothing is within any bound.
     return min(1, len(sums))
-
-
-def paying_width(works: Sequence[RemainingWork], seconds: Callable[[float], float], *, max_rows: int) -> int:
-    """How many of `works` have to run together for the least mean completion time: the fewest; 0 when there are none.
-
-    Of works of one length that is 1 unless a turn has a cost to share. max_rows: see best_width.
-    """
-    sums = _sums_by_width(works[:_HORIZON], cache(seconds), max_rows)
-    return sums.index(min(sums)) + 1 if sums else 0
-
-
-def _sums_by_width(works: Sequence[RemainingWork], seconds: Callable[[float], float], max_rows: int) -> list[float]:
-    """Of completion times, for each width from 1 on that max_rows allows."""
-    sums: list[float] = []
-    rows = 0.0
-    for width, work in enumerate(works, start=1):
-        rows += work.rows
-        if width > 1 and rows > max_rows:
-            break
-        sums.append(_sum_of_completions(works, seconds, width))
-    return sums

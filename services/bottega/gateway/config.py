@@ -60,11 +60,11 @@ class GatewayConfig:
         added up. 0: none by tenant.
     max_queued, max_queued_bytes: bounds on the jobs that wait for a worker, in number and in request bytes.
     slo_scale: a tenant's jobs are served by when they are due, which is so many times what they take alone after they
-        came: a short one goes before a long one that came shortly before it, and nobody before one that was due when
-        they came. Nor does a job begin beside one that would be late by it, unless drawing several together takes less
-        time in all. 0: first come, first served.
-    priority_head_start_s: a job of high priority is due so much earlier, one of low priority so much later: before and
-        behind others of its tenant alone.
+        came, or their own deadline if that is earlier: a short one goes before a long one that came shortly before it.
+        Nor does a job begin beside one that would be late by it, unless it adds much less to a turn than it takes
+        alone. 0: first come, first served.
+    priority_head_start_s: a job of high priority is served as if it were due so much earlier, one of low priority so
+        much later: before and behind others of its tenant alone.
     state: folder of its jobs and images, which nobody else may use; empty is "gateway" in $BOTTEGA_STATE, else in
         bottega in $XDG_STATE_HOME, else in ~/.local/state/bottega.
     max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered after they ended; also the

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.planning import RemainingWork, StepTimes, best_width, completion_times, paying_width
+from bottega.planning import RemainingWork, StepTimes, best_width, completion_times
 from tests.support.processor_speed import on_this_machine
 
 _works = st.lists(st.builds(RemainingWork, rows=st.integers(1, 4), steps=st.integers(0, 12)), max_size=10)
@@ -75,25 +75,6 @@ def test_the_width_is_the_widest_whose_mean_is_near_the_best(
     assert width in allowed or (not works and width == 0)
     assert not works or sums[width] <= bound * slack
     assert all(total * slack >= bound for wider, total in sums.items() if wider > width)
-
-
-@given(_works, _costs, st.integers(1, 20))
-def test_the_width_that_pays_has_the_least_mean(works: list[RemainingWork], seconds: Cost, max_rows: int) -> None:
-    width = paying_width(works, seconds, max_rows=max_rows)
-
-    allowed = [each for each in range(1, len(works) + 1) if each == 1 or sum(w.rows for w in works[:each]) <= max_rows]
-    sums = {each: sum(_turn_by_turn(works, seconds, each)) for each in allowed}
-    assert width in allowed or (not works and width == 0)
-    assert not works or sums[width] <= min(sums.values()) * (1 + 1e-9)
-
-
-def test_two_of_one_length_pay_where_a_turn_has_a_cost_to_share_and_one_alone_where_it_is_near_to_none() -> None:
-    def near_to_none(rows: float) -> float:
-        return 0.02 + 0.1 * rows
-
-    assert paying_width(_line(6), _gaining, max_rows=16) == 6
-    assert paying_width(_line(6), near_to_none, max_rows=16) == 1
-    assert best_width(_line(6), lambda rows: 0.06 + 0.1 * rows, max_rows=16) > 1, "it is wider where that is fairer"
 
 
 @pytest.mark.parametrize(("count", "width"), [(1, 1), (2, 2), (5, 5), (8, 8), (20, 8)])

@@ -312,10 +312,6 @@ class Job:
         """Seconds until it is due, negative after it was, endless where it is not; see JobTimes."""
         return self.times.due_at - self.clock.monotonic()
 
-    def set_due(self, at: float) -> None:
-        """Says when it is due, on the monotonic clock."""
-        self.times.due_at = at
-
     def set_queue_position(self, place: int, estimate_s: float | None = None) -> None:
         """Says where the job is in the queue."""
         position = QueuePosition(place=place, estimate_s=estimate_s)

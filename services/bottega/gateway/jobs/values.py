@@ -83,7 +83,8 @@ class JobLosses:
 class JobTimes:
     """Moments on the monotonic clock, and seconds that it spent in each stage so far, over all its attempts.
 
-    due_at: when it is due, see `bottega.gateway.scheduling.line`; endless where it is not known how long it is.
+    due_at: when it is due, see `bottega.gateway.scheduling.line`; endless where that is not known, or first come is
+    first served.
     """
 
     created_at: float = 0.0

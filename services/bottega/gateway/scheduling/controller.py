@@ -116,7 +116,8 @@ class JobController:
     # The gateway starts and stops.
 
     def restore(self, jobs: Sequence[Job], *, seconds: float = 0.0) -> None:
-        """Goes on with the jobs of an earlier life: the queue as it was, and what was running when its worker is back.
+        """Goes on with the jobs of an earlier life: those that waited do so in the order in which they came, and what
+        was running goes on when its worker is back.
 
         Those that end with their callers end: these went with that life. seconds: that it took to read them.
         """

@@ -17,6 +17,7 @@ from bottega.gateway.scheduling.queue import JobQueue
 from bottega.gateway.scheduling.snapshot import FleetSnapshot
 from bottega.gateway.scheduling.worker_plan import WorkerPlan
 from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
+from bottega.v1.image_pb2 import Priority
 
 # Nobody is refused by an older forecast: jobs that have ended since are still in it. A new one costs milliseconds.
 _FRESH_S = 0.05
@@ -91,6 +92,9 @@ def forecast(requests: Iterable[ResourceRequest], workers: Sequence[WorkerState]
     return queue.completions_s()
 
 
+_Kind = tuple[ResourceRequest, "Priority.ValueType"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TimedForecast:
     """Of the jobs that are served before the next one of a kind."""
@@ -106,8 +110,9 @@ class QueueEstimates:
         self._queue = queue
         self._snapshot = snapshot
         self._clock = clock
-        # By model and tenant, and by what a job needs: those that need the same go first come, first served.
-        self._forecasts: dict[tuple[str, str], dict[ResourceRequest, _TimedForecast]] = {}
+        # By model and tenant, and by what a job needs and its priority: those that have these in common are served in
+        # the order in which they come.
+        self._forecasts: dict[tuple[str, str], dict[_Kind, _TimedForecast]] = {}
 
     def publish(self, job: Job) -> None:
         """Sets the position of a job that has just lined up, by a forecast that is at most a second old."""
@@ -115,7 +120,8 @@ class QueueEstimates:
         timed = self._known_forecast(job, request) or self._forecast(job, request)
         estimate_s = timed.forecast.next_completion_s(request)
         job.set_queue_position(self._queue.place(job), estimate_s)
-        # Also to those of kinds that are served before it: too late is what is looked at twice, see check_deadline.
+        # Also to those of kinds that are served before it, which are told a little too much until the next second.
+        # Nobody is refused for it: a forecast that is too late is made anew, see check_deadline.
         for other in self._forecasts[_whose(job)].values():
             other.forecast.add(request)
 
@@ -166,7 +172,7 @@ class QueueEstimates:
                 yield job, unmeetable(least_s, left_s)
 
     def _known_forecast(self, job: Job, request: ResourceRequest) -> _TimedForecast | None:
-        return self._forecasts.get(_whose(job), {}).get(request)
+        return self._forecasts.get(_whose(job), {}).get((request, job.request.priority))
 
     def _forecast(self, job: Job, request: ResourceRequest) -> _TimedForecast:
         """With every job that is served before this one, or before the next one of its kind."""
@@ -174,13 +180,15 @@ class QueueEstimates:
         for other in self._queue.before(job):
             forecast.add(self._snapshot.resource_request(other))
         known = self._forecasts.setdefault(_whose(job), {})
-        if len(known) >= _KINDS:
-            known.clear()
-        timed = known[request] = _TimedForecast(forecast=forecast, made_at=self._clock.monotonic())
+        kind = request, job.request.priority
+        if kind not in known and len(known) >= _KINDS:
+            del known[next(iter(known))]
+        timed = known[kind] = _TimedForecast(forecast=forecast, made_at=self._clock.monotonic())
         return timed
 
 
 def _whose(job: Job) -> tuple[str, str]:
+    """Its model and tenant."""
     return job.bare.model, job.request.tenant
 
 

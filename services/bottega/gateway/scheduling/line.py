@@ -2,11 +2,13 @@
 
 A tenant has a place for each of its jobs, by its share. Its jobs have these by when they are due: earliest deadline
 first. A job is due a multiple of what it takes alone after it came, so that short ones do not wait for long ones that
-came shortly before; one of high priority by a fixed time earlier, one of low priority later. So neither length nor
-priority changes anything between tenants, and every job is served in the end: those that come after it was due are due
-later still. Sources: Liu and Layland, "Scheduling Algorithms for Multiprogramming in a Hard-Real-Time Environment",
-JACM 1973 (earliest deadline first); deadlines as multiples of the time alone are the "SLO scale" of AlpaServe (Li et
-al., OSDI 2023).
+came shortly before; by its own deadline, if that is earlier. One of high priority is served as if it were due a fixed
+time earlier, one of low priority later. So neither length nor priority changes the places of other tenants, and every
+job is served in the end: those that come after it was due are due later still.
+
+Sources: Liu and Layland, "Scheduling Algorithms for Multiprogramming in a Hard-Real-Time Environment", JACM 1973
+(earliest deadline first); deadlines as multiples of the time alone are the "SLO scale" of AlpaServe (Li et al., OSDI
+2023).
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ class JobSizes(Protocol):
 class DuePolicy:
     """When jobs are due, after they came.
 
-    slo_scale: in so many times what they take alone; 0 is first come, first served. head_start_s: by which one of high
-    priority is due earlier, and one of low priority later.
+    slo_scale: in so many times what they take alone; 0 is first come, first served. head_start_s: by how much earlier
+    one of high priority is served as if it were due, and one of low priority later.
     """
 
     slo_scale: float = 0.0
@@ -60,17 +62,17 @@ class DuePolicy:
 _KINDS = 1024
 # Of a place: of equal tags the job comes first that came first.
 _Place = tuple[float, int]
-# How much earlier a job is due, in head starts.
+# How much earlier a job is served, in head starts.
 _EARLIER = {PRIORITY_HIGH: 1.0, PRIORITY_LOW: -1.0}
 
 
 @dataclass(slots=True)
 class _OfTenant:
-    """What one tenant has in the line, each in its order: places, jobs, and when each of those is due."""
+    """What one tenant has in the line, each in its order: places, jobs, and by what these are ordered; see Line."""
 
     places: list[_Place] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
-    due: list[float] = field(default_factory=list)
+    served_by: list[float] = field(default_factory=list)
 
 
 class Line:
@@ -83,7 +85,7 @@ class Line:
         self._weigh = weigh
         self._policy = policy
         self._sizes = sizes
-        # Jobs of a kind are equally long as long as some wait: none passes another because a measurement has changed.
+        # Jobs that need the same are equally long while some wait: none passes another because turns take less by now.
         self._alone_s: dict[ResourceRequest, float] = {}
         self._order = FairOrder()
         self._places: list[_Place] = []
@@ -111,13 +113,11 @@ class Line:
         cost = float(max(1, job.rows * job.steps.total))
         self._added += 1
         place = self._order.tag(tenant, cost=cost, weight=self._weigh(tenant)), self._added
-        alone_s = self._seconds(job)
-        due = self._due(job, alone_s)
-        if alone_s and self._policy.slo_scale:
-            job.set_due(due)
+        job.times.due_at = self._due_at(job)
+        served_by = self._served_by(job, job.times.due_at)
         own = self._tenants.setdefault(tenant, _OfTenant())
-        at = bisect_right(own.due, due)
-        own.due.insert(at, due)
+        at = bisect_right(own.served_by, served_by)
+        own.served_by.insert(at, served_by)
         own.jobs.insert(at, job)
         own.places.append(place)
         self._insert(place, job)
@@ -129,7 +129,7 @@ class Line:
         self._added += 1
         place = -inf, -self._added
         own = self._tenants.setdefault(job.request.tenant, _OfTenant())
-        own.due.insert(0, -inf)
+        own.served_by.insert(0, -inf)
         own.jobs.insert(0, job)
         own.places.insert(0, place)
         self._insert(place, job)
@@ -142,7 +142,7 @@ class Line:
         del self._places[at], self._jobs[at]
         own = self._tenants[job.request.tenant]
         index = bisect_left(own.places, place)
-        del own.places[index], own.jobs[index], own.due[index]
+        del own.places[index], own.jobs[index], own.served_by[index]
         if not own.jobs:
             del self._tenants[job.request.tenant]
         if not self._places:
@@ -160,11 +160,18 @@ class Line:
         end = bisect_left(self._places, place)
         return self._jobs[:end]
 
-    def _due(self, job: Job, alone_s: float) -> float:
-        """On the monotonic clock."""
-        policy = self._policy
-        earlier_s = policy.head_start_s * _EARLIER.get(job.request.priority, 0.0)
-        return job.times.created_at - earlier_s + policy.slo_scale * alone_s
+    def _due_at(self, job: Job) -> float:
+        """On the monotonic clock; endless where its length is not known, or does not count."""
+        wait_s = self._policy.slo_scale * self._seconds(job)
+        if not wait_s:
+            return inf
+        due_at = job.times.created_at + wait_s
+        return due_at if job.deadline is None else min(due_at, job.deadline)
+
+    def _served_by(self, job: Job, due_at: float) -> float:
+        """By what its tenant's jobs are ordered: when it is due, or came, but for its priority."""
+        earlier_s = self._policy.head_start_s * _EARLIER.get(job.request.priority, 0.0)
+        return (job.times.created_at if due_at == inf else due_at) - earlier_s
 
     def _seconds(self, job: Job) -> float:
         """What it takes alone; 0 where that is not known."""
@@ -180,7 +187,7 @@ class Line:
 
     def _place_if_added(self, job: Job) -> _Place:
         own = self._tenants.get(job.request.tenant)
-        at = bisect_right(own.due, self._due(job, self._seconds(job))) if own is not None else 0
+        at = bisect_right(own.served_by, self._served_by(job, self._due_at(job))) if own is not None else 0
         if own is not None and at < len(own.places):
             return own.places[at]
         return self._order.next_tag(job.request.tenant), self._added + 1

@@ -46,7 +46,7 @@ class AttemptRecovery:
         self._listing = BackgroundTasks("lists of the attempts of workers")
 
     def restore(self, jobs: Sequence[Job]) -> None:
-        """Jobs of an earlier life, the oldest first: they wait as before, and those that were running are held."""
+        """Jobs of an earlier life, the oldest first: they wait in that order, and those that were running are held."""
         for job in jobs:
             if job.state == JOB_STATE_QUEUED:
                 self._queue.add(job)

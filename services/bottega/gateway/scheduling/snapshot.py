@@ -110,7 +110,7 @@ class FleetSnapshot:
 
     def alone_s(self, model: str, request: ResourceRequest) -> float:
         """Seconds of such a job on an idle worker: the fastest of some. 0 while none of them has measured a step."""
-        workers = self.workers(islice(self._fleet.workers(model), _COMPARED))
+        workers = self.workers(islice(self._fleet.serving(model), _COMPARED))
         measured = [worker for worker in workers if not worker.unmeasured]
         return min((worker.alone_s(request) + worker.fixed_s for worker in measured), default=0.0)
 
@@ -155,8 +155,7 @@ class FleetSnapshot:
         if cached is not None and same:
             findings.widths = cached.state.findings.widths
         if cached is not None and cached.load is member.load:
-            found = cached.state.findings
-            findings.alone, findings.turns, findings.like_widths = found.alone, found.turns, found.like_widths
+            findings.alone, findings.turns = cached.state.findings.alone, cached.state.findings.turns
         renewed = self._cache[member] = _CachedState(
             state=self._new_state(member, ours, findings),
             load=member.load,

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import ceil, inf
 
 from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
-from bottega.planning import RemainingWork, Shape, best_width, completion_times, most_on_trial, paying_width
+from bottega.planning import RemainingWork, Shape, best_width, completion_times, most_on_trial
 
 # Pending jobs that are imagined beside the next one, and like it, when the width of a group is chosen.
 LOOK_AHEAD = 4
@@ -18,6 +18,9 @@ _LEAD_TURNS = 1.5
 # Jobs beyond a full group beside which one of a tenant below its share may still begin: a group that was wider a moment
 # ago has some, and a worker serves so many turn by turn.
 _BEYOND = 4
+# Of what a job's turns take alone, what they add to those of others where it pays to run them together: less, as what
+# turns take is known to some percent only. On a CPU, where a row costs nearly as much as the one before, it is .9.
+_GAINING = 0.7
 # Kinds of edits, by what they compute, of which it is found out how many should run together.
 _TYPICAL_SHARES = 2
 _TYPICAL = 1024
@@ -57,9 +60,7 @@ class WorkerPlan:
         typical = as_typical(request)
         if within_share and len(self._planned) <= self._width(typical, behind) + _BEYOND:
             return True
-        width, here = self._width(typical, behind), len(self._planned)
-        if here < width and self._makes_late(request, behind):
-            width = here
+        width = self._free_width(request, behind)
         question, known = (self._added, typical, width), self.state.findings.slack
         if question not in known:
             known[question] = _has_slack(self.state, self._planned, typical, width)
@@ -67,10 +68,11 @@ class WorkerPlan:
 
     def completes_s(self, request: ResourceRequest, behind: int) -> float:
         """Seconds until a job would complete here, what it has to load aside."""
-        question, known = (self._added, request, behind), self.state.findings.ends_s
+        width = self._free_width(request, behind)
+        question, known = (self._added, request, width), self.state.findings.ends_s
         if question not in known:
             line = _works([*self._planned, request], request.shape, self.state)
-            width = max(1, min(self._width(as_typical(request), behind), len(line)))
+            width = max(1, min(width, len(line)))
             known[question] = completion_times(line, self.state.turn_seconds(request.shape), width)[-1]
         return known[question] + self.state.fixed_s
 
@@ -93,34 +95,23 @@ class WorkerPlan:
         shape = planned[-1].shape
         works, seconds = _works(planned, shape, self.state), self.state.turn_seconds(shape)
         width = best_width(works[: 2 * LOOK_AHEAD], seconds, max_rows=self.state.most_rows)
+        running, due_s = self.state.running, self.state.due_s
+        if width > len(running) < len(planned) and _makes_late(self.state, running, due_s, planned[len(running)]):
+            width = len(running)
         return completion_times(works, seconds, max(1, width))
 
     @property
     def _planned(self) -> list[ResourceRequest]:
         return [*self.state.running, *self._added]
 
-    def _makes_late(self, request: ResourceRequest, behind: int) -> bool:
-        """Whether a job that began here now would have one that is here end after it is due.
+    def _free_width(self, request: ResourceRequest, behind: int) -> int:
+        """How many may run together here: no more than there are, while one more would make one of these late."""
+        width, here = self._width(as_typical(request), behind), len(self._planned)
+        return here if here < width and self._makes_late(request) else width
 
-        Never where so many together pay off for jobs of one length: what they share then, all of them gain.
-        """
-        here, state = self._planned, self.state
-        due_s = [*(state.due_s or [inf] * len(state.running)), *self._added_due_s]
-        if min(due_s, default=inf) == inf or len(here) < self._like_width(as_typical(request), behind):
-            return False
-        line = _works([*here, request], request.shape, state)
-        ends_s = completion_times(line, state.turn_seconds(request.shape), len(line))
-        return any(end_s + state.fixed_s > due for end_s, due in zip(ends_s, due_s, strict=False))
-
-    def _like_width(self, request: ResourceRequest, behind: int) -> int:
-        """How many would have to run together if all that are here, and wait, were like this one."""
-        count, known = len(self._planned) + 1 + behind, self.state.findings.like_widths
-        width = known.get((request, count))
-        if width is None:
-            works = _works([request] * count, request.shape, self.state)
-            seconds = self.state.turn_seconds(request.shape)
-            width = known[request, count] = paying_width(works, seconds, max_rows=self.state.most_rows)
-        return width
+    def _makes_late(self, request: ResourceRequest) -> bool:
+        due_s = [*(self.state.due_s or [inf] * len(self.state.running)), *self._added_due_s]
+        return _makes_late(self.state, self._planned, due_s, request)
 
     def _width(self, request: ResourceRequest, behind: int) -> int:
         """How many should run together here, a typical job and some like it behind it among them."""
@@ -136,6 +127,23 @@ class WorkerPlan:
 def as_typical(request: ResourceRequest) -> ResourceRequest:
     """A request like this one, of few kinds: how many should run together depends but little on what they compute."""
     return request._replace(share=ceil(request.share * _TYPICAL_SHARES) / _TYPICAL_SHARES)
+
+
+def _makes_late(
+    state: WorkerState, here: Sequence[ResourceRequest], due_s: Sequence[float], request: ResourceRequest
+) -> bool:
+    """Whether beside a job one of those that are here, each due in so many seconds, would end after it is due.
+
+    Never where it adds much less to a turn than it takes alone: what turns share, all gain.
+    """
+    if min(due_s, default=inf) == inf:
+        return False
+    line, seconds = _works([*here, request], request.shape, state), state.turn_seconds(request.shape)
+    rows, own = sum(work.rows for work in line), line[-1].rows
+    if seconds(rows) - seconds(rows - own) <= _GAINING * seconds(own):
+        return False
+    ends_s = completion_times(line, seconds, len(line))
+    return any(end_s + state.fixed_s > due for end_s, due in zip(ends_s, due_s, strict=False))
 
 
 def _has_slack(state: WorkerState, planned: Sequence[ResourceRequest], request: ResourceRequest, width: int) -> bool:

@@ -28,7 +28,7 @@ class ResourceRequest(NamedTuple):
     share: float = 1.0
 
 
-# What was added since the state was made, the job in question, and how many are behind it, or run together.
+# What was added since the state was made, the job in question, and how many are behind it, or may run together.
 Question = tuple[tuple[ResourceRequest, ...], ResourceRequest, int]
 
 
@@ -38,7 +38,8 @@ class Findings:
 
     widths outlive the state as long as the same jobs run: a step made or two change none of them. What turns take does
     so as long as the worker has not reported: turns, by shape and then by rows; alone, of a job alone its rows, in
-    plain ones, and the seconds of a turn, by its rows, shape and share; like_widths: of so many jobs like one.
+    plain ones, and the seconds of a turn, by its rows, shape and share. slack: by what was added, the job, and how many
+    may run together.
     """
 
     widths: dict[Question, int] = field(default_factory=dict)
@@ -46,7 +47,6 @@ class Findings:
     ends_s: dict[Question, float] = field(default_factory=dict)
     alone: dict[tuple[int, Shape, float], tuple[float, float]] = field(default_factory=dict)
     turns: dict[Shape, Callable[[float], float]] = field(default_factory=dict)
-    like_widths: dict[tuple[ResourceRequest, int], int] = field(default_factory=dict)
     load_s: float | None = None
 
 
@@ -54,8 +54,8 @@ class Findings:
 class WorkerState:
     """A worker at the start of a round.
 
-    running: what still denoises there, first come first. due_s: seconds until each of these is due, endless for one
-    that is not; empty where none is. finishing: attempts there that do not denoise any more.
+    running: what still denoises there, first come first. due_s: seconds until each of these is due, when the state was
+    made, and endless for one that is not; empty where none is. finishing: attempts there that do not denoise any more.
     exclusive: a job there must be left alone. fixed_s: seconds that a job takes beside its turns.
     max_rows: of one turn; 0 is without bound. fractions: what rows cost of which a part is computed.
     findings: go with the state: a worker that has moved, or has reported, gets another one.

@@ -186,6 +186,18 @@ async def test_a_short_job_is_not_refused_for_long_ones_that_it_goes_before(shop
     assert [job.live for job in long] == [True] * 3
 
 
+async def test_a_short_job_begins_beside_a_long_one_that_is_not_late_by_it(shop: Shop) -> None:
+    shop.worker()  # .1 s a turn, and .2 s for two jobs
+    long = shop.take(sample_job(shop.time, steps=100))
+    assert long.due_s == pytest.approx(20.0)
+    short = shop.take(sample_job(shop.time, steps=10))
+    await eventually(lambda: short.worker == "w1", "the short one to begin")
+    shop.time.now += 25.0
+    shop.report(shop.member("w1"))
+    waits = shop.take(sample_job(shop.time, steps=10))
+    assert (waits.worker, waits.queue_position is not None) == ("", True)
+
+
 async def test_a_job_whose_caller_goes_is_cancelled_before_its_deadline_and_failed_by_it(shop: Shop) -> None:
     for after_s, state in ((1.0, image_pb2.JOB_STATE_CANCELLED), (1.95, image_pb2.JOB_STATE_FAILED)):
         job = sample_job(shop.time)

@@ -113,6 +113,18 @@ def test_where_turns_cost_the_same_for_more_rows_nobody_waits_for_a_job_that_is_
     assert _pairs([_SHORT], [worker]) == [("short", "w1")]
 
 
+def test_a_job_takes_a_slower_worker_rather_than_wait_for_one_that_is_late() -> None:
+    late = replace(_worker("late", _request(100)), due_s=(-1.0,))
+    assert _pairs([_SHORT], [late, _worker("slow", times=_times(0, 0.15))]) == [("short", "slow")]
+
+
+def test_a_job_that_waits_for_one_that_would_be_late_is_told_so() -> None:
+    for due_s, end_s in ((3.2, 2.0), (3.0, 3.0)):
+        assert forecast([_SHORT.request], [replace(_worker("w1", _LONG), due_s=(due_s,))]) == [
+            pytest.approx(end_s + 0.1)
+        ]
+
+
 def test_a_job_is_bound_while_the_last_turn_of_a_late_one_runs() -> None:
     worker = replace(_worker("w1", _request(1)), due_s=(-1.0,))
     assert _pairs([_SHORT], [worker]) == [("short", "w1")]

@@ -101,11 +101,13 @@ def test_who_asks_for_little_is_behind_few_of_who_asks_for_much_and_is_told_so()
 
 
 def _urgency(time: FakeTime) -> tuple[JobQueue, Callable[..., Job]]:
-    """A queue whose head start is a minute, and what adds a job to it."""
-    queue = JobQueue(max_jobs=999, budget_bytes=1 << 20, clock=time.clock(), due=DuePolicy(head_start_s=60.0))
+    """A queue whose head start is a minute, and what adds a job to it, due .3 s after it came for each step."""
+    due = DuePolicy(slo_scale=3.0, head_start_s=60.0)
+    queue = JobQueue(max_jobs=999, budget_bytes=1 << 20, clock=time.clock(), due=due)
+    queue.sizes = _Sizes(0.1)
 
-    def add(priority: Priority.ValueType = PRIORITY_NORMAL, tenant: str = "") -> Job:
-        job = sample_job(time, tenant=tenant, priority=priority)
+    def add(priority: Priority.ValueType = PRIORITY_NORMAL, tenant: str = "", steps: int = 10) -> Job:
+        job = sample_job(time, tenant=tenant, priority=priority, steps=steps)
         place = len(queue.before(job))
         queue.add(job)
         assert queue.place(job) == place, "what it was told before it came"
@@ -217,36 +219,54 @@ def test_no_job_is_due_while_nothing_is_measured_nor_where_the_first_that_came_i
     assert {job.due_s for job in (unmeasured(10), first, second)} == {math.inf}
 
 
-def test_a_job_of_high_priority_is_due_earlier_however_long_it_is() -> None:
+def test_a_job_of_high_priority_is_served_earlier_however_long_it_is_and_due_as_others() -> None:
     time = FakeTime()
     queue, _, add = _sized(time, step_s=0.1)
     short, long = add(10), sample_job(time, steps=100, priority=PRIORITY_HIGH)
     queue.add(long)
     assert list(queue.line("m")) == [long, short]
+    assert long.due_s == pytest.approx(30.0)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans(), st.floats(0, 40)), max_size=60))
-def test_whatever_comes_and_goes_places_and_jobs_agree(moves: list[tuple[int, int, bool, float]]) -> None:
+def test_a_long_job_with_a_deadline_is_due_by_that() -> None:
+    time = FakeTime()
+    queue, _, add = _sized(time, step_s=0.1)
+    for in_s, first in ((12.0, True), (31.0, False)):
+        long = sample_job(time, steps=100)
+        long.deadline = time.now + in_s
+        queue.add(long)
+        others = [add(50)]
+        assert list(queue.line("m")) == ([long, *others] if first else [*others, long])
+        assert long.due_s == pytest.approx(min(in_s, 30.0))
+        for job in (long, *others):
+            queue.remove(job)
+
+
+_MOVES = st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans(), st.floats(0, 40), st.integers(1, 200))
+
+
+@given(st.lists(_MOVES, max_size=60))
+def test_whatever_comes_and_goes_places_and_jobs_agree(moves: list[tuple[int, int, bool, float, int]]) -> None:
     time, here = FakeTime(), list[Job]()
     queue, add = _urgency(time)
-    for priority, tenant, goes, seconds in moves:
+    for priority, tenant, goes, seconds, steps in moves:
         time.now += seconds
         if goes and here:
             queue.remove(here.pop(int(seconds) % len(here)))
         else:
-            here.append(add(Priority.values()[priority], f"t{tenant}"))
+            here.append(add(Priority.values()[priority], f"t{tenant}", steps))
         line = list(queue.line("m"))
         assert sorted(job.job_id for job in line) == sorted(job.job_id for job in here)
         assert [queue.place(job) for job in line] == list(range(len(line)))
         assert all(list(queue.before(job)) == line[:place] for place, job in enumerate(line))
         for name in queue.tenants("m"):
             own = [job for job in line if job.request.tenant == name]
-            assert own == sorted(own, key=_served_as_if_come)
+            assert own == sorted(own, key=_served_as_if_due)
 
 
-def _served_as_if_come(job: Job) -> float:
+def _served_as_if_due(job: Job) -> float:
     earlier = {PRIORITY_HIGH: 60.0, PRIORITY_LOW: -60.0}.get(job.request.priority, 0.0)
-    return job.times.created_at - earlier
+    return job.times.created_at - earlier + 3.0 * 0.1 * job.steps.total
 
 
 def test_a_line_that_was_empty_owes_nobody_anything() -> None:
