@@ -62,7 +62,7 @@ class GatewayConfig:
     slo_scale: a tenant's jobs are served by when they are due, which is so many times what they take alone after they
         came, or their own deadline if that is earlier: a short one goes before a long one that came shortly before it.
         Nor does a job begin beside one that would be late by it, unless it adds much less to a turn than it takes
-        alone. 0: first come, first served.
+        alone, or several wait behind it. 0: first come, first served.
     priority_head_start_s: a job of high priority is served as if it were due so much earlier, one of low priority so
         much later: before and behind others of its tenant alone.
     state: folder of its jobs and images, which nobody else may use; empty is "gateway" in $BOTTEGA_STATE, else in

@@ -11,7 +11,7 @@ Three rules, in the order of `assign`:
 3. Slack. A job is bound to its worker as late as possible, so that it may still go to another one: only when the group
    of the worker has a free place, or will have one within the lead time, in which the prompt is encoded. Until then it
    stays in the queue, and the worker's plan counts it in. Where turns become hardly cheaper by it, a job also stays in
-   the queue while beside it one of the group would end after it is due. A job
+   the queue while beside it one of the group would end after it is due, unless many wait. A job
    of a tenant that has less than its share of what runs is bound to a worker whose group is full, if few are beyond it:
    the worker's turns are shared.
 

@@ -18,9 +18,10 @@ _LEAD_TURNS = 1.5
 # Jobs beyond a full group beside which one of a tenant below its share may still begin: a group that was wider a moment
 # ago has some, and a worker serves so many turn by turn.
 _BEYOND = 4
-# Of what a job's turns take alone, what they add to those of others where it pays to run them together: less, as what
-# turns take is known to some percent only. On a CPU, where a row costs nearly as much as the one before, it is .9.
-_GAINING = 0.7
+# Of what a job's turns take alone, what they add at most to those of others where it pays to run them together. On a
+# CPU, where a row costs nearly as much as the one before, it is .9; but what turns of few rows take is measured while
+# the machine is busy, and that of many rows at the start, so that it can seem to be .6.
+_GAINING = 0.5
 # Kinds of edits, by what they compute, of which it is found out how many should run together.
 _TYPICAL_SHARES = 2
 _TYPICAL = 1024
@@ -96,7 +97,8 @@ class WorkerPlan:
         works, seconds = _works(planned, shape, self.state), self.state.turn_seconds(shape)
         width = best_width(works[: 2 * LOOK_AHEAD], seconds, max_rows=self.state.most_rows)
         running, due_s = self.state.running, self.state.due_s
-        if width > len(running) < len(planned) and _makes_late(self.state, running, due_s, planned[len(running)]):
+        few_wait = 0 < len(planned) - len(running) <= LOOK_AHEAD
+        if width > len(running) and few_wait and _makes_late(self.state, running, due_s, planned[len(running)]):
             width = len(running)
         return completion_times(works, seconds, max(1, width))
 
@@ -105,9 +107,12 @@ class WorkerPlan:
         return [*self.state.running, *self._added]
 
     def _free_width(self, request: ResourceRequest, behind: int) -> int:
-        """How many may run together here: no more than there are, while one more would make one of these late."""
+        """How many may run together here: no more than there are, while one more would make one of these late.
+
+        Where many wait that would be in vain: what turns share, however little, counts for all of them.
+        """
         width, here = self._width(as_typical(request), behind), len(self._planned)
-        return here if here < width and self._makes_late(request) else width
+        return here if here < width and behind < LOOK_AHEAD and self._makes_late(request) else width
 
     def _makes_late(self, request: ResourceRequest) -> bool:
         due_s = [*(self.state.due_s or [inf] * len(self.state.running)), *self._added_due_s]

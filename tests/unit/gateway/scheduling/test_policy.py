@@ -108,6 +108,11 @@ def test_a_job_that_is_bound_in_the_same_round_is_not_made_late_either() -> None
         assert _pairs([long, _SHORT], [_worker("w1")]) == pairs
 
 
+def test_where_many_wait_a_job_begins_beside_one_that_is_late() -> None:
+    late = replace(_worker("w1", _request(10), times=_times(0.02, 0.05)), due_s=(-1.0,))
+    assert len(assign(_line(1), [late], waiting=6)) == 1
+
+
 def test_where_turns_cost_the_same_for_more_rows_nobody_waits_for_a_job_that_is_late() -> None:
     worker = replace(_worker("w1", _LONG, times=GAINING), due_s=(-1.0,))
     assert _pairs([_SHORT], [worker]) == [("short", "w1")]
