@@ -38,8 +38,8 @@ class Findings:
 
     widths outlive the state as long as the same jobs run: a step made or two change none of them. What turns take does
     so as long as the worker has not reported: turns, by shape and then by rows; alone, of a job alone its rows, in
-    plain ones, and the seconds of a turn, by its rows, shape and share. slack: by what was added, the job, and how many
-    may run together.
+    plain ones, and the seconds of a turn, by its rows, shape and share. slack and ends_s: by what was added, the job,
+    and how many may run together.
     """
 
     widths: dict[Question, int] = field(default_factory=dict)
