@@ -19,8 +19,8 @@ _LEAD_TURNS = 1.5
 # ago has some, and a worker serves so many turn by turn.
 _BEYOND = 4
 # Of what a job's turns take alone, what they add at most to those of others where it pays to run them together. On a
-# CPU, where a row costs nearly as much as the one before, it is .9; but what turns of few rows take is measured at other
-# times than that of many, so that it can seem to be less.
+# CPU, where a row costs nearly as much as the one before, it is .9; but what turns of few rows take is measured at
+# other times than that of many, so that it can seem to be less.
 _GAINING = 0.5
 # Kinds of edits, by what they compute, of which it is found out how many should run together.
 _TYPICAL_SHARES = 2
