@@ -29,9 +29,7 @@ from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.model.samplers import SamplerKind, default_kind
 from bottega.diffusion.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.diffusion.operations import Operations
-
-# An optional file beside model_index.json: what to draw with when a request does not say.
-DEFAULTS_FILE = "bottega.json"
+from bottega.model_files.presets import Preset, read_preset
 
 # StableDiffusionXLPipeline's own defaults.
 _DEFAULT_STEPS = 50
@@ -118,10 +116,12 @@ def load_model(
     """Loads a folder in Diffusers' layout. Never downloads, never opens anything but safetensors.
 
     In the thread that will compute: the device is its current one from now on. device_memory_mib: see open_memory_plan.
-    Raises OSError or ValueError with the reason when the folder is not such a model, or the device has no room for it.
+    Raises OSError, ValueError or ConfigError with the reason when the folder is not such a model, or the device has no
+    room for it.
     """
     if not folder.is_dir():  # Diffusers would take it for a name on the hub, and look into that one's cache
         raise ValueError(f"{folder} is no folder")
+    preset = read_preset(folder) or Preset()
     runtime = use_device(device)
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
@@ -133,10 +133,12 @@ def load_model(
     decoder = _place(pipeline, runtime.torch_device, dtype, memory, vae or VaeSettings())
     config = dict(pipeline.scheduler.config)
     config["_class_name"] = type(pipeline.scheduler).__name__
+    if preset.timestep_spacing is not None:
+        config["timestep_spacing"] = preset.timestep_spacing
     size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
     return Model(
         name=name,
-        digest=digest(folder),
+        digest=digest(folder, preset),
         dtype=dtype,
         device=runtime.torch_device,
         runtime=runtime,
@@ -149,7 +151,7 @@ def load_model(
         scheduler_config=config,
         zeros_for_absent_negative=bool(pipeline.config.force_zeros_for_empty_prompt),
         latent_scale=pipeline.vae_scale_factor,
-        defaults=_defaults(folder, size, config),
+        defaults=_defaults(preset, size, config),
     )
 
 
@@ -178,14 +180,18 @@ def _size_bytes(network: nn.Module) -> int:
     return sum(tensor.nbytes for tensors in (network.parameters(), network.buffers()) for tensor in tensors)
 
 
-def digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of a model's files, hex: of the index and of the parts that it names.
+def digest(folder: Path, preset: Preset | None = None) -> str:
+    """Return the SHA-256 of a model as hex: of the names and contents of its index and of the parts that this names.
 
-    What else lies in the folder (ControlNets, LoRAs, defaults) does not change what the model draws.
+    Other files in the folder, such as ControlNets and LoRAs, do not change what the model draws. Of a preset only the
+    spacing of timesteps does; the rest are defaults, which each request's parameters state.
     """
     index = folder / "model_index.json"
     parts = [folder / name for name in json.loads(index.read_text()) if (folder / name).is_dir()]
-    return files_digest(folder, [index, *(path for part in parts for path in part.rglob("*"))])
+    files = files_digest(folder, [index, *(path for part in parts for path in part.rglob("*"))])
+    if preset is None or preset.timestep_spacing is None:
+        return files
+    return hashlib.sha256(f"{files}\0timestep_spacing={preset.timestep_spacing}".encode()).hexdigest()
 
 
 def files_digest(folder: Path, paths: Iterable[Path], *, hashed: Callable[[Path], str] | None = None) -> str:
@@ -206,13 +212,12 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _defaults(folder: Path, size: int, config: dict[str, Any]) -> Defaults:
-    path = folder / DEFAULTS_FILE
-    said = json.loads(path.read_text()) if path.exists() else {}
+def _defaults(preset: Preset, size: int, config: dict[str, Any]) -> Defaults:
+    steps, guidance = preset.num_inference_steps, preset.guidance_scale
     return Defaults(
         width=size,
         height=size,
-        num_inference_steps=int(said.get("num_inference_steps", _DEFAULT_STEPS)),
-        guidance_scale=float(said.get("guidance_scale", _DEFAULT_GUIDANCE)),
-        sampler=default_kind(config),
+        num_inference_steps=_DEFAULT_STEPS if steps is None else steps,
+        guidance_scale=_DEFAULT_GUIDANCE if guidance is None else guidance,
+        sampler=default_kind(config) if preset.sampler is None else SamplerKind[preset.sampler.upper()],
     )

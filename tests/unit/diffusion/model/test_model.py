@@ -11,14 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bottega.diffusion.model.model import DEFAULTS_FILE, digest, load_model
+from bottega.diffusion.model.model import Model, digest, load_model
+from bottega.diffusion.model.samplers import SamplerKind
 from bottega.miniature import WEIGHTS
+from bottega.model_files.presets import PRESET_FILE
 
 UNET = Path("unet", "diffusion_pytorch_model.safetensors")
 
 
-def load(folder: Path) -> None:
-    load_model(folder, name="it", device=torch.device("cpu"), dtype=torch.float32)
+def load(folder: Path) -> Model:
+    return load_model(folder, name="it", device=torch.device("cpu"), dtype=torch.float32)
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def test_the_hash_follows_weights_and_configuration_but_not_defaults_and_adapter
     before = digest(folder)
     assert len(before) == 64
     assert before == digest(WEIGHTS)
-    (folder / DEFAULTS_FILE).write_text('{"num_inference_steps": 7}')
+    (folder / PRESET_FILE).write_text('{"num_inference_steps": 7}')
     adapter = folder / "controlnets" / "another"
     adapter.mkdir(parents=True)
     (adapter / "config.json").write_text("{}")
@@ -83,3 +85,17 @@ def test_the_hash_follows_weights_and_configuration_but_not_defaults_and_adapter
     weights[-1] ^= 1
     (folder / UNET).write_bytes(weights)
     assert digest(folder) != before
+
+
+def test_a_preset_sets_defaults_and_the_spacing_of_timesteps(folder: Path) -> None:
+    plain = load(folder)
+    (folder / PRESET_FILE).write_text('{"num_inference_steps": 4, "guidance_scale": 0, "sampler": "ddim"}')
+    model = load(folder)
+    assert (model.defaults.num_inference_steps, model.defaults.guidance_scale) == (4, 0.0)
+    assert model.defaults.sampler is SamplerKind.DDIM
+    assert model.digest == plain.digest
+    (folder / PRESET_FILE).write_text('{"timestep_spacing": "trailing"}')
+    respaced = load(folder)
+    assert plain.scheduler_config["timestep_spacing"] != "trailing"
+    assert respaced.scheduler_config["timestep_spacing"] == "trailing"
+    assert respaced.digest != plain.digest  # a checkpoint or a stored result of the other schedule must not fit
