@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from bottega.model_files.index_rules import check_index, check_parts_together, check_tokenizer_config
 from bottega.model_files.json_files import read_json_object
 from bottega.model_files.report import ModelReport, PartReport
 from bottega.model_files.scheduler_rules import check_scheduler_config
@@ -19,6 +20,8 @@ _CONFIG_FILES = {
     "scheduler": "scheduler_config.json",
     "text_encoder": "config.json",
     "text_encoder_2": "config.json",
+    "tokenizer": "tokenizer_config.json",
+    "tokenizer_2": "tokenizer_config.json",
     "unet": "config.json",
     "vae": "config.json",
 }
@@ -27,6 +30,8 @@ _RULES: Mapping[str, Callable[[Mapping[str, object]], Iterable[str]]] = {
     "scheduler": check_scheduler_config,
     "text_encoder": check_text_encoder_config,
     "text_encoder_2": check_text_encoder_config,
+    "tokenizer": check_tokenizer_config,
+    "tokenizer_2": check_tokenizer_config,
     "unet": check_unet_config,
     "vae": check_vae_config,
 }
@@ -38,7 +43,7 @@ def check_model_folder(folder: Path) -> ModelReport:
         index = read_json_object(folder / INDEX_FILE)
     except ValueError as error:
         return ModelReport(folder=folder, problems=(f"{INDEX_FILE}: {error}",))
-    parts, problems = {}, []
+    parts, problems = {}, [f"{INDEX_FILE}: {sentence}" for sentence in check_index(index)]
     for name, config_file in _CONFIG_FILES.items():
         try:
             config = read_json_object(folder / name / config_file)
@@ -47,6 +52,8 @@ def check_model_folder(folder: Path) -> ModelReport:
             continue
         parts[name] = PartReport(name=name, class_name=_class_name(index, name), config=config)
         problems += _broken_rules(name, config)
+    if not problems:
+        problems += check_parts_together({name: part.config for name, part in parts.items()})
     return ModelReport(
         folder=folder, pipeline_class=str(index.get("_class_name", "")), parts=parts, problems=tuple(problems)
     )

@@ -3,6 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
+
+from bottega.model_files.field_rules import (
+    ANY,
+    FRACTION,
+    NULL,
+    POSITIVE,
+    TEXT,
+    FieldRule,
+    broken_fields,
+    number,
+    only,
+    whole,
+    with_defaults,
+)
+
+# Those of transformers that a published CLIP text encoder may have.
+ACTIVATIONS = ("quick_gelu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "silu", "swish", "tanh")
+
+TEXT_ENCODER_RULES = (
+    FieldRule(
+        name="model_type",
+        default="clip_text_model",
+        values=only("clip_text_model"),
+        why="only CLIP's text encoders are served",
+    ),
+    FieldRule(name="vocab_size", default=49408, values=whole(1)),
+    FieldRule(name="hidden_size", default=512, values=whole(1)),
+    FieldRule(name="intermediate_size", default=2048, values=whole(1)),
+    FieldRule(name="projection_dim", default=512, values=whole(1) | NULL),
+    FieldRule(name="num_hidden_layers", default=12, values=whole(1)),
+    FieldRule(name="num_attention_heads", default=8, values=whole(1)),
+    FieldRule(name="max_position_embeddings", default=77, values=whole(1)),
+    FieldRule(name="hidden_act", default="quick_gelu", values=only(*ACTIVATIONS)),
+    FieldRule(name="layer_norm_eps", default=1e-5, values=POSITIVE),
+    FieldRule(name="attention_dropout", default=0.0, values=FRACTION | NULL),
+    FieldRule(name="initializer_range", default=0.02, values=number("a number")),
+    FieldRule(name="initializer_factor", default=1.0, values=number("a number") | NULL),
+    FieldRule(name="pad_token_id", default=1, values=whole(0) | NULL),
+    FieldRule(name="bos_token_id", default=49406, values=whole(0) | NULL),
+    FieldRule(name="eos_token_id", default=49407, values=whole(0)),
+    FieldRule(name="dtype", default=None, values=TEXT | NULL),
+    FieldRule(name="return_dict", default=True, values=only(True)),
+    FieldRule(name="output_hidden_states", default=False, values=only(False, True, None)),
+    FieldRule(name="chunk_size_feed_forward", default=0, values=whole(0)),
+    FieldRule(name="is_encoder_decoder", default=False, values=only(False, True)),
+    FieldRule(name="transformers_version", default=None, values=TEXT | NULL),
+    FieldRule(name="architectures", default=None, values=ANY),
+    FieldRule(name="id2label", default=None, values=ANY),
+    FieldRule(name="label2id", default=None, values=ANY),
+    FieldRule(name="problem_type", default=None, values=ANY),
+    FieldRule(name="quantization_config", default=None, values=NULL, why="quantized weights are not served"),
+)
 
 
 def check_text_encoder_config(config: Mapping[str, object]) -> Iterator[str]:
@@ -10,4 +63,11 @@ def check_text_encoder_config(config: Mapping[str, object]) -> Iterator[str]:
 
     A sentence names the field and says what to do; the caller puts the file's name before it.
     """
-    yield from ()
+    broken = list(broken_fields(TEXT_ENCODER_RULES, config))
+    # Rules between fields rely on the fields' own.
+    yield from broken or _broken_together(with_defaults(TEXT_ENCODER_RULES, config))
+
+
+def _broken_together(config: Mapping[str, Any]) -> Iterator[str]:
+    if config["hidden_size"] % config["num_attention_heads"]:
+        yield f"hidden_size must be a multiple of num_attention_heads ({config['num_attention_heads']})"
