@@ -29,6 +29,7 @@ from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.model.samplers import SamplerKind, default_kind
 from bottega.diffusion.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.diffusion.operations import Operations
+from bottega.model_files import check_model_folder
 from bottega.model_files.presets import Preset, read_preset
 
 # StableDiffusionXLPipeline's own defaults.
@@ -113,21 +114,42 @@ def load_model(
     vae: VaeSettings | None = None,
     device_memory_mib: int = 0,
 ) -> Model:
-    """Loads a folder in Diffusers' layout. Never downloads, never opens anything but safetensors.
+    """Load a folder in Diffusers' layout; download nothing, and open no weights but safetensors.
 
-    In the thread that will compute: the device is its current one from now on. device_memory_mib: see open_memory_plan.
-    Raises OSError, ValueError or ConfigError with the reason when the folder is not such a model, or the device has no
-    room for it.
+    Call it in the thread that will compute: the device is its current one from then on.
+
+    Args:
+        folder: With model_index.json.
+        name: Of the model, as requests name it.
+        device: Where the model will be.
+        dtype: Element type of the weights in memory.
+        vae: How the VAE decodes.
+        device_memory_mib: See open_memory_plan.
+
+    Raises:
+        ValueError: With the reason in one sentence where the folder is no model that can be served, or where the
+            device has no room for it.
+        ConfigError: Where its preset breaks a rule.
+        OSError: Where a file cannot be read.
     """
     if not folder.is_dir():  # Diffusers would take it for a name on the hub, and look into that one's cache
         raise ValueError(f"{folder} is no folder")
+    if problems := check_model_folder(folder).problems:
+        raise ValueError(f"{folder}: {problems[0]}")
     preset = read_preset(folder) or Preset()
     runtime = use_device(device)
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
     pipeline = StableDiffusionXLPipeline.from_pretrained(
-        str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, add_watermarker=False
+        str(folder),
+        dtype=dtype,
+        use_safetensors=True,
+        local_files_only=True,
+        add_watermarker=False,
+        # Some folders have them; only IP-Adapters, which are not served, would use them.
+        image_encoder=None,
+        feature_extractor=None,
     )
     memory = open_memory_plan(runtime, device_memory_mib)
     decoder = _place(pipeline, runtime.torch_device, dtype, memory, vae or VaeSettings())

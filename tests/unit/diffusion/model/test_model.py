@@ -50,8 +50,8 @@ def misshape(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (lambda folder: (folder / "model_index.json").unlink(), "no file named model_index.json"),
-        (take_away_a_part, "no file named config.json"),
+        (lambda folder: (folder / "model_index.json").unlink(), "model_index.json: there is no such file"),
+        (take_away_a_part, "unet/config.json: there is no such file"),
         (cut_weights, "diffusion_pytorch_model.safetensors"),
         (pickle_weights, "no file named diffusion_pytorch_model.safetensors"),
         (misshape, "expected shape"),

@@ -1,0 +1,168 @@
+"""Rules for all configurations of a model: model_index.json, each part's own, and what the parts have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from bottega.model_files.field_rules import ANY, FLAG, OFF, FieldRule, broken_fields, shown, whole, with_defaults
+from bottega.model_files.scheduler_rules import check_scheduler_config
+from bottega.model_files.text_encoder_rules import TEXT_ENCODER_RULES, check_text_encoder_config
+from bottega.model_files.unet_rules import UNET_RULES, check_unet_config
+from bottega.model_files.vae_rules import VAE_RULES, check_vae_config, latent_scale
+
+INDEX_FILE = "model_index.json"
+CONFIG_FILES = {
+    "scheduler": "scheduler_config.json",
+    "text_encoder": "config.json",
+    "text_encoder_2": "config.json",
+    "tokenizer": "tokenizer_config.json",
+    "tokenizer_2": "tokenizer_config.json",
+    "unet": "config.json",
+    "vae": "config.json",
+}
+"""By part, the file of its configuration."""
+
+# Of an added time embedding: original size, crop and target size.
+_TIME_IDS = 6
+# Widths and heights of pictures are multiples of it, as in Diffusers.
+_SIZE_MULTIPLE = 8
+
+INDEX_RULES = (
+    FieldRule(name="force_zeros_for_empty_prompt", default=True, values=FLAG),
+    FieldRule(
+        name="add_watermarker",
+        default=None,
+        values=OFF,
+        why="Diffusers would draw a watermark into every picture, and the suite draws none",
+    ),
+    FieldRule(
+        name="requires_aesthetics_score",
+        default=False,
+        values=OFF,
+        why="models that take an aesthetic score, as SDXL's refiner does, are not served",
+    ),
+    FieldRule(name="image_encoder", default=None, values=ANY),
+    FieldRule(name="feature_extractor", default=None, values=ANY),
+)
+# Library and class of each part that has no rules of its own for that.
+_CLASSES = {
+    "unet": ("diffusers", "UNet2DConditionModel"),
+    "vae": ("diffusers", "AutoencoderKL"),
+    "text_encoder": ("transformers", "CLIPTextModel"),
+    "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
+    "tokenizer": ("transformers", "CLIPTokenizer"),
+    "tokenizer_2": ("transformers", "CLIPTokenizer"),
+}
+_ALIASES = {"CLIPTokenizerFast": "CLIPTokenizer"}
+TOKENIZER_RULES = (FieldRule(name="model_max_length", default=None, values=whole(1)),)
+
+
+def check_configurations(index: Mapping[str, object], configs: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """Return a sentence for each field that is not served, with its file's name; none where all of them are.
+
+    Args:
+        index: The content of model_index.json.
+        configs: The configuration of each part of CONFIG_FILES that has one, by part.
+    """
+    problems = [f"{INDEX_FILE}: {sentence}" for sentence in check_index(index)]
+    for part, config in configs.items():
+        problems += [f"{part}/{CONFIG_FILES[part]}: {sentence}" for sentence in _RULES[part](config)]
+    if not problems and configs.keys() >= CONFIG_FILES.keys():
+        problems += check_parts_together(configs)
+    return problems
+
+
+def check_index(index: Mapping[str, object]) -> Iterator[str]:
+    """Yield a sentence for each field of model_index.json whose value is not served, parts' classes included."""
+    yield from broken_fields(INDEX_RULES, index)
+    for part, (library, name) in _CLASSES.items():
+        entry = index.get(part)
+        found = [_ALIASES.get(str(each), each) for each in entry] if isinstance(entry, list) else entry
+        if found != [library, name]:
+            yield f"{part} must be {shown([library, name])}, not {shown(entry)}: no other class is served"
+
+
+def check_tokenizer_config(config: Mapping[str, object]) -> Iterator[str]:
+    """Yield a sentence for each field of a tokenizer's tokenizer_config.json whose value is not served."""
+    yield from broken_fields(TOKENIZER_RULES, config)
+
+
+def check_parts_together(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence, with the file's name, for each field that does not fit another part.
+
+    Args:
+        configs: The configurations of all parts, by part. The parts' own rules hold.
+    """
+    filled = {part: with_defaults(_TABLES[part], config) for part, config in configs.items() if part in _TABLES}
+    yield from _broken_widths(filled)
+    yield from _broken_sizes(filled)
+    yield from _broken_lengths(filled)
+
+
+def _broken_widths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence for each width of the UNet that is not that of the text encoders' outputs."""
+    unet, first, second = (configs[part] for part in ("unet", "text_encoder", "text_encoder_2"))
+    if second["projection_dim"] is None:
+        yield "text_encoder_2/config.json: projection_dim must be a whole number from 1, not null"
+        return
+    context = first["hidden_size"] + second["hidden_size"]
+    added = second["projection_dim"] + _TIME_IDS * unet["addition_time_embed_dim"]
+    for name, width, why in (
+        ("cross_attention_dim", context, "hidden_size of text_encoder and of text_encoder_2 together"),
+        (
+            "projection_class_embeddings_input_dim",
+            added,
+            f"projection_dim of text_encoder_2 and {_TIME_IDS} times addition_time_embed_dim",
+        ),
+    ):
+        if unet[name] != width:
+            yield f"unet/config.json: {name} must be {width}, {why}, not {unet[name]}"
+
+
+def _broken_sizes(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence for each size of the UNet's latent that does not fit the VAE."""
+    unet, vae = configs["unet"], configs["vae"]
+    name, channels = "in_channels", vae["latent_channels"]
+    if unet[name] != channels:
+        yield f"unet/config.json: {name} must be {channels}, as latent_channels of the VAE is, not {unet[name]}"
+    size = unet["sample_size"] * latent_scale(vae)
+    if size % _SIZE_MULTIPLE:
+        yield (
+            f"unet/config.json: sample_size must give pictures whose sides are multiples of {_SIZE_MULTIPLE} pixels, "
+            f"not {size}"
+        )
+
+
+def _broken_lengths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence for each tokenizer that makes more tokens than its text encoder or the other one takes."""
+    name, length = "model_max_length", configs["tokenizer"]["model_max_length"]
+    if (other := configs["tokenizer_2"][name]) != length:
+        yield (f"tokenizer_2/tokenizer_config.json: {name} must be {length}, as the first tokenizer's is, not {other}")
+    for tokenizer, encoder in (("tokenizer", "text_encoder"), ("tokenizer_2", "text_encoder_2")):
+        most, length = configs[encoder]["max_position_embeddings"], configs[tokenizer][name]
+        if length > most:
+            yield (
+                f"{tokenizer}/tokenizer_config.json: {name} must be at most {most}, max_position_embeddings of "
+                f"{encoder}, not {length}"
+            )
+
+
+_TABLES: Mapping[str, Sequence[FieldRule]] = {
+    "text_encoder": TEXT_ENCODER_RULES,
+    "text_encoder_2": TEXT_ENCODER_RULES,
+    "tokenizer": TOKENIZER_RULES,
+    "tokenizer_2": TOKENIZER_RULES,
+    "unet": UNET_RULES,
+    "vae": VAE_RULES,
+}
+# By part, what is checked of its configuration.
+_RULES: Mapping[str, Callable[[Mapping[str, object]], Iterable[str]]] = {
+    "scheduler": check_scheduler_config,
+    "text_encoder": check_text_encoder_config,
+    "text_encoder_2": check_text_encoder_config,
+    "tokenizer": check_tokenizer_config,
+    "tokenizer_2": check_tokenizer_config,
+    "unet": check_unet_config,
+    "vae": check_vae_config,
+}
