@@ -62,20 +62,26 @@ def test_what_is_published_for_sdxl_is_served(part: str, changes: dict[str, Any]
         (
             "unet",
             {"time_cond_proj_dim": 256},
-            "unet/config.json: time_cond_proj_dim must be null, not 256: UNets that take the guidance scale as an "
-            "input, as those of LCM do, are not served",
+            (
+                "unet/config.json: time_cond_proj_dim must be null, not 256: UNets that take the guidance scale as an "
+                "input, as those of LCM do, are not served"
+            ),
         ),
         (
             "unet",
             {"in_channels": 9},
-            "unet/config.json: in_channels must be 4, as out_channels is, not 9: UNets that take a source image "
-            "beside the latent, as those for inpainting with nine channels do, are not served",
+            (
+                "unet/config.json: in_channels must be 4, as out_channels is, not 9: UNets that take a source image "
+                "beside the latent, as those for inpainting with nine channels do, are not served"
+            ),
         ),
         (
             "unet",
             {"sample_size": [128, 96]},
-            "unet/config.json: sample_size must be a whole number from 1, not [128, 96]: it gives the default size of "
-            "pictures",
+            (
+                "unet/config.json: sample_size must be a whole number from 1, not [128, 96]: it gives the default size of "
+                "pictures"
+            ),
         ),
         (
             "unet",
@@ -90,8 +96,10 @@ def test_what_is_published_for_sdxl_is_served(part: str, changes: dict[str, Any]
         (
             "unet",
             {"transformer_layers_per_block": [1, [2, 2], 10]},
-            "unet/config.json: reverse_transformer_layers_per_block must be there with transformer_layers_per_block "
-            "[1, [2, 2], 10]",
+            (
+                "unet/config.json: reverse_transformer_layers_per_block must be there with transformer_layers_per_block "
+                "[1, [2, 2], 10]"
+            ),
         ),
         (
             "unet",
@@ -101,14 +109,18 @@ def test_what_is_published_for_sdxl_is_served(part: str, changes: dict[str, Any]
         (
             "unet",
             {"cross_attention_dim": 768},
-            "unet/config.json: cross_attention_dim must be 2048, hidden_size of text_encoder and of text_encoder_2 "
-            "together, not 768",
+            (
+                "unet/config.json: cross_attention_dim must be 2048, hidden_size of text_encoder and of text_encoder_2 "
+                "together, not 768"
+            ),
         ),
         (
             "text_encoder_2",
             {"projection_dim": 768},
-            "unet/config.json: projection_class_embeddings_input_dim must be 2304, projection_dim of text_encoder_2 "
-            "and 6 times addition_time_embed_dim, not 2816",
+            (
+                "unet/config.json: projection_class_embeddings_input_dim must be 2304, projection_dim of text_encoder_2 "
+                "and 6 times addition_time_embed_dim, not 2816"
+            ),
         ),
         (
             "vae",
@@ -128,20 +140,26 @@ def test_what_is_published_for_sdxl_is_served(part: str, changes: dict[str, Any]
         (
             "text_encoder_2",
             {"max_position_embeddings": 64},
-            "tokenizer_2/tokenizer_config.json: model_max_length must be at most 64, max_position_embeddings of "
-            "text_encoder_2, not 77",
+            (
+                "tokenizer_2/tokenizer_config.json: model_max_length must be at most 64, max_position_embeddings of "
+                "text_encoder_2, not 77"
+            ),
         ),
         (
             "index",
             {"vae": ["diffusers", "AutoencoderTiny"]},
-            'model_index.json: vae must be ["diffusers", "AutoencoderKL"], not ["diffusers", "AutoencoderTiny"]: no '
-            "other class is served",
+            (
+                'model_index.json: vae must be ["diffusers", "AutoencoderKL"], not ["diffusers", "AutoencoderTiny"]: no '
+                "other class is served"
+            ),
         ),
         (
             "index",
             {"requires_aesthetics_score": True},
-            "model_index.json: requires_aesthetics_score must be false or null, not true: models that take an "
-            "aesthetic score, as SDXL's refiner does, are not served",
+            (
+                "model_index.json: requires_aesthetics_score must be false or null, not true: models that take an "
+                "aesthetic score, as SDXL's refiner does, are not served"
+            ),
         ),
     ],
 )
