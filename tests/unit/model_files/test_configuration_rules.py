@@ -79,8 +79,8 @@ def test_what_is_published_for_sdxl_is_served(part: str, changes: dict[str, Any]
             "unet",
             {"sample_size": [128, 96]},
             (
-                "unet/config.json: sample_size must be a whole number from 1, not [128, 96]: it gives the default size of "
-                "pictures"
+                "unet/config.json: sample_size must be a whole number from 1, not [128, 96]: it gives the default size "
+                "of pictures"
             ),
         ),
         (
@@ -97,8 +97,8 @@ def test_what_is_published_for_sdxl_is_served(part: str, changes: dict[str, Any]
             "unet",
             {"transformer_layers_per_block": [1, [2, 2], 10]},
             (
-                "unet/config.json: reverse_transformer_layers_per_block must be there with transformer_layers_per_block "
-                "[1, [2, 2], 10]"
+                "unet/config.json: reverse_transformer_layers_per_block must be there with "
+                "transformer_layers_per_block [1, [2, 2], 10]"
             ),
         ),
         (
@@ -118,8 +118,8 @@ def test_what_is_published_for_sdxl_is_served(part: str, changes: dict[str, Any]
             "text_encoder_2",
             {"projection_dim": 768},
             (
-                "unet/config.json: projection_class_embeddings_input_dim must be 2304, projection_dim of text_encoder_2 "
-                "and 6 times addition_time_embed_dim, not 2816"
+                "unet/config.json: projection_class_embeddings_input_dim must be 2304, projection_dim of "
+                "text_encoder_2 and 6 times addition_time_embed_dim, not 2816"
             ),
         ),
         (
@@ -149,8 +149,8 @@ def test_what_is_published_for_sdxl_is_served(part: str, changes: dict[str, Any]
             "index",
             {"vae": ["diffusers", "AutoencoderTiny"]},
             (
-                'model_index.json: vae must be ["diffusers", "AutoencoderKL"], not ["diffusers", "AutoencoderTiny"]: no '
-                "other class is served"
+                'model_index.json: vae must be ["diffusers", "AutoencoderKL"], not ["diffusers", "AutoencoderTiny"]: '
+                "no other class is served"
             ),
         ),
         (
