@@ -300,7 +300,7 @@ class JobCachedStarts(JobAddOn):
             # Where the step of the LoRAs is given, pictures have them from there on, and in no step before.
             plain_steps=spec.lora_bound if spec.lora_step is None else 0,
             job=self._said.job,
-            repeated_steps=1 - first_step_from(spec.sampler, 1),
+            repeated_steps=1 - first_step_from(spec.sampler, self._addon.model.scheduler_config, 1),
             pinned=[picture.pinned for picture in self._pictures if picture.pinned is not None],
         )
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from bottega.diffusion.engine.events import CachedStart
 from bottega.diffusion.engine.request import Request
-from bottega.diffusion.model.samplers import first_step_from
 from bottega.errors import InvalidRequest
 from bottega.latents import format_start
 from bottega.v1.cache_pb2 import CacheStart
@@ -32,8 +31,8 @@ class StartingPicture:
         return self.pinned is not None and self.started is None
 
     def first_step(self, start: CacheStart) -> int:
-        """The first step that it makes after this start."""
-        return first_step_from(self.request.spec.sampler, start.step)
+        """Return the first step that it makes after this start."""
+        return self.request.first_step_from(start.step)
 
     def is_beyond(self, start: CacheStart) -> bool:
         """Whether it has made that step, or comes to it next, so that the start saves nothing."""

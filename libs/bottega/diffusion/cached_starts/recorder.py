@@ -13,7 +13,6 @@ from torch import Tensor
 from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.engine.events import EngineRecord
 from bottega.diffusion.engine.request import Request
-from bottega.diffusion.model.samplers import first_step_from
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.latents import recorded_steps
 from bottega.latents.messages import MAX_PICTURE_SIDE
@@ -61,7 +60,7 @@ class LatentRecorder:
         # What a start saves no step by is of no use.
         steps = recorded_steps(spec.num_inference_steps)
         self.confirmed = False
-        self._steps = frozenset(step for step in steps if first_step_from(spec.sampler, step) > 0)
+        self._steps = frozenset(step for step in steps if request.first_step_from(step) > 0)
         # What the steps before a checkpoint had of stale residuals, nobody knows.
         if request.step > request.begin and spec.stale_residuals and spec.controlnets:
             self._steps = frozenset()

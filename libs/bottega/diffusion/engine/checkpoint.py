@@ -24,7 +24,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerState
 from bottega.diffusion.spec import ResolvedSpec
 
-VERSION = 4
+VERSION = 5
 
 # What images of an edit have beside: see Edit.
 _OF_EDITS = ("image_latent", "noise")

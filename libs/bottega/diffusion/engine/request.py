@@ -17,7 +17,7 @@ from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.engine.encode import Conditions, LatentDistribution, to_latent
 from bottega.diffusion.engine.guided_step import Guidance, guided_step
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import Sampler, SamplerState, draws_noise, first_step_from
+from bottega.diffusion.model.samplers import Sampler, SamplerState, first_step_from
 from bottega.diffusion.rows import GroupKey, Half, LoraSet, Row, RowActivations, SetKey
 from bottega.diffusion.spec import ResolvedSpec
 
@@ -178,20 +178,27 @@ class Request:
         if self.step == self.begin:
             self.latent = self.estimate = edit.start(self._sampler, self.begin, self._strength)
 
-    def start_from(self, latent: Tensor, steps: int) -> None:
-        """Goes on from the latent that another picture had after so many steps, whatever this one has made so far.
+    def first_step_from(self, steps: int) -> int:
+        """Return the first step that it makes if it starts from another picture's latent after `steps` steps."""
+        return first_step_from(self.spec.sampler, self._model.scheduler_config, steps)
 
-        The other one differs in prompt and seed alone. latent: [channels, height, width]. What is drawn afterwards does
-        not depend on when this is called: the generator is where the picture's own first steps would have left it, and
-        a multi-step sampler begins with its first order. See `first_step_from` for the step that comes next.
+    def start_from(self, latent: Tensor, steps: int) -> None:
+        """Go on from the latent that another picture had after `steps` steps, whatever this one has made so far.
+
+        The other picture differs in prompt and seed alone. What is drawn afterwards does not depend on when this is
+        called: the generator is where the picture's own first steps would have left it, and a multi-step sampler begins
+        with its first order. `first_step_from` says which step comes next.
+
+        Args:
+            latent: [channels, height, width].
+            steps: Number of steps that the other picture had made.
         """
-        first = first_step_from(self.spec.sampler, steps)
+        first = self.first_step_from(steps)
         self._sampler = self._new_sampler(first)
         self._generator.manual_seed(self.spec.seed + self.index)
         shape = tuple(self.latent.shape)
-        drawn = 1 + first if draws_noise(self.spec.sampler) else 1
-        for _ in range(drawn):
-            self._draw(shape)
+        self._draw(shape)
+        self._sampler.skip_noise(first, shape, self._model.dtype, self._generator)
         started = self._model.runtime.to_device(latent[None], self._model.dtype)
         if first < steps:
             started = self._sampler.renoise(started, self._draw(shape), steps).to(started.dtype)

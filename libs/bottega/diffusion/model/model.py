@@ -26,7 +26,7 @@ from bottega.diffusion.device.memory_plan import MemoryPlan, open_memory_plan
 from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.device.pick import use_device
 from bottega.diffusion.model.backbone import UNetBackbone
-from bottega.diffusion.model.samplers import SamplerKind, default_kind
+from bottega.diffusion.model.samplers import SamplerKind, default_kind, ignored_algorithm_advice
 from bottega.diffusion.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.diffusion.operations import Operations
 from bottega.model_files import check_model_folder
@@ -141,16 +141,17 @@ def load_model(
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
-    pipeline = StableDiffusionXLPipeline.from_pretrained(
-        str(folder),
-        dtype=dtype,
-        use_safetensors=True,
-        local_files_only=True,
-        add_watermarker=False,
-        # Some folders have them; only IP-Adapters, which are not served, would use them.
-        image_encoder=None,
-        feature_extractor=None,
-    )
+    with ignored_algorithm_advice():
+        pipeline = StableDiffusionXLPipeline.from_pretrained(
+            str(folder),
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            add_watermarker=False,
+            # Some folders have them; only IP-Adapters, which are not served, would use them.
+            image_encoder=None,
+            feature_extractor=None,
+        )
     memory = open_memory_plan(runtime, device_memory_mib)
     decoder = _place(pipeline, runtime.torch_device, dtype, memory, vae or VaeSettings())
     config = dict(pipeline.scheduler.config)

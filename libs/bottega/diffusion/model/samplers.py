@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -17,6 +19,7 @@ from diffusers import (
 )
 from torch import Tensor
 
+from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.model.ancestral import ancestral_step
 from bottega.diffusion.operations import EulerStep
 
@@ -39,33 +42,54 @@ _SAME_NOISE = 1e-5
 # Where nothing of the picture is left, Diffusers' samplers count with a signal of 2**-12 lest its inverse be endless.
 _LEAST_SIGNAL = 2.0**-12
 
-# Those that draw noise at every step.
-_ANCESTRAL = frozenset({SamplerKind.EULER_ANCESTRAL})
+# In a sampler's state, the outputs of the model by their age in steps: model_output.1 is the newest.
+_MODEL_OUTPUT = "model_output."
+
+# Values of algorithm_type with which DPMSolverMultistepScheduler draws noise at every step.
+_STOCHASTIC_ALGORITHMS = frozenset({"sde-dpmsolver", "sde-dpmsolver++"})
+
+# Values of algorithm_type with which it keeps predicted noise in model_outputs, in place of the predicted picture.
+_NOISE_ALGORITHMS = frozenset({"dpmsolver", "sde-dpmsolver"})
 
 
-def draws_noise(kind: SamplerKind) -> bool:
-    """Whether its steps draw noise; else the first latent decides all of a picture."""
-    return kind in _ANCESTRAL
+def draws_noise(kind: SamplerKind, config: Mapping[str, Any]) -> bool:
+    """Return whether each step of a sampler draws noise; without it the first latent decides all of a picture.
+
+    Args:
+        kind: The sampler.
+        config: The model's scheduler configuration, which can make DPM++ stochastic.
+    """
+    if kind is SamplerKind.DPMPP_2M:
+        return config.get("algorithm_type") in _STOCHASTIC_ALGORITHMS
+    return kind is SamplerKind.EULER_ANCESTRAL
 
 
 def same_noise(level: float, other: float) -> bool:
-    """Whether two of `Sampler.noise_level` are one, but for the order in which samplers compute them."""
+    """Return whether two results of `Sampler.noise_level` differ only by the order in which samplers compute them."""
     return math.isclose(level, other, rel_tol=_SAME_NOISE)
 
 
-def first_step_from(kind: SamplerKind, steps: int) -> int:
-    """The first step of a picture that begins with another one's latent after so many steps.
+def first_step_from(kind: SamplerKind, config: Mapping[str, Any], steps: int) -> int:
+    """Return the first step of a picture that begins with another picture's latent after `steps` steps.
 
-    A sampler that draws no noise would make the other picture's composition again, so that one step of noise is given
-    back to the latent, and made once more.
+    A sampler that draws no noise would repeat the other picture's composition. Such a picture gets one step of noise
+    back and makes that step again.
     """
-    return steps if draws_noise(kind) else steps - 1
+    return steps if draws_noise(kind, config) else steps - 1
 
 
 def default_kind(config: Mapping[str, Any]) -> SamplerKind:
     """The sampler that a model's scheduler_config.json names; EULER where that one is not served."""
     name = config.get("_class_name")
     return next((kind for kind in SamplerKind if kind.value.__name__ == name), SamplerKind.EULER)
+
+
+@contextmanager
+def ignored_algorithm_advice() -> Iterator[None]:
+    """Silence Diffusers' advice to replace `dpmsolver` by `dpmsolver++`, which would be another picture."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*algorithm_types dpmsolver and sde-dpmsolver", FutureWarning)
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +113,7 @@ class Sampler:
     ) -> None:
         overrides: dict[str, Any] = {"use_karras_sigmas": karras} if kind in KARRAS else {}
         self._kind = kind
-        self._scheduler = kind.value.from_config(dict(config), **overrides)
+        self._scheduler = _make_scheduler(kind, config, overrides)
         self._scheduler.set_timesteps(steps)
         self._begin_at(begin)
         # Diffusers counts in timesteps; all kinds served here are of order 1: one timestep a step.
@@ -164,14 +188,36 @@ class Sampler:
     def step(
         self, noise: Tensor, step: int, latent: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
-        """The next latent, and the estimate of the finished one that the step was made from."""
+        """Return the next latent, and the estimate of the finished one that the step was made from.
+
+        Args:
+            noise: The model's prediction, [1, channels, height, width].
+            step: The step to make.
+            latent: The latent before the step, of the same shape.
+            generator: On the CPU; samplers that draw noise draw it from here, as Diffusers' pipelines do.
+        """
         if self._kind is SamplerKind.EULER_ANCESTRAL:
             made = ancestral_step(self._scheduler, step, noise, latent, generator)
             self.count_step()
             return made
+        if self._kind is SamplerKind.DPMPP_2M:
+            return self._dpm_step(noise, step, latent, generator)
         made = self._scheduler.step(noise, self.timestep(step), latent, return_dict=False)
-        estimate = self._scheduler.model_outputs[-1] if self._kind is SamplerKind.DPMPP_2M else made[1]
-        return made[0], estimate
+        return made[0], made[1]
+
+    def skip_noise(self, steps: int, shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> None:
+        """Advance the generator by what `steps` steps draw.
+
+        Args:
+            steps: Number of steps.
+            shape: Of the latent.
+            dtype: Of the model's predictions.
+            generator: What the steps draw from.
+        """
+        if draws_noise(self._kind, self._scheduler.config):
+            drawn = torch.float32 if self._kind is SamplerKind.DPMPP_2M else dtype
+            for _ in range(steps):
+                torch.randn(tuple(shape), generator=generator, dtype=drawn)
 
     def euler_step(self, step: int) -> EulerStep | None:
         """For who makes this step in another way, and says so by `count_step`; None where it is not Euler's."""
@@ -186,26 +232,51 @@ class Sampler:
         self._scheduler._step_index += 1
 
     def state(self) -> SamplerState:
-        """What `restore` needs beside the step. Only multi-step samplers remember anything."""
+        """Return what `restore` needs beside the step. Only multi-step samplers remember anything."""
         if self._kind is not SamplerKind.DPMPP_2M:
             return SamplerState(tensors={}, numbers={})
-        # Of second order, it looks back at the last output alone; the one before that is dropped by the next step.
-        last = self._scheduler.model_outputs[-1]
-        tensors = {} if last is None else {"model_output": last}
+        tensors = {
+            f"{_MODEL_OUTPUT}{age}": output
+            for age, output in enumerate(reversed(self._outputs_looked_back_at()), 1)
+            if output is not None
+        }
         return SamplerState(tensors=tensors, numbers={"lower_order_nums": self._scheduler.lower_order_nums})
 
     def restore(self, state: SamplerState, step: int, device: torch.device) -> None:
-        """Continues before `step` as if the steps before it had been made here.
+        """Continue before `step` as if the steps before it had been made here.
 
-        Raises ValueError when the state is another sampler's.
+        Raises:
+            ValueError: When the state is another sampler's.
         """
         self._begin_at(step)
-        if self._kind is SamplerKind.DPMPP_2M:
-            last = state.tensors.get("model_output")
-            self._scheduler.model_outputs[-1] = None if last is None else last.to(device)
-            if "lower_order_nums" not in state.numbers:
-                raise ValueError("the state of a multi-step sampler is missing")
-            self._scheduler.lower_order_nums = state.numbers["lower_order_nums"]
+        if self._kind is not SamplerKind.DPMPP_2M:
+            return
+        if "lower_order_nums" not in state.numbers:
+            raise ValueError("the state of a multi-step sampler is missing")
+        self._scheduler.lower_order_nums = state.numbers["lower_order_nums"]
+        for age in range(1, len(self._outputs_looked_back_at()) + 1):
+            output = state.tensors.get(f"{_MODEL_OUTPUT}{age}")
+            self._scheduler.model_outputs[-age] = None if output is None else output.to(device)
+
+    def _outputs_looked_back_at(self) -> Sequence[Tensor | None]:
+        """The outputs of earlier steps that the next step reads: one less than the solver's order, oldest first."""
+        outputs: list[Tensor | None] = self._scheduler.model_outputs
+        return outputs[1:]
+
+    def _dpm_step(
+        self, noise: Tensor, step: int, latent: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        algorithm = self._scheduler.config.algorithm_type
+        drawn = None
+        if algorithm in _STOCHASTIC_ALGORITHMS:
+            # Diffusers draws float32 on the CPU, where the generator is, and has the thread wait while it is copied.
+            drawn = open_device(noise.device).to_device(torch.randn(noise.shape, generator=generator))
+        following = self._scheduler.step(noise, self.timestep(step), latent, variance_noise=drawn, return_dict=False)[0]
+        output: Tensor = self._scheduler.model_outputs[-1]
+        if algorithm in _NOISE_ALGORITHMS:
+            signal, deviation = self._scheduler._sigma_to_alpha_sigma_t(self._scheduler.sigmas[step])
+            return following, (latent - deviation * output) / signal
+        return following, output
 
     def _noise_level(self, step: int) -> tuple[float, float]:
         """Of the latent before a step: what the picture is multiplied by, and the noise's standard deviation."""
@@ -222,3 +293,8 @@ class Sampler:
         # DDIM finds its place by the timestep; the others count, from here on.
         if self._kind is not SamplerKind.DDIM:
             self._scheduler.set_begin_index(step)
+
+
+def _make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    with ignored_algorithm_advice():
+        return kind.value.from_config(dict(config), **overrides)

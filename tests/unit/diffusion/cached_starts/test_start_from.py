@@ -53,7 +53,7 @@ class Pipeline:
         sizes = torch.tensor([[spec.height, spec.width, 0, 0, spec.height, spec.width]] * 2, dtype=prompt.dtype)
         added = {"text_embeds": torch.cat([negative_pooled, pooled]), "time_ids": sizes}
         hidden = torch.cat([negative, prompt])
-        extra = {"generator": generator} if draws_noise(spec.sampler) else {}
+        extra = {"generator": generator} if draws_noise(spec.sampler, self._stock.scheduler.config) else {}
         made = []
         for timestep in scheduler.timesteps[first:]:
             scaled = scheduler.scale_model_input(torch.cat([latent] * 2), timestep)
@@ -84,7 +84,7 @@ def test_it_goes_on_as_stock_does_from_the_same_latent(
     spec = replace(SPEC, sampler=kind, use_karras_sigmas=karras)
     recorded = pipeline.draw(other)[STEPS - 1]
     generator = torch.Generator("cpu").manual_seed(spec.seed)
-    if draws_noise(kind):  # its own first steps have drawn as often
+    if draws_noise(kind, model.scheduler_config):  # its own first steps have drawn as often
         for _ in range(1 + STEPS):
             torch.randn(1, 4, 8, 8, generator=generator)
         first, latent = STEPS, recorded
@@ -117,7 +117,7 @@ def noised(scheduler: Any, kind: SamplerKind, latent: Tensor, noise: Tensor) -> 
 def test_without_fresh_noise_the_same_prompt_ends_as_stock_does(
     model: Model, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, kind: SamplerKind, karras: bool
 ) -> None:
-    monkeypatch.setattr("bottega.diffusion.engine.request.first_step_from", lambda _kind, steps: steps)
+    monkeypatch.setattr("bottega.diffusion.engine.request.first_step_from", lambda _kind, _config, steps: steps)
     spec = replace(SPEC, sampler=kind, use_karras_sigmas=karras)
     whole = pipeline.draw(spec)
     # Of several steps, a sampler that looks back begins with its first order; others end as if they had not stopped.
@@ -145,7 +145,9 @@ def test_fresh_noise_brings_a_latent_to_the_level_of_the_step_before(
 
 
 def test_samplers_that_draw_no_noise_make_one_step_again() -> None:
-    assert [first_step_from(kind, 5) for kind in SamplerKind] == [4, 5, 4, 4]
+    assert [first_step_from(kind, {}, 5) for kind in SamplerKind] == [4, 5, 4, 4]
+    stochastic = {"algorithm_type": "sde-dpmsolver++"}
+    assert [first_step_from(kind, stochastic, 5) for kind in SamplerKind] == [4, 5, 4, 5]
 
 
 def test_an_ancestral_picture_goes_on_from_its_own_latent_as_if_it_had_not_stopped(model: Model) -> None:

@@ -1,0 +1,147 @@
+"""Models whose scheduler configuration makes their sampler another one: drawn, resumed and begun as stock does."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import PIL.Image
+import pytest
+import torch
+
+from bottega.diffusion.engine.encode import encode_prompts
+from bottega.diffusion.engine.events import JobCheckpointed
+from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.engine.limits import EngineLimits
+from bottega.diffusion.engine.request import Request
+from bottega.diffusion.model.model import Model
+from bottega.diffusion.model.samplers import SamplerKind
+from bottega.diffusion.spec import ResolvedSpec
+from tests.fakes.scripted_latents import Cached, cached, entry
+from tests.samples.model_folders import with_scheduler
+from tests.support.engines import make_engine
+from tests.support.manual_engine import ManualEngine, load
+from tests.support.stock import Stock, assert_close, assert_same_image
+
+SPEC = ResolvedSpec(
+    prompt="a big red star on the left on a blue background",
+    num_inference_steps=9,
+    width=32,
+    height=32,
+    seed=5,
+    sampler=SamplerKind.DPMPP_2M,
+)
+ALONE = EngineLimits(max_rows=2, max_wait_turns=1000)
+# By name, what a model's scheduler_config.json says of DPMSolverMultistepScheduler.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "sde++": {"algorithm_type": "sde-dpmsolver++"},
+    "sde++ of third order": {"algorithm_type": "sde-dpmsolver++", "solver_order": 3, "use_karras_sigmas": True},
+    "sde": {"algorithm_type": "sde-dpmsolver", "final_sigmas_type": "sigma_min", "euler_at_final": True},
+    "third order": {"solver_order": 3, "lower_order_final": False},
+    "first order": {"solver_order": 1},
+    "of noise": {"algorithm_type": "dpmsolver", "final_sigmas_type": "sigma_min", "solver_type": "heun"},
+}
+STOCHASTIC = ("sde++", "sde++ of third order", "sde")
+
+
+class Case(NamedTuple):
+    """A model with a configuration, the stock pipelines of the same folder, and a spec that fits it."""
+
+    model: Model
+    stock: Stock
+    spec: ResolvedSpec
+
+
+@pytest.fixture(scope="module")
+def source() -> PIL.Image.Image:
+    chance = random.Random(3)
+    return PIL.Image.frombytes("RGB", (32, 32), chance.randbytes(32 * 32 * 3)).resize((8, 8)).resize((32, 32))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    cases = {}
+    for name, config in CONFIGS.items():
+        folder = with_scheduler(
+            tmp_path_factory.mktemp("model") / name.replace(" ", "-"), "DPMSolverMultistepScheduler", **config
+        )
+        karras = bool(config.get("use_karras_sigmas"))
+        cases[name] = Case(load(folder), Stock(folder), replace(SPEC, use_karras_sigmas=karras))
+    return cases
+
+
+@pytest.fixture(params=CONFIGS)
+def case(request: pytest.FixtureRequest, models: dict[str, Case]) -> Case:
+    return models[request.param]
+
+
+def pixels_tensor(image: PIL.Image.Image) -> torch.Tensor:
+    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(image.height, image.width, 3)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*algorithm_types .* is deprecated:FutureWarning")  # stock's own
+
+
+def test_each_image_of_a_job_is_stocks_of_its_seed(case: Case) -> None:
+    spec = replace(case.spec, num_images=2)
+    drawing = ManualEngine(make_engine(case.model, EngineLimits())).draw(EngineOrder(key=1, spec=spec))
+    for index, (latent, pixels) in enumerate(zip(drawing.latents, drawing.pixels, strict=True)):
+        reference = case.stock.reference(spec, index=index)
+        assert_close(latent, reference.latent)
+        assert_same_image(pixels, reference.pixels)
+
+
+def test_image_to_image_is_stocks(case: Case, source: PIL.Image.Image) -> None:
+    spec = replace(case.spec, strength=0.6)
+    drawing = ManualEngine(make_engine(case.model, ALONE)).draw(
+        EngineOrder(key=1, spec=spec, image=pixels_tensor(source))
+    )
+    assert_close(drawing.latents[0], case.stock.reference(spec, image=source).latent)
+
+
+@pytest.mark.parametrize("turns", [2, 4, 7])
+def test_a_job_cut_at_any_step_ends_as_an_unbroken_one(case: Case, turns: int) -> None:
+    order = EngineOrder(key=1, spec=case.spec)
+    unbroken = ManualEngine(make_engine(case.model, ALONE)).draw(order)
+    first = ManualEngine(make_engine(case.model, ALONE))
+    begun = first.submit(order)
+    for _ in range(turns):
+        first.turn()
+    left = begun.all(JobCheckpointed)[-1]
+    assert left.steps_done > 0
+    resumed = ManualEngine(make_engine(case.model, ALONE)).draw(replace(order, checkpoint=left.data))
+    assert resumed.job is not None
+    assert resumed.job.steps_resumed == left.steps_done
+    assert torch.equal(resumed.latents[0], unbroken.latents[0])
+
+
+def test_the_estimate_of_the_picture_is_near_the_finished_one(case: Case) -> None:
+    """It is what previews show: not the noise that some algorithms keep."""
+    easel = ManualEngine(make_engine(case.model, ALONE))
+    drawing = easel.submit(EngineOrder(key=1, spec=case.spec))
+    for _ in range(case.spec.num_inference_steps - 1):
+        easel.turn()
+    assert drawing.job is not None
+    (request,) = drawing.job.requests
+    estimate, finished = request.estimate, case.stock.reference(case.spec).latent
+    cosine = torch.nn.functional.cosine_similarity(estimate.flatten(), finished.flatten(), dim=0)
+    assert cosine > 0.9
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_a_start_from_a_latent_draws_what_its_own_steps_would(models: dict[str, Case], name: str) -> None:
+    """It makes no step again, and its generator is where its own first steps would have left it."""
+    case = models[name]
+    own, begun = (Request(case.model, case.spec, encode_prompts(case.model, case.spec)) for _ in range(2))
+    easel = Cached(case.model, limits=ALONE)
+    drawing = easel.draw(cached(EngineOrder(key=1, spec=case.spec)), hits=[(entry(1), 4, own.latent[0])])
+    (start,) = drawing.record.cached_starts
+    assert (start.step, start.from_step) == (4, 4)
+    shape = (1, 4, 8, 8)
+    begun.start_from(own.latent[0], 4)
+    generator = torch.Generator("cpu").manual_seed(case.spec.seed)
+    torch.randn(shape, generator=generator)
+    for _ in range(4):
+        torch.randn(shape, generator=generator, dtype=torch.float32)
+    assert torch.equal(begun.state().generator, generator.get_state())
