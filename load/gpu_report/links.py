@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from bottega.device_links import device_links
-from bottega.diffusion.controlnets.layout import read_base_layout
 from bottega.diffusion.controlnets.messages import residuals_layout
 from bottega.diffusion.model.model import DTYPES
+from bottega.model_files.controlnet_layout import read_base_layout
 from bottega.transport import Backend, Deadline
 from load.bench.scratch import scratch
 from load.gpu_report.controlnets import GROUP

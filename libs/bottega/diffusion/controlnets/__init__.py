@@ -4,9 +4,7 @@ What a server's engine and a worker on its own both use.
 """
 
 from bottega.diffusion.controlnets.cache import ControlNetCache, ControlNetLease
-from bottega.diffusion.controlnets.folder import controlnet_digest
 from bottega.diffusion.controlnets.group import ControlRow, run_group, write_residuals
-from bottega.diffusion.controlnets.layout import ControlLayout, base_layout, read_base_layout
 from bottega.diffusion.controlnets.local import LocalControlNets
 from bottega.diffusion.controlnets.network import (
     ControlNetSource,
@@ -16,6 +14,8 @@ from bottega.diffusion.controlnets.network import (
     load_controlnet,
 )
 from bottega.diffusion.controlnets.session import ControlSession, process_image
+from bottega.diffusion.controlnets.weights import controlnet_digest
+from bottega.model_files.controlnet_layout import ControlLayout, base_layout, read_base_layout
 
 __all__ = [
     "ControlLayout",

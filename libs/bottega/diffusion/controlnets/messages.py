@@ -21,10 +21,10 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from bottega.diffusion.controlnets.layout import ControlLayout
 from bottega.diffusion.controlnets.provider import ControlInput
 from bottega.diffusion.rows import Embeds, Half
 from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of, packed, parts_of, unpacked
+from bottega.model_files.controlnet_layout import ControlLayout
 from bottega.transport import Layout, Part, TensorSpec, number_spec
 
 _MAX_NUMBER = 2**53

@@ -15,39 +15,30 @@ import torch
 from diffusers import ControlNetModel
 from torch import Tensor, nn
 
-from bottega.diffusion.controlnets.configuration import NetworkConfig, read_fields, read_network_config
-from bottega.diffusion.controlnets.folder import WeightsFile, opened_weights, read_config, weights_bytes
-from bottega.diffusion.controlnets.layout import ControlLayout, controlnet_layout
+from bottega.diffusion.controlnets.weights import read_tensor, weights_bytes
 from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.model.backbone import Inputs
 from bottega.errors import ControlNetUnusable, InvalidRequest
+from bottega.model_files.controlnet_config import NetworkConfig
+from bottega.model_files.controlnet_folder import WeightsFile, naming, opened_weights, read_checked_config
+from bottega.model_files.controlnet_layout import ControlLayout, controlnet_layout
 from bottega.plain_text import excerpt
 
 _SHOWN_CHARACTERS = 60
 _LISTED = 3
-# What a served ControlNet says of these, by what it would mean otherwise.
-_FIXED: dict[str, tuple[object, str]] = {
-    "_class_name": ("ControlNetModel", "another kind of network"),
-    "conditioning_channels": (3, "its control images are not RGB"),
-    "class_embed_type": (None, "it needs class labels"),
-    "encoder_hid_dim_type": (None, "it projects prompt embeddings"),
-    "global_pool_conditions": (False, "it averages its residuals over the picture"),
-}
-_DEFAULTS: dict[str, object] = {"conditioning_channels": 3, "global_pool_conditions": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlNetSource:
-    """A ControlNet on the disk that fits the base model. size_bytes: of its weights once loaded.
-
-    root: outside of which no file of it may be, links followed; None: its operator put it there, wherever it is.
-    """
+    """A ControlNet on the disk that fits the base model."""
 
     name: str
     folder: Path
     root: Path | None
+    """Folder that all its files must lie below, links followed; None where its operator put it there."""
     dtype: torch.dtype
     size_bytes: int
+    """Bytes of its weights once loaded."""
     layout: ControlLayout
 
 
@@ -105,48 +96,57 @@ class LoadedControlNet:
 def find_controlnet(
     name: str, folder: Path, *, base: ControlLayout | None, dtype: torch.dtype, root: Path | None = None
 ) -> ControlNetSource:
-    """Reads configuration and headers, no weights. base: what it must fit; None where that is not known yet.
+    """Return a ControlNet from its configuration and headers, without its weights.
 
-    root: see ControlNetSource. Raises InvalidRequest naming what of its configuration is out of bounds, and
-    ControlNetUnusable, naming what, where it is no ControlNet that can be served or does not fit the base.
+    Args:
+        name: Its name, for errors.
+        folder: In Diffusers' layout.
+        base: What it must fit; None where that is not known yet.
+        dtype: Element type that it is loaded in.
+        root: See ControlNetSource.
+
+    Raises:
+        InvalidRequest: Names what of its configuration is out of bounds.
+        ControlNetUnusable: Says why it cannot be served or does not fit the base.
     """
     with _naming(name, "used"):
-        config = _config(name, folder, root)
-        layout = controlnet_layout(config)
-        if base is not None and (misfits := list(layout.misfits(base))):
-            raise ControlNetUnusable(f"ControlNet {name} does not fit the model: {'; '.join(misfits)}")
+        config = read_checked_config(name, folder, base=base, root=root)
         with opened_weights(folder, root) as files:
             size_bytes = weights_bytes(files, dtype)
+    layout = controlnet_layout(config)
     return ControlNetSource(name=name, folder=folder, root=root, dtype=dtype, size_bytes=size_bytes, layout=layout)
 
 
 def check_weights(source: ControlNetSource) -> None:
-    """Compares names and shapes of what its configuration builds with its files' headers; reads no weights.
+    """Compare names and shapes of what its configuration builds with its files' headers, without its weights.
 
-    Raises ControlNetUnusable saying what differs, InvalidRequest as find_controlnet.
+    Raises:
+        InvalidRequest: As find_controlnet.
+        ControlNetUnusable: Says what differs.
     """
     with _naming(source.name, "used"), opened_weights(source.folder, source.root) as files:
-        _check_same(_built(_config(source.name, source.folder, source.root)), files)
+        _check_same(_built(read_checked_config(source.name, source.folder, root=source.root)), files)
 
 
 def load_controlnet(source: ControlNetSource, device: torch.device) -> LoadedControlNet:
-    """Loads the weights. May run in any thread beside forwards of other networks.
+    """Load the weights. May run in any thread beside forwards of other networks.
 
-    Raises ControlNetUnusable where the files are not what they were, or not whole.
+    Raises:
+        ControlNetUnusable: The files are not what they were, or not whole.
     """
     # Not from_pretrained: for another element type than float32 it sets the default one of the whole process while
     # it loads, and other threads' tensors would come out in it.
     try:
         with _naming(source.name, "loaded"), opened_weights(source.folder, source.root) as files:
-            config = _config(source.name, source.folder, source.root)
+            config = read_checked_config(source.name, source.folder, root=source.root)
             if (controlnet_layout(config), weights_bytes(files, source.dtype)) != (source.layout, source.size_bytes):
                 raise ValueError("its files have changed since it was found; add it again")
             network = _built(config)
             _check_same(network, files)
             state = {
-                entry.name: each.tensor(entry).to(device, source.dtype)
-                for each in files
-                for entry in each.header.tensors
+                entry.name: read_tensor(weights, entry).to(device, source.dtype)
+                for weights in files
+                for entry in weights.header.tensors
             }
             network.load_state_dict(state, strict=True, assign=True)
     except InvalidRequest as error:
@@ -154,32 +154,14 @@ def load_controlnet(source: ControlNetSource, device: torch.device) -> LoadedCon
     return LoadedControlNet(source, network.eval())
 
 
-def _config(name: str, folder: Path, root: Path | None) -> NetworkConfig:
-    """Its configuration, checked. Raises InvalidRequest, ControlNetUnusable for a kind that is not served."""
-    text = read_config(folder, root)
-    try:
-        _check_kind(name, read_fields(text))
-        return read_network_config(text)
-    except InvalidRequest as error:
-        message = f"ControlNet {name} cannot be used: {error.message}"
-        raise InvalidRequest(message, violations=error.violations) from None
-
-
-def _check_kind(name: str, fields: Mapping[str, object]) -> None:
-    for key, (wanted, otherwise) in _FIXED.items():
-        if (value := fields.get(key, _DEFAULTS.get(key))) != wanted:
-            said = excerpt(repr(value), _SHOWN_CHARACTERS)
-            raise ControlNetUnusable(f"ControlNet {name} cannot be served: {otherwise} ({key} is {said})")
-
-
 def _built(config: NetworkConfig) -> ControlNetModel:
-    """The network without its weights, for which no memory is taken. The meta device is this thread's alone."""
+    """Return the network without its weights, for which no memory is taken. The meta device is this thread's alone."""
     with torch.device("meta"):
         return ControlNetModel.from_config(config.fields)
 
 
 def _check_same(network: ControlNetModel, files: Sequence[WeightsFile]) -> None:
-    """Raises ValueError where the files have other tensors than the network, or others' shapes."""
+    """Raise ValueError where the files have other tensors than the network, or tensors of other shapes."""
     wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     entries = [entry for each in files for entry in each.header.tensors]
     found = {entry.name: entry.shape for entry in entries}
@@ -203,18 +185,11 @@ def _misshapen(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[
 
 @contextmanager
 def _naming(name: str, what: str) -> Iterator[None]:
-    """What fails in the block is the fault of this ControlNet's files."""
-    try:
-        yield
-    except OSError as error:
-        raise ControlNetUnusable(f"ControlNet {name} cannot be {what}: {_of_file(error)}") from error
-    except (ValueError, RuntimeError, ArithmeticError, TypeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+    """Raise ControlNetUnusable for what is wrong with a ControlNet's files in the block, as torch says it, too."""
+    with naming(name, what):
+        try:
+            yield
+        except torch.OutOfMemoryError:
             raise
-        raise ControlNetUnusable(f"ControlNet {name} cannot be {what}: {error}") from error
-
-
-def _of_file(error: OSError) -> str:
-    """Without the folder, which is nobody's business but its operator's; its server's log names it."""
-    where = f"{Path(error.filename).name}: " if isinstance(error.filename, str) else ""
-    return f"{where}{error.strerror or 'the disk fails'}"
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from bottega.diffusion.controlnets import ControlNetSource, check_weights, find_controlnet, load_controlnet
-from bottega.diffusion.controlnets.configuration import read_fields, read_network_config
 from bottega.errors import ControlNetUnusable, InvalidRequest
+from bottega.model_files.controlnet_config import read_fields, read_network_config
+from tests.samples import published_configs
 from tests.samples.hostile_controlnets import CONFIG, HOSTILE, NO_JSON, REAL, changed, with_config
 
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ WITH: dict[str, Any] = {
 }
 _SPARE: dict[str, dict[str, Any]] = {
     "projection_class_embeddings_input_dim": {"addition_embed_type": None},
-    "block_out_channels": {},
+    "block_out_channels": {"norm_num_groups": 1},
 }
 
 
@@ -133,18 +134,7 @@ def test_lists_must_have_an_entry_for_each_level() -> None:
 
 
 def test_sdxls_own_configuration_is_taken() -> None:
-    sdxl = {
-        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-        "block_out_channels": [320, 640, 1280],
-        "attention_head_dim": [5, 10, 20],
-        "transformer_layers_per_block": [1, 2, 10],
-        "conditioning_embedding_out_channels": [16, 32, 96, 256],
-        "cross_attention_dim": 2048,
-        "addition_time_embed_dim": 256,
-        "projection_class_embeddings_input_dim": 2816,
-        "norm_num_groups": 32,
-    }
-    assert read_network_config(json.dumps({**CONFIG, **sdxl}).encode()).pooled_width == 1280
+    assert read_network_config(json.dumps(published_configs.controlnet()).encode()).pooled_width == 1280
 
 
 _JUNK = st.recursive(

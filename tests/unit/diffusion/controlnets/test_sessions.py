@@ -320,7 +320,10 @@ def with_pickle(folder: Path) -> None:
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 MISFITS = {
-    "context width": (with_config(cross_attention_dim=2048), r"its context_width is 2048, the model's 128"),
+    "context width": (
+        with_config(cross_attention_dim=2048),
+        r"its context_width is 2048, the model's 128 \(cross_attention_dim",
+    ),
     "latent channels": (with_config(in_channels=9), r"its latent_channels is 9, the model's 4"),
     "image scale": (
         with_config(conditioning_embedding_out_channels=[16, 32, 96, 256]),
@@ -340,8 +343,16 @@ MISFITS = {
     "pooled residuals": (with_config(global_pool_conditions=True), "averages its residuals"),
     "images of one channel": (with_config(conditioning_channels=1), "conditioning_channels is 1"),
     "no configuration": (without("config.json"), r"config\.json.*No such file"),
-    "no weights": (without(WEIGHTS_FILE), "safetensors only"),
-    "a pickle": (with_pickle, "safetensors only"),
+    "no weights": (without(WEIGHTS_FILE), "safetensors"),
+    "a pickle": (with_pickle, "pickled weights only"),
+    "a pointer of Git LFS": (
+        with_file(WEIGHTS_FILE, b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n"),
+        f"{WEIGHTS_FILE} is a Git LFS pointer",
+    ),
+    "a part of several": (
+        lambda folder: (folder / WEIGHTS_FILE).rename(folder / WEIGHTS_FILE.replace(".", "-00002-of-00002.", 1)),
+        "of the 2 shards of its weights number 1 is missing",
+    ),
     "weights that are none": (with_file(WEIGHTS_FILE, b"hello, this is no tensor"), WEIGHTS_FILE),
 }
 

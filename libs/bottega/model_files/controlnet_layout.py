@@ -1,4 +1,4 @@
-"""What a ControlNet and a base model must have in common: the shapes that they exchange, read from configurations."""
+"""The shapes that a ControlNet and its base model exchange, which must be the same, read from configurations."""
 
 from __future__ import annotations
 
@@ -10,30 +10,36 @@ from itertools import groupby, repeat
 from pathlib import Path
 from typing import Any
 
-from bottega.diffusion.controlnets.configuration import TEXT_TIME, TIME_IDS, NetworkConfig
+from bottega.model_files.controlnet_config import TEXT_TIME, TIME_IDS, NetworkConfig
 
 # By the contract.
 _MAX_BASE_CHARACTERS = 128
+# The configuration fields that decide each value of a layout.
+_FIELDS: Mapping[str, str] = {
+    "latent_channels": "in_channels",
+    "context_width": "cross_attention_dim",
+    "pooled_width": "addition_embed_type, addition_time_embed_dim and projection_class_embeddings_input_dim",
+    "latent_scale": "conditioning_embedding_out_channels",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlLayout:
-    """The shapes that ControlNet and base model exchange.
-
-    latent_channels: of the latent. context_width: of the prompt embeddings; pooled_width: of the pooled ones, 0 where
-    the conditions are not SDXL's. latent_scale: pixels a side that one latent element stands for.
-    points: of every residual point, its channels and how often its latent has been halved; the middle is the last.
-    """
+    """The shapes that a ControlNet and a base model exchange."""
 
     latent_channels: int
     context_width: int
+    """Width of the prompt embeddings."""
     pooled_width: int
+    """Width of the pooled prompt embeddings; 0 where the conditions are not SDXL's."""
     latent_scale: int
+    """Pixels a side that one latent element stands for."""
     points: tuple[tuple[int, int], ...]
+    """Channels of every residual point and how often its latent has been halved; the middle is the last."""
 
     @property
     def base(self) -> str:
-        """What a base model and the ControlNets that fit it are told by, of at most 128 characters."""
+        """Return the name that a base model and the ControlNets that fit it share, of at most 128 characters."""
         points = " ".join(f"{len(list(same))}x{point}" for point, same in groupby(_points_said(self.points)))
         said = f"{self.latent_channels}/{self.latent_scale} {self.context_width}+{self.pooled_width} {points}"
         if len(said) <= _MAX_BASE_CHARACTERS:
@@ -41,37 +47,43 @@ class ControlLayout:
         return hashlib.sha256(said.encode()).hexdigest()
 
     def misfits(self, base: ControlLayout) -> Iterator[str]:
-        """What a ControlNet of this layout does not have in common with its base model, each with both values."""
-        for name in ("latent_channels", "context_width", "pooled_width", "latent_scale"):
+        """Yield each difference between a ControlNet of this layout and a base model, with the fields that make it."""
+        for name, field in _FIELDS.items():
             ours, theirs = getattr(self, name), getattr(base, name)
             if ours != theirs:
-                yield f"its {name} is {ours}, the model's {theirs}"
+                yield f"its {name} is {ours}, the model's {theirs} ({field})"
         if self.points != base.points:
             ours, theirs = (" ".join(_points_said(points)) for points in (self.points, base.points))
-            yield f"its residual points are {ours}, the model's {theirs}"
+            yield f"its residual points are {ours}, the model's {theirs} (block_out_channels, layers_per_block)"
 
     def shapes(self, height: int, width: int) -> list[tuple[int, int, int]]:
-        """[channels, height, width] of the residual at every point, for a latent of this height and width."""
+        """Return [channels, height, width] of the residual at every point, for a latent of this height and width."""
         return [(channels, _halved(height, halvings), _halved(width, halvings)) for channels, halvings in self.points]
 
 
 def base_layout(unet: Mapping[str, Any], latent_scale: int) -> ControlLayout:
-    """Of a base model. unet: its UNet's configuration; latent_scale: its VAE's."""
+    """Return a base model's layout.
+
+    Args:
+        unet: Its UNet's configuration.
+        latent_scale: Pixels a side that one element of its VAE's latent stands for.
+    """
     return _layout(unet, latent_scale)
 
 
 def read_base_layout(folder: Path) -> ControlLayout:
-    """Of a base model's folder in Diffusers' layout, of which it reads two configurations and loads nothing.
+    """Return the layout of a base model's folder from its two configurations, without its weights.
 
-    Raises OSError, KeyError or ValueError where it is no such folder.
+    Raises:
+        OSError, KeyError, ValueError: It is no such folder.
     """
     unet, vae = (json.loads((folder / part / "config.json").read_text()) for part in ("unet", "vae"))
     return base_layout(unet, 2 ** (len(vae["block_out_channels"]) - 1))
 
 
 def controlnet_layout(config: NetworkConfig) -> ControlLayout:
-    """Of a ControlNet, from its configuration, all of whose numbers have been checked."""
-    # The embedding of the control image halves it between each two of its widths.
+    """Return a ControlNet's layout."""
+    # The control image's embedding halves it between each two of its widths.
     return _layout(config.fields, 2 ** (len(config.conditioning_embedding_out_channels) - 1))
 
 
@@ -89,7 +101,7 @@ def _layout(config: Mapping[str, Any], latent_scale: int) -> ControlLayout:
 
 
 def _points(config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """In the order in which the encoder makes them: its input, every layer and every halving, and the middle."""
+    """Yield the residual points in the encoder's order: its input, every layer, every halving, and the middle."""
     widths, layers = config["block_out_channels"], config["layers_per_block"]
     counts = [layers] * len(widths) if isinstance(layers, int) else layers
     yield widths[0], 0

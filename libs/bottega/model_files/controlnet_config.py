@@ -1,4 +1,8 @@
-"""A ControlNet's config.json, which is untrusted: every number is checked against its bounds before it is used."""
+"""A ControlNet's config.json, which is untrusted: every number is checked against its bounds before it is used.
+
+Fields that Diffusers gives a default have the same default here, and a field may be null where Diffusers' network then
+computes something. A field that the suite does not implement is refused by name unless it has its default.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,28 @@ from bottega.errors import InvalidRequest, Violation
 from bottega.plain_text import excerpt
 
 FILE = "config.json"
-# Real ones have two thousand.
+# Real ones have 2 KB.
 MAX_CONFIG_BYTES = 64 << 10
-# SDXL's original size, crop and target size: what time_ids are.
 TIME_IDS = 6
+"""Numbers in SDXL's time_ids: original size, crop and target size."""
 TEXT_TIME = "text_time"
-# Of transformers, all together: SDXL's have 34. Each is dozens of objects before it is a byte of weights.
-_MOST_BLOCKS = 256
-_MOST_VIOLATIONS = 8
+# Of all transformers together: SDXL's have 34. Each takes dozens of objects before it has a byte of weights.
+_MAX_BLOCKS = 256
+_MAX_VIOLATIONS = 8
 _SHOWN_CHARACTERS = 60
 
-# Bounds are several times what SDXL's have.
+_CLASS = "ControlNetModel"
+# Fields that are not implemented, each with what other values than null mean.
+_NULL_ONLY: Mapping[str, str] = {
+    "class_embed_type": "it needs class labels",
+    "num_class_embeds": "it needs class labels",
+    "encoder_hid_dim": "it projects the prompt's embeddings",
+    "encoder_hid_dim_type": "it projects the prompt's embeddings",
+    # Of ControlNet unions, some of which call themselves ControlNetModel.
+    "num_control_type": "it is a union of several kinds of control",
+}
+
+# Bounds are several times SDXL's values.
 _Channels = Annotated[int, Field(ge=1, le=8192)]
 _Width = Annotated[int, Field(ge=1, le=65_536)]
 _Layers = Annotated[int, Field(ge=1, le=16)]
@@ -34,61 +49,72 @@ _Groups = Annotated[int, Field(ge=1, le=1024)]
 _Factor = Annotated[float, Field(ge=-1000, le=1000)]
 _Epsilon = Annotated[float, Field(ge=0, le=1)]
 _DownBlock = Literal["CrossAttnDownBlock2D", "DownBlock2D"]
-# What there is one of for each level of the encoder; Stable Diffusion's have four, SDXL's three.
+# One entry for each level of the encoder; Stable Diffusion's has four, SDXL's three.
 _Levels = Field(min_length=1, max_length=8)
 _LayerDepths = Annotated[tuple[_Depth, ...], Field(min_length=1, max_length=16)]
 _Depths = Annotated[tuple[_Depth | _LayerDepths, ...], _Levels]
+_EmbeddingChannels = Annotated[tuple[_Channels, ...], Field(min_length=2, max_length=8)]
+# ControlNetModel's defaults, which are those of Stable Diffusion 1.
+_CROSS: _DownBlock = "CrossAttnDownBlock2D"
+_DOWN_BLOCKS: tuple[_DownBlock, ...] = (_CROSS, _CROSS, _CROSS, "DownBlock2D")
+_EMBEDDING = (16, 32, 96, 256)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkConfig:
-    """What ControlNetModel is built from, by its own names and with its own defaults. Other fields of a config.json are
-    passed over: nothing is built from them."""
+    """The arguments that ControlNetModel is built from, under its names and with its defaults."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
-    in_channels: Annotated[int, Field(ge=1, le=256)]
-    block_out_channels: Annotated[tuple[_Channels, ...], _Levels]
-    down_block_types: Annotated[tuple[_DownBlock, ...], _Levels]
-    layers_per_block: _Layers
-    cross_attention_dim: _Width
-    conditioning_embedding_out_channels: Annotated[tuple[_Channels, ...], Field(min_length=2, max_length=8)]
+    in_channels: Annotated[int, Field(ge=1, le=256)] = 4
     conditioning_channels: Literal[3] = 3
+    # Null is false, as in Diffusers; published SDXL ControlNets have upcast_attention null.
+    flip_sin_to_cos: bool | None = True
+    freq_shift: Annotated[int, Field(ge=0, le=1)] = 0
+    down_block_types: Annotated[tuple[_DownBlock, ...], _Levels] = _DOWN_BLOCKS
     mid_block_type: Literal["UNetMidBlock2DCrossAttn", "UNetMidBlock2D"] = "UNetMidBlock2DCrossAttn"
-    transformer_layers_per_block: _Depth | _Depths = 1
-    attention_head_dim: _Heads | Annotated[tuple[_Heads, ...], _Levels] = 8
-    num_attention_heads: _Heads | Annotated[tuple[_Heads, ...], _Levels] | None = None
     only_cross_attention: bool | Annotated[tuple[bool, ...], _Levels] = False
-    use_linear_projection: bool = False
-    upcast_attention: bool = False
-    addition_embed_type: Literal["text_time"] | None = None
-    addition_time_embed_dim: _Channels | None = None
-    projection_class_embeddings_input_dim: _Width | None = None
-    resnet_time_scale_shift: Literal["default", "scale_shift"] = "default"
+    block_out_channels: Annotated[tuple[_Channels, ...], _Levels] = (320, 640, 1280, 1280)
+    layers_per_block: _Layers = 2
+    downsample_padding: Annotated[int, Field(ge=0, le=1)] = 1
+    mid_block_scale_factor: _Factor = 1.0
     act_fn: Literal["gelu", "mish", "relu", "silu", "swish"] = "silu"
     norm_num_groups: _Groups = 32
     norm_eps: _Epsilon = 1e-5
-    mid_block_scale_factor: _Factor = 1.0
-    downsample_padding: Annotated[int, Field(ge=0, le=1)] = 1
-    flip_sin_to_cos: bool = True
-    freq_shift: Annotated[int, Field(ge=0, le=1)] = 0
+    cross_attention_dim: _Width = 1280
+    transformer_layers_per_block: _Depth | _Depths = 1
+    attention_head_dim: _Heads | Annotated[tuple[_Heads, ...], _Levels] = 8
+    num_attention_heads: _Heads | Annotated[tuple[_Heads, ...], _Levels] | None = None
+    use_linear_projection: bool | None = False
+    addition_embed_type: Literal["text_time"] | None = None
+    addition_time_embed_dim: _Channels | None = None
+    upcast_attention: bool | None = False
+    resnet_time_scale_shift: Literal["default", "scale_shift"] = "default"
+    projection_class_embeddings_input_dim: _Width | None = None
     controlnet_conditioning_channel_order: Literal["rgb", "bgr"] = "rgb"
+    conditioning_embedding_out_channels: Annotated[tuple[_Channels, ...], Field(min_length=2, max_length=8)] = (
+        _EMBEDDING
+    )
 
     @property
     def fields(self) -> dict[str, Any]:
-        """For ControlNetModel."""
+        """Return the arguments for ControlNetModel."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def pooled_width(self) -> int:
-        """Of the pooled prompt embeddings; 0 where the conditions are not SDXL's."""
+        """Return the width of the pooled prompt embeddings; 0 where the conditions are not SDXL's."""
         if self.addition_embed_type != TEXT_TIME:
             return 0
         return (self.projection_class_embeddings_input_dim or 0) - TIME_IDS * (self.addition_time_embed_dim or 0)
 
 
 def read_fields(text: bytes) -> Mapping[str, object]:
-    """All fields as they stand there. Raises InvalidRequest for what is no JSON object."""
+    """Return all fields of a config.json, unchecked.
+
+    Raises:
+        InvalidRequest: It is no JSON object.
+    """
     if len(text) > MAX_CONFIG_BYTES:
         raise _refused([("", f"has over {MAX_CONFIG_BYTES} bytes")])
     try:
@@ -100,8 +126,31 @@ def read_fields(text: bytes) -> Mapping[str, object]:
     return fields
 
 
+def not_served(fields: Mapping[str, object]) -> Iterator[str]:
+    """Yield a sentence for each field whose value the suite does not implement.
+
+    A missing `_class_name` is a ControlNetModel, as in Diffusers.
+    """
+    if (kind := fields.get("_class_name", _CLASS)) != _CLASS:
+        yield f"{FILE}: _class_name is {_shown(kind)}: it is another kind of network; only {_CLASS} is served"
+    if (channels := fields.get("conditioning_channels", 3)) != 3:
+        yield f"{FILE}: conditioning_channels is {_shown(channels)}: its control images are not RGB; only 3 is served"
+    for name, meaning in _NULL_ONLY.items():
+        if (value := fields.get(name)) is not None:
+            yield f"{FILE}: {name} is {_shown(value)}: {meaning}; only null is served"
+    if pooled := fields.get("global_pool_conditions"):  # null is false
+        yield (
+            f"{FILE}: global_pool_conditions is {_shown(pooled)}: it averages its residuals over the picture; "
+            "only false is served"
+        )
+
+
 def read_network_config(text: bytes) -> NetworkConfig:
-    """What a config.json builds. Raises InvalidRequest naming every field that is out of its bounds."""
+    """Return what a config.json builds.
+
+    Raises:
+        InvalidRequest: Names every field that is out of its bounds.
+    """
     try:
         config = _CONFIG.validate_json(text)
     except pydantic.ValidationError as error:
@@ -111,15 +160,19 @@ def read_network_config(text: bytes) -> NetworkConfig:
     return config
 
 
+def _shown(value: object) -> str:
+    return excerpt(repr(value), _SHOWN_CHARACTERS)
+
+
 def _broken(config: NetworkConfig) -> Iterator[tuple[str, str]]:
-    """Rules between fields, each with the field that it blames."""
+    """Yield the rules between fields that are broken, each with the field to blame."""
     levels = len(config.block_out_channels)
     for name in _BY_LEVEL:
         value = getattr(config, name)
         if isinstance(value, tuple) and len(value) != levels:
             yield name, f"must have {levels} entries, as block_out_channels has, not {len(value)}"
-    if (blocks := _blocks(config)) > _MOST_BLOCKS:
-        yield "transformer_layers_per_block", f"must come to at most {_MOST_BLOCKS} in all layers, not {blocks}"
+    if (blocks := _blocks(config)) > _MAX_BLOCKS:
+        yield "transformer_layers_per_block", f"must come to at most {_MAX_BLOCKS} in all layers, not {blocks}"
     for name in ("addition_time_embed_dim", "projection_class_embeddings_input_dim"):
         if config.addition_embed_type == TEXT_TIME and getattr(config, name) is None:
             yield name, f"must be there with addition_embed_type {TEXT_TIME}"
@@ -128,12 +181,14 @@ def _broken(config: NetworkConfig) -> Iterator[tuple[str, str]]:
         each = heads if isinstance(heads, tuple) else (heads or 1,) * levels
         if any(most < count for count, most in zip(each, config.block_out_channels, strict=False)):
             yield name, "must be at most the channels of its level"
+    if uneven := [width for width in config.block_out_channels if width % config.norm_num_groups]:
+        yield "norm_num_groups", f"must divide every entry of block_out_channels, also {uneven[0]}"
     if config.pooled_width < 0:
         yield "projection_class_embeddings_input_dim", f"must be at least {TIME_IDS} times addition_time_embed_dim"
 
 
 def _blocks(config: NetworkConfig) -> int:
-    """Of transformers. An upper bound: levels without attention have none, and the middle has one layer."""
+    """Return an upper bound of its transformers: levels without attention have none, and the middle has one layer."""
     depths = config.transformer_layers_per_block
     each = depths if isinstance(depths, tuple) else (depths,) * len(config.block_out_channels)
     per_level = [sum(depth) if isinstance(depth, tuple) else depth * config.layers_per_block for depth in each]
@@ -141,7 +196,7 @@ def _blocks(config: NetworkConfig) -> int:
 
 
 def _deepest(error: pydantic.ValidationError) -> Iterator[tuple[str, str]]:
-    """Of each field that is wrong, what is wrong deepest in it: of a union's kinds the one that was meant."""
+    """Yield what is wrong deepest in each wrong field: the union member that was meant is the one that fails last."""
     found: dict[str, Any] = {}
     for each in error.errors(include_url=False, include_context=False):
         name = str(each["loc"][0]) if each["loc"] else ""
@@ -156,9 +211,9 @@ def _deepest(error: pydantic.ValidationError) -> Iterator[tuple[str, str]]:
 
 
 def _refused(broken: Iterable[tuple[str, str]]) -> InvalidRequest:
-    """The error of a request that names the folder, in which this file lies."""
+    """Return the error of a request that names the folder with this file."""
     texts = [f"{FILE}: {f'{name}: ' if name else ''}{rule}" for name, rule in broken]
-    violations = [Violation(field="folder", description=text) for text in texts[:_MOST_VIOLATIONS]]
+    violations = [Violation(field="folder", description=text) for text in texts[:_MAX_VIOLATIONS]]
     more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
     return InvalidRequest(texts[0] + more, violations=violations)
 

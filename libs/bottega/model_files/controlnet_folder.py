@@ -1,0 +1,164 @@
+"""A ControlNet's folder in Diffusers' layout, without torch: its configuration and the headers of its weights.
+
+A stranger may have written the files and may change them at any time. Where there is a root, no file is read that lies
+outside of it, links followed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+
+from bottega import rules
+from bottega.errors import BadLora, BottegaError, ControlNetUnusable, InvalidRequest
+from bottega.lora.safetensors_header import LENGTH_BYTES, Header, header_bytes, read_header
+from bottega.model_files.controlnet_config import (
+    FILE,
+    MAX_CONFIG_BYTES,
+    NetworkConfig,
+    not_served,
+    read_fields,
+    read_network_config,
+)
+from bottega.model_files.controlnet_layout import ControlLayout, controlnet_layout
+from bottega.model_files.json_files import is_lfs_pointer
+from bottega.model_files.weights_files import MAX_INDEX_BYTES, select_weights
+from bottega.storage.contained_paths import listed, open_below
+
+SUFFIX = ".safetensors"
+STEM = "diffusion_pytorch_model"
+FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+"""Element types that weights may have, as safetensors names them."""
+
+# Of each file; those of SDXL's have 100 KB, all of which become objects.
+_MAX_HEADER_BYTES = 2 << 20
+_MAX_SHARDS = 64
+# Enough to tell a pointer of Git LFS from a header's length.
+_BEGINNING_BYTES = 64
+_POINTER = "{} is a Git LFS pointer in place of the file; run `git lfs pull` in its folder"
+_SINGLE_FILE = (
+    "it is a single file; give a folder with config.json and diffusion_pytorch_model.safetensors, as Diffusers' "
+    "ControlNetModel.save_pretrained writes it"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsFile:
+    """An open file of weights and its header, which has been checked."""
+
+    file: BufferedReader
+    header: Header
+
+
+def check_controlnet(name: str, folder: Path, base: ControlLayout | None, *, root: Path | None = None) -> str:
+    """Return why a ControlNet cannot be used, as one sentence; empty where its configuration and headers are good.
+
+    Whether names and shapes of its tensors are those of its configuration is known when it is loaded.
+
+    Args:
+        name: Its name, for the sentence.
+        folder: Its folder.
+        base: Layout of the model that it must fit; None where that is not known.
+        root: Folder that all files must lie below.
+    """
+    try:
+        with naming(name, "used"):
+            read_checked_config(name, folder, base=base, root=root)
+            with opened_weights(folder, root):
+                return ""
+    except BottegaError as error:
+        return error.message
+
+
+def read_checked_config(
+    name: str, folder: Path, *, base: ControlLayout | None = None, root: Path | None = None
+) -> NetworkConfig:
+    """Return a ControlNet's configuration.
+
+    Raises:
+        InvalidRequest: Names each field that is out of its bounds.
+        ControlNetUnusable: Its kind is not served, or it does not fit the base model.
+    """
+    text = _config_text(folder, root)
+    try:
+        if reasons := list(not_served(read_fields(text))):
+            raise ControlNetUnusable(f"ControlNet {name} cannot be served: {'; '.join(reasons)}")
+        config = read_network_config(text)
+    except InvalidRequest as error:
+        message = f"ControlNet {name} cannot be used: {error.message}"
+        raise InvalidRequest(message, violations=error.violations) from None
+    if base is not None and (misfits := list(controlnet_layout(config).misfits(base))):
+        raise ControlNetUnusable(f"ControlNet {name} does not fit the model: {'; '.join(misfits)}")
+    return config
+
+
+@contextmanager
+def opened_weights(folder: Path, root: Path | None) -> Iterator[Sequence[WeightsFile]]:
+    """Open its weights for the block: one file or every shard.
+
+    Raises:
+        OSError: A file cannot be read, or lies outside of the root.
+        ValueError: With what is wrong with a file.
+    """
+    with ExitStack() as stack:
+        yield [_opened(path, stack.enter_context(open_below(path, root))) for path in _weights(folder, root)]
+
+
+@contextmanager
+def naming(name: str, what: str) -> Iterator[None]:
+    """Raise ControlNetUnusable with the ControlNet's name for what is wrong with its files in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise ControlNetUnusable(f"ControlNet {name} cannot be {what}: {_of_file(error)}") from error
+    except (ValueError, ArithmeticError, TypeError) as error:
+        raise ControlNetUnusable(f"ControlNet {name} cannot be {what}: {error}") from error
+
+
+def _config_text(folder: Path, root: Path | None) -> bytes:
+    try:
+        with open_below(folder / FILE, root) as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+    except NotADirectoryError:
+        raise ValueError(_SINGLE_FILE) from None
+    if is_lfs_pointer(text):
+        raise ValueError(_POINTER.format(FILE))
+    return text
+
+
+def _weights(folder: Path, root: Path | None) -> list[Path]:
+    def read(index: str) -> bytes:
+        with open_below(folder / index, root) as file:
+            return file.read(MAX_INDEX_BYTES + 1)
+
+    names = {path.name for path in listed(folder, "", most=rules.MAX_CONTROLNET_FILES, deep=False)}
+    files = select_weights(names, STEM, read=read).names
+    if len(files) > _MAX_SHARDS:
+        raise ValueError(f"its weights are in {len(files)} parts; at most {_MAX_SHARDS} are accepted")
+    return [folder / file for file in files]
+
+
+def _opened(path: Path, file: BufferedReader) -> WeightsFile:
+    beginning = file.read(_BEGINNING_BYTES)
+    if is_lfs_pointer(beginning):
+        raise ValueError(_POINTER.format(path.name))
+    try:
+        if (size_bytes := header_bytes(beginning[:LENGTH_BYTES])) > _MAX_HEADER_BYTES:
+            raise ValueError(f"{path.name}: its header has {size_bytes} bytes; {_MAX_HEADER_BYTES} may be read")
+        header = read_header(file)
+    except BadLora as error:
+        raise ValueError(f"{path.name}: {error.message}") from None
+    for entry in header.tensors:
+        if entry.dtype not in FLOATS:
+            raise ValueError(f"{path.name}: {entry.name[:80]} has elements of {entry.dtype}, no floating point numbers")
+    return WeightsFile(file=file, header=header)
+
+
+def _of_file(error: OSError) -> str:
+    """Return the error without the folder, which only its operator may know; the server's log names it."""
+    where = f"{os.path.basename(error.filename)}: " if isinstance(error.filename, str) else ""  # noqa: PTH119
+    return f"{where}{error.strerror or 'the disk fails'}"
