@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, StableDiffusionXLPipeline
+from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionModel
 from diffusers.utils import logging as diffusers_logging
 from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
@@ -28,6 +28,7 @@ from bottega.diffusion.device.pick import use_device
 from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.model.samplers import SamplerKind, default_kind, ignored_algorithm_advice
 from bottega.diffusion.model.vae import VaeDecoder, VaeSettings, make_decoder
+from bottega.diffusion.model.weights import Target, load_network, load_text_encoder
 from bottega.diffusion.operations import Operations
 from bottega.model_files import check_model_folder
 from bottega.model_files.presets import Preset, read_preset
@@ -35,6 +36,13 @@ from bottega.model_files.presets import Preset, read_preset
 # StableDiffusionXLPipeline's own defaults.
 _DEFAULT_STEPS = 50
 _DEFAULT_GUIDANCE = 5.0
+
+# The parts with weights, by their subfolders, in the order in which they are loaded.
+_TEXT_ENCODERS: Mapping[str, Any] = {
+    "text_encoder": CLIPTextModel,
+    "text_encoder_2": CLIPTextModelWithProjection,
+}
+_NETWORKS: Mapping[str, Any] = {"unet": UNet2DConditionModel, "vae": AutoencoderKL}
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -141,19 +149,8 @@ def load_model(
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
-    with ignored_algorithm_advice():
-        pipeline = StableDiffusionXLPipeline.from_pretrained(
-            str(folder),
-            dtype=dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            add_watermarker=False,
-            # Some folders have them; only IP-Adapters, which are not served, would use them.
-            image_encoder=None,
-            feature_extractor=None,
-        )
     memory = open_memory_plan(runtime, device_memory_mib)
-    decoder = _place(pipeline, runtime.torch_device, dtype, memory, vae or VaeSettings())
+    pipeline, decoder = _load_parts(folder, runtime.torch_device, dtype, memory, vae or VaeSettings())
     config = dict(pipeline.scheduler.config)
     config["_class_name"] = type(pipeline.scheduler).__name__
     if preset.timestep_spacing is not None:
@@ -178,25 +175,47 @@ def load_model(
     )
 
 
-def _place(
-    pipeline: StableDiffusionXLPipeline, device: torch.device, dtype: torch.dtype, memory: MemoryPlan, vae: VaeSettings
-) -> VaeDecoder:
-    """Puts a pipeline's parts on the device. Raises ValueError with the reason when they do not fit."""
-    parts = (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.unet, pipeline.vae)
-    memory.reserve("model", sum(_size_bytes(part) for part in parts))
+def _load_parts(
+    folder: Path, device: torch.device, dtype: torch.dtype, memory: MemoryPlan, vae: VaeSettings
+) -> tuple[StableDiffusionXLPipeline, VaeDecoder]:
+    """Load the parts onto the device, text encoders first: loading one takes more memory than its weights.
+
+    Raises OSError or ValueError with the reason when they cannot be read or do not fit.
+    """
+    parts: dict[str, nn.Module] = {}
+    target = Target(device=device, dtype=dtype, on_read=lambda _: None)
     try:
-        for part in parts:
-            # Not requires_grad_(False): PyTorch multiplies by other kernels then, with other last bits than Diffusers'.
-            # Nothing is kept for gradients, because every stage runs in inference mode.
-            part.to(device).eval()
+        for name, kind in _TEXT_ENCODERS.items():
+            parts[name] = load_text_encoder(kind, folder / name, target)
+            _reserve(memory, parts)
+        for name, kind in _NETWORKS.items():
+            parts[name] = load_network(kind, folder / name, target)
+            _reserve(memory, parts)
+        with ignored_algorithm_advice():
+            pipeline = StableDiffusionXLPipeline.from_pretrained(
+                str(folder),
+                **parts,
+                local_files_only=True,
+                add_watermarker=False,
+                # Some folders have them; only IP-Adapters, which are not served, would use them.
+                image_encoder=None,
+                feature_extractor=None,
+            )
         decoder = make_decoder(pipeline.vae, device=device, dtype=dtype, settings=vae)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        size_mib = memory.reserved["model"] >> 20
-        raise ValueError(f"{device} has not enough memory for the model, whose weights are {size_mib} MiB") from None
-    memory.reserve("model", sum(_size_bytes(part) for part in parts))  # the VAE may be in other element types now
-    return decoder
+        loaded_mib = sum(map(_size_bytes, parts.values())) >> 20
+        raise ValueError(
+            f"{device} has not enough memory for the model: {loaded_mib} MiB of its weights were loaded; "
+            "use a smaller dtype, or a larger device"
+        ) from None
+    _reserve(memory, parts)  # the VAE may be in other element types now
+    return pipeline, decoder
+
+
+def _reserve(memory: MemoryPlan, parts: Mapping[str, nn.Module]) -> None:
+    memory.reserve("model", sum(map(_size_bytes, parts.values())))
 
 
 def _size_bytes(network: nn.Module) -> int:

@@ -54,7 +54,7 @@ def misshape(folder: Path) -> None:
         (take_away_a_part, "unet/config.json: there is no such file"),
         (cut_weights, "diffusion_pytorch_model.safetensors"),
         (pickle_weights, "no file named diffusion_pytorch_model.safetensors"),
-        (misshape, "expected shape"),
+        (misshape, "has the shape .* but its config.json says"),
     ],
     ids=["no index", "no part", "cut", "only a pickle", "another shape"],
 )

@@ -1,0 +1,148 @@
+"""Loads the networks of a model from safetensors files, with little memory beside their weights.
+
+A file is read tensor by tensor, and each tensor is converted and put on the device before the next one is read. Weights
+lie in memory of their own, never in a mapped file: a file that is overwritten while a model runs would change its
+pictures, or end its process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import AutoencoderKL, ModelMixin, UNet2DConditionModel
+from diffusers.models.modeling_utils import no_init_weights
+from diffusers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+# Names in a message; a network has hundreds.
+_LISTED = 3
+
+NetworkT = TypeVar("NetworkT", AutoencoderKL, UNet2DConditionModel)
+TextEncoderT = TypeVar("TextEncoderT", CLIPTextModel, CLIPTextModelWithProjection)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where weights go, and as what."""
+
+    device: torch.device
+    dtype: torch.dtype
+    on_read: Callable[[int], None]
+    """Called with the number of bytes that have been read since the last call."""
+
+
+def load_network(kind: type[NetworkT], folder: Path, target: Target) -> NetworkT:
+    """Load a network of Diffusers in evaluation mode, with the weights that its `from_pretrained` gives it.
+
+    Raises OSError or ValueError with the reason when the folder has no such network, or not all of its weights.
+    """
+    if not (folder / CONFIG_NAME).is_file():  # Diffusers would look for it on the hub
+        raise OSError(f"{folder.name} has no file named {CONFIG_NAME}; download the folder again")
+    config = kind.load_config(folder, local_files_only=True)
+    with no_init_weights(), init_empty_weights():
+        network: NetworkT = kind.from_config(config)
+    state: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        for name, tensor in _read(file, network, target.on_read):
+            state[name] = tensor.to(target.device, target.dtype if tensor.is_floating_point() else tensor.dtype)
+    _check_complete(folder, network.state_dict().keys() - state.keys())
+    # Not requires_grad_(False): PyTorch multiplies by other kernels then, with other last bits than Diffusers'.
+    # Nothing is kept for gradients, because every stage runs in inference mode.
+    network.load_state_dict(state, strict=True, assign=True)
+    return network.to(target.device).eval()
+
+
+def load_text_encoder(kind: type[TextEncoderT], folder: Path, target: Target) -> TextEncoderT:
+    """Load a text encoder in evaluation mode, as its `from_pretrained` does.
+
+    transformers knows by which names files call the weights. It maps the whole file, whose pages count as this
+    process's memory until the weights have been copied.
+
+    Raises OSError or ValueError with the reason when the folder has no such encoder, or not all of its weights.
+    """
+    if not (folder / CONFIG_NAME).is_file():
+        raise OSError(f"{folder.name} has no file named {CONFIG_NAME}; download the folder again")
+    with _naming(folder):
+        encoder, found = kind.from_pretrained(
+            folder, dtype=target.dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    _check_complete(folder, found["missing_keys"])
+    for parameter in encoder.parameters():
+        parameter.data = parameter.data.to(target.device, copy=True)
+        target.on_read(parameter.nbytes)
+    return encoder.to(target.device).eval()
+
+
+def _weight_files(folder: Path) -> Sequence[Path]:
+    """Return the safetensors files of a network: every shard where it has an index, else one."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if not index.is_file():
+        return [folder / SAFETENSORS_WEIGHTS_NAME]
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{_said(index)} is no index of weights; download it again") from None
+    if any(not isinstance(name, str) or Path(name).name != name for name in names):
+        raise ValueError(f"{_said(index)} names files outside of its folder; download it again")
+    return [folder / name for name in sorted(names)]
+
+
+def _read(file: Path, network: ModelMixin, on_read: Callable[[int], None]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file that the network takes, by the network's names, in the order of the file."""
+    shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
+    if not file.is_file():
+        raise OSError(f"{_said(file.parent)} has no file named {file.name}; weights are read as safetensors only")
+    with _naming(file), safe_open(file, framework="pt", backend="pread") as reader:
+        names = reader.offset_keys()
+        current = _current_names(network, names)
+        for name in names:
+            tensor: Tensor = reader.get_tensor(name)
+            on_read(tensor.nbytes)
+            wanted = shapes.get(current[name])
+            if wanted is None:
+                continue  # what only training needs
+            if tensor.shape != wanted:
+                raise ValueError(f"{name} has the shape {list(tensor.shape)}, but its config.json says {list(wanted)}")
+            yield current[name], tensor
+
+
+def _current_names(network: ModelMixin, names: Iterable[str]) -> Mapping[str, str]:
+    """Return, by a file's name of a tensor, the network's: attention of old VAEs had other names."""
+    by_current = {name: name for name in names}
+    network._fix_state_dict_keys_on_load(by_current)
+    return {name: current for current, name in by_current.items()}
+
+
+def _check_complete(folder: Path, missing: Iterable[str]) -> None:
+    lacking = sorted(missing)
+    if lacking:
+        more = f" and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else ""
+        listed = ", ".join(lacking[:_LISTED])
+        raise ValueError(f"the weights in {_said(folder)} lack {listed}{more}; download the folder again")
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in what goes wrong in the block."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(f"{_said(path)} cannot be read as safetensors: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{_said(path)}: {error}") from error
+
+
+def _said(path: Path) -> str:
+    """Return a path as a message says it: with the part's folder, without the model's."""
+    return "/".join(path.parts[-2:]) if path.suffix else path.name
