@@ -52,6 +52,7 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]*(@[a-z0-9-]{1,63})?")
 _MAX_ADAPTER_CHARACTERS = 200
 ADAPTER_NAMES = "up to 200 letters, digits and . _ / + -, a letter or digit first; @TENANT behind a tenant's own"
 _DIGEST = re.compile("[0-9a-f]{64}")
+_RECORDING = re.compile("[0-9a-f]{32}")
 _KARRAS_SAMPLERS = frozenset({SAMPLER_EULER, SAMPLER_DPMPP_2M})
 # Of a mask; that of a boolean which is false says nothing.
 _OF_MASKS = ("mask_alpha", "padding_mask_crop", "keep_unmasked", "mask_feather")
@@ -127,6 +128,9 @@ def check_techniques(spec: GenerationSpec) -> Iterator[Violation]:
         except ValueError:
             rule = "must be ENTRY@STEP as a provenance reported it: 32 hexadecimal digits, @ and a step"
             yield Violation(field="spec.techniques.cache_entry", description=rule)
+    if spec.techniques.HasField("recording") and not _RECORDING.fullmatch(spec.techniques.recording):
+        rule = "must be 32 hexadecimal digits, as the parameters of a provenance have it"
+        yield Violation(field="spec.techniques.recording", description=rule)
 
 
 def check_edit(spec: GenerationSpec) -> Iterator[Violation]:
@@ -138,6 +142,8 @@ def check_edit(spec: GenerationSpec) -> Iterator[Violation]:
     for name in _OF_MASKS:
         if name in said and not masked:
             yield Violation(field=f"spec.{name}", description="needs mask_image")
+    if spec.techniques.HasField("recording") and not masked:
+        yield Violation(field="spec.techniques.recording", description="needs mask_image")
     if "mask_feather" in said and "keep_unmasked" in said and not spec.keep_unmasked:
         rule = "must be absent with keep_unmasked false: there are no pixels of the image to fade into"
         yield Violation(field="spec.mask_feather", description=rule)

@@ -13,6 +13,7 @@ OK = grpc.StatusCode.OK
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 ALREADY_EXISTS = grpc.StatusCode.ALREADY_EXISTS
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
+PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 NAN, INF = float("nan"), float("inf")

@@ -10,11 +10,13 @@ from PIL import Image
 
 from bottega import rules
 from bottega.v1.generation_pb2 import Techniques
-from tests.fuzz.case import INVALID, OK, Case
+from tests.fuzz.case import INVALID, OK, PRECONDITION, Case, shown
 from tests.fuzz.images import bad_images, good_images, largest_image, too_large_image
 from tests.samples.hostile_images import saved
 
 _EXACT, _BALANCED = 1, 2
+_RECORDING = "0123456789abcdef" * 2
+_BAD_RECORDINGS = ("", "x", _RECORDING[1:], f"{_RECORDING}0", _RECORDING.upper(), f"{_RECORDING}\n", "x" * (1 << 20))
 _OF_MASKS: dict[str, Any] = {"mask_alpha": True, "padding_mask_crop": 8, "keep_unmasked": True, "mask_feather": 8}
 
 
@@ -67,6 +69,10 @@ def edit_drawings(case: Any) -> Iterator[Case]:
     on, field = Techniques(masked_blocks=True), "spec.techniques.masked_blocks"
     yield case("masked_blocks and exact", INVALID, field, techniques=on, fidelity=_EXACT, **edit())
     yield case("masked_blocks and balanced", techniques=on, fidelity=_BALANCED, **edit())
+    taken = Techniques(recording=_RECORDING)
+    for words in ({}, {"seed": 1}, {"fidelity": _BALANCED}):
+        yield case(f"what an edit took, with {words}", PRECONDITION, techniques=taken, **edit(**words))
+    yield from _bad_recordings(case)
 
 
 def edit_attempts(case: Any) -> Iterator[Case]:
@@ -86,6 +92,9 @@ def edit_attempts(case: Any) -> Iterator[Case]:
     for size, code, *fields in ((most, OK), (most + 1, INVALID, "kept_latents")):
         yield case(f"{size} bytes of kept latents", code, *fields, whole={"kept_latents": bytes(size)}, **edit())
     yield case("kept latents without a mask", INVALID, "kept_latents", whole={"kept_latents": b"x"})
+    taken, field = Techniques(recording=_RECORDING), "spec.techniques.recording"
+    yield case("what an edit took", INVALID, field, techniques=taken, **edit())
+    yield from _bad_recordings(case)
 
 
 def _empty_masks(case: Any, image: bytes) -> Iterator[Case]:
@@ -99,6 +108,13 @@ def _empty_masks(case: Any, image: bytes) -> Iterator[Case]:
     empty |= {"black and cut": {"mask_image": black, "padding_mask_crop": 0}, "a speck": {"mask_image": saved(speck)}}
     for name, said in empty.items():
         yield case(f"an empty mask: {name}", INVALID, "spec.mask_image", image=image, width=64, height=64, **said)
+
+
+def _bad_recordings(case: Any) -> Iterator[Case]:
+    field = "spec.techniques.recording"
+    for bad in _BAD_RECORDINGS:
+        yield case(f"a recording {shown(bad)}", INVALID, field, techniques=Techniques(recording=bad), **edit())
+    yield case("a recording without a mask", INVALID, field, techniques=Techniques(recording=_RECORDING))
 
 
 def _contradictions(case: Any) -> Iterator[Case]:

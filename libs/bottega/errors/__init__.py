@@ -29,6 +29,7 @@ BottegaError
 ├── LoraUnusable            FAILED_PRECONDITION  it does not fit the model, or was made for another
 ├── LoraInUse               FAILED_PRECONDITION  it is being sent to workers, or a job needs it
 ├── CacheEntryGone          FAILED_PRECONDITION  the cached latent that a request pins
+├── RecordingNotKept        FAILED_PRECONDITION  what an edit took from a recording, which nothing draws again
 ├── Poisoned                FAILED_PRECONDITION  workers die of the request
 ├── QueueFull               RESOURCE_EXHAUSTED   retry later
 ├── QuotaExceeded           RESOURCE_EXHAUSTED   a quota of the caller's tenant; retry later

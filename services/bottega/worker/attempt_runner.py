@@ -13,9 +13,11 @@ from bottega import kinds
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, TooLarge
 from bottega.latents import format_start, pin_start
+from bottega.masked_blocks import may_mask_blocks, pin_edit, taken_from
 from bottega.planning import steps_to_run
 from bottega.process import MAX_FRAME_BYTES
 from bottega.v1 import engine_pb2
+from bottega.v1.activations_pb2 import EditDecision
 from bottega.v1.cache_pb2 import CacheDecision, CacheStart
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance, StageTime
 from bottega.v1.lora_pb2 import LoraDecision
@@ -240,15 +242,19 @@ class AttemptRunner:
         self._complete_if_ready()
 
     def _spec_of(self, index: int) -> GenerationSpec:
-        """The spec, with what image `index` started from where that might be a cached latent."""
-        if kinds.CACHE not in self._order.addons:
+        """Return the spec with what image `index` took from cached latents or recordings, where it might have."""
+        cached, masked = kinds.CACHE in self._order.addons, may_mask_blocks(self._order.spec)
+        if not cached and not masked:
             return self._order.spec
-        decisions = self.attempt.decisions or self._order.decisions
-        starts = CacheDecision.FromString(decisions.by_kind.get(kinds.CACHE, b"")).starts
-        start = starts[index] if index < len(starts) else CacheStart()
+        decisions = (self.attempt.decisions or self._order.decisions).by_kind
         spec = GenerationSpec()
         spec.CopyFrom(self._order.spec)
-        pin_start(spec, format_start(start.entry, start.step) if start.entry else "")
+        if cached:
+            starts = CacheDecision.FromString(decisions.get(kinds.CACHE, b"")).starts
+            start = starts[index] if index < len(starts) else CacheStart()
+            pin_start(spec, format_start(start.entry, start.step) if start.entry else "")
+        if masked:
+            pin_edit(spec, taken_from(EditDecision.FromString(decisions.get(kinds.ACTIVATIONS, b""))))
         return spec
 
     def _complete_if_ready(self) -> None:

@@ -121,6 +121,9 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
     if spec.sampler:  # absent, it is the model's default, which is not known here
         yield from rules.check_sigmas(spec, spec.sampler)
     yield from rules.check_techniques(spec)
+    if spec.techniques.HasField("recording"):
+        rule = "must be absent: no worker has what a recording held when an earlier edit took it"
+        yield Violation(field="spec.techniques.recording", description=rule)
     yield from rules.check_controlnets(spec)
     yield from rules.check_loras(spec)
     strength = spec.strength if spec.HasField("strength") else None

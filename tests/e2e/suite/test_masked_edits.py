@@ -5,16 +5,20 @@ And a picture that was drawn to be edited: its latents outlive the worker, and i
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import pytest
 
-from bottega.client import Box, Client
+from bottega.client import Box, Client, parameters_of
 from bottega.client.types.picture import Picture
+from bottega.errors import RecordingNotKept
 from tests.samples.edits import box_mask, template
 from tests.support.services import SMALL_ENGINE, Service, Services, gateway_config, worker_config
 from tests.support.stock import pixels_of
@@ -23,6 +27,7 @@ from tests.support.waiting import wait_until
 PROMPT = "a big green star on a blue background"
 OPTIONS: dict[str, Any] = {"num_inference_steps": 6, "guidance_scale": 4.0}
 IMAGE, BOX = template(), (12, 20, 40, 52)
+EDITS = 30
 MASK = box_mask(BOX)
 FEATHER = 8
 DRAWN: dict[str, Any] = {**OPTIONS, "width": 64, "height": 64}
@@ -111,6 +116,53 @@ def test_the_first_edit_of_a_picture_that_was_kept_computes_the_masked_part_alon
     assert again.provenance.blocks_reused == again.provenance.blocks_total
     other = masking.generate("a small red circle on a blue background", seed=5, **OPTIONS)
     assert masking.edit(other, MASK, PROMPT, fidelity="balanced", **OPTIONS).provenance.blocks_reused == 0
+
+
+def _random_edit(rng: random.Random) -> dict[str, Any]:
+    """What an edit of any fidelity says, on one of four images, so that recordings are used and changed."""
+    x, y = rng.randrange(0, 36, 4), rng.randrange(0, 36, 4)
+    said: dict[str, Any] = {
+        "image": rng.choice((IMAGE, IMAGE.rotate(90), IMAGE.rotate(180), IMAGE.rotate(270))),
+        "mask_image": Box(x, y, rng.randrange(12, 28), rng.randrange(12, 28)),
+        "prompt": rng.choice((PROMPT, "a small red circle")),
+        "fidelity": rng.choice((None, "exact", "balanced", "balanced", "fast")),
+        "masked_blocks": rng.choice((None, None, False)),
+        "strength": rng.choice((0.6, 0.9999, 1.0)),
+        "keep_unmasked": rng.random() < 0.5,
+    }
+    return {**said, "seed": rng.choice((None, rng.randrange(100))), "num_images": rng.choice((1, 1, 2, 3))}
+
+
+def _drawn_again(client: Client, file: Path, **sources: Any) -> Picture | str:
+    """The picture that a file's parameters draw, or the recording for which they are refused."""
+    prompt, options = parameters_of(file)
+    options["identical_results"] = False
+    try:
+        return client.generate(prompt, **options, **sources)
+    except RecordingNotKept as error:
+        return error.metadata["recording"]
+
+
+def test_parameters_draw_an_edit_again_or_name_the_recording_it_took(masking: Client, tmp_path: Path) -> None:
+    rng, outcomes = random.Random(34), Counter[str]()
+    for _ in range(EDITS):
+        said = _random_edit(rng)
+        sources = {"image": said.pop("image"), "mask_image": said.pop("mask_image")}
+        drawn = masking.generate_many(said.pop("prompt"), **said, **sources, num_inference_steps=4, guidance_scale=4.0)
+        for picture in drawn:
+            taken = picture.provenance.mask.recording
+            assert picture.provenance.exact == (not taken)
+            assert picture.provenance.parameters.techniques.recording == taken
+            again = _drawn_again(masking, picture.save(tmp_path / "drawn.png"), **sources)
+            if isinstance(again, str):
+                assert again == taken != ""
+                outcomes["refused"] += 1
+            else:
+                off = np.abs(pixels_of(again.pil()).astype(int) - pixels_of(picture.pil()).astype(int))
+                assert off.max() <= 1
+                outcomes["drawn again" if picture.index == 0 else "drawn again, of several"] += 1
+    assert len(outcomes) == 3, outcomes
+    assert min(outcomes.values()) > 5, outcomes
 
 
 def _changed(edited: Picture, picture: Picture) -> float:

@@ -12,7 +12,7 @@ import pytest
 from google.protobuf import json_format
 
 from bottega.client import AsyncClient, Box, Client
-from bottega.errors import BadImage, InvalidRequest, Violation
+from bottega.errors import BadImage, InvalidRequest, RecordingNotKept, Violation
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Techniques
 from tests.fakes.scripted_gateway import ScriptedGateway, completed, image
@@ -253,6 +253,23 @@ def test_an_edit_is_done_again_with_its_image_and_mask_given(gateway: ScriptedGa
     assert (first.prompt, first.seed, first.strength, first.mask_feather) == ("a star", 7, 0.9, 4)
     assert [spec.mask_alpha for spec in (first, second, third)] == [True, False, False]
     assert (second.strength, third.keep_unmasked, third.HasField("mask_feather")) == (0.5, False, False)
+
+
+def test_what_an_edit_took_is_asked_for_unless_the_command_says_what_it_may(
+    gateway: ScriptedGateway, address: str
+) -> None:
+    taken = Techniques(recording="ab" * 16)
+    drawn("taken.png", prompt="a star", keep_unmasked=True, fidelity=2, techniques=taken)
+    refusal = RecordingNotKept(f"took from {taken.recording}", metadata={"recording": taken.recording})
+    gateway.scripts = [[refusal], [completed()], [completed()], [completed()]]
+    again = ("edit", "star.png", "--like", "taken.png", "--mask", "mask.png")
+    refused = run(*again, address=address)
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith(f"error: took from {taken.recording}\n  --no-masked-blocks computes all")
+    for words in (("--no-masked-blocks",), ("--masked-blocks",), ("--fidelity", "fast")):
+        assert run(*again, *words, address=address).exit_code == 0
+    said = [request.spec.techniques for request in gateway.requests]
+    assert said == [taken, Techniques(masked_blocks=False), Techniques(masked_blocks=True), Techniques()]
 
 
 def test_what_was_kept_for_editing_is_edited_with_its_own_parameters(gateway: ScriptedGateway, address: str) -> None:

@@ -55,6 +55,7 @@ FULL: GenerationOptions = {
     "masked_blocks": False,
     "approximate_cache": False,
     "cache_entry": f"{'ab' * 16}@6",
+    "recording": "cd" * 16,
     "identical_results": True,
     "format": "webp",
     "quality": 80,

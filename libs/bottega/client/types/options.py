@@ -69,6 +69,8 @@ class EditOptions(TypedDict, total=False):
         approximate; absent leaves it to the fidelity. False also keeps this request's own latents out of the cache.
     cache_entry: the cached latent that the only picture starts from, "ENTRY@STEP" as a provenance names it: with the
         same seed it draws that picture again, as long as the cache has it.
+    recording: what an edit took from others, as the parameters of a provenance name it. No edit with it is drawn: leave
+        it out for another edit with the other arguments.
     identical_results: whether the stored result of an identical request may be the answer, which is exact; absent is as
         the gateway is configured.
     format: "png", "jpeg" or "webp".
@@ -103,6 +105,7 @@ class EditOptions(TypedDict, total=False):
     masked_blocks: bool | None
     approximate_cache: bool | None
     cache_entry: str | None
+    recording: str | None
     identical_results: bool | None
     format: Format | None
     quality: int | None
@@ -134,6 +137,7 @@ _TECHNIQUES = (
     "masked_blocks",
     "approximate_cache",
     "cache_entry",
+    "recording",
     "identical_results",
 )
 # Of a spec, what becomes of no argument, or of several.

@@ -39,8 +39,8 @@ class Picture:
 
     data: the encoded picture, in `format`.
     seed: draws this very picture again, alone, with the parameters of `provenance`; one of several that started from a
-    cached latent also needs that as `cache_entry`. An edit needs its image and mask again, and one that took a part
-    from a recording (`provenance.mask`) what was recorded then.
+    cached latent also needs that as `cache_entry`. An edit needs its image and mask again; one that took a part from a
+    recording (`provenance.mask.recording`) cannot be drawn again.
     index: its place in the job, from 0.
     digest: SHA-256 of `data`, hex; checked when it arrived.
     provenance: what really happened, as the contract's message (do not change it).

@@ -35,6 +35,7 @@ from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.spans import MAX_SPANS, TracedSpan
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.diffusion.spec import ResolvedSpec
+from bottega.masked_blocks import taken_from
 from bottega.v1.activations_pb2 import EditDecision
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class JobEdits(JobAddOn):
         self._order = order
         self._decided = decided
         self._because = addon.unusable or _unusable(order.spec)
-        self._uses_kept = False
+        self._kept_name = ""  # of the kept latents that are put back
         self._kept_unused = ""  # why nothing of what was kept of the image is used, in words
         self._job: EngineJob | None = None
         self._found: Recording | None = None
@@ -120,10 +121,10 @@ class JobEdits(JobAddOn):
 
     @property
     def decision(self) -> bytes | None:
-        """Which recording it has image latent and noise in common with, as an EditDecision."""
+        """Return what stands outside the mask, as an EditDecision: another edit's noise, kept latents, or its own."""
         if self._job is None or self._decided is None:
             return None
-        return EditDecision(recording=self._decided.recording, seed=self._decided.seed).SerializeToString()
+        return self._taken(self._decided).SerializeToString()
 
     @property
     def offloadable(self) -> bool:
@@ -190,11 +191,11 @@ class JobEdits(JobAddOn):
             blocks_reused=self._reused,
             blocks_total=self._total,
             computed_share=max((reader.most_share for reader in self._readers.values()), default=0.0),
-            recording=self._found.id if self._found is not None and self._reused else "",
+            recording=taken_from(self._taken(self._decided or Decided())),
             computed_all_because="" if self._reused else self._reason(),
             recorded=self._recorded,
             dilated_share=self._dilated_share,
-            kept_latents=self._uses_kept,
+            kept_latents=bool(self._kept_name),
         )
         waited_s = self._waited_s + (self._answer.waited_s if self._answer is not None else 0.0)
         if waited_s:
@@ -234,8 +235,11 @@ class JobEdits(JobAddOn):
         for request in job.requests:
             image_latent = kept.image_latent.clone()
             request.use_edit(replace(_edit(request), image_latent=image_latent, trajectory=trajectory))
-        self._common = self._uses_kept = True
+        self._common, self._kept_name = True, kept.template
         return kept
+
+    def _taken(self, decided: Decided) -> EditDecision:
+        return EditDecision(recording=decided.recording, seed=decided.seed, kept_latents=self._kept_name)
 
     def _find(self, key: RecordingKey, decided: Decided | None, latent: Tensor) -> Recording | None:
         """The recording to read, in use from now on; None for none. latent: of an image, [1, channels, ...]."""

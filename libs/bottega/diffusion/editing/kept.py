@@ -6,6 +6,7 @@ Safetensors with a JSON header. Does not know where they are kept, nor who may h
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ VERSION = 3
 
 _HEADER = "bottega"
 _TENSOR = "latents"
+_NAME = re.compile("[0-9a-f]{32}")
 
 
 class KeptLatentsMismatch(ValueError):
@@ -121,6 +123,8 @@ def read_kept(data: bytes, model: Model, shape: tuple[int, ...]) -> KeptLatents:
         if isinstance(error, KeptLatentsMismatch):
             raise
         raise KeptLatentsMismatch(f"they are damaged: {type(error).__name__}") from None
+    if not _NAME.fullmatch(kept.template):
+        raise KeptLatentsMismatch("their name is not 32 hex digits")
     if tuple(latents.shape) != (len(kept.noise_levels) + 1, *shape) or not torch.isfinite(kept.latents).all():
         raise KeptLatentsMismatch(f"they are {tuple(latents.shape)}, which does not fit")
     return kept

@@ -148,7 +148,8 @@ class EditRecord:
 
     blocks_reused: transformer blocks that took what is not masked from a recording, of blocks_total, over all steps,
     rows and images. computed_share: of the tokens, at the finest level of attention, the largest of any step; 0 where
-    all was computed. recording: that was used, hex; empty for none. computed_all_because: why none was, in words.
+    all was computed. recording: what was taken from others, as MaskUse names it; empty for nothing.
+    computed_all_because: why no block was reused, in words.
     recorded: whether this job has recorded what later ones can use. dilated_share: of the tokens, at the same level,
     those under the mask and its margin, whether all was computed or not. kept_latents: whether those that were kept of
     the image are put back.

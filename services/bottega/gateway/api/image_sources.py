@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from bottega.codec import ImageSize
 from bottega.errors import DataLoss, StorageUnavailable
 from bottega.gateway.jobs.repository import JobRepository
-from bottega.gateway.jobs.specs import may_mask_blocks
 from bottega.gateway.jobs.storage import Storage, digest
 from bottega.gateway.jobs.values import JobRequest
+from bottega.masked_blocks import may_mask_blocks
 from bottega.v1.generation_pb2 import GenerationSpec, MaskUse
 from bottega.v1.image_pb2 import Model
 

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from bottega.planning import Shape, rows_per_image
 from bottega.planning import steps_to_run as steps_with
 from bottega.v1 import image_pb2
-from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_FAST, GenerationSpec
+from bottega.v1.generation_pb2 import GenerationSpec
 
 # Fields that hold encoded images, of a spec and of the messages in it.
 _IMAGES = frozenset({"image", "mask_image"})
@@ -39,16 +39,6 @@ def latent_shape(spec: GenerationSpec, model: image_pb2.Model) -> Shape:
 def latent_scale(model: image_pb2.Model) -> int:
     """Pixels of an element of the latent, a side."""
     return max(1, model.vae_scale_factor or model.size_multiple)
-
-
-def may_mask_blocks(spec: GenerationSpec) -> bool:
-    """Whether blocks of a complete spec may be computed for the masked part alone."""
-    if not spec.HasField("keep_unmasked"):  # which every edit has
-        return False
-    said = spec.techniques
-    if said.HasField("masked_blocks"):
-        return said.masked_blocks
-    return spec.fidelity in (FIDELITY_BALANCED, FIDELITY_FAST)
 
 
 def input_images(spec: GenerationSpec) -> Iterator[tuple[str, bytes]]:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from bottega import kinds
-from bottega.diffusion.editing.kept import VERSION, KeptLatents, KeptLatentsMismatch, read_kept, write_kept
+from bottega.diffusion.editing.kept import (
+    VERSION,
+    KeptLatents,
+    KeptLatentsMismatch,
+    read_kept,
+    template_of,
+    write_kept,
+)
 from bottega.diffusion.engine.events import JobCheckpointed, JobFinished, JobKept
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
@@ -112,6 +119,8 @@ def test_where_the_recording_is_gone_the_latents_are_put_back_and_recorded(model
     assert first.record.edit is not None
     assert second.record.edit is not None
     assert (first.record.edit.recorded, first.record.edit.blocks_reused) == (True, 0)
+    assert (first.record.exact, first.record.edit.recording) == (False, template_of(kept[0].data))
+    assert second.record.edit.recording == desk.source.recordings[0].id
     assert second.record.edit.blocks_reused == second.record.edit.blocks_total
     assert torch.equal(outside(first.latents[0], order), outside(drawing.latents[0], order))
 

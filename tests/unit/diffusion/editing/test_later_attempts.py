@@ -47,6 +47,7 @@ def test_a_resumed_edit_whose_recording_is_gone_keeps_its_noise(model: Model) ->
     assert elsewhere.record.edit.computed_all_because == said
     assert not elsewhere.record.edit.recorded
     assert not elsewhere.record.exact
+    assert elsewhere.record.edit.recording == desk.source.recordings[0].id
 
 
 def test_an_attempt_from_the_beginning_draws_with_the_same_noise_without_the_recording(model: Model) -> None:
@@ -57,6 +58,8 @@ def test_an_attempt_from_the_beginning_draws_with_the_same_noise_without_the_rec
     elsewhere = EditDesk(model).draw(replace(SECOND, decisions=dict(whole.job.decided)))
     assert torch.equal(edited(elsewhere).noise, edited(whole).noise)
     assert torch.equal(edited(elsewhere).image_latent, edited(whole).image_latent)
+    assert elsewhere.record.edit is not None
+    assert (elsewhere.record.exact, elsewhere.record.edit.recording) == (False, desk.source.recordings[0].id)
 
 
 def test_an_attempt_that_finds_the_recording_goes_on_with_it(model: Model) -> None:

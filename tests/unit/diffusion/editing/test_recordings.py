@@ -54,6 +54,17 @@ def test_the_first_edit_computes_in_full_and_records_and_the_second_one_uses_it(
     assert desk.edits.counts["hits"] == 1
 
 
+def test_an_edit_that_takes_the_noise_of_a_recording_alone_names_it(model: Model) -> None:
+    desk = EditDesk(model)
+    desk.draw(FIRST)
+    (recording,) = desk.source.recordings
+    recording.forget_steps(lambda step: True)  # as a store that has lost its sections
+    drawn = desk.draw(SECOND)
+    assert drawn.record.edit is not None
+    assert (drawn.record.edit.blocks_reused, drawn.record.exact) == (0, False)
+    assert drawn.record.edit.recording == recording.id
+
+
 def test_two_seeds_on_one_template_differ_inside_only(model: Model) -> None:
     desk = EditDesk(model)
     desk.draw(FIRST)

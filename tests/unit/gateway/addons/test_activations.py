@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
+from bottega.errors import RecordingNotKept
 from bottega.gateway.addons.activations import costs, residences
 from bottega.gateway.addons.activations.addon import ActivationsAddOn
 from bottega.gateway.addons.activations.residences import Residences
@@ -18,6 +19,7 @@ from bottega.gateway.jobs.values import JobRequest
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.line import equal_weights
 from bottega.gateway.scheduling.shares import RunningShares
+from bottega.gateway.tenants.access import ANYTHING
 from bottega.planning import RowFractions, Shape, StepTimes
 from bottega.v1.activations_pb2 import (
     TEMPLATE_TIER_DISK,
@@ -29,13 +31,21 @@ from bottega.v1.activations_pb2 import (
     TemplateTier,
 )
 from bottega.v1.fleet_pb2 import Load, MaskTokens, Registration
-from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.generation_pb2 import (
+    FIDELITY_BALANCED,
+    FIDELITY_EXACT,
+    GenerationSpec,
+    MaskUse,
+    Provenance,
+    Techniques,
+)
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
 from bottega.v1.worker_pb2 import RunAttemptRequest
 from tests.fakes.fake_time import FakeTime
 from tests.fakes.gateway_rules import Shop
 from tests.samples.controlnet_hosts import again, bounds
 
+RECORDING = "ab" * 16
 CAT, DOG = "a" * 64, "b" * 64
 SHAPE = (16, 16)
 STORE = "127.0.0.1:1"
@@ -293,3 +303,37 @@ def test_templates_that_were_asked_for_longest_ago_are_forgotten(monkeypatch: py
     for number in ("1", "2", "1", "3"):
         found.note_answer(STORE, _answer((number * 64, TEMPLATE_TIER_MEMORY, 0)), 0.0)
     assert [found.stored(number * 64, 0.0) is not None for number in ("1", "2", "3")] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("spec", "recording", "techniques"),
+    [
+        (GenerationSpec(fidelity=FIDELITY_BALANCED), RECORDING, Techniques(recording=RECORDING)),
+        (GenerationSpec(fidelity=FIDELITY_BALANCED), "", Techniques(masked_blocks=False)),
+        (GenerationSpec(techniques=Techniques(masked_blocks=True)), "", Techniques(masked_blocks=False)),
+        (GenerationSpec(fidelity=FIDELITY_EXACT), "", Techniques()),
+    ],
+)
+def test_the_parameters_of_an_edit_say_what_it_took_or_that_it_took_nothing(
+    time: FakeTime, spec: GenerationSpec, recording: str, techniques: Techniques
+) -> None:
+    parameters = GenerationSpec(keep_unmasked=True)
+    parameters.MergeFrom(spec)
+    provenance = Provenance(parameters=parameters, mask=MaskUse(recording=recording))
+    _OneAddOn(time).pin_parameters(provenance)
+    assert provenance.parameters.techniques == techniques
+
+
+def test_the_parameters_of_a_picture_that_is_no_edit_stay_as_they_are(time: FakeTime) -> None:
+    provenance = Provenance(parameters=GenerationSpec(fidelity=FIDELITY_BALANCED))
+    _OneAddOn(time).pin_parameters(provenance)
+    assert not provenance.parameters.HasField("techniques")
+
+
+async def test_an_edit_that_took_from_a_recording_is_refused_by_name(time: FakeTime) -> None:
+    addon, again = _OneAddOn(time), GenerationSpec(techniques=Techniques(recording=RECORDING))
+    assert addon.is_named(again)
+    assert not addon.is_named(GenerationSpec(techniques=Techniques(masked_blocks=True)))
+    with pytest.raises(RecordingNotKept, match=RECORDING) as refused:
+        await addon.resolve(again, ANYTHING)
+    assert refused.value.metadata == {"recording": RECORDING}

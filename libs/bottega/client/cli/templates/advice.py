@@ -10,6 +10,10 @@ _NO_STORE = (
     "bottega fleet shows whether an activation store has joined; bottega logs activations why one has not.\n"
     "Edits are drawn meanwhile: workers use what is in their own memory, and compute the rest."
 )
+_NOT_KEPT = (
+    "--no-masked-blocks computes all with the other parameters: another picture, which can be drawn again.\n"
+    "Edits with --fidelity exact, or with --seed and no word of fidelity, can always be."
+)
 _NOBODY_IDLE = (
     "Try again when one is idle (bottega fleet), or name the worker that shall measure all the same: --worker NAME."
 )
@@ -19,6 +23,8 @@ def advice_for(error: BottegaError) -> str | None:
     """None where the error is about no store and no template."""
     if isinstance(error, errors.NoActivationStore):
         return _NO_STORE
+    if isinstance(error, errors.RecordingNotKept):
+        return _NOT_KEPT
     if error.metadata.get("service") != kinds.ACTIVATIONS:
         return None
     match error:

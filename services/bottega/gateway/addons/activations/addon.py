@@ -10,18 +10,22 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from bottega import kinds
 from bottega.clocks import Clock
+from bottega.errors import RecordingNotKept
 from bottega.gateway.addons.activations.client import GrpcActivationsClient
 from bottega.gateway.addons.activations.costs import LoadingCosts
 from bottega.gateway.addons.activations.residences import Residences
-from bottega.gateway.addons.addon import NO_COSTS, AddOn, AddOnContext, SecondsByWorker, WorkerCosts
+from bottega.gateway.addons.addon import NO_COSTS, AddOn, AddOnContext, Resolution, SecondsByWorker, WorkerCosts
 from bottega.gateway.addons.prefetch import ServicePrefetcher
 from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.metrics import GatewayMetrics
+from bottega.gateway.tenants.access import Access
+from bottega.masked_blocks import pin_edit
 from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.v1 import worker_pb2
 from bottega.v1.activations_pb2 import ActivationsOrder, PrefetchTemplatesResponse
+from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 
 # After which a store may have driven out of its memory, or dropped, what it said that it has.
 _STALE_S = 30.0
@@ -46,6 +50,23 @@ class ActivationsAddOn(AddOn):
         self._prefetcher = ServicePrefetcher(
             kinds.ACTIVATIONS, lambda target: GrpcActivationsClient(target, channels, self._note_answer), metrics
         )
+
+    def is_named(self, spec: GenerationSpec) -> bool:
+        """Return whether a request asks for what an edit took from a recording."""
+        return spec.techniques.HasField("recording")
+
+    async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
+        """Raise RecordingNotKept: a recording changes with every edit of its image, and no earlier state is kept."""
+        recording = spec.techniques.recording
+        text = (
+            f"the edit took what it does not redraw from recording {recording}, as that was then, and nothing draws it"
+            " again; without techniques.recording the request is another edit"
+        )
+        raise RecordingNotKept(text, metadata={"recording": recording})
+
+    def pin_parameters(self, provenance: Provenance) -> None:
+        """Write what an edit took from others, or that it took nothing."""
+        pin_edit(provenance.parameters, provenance.mask.recording)
 
     def cost_key(self, job: Job) -> Hashable:
         """Its template, and what of it is computed."""
