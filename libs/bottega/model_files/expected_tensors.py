@@ -1,0 +1,241 @@
+"""Names and shapes of the tensors that a part's configuration asks for: what its `state_dict()` would have.
+
+Every function takes a configuration whose rules hold and which has a value for each field that it reads; see
+`unet_rules`, `vae_rules` and `text_encoder_rules`. They yield pairs of a name and a shape one by one, because a
+configuration may ask for any number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+Shape = tuple[int, ...]
+Tensors = Iterator[tuple[str, Shape]]
+
+# Of GEGLU: the hidden layer is four times as wide as a transformer, and each of its values has a gate.
+_FEED_FORWARD = 4
+_GATED = 2
+_CROSS_ATTENTION = "CrossAttn"
+
+
+def unet_tensors(config: Mapping[str, Any]) -> Tensors:
+    """Yield the tensors of a UNet2DConditionModel with SDXL's added conditions."""
+    channels = config["block_out_channels"]
+    width = channels[0]
+    time = config["time_embedding_dim"] or 4 * width
+    yield from _convolution("conv_in", config["in_channels"], width, config["conv_in_kernel"])
+    yield from _embedding("time_embedding", width, time)
+    yield from _embedding("add_embedding", config["projection_class_embeddings_input_dim"], time)
+    levels = _unet_levels(config)
+    for level, kind in enumerate(config["down_block_types"]):
+        block, out = f"down_blocks.{level}", channels[level]
+        inputs = [channels[max(level - 1, 0)], *[out] * (_by_level(config, "layers_per_block")[level] - 1)]
+        yield from _unet_block(block, kind, inputs, levels[level], config)
+        if level < len(channels) - 1:
+            yield from _convolution(f"{block}.downsamplers.0.conv", out, out, 3)
+    yield from _unet_middle(levels[-1], config)
+    reverse = config["reverse_transformer_layers_per_block"]
+    for level, kind in enumerate(config["up_block_types"]):
+        mirrored = len(channels) - 1 - level
+        block, at = f"up_blocks.{level}", levels[mirrored]
+        if reverse is not None:
+            at = replace(at, depth=reverse[level])
+        yield from _unet_block(block, kind, _up_inputs(config, mirrored), at, config)
+        if mirrored > 0:
+            yield from _convolution(f"{block}.upsamplers.0.conv", at.width, at.width, 3)
+    yield from _norm("conv_norm_out", width)
+    yield from _convolution("conv_out", width, config["out_channels"], config["conv_out_kernel"])
+
+
+def vae_tensors(config: Mapping[str, Any]) -> Tensors:
+    """Yield the tensors of an AutoencoderKL."""
+    channels, latent = config["block_out_channels"], config["latent_channels"]
+    first, last = channels[0], channels[-1]
+    yield from _convolution("encoder.conv_in", config["in_channels"], first, 3)
+    for level, kind in enumerate(config["down_block_types"]):
+        block, out = f"encoder.down_blocks.{level}", channels[level]
+        inputs = [channels[max(level - 1, 0)], *[out] * (config["layers_per_block"] - 1)]
+        yield from _vae_block(block, kind, inputs, out)
+        if level < len(channels) - 1:
+            yield from _convolution(f"{block}.downsamplers.0.conv", out, out, 3)
+    yield from _vae_ends("encoder", config, last, last, 2 * latent)
+    yield from _convolution("decoder.conv_in", latent, last, 3)
+    for level, kind in enumerate(config["up_block_types"]):
+        mirrored = len(channels) - 1 - level
+        block, out = f"decoder.up_blocks.{level}", channels[mirrored]
+        inputs = [channels[min(mirrored + 1, len(channels) - 1)], *[out] * config["layers_per_block"]]
+        yield from _vae_block(block, kind, inputs, out)
+        if mirrored > 0:
+            yield from _convolution(f"{block}.upsamplers.0.conv", out, out, 3)
+    yield from _vae_ends("decoder", config, last, first, config["out_channels"])
+    if config["use_quant_conv"]:
+        yield from _convolution("quant_conv", 2 * latent, 2 * latent, 1)
+    if config["use_post_quant_conv"]:
+        yield from _convolution("post_quant_conv", latent, latent, 1)
+
+
+def text_encoder_tensors(config: Mapping[str, Any], *, projects: bool) -> Tensors:
+    """Yield the tensors of a CLIPTextModel, without the prefix `text_model.` that published files have.
+
+    Args:
+        config: Of the text encoder.
+        projects: Whether it is a CLIPTextModelWithProjection.
+    """
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    yield "embeddings.token_embedding.weight", (config["vocab_size"], width)
+    yield "embeddings.position_embedding.weight", (config["max_position_embeddings"], width)
+    for number in range(config["num_hidden_layers"]):
+        layer = f"encoder.layers.{number}"
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            yield from _linear(f"{layer}.self_attn.{name}", width, width)
+        yield from _norm(f"{layer}.layer_norm1", width)
+        yield from _linear(f"{layer}.mlp.fc1", width, inner)
+        yield from _linear(f"{layer}.mlp.fc2", inner, width)
+        yield from _norm(f"{layer}.layer_norm2", width)
+    yield from _norm("final_layer_norm", width)
+    if projects:
+        yield "text_projection.weight", (config["projection_dim"], width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Level:
+    """A level of a UNet, as its blocks on both ways see it."""
+
+    width: int
+    heads: int
+    context: int
+    """Width of the prompt embeddings."""
+    attends_prompt_alone: bool
+    """Whether the first attention of each transformer is to the prompt, too."""
+    depth: int | Sequence[int]
+    """Transformers of each layer."""
+
+
+def _unet_levels(config: Mapping[str, Any]) -> list[_Level]:
+    names = ("block_out_channels", "attention_head_dim", "cross_attention_dim", "only_cross_attention")
+    columns = [_by_level(config, name) for name in (*names, "transformer_layers_per_block")]
+    return [
+        _Level(width=width, heads=heads, context=context, attends_prompt_alone=alone, depth=depth)
+        for width, heads, context, alone, depth in zip(*columns, strict=True)
+    ]
+
+
+def _by_level(config: Mapping[str, Any], name: str) -> Sequence[Any]:
+    value = config[name]
+    return value if isinstance(value, list) else [value] * len(config["block_out_channels"])
+
+
+def _up_inputs(config: Mapping[str, Any], mirrored: int) -> list[int]:
+    """Return the channels that each residual block of a level on the way up takes, those of its skip included."""
+    channels, layers = config["block_out_channels"], _by_level(config, "layers_per_block")[mirrored] + 1
+    width = channels[mirrored]
+    below = channels[min(mirrored + 1, len(channels) - 1)]
+    last_skip = channels[max(mirrored - 1, 0)]
+    return [(below if layer == 0 else width) + (last_skip if layer == layers - 1 else width) for layer in range(layers)]
+
+
+def _unet_block(block: str, kind: str, inputs: Sequence[int], level: _Level, config: Mapping[str, Any]) -> Tensors:
+    for layer, taken in enumerate(inputs):
+        yield from _residual(f"{block}.resnets.{layer}", taken, level.width, config)
+        if _CROSS_ATTENTION in kind:
+            depth = level.depth if isinstance(level.depth, int) else level.depth[layer]
+            yield from _transformer(f"{block}.attentions.{layer}", depth, level, config)
+
+
+def _unet_middle(level: _Level, config: Mapping[str, Any]) -> Tensors:
+    kind = config["mid_block_type"]
+    if kind is None:
+        return
+    yield from _residual("mid_block.resnets.0", level.width, level.width, config)
+    if _CROSS_ATTENTION in kind:
+        depth = level.depth if isinstance(level.depth, int) else level.depth[0]
+        yield from _transformer("mid_block.attentions.0", depth, replace(level, attends_prompt_alone=False), config)
+        yield from _residual("mid_block.resnets.1", level.width, level.width, config)
+
+
+def _transformer(name: str, depth: int, level: _Level, config: Mapping[str, Any]) -> Tensors:
+    width = level.width
+    inner = level.heads * (width // level.heads)
+    project = _linear if config["use_linear_projection"] else _point_convolution
+    yield from _norm(f"{name}.norm", width)
+    yield from project(f"{name}.proj_in", width, inner)
+    for number in range(depth):
+        block = f"{name}.transformer_blocks.{number}"
+        for norm in ("norm1", "norm2", "norm3"):
+            yield from _norm(f"{block}.{norm}", inner)
+        yield from _attention(f"{block}.attn1", inner, level.context if level.attends_prompt_alone else inner)
+        yield from _attention(f"{block}.attn2", inner, level.context)
+        hidden = _FEED_FORWARD * inner
+        yield from _linear(f"{block}.ff.net.0.proj", inner, _GATED * hidden)
+        yield from _linear(f"{block}.ff.net.2", hidden, inner)
+    yield from project(f"{name}.proj_out", inner, width)
+
+
+def _attention(name: str, width: int, context: int) -> Tensors:
+    yield f"{name}.to_q.weight", (width, width)
+    yield f"{name}.to_k.weight", (width, context)
+    yield f"{name}.to_v.weight", (width, context)
+    yield from _linear(f"{name}.to_out.0", width, width)
+
+
+def _residual(name: str, inputs: int, outputs: int, config: Mapping[str, Any] | None = None) -> Tensors:
+    """Yield a residual block's tensors. config: of the UNet; a VAE's have no embedding of the time."""
+    yield from _norm(f"{name}.norm1", inputs)
+    yield from _convolution(f"{name}.conv1", inputs, outputs, 3)
+    if config is not None:
+        time = config["time_embedding_dim"] or 4 * config["block_out_channels"][0]
+        scales = 2 if config["resnet_time_scale_shift"] == "scale_shift" else 1
+        yield from _linear(f"{name}.time_emb_proj", time, scales * outputs)
+    yield from _norm(f"{name}.norm2", outputs)
+    yield from _convolution(f"{name}.conv2", outputs, outputs, 3)
+    if inputs != outputs:
+        yield from _point_convolution(f"{name}.conv_shortcut", inputs, outputs)
+
+
+def _vae_block(block: str, kind: str, inputs: Sequence[int], width: int) -> Tensors:
+    for layer, taken in enumerate(inputs):
+        yield from _residual(f"{block}.resnets.{layer}", taken, width)
+        if kind.startswith("Attn"):
+            yield from _vae_attention(f"{block}.attentions.{layer}", width)
+
+
+def _vae_ends(half: str, config: Mapping[str, Any], middle: int, width: int, outputs: int) -> Tensors:
+    """Yield the middle block of one half, and what follows its other blocks."""
+    for number in range(2):
+        yield from _residual(f"{half}.mid_block.resnets.{number}", middle, middle)
+    if config["mid_block_add_attention"]:
+        yield from _vae_attention(f"{half}.mid_block.attentions.0", middle)
+    yield from _norm(f"{half}.conv_norm_out", width)
+    yield from _convolution(f"{half}.conv_out", width, outputs, 3)
+
+
+def _vae_attention(name: str, width: int) -> Tensors:
+    yield from _norm(f"{name}.group_norm", width)
+    for projection in ("to_q", "to_k", "to_v", "to_out.0"):
+        yield from _linear(f"{name}.{projection}", width, width)
+
+
+def _embedding(name: str, inputs: int, outputs: int) -> Tensors:
+    yield from _linear(f"{name}.linear_1", inputs, outputs)
+    yield from _linear(f"{name}.linear_2", outputs, outputs)
+
+
+def _convolution(name: str, inputs: int, outputs: int, kernel: int) -> Tensors:
+    yield f"{name}.weight", (outputs, inputs, kernel, kernel)
+    yield f"{name}.bias", (outputs,)
+
+
+def _point_convolution(name: str, inputs: int, outputs: int) -> Tensors:
+    yield from _convolution(name, inputs, outputs, 1)
+
+
+def _linear(name: str, inputs: int, outputs: int) -> Tensors:
+    yield f"{name}.weight", (outputs, inputs)
+    yield f"{name}.bias", (outputs,)
+
+
+def _norm(name: str, width: int) -> Tensors:
+    yield f"{name}.weight", (width,)
+    yield f"{name}.bias", (width,)
