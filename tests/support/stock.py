@@ -118,10 +118,10 @@ class Stock:
         return kind.from_config(self._scheduler_config, **extra)
 
 
-def load_stock(folder: Path = WEIGHTS, dtype: torch.dtype = torch.float32) -> Any:
-    """The text-to-image pipeline of a model; the embedded one without a folder."""
+def load_stock(folder: Path = WEIGHTS, dtype: torch.dtype = torch.float32, *, variant: str | None = None) -> Any:
+    """Return the text-to-image pipeline of a model; of the embedded one without a folder."""
     pipeline = StableDiffusionXLPipeline.from_pretrained(
-        folder, use_safetensors=True, dtype=dtype, add_watermarker=False
+        folder, use_safetensors=True, dtype=dtype, variant=variant, add_watermarker=False
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

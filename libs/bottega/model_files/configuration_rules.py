@@ -100,6 +100,11 @@ def check_parts_together(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[s
     yield from _broken_lengths(filled)
 
 
+def filled_config(part: str, config: Mapping[str, object]) -> dict[str, Any]:
+    """Return a part's configuration with what Diffusers or transformers takes for fields that are absent."""
+    return with_defaults(_TABLES[part], config)
+
+
 def _broken_widths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield a sentence for each width of the UNet that is not that of the text encoders' outputs."""
     unet, first, second = (configs[part] for part in ("unet", "text_encoder", "text_encoder_2"))

@@ -1,10 +1,15 @@
-"""JSON files of model folders, which strangers wrote: bounded in size and depth, without NaN."""
+"""Files of model folders, which strangers wrote: only regular ones are opened, JSON is bounded in size and depth."""
 
 from __future__ import annotations
 
+import errno
+from io import BufferedReader
 from pathlib import Path
 
 import pydantic_core
+
+from bottega.plain_text import excerpt
+from bottega.storage.contained_paths import open_below
 
 MAX_CONFIG_BYTES = 1 << 20
 """Of a configuration; real ones have some thousand bytes."""
@@ -12,10 +17,54 @@ MAX_CONFIG_BYTES = 1 << 20
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SHOWN_CHARACTERS = 80
 
+DOWNLOAD_AGAIN = "download the file again"
+
 
 def is_lfs_pointer(beginning: bytes) -> bool:
     """Return whether a file that begins so is a pointer of Git LFS in place of the file itself."""
     return beginning.startswith(_LFS_POINTER)
+
+
+def is_there(path: Path) -> bool:
+    """Return whether there is something at a path, or a link that leads nowhere; False where nobody may look."""
+    try:
+        path.lstat()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def open_model_file(path: Path) -> BufferedReader:
+    """Open a regular file, links followed, that is no pointer of Git LFS.
+
+    Raises:
+        ValueError: With what is wrong and what to do, without the file's name.
+    """
+    try:
+        file = open_below(path, None)
+    except OSError as error:
+        raise ValueError(_unreadable(path, error)) from None
+    try:
+        if is_lfs_pointer(file.peek(len(_LFS_POINTER))):
+            raise ValueError("it is a Git LFS pointer in place of the file; run `git lfs pull` in the model's folder")
+    except (OSError, ValueError) as error:
+        file.close()
+        raise ValueError(_unreadable(path, error) if isinstance(error, OSError) else str(error)) from None
+    return file
+
+
+def read_model_file(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> bytes:
+    """Return the content of a file of at most so many bytes. Raises ValueError as `open_model_file` does."""
+    with open_model_file(path) as file:
+        try:
+            content = file.read(max_bytes + 1)
+        except OSError as error:
+            raise ValueError(_unreadable(path, error)) from None
+    if not content.strip():
+        raise ValueError(f"it is empty; {DOWNLOAD_AGAIN}")
+    if len(content) > max_bytes:
+        raise ValueError(f"it has over {max_bytes} bytes, more than such a file can need; {DOWNLOAD_AGAIN}")
+    return content
 
 
 def read_json_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, object]:
@@ -24,21 +73,23 @@ def read_json_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[s
     Raises:
         ValueError: With what is wrong and what to do, without the file's name.
     """
+    content = read_model_file(path, max_bytes=max_bytes)
     try:
-        with path.open("rb") as file:
-            text = file.read(max_bytes + 1)
-    except FileNotFoundError:
-        raise ValueError("there is no such file; download the model's folder again, completely") from None
-    except OSError as error:
-        raise ValueError(f"it cannot be read ({error.strerror}); allow this user to read it") from None
-    if is_lfs_pointer(text):
-        raise ValueError("it is a Git LFS pointer in place of the file; run `git lfs pull` in the model's folder")
-    if len(text) > max_bytes:
-        raise ValueError(f"it has over {max_bytes} bytes; download the file again")
-    try:
-        value = pydantic_core.from_json(text, allow_inf_nan=False)
+        value = pydantic_core.from_json(content, allow_inf_nan=False)  # bounds how deep it may be nested
     except ValueError as error:
-        raise ValueError(f"it is no JSON ({str(error)[:_SHOWN_CHARACTERS]}); download the file again") from None
+        raise ValueError(f"it is no JSON ({excerpt(str(error), _SHOWN_CHARACTERS)}); {DOWNLOAD_AGAIN}") from None
     if not isinstance(value, dict):
-        raise ValueError("it is JSON, but no object; download the file again")
+        raise ValueError(f"it is JSON, but no object; {DOWNLOAD_AGAIN}")
     return value
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    if error.errno in {errno.ENOENT, errno.ENOTDIR}:
+        if path.is_symlink():
+            return "it is a link to a file that is not there; download the model again"
+        return "there is no such file; download the model again, with all of its files"
+    if error.errno == errno.ELOOP:
+        return "its links lead in circles; download the model again"
+    if error.errno == errno.EACCES:
+        return "this user may not read it; change its permissions or its owner"
+    return f"it cannot be read ({error.strerror}); {DOWNLOAD_AGAIN}"

@@ -43,10 +43,21 @@ class ModelReport:
     """`_class_name` of model_index.json."""
     parts: Mapping[str, PartReport] = field(default_factory=dict)
     """Its parts by name, those without weights included."""
+    variant: str = ""
+    """The variant of the weights, such as `fp16`, of all parts that have it; the others are loaded from plain ones."""
     default_size: int = 0
     """Pixels of a side of a picture where a request does not say; 0 where it is not known."""
     problems: tuple[str, ...] = ()
     """Why it cannot be served: one sentence each, which names a file or field and says what to do."""
+
+    @property
+    def refusal(self) -> str:
+        """Why it cannot be served, in one sentence with its folder; empty where it can be."""
+        if not self.problems:
+            return ""
+        more = len(self.problems) - 1
+        others = f" (and {more} more {'problem' if more == 1 else 'problems'})" if more else ""
+        return f"the model {self.folder} cannot be served: {self.problems[0]}{others}"
 
     @property
     def size_bytes(self) -> int:

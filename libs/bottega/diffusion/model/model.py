@@ -30,7 +30,7 @@ from bottega.diffusion.model.samplers import SamplerKind, default_kind, ignored_
 from bottega.diffusion.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.diffusion.model.weights import Target, load_network, load_text_encoder
 from bottega.diffusion.operations import Operations
-from bottega.model_files import check_model_folder
+from bottega.model_files import ModelReport, check_model_folder
 from bottega.model_files.presets import Preset, read_preset
 
 # StableDiffusionXLPipeline's own defaults.
@@ -140,17 +140,16 @@ def load_model(
         ConfigError: Where its preset breaks a rule.
         OSError: Where a file cannot be read.
     """
-    if not folder.is_dir():  # Diffusers would take it for a name on the hub, and look into that one's cache
-        raise ValueError(f"{folder} is no folder")
-    if problems := check_model_folder(folder).problems:
-        raise ValueError(f"{folder}: {problems[0]}")
+    report = check_model_folder(folder)
+    if report.problems:  # also without the folder: Diffusers would take its path for a name on the hub
+        raise ValueError(report.refusal)
     preset = read_preset(folder) or Preset()
     runtime = use_device(device)
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
     memory = open_memory_plan(runtime, device_memory_mib)
-    pipeline, decoder = _load_parts(folder, runtime.torch_device, dtype, memory, vae or VaeSettings())
+    pipeline, decoder = _load_parts(report, runtime.torch_device, dtype, memory, vae or VaeSettings())
     config = dict(pipeline.scheduler.config)
     config["_class_name"] = type(pipeline.scheduler).__name__
     if preset.timestep_spacing is not None:
@@ -176,7 +175,7 @@ def load_model(
 
 
 def _load_parts(
-    folder: Path, device: torch.device, dtype: torch.dtype, memory: MemoryPlan, vae: VaeSettings
+    report: ModelReport, device: torch.device, dtype: torch.dtype, memory: MemoryPlan, vae: VaeSettings
 ) -> tuple[StableDiffusionXLPipeline, VaeDecoder]:
     """Load the parts onto the device, text encoders first: loading one takes more memory than its weights.
 
@@ -186,14 +185,14 @@ def _load_parts(
     target = Target(device=device, dtype=dtype, on_read=lambda _: None)
     try:
         for name, kind in _TEXT_ENCODERS.items():
-            parts[name] = load_text_encoder(kind, folder / name, target)
+            parts[name] = load_text_encoder(kind, report.parts[name], target)
             _reserve(memory, parts)
         for name, kind in _NETWORKS.items():
-            parts[name] = load_network(kind, folder / name, target)
+            parts[name] = load_network(kind, report.parts[name], target)
             _reserve(memory, parts)
         with ignored_algorithm_advice():
             pipeline = StableDiffusionXLPipeline.from_pretrained(
-                str(folder),
+                str(report.folder),
                 **parts,
                 local_files_only=True,
                 add_watermarker=False,

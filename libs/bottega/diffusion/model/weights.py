@@ -7,8 +7,7 @@ pictures, or end its process.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,11 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import AutoencoderKL, ModelMixin, UNet2DConditionModel
 from diffusers.models.modeling_utils import no_init_weights
-from diffusers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+from bottega.model_files import PartReport
 
 # Names in a message; a network has hundreds.
 _LISTED = 3
@@ -40,18 +40,17 @@ class Target:
     """Called with the number of bytes that have been read since the last call."""
 
 
-def load_network(kind: type[NetworkT], folder: Path, target: Target) -> NetworkT:
+def load_network(kind: type[NetworkT], part: PartReport, target: Target) -> NetworkT:
     """Load a network of Diffusers in evaluation mode, with the weights that its `from_pretrained` gives it.
 
-    Raises OSError or ValueError with the reason when the folder has no such network, or not all of its weights.
+    Raises OSError or ValueError with the reason when a file has changed since it was checked.
     """
-    if not (folder / CONFIG_NAME).is_file():  # Diffusers would look for it on the hub
-        raise OSError(f"{folder.name} has no file named {CONFIG_NAME}; download the folder again")
+    folder = part.files[0].parent
     config = kind.load_config(folder, local_files_only=True)
     with no_init_weights(), init_empty_weights():
         network: NetworkT = kind.from_config(config)
     state: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
+    for file in part.files:
         for name, tensor in _read(file, network, target.on_read):
             state[name] = tensor.to(target.device, target.dtype if tensor.is_floating_point() else tensor.dtype)
     _check_complete(folder, network.state_dict().keys() - state.keys())
@@ -61,19 +60,23 @@ def load_network(kind: type[NetworkT], folder: Path, target: Target) -> NetworkT
     return network.to(target.device).eval()
 
 
-def load_text_encoder(kind: type[TextEncoderT], folder: Path, target: Target) -> TextEncoderT:
+def load_text_encoder(kind: type[TextEncoderT], part: PartReport, target: Target) -> TextEncoderT:
     """Load a text encoder in evaluation mode, as its `from_pretrained` does.
 
     transformers knows by which names files call the weights. It maps the whole file, whose pages count as this
     process's memory until the weights have been copied.
 
-    Raises OSError or ValueError with the reason when the folder has no such encoder, or not all of its weights.
+    Raises OSError or ValueError with the reason when a file has changed since it was checked.
     """
-    if not (folder / CONFIG_NAME).is_file():
-        raise OSError(f"{folder.name} has no file named {CONFIG_NAME}; download the folder again")
+    folder = part.files[0].parent
     with _naming(folder):
         encoder, found = kind.from_pretrained(
-            folder, dtype=target.dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+            folder,
+            dtype=target.dtype,
+            variant=part.variant or None,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
         )
     _check_complete(folder, found["missing_keys"])
     for parameter in encoder.parameters():
@@ -82,25 +85,9 @@ def load_text_encoder(kind: type[TextEncoderT], folder: Path, target: Target) ->
     return encoder.to(target.device).eval()
 
 
-def _weight_files(folder: Path) -> Sequence[Path]:
-    """Return the safetensors files of a network: every shard where it has an index, else one."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if not index.is_file():
-        return [folder / SAFETENSORS_WEIGHTS_NAME]
-    try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{_said(index)} is no index of weights; download it again") from None
-    if any(not isinstance(name, str) or Path(name).name != name for name in names):
-        raise ValueError(f"{_said(index)} names files outside of its folder; download it again")
-    return [folder / name for name in sorted(names)]
-
-
 def _read(file: Path, network: ModelMixin, on_read: Callable[[int], None]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a file that the network takes, by the network's names, in the order of the file."""
     shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
-    if not file.is_file():
-        raise OSError(f"{_said(file.parent)} has no file named {file.name}; weights are read as safetensors only")
     with _naming(file), safe_open(file, framework="pt", backend="pread") as reader:
         names = reader.offset_keys()
         current = _current_names(network, names)

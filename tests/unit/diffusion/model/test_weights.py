@@ -25,6 +25,12 @@ LAYOUTS = {
     "old VAE names": Layout(old_vae_names=True),
     "no prefix, no position ids": Layout(text_prefix=False, position_ids=False),
     "shards": Layout(shards=3),
+    "fp16 beside plain": Layout(variants=("", "fp16")),
+}
+VARIANTS = {
+    "fp16": Layout(variants=("fp16",)),
+    "shards of fp16": Layout(variants=("fp16",), shards=2),
+    "old names of shards": Layout(variants=("fp16",), shards=2, legacy_shard_names=True),
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -53,6 +59,24 @@ def test_the_weights_are_those_of_stock_diffusers(layout: str, dtype: torch.dtyp
     folder = published_model(LAYOUTS[layout])
     stock = load_stock(folder, dtype)
     for name, part in parts(load(folder, dtype=dtype)).items():
+        assert_same_weights(part, getattr(stock, name))
+
+
+@pytest.mark.parametrize("layout", VARIANTS)
+def test_weights_of_a_variant_are_those_of_stock_diffusers(layout: str) -> None:
+    assert_loads_a_variant(published_model(VARIANTS[layout]))
+
+
+def test_where_one_part_has_only_fp16_weights_every_part_that_has_them_takes_them(tmp_path: Path) -> None:
+    folder = shutil.copytree(published_model(LAYOUTS["fp16 beside plain"]), tmp_path / "mixed")
+    (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+    (folder / "vae" / "diffusion_pytorch_model.fp16.safetensors").unlink()
+    assert_loads_a_variant(folder)
+
+
+def assert_loads_a_variant(folder: Path) -> None:
+    stock = load_stock(folder, variant="fp16")
+    for name, part in parts(load(folder)).items():
         assert_same_weights(part, getattr(stock, name))
 
 
@@ -100,11 +124,11 @@ def point_outside(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (lose_a_shard, "unet has no file named diffusion_pytorch_model-00002-of-00003.safetensors"),
-        (lose_a_tensor, "the weights in vae lack decoder.conv_out.bias; download the folder again"),
-        (lose_a_text_weight, "the weights in text_encoder_2 lack text_projection.weight"),
-        (point_outside, "names files outside of its folder"),
-        (lambda folder: (folder / INDEX).write_text("[]"), "is no index of weights"),
+        (lose_a_shard, "unet/diffusion_pytorch_model-00002-of-00003.safetensors .*: there is no such file"),
+        (lose_a_tensor, "tensors are missing, such as decoder.conv_out.bias; download the file again"),
+        (lose_a_text_weight, "tensors are missing, such as text_projection.weight"),
+        (point_outside, "which leads out of its folder"),
+        (lambda folder: (folder / INDEX).write_text("[]"), "it is JSON, but no object"),
     ],
     ids=["no shard", "no tensor", "no text weight", "outside", "no index"],
 )
@@ -123,6 +147,7 @@ from pathlib import Path
 import torch
 from diffusers import UNet2DConditionModel
 from bottega.diffusion.model.weights import Target, load_network
+from bottega.model_files import PartReport
 from bottega.process.memory import keep_freed_memory
 
 def peak_bytes():
@@ -132,7 +157,8 @@ def peak_bytes():
 keep_freed_memory()
 before = peak_bytes()
 target = Target(device=torch.device("cpu"), dtype=torch.bfloat16, on_read=lambda _: None)
-unet = load_network(UNet2DConditionModel, Path(sys.argv[1]), target)
+part = PartReport(name="unet", class_name="UNet2DConditionModel", files=(Path(sys.argv[1]),))
+unet = load_network(UNet2DConditionModel, part, target)
 print(sum(weights.nbytes for weights in unet.parameters()), peak_bytes() - before)
 """
 # Of what reading one tensor takes, and what Python and the allocator do.
@@ -146,8 +172,9 @@ def test_loading_takes_little_memory_beside_the_weights(tmp_path: Path) -> None:
         unet = UNet2DConditionModel.from_config(config | changes)
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     zeros = {name: torch.zeros(weights.shape) for name, weights in unet.state_dict().items()}
-    save_file(zeros, tmp_path / "diffusion_pytorch_model.safetensors")
-    command = [sys.executable, "-c", _MEASURE, str(tmp_path)]
+    weights = tmp_path / "diffusion_pytorch_model.safetensors"
+    save_file(zeros, weights)
+    command = [sys.executable, "-c", _MEASURE, str(weights)]
     said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
     weights_bytes, taken_bytes = map(int, said.split())
     assert weights_bytes > 2 * _SLACK_BYTES, "large enough to tell"

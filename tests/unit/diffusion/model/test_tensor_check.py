@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from bottega.model_files.expected_tensors import text_encoder_tensors, unet_tensors, vae_tensors
+from bottega.model_files.tensor_check import text_encoder_tensors, unet_tensors, vae_tensors
 from tests.samples import published_configs as configs
 from tests.samples.published_configs import TINY
 

@@ -1,15 +1,21 @@
-"""Names and shapes of the tensors that a part's configuration asks for: what its `state_dict()` would have.
+"""Checks a part's tensors against its configuration: every name and every shape, by the headers of its files.
 
-Every function takes a configuration whose rules hold and which has a value for each field that it reads; see
-`unet_rules`, `vae_rules` and `text_encoder_rules`. They yield pairs of a name and a shape one by one, because a
-configuration may ask for any number of them.
+`unet_tensors`, `vae_tensors` and `text_encoder_tensors` yield what a network's `state_dict()` would have. They take a
+configuration whose rules hold and which has a value for each field that they read; see `unet_rules`, `vae_rules` and
+`text_encoder_rules`. They yield pairs of a name and a shape one by one, because a configuration may ask for any number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from typing import Any
+
+from bottega.lora.safetensors_header import MAX_TENSORS
+from bottega.model_files.weights import FLOATING_POINT, Weights
+from bottega.plain_text import excerpt
 
 Shape = tuple[int, ...]
 Tensors = Iterator[tuple[str, Shape]]
@@ -18,6 +24,67 @@ Tensors = Iterator[tuple[str, Shape]]
 _FEED_FORWARD = 4
 _GATED = 2
 _CROSS_ATTENTION = "CrossAttn"
+_SHOWN_CHARACTERS = 120
+_TEXT_PREFIX = "text_model."
+# What published files of text encoders have besides.
+_POSITIONS = "embeddings.position_ids"
+_OLD_VAE_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+
+
+def check_tensors(part: str, config: Mapping[str, Any], weights: Weights) -> Iterator[str]:
+    """Yield a sentence for each way in which a part's tensors are not those that its configuration asks for.
+
+    Args:
+        part: Its name: `unet`, `vae`, `text_encoder` or `text_encoder_2`.
+        config: Its configuration with all defaults; its rules hold.
+        weights: Its weights.
+    """
+    wanted = dict(islice(_EXPECTED[part](config), MAX_TENSORS + 1))
+    if len(wanted) > MAX_TENSORS:
+        yield f"{part}/config.json: it asks for over {MAX_TENSORS} tensors; download the file again"
+        return
+    found = {_loaded_name(part, name, weights): tensor for name, tensor in weights.tensors.items()}
+    where = f"{part}/{weights.files[0].name}" if len(weights.files) == 1 else part
+    if len(found) < len(weights.tensors):
+        yield f"{where}: two tensors are loaded under one name; download the part {part} again"
+        return
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        lacks = f"{len(missing)} of {len(wanted)} tensors are missing, such as {missing[0]}"
+        yield f"{where}: {lacks}; download the file again, or the config.json that belongs to it"
+        return
+    for name, shape in wanted.items():
+        if found[name].shape != shape:
+            yield (
+                f"{where}: the tensor {name} has the shape {list(found[name].shape)} and config.json asks for "
+                f"{list(shape)}; download both files from one model"
+            )
+            return
+        if found[name].dtype not in FLOATING_POINT:
+            yield (
+                f"{where}: the tensor {name} has elements of {found[name].dtype}; quantized weights are not served, "
+                "download float32, float16 or bfloat16 ones"
+            )
+            return
+    # Diffusers and transformers pass over what is in no module of the network; in one, the network is another.
+    modules = {name.split(".")[0] for name in wanted}
+    unused = [name for name in found if name not in wanted and name.split(".")[0] in modules and name != _POSITIONS]
+    if unused:
+        yield (
+            f"{where}: {len(unused)} tensors have no place in the network that config.json describes, such as "
+            f"{excerpt(unused[0], _SHOWN_CHARACTERS)}; download both files from one model"
+        )
+
+
+def _loaded_name(part: str, name: str, weights: Weights) -> str:
+    """Return the name under which Diffusers or transformers looks for a tensor of a file."""
+    if part.startswith("text_encoder"):
+        return name.removeprefix(_TEXT_PREFIX)
+    if part == "vae" and len(weights.files) == 1 and ".attentions." in name:  # Diffusers renames none of shards
+        module, _, kind = name.rpartition(".")
+        block, _, projection = module.rpartition(".")
+        return f"{block}.{_OLD_VAE_NAMES.get(projection, projection)}.{kind}"
+    return name
 
 
 def unet_tensors(config: Mapping[str, Any]) -> Tensors:
@@ -239,3 +306,11 @@ def _linear(name: str, inputs: int, outputs: int) -> Tensors:
 def _norm(name: str, width: int) -> Tensors:
     yield f"{name}.weight", (width,)
     yield f"{name}.bias", (width,)
+
+
+_EXPECTED: Mapping[str, Callable[[Mapping[str, Any]], Tensors]] = {
+    "unet": unet_tensors,
+    "vae": vae_tensors,
+    "text_encoder": partial(text_encoder_tensors, projects=False),
+    "text_encoder_2": partial(text_encoder_tensors, projects=True),
+}

@@ -1,0 +1,160 @@
+"""Tells what a folder or file is that somebody gave for a model: an SDXL model, another model, or something else."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+
+from bottega.errors import BadLora
+from bottega.lora.safetensors_header import read_header
+from bottega.model_files.json_files import open_model_file, read_json_object
+from bottega.plain_text import excerpt
+
+SDXL = "SDXL"
+
+_GIVE_SDXL = "give the folder of an SDXL model in Diffusers' layout"
+_SHOWN_CHARACTERS = 80
+# Enough to know a folder by; a hub's or a home folder may have any number.
+_MAX_NAMES = 4096
+# By the beginning of a pipeline's class in Diffusers, longest first.
+_FAMILIES = {
+    "StableDiffusionXL": SDXL,
+    "StableDiffusion3": "Stable Diffusion 3",
+    "StableDiffusion": "Stable Diffusion",
+    "Flux": "FLUX",
+    "Kandinsky": "Kandinsky",
+    "PixArt": "PixArt",
+    "StableCascade": "Stable Cascade",
+    "Wuerstchen": "Würstchen",
+    "HunyuanDiT": "Hunyuan-DiT",
+    "AuraFlow": "AuraFlow",
+    "Sana": "Sana",
+    "QwenImage": "Qwen-Image",
+    "LatentConsistencyModel": "Stable Diffusion",
+    "IF": "DeepFloyd IF",
+}
+# Of Stable Diffusion's UNet, by the width of its prompt embeddings.
+_STABLE_DIFFUSION = {768: "Stable Diffusion 1", 1024: "Stable Diffusion 2"}
+
+
+def family_of(folder: Path, index: Mapping[str, object]) -> tuple[str, str]:
+    """Return a model's family, and a sentence on why it is not served; the sentence is empty for SDXL.
+
+    Args:
+        folder: Of the model.
+        index: The content of its model_index.json.
+    """
+    name = index.get("_class_name")
+    if not isinstance(name, str):
+        if isinstance(name, list):
+            return "", (
+                "_class_name names a pipeline of its own code, which is never run; give the folder of an SDXL model "
+                "with StableDiffusionXLPipeline"
+            )
+        return "", "_class_name is missing, so that the kind of model is not known; download the file again"
+    family = next((known for start, known in _FAMILIES.items() if name.startswith(start)), "")
+    if family == "Stable Diffusion":
+        family = _STABLE_DIFFUSION.get(_context_width(folder), family)
+    if family == SDXL:
+        return family, _refiner(index)
+    what = f"a {family} model" if family else "a model of a kind that is not known"
+    shown = excerpt(name, _SHOWN_CHARACTERS)
+    return family, f"_class_name is {shown}: this is {what}, and only SDXL is served; {_GIVE_SDXL}"
+
+
+def describe_other(path: Path) -> str:
+    """Return a sentence on what a path is that has no model_index.json."""
+    try:
+        if not stat.S_ISDIR(path.stat().st_mode):
+            return _file(path)
+        names = _names(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return _missing(path)
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        return f"the folder cannot be read ({error}); change its permissions or its owner"
+    config = _config(path) if "config.json" in names else {}
+    class_name = str(config.get("_class_name", ""))
+    if class_name.startswith("ControlNet"):
+        return (
+            "it is a ControlNet; give the folder of an SDXL model, and put the ControlNet into that folder's "
+            "controlnets/ or name it in the ControlNet server's configuration"
+        )
+    if "adapter_config.json" in names or "pytorch_lora_weights.safetensors" in names:
+        return "it is a LoRA; give the folder of an SDXL model, and add the LoRA with `bottega loras add`"
+    if class_name or "architectures" in config:
+        what = excerpt(class_name or str(config["architectures"]), _SHOWN_CHARACTERS)
+        return f"it is one part of a model ({what}); give the folder that has model_index.json and all parts"
+    if "snapshots" in names and (inner := _only_folder(path / "snapshots")):
+        return f"it is a repository in the hub's cache; give its snapshot: {path / 'snapshots' / inner}"
+    if single := sorted(name for name in names if name.endswith((".safetensors", ".ckpt"))):
+        return f"it has no model_index.json, but {excerpt(single[0], _SHOWN_CHARACTERS)}: {_file(path / single[0])}"
+    return f"it has no model_index.json; {_GIVE_SDXL}"
+
+
+def _missing(path: Path) -> str:
+    if path.is_symlink():
+        return "it is a link to a folder that is not there; download the model again"
+    return (
+        f"there is no such folder; {_GIVE_SDXL} (nothing is downloaded from a hub: "
+        "`hf download REPOSITORY --local-dir FOLDER` does that)"
+    )
+
+
+def _file(path: Path) -> str:
+    """Return a sentence on a single file."""
+    if path.suffix != ".safetensors":
+        return f"it is a single file; {_GIVE_SDXL}, converted with Diffusers' from_single_file and save_pretrained"
+    try:
+        with open_model_file(path) as file:
+            names = [tensor.name for tensor in read_header(file).tensors]
+    except BadLora as error:
+        reason = error.message.removeprefix("the file is no acceptable safetensors file: ")
+        return f"it is a single file that is damaged or cut off ({reason}); {_GIVE_SDXL}"
+    except (OSError, ValueError) as error:
+        return f"it is a single file, and {error}"
+    if any("lora_" in name or ".lora." in name for name in names):
+        return "it is a LoRA; give the folder of an SDXL model, and add the LoRA with `bottega loras add`"
+    return (
+        "it is a single-file checkpoint, which is not served; convert it to a folder with Diffusers: "
+        "StableDiffusionXLPipeline.from_single_file(FILE).save_pretrained(FOLDER)"
+    )
+
+
+def _refiner(index: Mapping[str, object]) -> str:
+    if index.get("requires_aesthetics_score") is True or index.get("text_encoder") in ([None, None], None):
+        return (
+            "this is SDXL's refiner, which has no first text encoder and takes an aesthetic score; give the folder of "
+            "an SDXL base model"
+        )
+    return ""
+
+
+def _context_width(folder: Path) -> int:
+    try:
+        width = read_json_object(folder / "unet" / "config.json").get("cross_attention_dim")
+    except ValueError:
+        return 0
+    return width if isinstance(width, int) else 0
+
+
+def _config(folder: Path) -> Mapping[str, object]:
+    try:
+        return read_json_object(folder / "config.json")
+    except ValueError:
+        return {}
+
+
+def _names(folder: Path) -> frozenset[str]:
+    with os.scandir(folder) as entries:
+        return frozenset(entry.name for entry in islice(entries, _MAX_NAMES))
+
+
+def _only_folder(folder: Path) -> str:
+    try:
+        names = sorted(_names(folder))
+    except OSError:
+        return ""
+    return names[-1] if names else ""

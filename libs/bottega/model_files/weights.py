@@ -1,0 +1,243 @@
+"""Files of weights of a model's part: which there are, which of them Diffusers would load, and what their headers say.
+
+Weights have plain names (`model.safetensors`) or those of a variant (`model.fp16.safetensors`), and are whole or in
+shards that an index names. Only indexes and headers are read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from bottega.errors import BadLora
+from bottega.lora.safetensors_header import ITEM_BYTES, Header, TensorEntry, read_header
+from bottega.model_files.json_files import DOWNLOAD_AGAIN, open_model_file, read_json_object
+from bottega.plain_text import excerpt
+
+# An entry of an index has some hundred bytes; SDXL's UNet has 1,680 tensors.
+_MAX_INDEX_BYTES = 16 << 20
+_MAX_SHARDS = 256
+# Of a part's folder; one with more is no part of a model.
+_MAX_FILES = 4096
+FLOATING_POINT = frozenset(name for name in ITEM_BYTES if "F" in name)
+"""Element types of weights that are not quantized, as safetensors names them."""
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\b")
+_PICKLED = (".bin", ".ckpt", ".pt", ".pth")
+_SHOWN_CHARACTERS = 80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsNaming:
+    """How a library names the files of a part's weights, and which it takes where there are several."""
+
+    stem: str
+    prefers_index: bool
+    """Whether an index is taken where there is a whole file, too."""
+
+    def whole(self, variant: str) -> str:
+        """Return the name of a whole file."""
+        return f"{self.stem}{_dotted(variant)}.safetensors"
+
+    def index(self, variant: str) -> str:
+        """Return the name of an index of shards."""
+        return f"{self.stem}.safetensors.index{_dotted(variant)}.json"
+
+
+DIFFUSERS = WeightsNaming(stem="diffusion_pytorch_model", prefers_index=True)
+TRANSFORMERS = WeightsNaming(stem="model", prefers_index=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A part's weights, as the headers of their files describe them."""
+
+    variant: str
+    files: tuple[Path, ...]
+    tensors: Mapping[str, TensorEntry]
+
+    @property
+    def bytes_by_dtype(self) -> dict[str, int]:
+        """Bytes of the tensors by element type."""
+        total: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            total[tensor.dtype] += tensor.end - tensor.begin
+        return dict(total)
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements of all floating point tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values() if tensor.dtype in FLOATING_POINT)
+
+
+def variants_of(folder: Path, naming: WeightsNaming) -> frozenset[str]:
+    """Return the variants that a part has weights of, "" for plain names.
+
+    Raises:
+        ValueError: With a sentence that names the folder, where it has no weights that could be loaded.
+    """
+    names = _names(folder)
+    stem = re.escape(naming.stem)
+    pattern = re.compile(rf"{stem}(?:\.(\w+))?\.safetensors|{stem}\.safetensors\.index(?:\.(\w+))?\.json")
+    found = frozenset(match[1] or match[2] or "" for name in names if (match := pattern.fullmatch(name)))
+    if not found:
+        raise ValueError(_nothing_to_load(folder.name, naming, names))
+    return found
+
+
+def choose_variant(variants: Mapping[str, frozenset[str]], preferred: str = "") -> str:
+    """Return the variant that a model is loaded in: "" where all parts have plain weights.
+
+    With another one, parts that have no weights of it are loaded from plain ones, as Diffusers does.
+
+    Args:
+        variants: By part, what it has weights of.
+        preferred: What the operator asks for; "" leaves the choice.
+
+    Raises:
+        ValueError: With a sentence, where no variant does for all parts.
+    """
+    there = sorted(frozenset().union(*variants.values()) - {""})
+    if preferred and preferred not in there:
+        known = f"it has {', '.join(there)}" if there else "it has plain weights alone"
+        raise ValueError(f"the model has no weights of the variant {preferred}; {known}")
+    if not preferred and all("" in found for found in variants.values()):
+        return ""
+    fit = [name for name in there if all({name, ""} & found for found in variants.values())]
+    if preferred:
+        fit = [name for name in fit if name == preferred]
+    if len(fit) == 1:
+        return fit[0]
+    lacking = [part for part, found in variants.items() if "" not in found]
+    each = "; ".join(f"{part} of {' and '.join(sorted(variants[part]))}" for part in lacking)
+    if fit:
+        raise ValueError(
+            f"it has weights of several variants ({each}) and no plain ones; keep the files of one of them"
+        )
+    raise ValueError(f"no variant has weights of all parts ({each}); download all parts in one variant, or plain ones")
+
+
+def read_weights(folder: Path, naming: WeightsNaming, variant: str) -> Weights:
+    """Return a part's weights of a variant, or its plain ones where it has none of it.
+
+    Raises:
+        ValueError: With a sentence that names the file, where one cannot be used.
+    """
+    names = _names(folder)
+    for tried in dict.fromkeys((variant, "")):
+        whole, index = naming.whole(tried), naming.index(tried)
+        if index in names and (naming.prefers_index or whole not in names):
+            return _read_shards(folder, index, tried)
+        if whole in names:
+            header = _read_header(folder / whole)
+            return Weights(variant=tried, files=(folder / whole,), tensors=_by_name([header]))
+    raise ValueError(_nothing_to_load(folder.name, naming, names))
+
+
+def _read_shards(folder: Path, index: str, variant: str) -> Weights:
+    where = f"{folder.name}/{index}"
+    try:
+        weight_map = _weight_map(read_json_object(folder / index, max_bytes=_MAX_INDEX_BYTES))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    files = sorted(set(weight_map.values()))
+    headers = {name: _read_header(folder / name, named_by=index) for name in files}
+    placed = {tensor.name: name for name, header in headers.items() for tensor in header.tensors}
+    tensors = _by_name(headers.values())
+    if len(tensors) < sum(len(header.tensors) for header in headers.values()):
+        raise ValueError(f"{where}: two of its files have tensors of one name; download the part {folder.name} again")
+    for tensor in sorted(weight_map.keys() ^ placed.keys()) or _misplaced(weight_map, placed):
+        told, found = weight_map.get(tensor, "no file"), placed.get(tensor, "none of its files")
+        raise ValueError(
+            f"{where}: it names {told} for the tensor {excerpt(tensor, _SHOWN_CHARACTERS)}, which is in {found}; "
+            f"download the part {folder.name} again"
+        )
+    return Weights(variant=variant, files=tuple(folder / name for name in files), tensors=tensors)
+
+
+def _misplaced(weight_map: Mapping[str, str], placed: Mapping[str, str]) -> list[str]:
+    return [tensor for tensor, name in weight_map.items() if placed[tensor] != name]
+
+
+def _weight_map(index: Mapping[str, object]) -> dict[str, str]:
+    """Return the file of each tensor. Raises ValueError where Diffusers would not take the index."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"weight_map is no object of tensors; {DOWNLOAD_AGAIN}")
+    if not isinstance(index.get("metadata"), dict):
+        raise ValueError(f"metadata is no object; {DOWNLOAD_AGAIN}")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not name.endswith(".safetensors"):
+            raise ValueError(f"it names {excerpt(str(name), _SHOWN_CHARACTERS)}, no safetensors file; {DOWNLOAD_AGAIN}")
+        if "/" in name or "\0" in name:
+            raise ValueError(
+                f"it names {excerpt(name, _SHOWN_CHARACTERS)}, which leads out of its folder; shards lie beside "
+                "their index"
+            )
+    if len(set(weight_map.values())) > _MAX_SHARDS:
+        raise ValueError(f"it names over {_MAX_SHARDS} files; save the model in fewer shards")
+    return weight_map
+
+
+def _read_header(path: Path, *, named_by: str = "") -> Header:
+    where = f"{path.parent.name}/{path.name}"
+    try:
+        with open_model_file(path) as file:
+            header = read_header(file)
+    except BadLora as error:
+        reason = error.message.removeprefix("the file is no acceptable safetensors file: ")
+        raise ValueError(f"{where}: it is damaged or cut off ({reason}); {DOWNLOAD_AGAIN}") from None
+    except OSError as error:
+        raise ValueError(f"{where}: it cannot be read ({error.strerror}); {DOWNLOAD_AGAIN}") from None
+    except ValueError as error:
+        named = f" (named by {named_by})" if named_by else ""
+        raise ValueError(f"{where}{named}: {error}") from None
+    return header
+
+
+def _by_name(headers: Iterable[Header]) -> dict[str, TensorEntry]:
+    return {tensor.name: tensor for header in headers for tensor in header.tensors}
+
+
+def _names(folder: Path) -> frozenset[str]:
+    """Return the names of the files in a part's folder. Raises ValueError with a sentence."""
+    try:
+        with os.scandir(folder) as entries:
+            names = frozenset(entry.name for entry in islice(entries, _MAX_FILES + 1))
+    except FileNotFoundError:
+        raise ValueError(f"the folder {folder.name} is missing; download the model again, with all parts") from None
+    except NotADirectoryError:
+        raise ValueError(f"{folder.name} is a file and should be a folder; download the model again") from None
+    except OSError as error:
+        raise ValueError(
+            f"the folder {folder.name} cannot be read ({error.strerror}); change its permissions or its owner"
+        ) from None
+    if len(names) > _MAX_FILES:
+        raise ValueError(f"the folder {folder.name} has over {_MAX_FILES} files; give the folder of a model alone")
+    return names
+
+
+def _nothing_to_load(part: str, naming: WeightsNaming, names: Iterable[str]) -> str:
+    wanted = naming.whole("")
+    if any(name.endswith(_PICKLED) for name in names):
+        return (
+            f"{part} has only pickled weights, which are never opened because they may run code; download "
+            f"{part}/{wanted}, or save the model again with safe_serialization=True"
+        )
+    others = sorted(name for name in names if name.endswith(".safetensors"))
+    if any(_SHARD.search(name) for name in others):
+        return f"{part} has shards and no {naming.index('')} that names them; download the part again"
+    if others:
+        found = excerpt(others[0], _SHOWN_CHARACTERS)
+        return f"{part} has {found} and no {wanted}; download the part again, or rename the file"
+    return f"{part} has no {wanted}; download the model again, with all of its files"
+
+
+def _dotted(variant: str) -> str:
+    return f".{variant}" if variant else ""
