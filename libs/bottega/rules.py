@@ -23,7 +23,7 @@ from bottega.v1.generation_pb2 import (
     Lora,
     Sampler,
 )
-from bottega.v1.hosted_pb2 import ResidualProfile
+from bottega.v1.hosted_pb2 import LeftOut, ResidualProfile
 
 MAX_ADAPTERS = 8
 # Of one ControlNet, one for each base model.
@@ -43,13 +43,18 @@ MAX_KEPT_LATENTS_BYTES = 12 << 20
 # Of one answer of ListJobs.
 MAX_JOBS_PAGE = 100
 
+MAX_LEFT_OUT = 64
+"""Things that a service may say it does not host."""
+MAX_REASON_CHARACTERS = 512
+"""Of a reason that a service reports to the fleet, for a person."""
+
 MAX_PROMPT_BYTES = 16 << 10
 MAX_MODEL_CHARACTERS = 200
 _MAX_HASH_CHARACTERS = 128
 
 # Of a LoRA or a ControlNet. A slash is as in hub names; no name ever becomes a path.
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]*(@[a-z0-9-]{1,63})?")
-_MAX_ADAPTER_CHARACTERS = 200
+MAX_ADAPTER_CHARACTERS = 200
 ADAPTER_NAMES = "up to 200 letters, digits and . _ / + -, a letter or digit first; @TENANT behind a tenant's own"
 _DIGEST = re.compile("[0-9a-f]{64}")
 _RECORDING = re.compile("[0-9a-f]{32}")
@@ -163,9 +168,30 @@ def check_steps_left(steps: int, strength: float) -> Iterator[Violation]:
         yield Violation(field="spec.strength", description=rule)
 
 
+def report_left_out(kind: str, reasons: Mapping[str, str]) -> list[LeftOut]:
+    """Return a service's report of things that it does not host, within the bounds of the contract.
+
+    Args:
+        kind: Of the things, as in Hosted.
+        reasons: By name.
+
+    Returns:
+        At most MAX_LEFT_OUT; where there are more, the last one counts the others.
+    """
+    items = [
+        LeftOut(kind=kind, name=_shortened(name, MAX_ADAPTER_CHARACTERS), reason=_shortened(reason))
+        for name, reason in sorted(reasons.items())
+    ]
+    if len(items) <= MAX_LEFT_OUT:
+        return items
+    kept = items[: MAX_LEFT_OUT - 1]
+    more = f"{len(items) - len(kept)} more are left out; the log of this service names them"
+    return [*kept, LeftOut(kind=kind, name="...", reason=more)]
+
+
 def is_adapter_name(name: str) -> bool:
     """Whether a LoRA or a ControlNet may be called so. NAME is for all tenants, NAME@TENANT that tenant's alone."""
-    return len(name) <= _MAX_ADAPTER_CHARACTERS and _ADAPTER_NAME.fullmatch(name) is not None
+    return len(name) <= MAX_ADAPTER_CHARACTERS and _ADAPTER_NAME.fullmatch(name) is not None
 
 
 def check_controlnets(spec: GenerationSpec) -> Iterator[Violation]:
@@ -281,3 +307,7 @@ def _check_controlnet(path: str, net: ControlNet) -> Iterator[Violation]:
     if not 0 <= start < end <= 1:
         rule = f"0 <= start < end <= 1 must hold; start is {start:g} and end {end:g}"
         yield Violation(field=f"{path}.control_guidance_start", description=rule)
+
+
+def _shortened(text: str, most: int = MAX_REASON_CHARACTERS) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -11,6 +11,7 @@ import grpc
 
 from bottega import kinds
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
+from bottega.v1.hosted_pb2 import LeftOut
 from tests.fuzz.case import INF, INVALID, NAN, OK, Case, refused_load, shown
 from tests.fuzz.controls import control_loads
 from tests.fuzz.loras import lora_loads
@@ -97,6 +98,7 @@ def joining_corpus() -> Iterator[Case]:
     yield from _loads(case)
     yield from _masked(case)
     yield from _accelerations(case)
+    yield from _left_out(case)
     yield from _counted(case)
     yield from _planned(case)
     yield from control_loads(case)
@@ -182,6 +184,20 @@ def _accelerations(case: Any) -> Iterator[Case]:
         names = [f"a{each}" if number > 2 else "a" for each in range(number)]
         load = fleet_pb2.Load(accelerations=[fleet_pb2.Acceleration(name=each) for each in names])
         yield refused_load(case(what, load=load), "accelerations")
+
+
+def _left_out(case: Any) -> Iterator[Case]:
+    """What a service does not host."""
+    good: dict[str, Any] = {"kind": "loras", "name": "n" * 200, "reason": "r" * 512}
+    yield case("64 things left out", load=fleet_pb2.Load(left_out=[LeftOut(**good)] * 64))
+    bad: list[dict[str, Any]] = [{"kind": text} for text in ("", "LoRAs", "a b")]
+    bad += [{"name": ""}, {"name": "n" * 201}, {"reason": ""}, {"reason": "r" * 513}]
+    for facts in bad:
+        load = fleet_pb2.Load(left_out=[LeftOut(**{**good, **facts})])
+        ((field, value),) = facts.items()
+        yield refused_load(case(f"a {field} of what is left out {shown(value)}", load=load), "left_out")
+    load = fleet_pb2.Load(left_out=[LeftOut(**good)] * 65)
+    yield refused_load(case("65 things left out", load=load), "left_out")
 
 
 def _counted(case: Any) -> Iterator[Case]:

@@ -39,6 +39,8 @@ class ControlNetCatalogue:
         self.root = root.resolve() if root is not None else None
         self._fixed = {name: Path(folder).absolute() for name, folder in fixed.items()}
         self._added: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
+        """Why those that were added and may not be hosted any more are left out, by name."""
 
     async def open(self) -> None:
         """Opens the file, and reads what was added. Raises ConfigError, DataLoss, StorageUnavailable."""
@@ -89,6 +91,7 @@ class ControlNetCatalogue:
         row = with_checksum(name, str(folder))
         await self._database.transact(lambda found: found.execute("REPLACE INTO controlnets VALUES (?, ?, ?)", row))
         self._added = {**self._added, name: str(folder)}
+        self.left_out.pop(name, None)
 
     def _below_root(self, folder: str) -> Path:
         if self.root is None:
@@ -113,12 +116,15 @@ class ControlNetCatalogue:
         for name, folder in added.items():
             if name in self._fixed:  # remembered all the same: the configuration may lose it again
                 kept[name] = folder
+                why = "the configuration has a ControlNet of that name; add it under another name"
+                self.left_out[f"{name} (added)"] = why
                 facts = {"controlnet": name, "folder": folder}
                 _log.warning("an added ControlNet is not hosted: the configuration has its name", extra=facts)
                 continue
             try:
                 kept[name] = str(self._checked_again(name, folder))
             except InvalidRequest as error:
+                self.left_out[name] = error.message
                 _log.warning("a ControlNet is not hosted any more", extra={"controlnet": name, "text": error.message})
         return kept
 

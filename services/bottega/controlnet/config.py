@@ -64,6 +64,8 @@ class ControlNetConfig:
     name: unique in the fleet; empty is "controlnet-" and the process's id. gateway: its fleet.listen, host:port;
     empty joins no fleet. controlnets: by name, the folders of ControlNets that it hosts, in Diffusers' layout;
     miniature/edges and miniature/layout are the embedded model's own.
+    left_out: by name, what is not hosted, and why: the fleet is told; bottega up says so of what lies beside the
+    ControlNets in a model's folder.
     root: below it are the folders that callers may add; empty is none.
     catalogue: the SQLite file that remembers those, and what was measured of ControlNets; empty is controlnets.db in
     the folder for Bottega's state. One server at a time may use it.
@@ -79,6 +81,7 @@ class ControlNetConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: ControlNetEngineConfig = field(default_factory=ControlNetEngineConfig)
     controlnets: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
     root: str = ""
     catalogue: str = ""
     start_s: Seconds = 600.0

@@ -70,6 +70,8 @@ class ControlNetServer:
         self._version = importlib.metadata.version("bottega-services")
         self._beat = ControlNetEngineBeat()
         self._hosted: list[Hosted] = []
+        self._refused: dict[str, str] = {}
+        """Why the engine does not host some of the catalogue, by name."""
         self._device = ""
         self._start_s = 0.0
         self._membership: FleetMembership | None = None
@@ -128,6 +130,7 @@ class ControlNetServer:
             path = await asyncio.to_thread(self._catalogue.checked, name, folder)
             hosted = await self._host(name, path)
             await self._catalogue.add(name, path)
+        self._refused.pop(name, None)
         self._hosts_now(hosted)
         _log.info("a ControlNet is hosted", extra={"controlnet": name, "folder": str(path)})
         return hosted
@@ -153,8 +156,10 @@ class ControlNetServer:
         activity = fleet_pb2.Activity(
             steps=beat.rows, turns=beat.turns, lookups=beat.hits + beat.misses, hits=beat.hits
         )
+        left_out = {**self._config.left_out, **self._catalogue.left_out, **self._refused}
         return fleet_pb2.Load(
             hosted=self._hosted,
+            left_out=rules.report_left_out(kinds.CONTROLNET, left_out),
             draining=self._draining,
             memory_bytes=self._memory.resident_bytes,
             activity=activity,
@@ -224,13 +229,15 @@ class ControlNetServer:
         self._hosted = []
 
     async def _host_all(self) -> None:
-        """Has a new engine host what the catalogue says, then joins the fleet."""
+        """Have a new engine host what the catalogue says, then join the fleet and report what is left out."""
+        self._refused = {}
         for name, folder in self._catalogue.folders.items():
             try:
                 self._hosts_now(await self._host(name, folder))
             except BottegaError as error:
                 facts = {"controlnet": name, "folder": str(folder), "text": error.message}
                 _log.error("a ControlNet cannot be hosted", extra=facts)
+                self._refused[name] = error.message
         self._start_s = min(self._engine.age_s, rules.MAX_START_S)
         if not self._first_hosting.done():
             self._first_hosting.set_result(None)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-from bottega import rules
 from bottega.manifest import ServiceOption, ServiceSpec, SuiteSettings, UnitSettings
 
 _COUNT = ServiceOption(name="controlnet_servers", help="ControlNet server processes.", default=1)
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
-    """It hosts the ControlNets in the model's own folder, if it has some, and those that are added."""
+    """Return the configuration of a server of the ControlNets in the model's own folder and of those that are added."""
+    from bottega.model_files.own_files import own_controlnets  # which the manifest need not import
+
+    own = own_controlnets(suite.model_folder)
     # All servers together have the cores of one more worker.
     threads = suite.threads_of(suite.options[_COUNT.name], beside=suite.options["workers"])
     return {
@@ -20,17 +19,11 @@ def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
         "gateway": suite.fleet_address,
         "server": suite.server,
         "engine": {"device": suite.device, "dtype": suite.dtype, "threads": threads},
-        "controlnets": dict(_own_controlnets(suite.model_folder)),
+        "controlnets": own.hosted,
+        "left_out": own.left_out,
         "root": str(suite.state / "controlnets"),
         "catalogue": str(suite.state / "controlnet" / f"{name}.db"),
     }
-
-
-def _own_controlnets(model: Path) -> Iterator[tuple[str, str]]:
-    """Name and folder of those that lie in a model's folder."""
-    for config in sorted((model / "controlnets").glob("*/config.json")):
-        if rules.is_adapter_name(config.parent.name):
-            yield config.parent.name, str(config.parent)
 
 
 SPEC = ServiceSpec(

@@ -86,6 +86,8 @@ class LoraConfig:
     folder: of catalogue and files; empty is loras in the folder for Bottega's state. bases: by the name of the model,
     the folder of each base model in Diffusers' layout; "miniature" is the embedded one. loras: by name, those that it
     has from every start: one that was removed is back at the next, and one that has the name already stays.
+    left_out: by name, what it does not take in, and why: the fleet is told; bottega up says so of what lies beside the
+    LoRAs in a model's folder.
     budget_bytes: of LoRAs in memory, where there are at most half as many as the process may have files open; what is
     used longest ago goes first. disk_bytes: of those on the disk, with what is in quarantine and what unfinished
     uploads have announced. min_free_bytes: of the disk, that uploads and imports leave to others; of one smaller than
@@ -103,6 +105,7 @@ class LoraConfig:
     folder: str = ""
     bases: dict[str, str] = field(default_factory=lambda: {"miniature": "miniature"})
     loras: dict[str, OwnLora] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
     budget_bytes: AtLeastOne = 4 << 30
     disk_bytes: AtLeastOne = 256 << 30
     min_free_bytes: NotNegative = 1 << 30

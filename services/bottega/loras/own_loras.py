@@ -37,12 +37,18 @@ async def import_own_loras(
     catalogue: LoraCatalogue,
     at_once: int,
     lost: Collection[str],
-) -> None:
-    """Imports those that the store does not have. One that is refused is logged, and the others are imported.
+) -> dict[str, str]:
+    """Import those that the store does not have, and return why others are left out, by name.
 
-    lost: digests without a file. at_once: more would wait for import processes, and of those only so many may.
+    Args:
+        loras: Of the configuration, by name.
+        importer: Imports them.
+        catalogue: What the store has.
+        at_once: Imports at a time; more would wait for import processes.
+        lost: Digests without a file.
     """
     room = asyncio.Semaphore(at_once)
+    left_out: dict[str, str] = {}
 
     async def import_missing(name: str, own: OwnLora) -> None:
         async with room:
@@ -54,8 +60,10 @@ async def import_own_loras(
             except BottegaError as error:
                 facts = {"lora": name, "path": own.path, "error": error.message}
                 _log.error("a LoRA of the configuration is not taken in", extra=facts)
+                left_out[name] = error.message
 
     await asyncio.gather(*(import_missing(name, own) for name, own in loras.items()))
+    return left_out
 
 
 async def _is_there(catalogue: LoraCatalogue, name: str, lost: Collection[str]) -> bool:

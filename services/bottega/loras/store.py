@@ -16,7 +16,7 @@ from pathlib import Path
 
 from prometheus_client import Counter
 
-from bottega import kinds
+from bottega import kinds, rules
 from bottega.background_tasks import BackgroundTasks
 from bottega.caching import Tier, TieredCache
 from bottega.errors import ConfigError, Draining, LoraInUse, LoraNotFound, Unavailable
@@ -107,6 +107,7 @@ class LoraStore:
         self.recovery = LoraRecovery(
             bases=self.bases, catalogue=self.catalogue, files=self._files, write_lock=self.importer.write_lock
         )
+        self._left_out = dict(config.left_out)
         self._needed_until: dict[str, float] = {}
         self._membership: FleetMembership | None = None
         self._memory = MemoryMeter(lambda: [os.getpid()])
@@ -122,7 +123,7 @@ class LoraStore:
         await self.catalogue.open()
         await asyncio.to_thread(self._files.open)
         lost = (await self.recovery.sort_out()).lost
-        await import_own_loras(
+        self._left_out |= await import_own_loras(
             self._config.loras,
             importer=self.importer,
             catalogue=self.catalogue,
@@ -224,7 +225,12 @@ class LoraStore:
         memory_bytes = self._memory.resident_bytes + self._cache.used_bytes
         by_tier = self._cache.counts.by_tier
         activity = fleet_pb2.Activity(lookups=sum(by_tier[tier] for tier in Tier), hits=by_tier[Tier.MEMORY])
-        return fleet_pb2.Load(draining=self._draining, memory_bytes=memory_bytes, activity=activity)
+        return fleet_pb2.Load(
+            draining=self._draining,
+            memory_bytes=memory_bytes,
+            activity=activity,
+            left_out=rules.report_left_out(kinds.LORAS, self._left_out),
+        )
 
     async def drain(self) -> None:
         """Offers no links any more, and returns when nothing is being sent."""

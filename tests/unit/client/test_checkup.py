@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from bottega.client.checkup.controlnets import check_own_controlnets
 from bottega.client.checkup.gateway import check_gateway
 from bottega.client.checkup.machine import (
     check_cores,
@@ -27,6 +30,7 @@ from bottega.client.checkup.model import check_model
 from bottega.client.types.checks import Level
 from bottega.manifest import VARIABLE
 from bottega.miniature import WEIGHTS
+from tests.samples.hostile_controlnets import CONFIG, with_config
 
 TESTED = {"bottega-libs": "0.1.0", "bottega-services": "0.1.0", "torch": "2.13.0+cpu"}
 WEIGHTS_FILE = "unet/diffusion_pytorch_model.safetensors"
@@ -179,3 +183,26 @@ def test_the_ports_of_metrics_and_fleet_must_be_free_as_well(first_port: int, of
     assert result.level is Level.FAIL
     assert f"port {port}, for the gateway's {whose}, is taken" in result.what
     assert f"process {os.getpid()}" in result.what
+
+
+def test_the_embedded_models_controlnets_are_well() -> None:
+    (result,) = check_own_controlnets("miniature")
+    assert (result.level, result.what) == (Level.OK, "2 ControlNets of miniature can be used: edges, layout")
+
+
+def test_a_controlnet_of_a_model_that_cannot_be_used_is_named_with_its_reason(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    for part in ("unet", "vae"):
+        (model / part).mkdir(parents=True)
+        shutil.copy(WEIGHTS / part / "config.json", model / part)
+    nets = model / "controlnets"
+    with_config(nets / "good", json.dumps(dict(CONFIG)).encode())
+    with_config(nets / "labels", json.dumps({**CONFIG, "num_class_embeds": 7}).encode())
+    with_config(nets / "sd15", json.dumps({**CONFIG, "cross_attention_dim": 768}).encode())
+    (nets / "empty").mkdir()
+    (nets / "depth.safetensors").touch()
+    results = list(check_own_controlnets(str(model)))
+    assert [result.level for result in results] == [Level.WARN] * 4 + [Level.OK]
+    said = ("empty.*config.json", "num_class_embeds", "cross_attention_dim", "single file")
+    assert all(re.search(pattern, result.what) for pattern, result in zip(said, results[:4], strict=True))
+    assert results[-1].what.endswith("good")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from io import StringIO
 
 from rich.console import Console
 
-from bottega.client.checkup.gateway import _check_accelerations
+from bottega.client.addons.addon import left_out_of
+from bottega.client.checkup.gateway import _check_accelerations, _check_left_out
 from bottega.client.cli.fleet import accelerations_table, fleet_table
+from bottega.client.types.checks import Level
 from bottega.v1.fleet_pb2 import Acceleration, ListMembersResponse, Load, Member, Registration
+from bottega.v1.hosted_pb2 import Hosted, LeftOut
 
 
 def worker(name: str, *found: Acceleration) -> Member:
@@ -47,3 +51,34 @@ def test_doctor_names_what_a_worker_computes_by_and_warns_of_one_that_kept_nothi
     assert kept.what == "w0 on cuda:0 computes by kernels.geglu (1.23 x); 1 more are off"
     assert "w1 on cuda:0 has kept none of 2" in none.what
     assert none.todo == "bottega fleet -v says why."
+
+
+def controlnet_server(*hosted: Hosted, left_out: Mapping[str, str]) -> Member:
+    items = [LeftOut(kind="controlnet", name=name, reason=reason) for name, reason in left_out.items()]
+    registration = Registration(kind="controlnet", name="controlnet-0")
+    return Member(registration=registration, load=Load(hosted=hosted, left_out=items))
+
+
+def test_what_is_left_out_and_what_fits_no_model_stands_below_the_table() -> None:
+    drawing = worker("w0")
+    drawing.registration.models.add(name="sdxl", base="4/8 2048+1280")
+    bases = {"canny": "4/8 2048+1280", "sd15": "x"}
+    nets = [Hosted(kind="controlnet", name=name, base=base) for name, base in bases.items()]
+    server = controlnet_server(*nets, left_out={"depth": "it has no config.json"})
+    fleet = ListMembersResponse(members=[drawing, server])
+    assert str(fleet_table(fleet).table.caption).splitlines() == [
+        "0 waiting in the queue",
+        "controlnet-0 leaves out depth: it has no config.json",
+        "controlnet-0 leaves out sd15: it fits no model that is served: its shapes are x, theirs 4/8 2048+1280",
+    ]
+
+
+def test_doctor_warns_of_what_a_service_leaves_out() -> None:
+    server = controlnet_server(left_out={"depth": "it has no config.json"})
+    (result,) = _check_left_out(ListMembersResponse(members=[worker("w0"), server]))
+    assert (result.level, result.what) == (Level.WARN, "controlnet-0 leaves out depth: it has no config.json")
+
+
+def test_without_a_worker_nothing_is_said_to_fit_no_model() -> None:
+    net = Hosted(kind="controlnet", name="canny", base="x")
+    assert left_out_of(ListMembersResponse(members=[controlnet_server(net, left_out={})])) == []

@@ -103,10 +103,22 @@ def test_the_models_own_loras_are_in_the_store_from_its_start(tmp_path: Path) ->
     for name in ("wash.safetensors", "notes.txt", "~.safetensors"):
         (model / "loras" / name).touch()
     plan_suite(SuiteOptions(port=0, model=str(model)), state)
-    assert yaml.safe_load((state.config / "loras.yaml").read_text())["loras"] == {
+    config = yaml.safe_load((state.config / "loras.yaml").read_text())
+    assert config["loras"] == {
         "ink": {"path": str(model / "loras" / "ink"), "base": "mine"},
         "wash": {"path": str(model / "loras" / "wash.safetensors"), "base": "mine"},
     }
+    assert list(config["left_out"]) == ["~.safetensors"]
+
+
+def test_what_lies_beside_the_models_own_controlnets_is_left_out_with_a_reason(tmp_path: Path) -> None:
+    state, model = held(tmp_path), tmp_path / "mine"
+    (model / "controlnets" / "canny").mkdir(parents=True)
+    (model / "controlnets" / "depth.safetensors").touch()
+    plan_suite(SuiteOptions(port=0, model=str(model)), state)
+    config = yaml.safe_load((state.config / "controlnet-0.yaml").read_text())
+    assert config["controlnets"] == {"canny": str(model / "controlnets" / "canny")}
+    assert list(config["left_out"]) == ["depth.safetensors"]
 
 
 def test_what_was_measured_of_a_model_is_in_its_cache_from_its_start(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from bottega.controlnet.inspector import ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.profiles import ProfileStore
 from bottega.controlnet.server import ControlNetServer
-from bottega.errors import BottegaError, Unavailable
+from bottega.errors import BottegaError, ControlNetUnusable, Unavailable
+from bottega.gateway.fleet.validation import check_load
 from bottega.process import EngineTimeouts
 from bottega.storage import SqliteDatabase
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
@@ -37,6 +38,7 @@ class Engine(ControlNetEngineClient):
         self.drains = 0
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.age = 0.0
+        self.refused: dict[str, str] = {}
 
     @property
     def age_s(self) -> float:
@@ -48,6 +50,8 @@ class Engine(ControlNetEngineClient):
             if self._gone.done():
                 raise Unavailable("there is no engine")
             await asyncio.sleep(0.001)
+        if name in self.refused:
+            raise ControlNetUnusable(self.refused[name])
         return Hosted(kind=kinds.CONTROLNET, name=name)
 
     async def watch(self, listener: object) -> None:
@@ -145,6 +149,24 @@ async def test_the_fleet_is_told_how_long_it_took_until_all_was_hosted(tmp_path:
     assert server.load().start_s == 40
 
 
+async def test_the_fleet_is_told_which_controlnets_are_left_out_and_why(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.refused["depth"] = "ControlNet depth cannot be used: " + "x" * 600
+    server = _server(engine, tmp_path, left_out={"pose.safetensors": "is a single file"})
+    await _serve(server, engine)
+    assert [net.name for net in server.load().hosted] == ["edges"]
+    assert [(item.kind, item.name, item.reason[:33]) for item in server.load().left_out] == [
+        ("controlnet", "depth", "ControlNet depth cannot be used: "),
+        ("controlnet", "pose.safetensors", "is a single file"),
+    ]
+    assert list(check_load(server.load())) == []
+    await server.on_engine_lost("killed")
+    engine.renew()
+    engine.refused.clear()  # somebody has mended it meanwhile
+    await _serve(server, engine)
+    assert [item.name for item in server.load().left_out] == ["pose.safetensors"]
+
+
 def _beat(*, sessions: int, draining: bool = False) -> ControlNetEngineEvent:
     nets = [Hosted(kind=kinds.CONTROLNET, name="edges", sessions=sessions)]
     return ControlNetEngineEvent(beat=ControlNetEngineBeat(controlnets=nets, draining=draining))
@@ -162,9 +184,12 @@ async def _nobody_asks(_: bool) -> None:
 
 
 def _server(
-    engine: Engine, folder: Path, set_serving: Callable[[bool], Awaitable[None]] = _nobody_asks
+    engine: Engine,
+    folder: Path,
+    set_serving: Callable[[bool], Awaitable[None]] = _nobody_asks,
+    left_out: dict[str, str] | None = None,
 ) -> ControlNetServer:
-    config = ControlNetConfig(gateway="", controlnets={"edges": "a", "depth": "b"})
+    config = ControlNetConfig(gateway="", controlnets={"edges": "a", "depth": "b"}, left_out=left_out or {})
     database = SqliteDatabase(folder / "catalogue.db", SCHEMA)
     return ControlNetServer(
         config,

@@ -81,6 +81,7 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
         )
     yield from _check_accelerations(workers)
     yield from _check_services(fleet)
+    yield from _check_left_out(fleet)
     versions = sorted({member.registration.version for member in fleet.members} - {""})
     if len(versions) > 1:
         yield warn(f"the fleet runs versions {', '.join(versions)}", "Bring every service to one version.")
@@ -111,6 +112,14 @@ def _check_services(fleet: fleet_pb2.ListMembersResponse) -> Iterator[CheckResul
             yield from add_on.check_fleet(fleet)
         elif count:
             yield ok(f"{count} {titles.get(kind, kind)}{'' if count == 1 else 's'} joined")
+
+
+def _check_left_out(fleet: fleet_pb2.ListMembersResponse) -> Iterator[CheckResult]:
+    """Warn of what services should host and do not."""
+    for member in fleet.members:
+        for item in member.load.left_out:
+            todo = "Correct it or take it away, and start the service again."
+            yield warn(f"{member.registration.name} leaves out {item.name}: {item.reason}", todo)
 
 
 def _titles() -> dict[str, str]:

@@ -40,6 +40,7 @@ def command(*, model: str, state: StateFolder, address: str) -> None:
 
 def _results(model: str, state: StateFolder, address: str, fleet_address: str) -> Iterator[CheckResult]:
     from bottega.client.checkup import gateway, machine
+    from bottega.client.checkup.controlnets import check_own_controlnets
     from bottega.client.checkup.model import check_model
 
     yield from machine.check_python()
@@ -49,4 +50,5 @@ def _results(model: str, state: StateFolder, address: str, fleet_address: str) -
     yield from machine.check_disk(state.root.resolve())
     yield from machine.check_unit_disks()
     yield from check_model(model)
+    yield from check_own_controlnets(model)
     yield from gateway.check_gateway(address, fleet_address)

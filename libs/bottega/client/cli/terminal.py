@@ -88,11 +88,11 @@ class PlainTable:
 
         self.table.add_row(*(Text(escaped(cell[:_LONGEST_CELL])) for cell in cells))
 
-    def add_caption(self, text: str) -> None:
-        """A line below it."""
+    def add_caption(self, *lines: str) -> None:
+        """Put lines below it."""
         from rich.text import Text
 
-        self.table.caption = Text(escaped(text))
+        self.table.caption = Text("\n".join(map(escaped, lines)))
         self.table.caption_justify = "left"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import fail, note, say
 from bottega.client.instance import AlreadyHeld, StateFolder
 from bottega.client.types.checks import Level
+from bottega.errors import BottegaError
 from bottega.manifest import options_of, read_services
 
 if TYPE_CHECKING:
@@ -127,7 +129,9 @@ def _foreground(options: SuiteOptions, state: StateFolder, *, in_background: boo
 
 
 def _detached(options: SuiteOptions, state: StateFolder) -> None:
-    from bottega.client.cli.foreground import say_ready
+    from bottega.client.addons.addon import left_out_of
+    from bottega.client.cli.foreground import note_left_out, say_ready
+    from bottega.client.sdk.clients import Client
     from bottega.client.suite.background import DidNotStart, start_in_background
 
     began_s = time.monotonic()
@@ -137,6 +141,9 @@ def _detached(options: SuiteOptions, state: StateFolder) -> None:
         for line in escaped_lines(error.message):  # it has said already what to do
             note(line)
         raise SystemExit(1) from None
+    with contextlib.suppress(BottegaError), Client(record.address, fleet_address=record.fleet_address) as client:
+        for thing in left_out_of(client.fleet()):
+            note_left_out(thing)
     say(f"Bottega runs in the background as process {record.pid}; logs in {state.logs}; bottega stop ends it.")
     say_ready(record.address, record.fleet_address, time.monotonic() - began_s, state)
 

@@ -16,6 +16,7 @@ from bottega.client.suite.plan import SuitePlan
 from bottega.client.suite.service_process import RestartPolicy, ServiceListener, ServiceProcess
 from bottega.client.transport.retry import RetryPolicy
 from bottega.errors import DeadlinePassed, Unavailable
+from bottega.v1.fleet_pb2 import ListMembersResponse
 
 # How often the record is brought up to date and, until it is ready, the fleet is looked at.
 _LOOK_S = 0.3
@@ -33,10 +34,10 @@ class Supervisor:
             ServiceProcess(process, state.logs, listener, policy or RestartPolicy()) for process in plan.processes
         ]
 
-    async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
+    async def run(self, stop: asyncio.Event, on_ready: Callable[[ListMembersResponse], None]) -> None:
         """Runs the suite until `stop`; then nothing of it is left.
 
-        on_ready: called once, when every service serves, and all that join the gateway's fleet have joined it.
+        on_ready: called once with the fleet, when every service serves, and all that join the fleet have joined it.
         Raises DoesNotStart when a service never serves.
         """
         services = (process.run() for process in self._processes)
@@ -50,14 +51,14 @@ class Supervisor:
         for process in self._processes:
             process.kill()
 
-    async def _watch(self, on_ready: Callable[[], None]) -> None:
+    async def _watch(self, on_ready: Callable[[ListMembersResponse], None]) -> None:
         written, ready, settings = None, False, self._plan.settings
         no_retry = RetryPolicy(patience_s=0.0)
         async with AsyncClient(settings.address, fleet_address=settings.fleet_address, retry=no_retry) as client:
             while True:
-                if not ready and await self._all_joined(client):
+                if not ready and (fleet := await self._whole_fleet(client)) is not None:
                     ready = True
-                    on_ready()
+                    on_ready(fleet)
                 record = InstanceRecord(
                     pid=os.getpid(),
                     address=settings.address,
@@ -70,15 +71,17 @@ class Supervisor:
                     written = record
                 await asyncio.sleep(_LOOK_S)
 
-    async def _all_joined(self, client: AsyncClient) -> bool:
+    async def _whole_fleet(self, client: AsyncClient) -> ListMembersResponse | None:
+        """Return the fleet when every service serves and all that join it have reported to it, else None."""
         if not all(process.serving.is_set() for process in self._processes):
-            return False
+            return None
         try:
-            members = (await client.fleet()).members
+            fleet = await client.fleet()
         except (Unavailable, DeadlinePassed):
-            return False
-        joined = Counter(member.registration.kind for member in members)
-        return all(joined[service.kind] >= count for service, count in self._plan.counts if service.joins)
+            return None
+        joined = Counter(member.registration.kind for member in fleet.members if member.HasField("load"))
+        whole = all(joined[service.kind] >= count for service, count in self._plan.counts if service.joins)
+        return fleet if whole else None
 
     def _children(self) -> Iterable[InstanceProcess]:
         for process in self._processes:

@@ -89,7 +89,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         others = [
             fleet_pb2.Member(
                 registration=member.registration,
-                load=member.load,
+                load=member.load if member.has_reported else None,
                 joined_s=now - member.joined_at,
                 heard_s=now - member.heard_at,
             )

@@ -52,6 +52,8 @@ class Member:
     instance: str = ""
     host: str = ""
     load: fleet_pb2.Load = field(default_factory=fleet_pb2.Load)
+    has_reported: bool = False
+    """Whether `load` is a report of its own."""
     steps_left: dict[str, int] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
     times: StepTimes = field(default_factory=StepTimes)

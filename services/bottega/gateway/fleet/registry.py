@@ -92,7 +92,7 @@ class Fleet:
         rules.refuse(list(check_load(load)))
         has_started = load.start_s != member.load.start_s  # of each instance once
         member.heard_at = self._clock.monotonic()
-        member.load = load
+        member.load, member.has_reported = load, True
         if has_started:
             self._seen.note_start(member)
         member.steps_left = {running.attempt.job_id: running.steps_left for running in load.running}

@@ -13,7 +13,7 @@ from bottega.kinds import is_kind
 from bottega.rpc.address import split
 from bottega.v1 import fleet_pb2, image_pb2
 from bottega.v1.generation_pb2 import Sampler
-from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, Hosted, HostedState
+from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, Hosted, HostedState, LeftOut
 
 MAX_MODELS = 256
 """Of one service, and names that are remembered after their last worker has left."""
@@ -38,7 +38,7 @@ _MAX_MASKED_TIMES = 32
 _MAX_MASK_TOKENS = 64
 # Of a worker's self-check.
 _MAX_ACCELERATIONS = 64
-_MAX_REASON = 512
+_MAX_REASON = rules.MAX_REASON_CHARACTERS
 _ACCELERATION = re.compile(r"[a-z0-9_.-]{1,64}")
 # A name or an address of a host; no path, no scheme.
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
@@ -93,6 +93,11 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
     yield from _masked(load)
     yield from _accelerations(load)
     yield from _hosted(load)
+    if len(load.left_out) > rules.MAX_LEFT_OUT or not all(map(_can_be_left_out, load.left_out)):
+        rule = (
+            f"at most {rules.MAX_LEFT_OUT}, each with a kind, a name, and a reason of {_MAX_REASON} characters at most"
+        )
+        yield Violation(field="load.left_out", description=rule)
 
 
 def _masked(load: fleet_pb2.Load) -> Iterator[Violation]:
@@ -153,6 +158,11 @@ def _can_be_hosted(item: Hosted) -> bool:
         and min(item.size_bytes, item.popularity, item.sessions) >= 0
         and item.state in HostedState.values()
     )
+
+
+def _can_be_left_out(item: LeftOut) -> bool:
+    name, reason = len(item.name), len(item.reason)
+    return is_kind(item.kind) and 0 < name <= rules.MAX_ADAPTER_CHARACTERS and 0 < reason <= _MAX_REASON
 
 
 def _is_profiled_well(item: Hosted) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bottega import kinds
+from bottega import kinds, rules
 from bottega.gateway.fleet.members import hosted_by_kind
 from bottega.gateway.fleet.validation import MAX_USED_KINDS, check_load, check_registration
 from bottega.v1.fleet_pb2 import (
@@ -24,7 +24,7 @@ from bottega.v1.fleet_pb2 import (
     Registration,
     SwitchTime,
 )
-from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
+from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted, LeftOut
 from tests.samples.hosted_loras import applied, at_hand
 
 
@@ -86,6 +86,20 @@ def test_what_a_self_check_found_is_bounded() -> None:
     for number in (math.inf, math.nan, -1.0):
         assert _of_load(accelerations=[Acceleration(name="one", difference=number)]) == ["load.accelerations"]
     assert _of_load(accelerations=[Acceleration(name="one", reason="x" * 513)]) == ["load.accelerations"]
+
+
+def test_what_is_left_out_is_bounded() -> None:
+    good = {"kind": kinds.CONTROLNET, "name": "x" * 200, "reason": "x" * 512}
+    assert _of_load(left_out=[LeftOut(**good)] * 64) == []
+    assert _of_load(left_out=[LeftOut(**good)] * 65) == ["load.left_out"]
+    for change in ({"kind": "A b"}, {"name": ""}, {"name": "x" * 201}, {"reason": ""}, {"reason": "x" * 513}):
+        assert _of_load(left_out=[LeftOut(**{**good, **change})]) == ["load.left_out"]
+
+
+def test_a_report_of_what_is_left_out_keeps_within_the_bounds() -> None:
+    report = rules.report_left_out(kinds.LORAS, {f"{number:03} {'n' * 300}": "r" * 600 for number in range(80)})
+    assert _of_load(left_out=report) == []
+    assert (len(report), report[-1].reason[:8]) == (64, "17 more ")
 
 
 def test_what_a_service_has_counted_are_numbers() -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from bottega import kinds
-from bottega.client.addons.addon import ClientAddOn
+from bottega.client.addons.addon import ClientAddOn, LeftOutThing
 from bottega.client.addons.controlnets.hosting import controlnets_of
 from bottega.client.types.checks import CheckResult, ok, warn
 from bottega.v1.fleet_pb2 import ListMembersResponse
@@ -31,6 +31,18 @@ def _check_fleet(fleet: ListMembersResponse) -> Iterator[CheckResult]:
         )
 
 
+def _misfits(fleet: ListMembersResponse) -> Iterator[LeftOutThing]:
+    bases = sorted({model.base for member in fleet.members for model in member.registration.models if model.base})
+    for net in controlnets_of(fleet):
+        if not net.models:
+            reason = f"it fits no model that is served: its shapes are {net.base}, theirs {', '.join(bases)}"
+            yield LeftOutThing(service=net.hosts[0].name, name=net.name, reason=reason)
+
+
 ADD_ON = ClientAddOn(
-    kind=kinds.CONTROLNET, title="ControlNet server", hosted_title="ControlNets", check_fleet=_check_fleet
+    kind=kinds.CONTROLNET,
+    title="ControlNet server",
+    hosted_title="ControlNets",
+    check_fleet=_check_fleet,
+    misfits=_misfits,
 )

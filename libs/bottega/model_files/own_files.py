@@ -1,0 +1,68 @@
+"""The ControlNets and LoRAs in a model's own folder, for a suite on this machine to host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from bottega import rules
+from bottega.plain_text import excerpt
+
+_SAFETENSORS = ".safetensors"
+_PICKLES = frozenset({".bin", ".ckpt", ".pt", ".pth"})
+_SINGLE_FILE = (
+    "it is a single file; give it a folder with config.json and diffusion_pytorch_model.safetensors, as Diffusers' "
+    "ControlNetModel.save_pretrained writes it"
+)
+_PICKLE = "it is pickled, and only safetensors are opened; convert it"
+_BAD_NAME = f"nobody can ask for its name; rename it: {rules.ADAPTER_NAMES}"
+_SAME_NAME = "it has the name of another file or folder here; rename one of them"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnFiles:
+    """What lies in a subfolder of a model's folder."""
+
+    hosted: Mapping[str, str]
+    """Paths by name of what a service is told to host."""
+    left_out: Mapping[str, str]
+    """Reasons by file name of what it is not told to host."""
+
+
+def own_controlnets(model: Path) -> OwnFiles:
+    """Return the folders in a model's folder `controlnets`; whether they are good is for who hosts them."""
+    entries = _entries(model / "controlnets")
+    found = [(path.name, path) for path in entries if path.is_dir()]
+    files = {path: _SINGLE_FILE for path in entries if path.is_file() and path.suffix in {_SAFETENSORS, *_PICKLES}}
+    return _own_files(found, files)
+
+
+def own_loras(model: Path) -> OwnFiles:
+    """Return the safetensors files, and the folders, in a model's folder `loras`."""
+    entries = _entries(model / "loras")
+    found = [(path.name if path.is_dir() else path.stem, path) for path in entries if _may_be_lora(path)]
+    pickles = {path: _PICKLE for path in entries if path.is_file() and path.suffix in _PICKLES}
+    return _own_files(found, pickles)
+
+
+def _own_files(found: Iterable[tuple[str, Path]], left_out: Mapping[Path, str]) -> OwnFiles:
+    found = list(found)
+    counts = Counter(name for name, _ in found)
+    reasons = dict(left_out)
+    reasons |= {path: _BAD_NAME for name, path in found if not rules.is_adapter_name(name)}
+    reasons |= {path: _SAME_NAME for name, path in found if counts[name] > 1}
+    return OwnFiles(
+        hosted={name: str(path) for name, path in found if path not in reasons},
+        left_out={excerpt(path.name, rules.MAX_ADAPTER_CHARACTERS // 2): reason for path, reason in reasons.items()},
+    )
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return what lies in a folder, without hidden files; nothing where there is no folder."""
+    return sorted(path for path in folder.glob("*") if not path.name.startswith("."))
+
+
+def _may_be_lora(path: Path) -> bool:
+    return path.is_dir() or path.suffix == _SAFETENSORS
