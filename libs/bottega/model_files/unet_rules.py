@@ -37,6 +37,12 @@ _CLASSES = "UNets that take class labels are not served"
 _KIND = "only UNets of SDXL's kind of conditioning are served"
 
 UNET_RULES = (
+    FieldRule(
+        name="_class_name",
+        default="UNet2DConditionModel",
+        values=only("UNet2DConditionModel"),
+        why="no other class is served",
+    ),
     FieldRule(name="sample_size", default=None, values=whole(1), why="it gives the default size of pictures"),
     FieldRule(name="in_channels", default=4, values=whole(1)),
     FieldRule(name="out_channels", default=4, values=whole(1)),

@@ -25,6 +25,12 @@ _STATISTICS = 4
 _RGB = "pictures are RGB"
 
 VAE_RULES = (
+    FieldRule(
+        name="_class_name",
+        default="AutoencoderKL",
+        values=only("AutoencoderKL"),
+        why="no other class is served",
+    ),
     FieldRule(name="in_channels", default=3, values=only(3), why=_RGB),
     FieldRule(name="out_channels", default=3, values=only(3), why=_RGB),
     FieldRule(

@@ -2,12 +2,99 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
+import pytest
+
 from bottega.miniature import WEIGHTS
 from bottega.model_files import check_model_folder
+from tests.samples.wrong_folders import WRONG_FOLDERS, WrongFolder, change_json, link_model, write_vocabulary
+
+# For a folder; it takes some milliseconds on a machine that does nothing else.
+LIMIT_S = 1.0
 
 
 def test_the_embedded_model_can_be_served() -> None:
     report = check_model_folder(WEIGHTS)
     assert report.problems == ()
-    assert report.pipeline_class == "StableDiffusionXLPipeline"
-    assert report.scheduler_class == "EulerDiscreteScheduler"
+    assert report.refusal == ""
+    assert (report.family, report.pipeline_class) == ("SDXL", "StableDiffusionXLPipeline")
+    assert (report.default_size, report.scheduler_class, report.variant) == (64, "EulerDiscreteScheduler", "")
+    assert {name: dict(part.bytes_by_dtype) for name, part in report.parts.items() if part.files} == {
+        "text_encoder": {"F16": 289024},
+        "text_encoder_2": {"F16": 297216},
+        "unet": {"F16": 6717896},
+        "vae": {"F16": 1363822},
+    }
+    assert report.size_bytes == sum(part.size_bytes for part in report.parts.values()) == 8667958
+    assert report.parts["unet"].parameters == 3358948
+
+
+@pytest.mark.parametrize("wrong", WRONG_FOLDERS, ids=lambda wrong: wrong.name)
+def test_a_wrong_folder_is_refused_with_its_sentence(wrong: WrongFolder, tmp_path: Path) -> None:
+    given, sentence = wrong.make_at(tmp_path / "model")
+    began_s = time.monotonic()
+    report = check_model_folder(given)
+    assert time.monotonic() - began_s < LIMIT_S
+    assert report.problems == (sentence,)
+    assert report.refusal == f"the model {given} cannot be served: {sentence}"
+    assert "\n" not in report.refusal
+
+
+def test_further_problems_are_counted(tmp_path: Path) -> None:
+    link_model(tmp_path / "model")
+    change_json(tmp_path / "model" / "unet" / "config.json", act_fn="tanh", in_channels=True)
+    report = check_model_folder(tmp_path / "model")
+    assert len(report.problems) == 2
+    assert report.refusal.endswith("(and 1 more problem)")
+
+
+def test_a_snapshot_of_links_with_a_vocabulary_and_other_folders_can_be_served(tmp_path: Path) -> None:
+    folder = tmp_path / "models--a--b" / "snapshots" / "0123"
+    link_model(folder)
+    for tokenizer in ("tokenizer", "tokenizer_2"):
+        write_vocabulary(folder / tokenizer)
+    for name in ("controlnets", "loras", "clip_vision"):
+        (folder / name).symlink_to(WEIGHTS / name)
+    (folder / "unet" / "LICENSE").write_text("a file that is no weights")
+    assert check_model_folder(folder).problems == ()
+
+
+def test_keys_that_diffusers_passes_over_and_null_values_can_be_served(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    link_model(folder)
+    change_json(folder / "model_index.json", safety_checker=[None, None], _name_or_path="somewhere", later="a value")
+    change_json(folder / "unet" / "config.json", _name_or_path="../checkpoint", upcast_attention=None, later={"a": 1})
+    change_json(folder / "vae" / "config.json", _diffusers_version="0.19.0.dev0", latents_mean=None, later=[])
+    change_json(folder / "text_encoder" / "config.json", _name_or_path="", torch_dtype="float16", later=1)
+    assert check_model_folder(folder).problems == ()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+@pytest.mark.parametrize(
+    ("closed", "sentence"),
+    [
+        (".", "the folder cannot be read"),
+        ("unet", "unet/config.json: this user may not read it; change its permissions or its owner"),
+        ("model_index.json", "model_index.json: this user may not read it; change its permissions or its owner"),
+    ],
+)
+def test_what_this_user_may_not_read_is_named(closed: str, sentence: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    link_model(folder)
+    change_json(folder / "model_index.json")
+    (folder / closed).chmod(0)
+    try:
+        assert check_model_folder(folder).problems[0].startswith(sentence)
+    finally:
+        (folder / closed).chmod(0o700)
+
+
+def test_a_folder_that_is_read_only_can_be_served(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    link_model(folder)
+    for path in (folder, *(part for part in folder.iterdir() if part.is_dir())):
+        path.chmod(0o500)
+    assert check_model_folder(folder).problems == ()

@@ -1,0 +1,747 @@
+"""Folders and files that are no model that can be served, each with the sentence that says so.
+
+Most are copies of the embedded model with one thing wrong; without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bottega.lora.safetensors_header import ITEM_BYTES, TensorEntry, read_header
+from bottega.miniature import WEIGHTS
+
+UNET = "unet/diffusion_pytorch_model.safetensors"
+VAE = "vae/diffusion_pytorch_model.safetensors"
+_PARTS = ("scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "unet", "vae")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 5135149760\n"
+_SHARDS = ("diffusion_pytorch_model-00001-of-00002.safetensors", "diffusion_pytorch_model-00002-of-00002.safetensors")
+
+_GIVE = "give the folder of an SDXL model in Diffusers' layout"
+_AGAIN = "download the file again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongFolder:
+    """Something that somebody may give for a model."""
+
+    name: str
+    """What it is, for the test's name."""
+    make: Callable[[Path], Path | None]
+    """Makes it at a path; returns what is given for a model where that is another path."""
+    sentence: str
+    """Why it cannot be served. `{given}` stands for the path that was given."""
+
+    def make_at(self, path: Path) -> tuple[Path, str]:
+        """Make it, and return what is given for a model, and the sentence about it."""
+        given = self.make(path) or path
+        return given, self.sentence.replace("{given}", str(given))
+
+
+def link_model(folder: Path) -> None:
+    """Make a model of links to the files of the embedded one, as a hub's snapshot is."""
+    for part in _PARTS:
+        (folder / part).mkdir(parents=True)
+        for file in (WEIGHTS / part).iterdir():
+            (folder / part / file.name).symlink_to(file)
+    (folder / "model_index.json").symlink_to(WEIGHTS / "model_index.json")
+
+
+def replace(path: Path, content: bytes | str) -> None:
+    """Put a file in the place of a link, or of nothing."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def change_json(path: Path, **changes: object) -> None:
+    """Change fields of a JSON object in a file."""
+    replace(path, json.dumps(json.loads(path.read_bytes()) | changes))
+
+
+def write_zeros(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Write a safetensors file of zeros, which takes no room on most file systems. tensors: types and shapes by "
+    "name."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin = end
+        size = ITEM_BYTES[dtype]
+        for extent in shape:
+            size *= extent
+        end = begin + size
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    path.unlink(missing_ok=True)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+
+
+def tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return types and shapes of the tensors of a file by name."""
+    with path.open("rb") as file:
+        return {tensor.name: _described(tensor) for tensor in read_header(file).tensors}
+
+
+def split_unet(folder: Path) -> dict[str, str]:
+    """Put two shards and an index, which is returned, in the place of the UNet's file."""
+    tensors = tensors_of(folder / UNET)
+    names = list(tensors)
+    (folder / UNET).unlink()
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(_SHARDS):
+        held = names[number::2]
+        write_zeros(folder / "unet" / shard, {name: tensors[name] for name in held})
+        weight_map |= dict.fromkeys(held, shard)
+    _write_index(folder, weight_map)
+    return weight_map
+
+
+def write_vocabulary(folder: Path) -> None:
+    """Put vocab.json and merges.txt in the place of a tokenizer.json, as published folders have them."""
+    model = json.loads((folder / "tokenizer.json").read_bytes())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "".join(f"{' '.join(pair)}\n" for pair in model["merges"])
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}")
+
+
+def _described(tensor: TensorEntry) -> tuple[str, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape
+
+
+def _write_index(folder: Path, weight_map: Mapping[str, object]) -> None:
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "unet" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _spoiled(spoil: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Return what makes a model and then spoils it."""
+
+    def make(path: Path) -> None:
+        link_model(path)
+        spoil(path)
+
+    return make
+
+
+def _of_class(class_name: object, **unet: object) -> Callable[[Path], None]:
+    """Return what makes a model of another pipeline, and of another UNet."""
+
+    def spoil(path: Path) -> None:
+        change_json(path / "model_index.json", _class_name=class_name)
+        change_json(path / "unet" / "config.json", **unet)
+
+    return _spoiled(spoil)
+
+
+def _with_unet(**changes: object) -> Callable[[Path], None]:
+    return _spoiled(lambda path: change_json(path / "unet" / "config.json", **changes))
+
+
+def _with_index(**changes: object) -> Callable[[Path], None]:
+    return _spoiled(lambda path: change_json(path / "model_index.json", **changes))
+
+
+def _rename_part(path: Path, variant: str) -> None:
+    """Leave a part with weights of a variant alone."""
+    path.rename(path.with_suffix(f".{variant}.safetensors"))
+
+
+def _change_tensors(path: Path, change: Callable[[dict[str, tuple[str, tuple[int, ...]]]], object]) -> None:
+    tensors = tensors_of(path)
+    change(tensors)
+    write_zeros(path, tensors)
+
+
+def _lose_a_shard(path: Path) -> None:
+    split_unet(path)
+    (path / "unet" / _SHARDS[1]).unlink()
+
+
+def _lose_the_index(path: Path) -> None:
+    split_unet(path)
+    (path / "unet" / "diffusion_pytorch_model.safetensors.index.json").unlink()
+
+
+def _lead_out(path: Path) -> None:
+    weight_map = split_unet(path)
+    _write_index(path, weight_map | {"conv_in.weight": "../vae/diffusion_pytorch_model.safetensors"})
+
+
+def _name_the_index_itself(path: Path) -> None:
+    weight_map = split_unet(path)
+    _write_index(path, weight_map | {"conv_in.weight": "diffusion_pytorch_model.safetensors.index.json"})
+
+
+def _misplace_a_tensor(path: Path) -> None:
+    weight_map = split_unet(path)
+    _write_index(path, weight_map | {"conv_in.weight": _other_shard(weight_map["conv_in.weight"])})
+
+
+def _other_shard(name: str) -> str:
+    return _SHARDS[1 - _SHARDS.index(name)]
+
+
+def _two_variants(path: Path) -> None:
+    for part in ("unet", "vae"):
+        folder = path / part
+        target = (folder / "diffusion_pytorch_model.safetensors").readlink()
+        for variant in ("fp16", "bf16"):
+            (folder / f"diffusion_pytorch_model.{variant}.safetensors").symlink_to(target)
+        (folder / "diffusion_pytorch_model.safetensors").unlink()
+
+
+def _mixed_variants(path: Path) -> None:
+    _rename_part(path / UNET, "fp16")
+    _rename_part(path / VAE, "bf16")
+
+
+def _empty_tokenizer(path: Path) -> None:
+    for file in (path / "tokenizer").iterdir():
+        file.unlink()
+
+
+def _no_vocabulary(path: Path) -> None:
+    write_vocabulary(path / "tokenizer_2")
+    (path / "tokenizer_2" / "vocab.json").write_text("{}")
+
+
+def _no_merges(path: Path) -> None:
+    write_vocabulary(path / "tokenizer")
+    (path / "tokenizer" / "merges.txt").unlink()
+
+
+def _empty_merges(path: Path) -> None:
+    write_vocabulary(path / "tokenizer")
+    (path / "tokenizer" / "merges.txt").write_text("#version: 0.2\n")
+
+
+def _other_vocabulary(path: Path) -> None:
+    write_vocabulary(path / "tokenizer")
+    vocab = json.loads((path / "tokenizer" / "vocab.json").read_bytes())
+    (path / "tokenizer" / "vocab.json").write_text(json.dumps(vocab | {"more": 49407}))
+
+
+def _links_in_circles(path: Path) -> None:
+    (path / UNET).unlink()
+    (path / UNET).symlink_to(path / UNET)
+
+
+def _link_to_nothing(path: Path) -> None:
+    (path / UNET).unlink()
+    (path / UNET).symlink_to(path / "blobs" / "absent")
+
+
+def _pipe(path: Path) -> None:
+    (path / "vae" / "config.json").unlink()
+    os.mkfifo(path / "vae" / "config.json")
+
+
+def _controlnet(path: Path) -> Path:
+    return WEIGHTS / "controlnets" / "edges"
+
+
+def _lora(path: Path) -> Path:
+    return WEIGHTS / "loras" / "striped"
+
+
+def _single_file(path: Path) -> Path:
+    file = path.with_suffix(".safetensors")
+    write_zeros(file, {"model.diffusion_model.input_blocks.0.0.weight": ("F16", (4, 4, 3, 3))})
+    return file
+
+
+def _folder_of_a_single_file(path: Path) -> None:
+    path.mkdir()
+    write_zeros(path / "sd_xl_base_1.0.safetensors", {"conditioner.embedders.0": ("F16", (4,))})
+
+
+def _lora_file(path: Path) -> Path:
+    return WEIGHTS / "loras" / "striped" / "pytorch_lora_weights.safetensors"
+
+
+def _hub_repository(path: Path) -> Path:
+    repository = path / "models--stabilityai--stable-diffusion-xl-base-1.0"
+    link_model(repository / "snapshots" / "462165984030d82259a11f4367a4eed129e94a7b")
+    (repository / "refs").mkdir()
+    return repository
+
+
+WRONG_FOLDERS: tuple[WrongFolder, ...] = (
+    # Other models.
+    WrongFolder(
+        name="Stable Diffusion 1.5",
+        make=_of_class("StableDiffusionPipeline", cross_attention_dim=768),
+        sentence=(
+            "model_index.json: _class_name is StableDiffusionPipeline: this is a Stable Diffusion 1 model, and only "
+            "SDXL "
+            f"is served; {_GIVE}"
+        ),
+    ),
+    WrongFolder(
+        name="Stable Diffusion 2.1",
+        make=_of_class("StableDiffusionPipeline", cross_attention_dim=1024),
+        sentence=(
+            "model_index.json: _class_name is StableDiffusionPipeline: this is a Stable Diffusion 2 model, and only "
+            "SDXL "
+            f"is served; {_GIVE}"
+        ),
+    ),
+    WrongFolder(
+        name="Stable Diffusion 3",
+        make=_of_class("StableDiffusion3Pipeline"),
+        sentence=(
+            "model_index.json: _class_name is StableDiffusion3Pipeline: this is a Stable Diffusion 3 model, and only "
+            "SDXL "
+            f"is served; {_GIVE}"
+        ),
+    ),
+    WrongFolder(
+        name="FLUX",
+        make=_of_class("FluxPipeline"),
+        sentence=(
+            f"model_index.json: _class_name is FluxPipeline: this is a FLUX model, and only SDXL is served; {_GIVE}"
+        ),
+    ),
+    WrongFolder(
+        name="Kandinsky",
+        make=_of_class("KandinskyV22Pipeline"),
+        sentence=(
+            "model_index.json: _class_name is KandinskyV22Pipeline: this is a Kandinsky model, and only SDXL is "
+            "served; "
+            f"{_GIVE}"
+        ),
+    ),
+    WrongFolder(
+        name="an unknown pipeline",
+        make=_of_class("NewPipeline"),
+        sentence=(
+            "model_index.json: _class_name is NewPipeline: this is a model of a kind that is not known, and only "
+            "SDXL is "
+            f"served; {_GIVE}"
+        ),
+    ),
+    WrongFolder(
+        name="a pipeline of its own code",
+        make=_of_class(["pipeline", "OwnPipeline"]),
+        sentence=(
+            "model_index.json: _class_name names a pipeline of its own code, which is never run; give the folder of an "
+            "SDXL model with StableDiffusionXLPipeline"
+        ),
+    ),
+    WrongFolder(
+        name="SDXL's refiner",
+        make=_with_index(
+            _class_name="StableDiffusionXLImg2ImgPipeline", requires_aesthetics_score=True, text_encoder=[None, None]
+        ),
+        sentence=(
+            "model_index.json: this is SDXL's refiner, which has no first text encoder and takes an aesthetic score; "
+            "give "
+            "the folder of an SDXL base model"
+        ),
+    ),
+    WrongFolder(
+        name="SDXL for inpainting",
+        make=_of_class("StableDiffusionXLInpaintPipeline", in_channels=9),
+        sentence=(
+            "unet/config.json: in_channels must be 4, as out_channels is, not 9: UNets that take a source image beside "
+            "the latent, as those for inpainting with nine channels do, are not served"
+        ),
+    ),
+    WrongFolder(
+        name="a UNet of LCM",
+        make=_with_unet(time_cond_proj_dim=256),
+        sentence=(
+            "unet/config.json: time_cond_proj_dim must be null, not 256: UNets that take the guidance scale as an "
+            "input, "
+            "as those of LCM do, are not served"
+        ),
+    ),
+    # No model's folder.
+    WrongFolder(
+        name="no folder",
+        make=lambda path: None,
+        sentence=(
+            f"there is no such folder; {_GIVE} (nothing is downloaded from a hub: `hf download REPOSITORY --local-dir "
+            "FOLDER` does that)"
+        ),
+    ),
+    WrongFolder(
+        name="an empty folder", make=lambda path: path.mkdir(), sentence=f"it has no model_index.json; {_GIVE}"
+    ),
+    WrongFolder(
+        name="a single file",
+        make=_single_file,
+        sentence=(
+            "it is a single-file checkpoint, which is not served; convert it to a folder with Diffusers: "
+            "StableDiffusionXLPipeline.from_single_file(FILE).save_pretrained(FOLDER)"
+        ),
+    ),
+    WrongFolder(
+        name="a folder of a single file",
+        make=_folder_of_a_single_file,
+        sentence=(
+            "it has no model_index.json, but sd_xl_base_1.0.safetensors: it is a single-file checkpoint, which is not "
+            "served; convert it to a folder with Diffusers: "
+            "StableDiffusionXLPipeline.from_single_file(FILE).save_pretrained(FOLDER)"
+        ),
+    ),
+    WrongFolder(
+        name="another file",
+        make=lambda path: WEIGHTS / "README.md",
+        sentence=f"it is a single file; {_GIVE}, converted with Diffusers' from_single_file and save_pretrained",
+    ),
+    WrongFolder(
+        name="a ControlNet",
+        make=_controlnet,
+        sentence=(
+            "it is a ControlNet; give the folder of an SDXL model, and put the ControlNet into that folder's "
+            "controlnets/ "
+            "or name it in the ControlNet server's configuration"
+        ),
+    ),
+    WrongFolder(
+        name="a LoRA",
+        make=_lora,
+        sentence="it is a LoRA; give the folder of an SDXL model, and add the LoRA with `bottega loras add`",
+    ),
+    WrongFolder(
+        name="a LoRA's file",
+        make=_lora_file,
+        sentence="it is a LoRA; give the folder of an SDXL model, and add the LoRA with `bottega loras add`",
+    ),
+    WrongFolder(
+        name="a part",
+        make=lambda path: WEIGHTS / "unet",
+        sentence=(
+            "it is one part of a model (UNet2DConditionModel); give the folder that has model_index.json and all parts"
+        ),
+    ),
+    WrongFolder(
+        name="a repository in the hub's cache",
+        make=_hub_repository,
+        sentence=(
+            "it is a repository in the hub's cache; give its snapshot: "
+            "{given}/snapshots/462165984030d82259a11f4367a4eed129e94a7b"
+        ),
+    ),
+    # Files that are missing or damaged.
+    WrongFolder(
+        name="pickled weights",
+        make=_spoiled(lambda path: (path / UNET).rename(path / "unet" / "diffusion_pytorch_model.bin")),
+        sentence=(
+            "unet has only pickled weights, which are never opened because they may run code; download "
+            "unet/diffusion_pytorch_model.safetensors, or save the model again with safe_serialization=True"
+        ),
+    ),
+    WrongFolder(
+        name="weights of another name",
+        make=_spoiled(lambda path: (path / UNET).rename(path / "unet" / "model.safetensors")),
+        sentence=(
+            "unet has model.safetensors and no diffusion_pytorch_model.safetensors; download the part again, or rename "
+            "the file"
+        ),
+    ),
+    WrongFolder(
+        name="no weights",
+        make=_spoiled(lambda path: (path / UNET).unlink()),
+        sentence=("unet has no diffusion_pytorch_model.safetensors; download the model again, with all of its files"),
+    ),
+    WrongFolder(
+        name="no folder of a part",
+        make=_spoiled(lambda path: (path / "vae").rename(path / "vae_of_old")),
+        sentence="the folder vae is missing; download the model again, with all parts",
+    ),
+    WrongFolder(
+        name="no configuration of a part",
+        make=_spoiled(lambda path: (path / "unet" / "config.json").unlink()),
+        sentence="unet/config.json: there is no such file; download the model again, with all of its files",
+    ),
+    WrongFolder(
+        name="no shard",
+        make=_spoiled(_lose_a_shard),
+        sentence=(
+            "unet/diffusion_pytorch_model-00002-of-00002.safetensors (named by "
+            "diffusion_pytorch_model.safetensors.index.json): there is no such file; download the model again, with "
+            "all "
+            "of its files"
+        ),
+    ),
+    WrongFolder(
+        name="shards without an index",
+        make=_spoiled(_lose_the_index),
+        sentence=(
+            "unet has shards and no diffusion_pytorch_model.safetensors.index.json that names them; download the part "
+            "again"
+        ),
+    ),
+    WrongFolder(
+        name="an index that leads out of the folder",
+        make=_spoiled(_lead_out),
+        sentence=(
+            "unet/diffusion_pytorch_model.safetensors.index.json: it names ../vae/diffusion_pytorch_model.safetensors, "
+            "which leads out of its folder; shards lie beside their index"
+        ),
+    ),
+    WrongFolder(
+        name="an index that names itself",
+        make=_spoiled(_name_the_index_itself),
+        sentence=(
+            "unet/diffusion_pytorch_model.safetensors.index.json: it names "
+            f"diffusion_pytorch_model.safetensors.index.json, no safetensors file; {_AGAIN}"
+        ),
+    ),
+    WrongFolder(
+        name="an index of other files",
+        make=_spoiled(_misplace_a_tensor),
+        sentence=(
+            "unet/diffusion_pytorch_model.safetensors.index.json: it names "
+            "diffusion_pytorch_model-00001-of-00002.safetensors for the tensor conv_in.weight, which is in "
+            "diffusion_pytorch_model-00002-of-00002.safetensors; download the part unet again"
+        ),
+    ),
+    WrongFolder(
+        name="no tensor",
+        make=_spoiled(lambda path: _change_tensors(path / UNET, lambda tensors: tensors.pop("conv_out.bias"))),
+        sentence=(
+            "unet/diffusion_pytorch_model.safetensors: 1 of 308 tensors are missing, such as conv_out.bias; download "
+            "the "
+            "file again, or the config.json that belongs to it"
+        ),
+    ),
+    WrongFolder(
+        name="no tensor of a text encoder",
+        make=_spoiled(
+            lambda path: _change_tensors(
+                path / "text_encoder_2/model.safetensors", lambda tensors: tensors.pop("text_projection.weight")
+            )
+        ),
+        sentence=(
+            "text_encoder_2/model.safetensors: 1 of 53 tensors are missing, such as text_projection.weight; download "
+            "the "
+            "file again, or the config.json that belongs to it"
+        ),
+    ),
+    WrongFolder(
+        name="a tensor of another shape",
+        make=_spoiled(
+            lambda path: _change_tensors(path / UNET, lambda tensors: tensors.update({"conv_in.bias": ("F16", (47,))}))
+        ),
+        sentence=(
+            "unet/diffusion_pytorch_model.safetensors: the tensor conv_in.bias has the shape [47] and config.json "
+            "asks for "
+            "[48]; download both files from one model"
+        ),
+    ),
+    WrongFolder(
+        name="more tensors",
+        make=_with_unet(transformer_layers_per_block=[1, 0]),
+        sentence=(
+            "unet/diffusion_pytorch_model.safetensors: 120 tensors have no place in the network that config.json "
+            "describes, such as down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_k.weight; download both files "
+            "from one model"
+        ),
+    ),
+    WrongFolder(
+        name="quantized weights",
+        make=_spoiled(
+            lambda path: _change_tensors(path / UNET, lambda tensors: tensors.update({"conv_in.bias": ("I8", (48,))}))
+        ),
+        sentence=(
+            "unet/diffusion_pytorch_model.safetensors: the tensor conv_in.bias has elements of I8; quantized weights "
+            "are "
+            "not served, download float32, float16 or bfloat16 ones"
+        ),
+    ),
+    WrongFolder(
+        name="a file that is cut off",
+        make=_spoiled(lambda path: replace(path / UNET, (path / UNET).read_bytes()[:-1000])),
+        sentence=(
+            "unet/diffusion_pytorch_model.safetensors: it is damaged or cut off (its tensors take 6717896 bytes, and "
+            f"6716896 are behind its header); {_AGAIN}"
+        ),
+    ),
+    WrongFolder(
+        name="a header that lies",
+        make=_spoiled(lambda path: replace(path / VAE, struct.pack("<Q", 1 << 40) + (path / VAE).read_bytes()[8:])),
+        sentence=(
+            "vae/diffusion_pytorch_model.safetensors: it is damaged or cut off (it says that its header has "
+            "1099511627776 "
+            f"bytes; 2 to 8388608 are accepted); {_AGAIN}"
+        ),
+    ),
+    WrongFolder(
+        name="a pointer of Git LFS",
+        make=_spoiled(lambda path: replace(path / UNET, _LFS_POINTER)),
+        sentence=(
+            "unet/diffusion_pytorch_model.safetensors: it is a Git LFS pointer in place of the file; run `git lfs "
+            "pull` in "
+            "the model's folder"
+        ),
+    ),
+    WrongFolder(
+        name="an empty file",
+        make=_spoiled(lambda path: replace(path / UNET, b"")),
+        sentence=(
+            "unet/diffusion_pytorch_model.safetensors: it is damaged or cut off (it is shorter than the length of a "
+            f"header); {_AGAIN}"
+        ),
+    ),
+    WrongFolder(
+        name="links in circles",
+        make=_spoiled(_links_in_circles),
+        sentence=("unet/diffusion_pytorch_model.safetensors: its links lead in circles; download the model again"),
+    ),
+    WrongFolder(
+        name="a link to nothing",
+        make=_spoiled(_link_to_nothing),
+        sentence=(
+            "unet/diffusion_pytorch_model.safetensors: it is a link to a file that is not there; download the model "
+            "again"
+        ),
+    ),
+    # Variants.
+    WrongFolder(
+        name="parts of different variants",
+        make=_spoiled(_mixed_variants),
+        sentence=(
+            "no variant has weights of all parts (unet of fp16; vae of bf16); download all parts in one variant, or "
+            "plain "
+            "ones"
+        ),
+    ),
+    WrongFolder(
+        name="two variants",
+        make=_spoiled(_two_variants),
+        sentence=(
+            "it has weights of several variants (unet of bf16 and fp16; vae of bf16 and fp16) and no plain ones; "
+            "keep the "
+            "files of one of them"
+        ),
+    ),
+    # Tokenizers.
+    WrongFolder(
+        name="an empty tokenizer",
+        make=_spoiled(_empty_tokenizer),
+        sentence=(
+            "tokenizer/tokenizer_config.json: there is no such file; download the model again, with all of its files"
+        ),
+    ),
+    WrongFolder(
+        name="no vocabulary",
+        make=_spoiled(lambda path: (path / "tokenizer" / "tokenizer.json").unlink()),
+        sentence="tokenizer/vocab.json: there is no such file; download the model again, with all of its files",
+    ),
+    WrongFolder(
+        name="an empty vocabulary",
+        make=_spoiled(_no_vocabulary),
+        sentence=f"tokenizer_2/vocab.json: its vocabulary is empty; {_AGAIN}",
+    ),
+    WrongFolder(
+        name="no merges",
+        make=_spoiled(_no_merges),
+        sentence="tokenizer/merges.txt: there is no such file; download the model again, with all of its files",
+    ),
+    WrongFolder(
+        name="empty merges",
+        make=_spoiled(_empty_merges),
+        sentence=f"tokenizer/merges.txt: it has no merges; {_AGAIN}",
+    ),
+    WrongFolder(
+        name="another vocabulary",
+        make=_spoiled(_other_vocabulary),
+        sentence=(
+            "tokenizer/vocab.json: it has a token of number 49407 and the text encoder knows 663 tokens (vocab_size); "
+            "download both from one model"
+        ),
+    ),
+    # Configurations.
+    WrongFolder(
+        name="broken JSON",
+        make=_spoiled(lambda path: replace(path / "model_index.json", '{"_class_name": ')),
+        sentence=(f"model_index.json: it is no JSON (EOF while parsing a value at line 1 column 16); {_AGAIN}"),
+    ),
+    WrongFolder(
+        name="deep JSON",
+        make=_spoiled(lambda path: replace(path / "unet" / "config.json", '{"a":' * 1000 + "1" + "}" * 1000)),
+        sentence=(f"unet/config.json: it is no JSON (recursion limit exceeded at line 1 column 1006); {_AGAIN}"),
+    ),
+    WrongFolder(
+        name="NaN",
+        make=_spoiled(lambda path: replace(path / "unet" / "config.json", '{"sample_size": NaN}')),
+        sentence=(f"unet/config.json: it is no JSON (expected value at line 1 column 17); {_AGAIN}"),
+    ),
+    WrongFolder(
+        name="a list",
+        make=_spoiled(lambda path: replace(path / "vae" / "config.json", "[]")),
+        sentence=f"vae/config.json: it is JSON, but no object; {_AGAIN}",
+    ),
+    WrongFolder(
+        name="a pipe",
+        make=_spoiled(_pipe),
+        sentence=f"vae/config.json: it cannot be read (is no regular file); {_AGAIN}",
+    ),
+    WrongFolder(
+        name="a tiny autoencoder",
+        make=_with_index(vae=["diffusers", "AutoencoderTiny"]),
+        sentence=(
+            'model_index.json: vae must be ["diffusers", "AutoencoderKL"], not ["diffusers", "AutoencoderTiny"]: no '
+            "other "
+            "class is served"
+        ),
+    ),
+    WrongFolder(
+        name="no VAE",
+        make=_with_index(vae=[None, None]),
+        sentence=(
+            'model_index.json: vae must be ["diffusers", "AutoencoderKL"], not [null, null]: no other class is served'
+        ),
+    ),
+    WrongFolder(
+        name="a UNet of another class",
+        make=_with_unet(_class_name="UNet3DConditionModel"),
+        sentence=(
+            'unet/config.json: _class_name must be "UNet2DConditionModel", not "UNet3DConditionModel": no other '
+            "class is "
+            "served"
+        ),
+    ),
+    WrongFolder(
+        name="a text encoder of another class",
+        make=_with_index(text_encoder_2=["transformers", "T5EncoderModel"]),
+        sentence=(
+            'model_index.json: text_encoder_2 must be ["transformers", "CLIPTextModelWithProjection"], not '
+            '["transformers", "T5EncoderModel"]: no other class is served'
+        ),
+    ),
+    WrongFolder(
+        name="a text encoder of another kind",
+        make=_spoiled(lambda path: change_json(path / "text_encoder" / "config.json", model_type="t5")),
+        sentence=(
+            'text_encoder/config.json: model_type must be "clip_text_model", not "t5": only CLIP\'s text encoders '
+            "are served"
+        ),
+    ),
+    WrongFolder(
+        name="another width of prompts",
+        make=_with_unet(cross_attention_dim=2048),
+        sentence=(
+            "unet/config.json: cross_attention_dim must be 128, hidden_size of text_encoder and of text_encoder_2 "
+            "together, not 2048"
+        ),
+    ),
+    WrongFolder(
+        name="two sizes",
+        make=_with_unet(sample_size=[16, 16]),
+        sentence=(
+            "unet/config.json: sample_size must be a whole number from 1, not [16, 16]: it gives the default size of "
+            "pictures"
+        ),
+    ),
+)
