@@ -40,7 +40,7 @@ TEXT_ENCODER_RULES = (
     FieldRule(name="layer_norm_eps", default=1e-5, values=POSITIVE),
     FieldRule(name="attention_dropout", default=0.0, values=FRACTION | NULL),
     FieldRule(name="initializer_range", default=0.02, values=number("a number")),
-    FieldRule(name="initializer_factor", default=1.0, values=number("a number") | NULL),
+    FieldRule(name="initializer_factor", default=1.0, values=number("a number")),
     FieldRule(name="pad_token_id", default=1, values=whole(0) | NULL),
     FieldRule(name="bos_token_id", default=49406, values=whole(0) | NULL),
     FieldRule(name="eos_token_id", default=49407, values=whole(0)),

@@ -141,7 +141,7 @@ UNET_RULES = (
         values=only("positional"),
         why="Fourier embeddings of the timestep are not served",
     ),
-    FieldRule(name="time_embedding_dim", default=None, values=NULL | whole(1)),
+    FieldRule(name="time_embedding_dim", default=None, values=NULL | whole(0)),
     FieldRule(name="time_embedding_act_fn", default=None, values=only(None, *_ACTIVATIONS)),
     FieldRule(name="timestep_post_act", default=None, values=only(None, *_ACTIVATIONS)),
     FieldRule(
@@ -151,12 +151,14 @@ UNET_RULES = (
         why="UNets that take the guidance scale as an input, as those of LCM do, are not served",
     ),
     FieldRule(name="conv_in_kernel", default=3, values=only(*_KERNELS)),
-    FieldRule(name="conv_out_kernel", default=3, values=only(*_KERNELS)),
+    FieldRule(
+        name="conv_out_kernel", default=3, values=only(3), why="edits compute this convolution around their masks alone"
+    ),
     FieldRule(name="projection_class_embeddings_input_dim", default=None, values=whole(1)),
     FieldRule(
         name="attention_type",
         default="default",
-        values=only("default"),
+        values=only("default", None),
         why="UNets that take boxes with the prompt (GLIGEN) are not served",
     ),
     FieldRule(name="class_embeddings_concat", default=False, values=OFF, why=_CLASSES),

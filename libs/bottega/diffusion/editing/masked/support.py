@@ -63,6 +63,8 @@ def _reasons(unet: UNet2DConditionModel) -> Iterator[str]:
 def _of_transformer(transformer: Transformer2DModel) -> Iterator[str]:
     if not transformer.is_input_continuous:
         yield "a transformer does not read feature maps"
+    if not transformer.transformer_blocks:
+        yield "a transformer has no block"
     for block in transformer.transformer_blocks:
         if type(block) is not BasicTransformerBlock:
             yield f"a transformer has a {type(block).__name__}"
