@@ -23,7 +23,7 @@ from bottega.diffusion.parallel.offload import RemoteJob
 from bottega.diffusion.parallel.pair import PairPrediction
 from bottega.diffusion.rows import Half, Row
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.errors import InternalError
+from bottega.errors import FieldNotServed, InternalError
 from bottega.planning import Share
 
 _log = logging.getLogger(__name__)
@@ -266,7 +266,12 @@ def new_requests(model: Model, order: EngineOrder, conditions: Conditions) -> li
 
 
 def _latent_mask(model: Model, order: EngineOrder) -> Tensor | None:
-    """The mask of an edit; None where the order is none."""
+    """Return the mask of an edit for the model's latents; None where the order is no edit.
+
+    Raises:
+        FieldNotServed: Where the VAE has statistics of its latents.
+        InternalError: Where a part of an edit is missing.
+    """
     spec = order.spec
     if order.mask is None and spec.edit is None:
         return None
@@ -274,6 +279,12 @@ def _latent_mask(model: Model, order: EngineOrder) -> Tensor | None:
         raise InternalError("an edit came without its mask or its image, or a mask without an edit")
     if order.mask.shape != (spec.height, spec.width):
         raise InternalError("the mask of an edit came in another size than its picture's")
+    if model.decoder.statistics is not None:
+        # Diffusers' inpainting pipeline applies them when it decodes, and not when it encodes: its colours shift.
+        raise FieldNotServed(
+            f"model {model.name} edits no pictures, because its VAE has latents_mean and latents_std; use another",
+            metadata={"field": "mask_image"},
+        )
     return latent_mask(model, order.mask)
 
 

@@ -15,19 +15,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
-from diffusers import AutoencoderKL, StableDiffusionXLImg2ImgPipeline, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLInpaintPipeline,
+    UNet2DConditionModel,
+)
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 from transformers.activations import ACT2FN
 
-from bottega.diffusion.controlnets.layout import base_layout
+from bottega.diffusion.controlnets import base_layout
 from bottega.diffusion.editing.masked.backbone import MaskedBackbone
 from bottega.diffusion.editing.masked.support import unsupported
 from bottega.diffusion.editing.masked.work import blocks_of
 from bottega.diffusion.editing.sparse.maps import SparseMaps
+from bottega.diffusion.engine.encode import encode_prompts
 from bottega.diffusion.engine.forward import Denoiser, stack
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
@@ -36,19 +41,30 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.vae import VaeSettings, make_decoder
 from bottega.diffusion.rows import Embeds, Row
 from bottega.diffusion.spec import ResolvedSpec
+from bottega.errors import FieldNotServed
 from bottega.model_files.configuration_rules import check_configurations
 from bottega.model_files.field_rules import FieldRule
 from bottega.model_files.text_encoder_rules import ACTIVATIONS, TEXT_ENCODER_RULES
 from bottega.model_files.unet_rules import UNET_RULES
 from bottega.model_files.vae_rules import VAE_RULES
 from tests.samples import published_configs as published
+from tests.samples.edits import box_mask, edit_order, template
 from tests.samples.masked_networks import LATENT as SIDE
 from tests.samples.masked_networks import StepInMemory, box, masked, plain_row, recording
 from tests.samples.published import published_model
 from tests.samples.published_configs import TINY
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine, load
-from tests.support.stock import Pixels, assert_close, load_stock, pixels_of, said, variant
+from tests.support.stock import (
+    Pixels,
+    assert_close,
+    edit_options,
+    latent_of,
+    load_stock,
+    pixels_of,
+    said,
+    variant,
+)
 
 Configs = dict[str, dict[str, Any]]
 
@@ -57,6 +73,7 @@ SPEC = ResolvedSpec(
     prompt="a big red star on the left", num_inference_steps=2, width=32, height=32, seed=3, guidance_scale=4.0
 )
 CPU = torch.device("cpu")
+IMAGE, MASK = template(32, 32), box_mask((4, 8, 20, 28), 32, 32)
 # By part, for each field: values other than the published ones. A list is one value.
 UNET: dict[str, tuple[Any, ...]] = {
     "sample_size": (4, 5, None, [8, 8], 8.0, 0),
@@ -301,7 +318,6 @@ class Pair:
     def __init__(self) -> None:
         self.stock = load_stock(published_model())
         self.model = load(published_model())
-        self.image = PIL.Image.effect_noise((32, 32), 80).convert("RGB")
 
     def with_parts(self, configs: Configs, changed: set[str]) -> tuple[Any, Model]:
         """Return a stock pipeline and a model whose changed parts are built from these configurations."""
@@ -348,38 +364,68 @@ def test_a_value_draws_what_stock_draws_or_its_field_is_refused(case: Case, pair
         assert any(case.name in problem for problem in problems), problems
         return
     stock, model = pair.with_parts(configs, {case.part, *case.more})
-    assert_draws_as_stock(stock, model)
-    if case.part == "vae":
-        assert_redraws_as_stock(stock, model, pair.image)
     if case.part == "unet":
+        assert_draws_as_stock(stock, model)
         assert_masks_as_plain(model)
-        shapes = [tuple(shape) for shape in point_shapes(model)]
-        assert base_layout(model.backbone.unet.config, 8).shapes(*SIDE) == shapes
+        assert_controlled_as_it_is(model)
+    elif case.part == "vae":
+        assert_redraws_as_stock(stock, model)
+        assert_edits_as_stock(stock, model)
+    else:
+        assert_encodes_as_stock(stock, model)
 
 
 def assert_draws_as_stock(stock: Any, model: Model) -> None:
     drawing = ManualEngine(make_engine(model, EngineLimits())).draw(EngineOrder(key="it", spec=SPEC))
-    latents = []
-
-    def keep(_: Any, __: int, ___: Any, kept: dict[str, Any]) -> dict[str, Any]:
-        latents.append(kept["latents"])
-        return kept
-
-    theirs = stock(
-        **said(SPEC), width=32, height=32, generator=torch.Generator().manual_seed(SPEC.seed), callback_on_step_end=keep
-    )
-    assert_close(drawing.latents[0], latents[-1])
-    assert_within_a_level(drawing.pixels[0], pixels_of(theirs.images[0]))
+    assert_close(drawing.latents[0], latent_of(stock, SPEC, width=SPEC.width, height=SPEC.height))
 
 
-def assert_redraws_as_stock(stock: Any, model: Model, image: PIL.Image.Image) -> None:
+def assert_redraws_as_stock(stock: Any, model: Model) -> None:
     spec = replace(SPEC, strength=0.5)
-    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(32, 32, 3)
-    drawing = ManualEngine(make_engine(model, EngineLimits())).draw(EngineOrder(key="it", spec=spec, image=pixels))
-    theirs = variant(stock, StableDiffusionXLImg2ImgPipeline)(
-        **said(spec), image=image, strength=0.5, generator=torch.Generator().manual_seed(spec.seed)
-    )
+    order = EngineOrder(key="it", spec=spec, image=torch.from_numpy(np.array(IMAGE)))
+    drawing = ManualEngine(make_engine(model, EngineLimits())).draw(order)
+    pipeline = variant(stock, StableDiffusionXLImg2ImgPipeline)
+    generator = torch.Generator().manual_seed(spec.seed)
+    theirs = pipeline(**said(spec), image=IMAGE, strength=spec.strength, generator=generator)
     assert_within_a_level(drawing.pixels[0], pixels_of(theirs.images[0]))
+
+
+def assert_edits_as_stock(stock: Any, model: Model) -> None:
+    """An edit ends as the inpainting pipeline does; a VAE with statistics of its latents is refused for edits."""
+    spec = replace(SPEC, strength=0.5)
+    drawing = ManualEngine(make_engine(model, EngineLimits())).draw(edit_order(spec, IMAGE, MASK))
+    if model.vae.config.latents_mean is not None and model.vae.config.latents_std is not None:
+        assert isinstance(drawing.error, FieldNotServed)
+        assert "its VAE has latents_mean and latents_std" in drawing.error.message
+        return
+    pipeline = variant(stock, StableDiffusionXLInpaintPipeline)
+    generator = torch.Generator().manual_seed(spec.seed)
+    theirs = pipeline(**said(spec), **edit_options(spec, IMAGE, MASK), generator=generator)
+    assert_within_a_level(drawing.pixels[0], pixels_of(theirs.images[0]))
+
+
+def assert_encodes_as_stock(stock: Any, model: Model) -> None:
+    spec = replace(SPEC, negative_prompt="a circle")
+    conditions = encode_prompts(model, spec)
+    with torch.inference_mode():
+        theirs = stock.encode_prompt(spec.prompt, device="cpu", negative_prompt=spec.negative_prompt)
+    assert conditions.unconditional is not None
+    ours = [
+        embeds for half in (conditions.conditional, conditions.unconditional) for embeds in (half.prompt, half.pooled)
+    ]
+    prompt, negative, pooled, negative_pooled = theirs
+    for mine, reference in zip(ours, (prompt, pooled, negative, negative_pooled), strict=True):
+        assert torch.equal(mine, reference[0])
+
+
+def assert_controlled_as_it_is(model: Model) -> None:
+    """The shapes that a ControlNet must have, as its configuration says, are those of the network's residual points."""
+    unet = model.backbone.unet
+    activations = model.backbone.begin(stack([some_row(unet)]))
+    for block in model.backbone.blocks[: len(unet.down_blocks) + 1]:
+        block.run(activations)
+    shapes = [tuple(activations.points[point].shape[1:]) for point in sorted(activations.points)]
+    assert base_layout(unet.config, model.latent_scale).shapes(*SIDE) == shapes
 
 
 def assert_within_a_level(ours: Pixels, theirs: Pixels) -> None:
@@ -419,15 +465,6 @@ def some_row(unet: UNet2DConditionModel) -> Row:
     )
     sample = torch.randn(config.in_channels, *SIDE, generator=generator)
     return plain_row(5, embeds=embeds, sample=sample)
-
-
-def point_shapes(model: Model) -> list[torch.Size]:
-    """Return the shapes of residuals of one row, [channels, height, width] by residual point."""
-    unet = model.backbone.unet
-    activations = model.backbone.begin(stack([some_row(unet)]))
-    for block in model.backbone.blocks[: len(unet.down_blocks) + 1]:
-        block.run(activations)
-    return [activations.points[point].shape[1:] for point in sorted(activations.points)]
 
 
 def defaults_of(signature: inspect.Signature) -> dict[str, object]:
