@@ -42,8 +42,9 @@ from bottega.diffusion.model.vae import VaeSettings, make_decoder
 from bottega.diffusion.rows import Embeds, Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import FieldNotServed
-from bottega.model_files.configuration_rules import check_configurations
+from bottega.model_files.configuration_rules import check_configurations, filled_config
 from bottega.model_files.field_rules import FieldRule
+from bottega.model_files.tensor_check import text_encoder_tensors, unet_tensors, vae_tensors
 from bottega.model_files.text_encoder_rules import ACTIVATIONS, TEXT_ENCODER_RULES
 from bottega.model_files.unet_rules import UNET_RULES
 from bottega.model_files.vae_rules import VAE_RULES
@@ -364,6 +365,7 @@ def test_a_value_draws_what_stock_draws_or_its_field_is_refused(case: Case, pair
         assert any(case.name in problem for problem in problems), problems
         return
     stock, model = pair.with_parts(configs, {case.part, *case.more})
+    assert_tensors_are_known(case.part, configs[case.part], getattr(stock, case.part))
     if case.part == "unet":
         assert_draws_as_stock(stock, model)
         assert_masks_as_plain(model)
@@ -373,6 +375,20 @@ def test_a_value_draws_what_stock_draws_or_its_field_is_refused(case: Case, pair
         assert_edits_as_stock(stock, model)
     else:
         assert_encodes_as_stock(stock, model)
+
+
+def assert_tensors_are_known(part: str, config: Mapping[str, Any], network: nn.Module) -> None:
+    """The checker of folders asks for the tensors that the configuration builds, and for no others."""
+    filled = filled_config(part, config)
+    built_shapes = {name.removeprefix("text_model."): tuple(each.shape) for name, each in network.state_dict().items()}
+    match part:
+        case "unet":
+            expected = unet_tensors(filled)
+        case "vae":
+            expected = vae_tensors(filled)
+        case _:
+            expected = text_encoder_tensors(filled, projects=part == "text_encoder_2")
+    assert dict(expected) == built_shapes
 
 
 def assert_draws_as_stock(stock: Any, model: Model) -> None:
