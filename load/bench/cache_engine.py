@@ -36,7 +36,7 @@ from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import convert
 from bottega.loras.importing.source import sources
 from bottega.miniature import WEIGHTS
-from bottega.v1.cache_pb2 import CacheOrder, CacheRecording
+from bottega.v1.cache_pb2 import CacheOrder, CacheRecording, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, Fidelity, GenerationSpec
 from load.bench.kept_pictures import KeptPictures, PictureFolder
@@ -111,6 +111,9 @@ class StoreLatents:
         answer = Future[LatentReply]()
         answer.set_result(LatentReply(header=said.header, latents=tuple(_tensor(each) for each in said.latents)))
         return answer
+
+    def report(self, reply: LatentReply, starts: CacheStarts) -> None:
+        self._store.count_starts(starts)
 
     def record(self, recording: JobRecording) -> bool:
         latents = latents_in_order(recording)

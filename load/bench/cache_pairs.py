@@ -146,7 +146,7 @@ def _draw_wave(
 
 def _skipped(drawn: Drawn) -> int:
     assert drawn.start is not None, "it started from a latent"
-    return drawn.start.from_step
+    return drawn.start.skipped_steps
 
 
 def _entry_picture(engine: CachedEngine, drawn: Drawn) -> PIL.Image.Image:

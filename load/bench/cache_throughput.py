@@ -25,11 +25,14 @@ _WARM_UP = 3
 
 @dataclass(slots=True, kw_only=True)
 class Timed:
-    """Seconds of each prompt's request, without and with the cache. skipped: its first step; 0 for a miss."""
+    """Times of the requests for each prompt."""
 
     without: list[float] = field(default_factory=list)
+    """Seconds of each request without the cache."""
     with_cache: list[float] = field(default_factory=list)
+    """Seconds of each request with the cache."""
     skipped: list[int] = field(default_factory=list)
+    """Steps that each request with the cache saved; 0 for a miss."""
 
     @property
     def saved(self) -> float:
@@ -68,7 +71,7 @@ def measure(folder: Path, prompts: Sequence[str], profile: CacheProfile, threads
             timed.without.append(seconds)
             picture, seconds = _draw(running, prompt, number, cached=True)
             timed.with_cache.append(seconds)
-            timed.skipped.append(sum(start.from_step for start in picture.provenance.cached_starts))
+            timed.skipped.append(sum(start.skipped_steps for start in picture.provenance.cached_starts))
     return timed
 
 

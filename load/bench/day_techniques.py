@@ -94,7 +94,7 @@ class Uses:
             self.identical += 1
             return
         self.cached += bool(made.cached_starts)
-        self.skipped += sum(start.from_step for start in made.cached_starts)
+        self.skipped += sum(start.skipped_steps for start in made.cached_starts)
         self.blocks += made.blocks_total
         self.reused += made.blocks_reused
         self.late += any(lora.from_step > made.begin_step for lora in made.loras)

@@ -16,7 +16,14 @@ from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.model.model import Model
-from bottega.v1.cache_pb2 import CACHE_OUTCOME_HIT, CACHE_OUTCOME_MISS, CacheAnswer, CacheOutcome, CacheStart
+from bottega.v1.cache_pb2 import (
+    CACHE_OUTCOME_HIT,
+    CACHE_OUTCOME_MISS,
+    CacheAnswer,
+    CacheOutcome,
+    CacheStart,
+    CacheStarts,
+)
 from bottega.v1.fleet_pb2 import ServiceAddress
 from tests.support.addon_messages import cache_order
 from tests.support.engines import make_engine
@@ -60,6 +67,7 @@ class ScriptedLatents:
     open: list[Future[LatentReply]] = field(default_factory=list)
     recordings: list[JobRecording] = field(default_factory=list)
     stores: list[str] = field(default_factory=list)
+    reports: list[CacheStarts] = field(default_factory=list)
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
         self.stores = [store.name for store in stores]
@@ -76,6 +84,9 @@ class ScriptedLatents:
         else:
             self.open.append(answered)
         return answered
+
+    def report(self, reply: LatentReply, starts: CacheStarts) -> None:
+        self.reports.append(starts)
 
     def record(self, recording: JobRecording) -> bool:
         if not self.full:

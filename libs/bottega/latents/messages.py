@@ -7,8 +7,9 @@ ValueError.
     worker -> cache    question: the prompt's embedding     answer: its latents, as many as its header names
                        recording: embedding, picture,       nothing
                        latents, as many as it names
+                       starts: no further tensor            nothing
 
-Latents are [channels, height, width] in the model's element type. The number of a recording is 0.
+Latents are [channels, height, width] in the model's element type. The number of a recording and of starts is 0.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class CacheMessageKind(StrEnum):
     QUESTION = "question"
     ANSWER = "answer"
     RECORDING = "recording"
+    STARTS = "starts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,6 +78,11 @@ def recording_message(
     """A recording message. picture: uint8 [height, width, 3]. latents: of its steps, in their order."""
     rest = [(_embedding_spec(embedding.nbytes), embedding), picture, *latents]
     return _message(CacheMessageKind.RECORDING, 0, header, rest)
+
+
+def starts_message(header: Message) -> CacheMessage:
+    """Return the message that says what the latents of a store have saved."""
+    return _message(CacheMessageKind.STARTS, 0, header, ())
 
 
 def latent_spec(index: int, dtype: DType, shape: tuple[int, ...]) -> TensorSpec:

@@ -40,7 +40,11 @@ class CacheMetrics(Collector):
         yield _by("lookups", "Questions of workers, by outcome.", "outcome", store.lookups)
         yield _by("dropped", "Recordings that were not kept, by reason.", "reason", store.dropped)
         for name, text, value in (
-            ("steps_skipped", "Denoising steps that the latents sent to workers stand for.", store.steps_skipped),
+            (
+                "steps_skipped",
+                "Denoising steps that pictures did not make because of its latents.",
+                store.steps_skipped,
+            ),
             ("recorded", "Recordings that were kept.", store.recorded),
             ("evictions", "Latents that were evicted.", store.evictions),
             ("holes", "Hits with fewer steps than allowed, as the latent of that step was evicted.", store.holes),

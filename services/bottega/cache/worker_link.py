@@ -31,7 +31,7 @@ from bottega.transport import (
     default_socket_path,
     kind_of,
 )
-from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheRecording
+from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheRecording, CacheStarts
 
 # Of one worker, which has some tens of jobs and asks once for each; an answer has up to eight latents.
 _MOST_UNSENT = 64
@@ -43,7 +43,11 @@ _NOTHING = CacheAnswer(outcome=CACHE_OUTCOME_UNAVAILABLE)
 
 
 class CacheWorkerLink(LinkHandler):
-    """store: its `ask` and `record` are called by the link's thread."""
+    """The link of one worker.
+
+    Args:
+        store: Its `ask`, `record` and `count_starts` are called by the link's thread.
+    """
 
     def __init__(self, connection: Connection, *, store: LatentStore) -> None:
         self._connection = connection
@@ -52,18 +56,22 @@ class CacheWorkerLink(LinkHandler):
         self._counting = threading.Lock()
 
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """A question or a recording; both are read from copies."""
+        """Handle a question, a recording, or what latents have saved; all are read from copies."""
         layout = incoming.layout
         with incoming:
             kind = CacheMessageKind(kind_of(layout))
             if kind is CacheMessageKind.ANSWER:
                 raise ValueError("a worker sends no answer")
-            messages.check_embedding(layout)
+            if kind is not CacheMessageKind.STARTS:
+                messages.check_embedding(layout)
             views = connection.wait_all(incoming)
             if kind is CacheMessageKind.QUESTION:
                 self._answer(layout, views)
-            else:
+            elif kind is CacheMessageKind.RECORDING:
                 self._record(layout, views)
+            else:
+                _, starts = messages.read_header(layout, views, CacheStarts)
+                self._store.count_starts(starts)
 
     def on_end(self, cause: BottegaError) -> None:
         """Nobody waits for anything of it."""

@@ -11,7 +11,7 @@ import pytest
 
 from bottega.cache.store.store import LatentStore
 from bottega.v1 import cache_pb2, generation_pb2
-from bottega.v1.cache_pb2 import CacheStart
+from bottega.v1.cache_pb2 import CacheStart, CacheStarts
 from tests.support.cached_latents import (
     KEY,
     MODEL,
@@ -161,7 +161,7 @@ def test_what_was_found_is_counted(store: LatentStore) -> None:
     store.ask(question(), vector(0))
     store.ask(question(), vector(1))
     found = store.statistics()
-    assert (found.lookups["hit"], found.lookups["miss"], found.steps_skipped) == (1, 1, 25)
+    assert (found.lookups["hit"], found.lookups["miss"], found.steps_skipped) == (1, 1, 0)
     (model,) = found.models
     assert (model.entries, model.latents, model.keys, model.has_profile) == (1, 5, 1, True)
     assert store.entries(MODEL, 10)[0].hits == 1
@@ -272,10 +272,17 @@ def test_pictures_of_one_prompt_start_from_all_of_its_entries(tmp_path: Path) ->
         assert sorted(started[:4]) == sorted(started[4:])
 
 
-def test_steps_that_a_start_makes_once_more_are_not_saved(store: LatentStore) -> None:
-    for repeated in (1, 0, -5):
-        store.ask(question(repeated_steps=repeated), vector(0))
-    assert store.statistics().steps_skipped == 24 + 25 + 25
+def test_steps_are_counted_as_skipped_once_a_worker_says_so(store: LatentStore) -> None:
+    assert store.ask(question(), vector(0)).header.counts_starts
+    for starts in (CacheStarts(pictures=1, skipped_steps=24), CacheStarts(pictures=8, skipped_steps=0)):
+        store.count_starts(starts)
+    assert store.statistics().steps_skipped == 24
+
+
+@pytest.mark.parametrize(("pictures", "steps"), [(0, 0), (9, 9), (1, -1), (1, 1000)])
+def test_steps_that_no_picture_can_have_skipped_are_refused(store: LatentStore, pictures: int, steps: int) -> None:
+    with pytest.raises(ValueError, match="1 to 8 pictures"):
+        store.count_starts(CacheStarts(pictures=pictures, skipped_steps=steps))
 
 
 def test_a_job_that_asks_again_makes_no_key_worth_recording(tmp_path: Path) -> None:

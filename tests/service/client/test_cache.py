@@ -40,14 +40,14 @@ def test_what_names_no_cached_latent_is_said_before_anything_is_asked_for(
 
 def test_it_is_said_what_pictures_started_from_and_what_was_skipped(gateway: ScriptedGateway, address: str) -> None:
     one, two = completed(), completed()
-    one.completed.provenance.cached_starts.add(entry=f"{ENTRY}@10", similarity=0.9344, from_step=9)
+    one.completed.provenance.cached_starts.add(entry=f"{ENTRY}@10", similarity=0.9344, from_step=9, skipped_steps=4)
     for image in (1, 3):
         two.completed.provenance.cached_starts.add(
-            entry=f"{ENTRY}@2", similarity=0.7, from_step=1, image=image, without_loras=True
+            entry=f"{ENTRY}@2", similarity=0.7, from_step=1, skipped_steps=1, image=image, without_loras=True
         )
     gateway.scripts = [[one], [two]]
     lines = run("generate", "a star", address=address).stdout.splitlines()
-    assert lines[-1] == f"cache: starts from {ENTRY}@10, similarity 0.934; 9 steps skipped (approximate)"
+    assert lines[-1] == f"cache: starts from {ENTRY}@10, similarity 0.934; 4 steps skipped (approximate)"
     lines = run("generate", "a star", address=address).stdout.splitlines()
     how = "(approximate, without the LoRAs)"
     assert lines[-2:] == [

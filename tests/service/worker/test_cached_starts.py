@@ -131,6 +131,9 @@ def test_a_picture_is_recorded_found_by_another_job_and_pinned_until_it_is_gone(
     second = desk.draw(cached(replace(ORDER, key="second", spec=replace(SPEC, seed=6))))
     (start,) = second.record.cached_starts
     assert (start.entry, start.step, start.from_step) == (entry.entry, 8, 7)
+    # The answer came when the picture had made its first step.
+    assert start.skipped_steps <= 7
+    wait_until(lambda: desk.store.statistics().steps_skipped == start.skipped_steps, "the cache to be told")
     assert start.similarity == pytest.approx(1.0, abs=1e-3)
 
     name = format_start(start.entry, start.step)

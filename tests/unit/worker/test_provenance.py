@@ -24,7 +24,9 @@ def model() -> Model:
 
 def test_each_picture_that_started_from_a_latent_is_named_with_its_pin(model: Model) -> None:
     starts = tuple(
-        CachedStart(image=image, entry="a" * 32, step=5, from_step=4, similarity=0.75, without_loras=image > 0)
+        CachedStart(
+            image=image, entry="a" * 32, step=5, from_step=4, skipped_steps=3, similarity=0.75, without_loras=image > 0
+        )
         for image in (0, 2)
     )
     record = EngineRecord(
@@ -34,7 +36,9 @@ def test_each_picture_that_started_from_a_latent_is_named_with_its_pin(model: Mo
     provenance = event.done.provenance
     assert not provenance.exact
     assert list(provenance.cached_starts) == [
-        CacheUse(entry=f"{'a' * 32}@5", similarity=0.75, from_step=4, image=image, without_loras=image > 0)
+        CacheUse(
+            entry=f"{'a' * 32}@5", similarity=0.75, from_step=4, skipped_steps=3, image=image, without_loras=image > 0
+        )
         for image in (0, 2)
     ]
     assert not provenance.HasField("cache")

@@ -31,7 +31,6 @@ from bottega.diffusion.engine.events import EngineRecord
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.spans import TracedSpan
-from bottega.diffusion.engine.store_work import StoreWork
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import first_step_from
 from bottega.diffusion.rows import Row
@@ -39,7 +38,7 @@ from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import CacheEntryGone, NoCache, Violation
 from bottega.latents import ENTRY_PATTERN, format_start, recorded_steps
 from bottega.planning import count_words
-from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheDecision, CacheQuestion, CacheStart
+from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheDecision, CacheQuestion, CacheStart, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 EVENTS = ("hits", "steps_skipped", "late_hits", "unfit_hits", "recordings", "dropped_recordings")
@@ -139,7 +138,7 @@ class JobCachedStarts(JobAddOn):
         self._decision: bytes | None = None
         self._since_s = 0.0
         self._answered_s: float | None = None
-        self._work: StoreWork | None = None
+        self._reply: LatentReply | None = None
         self._waited_s = 0.0
 
     @property
@@ -179,15 +178,13 @@ class JobCachedStarts(JobAddOn):
         blocked = any(picture.blocked for picture in self._pictures)
         if self.asked is not None and self.asked.done():
             answer, self.asked = self.asked.result(), None
-            self._answered_s, self._work = now_s, answer.work
+            self._answered_s, self._reply = now_s, answer
             self._take(answer)
         elif self.asked is not None and blocked and now_s - self._since_s > self._addon.timeout_s:
             self.asked.cancel()
             self.asked = None
             self._give_up(NoCache(f"the approximate cache said nothing within {self._addon.timeout_s:g} s"))
-        for picture in self._pictures:
-            if picture.hit is not None:
-                self._start(picture)
+        self._start_pictures()
         if blocked and not any(picture.blocked for picture in self._pictures):
             self._waited_s = now_s - self._since_s
 
@@ -222,8 +219,8 @@ class JobCachedStarts(JobAddOn):
                 seconds=self._answered_s - self._since_s,
                 facts={"pictures that start from a latent": str(hits)},
             )
-        if self._work is not None:
-            yield from self._work.spans("look-ups")
+        if self._reply is not None and self._reply.work is not None:
+            yield from self._reply.work.spans("look-ups")
 
     def report(self, record: EngineRecord) -> EngineRecord:
         """What its pictures started from."""
@@ -273,7 +270,7 @@ class JobCachedStarts(JobAddOn):
         for picture, start in zip(self._pictures, starts, strict=True):
             # Between a decision and its step there is no other one, so that who has made it has started there.
             if start is not None and picture.request.step > picture.request.begin and picture.is_beyond(start):
-                picture.mark_started(start)
+                picture.mark_started(start, start.made_steps)
             else:
                 picture.pinned = start
         self._update_decision()
@@ -341,18 +338,27 @@ class JobCachedStarts(JobAddOn):
             and bool(torch.isfinite(latent).all())
         )
 
-    def _start(self, picture: StartingPicture) -> None:
-        """Lets a picture start from its hit where it can."""
-        step = picture.request.step
-        outcome = picture.take_hit()
-        if outcome == "held":
+    def _start_pictures(self) -> None:
+        """Start the pictures that have a hit and can use it now, and tell the store how many steps that saved."""
+        started = [picture.started for picture in self._pictures if picture.hit is not None and self._start(picture)]
+        if not started:
             return
-        self._addon.events[outcome] += 1
-        if picture.started is not None:
-            self._addon.events["steps_skipped"] += picture.started.from_step - step
-            if self._recorder is not None and picture is self._pictures[0]:
-                self._recorder = None
-            self._update_decision()
+        skipped = sum(start.skipped_steps for start in started if start is not None)
+        self._addon.events["steps_skipped"] += skipped
+        self._update_decision()
+        if self._reply is not None:
+            self._addon.source.report(self._reply, CacheStarts(pictures=len(started), skipped_steps=skipped))
+
+    def _start(self, picture: StartingPicture) -> bool:
+        """Start a picture from its hit if it can; return whether it started now."""
+        outcome = picture.take_hit()
+        if outcome != "held":
+            self._addon.events[outcome] += 1
+        if picture.started is None or outcome != "hits":
+            return False
+        if picture is self._pictures[0]:
+            self._recorder = None
+        return True
 
     def _give_up(self, why: NoCache | None) -> None:
         """What pictures have to start from, and does not come, is not waited for: they are drawn from noise.
@@ -376,6 +382,7 @@ class JobCachedStarts(JobAddOn):
                 step=started.step,
                 similarity=started.similarity,
                 without_loras=started.without_loras,
+                made_steps=started.from_step - started.skipped_steps,
             )
             if (started := picture.started) is not None
             else (picture.pinned if self._decided else None) or CacheStart()

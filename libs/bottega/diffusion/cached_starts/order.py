@@ -85,4 +85,5 @@ def read_decision(data: bytes, spec: ResolvedSpec) -> list[CacheStart | None]:
 
 
 def _is_start(start: CacheStart, spec: ResolvedSpec) -> bool:
-    return bool(ENTRY_PATTERN.fullmatch(start.entry)) and 0 < start.step < spec.num_inference_steps
+    in_range = 0 < start.step < spec.num_inference_steps and 0 <= start.made_steps <= start.step
+    return in_range and bool(ENTRY_PATTERN.fullmatch(start.entry))

@@ -38,14 +38,20 @@ class StartingPicture:
         """Whether it has made that step, or comes to it next, so that the start saves nothing."""
         return self.request.step >= self.first_step(start)
 
-    def mark_started(self, start: CacheStart) -> None:
-        """It goes on from this start, in this attempt or since an earlier one."""
+    def mark_started(self, start: CacheStart, made_steps: int) -> None:
+        """Note that the picture continues from this start, in this attempt or since an earlier one.
+
+        Args:
+            made_steps: Steps that the picture had made from noise when it started.
+        """
         self.hit = None
+        first = self.first_step(start)
         self.started = CachedStart(
             image=self.request.index,
             entry=start.entry,
             step=start.step,
-            from_step=self.first_step(start),
+            from_step=first,
+            skipped_steps=max(0, first - made_steps),
             similarity=start.similarity,
             without_loras=start.without_loras,
         )
@@ -73,8 +79,10 @@ class StartingPicture:
                         f"{format_start(start.entry, start.step)}"
                     )
                 return "unfit_hits"
+        # An earlier attempt that was lost may have made more steps in vain before it started from the same latent.
+        made_steps = max(request.step, self.pinned.made_steps if self.pinned is not None else 0)
         request.start_from(latent, start.step)
-        self.mark_started(start)
+        self.mark_started(start, made_steps)
         return "hits"
 
     @property

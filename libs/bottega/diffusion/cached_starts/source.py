@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bottega.diffusion.cached_starts.recorder import JobRecording
 from bottega.diffusion.engine.store_work import StoreWork
-from bottega.v1.cache_pb2 import CacheAnswer, CacheQuestion
+from bottega.v1.cache_pb2 import CacheAnswer, CacheQuestion, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 
@@ -52,6 +52,10 @@ class LatentSource(Protocol):
 
         It never fails: where nothing can be said, the outcome of its answer says so.
         """
+        ...
+
+    def report(self, reply: LatentReply, starts: CacheStarts) -> None:
+        """Tell the store that sent a reply what its latents saved. A store that does not count that is told nothing."""
         ...
 
     def record(self, recording: JobRecording) -> bool:

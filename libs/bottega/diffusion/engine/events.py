@@ -128,18 +128,22 @@ class PairRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedStart:
-    """A cached latent that image `image` started from: of an entry, after `step` steps.
-
-    from_step: the first step that the image is made of. similarity: cosine of the two prompts' embeddings.
-    without_loras: whether the entry was recorded without the job's LoRAs.
-    """
+    """A cached latent from which an image started."""
 
     image: int
+    """Index of the image in its job."""
     entry: str
+    """Name of the cache entry."""
     step: int
+    """Number of steps after which the latent was recorded."""
     from_step: int
+    """First step that the image is made of."""
+    skipped_steps: int
+    """Steps that the start saved: `from_step` less the steps that the image had made when the latent came."""
     similarity: float
+    """Cosine of the embeddings of the two prompts."""
     without_loras: bool = False
+    """Whether the entry was recorded without the LoRAs of the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,7 +126,6 @@ class Lookup:
             similarity = self._index.similarity(entry.key, entry.number, embedding)
             if similarity is not None:
                 self._read(entry.number, start.step, similarity, served)
-        self._counts.add("steps_skipped", _saved_steps(question, served.starts))
         if len(served.starts) == len(wanted):
             answer = served.answer(cache_pb2.CACHE_OUTCOME_HIT)
         else:
@@ -205,7 +204,6 @@ class Lookup:
                 taken.add(selection.number)
             else:  # it is gone, and an earlier latent of its entry may do
                 found = self._select(question, searches, profile)
-        self._counts.add("steps_skipped", _saved_steps(question, served.starts))
         if len(served.starts) == question.images:
             return self._counted(served, cache_pb2.CACHE_OUTCOME_HIT)
         explored = wanted < possible and len(served.starts) == wanted

@@ -20,7 +20,7 @@ Vector = npt.NDArray[np.float32]
 _KEY = re.compile(r"[0-9a-f]{64}")
 _MODEL_HASH = re.compile(r"[0-9a-f]{1,128}")
 # A request has at most some hundred (bottega.rules); names of files have room for so many.
-_MAX_STEP = 999
+MAX_STEP = 999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,8 +102,8 @@ def _check_latents(steps: Sequence[int], latents: Sequence[RecordedLatent]) -> t
     """Their element type and shape."""
     if len(steps) != len(latents) or not 1 <= len(latents) <= MAX_LATENTS:
         raise ValueError(f"a recording has 1 to {MAX_LATENTS} latents, as many as it names steps")
-    if len(set(steps)) != len(steps) or not all(1 <= step <= _MAX_STEP for step in steps):
-        raise ValueError(f"latents are recorded after different steps, 1 to {_MAX_STEP}")
+    if len(set(steps)) != len(steps) or not all(1 <= step <= MAX_STEP for step in steps):
+        raise ValueError(f"latents are recorded after different steps, 1 to {MAX_STEP}")
     first = latents[0]
     if len(first.shape) != 3 or any((latent.dtype, latent.shape) != (first.dtype, first.shape) for latent in latents):
         raise ValueError("the latents of a recording differ in shape")

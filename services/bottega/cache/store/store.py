@@ -21,7 +21,7 @@ from bottega.cache.store.contents import Contents
 from bottega.cache.store.doorkeeper import Doorkeeper
 from bottega.cache.store.entry_table import EntryTable
 from bottega.cache.store.lookup import Lookup
-from bottega.cache.store.recording import Vector, check_key, checked_embedding, to_recording
+from bottega.cache.store.recording import MAX_STEP, Vector, check_key, checked_embedding, to_recording
 from bottega.cache.store.selector import MostStepsSelector
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.statistics import Counts, LatentStatistics, ModelStatistics
@@ -31,7 +31,7 @@ from bottega.errors import Unavailable
 from bottega.storage import folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.v1 import generation_pb2
-from bottega.v1.cache_pb2 import CacheAnswer, CacheEntry, CacheProfile, CacheQuestion, CacheRecording
+from bottega.v1.cache_pb2 import CacheAnswer, CacheEntry, CacheProfile, CacheQuestion, CacheRecording, CacheStarts
 
 _MOST_IMAGES = 8
 _APPROXIMATE = (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
@@ -104,6 +104,7 @@ class LatentStore:
         self._table.tick()
         if question.pinned:
             answer = self._lookup.pinned(question, embedding)
+            answer.header.counts_starts = True
             self._counts.lookup(answer.header.outcome)
             return answer
         repeated = self._is_repeated(question)
@@ -113,7 +114,18 @@ class LatentStore:
         else:
             answer = StoreAnswer(header=CacheAnswer(), latents=())
         answer.header.record = repeated and not answer.latents and not self._writer.trouble
+        answer.header.counts_starts = True
         return answer
+
+    def count_starts(self, starts: CacheStarts) -> None:
+        """Count what pictures that started from latents of this store did not have to compute.
+
+        Raises ValueError for what breaks a rule of cache.proto.
+        """
+        most = starts.pictures * MAX_STEP
+        if not (1 <= starts.pictures <= _MOST_IMAGES and 0 <= starts.skipped_steps <= most):
+            raise ValueError(f"a worker tells of 1 to {_MOST_IMAGES} pictures, and of at most {MAX_STEP} steps of each")
+        self._counts.add("steps_skipped", starts.skipped_steps)
 
     def record(
         self,

@@ -19,7 +19,7 @@ from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, Latent
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.latents.messages import CacheMessage
 from bottega.transport import LinkCounters, OfferSource
-from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer
+from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.cache.messages import recording_of
 from bottega.worker.cache.store_link import CacheLinkSettings, CacheStoreLink
@@ -98,6 +98,14 @@ class LatentStores:
             asked = self._questions[number] = _Question(question=question, answer=answer)
             self._send(number, asked)
         return answer
+
+    def report(self, reply: LatentReply, starts: CacheStarts) -> None:
+        if not reply.header.counts_starts or reply.work is None:
+            return
+        for link in list(self._links.values()):
+            if link.store.name == reply.work.store:
+                link.report(starts)
+                return
 
     def record(self, recording: JobRecording) -> bool:
         with self._lock:

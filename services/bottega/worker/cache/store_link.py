@@ -13,7 +13,7 @@ from typing import Protocol
 from bottega import kinds
 from bottega.diffusion.cached_starts import LatentQuestion, LatentReply
 from bottega.errors import BottegaError, NoSharedMemory, TooLarge
-from bottega.latents.messages import CacheMessage, CacheMessageKind
+from bottega.latents.messages import CacheMessage, CacheMessageKind, starts_message
 from bottega.transport import (
     Connection,
     Incoming,
@@ -26,6 +26,7 @@ from bottega.transport import (
     OfferSource,
     kind_of,
 )
+from bottega.v1.cache_pb2 import CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.cache import messages
 
@@ -103,6 +104,12 @@ class CacheStoreLink(LinkClientHandler):
         """Sends a question; False where there is no link."""
         connection = self._connection
         return connection is not None and connection.send(messages.question_of(number, question))
+
+    def report(self, starts: CacheStarts) -> None:
+        """Send what latents of this cache have saved. Do nothing without a link."""
+        connection = self._connection
+        if connection is not None:
+            connection.send(starts_message(starts))
 
     def record(self) -> None:
         """There is a recording to be sent when there is nothing to ask. Harmless without a link."""

@@ -279,6 +279,7 @@ def _start(start: CachedStart) -> generation_pb2.CacheUse:
         entry=format_start(start.entry, start.step),
         similarity=start.similarity,
         from_step=start.from_step,
+        skipped_steps=start.skipped_steps,
         image=start.image,
         without_loras=start.without_loras,
     )

@@ -69,7 +69,11 @@ def test_a_picture_from_a_latent_is_the_same_byte_for_byte_whenever_that_comes(
     assert not same(drawing, exact)
     assert not drawing.record.exact
     assert desk.starts.counts["hits"] == 1
+    # The first step after the latent is step 4; the picture had made `turn` of those before it.
     assert desk.starts.counts["steps_skipped"] == 4 - turn
+    (start,) = drawing.record.cached_starts
+    assert (start.from_step, start.skipped_steps) == (4, 4 - turn)
+    assert [(told.pictures, told.skipped_steps) for told in desk.source.reports] == [(1, 4 - turn)]
 
 
 @pytest.mark.parametrize("kind", list(SamplerKind), ids=[kind.name for kind in SamplerKind])
@@ -81,7 +85,9 @@ def test_a_pin_makes_the_same_picture_again(model: Model, kind: SamplerKind) -> 
     desk = Cached(model, ScriptedLatents(pinned={HIT[:2]: HIT[2]}))
     again = desk.draw(pinned)
     assert same(first, again)
-    assert again.record.cached_starts == (replace(start, similarity=again.record.cached_starts[0].similarity),)
+    # What is pinned is waited for, so that no step is made in vain.
+    similarity = again.record.cached_starts[0].similarity
+    assert again.record.cached_starts == (replace(start, skipped_steps=start.from_step, similarity=similarity),)
     (asked,) = desk.source.asked
     assert [(each.entry, each.step) for each in asked.header.pinned] == [HIT[:2]]
 

@@ -38,7 +38,7 @@ def test_what_techniques_did_is_read_from_provenances() -> None:
     cached, lora, net, edit, again = (Provenance(worker="worker", mean_group_requests=2.0) for _ in range(5))
     for each in (cached, lora, net, edit, again):
         each.parameters.num_inference_steps = 10
-    cached.cached_starts.append(CacheUse(from_step=5))
+    cached.cached_starts.append(CacheUse(from_step=7, skipped_steps=5))
     lora.loras.extend([LoraUse(from_step=0), LoraUse(from_step=3)])
     net.controlnets.append(ControlNetUse(servers=["controlnet"]))
     edit.blocks_total, edit.blocks_reused = 100, 80

@@ -8,7 +8,7 @@ import pytest
 from bottega.diffusion.engine.events import CachedStart
 from load.bench.kept_pictures import KeptPictures, PictureFolder
 
-START = CachedStart(image=1, entry="e1", step=6, from_step=6, similarity=0.93, without_loras=True)
+START = CachedStart(image=1, entry="e1", step=6, from_step=6, skipped_steps=4, similarity=0.93, without_loras=True)
 
 
 def picture(red: int) -> PIL.Image.Image:

@@ -31,8 +31,10 @@ def _describe(provenance: Provenance) -> Iterator[str]:
     for use in starts:
         picture = f"picture {use.image} " if len(starts) > 1 or use.image else ""
         how = "approximate, without the LoRAs" if use.without_loras else "approximate"
-        skipped = f"{use.from_step} step{'' if use.from_step == 1 else 's'} skipped"
-        yield f"cache: {picture}starts from {use.entry}, similarity {use.similarity:.3f}; {skipped} ({how})"
+        facts = f"similarity {use.similarity:.3f}"
+        if use.skipped_steps:  # workers of earlier versions do not say it
+            facts += f"; {use.skipped_steps} step{'' if use.skipped_steps == 1 else 's'} skipped"
+        yield f"cache: {picture}starts from {use.entry}, {facts} ({how})"
 
 
 _IDENTICAL = click.option(

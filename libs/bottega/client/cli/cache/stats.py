@@ -55,7 +55,7 @@ def _facts(stats: GetCacheStatsResponse) -> Iterator[tuple[str, str]]:
     yield "questions", _counted(stats.lookups)
     if asked := sum(stats.lookups.values()):
         yield "hit rate", f"{stats.lookups.get(_HIT, 0) / asked:.3f}"
-    yield "steps offered", f"{stats.steps_skipped}, by its hits"
+    yield "steps skipped", f"{stats.steps_skipped}"
     yield "evicted", f"{stats.evictions} latents; {stats.holes} hits had to do with fewer steps for it"
     yield "not recorded", _counted(stats.dropped)
     yield "match predictor", "on" if stats.predictor_on else "off"

@@ -111,13 +111,14 @@ class CacheAddOn(AddOn):
             pin_start(provenance.parameters, starts[0].entry if starts else "")
 
     def job_completed(self, job: Job, provenance: Provenance) -> None:
-        """Learns what requests like it skip. A pin says nothing of what others find."""
+        """Learn how many steps requests like this one skip. A pin says nothing about what other requests find."""
         key = self._keys.pop(job.job_id, None)
         skipped = [0] * job.num_images
         for start in provenance.cached_starts:
             if 0 <= start.image < job.num_images:
-                skipped[start.image] = max(0, start.from_step)
-        self._metrics.cached_pictures.inc(sum(steps > 0 for steps in skipped))
+                skipped[start.image] = max(0, start.skipped_steps)
+        started = {start.image for start in provenance.cached_starts} & set(range(job.num_images))
+        self._metrics.cached_pictures.inc(len(started))
         self._metrics.skipped_steps.inc(sum(skipped))
         if may_start(job.bare) and not job.bare.techniques.cache_entry:
             key = key or rate_key(job.bare, job.request.tenant)
