@@ -47,6 +47,8 @@ _PARTS = ("scale", "down", "up")
 _PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 # Sections begin where a page of a mapped file is cut least: at whole cache lines.
 _HEADER_ALIGNMENT = 64
+# CLIP's text towers have their encoder below this module, or at their root, by class and version of transformers.
+_TEXT_MODEL = "text_model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,19 @@ class TensorData:
     dtype: str
     shape: tuple[int, ...]
     data: bytes | memoryview
+
+
+def spellings(component: str, path: str) -> tuple[str, ...]:
+    """Return the paths that may mean the same module of a component, the given one first.
+
+    Transformers 5 dropped `text_model.` from CLIPTextModel's modules and kept it in CLIPTextModelWithProjection, so
+    model folders, LoRA files and loaded networks each may or may not have it.
+    """
+    if component == BACKBONE:
+        return (path,)
+    if path.startswith(_TEXT_MODEL):
+        return (path, path.removeprefix(_TEXT_MODEL))
+    return (path, _TEXT_MODEL + path)
 
 
 def read(file: BinaryIO) -> CanonicalLora:

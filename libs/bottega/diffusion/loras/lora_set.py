@@ -14,12 +14,21 @@ from torch import Tensor, nn
 from bottega.diffusion.loras.lora import LoraAtScale, LoraLayer
 from bottega.diffusion.rows import Factors, LoraSet, SetKey
 from bottega.errors import LoraUnusable
+from bottega.lora.canonical import spellings
 
 
 def make_set(uses: Sequence[LoraAtScale], networks: Mapping[str, nn.Module], components: Sequence[str]) -> LoraSet:
-    """The factors of these components. networks: by component; their weights are not touched.
+    """Return the factors of these components, by the paths that the networks' own modules have.
 
-    Raises LoraUnusable when a layer has no module that it fits.
+    A text encoder's layer may be named with or without `text_model.`, whichever the network has.
+
+    Args:
+        uses: The LoRAs of a request.
+        networks: By component; their weights are not touched.
+        components: Which of them to make factors for.
+
+    Raises:
+        LoraUnusable: A layer has no module that it fits.
     """
     ordered = sorted(uses, key=lambda use: (use.digest, use.scale))
     made = {name: _factors(ordered, name, networks[name]) for name in components}
@@ -32,11 +41,13 @@ def set_key(uses: Sequence[tuple[str, float]]) -> SetKey:
 
 
 def _factors(uses: Sequence[LoraAtScale], component: str, network: nn.Module) -> dict[str, Factors]:
+    layers_of_uses = [(use, use.layers.get(component, {})) for use in uses]
+    modules = dict(network.named_modules()) if any(layers for _, layers in layers_of_uses) else {}
     terms: dict[str, list[tuple[LoraLayer, float]]] = {}
-    for use in uses:
-        for path, layer in use.layers.get(component, {}).items():
+    for use, named in layers_of_uses:
+        for name, layer in named.items():
+            path = next((path for path in spellings(component, name) if path in modules), name)
             terms.setdefault(path, []).append((layer, use.scale * layer.scale))
-    modules = dict(network.named_modules()) if terms else {}
     made = {}
     for path, layers in terms.items():
         weight = _weight(modules.get(path), f"{component}.{path}")

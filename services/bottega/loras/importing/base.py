@@ -9,15 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from bottega.errors import BadLora, ConfigError
-from bottega.lora.canonical import BACKBONE, COMPONENTS
+from bottega.lora.canonical import BACKBONE, COMPONENTS, spellings
 from bottega.lora.safetensors_header import read_header
 from bottega.loras.importing.sgm import sgm_names
 
 _WEIGHT = ".weight"
 # Matrices that are looked up by row and multiplied by nothing: nothing can be added to their product.
 _TABLES = ("token_embedding", "position_embedding")
-# Encoders of transformers are saved with this in front, or without it, by their version.
-_TEXT_MODEL = "text_model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +40,7 @@ class Base:
         self._dotted: dict[tuple[str, str], BaseModule] = {}
         self._flat: dict[tuple[str, str], BaseModule | None] = {}
         for module in modules:
-            for path in _spellings(module):
+            for path in spellings(module.component, module.path):
                 self._dotted[module.component, path] = module
                 flat = (module.component, path.replace(".", "_"))
                 # Two modules whose names differ in dots and underscores alone cannot be told apart: neither is meant.
@@ -82,18 +80,9 @@ def _modules(folder: Path) -> Iterator[BaseModule]:
                 header = read_header(file)
             for entry in header.tensors:
                 module = entry.name.removesuffix(_WEIGHT)
-                known = module == entry.name or (component, module) in seen
-                if known or len(entry.shape) not in {2, 4} or module.rpartition(".")[2] in _TABLES:
+                if module == entry.name or len(entry.shape) not in {2, 4} or module.rpartition(".")[2] in _TABLES:
+                    continue
+                if any((component, path) in seen for path in spellings(component, module)):
                     continue
                 seen.add((component, module))
                 yield BaseModule(component=component, path=module, shape=entry.shape)
-
-
-def _spellings(module: BaseModule) -> Iterator[str]:
-    yield module.path
-    if module.component == BACKBONE:
-        return
-    if module.path.startswith(_TEXT_MODEL):
-        yield module.path.removeprefix(_TEXT_MODEL)
-    else:
-        yield _TEXT_MODEL + module.path

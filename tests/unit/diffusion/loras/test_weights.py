@@ -116,6 +116,19 @@ def test_rows_of_unlike_sets_get_what_networks_with_these_loras_in_them_give(net
     assert (expected - plain).abs().max() > 0.02
 
 
+@pytest.mark.parametrize("tower", ["", "text_model."], ids=["flat tower", "prefixed tower"])
+@pytest.mark.parametrize("file", ["", "text_model."], ids=["flat file", "prefixed file"])
+def test_a_text_layer_goes_into_the_module_that_the_tower_has(net: Net, tower: str, file: str) -> None:
+    network = nn.ModuleDict({"text_model": net}) if tower else net
+    layers = {file + path: layer for path, layer in random_layers(net, 1, targets=ALL).items()}
+    made = make_set(
+        [LoraAtScale(digest="1", scale=1.0, layers={TEXT_ENCODERS[0]: layers})],
+        {TEXT_ENCODERS[0]: network},
+        TEXT_ENCODERS[:1],
+    )
+    assert set(made.of(TEXT_ENCODERS[0])) == {tower + path.removeprefix(file) for path in layers}
+
+
 @torch.inference_mode()
 def test_row_by_row_no_bit_depends_on_the_neighbours(net: Net) -> None:
     a, b = set_of(net, use(net, 1)), set_of(net, use(net, 2, rank=9))
