@@ -14,8 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bottega.diffusion.loras import LoraLayer
 from bottega.lora import canonical
-from bottega.lora.safetensors_header import TensorEntry
+from bottega.lora.safetensors_header import LENGTH_BYTES, TensorEntry, header_bytes
 from bottega.miniature import WEIGHTS
 
 _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -106,18 +107,25 @@ def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] 
     return path
 
 
-def canonical_deltas(path: Path) -> dict[str, Tensor]:
-    """By component and path, what a canonical file adds to each module."""
-    data = path.read_bytes()
-    with path.open("rb") as file:
-        lora = canonical.read(file)
+def canonical_layers(data: bytes) -> dict[str, dict[str, LoraLayer]]:
+    """Return the layers of a canonical file by component and path."""
+    lora = canonical.parse(data[: header_bytes(data[:LENGTH_BYTES])], file_bytes=len(data))
     text, unet = data[lora.header_bytes :][: lora.text_bytes], data[lora.header_bytes + lora.text_bytes :]
-    deltas = {}
+    layers: dict[str, dict[str, LoraLayer]] = {component: {} for component in canonical.COMPONENTS}
     for module in lora.modules:
         section = unet if module.component == canonical.BACKBONE else text
         scale, down, up = (_tensor(entry, section) for entry in (module.scale, module.down, module.up))
-        deltas[f"{module.component}.{module.path}"] = delta(down, up, float(scale))
-    return deltas
+        layers[module.component][module.path] = LoraLayer(down=down, up=up, scale=float(scale))
+    return layers
+
+
+def canonical_deltas(path: Path) -> dict[str, Tensor]:
+    """By component and path, what a canonical file adds to each module."""
+    return {
+        f"{component}.{name}": delta(layer.down, layer.up, layer.scale)
+        for component, layers in canonical_layers(path.read_bytes()).items()
+        for name, layer in layers.items()
+    }
 
 
 def names_of(deltas: Iterable[str], component: str) -> set[str]:

@@ -172,8 +172,8 @@ async def test_the_command_says_which_trigger_words_a_lora_has_that_was_there(ho
     ("given", "says"),
     [
         ("empty.safetensors", "{} is empty"),
-        ("folder", "{} holds none of adapter_model.safetensors, pytorch_lora_weights.safetensors"),
-        ("peft", "{}/text_encoder/adapter_model.safetensors cannot be read: No such file"),
+        ("folder", "folder holds none of adapter_model.safetensors, pytorch_lora_weights.safetensors"),
+        ("peft", "text_encoder holds no adapter_model.safetensors; pickled weights are never opened"),
         ("peft/unet", "{}/adapter_model.safetensors cannot be read: No such file"),
     ],
 )

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
 from bottega.errors import BadLora
-from bottega.loras.importing.alphas import from_metadata, read_adapter_config
 from bottega.loras.importing.patterns import MAX_CHARACTERS, MAX_PATTERNS, module_pattern
+from bottega.loras.importing.peft_config import from_metadata, read_adapter_config
 from tests.samples.lora_files import base_shapes
 
 _NAMES = st.text("ab0_.-", min_size=1, max_size=8)
@@ -43,7 +43,10 @@ def test_ends_of_a_models_own_names_match_what_peft_matches(path: str, cut: int,
     name = path[cut:] or path
     key = written.format(re.escape(name) if escape else name)
     for other in base_shapes("unet"):
-        assert module_pattern(key).matches(other) == (get_pattern_key([key], other) == key), (key, other)
+        assert module_pattern("alpha_pattern", key).matches(other) == (get_pattern_key([key], other) == key), (
+            key,
+            other,
+        )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,7 @@ def test_keys_are_counted() -> None:
         _in_a_configuration({**most, "one.more": 1.0})
 
 
-def test_fields_of_peft_that_are_not_read_may_say_anything() -> None:
+def test_fields_of_peft_whose_expressions_are_not_needed_may_say_anything() -> None:
     hostile = "(a+)+$" * 500
     config = {
         "lora_alpha": 3,
@@ -121,7 +124,7 @@ def test_as_many_keys_as_there_may_be_are_looked_through_in_seconds() -> None:
     keys = [f"{number}{path}" for number in range(3) for path in paths][:MAX_PATTERNS]
     config = read_adapter_config(json.dumps({"alpha_pattern": dict.fromkeys(keys, 2.0)}).encode())
     began_s = time.process_time()
-    assert {config.scale(path, 1) for path in paths} == {1.0}
+    assert {config.scale(path, 1) for path in paths} == {8.0}, "PEFT's default"
     assert time.process_time() - began_s < 15
 
 

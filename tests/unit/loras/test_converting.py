@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from bottega.errors import BadLora, ConfigError
 from bottega.lora import canonical
-from bottega.loras.importing.base import Base, read_base
+from bottega.loras.importing.base import Base, BaseModule, read_base
 from bottega.loras.importing.converting import ConvertedLora, convert
 from bottega.loras.importing.source import sources
 from bottega.miniature import WEIGHTS
@@ -26,6 +26,7 @@ from tests.samples.lora_files import Part, base_shapes, canonical_deltas, delta,
 _Q = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
 _OUT = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_out.0"
 _CONV = "down_blocks.0.resnets.0.conv1"
+_K = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_k"
 _TEXT = "encoder.layers.0.self_attn.q_proj"
 
 
@@ -207,28 +208,71 @@ def test_the_first_naming_of_diffusers_is_what_diffusers_loads(
     _assert_same(imported(source), theirs)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alpha_pattern": {"ff.net.2": 16}, "rank_pattern": {"to_k": 2}},
+        {"alpha_pattern": {"ff.net.2": 16}, "rank_pattern": {"to_k": 2}, "use_rslora": True},
+        {"alpha_pattern": {f"^{_K}": 100, ".*attn1.to_k": 5, "attn2.to_k$": 7}, "rank_pattern": {f"^{_K}": 3}},
+        {"alpha_pattern": {r"mid_block\.resnets\.0\.conv2": 3}, "rank_pattern": {"(to_k|conv2)": 2}},
+        {"lora_alpha": 0},
+        {"lora_alpha": -3, "init_lora_weights": "gaussian"},
+        {"target_modules": ["to_k"], "layers_to_transform": [0], "layers_pattern": "transformer_blocks"},
+        {"target_modules": ["to_k"], "exclude_modules": ["mid_block.attentions.0.transformer_blocks.0.attn1.to_k"]},
+    ],
+    ids=str,
+)
 def test_a_folder_of_peft_is_what_peft_loads(
-    imported: Callable[..., dict[str, Tensor]], tmp_path: Path, rslora: bool
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    config = LoraConfig(
-        r=4,
-        lora_alpha=2,
-        target_modules=["to_k", "ff.net.2", "conv2"],
-        rank_pattern={"to_k": 2},
-        alpha_pattern={"ff.net.2": 16},
-        use_rslora=rslora,
-    )
-    model = get_peft_model(_pipeline().unet, config)
+    chosen = {"r": 4, "lora_alpha": 2, "target_modules": ["to_k", "ff.net.2", "conv2"], **options}
+    model = get_peft_model(_pipeline().unet, LoraConfig(**chosen))
     _randomise(model, 3)
     model.save_pretrained(tmp_path)
-    theirs = {}
-    for path, module in model.get_base_model().named_modules():
-        if isinstance(module, LoraLayer):
-            theirs[f"unet.{path}"] = module.get_delta_weight("default").detach()
+    # Loaded again: PEFT sorts the keys of patterns when it saves them, and the first one that matches counts.
+    theirs = _added(PeftModel.from_pretrained(_pipeline().unet, tmp_path).get_base_model())
     _assert_same(imported(tmp_path), theirs)
     alone = imported(tmp_path / "adapter_model.safetensors", (tmp_path / "adapter_config.json").read_bytes())
     _assert_same(alone, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True")
+def test_fan_in_fan_out_means_nothing_for_linear_layers(
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
+) -> None:
+    model = get_peft_model(_pipeline().unet, LoraConfig(r=4, target_modules=["to_k"]))
+    _randomise(model, 3)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text()) | {"fan_in_fan_out": True}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    loaded = PeftModel.from_pretrained(_pipeline().unet, tmp_path)
+    _assert_same(imported(tmp_path), _added(loaded.get_base_model()))
+
+
+def test_what_a_network_saved_itself_is_what_it_loads(
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """Without a component before its names, in the tensors and in the metadata alike."""
+    unet = _pipeline().unet
+    patterns = {"alpha_pattern": {f"^{_K}": 100, "conv1": 1}, "rank_pattern": {"conv1": 2}}
+    unet.add_adapter(LoraConfig(r=2, lora_alpha=8, target_modules=["to_k", "conv1"], **patterns))
+    _randomise(unet, 5)
+    unet.save_lora_adapter(tmp_path)
+    loading = _pipeline().unet
+    loading.load_lora_adapter(tmp_path, prefix=None, use_safetensors=True)
+    theirs = _added(loading)
+    assert all(torch.equal(value, theirs[name]) for name, value in _added(unet).items())
+    _assert_same(imported(tmp_path), theirs)
+
+
+def _added(unet: torch.nn.Module) -> dict[str, Tensor]:
+    """What the only adapter adds to each module of the UNet."""
+    found = {}
+    for path, module in unet.named_modules():
+        if isinstance(module, LoraLayer):
+            (adapter,) = module.active_adapters
+            found[f"unet.{path}"] = module.get_delta_weight(adapter).detach()
+    return found
 
 
 # PEFT of today still asks transformers of tomorrow.
@@ -287,12 +331,38 @@ _SHAPES = (("down", (2, 96)), ("up", (96, 2)))
 
 
 @pytest.mark.parametrize(
-    ("part", "method"),
-    [("hada_w1_a", "LoHa"), ("lokr_w1", "LoKr"), ("dora_scale", "DoRA"), ("diff", "full differences")],
+    ("part", "what"),
+    [
+        ("hada_w1_a", "factors of LoHa"),
+        ("lokr_w1", "factors of LoKr"),
+        ("dora_scale", "magnitudes of DoRA"),
+        ("lora_magnitude_vector", "magnitudes of DoRA"),
+        ("oft_blocks", "blocks of OFT"),
+        ("a1.weight", "factors of GLoRA"),
+        ("lora_diag", "diagonals of KaSA"),
+        ("scalar", "scalars of LyCORIS"),
+        ("diff", "full differences of weights"),
+        ("diff_b", "full differences of weights"),
+        ("set_weight", "full differences of weights"),
+        ("w_norm", "weights of normalisation layers"),
+        ("lora_embedding_A", "factors of embeddings"),
+        ("lora_B.bias", "biases"),
+        ("bias", "biases"),
+        ("modules_to_save.weight", "whole modules"),
+        ("anything", "1 of 4 tensors match nothing in the base model"),
+    ],
 )
-def test_other_methods_are_refused_by_name(base: Base, tmp_path: Path, part: str, method: str) -> None:
+def test_what_is_beside_a_loras_factors_is_refused_by_name(base: Base, tmp_path: Path, part: str, what: str) -> None:
     tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
-    assert method in _refused(base, {**tensors, f"{_NAME}.{part}": torch.zeros(2, 2)}, tmp_path)
+    message = _refused(base, {**tensors, f"{_NAME}.{part}": torch.zeros(2, 2)}, tmp_path)
+    assert what in message
+    assert f"{_NAME}.{part}" in message
+
+
+def test_embeddings_that_a_file_brings_along_are_refused_by_name(base: Base, tmp_path: Path) -> None:
+    tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
+    message = _refused(base, {**tensors, "bundle_emb.<ink>.clip_l": torch.zeros(2, 64)}, tmp_path)
+    assert message == "the file has embeddings of words, which are not served: bundle_emb.<ink>.clip_l"
 
 
 def test_a_lora_that_matches_nothing_is_refused_with_what_it_has(base: Base, tmp_path: Path) -> None:
@@ -380,6 +450,21 @@ def test_what_is_strong_and_still_a_number_is_taken(base: Base, tmp_path: Path, 
         (b'{"use_dora": true}', "DoRA"),
         (b'{"init_lora_weights": "pissa_niter_4"}', "pissa"),
         (b'{"alpha_pattern": {"(": 1}}', "alpha_pattern '(' is not taken"),
+        (b'{"alpha_pattern": {"to_k": 1}}', "an alpha_pattern 'to_k' that matches no module of the file"),
+        (b'{"alpha_pattern": {"^attn1.to_q": 1}}', "alpha_pattern '^attn1.to_q' that matches no module"),
+        (b'{"r": 4}', f"unet.{_Q} has rank 2 and adapter_config.json says 4"),
+        (b'{"r": 2, "rank_pattern": {"attn1.to_q": 8}}', f"unet.{_Q} has rank 2 and adapter_config.json says 8"),
+        (b'{"lora_alpha": "4"}', "lora_alpha"),
+        (b'{"use_rslora": "false"}', "use_rslora"),
+        (b'{"bias": "all"}', "says bias all: LoRAs with trained biases are not served"),
+        (b'{"lora_bias": true}', "sets lora_bias: LoRAs with biases of its own"),
+        (b'{"modules_to_save": ["conv_in"]}', "sets modules_to_save"),
+        (b'{"use_qalora": true}', "sets use_qalora"),
+        (b'{"alora_invocation_tokens": [1]}', "sets alora_invocation_tokens"),
+        (b'{"trainable_token_indices": [1]}', "sets trainable_token_indices"),
+        (b'{"target_parameters": ["a"]}', "sets target_parameters"),
+        (b'{"use_tomorrow": true}', "sets 'use_tomorrow', which is not known"),
+        (b"[]", "adapter_config.json cannot be used: it is no JSON object"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_refused(base: Base, tmp_path: Path, config: bytes, says: str) -> None:
@@ -397,6 +482,110 @@ def test_metadata_of_diffusers_that_cannot_be_used_is_refused(base: Base, tmp_pa
     }
     alpha = json.dumps({"unet.lora_alpha": 1e300})
     assert "5e+299" in _refused(base, of_diffusers, tmp_path, metadata={"lora_adapter_metadata": alpha})
+
+
+_METADATA = "lora_adapter_metadata"
+_FACTORS = {"lora_A.weight": torch.zeros(2, 96), "lora_B.weight": torch.zeros(96, 2)}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "fields", "says"),
+    [
+        ("unet.", {"unet.alpha_pattern": {"to_k": 1}}, "alpha_pattern 'to_k' that matches no module"),
+        ("unet.", {"unet.alpha_pattern": {f"^unet.{_Q}": 1}}, "that matches no module"),
+        ("unet.", {"unet.r": 2, "text_encoder.lora_alpha": 4}, "is about text_encoder, and the file changes nothing"),
+        ("unet.", {"transformer.lora_alpha": 4}, "is about 'transformer', which is no part of the base model"),
+        ("unet.", {"unet.lora_alpha": 4, "lora_alpha": 4}, "names a component for some fields and none for others"),
+        ("unet.", {"lora_alpha": 4}, "is of one component, and the file's names say theirs"),
+        ("unet.", {"unet.r": 3}, f"unet.{_Q} has rank 2 and the file's lora_adapter_metadata says 3"),
+        ("unet.", {"unet.use_dora": True}, "sets use_dora: LoRAs with DoRA are not served"),
+        ("", {"alpha_pattern": {"to_k": 1}}, "alpha_pattern 'to_k' that matches no module"),
+        ("", {"text_encoder.lora_alpha": 4}, "is about text_encoder, and the file changes nothing in it"),
+    ],
+)
+def test_metadata_that_no_module_takes_is_refused_by_name(
+    base: Base, tmp_path: Path, prefix: str, fields: dict[str, Any], says: str
+) -> None:
+    tensors = {f"{prefix}{_Q}.{part}": tensor for part, tensor in _FACTORS.items()}
+    assert says in _refused(base, tensors, tmp_path, metadata={_METADATA: json.dumps(fields)})
+
+
+def test_an_alpha_that_is_said_twice_is_refused(base: Base, tmp_path: Path) -> None:
+    metadata = {_METADATA: json.dumps({"unet.lora_alpha": 4})}
+    tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=4.0)})
+    says = f"{_NAME}.alpha and the file's lora_adapter_metadata both say an alpha"
+    assert says in _refused(base, tensors, tmp_path, metadata=metadata)
+    bare = {f"{_Q}.{part}": tensor for part, tensor in _FACTORS.items()}
+    assert "both say alphas" in _refused(base, bare, tmp_path, metadata=metadata, adapter_config=b"{}")
+
+
+@pytest.mark.parametrize(("alpha", "refused"), [("1", True), ("2.0", False), ("Dynamic", False), ("None", False)])
+def test_kohyas_alpha_that_only_the_metadata_has_is_not_passed_over(
+    base: Base, tmp_path: Path, alpha: str, refused: bool
+) -> None:
+    metadata = {"ss_network_alpha": alpha, "ss_network_dim": "2"}
+    stated, expected = kohya({("unet", _Q): Part(rank=2, alpha=1.0)})
+    assert len(convert(sources(save(stated, tmp_path / "stated.safetensors", metadata)), base=base).modules) == 1
+    unstated = {name: tensor for name, tensor in stated.items() if not name.endswith(".alpha")}
+    if refused:
+        message = _refused(base, unstated, tmp_path, metadata=metadata)
+        assert "ss_network_alpha is 1 and the rank of" in message
+        assert "no module has an .alpha" in message
+        return
+    path = save(unstated, tmp_path / "unstated.safetensors", metadata)
+    _assert_same(_deltas(convert(sources(path), base=base), tmp_path), {f"unet.{_Q}": 2 * expected[f"unet.{_Q}"]})
+
+
+_SGM = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_k"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(f"lora_unet_{_OUT.replace('.', '_')}", _SGM), (f"unet.{_Q}", _OUT), (f"unet.{_Q}", _SGM), (_Q, _SGM)],
+)
+def test_a_file_that_names_modules_in_two_ways_is_refused(base: Base, tmp_path: Path, one: str, other: str) -> None:
+    """Of such a file stock Diffusers reads the modules of one way alone, without a word."""
+    parts = [f"{name}.lora_{part}.weight" for name in (one, other) for part in ("down", "up")]
+    message = _refused(base, {part: torch.zeros(2, 2) for part in parts}, tmp_path)
+    assert message.startswith("the file names modules in two ways, ")
+    assert one in message
+    assert other in message
+
+
+def test_a_file_that_could_be_for_both_text_encoders_is_refused_unless_its_shapes_tell(
+    base: Base, tmp_path: Path
+) -> None:
+    factors = {"lora_A.weight": torch.zeros(2, 64), "lora_B.weight": torch.zeros(64, 2)}
+    tensors = {f"text_model.{_TEXT}.{part}": tensor for part, tensor in factors.items()}
+    path = save(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(BadLora, match=r"may be for text_encoder or text_encoder_2, .*put the component before"):
+        convert(sources(path), base=base)
+    wider = [
+        BaseModule(component=component, path=_TEXT, shape=(width, width))
+        for component, width in (("text_encoder", 32), ("text_encoder_2", 64))
+    ]
+    (module,) = convert(sources(path), base=Base(iter(wider), sgm={})).modules
+    assert module.component == "text_encoder_2"
+
+
+def test_a_text_encoder_that_the_base_lacks_is_not_left_out(base: Base, tmp_path: Path) -> None:
+    tensors, _ = kohya({("unet", _Q): Part(rank=2, alpha=1.0), ("text_encoder", _TEXT): Part(rank=2, alpha=1.0)})
+    lacking = Base((BaseModule(component="unet", path=_Q, shape=(96, 96)) for _ in range(1)), sgm={})
+    assert "3 of 6 tensors match nothing" in _refused(lacking, tensors, tmp_path)
+    path = save(tensors, tmp_path / "a.safetensors")
+    assert {module.component for module in convert(sources(path), base=base).modules} == {"unet", "text_encoder"}
+
+
+@pytest.mark.parametrize("alpha", [0.0, -3.0])
+def test_an_alpha_of_nothing_or_less_counts_as_it_is_written(
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path, alpha: float
+) -> None:
+    tensors, expected = kohya({("unet", _Q): Part(rank=2, alpha=alpha)})
+    path = save(tensors, tmp_path / "kohya.safetensors")
+    pipeline = _pipeline()
+    pipeline.load_lora_weights(path, use_safetensors=True)
+    _assert_same(imported(path), _loaded_deltas(pipeline))
+    _assert_same(imported(path), expected)
 
 
 def test_pickled_weights_are_never_opened(base: Base, tmp_path: Path) -> None:

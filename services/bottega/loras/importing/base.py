@@ -57,10 +57,6 @@ class Base:
         """The module whose path has underscores in the place of dots."""
         return self._flat.get((component, name))
 
-    def anywhere(self, path: str) -> tuple[BaseModule, ...]:
-        """Modules at that path, of any component."""
-        return tuple(found for component in COMPONENTS if (found := self.find(component, path)) is not None)
-
 
 def read_base(folder: Path) -> Base:
     """The base model in a folder of Diffusers' layout. Raises ConfigError for what is none."""

@@ -3,38 +3,53 @@ refused.
 
 Source of the definition: W' = W + alpha / rank * up @ down, with each module's own alpha (kohya, PEFT).
 Where nothing says an alpha it is the rank, as for everybody; not so in PEFT's own files, which never say it themselves.
+What says an alpha and is not used is refused, too: it would be a strength that nobody gets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import BinaryIO, NoReturn
 
 from bottega.errors import BadLora
-from bottega.lora.canonical import ModuleWeights
+from bottega.lora.canonical import COMPONENTS, ModuleWeights
 from bottega.lora.safetensors_header import Header, TensorEntry, read_header
-from bottega.loras.importing.alphas import AdapterConfig, from_metadata
 from bottega.loras.importing.arrays import MAX_F32, check_product, fitted, folded, read_number, read_weights
 from bottega.loras.importing.base import Base, BaseModule
-from bottega.loras.importing.naming import Format, Name, Part, format_of, module_of, refuse_other_methods, taken_apart
+from bottega.loras.importing.naming import (
+    Format,
+    Name,
+    Part,
+    module_of,
+    refuse_two_ways,
+    refuse_unserved,
+    taken_apart,
+    trained_path,
+)
+from bottega.loras.importing.peft_config import WHOLE_FILE, AdapterConfig, from_metadata
 from bottega.loras.importing.source import LoraSourceFile
+from bottega.plain_text import excerpt
 from bottega.storage.contained_paths import open_below
 
 # Of the names in a refusal, which travels in a status.
 _LISTED = 8
 _TRIGGERS = ("modelspec.trigger_phrase", "trigger_phrase")
 _MAX_TRIGGER_CHARACTERS = 200
+# kohya's trainer writes the alpha of all modules here, and again into an .alpha for each, which is what counts.
+_KOHYA_ALPHA = "ss_network_alpha"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ConvertedLora:
-    """A LoRA in canonical modules. trigger_phrase: that its trainer wrote into the file; empty is none."""
+    """A LoRA in canonical modules."""
 
     modules: tuple[ModuleWeights, ...]
     format: Format
     trigger_phrase: str
+    """That its trainer wrote into the file; empty is none."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -44,12 +59,19 @@ class _ModuleParts:
     module: BaseModule
     config: AdapterConfig | None
     format: Format
-    name: str
+    path: str
+    """As the trainer's network had it, for the patterns of its configuration."""
     parts: dict[Part, tuple[BinaryIO, Header, TensorEntry]] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """Of its factors; 0 where there is none."""
+        found = self.parts.get(Part.DOWN)
+        return found[2].shape[0] if found is not None and found[2].shape else 0
 
 
 def convert(sources: Iterable[LoraSourceFile], *, base: Base) -> ConvertedLora:
-    """The LoRA that some files are, for the base. Raises BadLora naming what is wrong with it, OSError."""
+    """Return the LoRA that some files are, for the base. Raise BadLora naming what is wrong with it, OSError."""
     with ExitStack() as stack:
         found: dict[str, _ModuleParts] = {}
         headers = []
@@ -69,25 +91,115 @@ def convert(sources: Iterable[LoraSourceFile], *, base: Base) -> ConvertedLora:
 def _collect(
     file: BinaryIO, header: Header, source: LoraSourceFile, *, base: Base, found: dict[str, _ModuleParts]
 ) -> None:
-    """Finds the module of each tensor of a file. Raises BadLora with the list of those that have none."""
-    refuse_other_methods([entry.name for entry in header.tensors])
-    configs = from_metadata(header.metadata)
+    """Find the module of each tensor of a file. Raise BadLora with the list of those that have none."""
+    refuse_unserved([entry.name for entry in header.tensors])
+    names = [(entry, taken_apart(entry.name)) for entry in header.tensors]
+    known = [(entry, name) for entry, name in names if name is not None]
+    refuse_two_ways(name for _, name in known)
+    component = source.component or _only_component(known, base)
+    configs = _configs(source, header, [name for _, name in known])
     lacking = []
-    for entry in header.tensors:
-        name = taken_apart(entry.name)
-        module = module_of(name, base, source.component) if name is not None else None
+    here: dict[str, _ModuleParts] = {}
+    for entry, name in names:
+        module = module_of(name, base, component) if name is not None else None
         if name is None or module is None:
             lacking.append(entry.name)
             continue
-        config = source.config or configs.get(module.component)
         each = found.setdefault(
-            module.name, _ModuleParts(module=module, config=config, format=format_of(name), name=_path(name))
+            module.name,
+            _ModuleParts(
+                module=module,
+                config=configs.get(module.component) or configs.get(WHOLE_FILE),
+                format=name.format,
+                path=trained_path(name, module),
+            ),
         )
+        here[module.name] = each
         if name.part in each.parts:
             raise BadLora(f"{entry.name} and {each.parts[name.part][2].name} are the same part of {module.name}")
         each.parts[name.part] = (file, header, entry)
     if lacking:
         _refuse_unmatched(lacking, len(header.tensors))
+    _check_configs(configs, here.values())
+    _check_kohya_alpha(header.metadata, here.values())
+
+
+def _only_component(known: Sequence[tuple[TensorEntry, Name]], base: Base) -> str | None:
+    """Return the component of a file whose names say none; None where they say it, or it has no tensors.
+
+    That which has its modules, in their shapes. Raise BadLora where several have.
+    """
+    bare = [(entry, name) for entry, name in known if name.component is None]
+    if not bare:
+        return None
+    lacking = {component: sum(module_of(name, base, component) is None for _, name in bare) for component in COMPONENTS}
+    fewest = [component for component, count in lacking.items() if count == min(lacking.values())]
+    fitting = [component for component in fewest if all(_fits(entry, name, base, component) for entry, name in bare)]
+    if len(fitting) > 1:
+        raise BadLora(
+            f"the file may be for {' or '.join(fitting)}, and its names do not say for which: put the component before "
+            f"each name ({fitting[0]}.{excerpt(bare[0][1].path, 80)}), or bring PEFT's folder below {fitting[0]}/"
+        )
+    return (fitting or fewest)[0]
+
+
+def _fits(entry: TensorEntry, name: Name, base: Base, component: str) -> bool:
+    """Whether the tensor may be a part of the component's module, by its outer extent."""
+    module = module_of(name, base, component)
+    if module is None or len(entry.shape) < len(module.shape[:2]):
+        return module is not None and name.part is Part.ALPHA
+    match name.part:
+        case Part.DOWN:
+            return entry.shape[1] == module.shape[1]
+        case Part.UP:
+            return entry.shape[0] == module.shape[0]
+    return True
+
+
+def _configs(source: LoraSourceFile, header: Header, names: Sequence[Name]) -> Mapping[str, AdapterConfig]:
+    """What says alphas beside the tensors, by component. Raise BadLora where it is not about these tensors."""
+    configs = from_metadata(header.metadata)
+    if source.config is not None:
+        if configs:
+            raise BadLora("its metadata and adapter_config.json both say alphas: only one of them can count")
+        configs = {WHOLE_FILE: source.config}
+    named = next((name for name in names if name.component is not None), None)
+    if WHOLE_FILE in configs and named is not None:
+        where = configs[WHOLE_FILE].where
+        raise BadLora(f"{where} is of one component, and the file's names say theirs: {excerpt(named.text, 120)}")
+    return configs
+
+
+def _check_configs(configs: Mapping[str, AdapterConfig], found: Iterable[_ModuleParts]) -> None:
+    """Raise BadLora where some alphas are of no module of the file, or two are of one."""
+    modules = list(found)
+    for component, config in configs.items():
+        mine = [each for each in modules if each.config is config]
+        if not mine:
+            about = component or "a component"
+            raise BadLora(f"{config.where} is about {about}, and the file changes nothing in it")
+        config.check_used(each.path for each in mine)
+        for each in mine:
+            if Part.ALPHA in each.parts:
+                name = each.parts[Part.ALPHA][2].name
+                raise BadLora(f"{name} and {config.where} both say an alpha: only one of them can count")
+
+
+def _check_kohya_alpha(metadata: Mapping[str, str], found: Iterable[_ModuleParts]) -> None:
+    """Raise BadLora where the trainer's alpha is in the metadata alone, and is not what modules without one get."""
+    modules = [each for each in found if each.format is Format.KOHYA]
+    try:
+        alpha = float(metadata.get(_KOHYA_ALPHA, "nan"))
+    except ValueError:  # such as "Dynamic"
+        return
+    if math.isnan(alpha) or any(Part.ALPHA in each.parts for each in modules):
+        return
+    other = next((each for each in modules if each.rank != alpha), None)
+    if other is not None:
+        raise BadLora(
+            f"the file's {_KOHYA_ALPHA} is {alpha:g} and the rank of {other.module.name} {other.rank}, but no module "
+            "has an .alpha: how strong it is cannot be told"
+        )
 
 
 def _module(found: _ModuleParts) -> ModuleWeights:
@@ -107,7 +219,7 @@ def _module(found: _ModuleParts) -> ModuleWeights:
 
 
 def _scale(found: _ModuleParts, rank: int) -> float:
-    """Alpha over rank. Raises BadLora naming the module where F32, which it is kept in, cannot hold it."""
+    """Return alpha over rank. Raise BadLora naming the module where F32, which it is kept in, cannot hold it."""
     scale = _stated_scale(found, rank)
     if not abs(scale) <= MAX_F32:
         raise BadLora(f"{found.module.name}: its alpha over its rank is {scale:.3g}, beyond what F32 holds")
@@ -118,15 +230,11 @@ def _stated_scale(found: _ModuleParts, rank: int) -> float:
     if Part.ALPHA in found.parts:
         return read_number(*found.parts[Part.ALPHA]) / rank
     if found.config is not None:
-        return found.config.scale(found.name, rank)
+        found.config.check_rank(found.module.name, found.path, rank)
+        return found.config.scale(found.path, rank)
     if found.format is Format.PEFT:
         raise BadLora("the file is PEFT's, whose alpha is in adapter_config.json: bring the folder that has both")
     return 1.0
-
-
-def _path(name: Name) -> str:
-    """As the trainer's own patterns know the module."""
-    return name.module.replace(".processor.", ".")
 
 
 def _trigger(headers: Iterable[Header]) -> str:

@@ -4,17 +4,21 @@ Diffusers    unet.mid_block.attentions.0.(...).to_q.lora_A.weight, (...).to_q.lo
              (...).attn1.processor.to_q_lora.down.weight; text_encoder.(...).q_proj.lora_linear_layer.down.weight
 PEFT         base_model.model.(...).to_q.lora_A.weight
 kohya        lora_unet_(path with underscores).lora_down.weight, lora_te1_(...), with one .alpha for each module
+
+Names may have no component in front: then the whole file is for one.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from bottega.errors import BadLora
-from bottega.lora.canonical import COMPONENTS
+from bottega.lora.canonical import BACKBONE, COMPONENTS, spellings
 from bottega.loras.importing.base import Base, BaseModule
+from bottega.plain_text import excerpt
 
 
 class Part(StrEnum):
@@ -36,21 +40,37 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Name:
-    """A tensor's name, taken apart. module: what comes before the part."""
+    """A tensor's name, taken apart."""
 
     text: str
-    module: str
     part: Part
+    format: Format
+    component: str | None
+    """Which the name says; None where it says none."""
+    path: str
+    """Of the module in its component; in kohya's names with underscores in the place of dots."""
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the path has underscores in the place of dots."""
+        return self.format is Format.KOHYA
 
 
-# What other methods call their parts; LoCon is LoRA on convolutions.
-_METHODS = (
-    ("LoHa", re.compile(r"\.hada_")),
-    ("LoKr", re.compile(r"\.lokr_")),
-    ("DoRA", re.compile(r"\.dora_scale$|lora_magnitude_vector")),
-    ("OFT", re.compile(r"\.oft_|\.oft_blocks")),
-    ("GLoRA", re.compile(r"\.[ab][12]\.weight$")),
-    ("full differences of weights", re.compile(r"\.diff(_b)?$")),
+# What files have beside a LoRA's factors, or in their place; LoCon is LoRA on convolutions.
+_UNSERVED = (
+    ("factors of LoHa", re.compile(r"\.hada_")),
+    ("factors of LoKr", re.compile(r"\.lokr_")),
+    ("magnitudes of DoRA", re.compile(r"\.dora_scale$|lora_magnitude_vector")),
+    ("blocks of OFT", re.compile(r"\.oft_|\.oft_blocks")),
+    ("factors of GLoRA", re.compile(r"\.[ab][12]\.weight$")),
+    ("diagonals of KaSA", re.compile(r"\.lora_diag\b")),
+    ("scalars of LyCORIS", re.compile(r"\.scalar$")),
+    ("full differences of weights", re.compile(r"\.diff(_b)?$|\.(set_weight|reshape_weight)$")),
+    ("weights of normalisation layers", re.compile(r"\.[wb]_norm$")),
+    ("factors of embeddings", re.compile(r"lora_embedding_[AB]")),
+    ("embeddings of words", re.compile(r"^bundle_emb\.|^emb_params$|trainable_tokens_|\bstring_to_param\b")),
+    ("whole modules", re.compile(r"\.modules_to_save\.|\.base_layer\.")),
+    ("biases", re.compile(r"\.bias$")),
 )
 _PARTS: tuple[tuple[re.Pattern[str], dict[str, str]], ...] = (
     (re.compile(r"\.lora_(?P<part>down|up|mid)\.weight$"), {}),
@@ -66,54 +86,92 @@ _KOHYA = (
 )
 _PEFT = "base_model.model."
 _PROCESSOR = ".processor."
+_TEXT_MODEL = "text_model"
+# Blocks of the UNet in Stability's code, and in Diffusers.
+_SGM_BLOCKS = re.compile(r"input_blocks|middle_block|output_blocks")
+_DIFFUSERS_BLOCKS = re.compile(r"down_blocks|mid_block|up_blocks")
 # The first Diffusers called a text encoder's projections as the UNet's.
 _OLD_TEXT = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 
 
-def refuse_other_methods(names: list[str]) -> None:
-    """Raises BadLora naming the method where the file is none of LoRA's."""
-    for method, pattern in _METHODS:
-        found = [name for name in names if pattern.search(name)]
-        if found:
-            raise BadLora(f"the file is {method}, which is not served: it has {found[0]}")
+def refuse_unserved(names: Sequence[str]) -> None:
+    """Raise BadLora naming what a file has that is no part of a LoRA, where that is known."""
+    for what, pattern in _UNSERVED:
+        found = next((name for name in names if pattern.search(name)), None)
+        if found is not None:
+            raise BadLora(f"the file has {what}, which are not served: {excerpt(found, 120)}")
 
 
 def taken_apart(text: str) -> Name | None:
-    """The tensor's module and part; None where it has no name of a part."""
+    """Return what a tensor's name says; None where it has no name of a part."""
     for pattern, parts in _PARTS:
         if (match := pattern.search(text)) is not None:
-            part = str(match["part"])
-            return Name(text=text, module=text[: match.start()], part=Part(parts.get(part, part)))
+            part = Part(parts.get(match["part"], match["part"]))
+            return _named(text, text[: match.start()], part)
     return None
 
 
-def format_of(name: Name) -> Format:
-    """Whose name it is."""
-    if name.module.startswith(tuple(prefix for prefix, _ in _KOHYA)):
-        return Format.KOHYA
-    return Format.PEFT if name.module.startswith(_PEFT) else Format.DIFFUSERS
+def refuse_two_ways(names: Iterable[Name]) -> None:
+    """Raise BadLora where a file names its modules in two ways: of such a file stock Diffusers reads a part."""
+    seen: dict[str, Name] = {}
+    for name in names:
+        for way in _ways(name):
+            seen.setdefault(way, name)
+    for one, other in (("kohya", "path"), ("with a component", "without a component"), ("sgm", "diffusers")):
+        if one in seen and other in seen:
+            listed = " and ".join(excerpt(seen[way].text, 120) for way in (one, other))
+            raise BadLora(f"the file names modules in two ways, {listed}: save it in one")
 
 
 def module_of(name: Name, base: Base, component: str | None) -> BaseModule | None:
-    """The base model's module that is meant; None where it has none of that name.
+    """Return the base model's module that is meant; None where it has none of that name.
 
-    component: of all the file, where the file is known to be of one.
+    Args:
+        name: Of one of its tensors.
+        base: The base model.
+        component: Of all the file, where the file is known to be of one.
     """
+    of = name.component or component
+    if of is None or component not in {None, of}:
+        return None
+    if name.is_flat:
+        return base.find_flat(of, name.path)
+    return base.find(of, name.path) or base.find(of, _modern(name.path))
+
+
+def trained_path(name: Name, module: BaseModule) -> str:
+    """Return the module's path as the trainer's own network had it, by which patterns of its configuration match."""
+    if module.component == BACKBONE:
+        return module.path
+    prefixed = name.path.startswith((f"{_TEXT_MODEL}.", f"{_TEXT_MODEL}_"))
+    return next(
+        path for path in spellings(module.component, module.path) if path.startswith(f"{_TEXT_MODEL}.") == prefixed
+    )
+
+
+def _named(text: str, module: str, part: Part) -> Name:
     for prefix, of in _KOHYA:
-        if name.module.startswith(prefix):
-            return base.find_flat(of, name.module.removeprefix(prefix))
-    path = name.module.removeprefix(_PEFT).replace(_PROCESSOR, ".")
+        if module.startswith(prefix):
+            path = module.removeprefix(prefix)
+            return Name(text=text, part=part, format=Format.KOHYA, component=of, path=path)
+    kind = Format.PEFT if module.startswith(_PEFT) else Format.DIFFUSERS
+    path = module.removeprefix(_PEFT).replace(_PROCESSOR, ".")
     head, _, rest = path.partition(".")
-    if component is None and head in COMPONENTS:
-        return _found(base, head, rest)
-    if component is not None:
-        return _found(base, component, path)
-    everywhere = base.anywhere(path)
-    return everywhere[0] if len(everywhere) == 1 else None
+    if head in COMPONENTS:
+        return Name(text=text, part=part, format=kind, component=head, path=rest)
+    return Name(text=text, part=part, format=kind, component=None, path=path)
 
 
-def _found(base: Base, component: str, path: str) -> BaseModule | None:
-    return base.find(component, path) or base.find(component, _modern(path))
+def _ways(name: Name) -> Iterator[str]:
+    if name.is_flat:
+        yield "kohya"
+        if name.component == BACKBONE and _SGM_BLOCKS.search(name.path):
+            yield "sgm"
+        elif name.component == BACKBONE and _DIFFUSERS_BLOCKS.search(name.path):
+            yield "diffusers"
+        return
+    yield "path"
+    yield "without a component" if name.component is None else "with a component"
 
 
 def _modern(path: str) -> str:

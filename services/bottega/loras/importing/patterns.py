@@ -1,5 +1,5 @@
-"""Which modules a key of PEFT's alpha_pattern names. PEFT takes any regular expression; an untrusted one is never run
-here.
+"""Which modules a key of PEFT's alpha_pattern or rank_pattern names. PEFT takes any regular expression; an untrusted
+one is never run here.
 
 What is accepted is a module's name, and around it what PEFT and its documentation write: `^` and `.*` before it, `$`
 behind it, escaped characters in it. It matches as in PEFT, where a dot that is not escaped stands for any character.
@@ -9,9 +9,10 @@ Source: PEFT's `get_pattern_key`, which looks for (.*\\.)?(KEY)$, and `re.escape
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 from bottega.errors import BadLora
 from bottega.plain_text import excerpt
@@ -25,6 +26,8 @@ _SHOWN_CHARACTERS = 80
 _TAKEN = re.compile(r"(?P<begin>\^?)(?P<any>(?:\.\*)?)(?P<name>(?:[A-Za-z0-9_.-]|\\[.-])+)\$?")
 _CHARACTERS = re.compile(r"\\?(.)")
 _ANY = "."
+
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +52,12 @@ class ModulePattern:
         return all(path.startswith(piece, before + at) for at, piece in self.pieces)
 
 
-def module_pattern(key: str) -> ModulePattern:
-    """A key of alpha_pattern. Raises BadLora naming one that is not taken."""
+def module_pattern(field: str, key: str) -> ModulePattern:
+    """Return what a key of a field matches. Raise BadLora naming one that is not taken."""
     taken = _TAKEN.fullmatch(key) if len(key) <= MAX_CHARACTERS else None
     if taken is None:
         raise BadLora(
-            f"alpha_pattern '{excerpt(key, _SHOWN_CHARACTERS)}' is not taken: regular expressions of strangers are not "
+            f"{field} '{excerpt(key, _SHOWN_CHARACTERS)}' is not taken: regular expressions of strangers are not "
             f"run. Write names of modules, of at most {MAX_CHARACTERS} characters; ^ or .* may be before a name, and $ "
             "behind it"
         )
@@ -68,12 +71,14 @@ def module_pattern(key: str) -> ModulePattern:
     )
 
 
-def module_patterns(keys: Iterable[str]) -> tuple[ModulePattern, ...]:
-    """Those of all keys, in their order. Raises BadLora as module_pattern does, and where there are too many."""
-    listed = tuple(keys)
-    if len(listed) > MAX_PATTERNS:
-        raise BadLora(f"alpha_pattern has {len(listed)} keys; at most {MAX_PATTERNS} are accepted")
-    return tuple(module_pattern(key) for key in listed)
+def module_patterns(field: str, numbers: Mapping[str, _Number]) -> tuple[tuple[str, ModulePattern, _Number], ...]:
+    """Return the keys of a field with what they match and their numbers, in their order.
+
+    Raise BadLora as module_pattern does, and where there are too many.
+    """
+    if len(numbers) > MAX_PATTERNS:
+        raise BadLora(f"{field} has {len(numbers)} keys; at most {MAX_PATTERNS} are accepted")
+    return tuple((key, module_pattern(field, key), number) for key, number in numbers.items())
 
 
 def _pieces(characters: Iterable[tuple[bool, str]]) -> Iterator[tuple[int, str]]:

@@ -15,8 +15,8 @@ from bottega import rules
 from bottega.client.addons.loras.stores import STORES
 from bottega.client.transport.connection import service_channels
 from bottega.client.types.messages import describe
-from bottega.errors import Violation
-from bottega.lora.canonical import COMPONENTS
+from bottega.errors import BadLora, Violation
+from bottega.lora.weights_files import WeightsFile, find_weights
 from bottega.rpc.channel import Target
 from bottega.v1.fleet_pb2 import Registration
 from bottega.v1.lora_pb2 import StoredLora, UploadLoraHead, UploadLoraRequest
@@ -25,8 +25,6 @@ from bottega.v1.lora_pb2_grpc import LoraServiceStub
 # An import reads all of a file, which of some GiB takes a while.
 IMPORT_S = 600.0
 _CHUNK_BYTES = 1 << 20
-_PEFT_CONFIG = "adapter_config.json"
-_WEIGHTS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,31 +41,13 @@ class LocalLoraFile:
     component: str = ""
 
 
-def find_lora_files(path: Path) -> list[LocalLoraFile]:
-    """The LoRA at a path: a safetensors file, or a folder of PEFT or Diffusers, which may have one for each component.
-
-    Raises InvalidRequest for what is none, OSError.
-    """
-    if not path.is_dir():
-        return [_lora_file(path)]
-    files = sorted(path.glob("*.safetensors"))
-    named = [file for name in _WEIGHTS for file in files if file.name == name]
-    if named or len(files) == 1:
-        return [_lora_file((named or files)[0])]
-    parts = [component for component in COMPONENTS if (path / component).is_dir()]
-    if not parts:
-        folders = f"nor a folder of PEFT's for a component ({', '.join(COMPONENTS)})"
-        _refuse_path(f"{path} holds none of {', '.join(_WEIGHTS)}, nor one .safetensors file alone, {folders}")
-    return [_lora_file(path / component / _WEIGHTS[0], component) for component in parts]
-
-
 def read_lora(path: object) -> tuple[list[LocalLoraFile], UploadLoraHead]:
     """The files of a LoRA, and what a store is told of them. Raises InvalidRequest for what cannot be read."""
     if not isinstance(path, str | os.PathLike):
         _refuse_path(f"must be the path of a file or a folder; got {describe(path)}")
     place = Path(cast("str | os.PathLike[str]", path))
     with _readable(place):
-        files = find_lora_files(place)
+        files = [_lora_file(file) for file in _found(place)]
         return files, _head(files, _sha256(files))
 
 
@@ -94,12 +74,19 @@ async def upload(store: Registration, head: UploadLoraHead, files: Sequence[Loca
         return call.result().lora
 
 
-def _lora_file(path: Path, component: str = "") -> LocalLoraFile:
-    config = path.with_name(_PEFT_CONFIG)
-    beside = config.read_bytes() if path.name == _WEIGHTS[0] and config.is_file() else b""
-    if not (size_bytes := path.stat().st_size):
-        _refuse_path(f"{path} is empty")
-    return LocalLoraFile(path=path, size_bytes=size_bytes, adapter_config=beside, component=component)
+def _found(path: Path) -> list[WeightsFile]:
+    try:
+        return find_weights(path)
+    except BadLora as error:
+        rules.refuse([Violation(field="path", description=error.message)])
+        raise
+
+
+def _lora_file(file: WeightsFile) -> LocalLoraFile:
+    if not (size_bytes := file.path.stat().st_size):
+        _refuse_path(f"{file.path} is empty")
+    beside = file.config.read_bytes() if file.config is not None else b""
+    return LocalLoraFile(path=file.path, size_bytes=size_bytes, adapter_config=beside, component=file.component or "")
 
 
 def _refuse_path(rule: str) -> None:

@@ -1,0 +1,71 @@
+"""Which files of a path are a LoRA: one, or one for each component, as PEFT, Diffusers and people lay them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bottega.errors import BadLora
+from bottega.lora.canonical import COMPONENTS
+
+PEFT_WEIGHTS = "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
+DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsFile:
+    """A safetensors file of a LoRA."""
+
+    path: Path
+    component: str | None = None
+    """The only component that the file is for, where its folder says so."""
+    config: Path | None = None
+    """PEFT's configuration beside it."""
+
+
+def find_weights(path: Path) -> list[WeightsFile]:
+    """Return the files of the LoRA at a path, a safetensors file or a folder.
+
+    A file is not opened. Raise BadLora for a folder that holds no LoRA, or more than one.
+    """
+    if not path.is_dir():
+        config = path.with_name(PEFT_CONFIG)
+        return [WeightsFile(path=path, config=config if path.name == PEFT_WEIGHTS and config.is_file() else None)]
+    files, parts = sorted(path.glob("*.safetensors")), list(_parts(path))
+    if files and parts:
+        folders = ", ".join(f"{part.component}/" for part in parts)
+        raise BadLora(f"{path.name} holds {files[0].name} beside {folders}: bring one of them, and the other by itself")
+    return parts or [_whole(path, files)]
+
+
+def _whole(folder: Path, files: Sequence[Path]) -> WeightsFile:
+    """The one file that the folder is."""
+    named = [file for file in files if file.name in {PEFT_WEIGHTS, DIFFUSERS_WEIGHTS}]
+    if not files:
+        raise BadLora(
+            f"{folder.name} holds none of {PEFT_WEIGHTS}, {DIFFUSERS_WEIGHTS}, nor one .safetensors file alone, nor a "
+            f"folder of PEFT's for a component ({', '.join(COMPONENTS)}); pickled weights are never opened"
+        )
+    if len(named or files) > 1:
+        listed = ", ".join(file.name for file in (named or files)[:4])
+        raise BadLora(f"{folder.name} holds several LoRAs ({listed}): name the file that you mean")
+    file, config = (named or files)[0], folder / PEFT_CONFIG
+    if file.name == PEFT_WEIGHTS and not config.is_file():
+        raise BadLora(f"{PEFT_WEIGHTS} has no {PEFT_CONFIG} beside it, which says its alpha")
+    return WeightsFile(path=file, config=config if config.is_file() else None)
+
+
+def _parts(folder: Path) -> Iterator[WeightsFile]:
+    """PEFT's files for components, where any of these has one."""
+    named = [component for component in COMPONENTS if (folder / component).is_dir()]
+    if not any((folder / component / name).exists() for component in named for name in (PEFT_WEIGHTS, PEFT_CONFIG)):
+        return
+    for component in named:
+        weights, config = folder / component / PEFT_WEIGHTS, folder / component / PEFT_CONFIG
+        if not weights.is_file():
+            raise BadLora(f"{component} holds no {PEFT_WEIGHTS}; pickled weights are never opened")
+        if not config.is_file():
+            raise BadLora(f"{component}/{PEFT_WEIGHTS} has no {PEFT_CONFIG} beside it, which says its alpha")
+        yield WeightsFile(path=weights, component=component, config=config)

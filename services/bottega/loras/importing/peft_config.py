@@ -1,0 +1,240 @@
+"""What PEFT's configuration says of a LoRA: the alphas of its modules, and what else would have to be done with them.
+
+PEFT writes its LoraConfig into adapter_config.json. Diffusers writes the same fields into a file's metadata: with the
+component before each name where a pipeline saved the file, without where a network did. Fields that change what is
+computed are honoured or refused by name; which modules there are, and of what rank, the tensors say.
+
+Source: PEFT's LoraConfig, and LoraModel._create_and_replace for the rules of alpha and rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field, StrictBool, TypeAdapter
+
+from bottega.errors import BadLora
+from bottega.lora.canonical import COMPONENTS
+from bottega.loras.importing.patterns import ModulePattern, module_patterns
+from bottega.plain_text import excerpt
+
+WHOLE_FILE = ""
+"""Stands for the only component of a file whose metadata names none."""
+
+_ADAPTER_CONFIG = "adapter_config.json"
+_METADATA = "lora_adapter_metadata"
+# PEFT's default.
+_DEFAULT_ALPHA = 8.0
+_Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_Rank = Annotated[int, Field(strict=True)]
+
+# Fields that are read, see _Fields.
+_COUNTED = frozenset(
+    {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias", "peft_type", "init_lora_weights"}
+)
+# Fields that change the computation by more than a product of two factors, and what they add.
+_UNSERVED = MappingProxyType(
+    {
+        "use_dora": "DoRA",
+        "use_qalora": "QALoRA",
+        "use_bdlora": "BD-LoRA",
+        "alora_invocation_tokens": "activated LoRA",
+        "arrow_config": "Arrow's routing",
+        "kasa_config": "KaSA",
+        "monteclora_config": "MonteCLoRA",
+        "velora_config": "VeLoRA",
+        "lora_bias": "biases of its own",
+        "modules_to_save": "whole modules",
+        "trainable_token_indices": "tokens of its own",
+        "layer_replication": "repeated layers",
+        "target_parameters": "parameters outside of modules",
+        "megatron_config": "Megatron's layers",
+    }
+)
+# Fields that leave the computation as it is: about training, or about what the tensors say themselves. PEFT sets
+# fan_in_fan_out to false for the only kinds of layers that are served.
+_NEUTRAL = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_core",
+        "parent_library",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+    }
+)
+# Initialisations after which the base model has other weights, unless PEFT has converted the file and says True.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """The part of PEFT's configuration that counts, for one component."""
+
+    where: str
+    """What it was read from, for errors."""
+    lora_alpha: float
+    use_rslora: bool
+    alphas: tuple[tuple[str, ModulePattern, float], ...]
+    """Keys of alpha_pattern with what they match and their alphas; the first one that matches counts."""
+    rank: int | None
+    """The rank of modules that no key of `ranks` matches; None where it is not said."""
+    ranks: tuple[tuple[str, ModulePattern, int], ...]
+
+    def scale(self, path: str, rank: int) -> float:
+        """Return what the product of a module's factors is multiplied by.
+
+        Args:
+            path: Of the module in its network, as the file names it.
+            rank: Of its factors.
+        """
+        alpha = next((alpha for _, pattern, alpha in self.alphas if pattern.matches(path)), self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def check_rank(self, name: str, path: str, rank: int) -> None:
+        """Raise BadLora where the module's factors have another rank than the configuration says."""
+        said = next((said for _, pattern, said in self.ranks if pattern.matches(path)), self.rank)
+        if said is not None and said != rank:
+            raise BadLora(f"{name} has rank {rank} and {self.where} says {said}: they are not of the same adapter")
+
+    def check_used(self, paths: Iterable[str]) -> None:
+        """Raise BadLora naming a key of alpha_pattern that matches none of the component's modules."""
+        listed = list(paths)
+        for key, pattern, _ in self.alphas:
+            if not any(pattern.matches(path) for path in listed):
+                raise BadLora(
+                    f"{self.where} has an alpha_pattern '{excerpt(key, 80)}' that matches no module of the file"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fields:
+    """Those of PEFT's fields that count here."""
+
+    r: _Rank | None = None
+    lora_alpha: _Number = _DEFAULT_ALPHA
+    rank_pattern: dict[str, _Rank] | None = None
+    alpha_pattern: dict[str, _Number] | None = None
+    use_rslora: StrictBool | None = False
+    bias: str = "none"
+    peft_type: str | None = None
+    init_lora_weights: bool | str | None = None
+
+
+def read_adapter_config(text: bytes) -> AdapterConfig:
+    """Return what PEFT's adapter_config.json says. Raise BadLora where it is none, or not served."""
+    try:
+        return _served(json.loads(text), _ADAPTER_CONFIG)
+    except (ValueError, RecursionError) as error:
+        raise BadLora(f"{_ADAPTER_CONFIG} cannot be used: {excerpt(str(error), 200)}") from None
+
+
+def from_metadata(metadata: Mapping[str, str]) -> dict[str, AdapterConfig]:
+    """Return what Diffusers wrote into a file's metadata, by component; WHOLE_FILE where it names none.
+
+    Raise BadLora where it cannot be used, or is not served.
+    """
+    if _METADATA not in metadata:
+        return {}
+    where = f"the file's {_METADATA}"
+    try:
+        fields = json.loads(metadata[_METADATA])
+    except (ValueError, RecursionError) as error:
+        raise BadLora(f"{where} cannot be used: {excerpt(str(error), 200)}") from None
+    return {component: _served(of, where) for component, of in _by_component(fields, where).items()}
+
+
+def _by_component(fields: Any, where: str) -> dict[str, dict[str, object]]:
+    split: dict[str, dict[str, object]] = {}
+    for name, value in _checked(fields, where).items():
+        component, dot, field = name.partition(".")
+        if dot and component not in COMPONENTS:
+            raise BadLora(f"{where} is about '{excerpt(component, 40)}', which is no part of the base model")
+        split.setdefault(component if dot else WHOLE_FILE, {})[field if dot else name] = value
+    if WHOLE_FILE in split and len(split) > 1:
+        bare = ", ".join(sorted(split[WHOLE_FILE])[:4])
+        raise BadLora(f"{where} names a component for some fields and none for others: {excerpt(bare, 80)}")
+    return split
+
+
+def _checked(fields: Any, where: str) -> dict[str, object]:
+    if not isinstance(fields, dict):
+        raise BadLora(f"{where} cannot be used: it is no JSON object")
+    return fields
+
+
+def _served(given: Any, where: str) -> AdapterConfig:
+    values = _checked(given, where)
+    for name, adds in _UNSERVED.items():
+        if values.get(name):
+            raise BadLora(f"{where} sets {name}: LoRAs with {adds} are not served")
+    try:
+        fields = _FIELDS.validate_python({name: value for name, value in values.items() if name in _COUNTED})
+    except pydantic.ValidationError as error:
+        raise BadLora(f"{where} cannot be used: {_first(error)}") from None
+    _check_kind(fields, where)
+    for name, value in values.items():
+        if value and name not in _COUNTED and name not in _NEUTRAL:
+            raise BadLora(f"{where} sets '{excerpt(name, 40)}', which is not known: it may change the picture")
+    ranks = _known_ranks(fields)
+    return AdapterConfig(
+        where=where,
+        lora_alpha=fields.lora_alpha,
+        use_rslora=bool(fields.use_rslora),
+        alphas=module_patterns("alpha_pattern", fields.alpha_pattern or {}),
+        rank=fields.r if ranks is not None else None,
+        ranks=ranks or (),
+    )
+
+
+def _check_kind(fields: _Fields, where: str) -> None:
+    if fields.peft_type not in {None, "LORA"}:
+        raise BadLora(f"{where} says peft_type {excerpt(fields.peft_type or '', 40)}: only LORA is served")
+    if fields.bias != "none":
+        raise BadLora(f"{where} says bias {excerpt(fields.bias, 40)}: LoRAs with trained biases are not served")
+    kind = str(fields.init_lora_weights or "").lower()
+    if kind.startswith(_CHANGES_BASE):
+        raise BadLora(
+            f"{where} says init_lora_weights {excerpt(kind, 40)}, which changes the base model's weights: not served"
+        )
+
+
+def _known_ranks(fields: _Fields) -> tuple[tuple[str, ModulePattern, int], ...] | None:
+    """Return the ranks of rank_pattern, or None where a key is an expression that is not run.
+
+    Nothing is lost then: the tensors have their rank, and PEFT loads them with no other one.
+    """
+    try:
+        return module_patterns("rank_pattern", fields.rank_pattern or {})
+    except BadLora:
+        return None
+
+
+def _first(error: pydantic.ValidationError) -> str:
+    """What is wrong first, short: keys and values are untrusted."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return excerpt(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}", 200)
+
+
+_FIELDS = TypeAdapter(_Fields)
