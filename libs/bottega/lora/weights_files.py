@@ -15,7 +15,7 @@ DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsFile:
+class LoraFile:
     """A safetensors file of a LoRA."""
 
     path: Path
@@ -25,14 +25,14 @@ class WeightsFile:
     """PEFT's configuration beside it."""
 
 
-def find_weights(path: Path) -> list[WeightsFile]:
+def find_weights(path: Path) -> list[LoraFile]:
     """Return the files of the LoRA at a path, a safetensors file or a folder.
 
     A file is not opened. Raise BadLora for a folder that holds no LoRA, or more than one.
     """
     if not path.is_dir():
         config = path.with_name(PEFT_CONFIG)
-        return [WeightsFile(path=path, config=config if path.name == PEFT_WEIGHTS and config.is_file() else None)]
+        return [LoraFile(path=path, config=config if path.name == PEFT_WEIGHTS and config.is_file() else None)]
     files, parts = sorted(path.glob("*.safetensors")), list(_parts(path))
     if files and parts:
         folders = ", ".join(f"{part.component}/" for part in parts)
@@ -40,7 +40,7 @@ def find_weights(path: Path) -> list[WeightsFile]:
     return parts or [_whole(path, files)]
 
 
-def _whole(folder: Path, files: Sequence[Path]) -> WeightsFile:
+def _whole(folder: Path, files: Sequence[Path]) -> LoraFile:
     """The one file that the folder is."""
     named = [file for file in files if file.name in {PEFT_WEIGHTS, DIFFUSERS_WEIGHTS}]
     if not files:
@@ -54,10 +54,10 @@ def _whole(folder: Path, files: Sequence[Path]) -> WeightsFile:
     file, config = (named or files)[0], folder / PEFT_CONFIG
     if file.name == PEFT_WEIGHTS and not config.is_file():
         raise BadLora(f"{PEFT_WEIGHTS} has no {PEFT_CONFIG} beside it, which says its alpha")
-    return WeightsFile(path=file, config=config if config.is_file() else None)
+    return LoraFile(path=file, config=config if config.is_file() else None)
 
 
-def _parts(folder: Path) -> Iterator[WeightsFile]:
+def _parts(folder: Path) -> Iterator[LoraFile]:
     """PEFT's files for components, where any of these has one."""
     named = [component for component in COMPONENTS if (folder / component).is_dir()]
     if not any((folder / component / name).exists() for component in named for name in (PEFT_WEIGHTS, PEFT_CONFIG)):
@@ -68,4 +68,4 @@ def _parts(folder: Path) -> Iterator[WeightsFile]:
             raise BadLora(f"{component} holds no {PEFT_WEIGHTS}; pickled weights are never opened")
         if not config.is_file():
             raise BadLora(f"{component}/{PEFT_WEIGHTS} has no {PEFT_CONFIG} beside it, which says its alpha")
-        yield WeightsFile(path=weights, component=component, config=config)
+        yield LoraFile(path=weights, component=component, config=config)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega.errors import BadLora
-from bottega.lora.weights_files import PEFT_CONFIG, WeightsFile, find_weights
+from bottega.lora.weights_files import PEFT_CONFIG, LoraFile, find_weights
 from bottega.loras.importing.peft_config import AdapterConfig, read_adapter_config
 from bottega.storage.contained_paths import open_below
 
@@ -51,7 +51,7 @@ def sources(
     ]
 
 
-def _config(file: WeightsFile, root: Path | None) -> AdapterConfig | None:
+def _config(file: LoraFile, root: Path | None) -> AdapterConfig | None:
     if file.config is None:
         return None
     with open_below(file.config, root) as opened:

@@ -16,7 +16,7 @@ from bottega.client.addons.loras.stores import STORES
 from bottega.client.transport.connection import service_channels
 from bottega.client.types.messages import describe
 from bottega.errors import BadLora, Violation
-from bottega.lora.weights_files import WeightsFile, find_weights
+from bottega.lora.weights_files import LoraFile, find_weights
 from bottega.rpc.channel import Target
 from bottega.v1.fleet_pb2 import Registration
 from bottega.v1.lora_pb2 import StoredLora, UploadLoraHead, UploadLoraRequest
@@ -74,7 +74,7 @@ async def upload(store: Registration, head: UploadLoraHead, files: Sequence[Loca
         return call.result().lora
 
 
-def _found(path: Path) -> list[WeightsFile]:
+def _found(path: Path) -> list[LoraFile]:
     try:
         return find_weights(path)
     except BadLora as error:
@@ -82,7 +82,7 @@ def _found(path: Path) -> list[WeightsFile]:
         raise
 
 
-def _lora_file(file: WeightsFile) -> LocalLoraFile:
+def _lora_file(file: LoraFile) -> LocalLoraFile:
     if not (size_bytes := file.path.stat().st_size):
         _refuse_path(f"{file.path} is empty")
     beside = file.config.read_bytes() if file.config is not None else b""
