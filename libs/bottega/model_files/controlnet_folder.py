@@ -25,14 +25,19 @@ from bottega.model_files.controlnet_config import (
     read_network_config,
 )
 from bottega.model_files.controlnet_layout import ControlLayout, controlnet_layout
-from bottega.model_files.json_files import is_lfs_pointer
-from bottega.model_files.weights_files import MAX_INDEX_BYTES, select_weights
+from bottega.model_files.json_files import is_lfs_pointer, parse_json_object
+from bottega.model_files.weights import (
+    DIFFUSERS,
+    FLOATING_POINT,
+    MAX_INDEX_BYTES,
+    choose_variant,
+    nothing_to_load,
+    variants_in,
+    weight_map,
+)
 from bottega.storage.contained_paths import listed, open_below
 
 SUFFIX = ".safetensors"
-STEM = "diffusion_pytorch_model"
-FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-"""Element types that weights may have, as safetensors names them."""
 
 # Of each file; those of SDXL's have 100 KB, all of which become objects.
 _MAX_HEADER_BYTES = 2 << 20
@@ -131,15 +136,29 @@ def _config_text(folder: Path, root: Path | None) -> bytes:
 
 
 def _weights(folder: Path, root: Path | None) -> list[Path]:
-    def read(index: str) -> bytes:
-        with open_below(folder / index, root) as file:
-            return file.read(MAX_INDEX_BYTES + 1)
-
+    """Return the files that Diffusers loads: those of an index where there is one, else a whole one."""
     names = {path.name for path in listed(folder, "", most=rules.MAX_CONTROLNET_FILES, deep=False)}
-    files = select_weights(names, STEM, read=read).names
-    if len(files) > _MAX_SHARDS:
-        raise ValueError(f"its weights are in {len(files)} parts; at most {_MAX_SHARDS} are accepted")
-    return [folder / file for file in files]
+    variants = variants_in(names, DIFFUSERS)
+    if not variants:
+        raise ValueError(nothing_to_load(folder.name, DIFFUSERS, names))
+    variant = choose_variant({folder.name: variants})
+    if (index := DIFFUSERS.index(variant)) not in names:
+        return [folder / DIFFUSERS.whole(variant)]
+    shards = sorted(set(_indexed(folder / index, root).values()))
+    if len(shards) > _MAX_SHARDS:
+        raise ValueError(f"its weights are in {len(shards)} parts; at most {_MAX_SHARDS} are accepted")
+    return [folder / shard for shard in shards]
+
+
+def _indexed(index: Path, root: Path | None) -> dict[str, str]:
+    with open_below(index, root) as file:
+        content = file.read(MAX_INDEX_BYTES + 1)
+    if len(content) > MAX_INDEX_BYTES:
+        raise ValueError(f"{index.name} has over {MAX_INDEX_BYTES} bytes")
+    try:
+        return weight_map(parse_json_object(content))
+    except ValueError as error:
+        raise ValueError(f"{index.name}: {error}") from None
 
 
 def _opened(path: Path, file: BufferedReader) -> WeightsFile:
@@ -153,7 +172,7 @@ def _opened(path: Path, file: BufferedReader) -> WeightsFile:
     except BadLora as error:
         raise ValueError(f"{path.name}: {error.message}") from None
     for entry in header.tensors:
-        if entry.dtype not in FLOATS:
+        if entry.dtype not in FLOATING_POINT:
             raise ValueError(f"{path.name}: {entry.name[:80]} has elements of {entry.dtype}, no floating point numbers")
     return WeightsFile(file=file, header=header)
 

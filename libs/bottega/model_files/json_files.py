@@ -73,7 +73,11 @@ def read_json_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[s
     Raises:
         ValueError: With what is wrong and what to do, without the file's name.
     """
-    content = read_model_file(path, max_bytes=max_bytes)
+    return parse_json_object(read_model_file(path, max_bytes=max_bytes))
+
+
+def parse_json_object(content: bytes) -> dict[str, object]:
+    """Return the object in the content of a JSON file. Raises ValueError as `read_json_object` does."""
     try:
         value = pydantic_core.from_json(content, allow_inf_nan=False)  # bounds how deep it may be nested
     except ValueError as error:

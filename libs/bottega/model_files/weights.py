@@ -21,7 +21,8 @@ from bottega.model_files.json_files import DOWNLOAD_AGAIN, open_model_file, read
 from bottega.plain_text import excerpt
 
 # An entry of an index has some hundred bytes; SDXL's UNet has 1,680 tensors.
-_MAX_INDEX_BYTES = 16 << 20
+MAX_INDEX_BYTES = 16 << 20
+"""Of an index of shards."""
 _MAX_SHARDS = 256
 # Of a part's folder; one with more is no part of a model.
 _MAX_FILES = 4096
@@ -83,12 +84,16 @@ def variants_of(folder: Path, naming: WeightsNaming) -> frozenset[str]:
         ValueError: With a sentence that names the folder, where it has no weights that could be loaded.
     """
     names = _names(folder)
+    if found := variants_in(names, naming):
+        return found
+    raise ValueError(nothing_to_load(folder.name, naming, names))
+
+
+def variants_in(names: Iterable[str], naming: WeightsNaming) -> frozenset[str]:
+    """Return the variants that there are weights of among files of these names, "" for plain ones."""
     stem = re.escape(naming.stem)
     pattern = re.compile(rf"{stem}(?:\.(\w+))?\.safetensors|{stem}\.safetensors\.index(?:\.(\w+))?\.json")
-    found = frozenset(match[1] or match[2] or "" for name in names if (match := pattern.fullmatch(name)))
-    if not found:
-        raise ValueError(_nothing_to_load(folder.name, naming, names))
-    return found
+    return frozenset(match[1] or match[2] or "" for name in names if (match := pattern.fullmatch(name)))
 
 
 def choose_variant(variants: Mapping[str, frozenset[str]], preferred: str = "") -> str:
@@ -137,23 +142,23 @@ def read_weights(folder: Path, naming: WeightsNaming, variant: str) -> Weights:
         if whole in names:
             header = _read_header(folder / whole)
             return Weights(variant=tried, files=(folder / whole,), tensors=_by_name([header]))
-    raise ValueError(_nothing_to_load(folder.name, naming, names))
+    raise ValueError(nothing_to_load(folder.name, naming, names))
 
 
 def _read_shards(folder: Path, index: str, variant: str) -> Weights:
     where = f"{folder.name}/{index}"
     try:
-        weight_map = _weight_map(read_json_object(folder / index, max_bytes=_MAX_INDEX_BYTES))
+        file_by_tensor = weight_map(read_json_object(folder / index, max_bytes=MAX_INDEX_BYTES))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    files = sorted(set(weight_map.values()))
+    files = sorted(set(file_by_tensor.values()))
     headers = {name: _read_header(folder / name, named_by=index) for name in files}
     placed = {tensor.name: name for name, header in headers.items() for tensor in header.tensors}
     tensors = _by_name(headers.values())
     if len(tensors) < sum(len(header.tensors) for header in headers.values()):
         raise ValueError(f"{where}: two of its files have tensors of one name; download the part {folder.name} again")
-    for tensor in sorted(weight_map.keys() ^ placed.keys()) or _misplaced(weight_map, placed):
-        told, found = weight_map.get(tensor, "no file"), placed.get(tensor, "none of its files")
+    for tensor in sorted(file_by_tensor.keys() ^ placed.keys()) or _misplaced(file_by_tensor, placed):
+        told, found = file_by_tensor.get(tensor, "no file"), placed.get(tensor, "none of its files")
         raise ValueError(
             f"{where}: it names {told} for the tensor {excerpt(tensor, _SHOWN_CHARACTERS)}, which is in {found}; "
             f"download the part {folder.name} again"
@@ -161,18 +166,18 @@ def _read_shards(folder: Path, index: str, variant: str) -> Weights:
     return Weights(variant=variant, files=tuple(folder / name for name in files), tensors=tensors)
 
 
-def _misplaced(weight_map: Mapping[str, str], placed: Mapping[str, str]) -> list[str]:
-    return [tensor for tensor, name in weight_map.items() if placed[tensor] != name]
+def _misplaced(file_by_tensor: Mapping[str, str], placed: Mapping[str, str]) -> list[str]:
+    return [tensor for tensor, name in file_by_tensor.items() if placed[tensor] != name]
 
 
-def _weight_map(index: Mapping[str, object]) -> dict[str, str]:
-    """Return the file of each tensor. Raises ValueError where Diffusers would not take the index."""
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+def weight_map(index: Mapping[str, object]) -> dict[str, str]:
+    """Return the file of each tensor by an index. Raises ValueError where Diffusers would not take the index."""
+    files = index.get("weight_map")
+    if not isinstance(files, dict) or not files:
         raise ValueError(f"weight_map is no object of tensors; {DOWNLOAD_AGAIN}")
     if not isinstance(index.get("metadata"), dict):
         raise ValueError(f"metadata is no object; {DOWNLOAD_AGAIN}")
-    for name in weight_map.values():
+    for name in files.values():
         if not isinstance(name, str) or not name.endswith(".safetensors"):
             raise ValueError(f"it names {excerpt(str(name), _SHOWN_CHARACTERS)}, no safetensors file; {DOWNLOAD_AGAIN}")
         if "/" in name or "\0" in name:
@@ -180,9 +185,9 @@ def _weight_map(index: Mapping[str, object]) -> dict[str, str]:
                 f"it names {excerpt(name, _SHOWN_CHARACTERS)}, which leads out of its folder; shards lie beside "
                 "their index"
             )
-    if len(set(weight_map.values())) > _MAX_SHARDS:
+    if len(set(files.values())) > _MAX_SHARDS:
         raise ValueError(f"it names over {_MAX_SHARDS} files; save the model in fewer shards")
-    return weight_map
+    return files
 
 
 def _read_header(path: Path, *, named_by: str = "") -> Header:
@@ -223,7 +228,8 @@ def _names(folder: Path) -> frozenset[str]:
     return names
 
 
-def _nothing_to_load(part: str, naming: WeightsNaming, names: Iterable[str]) -> str:
+def nothing_to_load(part: str, naming: WeightsNaming, names: Iterable[str]) -> str:
+    """Return a sentence that says why a folder with files of these names has no weights that could be loaded."""
     wanted = naming.whole("")
     if any(name.endswith(_PICKLED) for name in names):
         return (

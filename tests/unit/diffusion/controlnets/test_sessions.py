@@ -344,14 +344,14 @@ MISFITS = {
     "images of one channel": (with_config(conditioning_channels=1), "conditioning_channels is 1"),
     "no configuration": (without("config.json"), r"config\.json.*No such file"),
     "no weights": (without(WEIGHTS_FILE), "safetensors"),
-    "a pickle": (with_pickle, "pickled weights only"),
+    "a pickle": (with_pickle, "only pickled weights"),
     "a pointer of Git LFS": (
         with_file(WEIGHTS_FILE, b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n"),
         f"{WEIGHTS_FILE} is a Git LFS pointer",
     ),
     "a part of several": (
         lambda folder: (folder / WEIGHTS_FILE).rename(folder / WEIGHTS_FILE.replace(".", "-00002-of-00002.", 1)),
-        "of the 2 shards of its weights number 1 is missing",
+        "has shards and no diffusion_pytorch_model.safetensors.index.json",
     ),
     "weights that are none": (with_file(WEIGHTS_FILE, b"hello, this is no tensor"), WEIGHTS_FILE),
 }
