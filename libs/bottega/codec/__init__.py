@@ -1,7 +1,7 @@
 """Images in and out of the suite: decoded and encoded in processes of their own, within limits."""
 
 from bottega.codec.limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
-from bottega.codec.pixels import Crop, DecodedEdit, ImageSize, MaskOrder, Overlay, Pixels
+from bottega.codec.pixels import Crop, DecodedEdit, DecodedImage, ImageFacts, ImageSize, MaskOrder, Overlay, Pixels
 from bottega.codec.pool import CodecPool, EncodedImage
 
 __all__ = [
@@ -10,7 +10,9 @@ __all__ = [
     "CodecPool",
     "Crop",
     "DecodedEdit",
+    "DecodedImage",
     "EncodedImage",
+    "ImageFacts",
     "ImageSize",
     "MaskOrder",
     "Overlay",

@@ -12,49 +12,52 @@ from dataclasses import replace
 from PIL import Image, ImageChops, ImageOps
 
 from bottega.codec import masks
-from bottega.codec.images import load
+from bottega.codec.images import load_image
 from bottega.codec.limits import MAX_IMAGE_PIXELS
 from bottega.codec.masks import Box
-from bottega.codec.pixels import Crop, DecodedEdit, ImageSize, MaskOrder, Overlay, Pixels
+from bottega.codec.pixels import Crop, DecodedEdit, DecodedImage, ImageSize, MaskOrder, Overlay, Pixels
 
 # Directions in which a mask's weight spreads: with a step's length for its cost, no sum of steps is shorter than the
 # straight line, so that nothing spreads farther than it may.
 _DIRECTIONS = ((1, 0), (0, 1), (1, 1), (1, -1))
-# Of an image as it came: those whose colours are red, green and blue, as they are drawn.
-_RGB_MODES = frozenset({"RGB", "RGBA", "P", "PA"})
 
 
 def decode(image: bytes, mask: bytes, order: MaskOrder) -> DecodedEdit:
-    """The image and the mask of an edit, as they are drawn. Raises BadImage, as masks.draw does."""
-    whole, _mode = load(image, "RGB")
-    size = ImageSize(width=whole.width, height=whole.height)
-    drawn = masks.draw(mask, replace(order, image_size=size))
-    pixels = _pixels(_cut(whole, order.width, order.height, drawn.crop))
-    return DecodedEdit(pixels=pixels, mask=drawn.pixels, use=drawn.use, image_size=size)
+    """Return the image and the mask of an edit, as they are drawn. Raises BadImage, as masks.draw does."""
+    whole = load_image(image)
+    drawn = masks.draw(mask, replace(order, image_size=whole.facts.size))
+    pixels = _pixels(_cut(whole.colours, order.width, order.height, drawn.crop))
+    return DecodedEdit(pixels=pixels, mask=drawn.pixels, use=drawn.use, facts=whole.facts)
 
 
-def decode_part(image: bytes, width: int, height: int, crop: Crop) -> Pixels:
-    """The part of an image, at this size: of a control image beside a crop. Raises BadImage.
+def decode_part(image: bytes, width: int, height: int, crop: Crop) -> DecodedImage:
+    """Return the part of an image, at this size: of a control image beside a crop. Raises BadImage.
 
     An image of another size than the one that the crop is of, which Diffusers would cut somewhere else, is first
     resized to that one's.
     """
-    whole, _mode = load(image, "RGB")
+    whole = load_image(image)
     box = (crop.x, crop.y, crop.x + crop.width, crop.y + crop.height)
-    return _pixels(_cut(masks.fitted(whole, crop.image_size), width, height, box))
+    pixels = _pixels(_cut(masks.fitted(whole.colours, crop.image_size), width, height, box))
+    return DecodedImage(pixels=pixels, facts=whole.facts)
 
 
 def composed(drawn: Image.Image, overlay: Overlay) -> Image.Image:
-    """What was drawn, at the order's size, in its image: of the image's own size where only a part of it was drawn.
+    """Return what was drawn, at the order's size, in its image: of the image's own size where only a part was drawn.
 
-    With keep_unmasked, the drawn pixels count in full in the mask, and not at all farther outside than the feather.
-    Its `info` has the image's colour profile and nothing else. Raises BadImage.
+    With keep_unmasked, the drawn pixels count in full in the mask, and not at all farther outside than the feather;
+    then it is RGBA where the image has transparency and some of that is left, else RGB. Its `info` has the image's
+    colour profile and nothing else. Raises BadImage.
     """
-    image, mode = load(overlay.image, "RGB")
-    made = _composed(drawn, image, overlay)
-    # Its numbers mean what the image's do; those of other modes were converted, and their profiles are of another kind.
-    profile = image.info.get("icc_profile") if mode in _RGB_MODES else None
-    made.info = {"icc_profile": profile} if profile else {}
+    image = load_image(overlay.image)
+    whole = image.colours
+    if image.alpha is not None and overlay.keep_unmasked:
+        whole.putalpha(image.alpha)
+    made = _composed(drawn, whole, overlay)
+    if made.mode == "RGBA" and made.getchannel("A").getextrema() == (255, 255):
+        made = made.convert("RGB")
+    # Its numbers mean what the image's do.
+    made.info = {"icc_profile": image.facts.icc_profile} if image.facts.icc_profile else {}
     return made
 
 
@@ -96,7 +99,7 @@ def feathered(mask: Image.Image, feather: int) -> Image.Image:
 
 
 def _pasted(drawn: Image.Image, image: Image.Image, mask: Image.Image, box: Box, feather: int) -> Image.Image:
-    """The image with what was drawn where its mask is, as far as it was drawn. mask: 0 or 255.
+    """Return the image, RGB or RGBA, with what was drawn, opaque, where its mask is. mask: 0 or 255.
 
     Where the drawn part ends within the image, the fade does so before: cut off, it would be a seam.
     """
@@ -111,7 +114,14 @@ def _pasted(drawn: Image.Image, image: Image.Image, mask: Image.Image, box: Box,
     right, bottom = min(found[2] + feather, box[2]), min(found[3] + feather, box[3])
     around = (left, top, right, bottom)
     weights = feathered(mask.crop(around), feather)
-    image.paste(drawn.crop((left - box[0], top - box[1], right - box[0], bottom - box[1])), around, weights)
+    part = drawn.crop((left - box[0], top - box[1], right - box[0], bottom - box[1]))
+    if image.mode == "RGB":
+        image.paste(part, around, weights)
+        return image
+    # Colours count by their opacity: those under transparent pixels, often black, would be a rim around what is drawn.
+    faded = image.crop(around).convert("RGBa")
+    faded.paste(part.convert("RGBA").convert("RGBa"), mask=weights)
+    image.paste(faded.convert("RGBA"), around, weights.point([0] + [255] * 255))
     return image
 
 

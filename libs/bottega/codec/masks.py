@@ -102,12 +102,20 @@ def fitted(image: Image.Image, size: ImageSize) -> Image.Image:
 
 
 def crop_region(mask: Image.Image, width: int, height: int, *, padding: int) -> Box | None:
-    """The part of an image around what is not black in its mask, widened to the aspect ratio of width x height.
+    """Return the part of an image around what its mask redraws, widened to the aspect ratio of width x height.
 
-    mask: grey, of the image's size. Inside it as far as it has room. None where all is black.
+    It is inside the image as far as that has room. Diffusers takes the part around all that is not black, which of a
+    mask with a background of 1, or with the ringing of a resize, is more than what is redrawn.
+
+    Args:
+        mask: Grey, of the image's size.
+
+    Returns:
+        None where nothing is redrawn.
+
     Source: VaeImageProcessor.get_crop_region.
     """
-    found = mask.getbbox()
+    found = binary(mask, 255).getbbox()
     if found is None:
         return None
     x1, y1 = max(found[0] - padding, 0), max(found[1] - padding, 0)

@@ -29,6 +29,24 @@ class Pixels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFacts:
+    """What the file of an image has beside the colours of its pixels; see the message of that name."""
+
+    size: ImageSize
+    transparent: bool = False
+    scaled_from_16_bits: bool = False
+    icc_profile: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedImage:
+    """The pixels of an image at the size that was asked for, and what else its file has."""
+
+    pixels: Pixels
+    facts: ImageFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MaskOrder:
     """How an edit reads its mask.
 
@@ -66,13 +84,13 @@ class DecodedEdit:
     """An edit's image and mask at the size at which it is drawn.
 
     mask: uint8 [height, width] as `pixels`, 1 where they are redrawn, else 0. use: what the mask was and what it
-    redraws, without its digest. image_size: the image's own, as it is looked at.
+    redraws, without its digest. facts: of the image.
     """
 
     pixels: Pixels
     mask: bytes = field(repr=False)
     use: MaskUse
-    image_size: ImageSize
+    facts: ImageFacts
 
     @property
     def crop(self) -> Crop | None:
@@ -81,7 +99,7 @@ class DecodedEdit:
         if not use.crop_width:
             return None
         return Crop(
-            x=use.crop_x, y=use.crop_y, width=use.crop_width, height=use.crop_height, image_size=self.image_size
+            x=use.crop_x, y=use.crop_y, width=use.crop_width, height=use.crop_height, image_size=self.facts.size
         )
 
 
@@ -90,8 +108,8 @@ class Overlay:
     """What the drawn pixels of an edit are put into.
 
     image, mask: encoded. order: how the mask is read; its image_size is not looked at. keep_unmasked: the image's own
-    pixels stay outside the mask, and the drawn ones fade into them over `feather` pixels. Without it, only what was cut
-    out is put back, as Diffusers does.
+    pixels and their transparency stay outside the mask, and the drawn ones, which are opaque, fade into them over
+    `feather` pixels. Without it, only what was cut out is put back, as Diffusers does.
     """
 
     image: bytes = field(repr=False)

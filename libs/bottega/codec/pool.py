@@ -13,7 +13,7 @@ from functools import partial
 
 from bottega.codec import structure
 from bottega.codec.limits import ADDRESS_SPACE_BYTES, LARGE_PIXELS
-from bottega.codec.pixels import Crop, DecodedEdit, ImageSize, MaskOrder, Overlay, Pixels
+from bottega.codec.pixels import Crop, DecodedEdit, DecodedImage, ImageFacts, ImageSize, MaskOrder, Overlay, Pixels
 from bottega.errors import BadImage, BottegaError, InternalError, Unavailable
 from bottega.process import Loss, PoolLimits, PreparedCall, ProcessLost, ProcessPool, ProcessSpec, copied
 from bottega.v1 import codec_pb2, tensor_pb2
@@ -81,7 +81,7 @@ class CodecPool(ProcessPool):
         answer = await self._ask(lambda: _inspect_mask_call(mask, order), len(mask), large=large, blame=BadImage)
         return answer.mask_use
 
-    async def decode(self, image: bytes, width: int = 0, height: int = 0, *, crop: Crop | None = None) -> Pixels:
+    async def decode(self, image: bytes, width: int = 0, height: int = 0, *, crop: Crop | None = None) -> DecodedImage:
         """Decodes the image, or a part of it, and resizes it; 0 and 0 keep its size. crop: needs a size.
 
         Raises BadImage, QueueFull, Unavailable.
@@ -89,7 +89,7 @@ class CodecPool(ProcessPool):
         large = structure.is_large(image) or width * height > LARGE_PIXELS
         call = partial(_decode_call, image, width, height, crop)
         answer = await self._ask(call, len(image), large=large, blame=BadImage)
-        return await copied(answer.width * answer.height * 3, lambda: _pixels(answer.pixels))
+        return await copied(answer.width * answer.height * 3, lambda: _decoded(answer))
 
     async def decode_edit(self, image: bytes, mask: bytes, order: MaskOrder) -> DecodedEdit:
         """Decodes an edit's image and mask to what is drawn. order: its image_size is not looked at.
@@ -109,15 +109,19 @@ class CodecPool(ProcessPool):
         text: Mapping[str, str],
         *,
         overlay: Overlay | None = None,
+        icc_profile: bytes = b"",
     ) -> EncodedImage:
-        """Encodes pixels, or the image that they are put into; see images.encode and edits.composed.
+        """Encode pixels, or the image that they are put into; see images.encode and edits.composed.
 
         Raises InternalError when that fails, QueueFull, Unavailable.
+
+        Args:
+            icc_profile: Of the result; with an overlay its image's own counts.
         """
         beside = () if overlay is None else (overlay.image, overlay.mask)
         answer = await self._ask(
-            lambda: _encode_call(pixels, image_format, quality, text, overlay),
-            len(pixels.data) + sum(map(len, beside)),
+            lambda: _encode_call(pixels, image_format, quality, text, overlay=overlay, icc_profile=icc_profile),
+            len(pixels.data) + len(icc_profile) + sum(map(len, beside)),
             large=pixels.width * pixels.height > LARGE_PIXELS or any(map(structure.is_large, beside)),
             blame=InternalError,
         )
@@ -194,7 +198,20 @@ def _decoded_edit(answer: codec_pb2.CodecAnswer) -> DecodedEdit:
         pixels=_pixels(answer.pixels),
         mask=answer.mask.data,
         use=answer.mask_use,
-        image_size=ImageSize(width=answer.width, height=answer.height),
+        facts=_facts(answer.facts),
+    )
+
+
+def _decoded(answer: codec_pb2.CodecAnswer) -> DecodedImage:
+    return DecodedImage(pixels=_pixels(answer.pixels), facts=_facts(answer.facts))
+
+
+def _facts(said: codec_pb2.ImageFacts) -> ImageFacts:
+    return ImageFacts(
+        size=ImageSize(width=said.width, height=said.height),
+        transparent=said.transparent,
+        scaled_from_16_bits=said.scaled_from_16_bits,
+        icc_profile=said.icc_profile,
     )
 
 
@@ -212,12 +229,16 @@ def _encode_call(
     image_format: ImageFormat.ValueType,
     quality: int,
     text: Mapping[str, str],
+    *,
     overlay: Overlay | None,
+    icc_profile: bytes,
 ) -> codec_pb2.CodecCall:
     tensor = tensor_pb2.Tensor(
         data_type=tensor_pb2.DATA_TYPE_UINT8, shape=(pixels.height, pixels.width, 3), data=pixels.data
     )
-    encode = codec_pb2.CodecEncode(pixels=tensor, format=image_format, quality=quality, text=text)
+    encode = codec_pb2.CodecEncode(
+        pixels=tensor, format=image_format, quality=quality, text=text, icc_profile=icc_profile
+    )
     if overlay is not None:
         encode.overlay.CopyFrom(_overlay_to_wire(overlay))
     return codec_pb2.CodecCall(encode=encode)

@@ -16,7 +16,7 @@ from PIL import Image
 
 from bottega.codec import edits, images, masks
 from bottega.codec.limits import DECODE_CPU_S, DECODE_EDIT_CPU_S, ENCODE_CPU_S
-from bottega.codec.pixels import Crop, ImageSize, MaskOrder, Overlay, Pixels
+from bottega.codec.pixels import Crop, DecodedImage, ImageFacts, ImageSize, MaskOrder, Overlay, Pixels
 from bottega.errors import BadImage
 from bottega.process import FramedPipe
 from bottega.v1 import codec_pb2, tensor_pb2
@@ -59,7 +59,8 @@ def _done(call: codec_pb2.CodecCall) -> codec_pb2.CodecAnswer:
             size = images.inspect(call.inspect.image)
             return codec_pb2.CodecAnswer(width=size.width, height=size.height)
         case "decode":
-            return _with_pixels(_decoded(call.decode))
+            decoded = _decoded(call.decode)
+            return _with_pixels(decoded.pixels, decoded.facts)
         case "encode":
             return _encoded(call.encode)
         case "inspect_mask":
@@ -70,7 +71,7 @@ def _done(call: codec_pb2.CodecCall) -> codec_pb2.CodecAnswer:
     raise ValueError("a codec call names no operation")
 
 
-def _decoded(call: codec_pb2.CodecDecode) -> Pixels:
+def _decoded(call: codec_pb2.CodecDecode) -> DecodedImage:
     if not call.HasField("crop"):
         return images.decode(call.image, call.width, call.height)
     crop = Crop(
@@ -85,8 +86,7 @@ def _decoded(call: codec_pb2.CodecDecode) -> Pixels:
 
 def _decoded_edit(call: codec_pb2.CodecDecodeEdit) -> codec_pb2.CodecAnswer:
     edit = edits.decode(call.image, call.mask, _mask_order(call.order))
-    answer = _with_pixels(edit.pixels)
-    answer.width, answer.height = edit.image_size.width, edit.image_size.height
+    answer = _with_pixels(edit.pixels, edit.facts)
     answer.mask.data_type = tensor_pb2.DATA_TYPE_UINT8
     answer.mask.shape.extend((edit.pixels.height, edit.pixels.width))
     answer.mask.data = edit.mask
@@ -113,6 +113,8 @@ def _encoded(call: codec_pb2.CodecEncode) -> codec_pb2.CodecAnswer:
     image = Image.frombytes("RGB", (width, height), call.pixels.data)
     if call.HasField("overlay"):
         image = edits.composed(image, _overlay(call.overlay))
+    elif call.icc_profile:
+        image.info["icc_profile"] = call.icc_profile
     data = images.encode_image(image, call.format, call.quality, call.text)
     return codec_pb2.CodecAnswer(width=image.width, height=image.height, image=data)
 
@@ -127,11 +129,18 @@ def _overlay(overlay: codec_pb2.CodecOverlay) -> Overlay:
     )
 
 
-def _with_pixels(pixels: Pixels) -> codec_pb2.CodecAnswer:
+def _with_pixels(pixels: Pixels, facts: ImageFacts) -> codec_pb2.CodecAnswer:
     tensor = tensor_pb2.Tensor(
         data_type=tensor_pb2.DATA_TYPE_UINT8, shape=(pixels.height, pixels.width, 3), data=pixels.data
     )
-    return codec_pb2.CodecAnswer(width=pixels.width, height=pixels.height, pixels=tensor)
+    said = codec_pb2.ImageFacts(
+        width=facts.size.width,
+        height=facts.size.height,
+        transparent=facts.transparent,
+        scaled_from_16_bits=facts.scaled_from_16_bits,
+        icc_profile=facts.icc_profile,
+    )
+    return codec_pb2.CodecAnswer(width=pixels.width, height=pixels.height, pixels=tensor, facts=said)
 
 
 if __name__ == "__main__":

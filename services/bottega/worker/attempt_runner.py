@@ -232,7 +232,8 @@ class AttemptRunner:
 
     async def _encode(self, picture: engine_pb2.EnginePicture) -> None:
         spec = self._spec_of(picture.index)
-        encoded = await self._images.encode(picture.pixels, spec, picture.index, self._inputs.overlay)
+        overlay, profile = self._inputs.overlay, self._inputs.icc_profile
+        encoded = await self._images.encode(picture.pixels, spec, picture.index, overlay=overlay, icc_profile=profile)
         handoff_s = max(0.0, encoded.began_s - picture.handed_over_s)
         self._seconds["handoff"] += handoff_s
         self._note_time("encode_image", "encode", encoded.seconds)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from google.protobuf import json_format
 
-from bottega.codec import CodecPool, Crop, DecodedEdit, EncodedImage, MaskOrder, Overlay, Pixels
+from bottega.codec import CodecPool, Crop, DecodedEdit, EncodedImage, ImageFacts, MaskOrder, Overlay, Pixels
 from bottega.process import copied
 from bottega.v1 import generation_pb2, tensor_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Sampler
@@ -23,10 +23,11 @@ _PREVIEW_QUALITY = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodedImage:
+class DecodedImageInput:
     """An input image, its encoded bytes' SHA-256 (hex), and the seconds that decoding took."""
 
     pixels: Pixels
+    facts: ImageFacts
     digest: str
     seconds: float
 
@@ -57,12 +58,13 @@ class ImageCodec:
     def __init__(self, pool: CodecPool) -> None:
         self._pool = pool
 
-    async def decode(self, image: bytes, spec: GenerationSpec, crop: Crop | None = None) -> DecodedImage:
+    async def decode(self, image: bytes, spec: GenerationSpec, crop: Crop | None = None) -> DecodedImageInput:
         """The image, or a part of it, decoded and resized to the spec's size. Raises BadImage."""
         began_s = time.monotonic()
         digest = await _digest(image)
-        pixels = await self._pool.decode(image, spec.width, spec.height, crop=crop)
-        return DecodedImage(pixels=pixels, digest=digest, seconds=time.monotonic() - began_s)
+        decoded = await self._pool.decode(image, spec.width, spec.height, crop=crop)
+        seconds = time.monotonic() - began_s
+        return DecodedImageInput(pixels=decoded.pixels, facts=decoded.facts, digest=digest, seconds=seconds)
 
     async def decode_edit(self, image: bytes, mask: bytes, order: MaskOrder) -> DecodedEditInput:
         """Image and mask of an edit, as they are drawn. Raises BadImage."""
@@ -76,16 +78,26 @@ class ImageCodec:
         )
 
     async def encode(
-        self, tensor: Tensor, spec: GenerationSpec, index: int, overlay: Overlay | None = None
+        self,
+        tensor: Tensor,
+        spec: GenerationSpec,
+        index: int,
+        *,
+        overlay: Overlay | None = None,
+        icc_profile: bytes = b"",
     ) -> EncodedImage:
-        """Image `index` of the spec in the spec's format, inscribed with what draws it again.
+        """Return image `index` of the spec in the spec's format, inscribed with what draws it again.
 
-        overlay: what it is put into before.
+        Args:
+            overlay: What it is put into before.
+            icc_profile: Of its colours; counts without an overlay.
         """
         height, width, _channels = tensor.shape
         pixels = await copied(height * width * 3, lambda: Pixels(width=width, height=height, data=tensor.data))
         text = inscription(spec, index)
-        return await self._pool.encode(pixels, spec.format, spec.quality, text, overlay=overlay)
+        return await self._pool.encode(
+            pixels, spec.format, spec.quality, text, overlay=overlay, icc_profile=icc_profile
+        )
 
     async def preview(self, tensor: Tensor) -> bytes:
         """A small JPEG."""

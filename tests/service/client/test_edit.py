@@ -14,7 +14,7 @@ from google.protobuf import json_format
 from bottega.client import AsyncClient, Box, Client
 from bottega.errors import BadImage, InvalidRequest, RecordingNotKept, Violation
 from bottega.v1 import generation_pb2
-from bottega.v1.generation_pb2 import GenerationSpec, Techniques
+from bottega.v1.generation_pb2 import IMAGE_FORMAT_JPEG, GenerationSpec, SourceUse, Techniques
 from tests.fakes.scripted_gateway import ScriptedGateway, completed, image
 from tests.support.running_gateway import running_gateway
 from tests.support.terminal import run, run_at
@@ -144,6 +144,30 @@ def test_it_is_said_what_the_mask_did_and_where_the_picture_is(gateway: Scripted
     unread = "what is transparent in it was not looked at (--alpha redraws that)"
     assert f"redrawn, drawn: 40x30 pixels at 4,8, resized from 32x16, made grey first, {unread}\n" in said
     assert "transparent" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("parameters", "why"),
+    [
+        (GenerationSpec(), "what is drawn is opaque"),
+        (GenerationSpec(keep_unmasked=False, format=IMAGE_FORMAT_JPEG), "what is drawn is opaque"),
+        (
+            GenerationSpec(keep_unmasked=True, format=IMAGE_FORMAT_JPEG),
+            "a JPEG has no transparency; PNG and WebP keep it",
+        ),
+    ],
+)
+def test_it_is_said_what_of_the_source_is_lost(
+    gateway: ScriptedGateway, address: str, parameters: GenerationSpec, why: str
+) -> None:
+    lost = completed()
+    lost.completed.provenance.parameters.CopyFrom(parameters)
+    lost.completed.provenance.source.CopyFrom(SourceUse(transparency_unread=True, scaled_from_16_bits=True))
+    gateway.scripts = [[lost], [completed()]]
+    first, second = (run("edit", "star.png", "a star", "--mask", "mask.png", address=address) for _ in range(2))
+    assert f"the image is transparent in parts, and the picture is not: {why}\n" in first.stderr
+    assert "the image has 16 bits of grey" in first.stderr
+    assert not second.stderr
 
 
 def test_it_is_said_what_was_computed_and_what_reused(gateway: ScriptedGateway, address: str) -> None:

@@ -33,9 +33,9 @@ async def test_an_edit_goes_to_a_process_and_back_as_it_is(pool: CodecPool) -> N
     image, mask = saved(template(160, 120), "JPEG"), saved(box_mask((30, 40, 70, 90), 160, 120))
     edit = await pool.decode_edit(image, mask, CUT)
     assert edit == edits.decode(image, mask, CUT)
-    assert edit.image_size == ImageSize(width=160, height=120)
+    assert edit.facts.size == ImageSize(width=160, height=120)
     assert edit.crop is not None
-    assert await pool.decode(image, 64, 64, crop=edit.crop) == edit.pixels
+    assert (await pool.decode(image, 64, 64, crop=edit.crop)).pixels == edit.pixels
 
     overlay = Overlay(image=image, mask=mask, order=CUT, feather=3)
     encoded = await pool.encode(edit.pixels, IMAGE_FORMAT_PNG, 90, {}, overlay=overlay)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageCms
 
 from bottega.v1 import error_pb2, generation_pb2, worker_pb2
 from tests.samples.edits import box_mask, template
@@ -109,6 +109,72 @@ async def test_without_keeping_the_unmasked_it_is_the_picture_that_was_drawn(run
     order.spec.ClearField("mask_feather")
     drawn = images(await running.events(order))
     assert [pixels(data).mean() for _, data in sorted(drawn.items())] == [LEVEL + index for index in range(count)]
+
+
+FORMATS = [generation_pb2.IMAGE_FORMAT_PNG, generation_pb2.IMAGE_FORMAT_JPEG, generation_pb2.IMAGE_FORMAT_WEBP]
+
+
+def cut_out() -> Image.Image:
+    """A picture that is transparent in its upper half."""
+    image = template().convert("RGBA")
+    image.putalpha(box_mask((0, 32, 64, 64)))
+    return image
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("what", ["image-to-image", "an edit", "an edit that keeps nothing"])
+async def test_pictures_have_the_colour_profile_of_their_source_and_nothing_of_its_exif(
+    running: Running, what: str, format_: generation_pb2.ImageFormat.ValueType
+) -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    exif = Image.Exif()
+    exif[0x010E] = "a house"
+    order = edit(saved(template(), "JPEG", icc_profile=profile, exif=exif), saved(box_mask()), format=format_)
+    if what == "image-to-image":
+        for name in ("mask_image", "keep_unmasked"):
+            order.spec.ClearField(name)
+    elif what == "an edit that keeps nothing":
+        order.spec.keep_unmasked = False
+    if what != "an edit":
+        order.spec.ClearField("mask_feather")
+    with Image.open(io.BytesIO(images(await running.events(order))[0])) as picture:
+        assert picture.info.get("icc_profile") == profile
+        assert not picture.getexif()
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_transparent_image_stays_so_outside_the_mask_or_it_is_said_that_it_does_not(
+    running: Running, kept: bool, format_: generation_pb2.ImageFormat.ValueType
+) -> None:
+    order = edit(saved(cut_out()), saved(box_mask(BOX)), format=format_, quality=100, keep_unmasked=kept)
+    if not kept:
+        order.spec.ClearField("mask_feather")
+    events = await running.events(order)
+    source = events[-1].completed.provenance.source
+    stays = kept and format_ != generation_pb2.IMAGE_FORMAT_JPEG
+    assert (source.width, source.height, source.resized, source.transparency_unread) == (64, 64, False, not stays)
+    with Image.open(io.BytesIO(images(events)[0])) as picture:
+        assert picture.has_transparency_data == stays
+        if stays:
+            ours, own = np.asarray(picture).copy(), np.asarray(cut_out()).copy()
+            for array in (ours, own):
+                array[around(BOX, FEATHER)] = 0
+            assert (ours == own).all()
+
+
+async def test_what_is_done_to_the_source_of_image_to_image_is_said(running: Running) -> None:
+    grey = Image.fromarray(np.full((32, 48), 40_000, np.uint16))
+    transparent, deep = (edit(saved(image), b"") for image in (cut_out(), grey))
+    found = []
+    for order in (transparent, deep):
+        for name in ("mask_image", "keep_unmasked", "mask_feather"):
+            order.spec.ClearField(name)
+        found.append((await running.events(order))[-1].completed.provenance.source)
+    assert found == [
+        generation_pb2.SourceUse(width=64, height=64, transparency_unread=True),
+        generation_pb2.SourceUse(width=48, height=32, resized=True, scaled_from_16_bits=True),
+    ]
 
 
 async def test_a_mask_that_redraws_nothing_fails_the_attempt_only(running: Running) -> None:

@@ -14,7 +14,7 @@ from PIL import Image, ImageCms, ImageDraw, ImageFilter
 
 from bottega.codec import Crop, ImageSize, MaskOrder, Overlay, edits
 from bottega.codec.images import encode_image
-from bottega.v1.generation_pb2 import IMAGE_FORMAT_JPEG, IMAGE_FORMAT_PNG, IMAGE_FORMAT_WEBP
+from bottega.v1.generation_pb2 import IMAGE_FORMAT_JPEG, IMAGE_FORMAT_PNG, IMAGE_FORMAT_WEBP, ImageFormat
 from tests.samples.edits import box_mask, ellipse_mask, template
 from tests.samples.hostile_images import saved
 
@@ -32,6 +32,11 @@ def soft(mask: Image.Image) -> Image.Image:
 def coloured(mask: Image.Image) -> Image.Image:
     """Of several channels, between black and a light colour."""
     return Image.merge("RGB", (mask, mask.point(lambda value: value * 3 // 4), mask.point(lambda value: value // 2)))
+
+
+def redrawn(mask: Image.Image) -> Image.Image:
+    """What is white of it: what Diffusers' part of the image is taken from where a mask has no grey."""
+    return mask.convert("L").point([0] * 128 + [255] * 128)
 
 
 def corner(width: int, height: int) -> Image.Image:
@@ -59,7 +64,7 @@ def test_an_edit_is_cut_and_resized_as_in_diffusers(name: str) -> None:
     image, mask, (width, height), padding = CASES[name]
     crop, mode = None, "default"
     if padding is not None:
-        crop, mode = MASKS.get_crop_region(mask, width, height, pad=padding), "fill"
+        crop, mode = MASKS.get_crop_region(redrawn(mask), width, height, pad=padding), "fill"
     order = MaskOrder(width=width, height=height, latent_scale=8, padding=padding)
     ours = edits.decode(saved(image), saved(mask), order)
     options = {"height": height, "width": width, "resize_mode": mode, "crops_coords": crop}
@@ -67,15 +72,15 @@ def test_an_edit_is_cut_and_resized_as_in_diffusers(name: str) -> None:
     assert (array(ours.pixels.data, height, width) == bytes_of(theirs)).all()
     drawn_mask = np.frombuffer(ours.mask, np.uint8).reshape(height, width)
     assert (drawn_mask == MASKS.preprocess(mask, **options).numpy()).all()
-    assert ours.image_size == ImageSize(width=image.width, height=image.height)
+    assert ours.facts.size == ImageSize(width=image.width, height=image.height)
     if crop is None:
         assert ours.crop is None
     else:
         x, y, right, bottom = crop
-        assert ours.crop == Crop(x=x, y=y, width=right - x, height=bottom - y, image_size=ours.image_size)
+        assert ours.crop == Crop(x=x, y=y, width=right - x, height=bottom - y, image_size=ours.facts.size)
         control = CONTROLS.preprocess(image.rotate(180), **options)
         part = edits.decode_part(saved(image.rotate(180)), width, height, ours.crop)
-        assert (array(part.data, height, width) == bytes_of(control)).all()
+        assert (array(part.pixels.data, height, width) == bytes_of(control)).all()
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, padding) in CASES.items() if padding is not None])
@@ -83,7 +88,7 @@ def test_without_keeping_the_unmasked_a_cut_edit_is_put_back_as_in_diffusers(nam
     image, mask, (width, height), padding = CASES[name]
     order = MaskOrder(width=width, height=height, latent_scale=8, padding=padding)
     drawn = template(width, height).rotate(90)
-    crop = MASKS.get_crop_region(mask, width, height, pad=padding)
+    crop = MASKS.get_crop_region(redrawn(mask), width, height, pad=padding)
     ours = edits.composed(drawn, overlay(image, mask, order, keep_unmasked=False))
     theirs = IMAGES.apply_overlay(mask, image, drawn, crop)
     assert (np.asarray(ours) == np.asarray(theirs)).all()
@@ -160,6 +165,57 @@ def test_a_corner_fades_nearly_as_fast_as_an_edge(feather: int) -> None:
     assert weights[60, 60] == 1
     assert (weights <= np.maximum(0.0, 1 - away / feather) + 1e-6).all()
     assert (weights >= np.maximum(0.0, 1 - 1.09 * away / feather) - 0.04).all()
+
+
+def cut_out(width: int = 64, height: int = 64) -> Image.Image:
+    """A picture that is transparent at its left, half so in its middle, and black where nobody sees it."""
+    image = template(width, height).convert("RGBA")
+    alpha = Image.new("L", image.size, 255)
+    alpha.paste(0, (0, 0, width // 3, height))
+    alpha.paste(100, (width // 3, 0, width // 2, height))
+    image.putalpha(alpha)
+    image.paste((0, 0, 0, 0), (0, 0, width // 3, height))
+    return image
+
+
+@pytest.mark.parametrize("padding", [None, 8])
+@pytest.mark.parametrize("format_", [IMAGE_FORMAT_PNG, IMAGE_FORMAT_WEBP])
+def test_the_transparency_of_an_image_stays_outside_the_mask_and_what_is_redrawn_is_opaque(
+    format_: ImageFormat.ValueType, padding: int | None
+) -> None:
+    image, mask = cut_out(), box_mask((12, 20, 40, 52))
+    order = MaskOrder(width=64, height=64, latent_scale=8, padding=padding)
+    made = edits.composed(Image.new("RGB", (64, 64), "red"), overlay(image, mask, order, feather=6))
+    with Image.open(io.BytesIO(encode_image(made, format_, 100, {}))) as read:
+        ours, own = np.asarray(read), np.asarray(image)
+    inside = np.asarray(mask) > 0
+    away = distances(inside)
+    assert (ours[away > 6] == own[away > 6]).all()
+    assert (ours[inside] == (255, 0, 0, 255)).all()
+    # At the left nothing but the drawn colour is seen, ever less of it.
+    rim = ours[36, 6:12]
+    assert (rim[:, 0] >= 250)[rim[:, 3] > 0].all()
+    assert (np.diff(rim[:, 3].astype(int)) > 0).all()
+
+
+def test_an_opaque_image_and_one_that_is_redrawn_where_it_is_transparent_stay_opaque() -> None:
+    drawn, order = Image.new("RGB", (64, 64), "red"), MaskOrder(width=64, height=64, latent_scale=8)
+    opaque = edits.composed(drawn, overlay(template().convert("RGBA"), box_mask(), order, feather=4))
+    filled = edits.composed(drawn, overlay(cut_out(), box_mask((0, 0, 32, 64)), order))
+    assert (opaque.mode, filled.mode) == ("RGB", "RGB")
+
+
+def test_a_jpeg_has_the_colours_alone() -> None:
+    order = MaskOrder(width=64, height=64, latent_scale=8)
+    made = edits.composed(template().rotate(90), overlay(cut_out(), box_mask(), order))
+    with Image.open(io.BytesIO(encode_image(made, IMAGE_FORMAT_JPEG, 90, {}))) as read:
+        assert (made.mode, read.mode) == ("RGBA", "RGB")
+
+
+def test_without_keeping_the_unmasked_nothing_is_transparent() -> None:
+    order = MaskOrder(width=64, height=64, latent_scale=8, padding=8)
+    put_back = overlay(cut_out(), box_mask(), order, keep_unmasked=False)
+    assert edits.composed(template(), put_back).mode == "RGB"
 
 
 def overlay(image: Image.Image, mask: Image.Image, order: MaskOrder, **options: Any) -> Overlay:

@@ -14,7 +14,7 @@ from diffusers.utils import load_image
 from numpy.typing import NDArray
 from PIL import Image
 
-from bottega.codec import Pixels, images
+from bottega.codec import ImageSize, Pixels, images
 from bottega.codec.limits import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
 from bottega.errors import BadImage
 from bottega.v1 import generation_pb2
@@ -62,7 +62,7 @@ def as_array(pixels: Pixels) -> NDArray[np.uint8]:
 )
 def test_an_image_is_decoded_and_resized_as_diffusers_does(data: bytes, size: tuple[int, int]) -> None:
     width, height = size
-    decoded = images.decode(data, width, height)
+    decoded = images.decode(data, width, height).pixels
     assert (decoded.width, decoded.height) == size
     np.testing.assert_array_equal(as_array(decoded), as_diffusers(data, width, height))
 
@@ -72,17 +72,65 @@ def test_an_image_is_turned_as_exif_says(orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = saved(picture(40, 24), exif=exif)
-    decoded = images.decode(data, 0, 0)
+    decoded = images.decode(data, 0, 0).pixels
     expected = np.asarray(load_image(Image.open(io.BytesIO(data))))
     np.testing.assert_array_equal(as_array(decoded), expected)
     size = images.inspect(data)
     assert (size.height, size.width) == expected.shape[:2]
 
 
-def test_16_bit_grey_keeps_its_levels() -> None:
+def test_16_bit_grey_keeps_its_levels_and_it_is_said() -> None:
     levels = np.array([[0, 255, 256, 32768, 65535]], dtype=np.uint16)
-    decoded = images.decode(saved(Image.fromarray(levels)), 0, 0)
-    assert as_array(decoded)[0, :, 0].tolist() == [0, 0, 1, 128, 255]
+    data = saved(Image.fromarray(levels))
+    decoded = images.decode(data, 0, 0)
+    assert as_array(decoded.pixels)[0, :, 0].tolist() == [0, 0, 1, 128, 255]
+    assert decoded.facts.scaled_from_16_bits
+    assert load_image(Image.open(io.BytesIO(data))).getpixel((2, 0)) == (255, 255, 255), "as Diffusers has it"
+    assert not images.decode(saved(picture(mode="L")), 0, 0).facts.scaled_from_16_bits
+
+
+def see_through(width: int = 37, height: int = 23, mode: str = "RGBA") -> Image.Image:
+    image = picture(width, height)
+    image.putalpha(image.getchannel("G"))
+    return image.convert(mode)
+
+
+TRANSPARENT = {
+    "RGBA": saved(see_through()),
+    "grey with alpha": saved(see_through(mode="LA")),
+    "a colour of a palette": saved(picture().quantize(16), transparency=3),
+    "colours of a palette": saved(picture().quantize(16), transparency=bytes([0, 128, 255])),
+    "a colour": saved(picture(), transparency=picture().getpixel((0, 0))),
+    "a grey": saved(picture(mode="L"), transparency=picture(mode="L").getpixel((0, 0))),
+    "WebP": saved(see_through(), "WEBP", lossless=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+@pytest.mark.parametrize("name", TRANSPARENT)
+def test_of_transparent_images_the_colours_are_those_of_diffusers_and_the_rest_is_kept(name: str) -> None:
+    data = TRANSPARENT[name]
+    loaded = images.load_image(data)
+    theirs = Image.open(io.BytesIO(data))
+    np.testing.assert_array_equal(np.asarray(loaded.colours), np.asarray(load_image(theirs)))
+    assert loaded.facts.transparent
+    assert loaded.alpha is not None
+    np.testing.assert_array_equal(np.asarray(loaded.alpha), np.asarray(theirs.convert("RGBA").getchannel("A")))
+
+
+@pytest.mark.parametrize("data", [saved(picture()), saved(picture().convert("RGBA")), saved(picture().quantize(16))])
+def test_an_opaque_image_has_no_transparency_whatever_its_file_has_room_for(data: bytes) -> None:
+    loaded = images.load_image(data)
+    assert (loaded.alpha, loaded.facts.transparent) == (None, False)
+
+
+def test_what_a_file_has_beside_its_colours_is_that_of_the_turned_image() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = images.load_image(saved(see_through(40, 24), exif=exif))
+    assert turned.alpha is not None
+    assert (turned.alpha.size, turned.colours.size) == ((24, 40), (24, 40))
+    assert turned.facts.size == ImageSize(width=24, height=40)
 
 
 def png_of_size(width: int, height: int) -> bytes:
@@ -144,14 +192,14 @@ def test_what_is_no_single_whole_picture_is_refused_in_our_words(name: str) -> N
 
 @pytest.mark.parametrize("image_format", [generation_pb2.IMAGE_FORMAT_UNSPECIFIED, PNG, WEBP])
 def test_lossless_formats_keep_every_pixel(image_format: generation_pb2.ImageFormat.ValueType) -> None:
-    pixels = images.decode(saved(picture()), 0, 0)
+    pixels = images.decode(saved(picture()), 0, 0).pixels
     encoded = images.encode(pixels, image_format, 100, {})
-    assert images.decode(encoded, 0, 0) == pixels
+    assert images.decode(encoded, 0, 0).pixels == pixels
 
 
 @pytest.mark.parametrize(("image_format", "name"), [(JPEG, "JPEG"), (WEBP, "WEBP")])
 def test_quality_trades_bytes(image_format: generation_pb2.ImageFormat.ValueType, name: str) -> None:
-    pixels = images.decode(saved(picture(200, 200)), 0, 0)
+    pixels = images.decode(saved(picture(200, 200)), 0, 0).pixels
     low, high = (images.encode(pixels, image_format, quality, {}) for quality in (20, 95))
     assert len(low) < len(high) / 2
     assert Image.open(io.BytesIO(low)).format == name
@@ -159,7 +207,7 @@ def test_quality_trades_bytes(image_format: generation_pb2.ImageFormat.ValueType
 
 def test_a_png_carries_text_of_any_kind() -> None:
     text = {"bottega": '{"prompt": "ein roter Stern"}', "parameters": "星 — étoile\nSteps: 3"}
-    encoded = images.encode(images.decode(saved(picture()), 0, 0), PNG, 90, text)
+    encoded = images.encode(images.decode(saved(picture()), 0, 0).pixels, PNG, 90, text)
     with Image.open(io.BytesIO(encoded)) as image:
         assert image.text == text  # type: ignore[attr-defined]
 
@@ -168,7 +216,7 @@ def test_a_png_carries_text_of_any_kind() -> None:
 def test_the_same_picture_is_the_same_bytes_in_whatever_order_its_text_comes(
     image_format: generation_pb2.ImageFormat.ValueType,
 ) -> None:
-    pixels = images.decode(saved(picture()), 0, 0)
+    pixels = images.decode(saved(picture()), 0, 0).pixels
     text = {"bottega": "{}", "parameters": "a star", "a third": "one"}
     forwards, backwards = text, dict(reversed(text.items()))
     assert images.encode(pixels, image_format, 90, forwards) == images.encode(pixels, image_format, 90, backwards)
@@ -176,7 +224,7 @@ def test_the_same_picture_is_the_same_bytes_in_whatever_order_its_text_comes(
 
 @pytest.mark.parametrize("image_format", [JPEG, WEBP])
 def test_only_a_png_carries_text(image_format: generation_pb2.ImageFormat.ValueType) -> None:
-    pixels = images.decode(saved(picture()), 0, 0)
+    pixels = images.decode(saved(picture()), 0, 0).pixels
     encoded = images.encode(pixels, image_format, 90, {"bottega": "said"})
     assert encoded == images.encode(pixels, image_format, 90, {})
 

@@ -17,6 +17,7 @@ from bottega.codec import ImageSize, MaskOrder, masks
 from bottega.diffusion.editing.masked.tokens import dilate
 from bottega.diffusion.editing.masked.tokens import share as engine_share
 from bottega.errors import BadImage
+from tests.samples.edits import box_mask
 from tests.samples.hostile_images import saved
 
 DIFFUSERS = VaeImageProcessor(
@@ -32,6 +33,11 @@ def blobs(width: int = 96, height: int = 80, *, seed: int = 3) -> Image.Image:
     return mask
 
 
+def clean(mask: Image.Image) -> Image.Image:
+    """Black and white: as the edit reads it, and as Diffusers takes the part of the image from it."""
+    return mask.convert("L").point([0] * 128 + [255] * 128)
+
+
 def order(width: int = 64, height: int = 64, **said: Any) -> MaskOrder:
     return MaskOrder(width=width, height=height, latent_scale=8, **said)
 
@@ -41,7 +47,7 @@ def as_array(drawn: masks.DrawnMask, width: int = 64, height: int = 64) -> NDArr
 
 
 def as_diffusers(mask: Image.Image, width: int, height: int, padding: int | None = None) -> NDArray[np.uint8]:
-    box = None if padding is None else DIFFUSERS.get_crop_region(mask, width, height, pad=padding)
+    box = None if padding is None else DIFFUSERS.get_crop_region(clean(mask), width, height, pad=padding)
     mode = "default" if padding is None else "fill"
     tensor = DIFFUSERS.preprocess(mask, height=height, width=width, resize_mode=mode, crops_coords=box)
     pixels: NDArray[np.uint8] = tensor[0, 0].numpy().astype(np.uint8)
@@ -65,13 +71,14 @@ def test_a_mask_is_resized_and_binarized_as_diffusers_does(mode: str, size: tupl
 
 @pytest.mark.parametrize("padding", [0, 7, 32, 4096])
 @pytest.mark.parametrize("size", [(64, 64), (96, 48), (40, 72)])
-@pytest.mark.parametrize("seed", [3, 4, 5])
-def test_the_part_around_a_mask_is_cut_out_as_diffusers_does(size: tuple[int, int], padding: int, seed: int) -> None:
-    mask = blobs(seed=seed)
+@pytest.mark.parametrize("mask", [blobs(), clean(blobs()), clean(blobs(seed=4))], ids=["grey", "clean", "another"])
+def test_the_part_around_what_is_redrawn_is_cut_out_as_diffusers_does(
+    size: tuple[int, int], padding: int, mask: Image.Image
+) -> None:
 
     drawn = masks.draw(saved(mask), order(*size, padding=padding, image_size=ImageSize(width=96, height=80)))
 
-    box = DIFFUSERS.get_crop_region(mask, *size, pad=padding)
+    box = DIFFUSERS.get_crop_region(clean(mask), *size, pad=padding)
     assert drawn.crop == box
     assert np.array_equal(as_array(drawn, *size), as_diffusers(mask, *size, padding))
     use = drawn.use
@@ -85,9 +92,24 @@ def test_a_mask_of_another_size_than_the_image_is_resized_to_it_before_it_is_cut
     drawn = masks.draw(saved(blobs()), order(padding=4, image_size=image))
 
     fitted = load_image(blobs()).resize((192, 160), Image.Resampling.LANCZOS)
-    assert drawn.crop == DIFFUSERS.get_crop_region(fitted, 64, 64, pad=4)
+    assert drawn.crop == DIFFUSERS.get_crop_region(clean(fitted), 64, 64, pad=4)
     assert drawn.use.resized
     assert (drawn.use.width, drawn.use.height) == (96, 80), "its own size is told"
+
+
+def test_a_background_that_is_not_quite_black_does_not_count() -> None:
+    mask = box_mask((30, 20, 50, 40), 96, 80).point(lambda level: max(level, 1))
+    drawn = masks.draw(saved(mask), order(padding=4, image_size=ImageSize(width=96, height=80)))
+    assert drawn.crop == (26, 16, 54, 44)
+
+
+def test_the_ringing_of_a_resize_does_not_count() -> None:
+    small = box_mask((16, 10, 24, 18), 51, 29)
+    drawn = masks.draw(saved(small), order(padding=8, image_size=ImageSize(width=203, height=117)))
+    use = drawn.use
+    assert (use.crop_x, use.crop_y, use.crop_width, use.crop_height) == (56, 32, 49, 49)
+    ringing = small.resize((203, 117), Image.Resampling.LANCZOS).point(lambda level: 255 if level else 0)
+    assert drawn.crop != DIFFUSERS.get_crop_region(ringing, 64, 64, pad=8), "Diffusers would count it"
 
 
 def test_transparency_is_read_where_it_is_asked_for() -> None:

@@ -117,7 +117,7 @@ def test_what_encoders_write_is_taken(mode: str, options: dict[str, object]) -> 
 def test_a_picture_with_others_in_one_file_is_taken_as_the_first_of_them() -> None:
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     several = hostile.saved(frames[0], "MPO", save_all=True, append_images=frames[1:])
-    pixels = images.decode(several, 0, 0)
+    pixels = images.decode(several, 0, 0).pixels
     assert pixels.data[0] > 200
 
 

@@ -27,7 +27,7 @@ from bottega.client.types.events import Completed, Progress
 from bottega.client.types.jobs import Priority
 from bottega.client.types.options import GenerationOptions
 from bottega.errors import InvalidRequest, Violation
-from bottega.v1.generation_pb2 import MaskUse, Provenance
+from bottega.v1.generation_pb2 import IMAGE_FORMAT_JPEG, MaskUse, Provenance
 
 # In the order of a request's life, as the contract names them; those of add-ons are between the two.
 _FIRST_STAGES = ("validate", "queue", "route", "decode_image", "encode")
@@ -178,6 +178,8 @@ def _report(completed: Completed, output: OutputTarget, elapsed_s: float) -> Non
     save_all(completed.images, output)
     stages = _stages(completed.provenance)
     say(f"{elapsed_s:.2f} s{f' ({stages})' if stages else ''}")
+    for line in _source_lines(completed.provenance):
+        note(line)
     if completed.provenance.HasField("mask"):
         say(f"mask: {', '.join(_mask_facts(completed.provenance.mask))}")
     for part in generation_parts():
@@ -199,6 +201,17 @@ def _mask_facts(use: MaskUse) -> Iterator[str]:
         yield "made grey first"
     if use.transparency_unread:
         yield "what is transparent in it was not looked at (--alpha redraws that)"
+
+
+def _source_lines(provenance: Provenance) -> Iterator[str]:
+    """Say what of the source is not in the picture, and what had to be done with it first."""
+    if provenance.source.transparency_unread:
+        said = provenance.parameters
+        kept_but_for_jpeg = said.keep_unmasked and said.format == IMAGE_FORMAT_JPEG
+        why = "a JPEG has no transparency; PNG and WebP keep it" if kept_but_for_jpeg else "what is drawn is opaque"
+        yield f"the image is transparent in parts, and the picture is not: {why}"
+    if provenance.source.scaled_from_16_bits:
+        yield "the image has 16 bits of grey, which were scaled to 8 (Diffusers makes nearly all of such levels white)"
 
 
 def _stages(provenance: Provenance) -> str:
