@@ -140,6 +140,8 @@ class Engine:
         done = engine_pb2.EngineDone(attempt=drawing.attempt)
         done.provenance.model_hash = MODEL.model_hash
         done.provenance.mean_group_requests = 1
+        for net, image in zip(spec.controlnets, drawing.start.control_images, strict=True):
+            done.provenance.controlnets.add(name=net.name, image_digest=image.digest)
         self.say(done=done)
         del self.drawings[drawing.attempt.job_id]
 

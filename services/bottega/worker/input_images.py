@@ -33,6 +33,7 @@ class InputImages:
         self._image, self._mask, self._control_images = image, mask, tuple(control_images)
         self._digest = ""
         self._source: ImageFacts | None = None
+        self._controls: dict[str, ImageFacts] = {}  # by the digest of a control image
         self._use: MaskUse | None = None
 
     @property
@@ -65,6 +66,7 @@ class InputImages:
         for image in self._control_images:
             decoded = await codec.decode(image, self._spec, crop)
             note_time(decoded.seconds)
+            self._controls[decoded.digest] = decoded.facts
             await decoded.write_to(start.control_images.add(digest=decoded.digest).pixels)
         self._image = self._mask = b""
         self._control_images = ()
@@ -74,6 +76,10 @@ class InputImages:
         provenance.image_digest = self._digest
         if self._source is not None:
             provenance.source.CopyFrom(_source_use(self._source, self._spec))
+        for use in provenance.controlnets:
+            if (facts := self._controls.get(use.image_digest)) is not None:
+                use.transparency_unread = facts.transparent
+                use.scaled_from_16_bits = facts.scaled_from_16_bits
         if self._use is not None:
             said = MaskUse()
             said.CopyFrom(provenance.mask)

@@ -103,6 +103,21 @@ async def test_control_images_are_cut_as_the_image_is(running: Running, size: tu
     assert off.max() < 6
 
 
+async def test_it_is_said_of_which_control_images_the_transparency_was_not_looked_at(running: Running) -> None:
+    lines = Image.new("RGBA", (64, 64))
+    lines.paste((0, 0, 0, 255), (8, 8, 56, 12))
+    deep = Image.fromarray(np.full((64, 64), 30_000, np.uint16))
+    order = request(prompt="controlled")
+    for name, image in (("opaque", template()), ("lines", lines), ("deep", deep)):
+        order.spec.controlnets.add(name=name, image=saved(image))
+    uses = (await running.events(order))[-1].completed.provenance.controlnets
+    assert [(use.name, use.transparency_unread, use.scaled_from_16_bits) for use in uses] == [
+        ("opaque", False, False),
+        ("lines", True, False),
+        ("deep", False, True),
+    ]
+
+
 @pytest.mark.parametrize("count", [1, 3])
 async def test_without_keeping_the_unmasked_it_is_the_picture_that_was_drawn(running: Running, count: int) -> None:
     order = edit(saved(template()), saved(box_mask()), keep_unmasked=False, num_images=count)

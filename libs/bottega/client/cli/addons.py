@@ -18,6 +18,10 @@ from bottega.errors import BottegaError, Violation
 from bottega.v1.generation_pb2 import Provenance
 
 
+def _no_warnings(_: Provenance) -> Iterator[str]:
+    yield from ()
+
+
 def _merge_nothing(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> None:
     """What is given replaces what the earlier picture had, as every other option does."""
 
@@ -28,21 +32,22 @@ def _rename_nothing(violation: Violation, options: GenerationOptions) -> Violati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPart:
-    """What an add-on adds to `bottega generate`.
-
-    options: click's decorators. options_of_edits: those of `bottega edit`; None are the same ones.
-    stage: as the provenance calls what a picture waited for it, before it was denoised.
-    describe: lines about a picture that was drawn.
-    merge: puts what was given (and removes it there) into the options, which are those of an earlier picture with
-    --like. rename: names what is wrong with a request by the options of the command line.
-    """
+    """What an add-on adds to `bottega generate`."""
 
     options: tuple[Callable[[Any], Any], ...]
+    """Click's decorators."""
     stage: str
+    """The provenance's name of what a picture waited for before it was denoised."""
     describe: Callable[[Provenance], Iterator[str]]
+    """Yields lines about a picture that was drawn."""
+    warn: Callable[[Provenance], Iterator[str]] = _no_warnings
+    """Yields what people may not expect of the picture."""
     merge: Callable[[GenerationOptions, dict[str, Any], Path | None], None] = _merge_nothing
+    """Moves what was given into the options, which are those of an earlier picture with --like."""
     rename: Callable[[Violation, GenerationOptions], Violation] = _rename_nothing
+    """Names what is wrong with a request by the options of the command line."""
     options_of_edits: tuple[Callable[[Any], Any], ...] | None = None
+    """Those of `bottega edit`; None for the same ones."""
 
     @property
     def edit_options(self) -> tuple[Callable[[Any], Any], ...]:

@@ -185,6 +185,8 @@ def _report(completed: Completed, output: OutputTarget, elapsed_s: float) -> Non
     for part in generation_parts():
         for line in part.describe(completed.provenance):
             say(line)
+        for line in part.warn(completed.provenance):
+            note(line)
     for cut in completed.provenance.truncations:
         lost = escaped_and_cut(cut.text, _CUT_COLUMNS)
         note(f"{cut.field} was too long for the model; without effect: {lost}")

@@ -34,6 +34,16 @@ def _describe(provenance: Provenance) -> Iterator[str]:
         yield f"ControlNets ran beside {provenance.encoder_s:.3f} s of the model's encoder"
 
 
+def _warn(provenance: Provenance) -> Iterator[str]:
+    """Say what of a control image was not looked at, and what had to be done with it first."""
+    for use in provenance.controlnets:
+        whose = f"the image of control {use.name}"
+        if use.transparency_unread:
+            yield f"{whose} is transparent in parts, and the colours there were taken as if they were opaque"
+        if use.scaled_from_16_bits:
+            yield f"{whose} has 16 bits of grey, which were scaled to 8 (Diffusers makes nearly all such levels white)"
+
+
 def _facts(use: ControlNetUse, worker: str) -> Iterator[str]:
     servers = ["the worker itself" if server == worker else server for server in use.servers]
     if servers:
@@ -64,6 +74,7 @@ PART = GenerationPart(
     ),
     stage="controlnets",
     describe=_describe,
+    warn=_warn,
     merge=_merge,
     rename=_rename,
 )
