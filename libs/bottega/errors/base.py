@@ -87,4 +87,7 @@ class InternalError(BottegaError, code=Code.INTERNAL, reason=error_pb2.ERROR_REA
 
 
 class ConfigError(BottegaError, code=Code.FAILED_PRECONDITION):
-    """A configuration file that cannot be used. Never on the wire."""
+    """A configuration that cannot be used, or what it names. Never on the wire."""
+
+    exit_status: ClassVar[int] = 2
+    """Status of a process that ends with it. Supervisors do not start it again, as it would end with it again."""

@@ -73,6 +73,8 @@ class ServiceSpec:
     kind: with which it joins the fleet; its process, its folder below the state and its unit have the same name.
     title: for people. module: `python -m MODULE --config FILE` starts it.
     config: its configuration's dataclass, "MODULE:CLASS"; empty: `bottega config` knows nothing of it.
+    config_check: "MODULE:FUNCTION", which raises ConfigError for a configuration with which the service would not start
+    because of what it names on this machine; empty: there is nothing of that kind.
     example: what the configuration sets that is installed with its unit; the other keys stand there as comments.
     configure: its configuration in a suite on one machine; the second argument is the process's name.
     count: the option that says how many there are, and their names are numbered; None: always one.
@@ -89,6 +91,7 @@ class ServiceSpec:
     module: str
     configure: Callable[[SuiteSettings, str], Mapping[str, object]]
     config: str = ""
+    config_check: str = ""
     example: Mapping[str, object] = field(default_factory=dict)
     count: ServiceOption | None = None
     options: tuple[ServiceOption, ...] = ()

@@ -9,6 +9,7 @@ kind of part: `unet_rules`, `vae_rules`, `text_encoder_rules`, `scheduler_rules`
 """
 
 from bottega.model_files.folder_check import check_model_folder
+from bottega.model_files.location import MINIATURE, folder_of, name_of
 from bottega.model_files.report import ModelReport, PartReport
 
-__all__ = ["ModelReport", "PartReport", "check_model_folder"]
+__all__ = ["MINIATURE", "ModelReport", "PartReport", "check_model_folder", "folder_of", "name_of"]

@@ -24,8 +24,6 @@ from bottega.rpc.operation.sd_notify import SystemdNotifier
 from bottega.rpc.server import Server, Step
 from bottega.state_folder import keep_files_private
 
-# Started again without a change of its configuration it would fail again: the units of systemd name this status.
-_CONFIG_UNUSABLE = 2
 _FAILED = 1
 _STDIN = 0
 # What stdin says is of no matter, only that it ends.
@@ -77,7 +75,7 @@ def boot(
             asyncio.run(_live(hooks, kept_bytes=kept_bytes, stop_with_stdin=arguments.stop_with_stdin))
     except BottegaError as error:
         logs.last_words(f"bottega.{name}: {error.message}")
-        return _CONFIG_UNUSABLE if isinstance(error, ConfigError) else _FAILED
+        return error.exit_status if isinstance(error, ConfigError) else _FAILED
     return 0
 
 

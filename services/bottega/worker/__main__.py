@@ -15,7 +15,7 @@ from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.link_service import add_link_service
 from bottega.rpc.server import Server
 from bottega.transport import default_socket_path, links_group
-from bottega.worker.config import EngineConfig, WorkerConfig
+from bottega.worker.config import EngineConfig, WorkerConfig, check_model
 from bottega.worker.engine_client import WorkerEngineClient
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.service import SERVICE_NAME, WorkerService
@@ -49,6 +49,7 @@ def build(settings: WorkerConfig, engine: WorkerEngineClient, pool: CodecPool) -
 
 @contextlib.asynccontextmanager
 async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
+    check_model(settings)  # before an engine imports torch only to find that it cannot load the model
     # Processes first: the engine loads its model while the rest starts.
     engine = WorkerEngineClient(
         _with_socket(settings.engine), start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s

@@ -1,4 +1,4 @@
-"""What a worker and its engine may be told. It imports no torch: the front reads it too."""
+"""A worker's configuration and its engine's. It imports no torch, so that the front can read it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from bottega.device_names import DeviceName
+from bottega.errors import ConfigError
+from bottega.model_files import check_model_folder, folder_of
 from bottega.rpc.address import OptionalAddress
 from bottega.rpc.server import ServerConfig
+from bottega.rules import MAX_MODEL_CHARACTERS
 from bottega.strict import STRICT
 
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -21,9 +24,9 @@ Seconds = Annotated[float, Field(gt=0)]
 class EngineConfig:
     """What the engine process may be told.
 
-    model: "miniature", or a folder in Diffusers' layout. model_name: what requests call it; empty is the
-    folder's own name. device: auto, cpu, cuda or cuda:N. dtype: that the model computes in. threads: 0 leaves the
-    number to torch.
+    model: "miniature", or a folder in Diffusers' layout. model_name: what requests call it; empty is the name of its
+    repository where the folder is a snapshot in a hub's cache, else the folder's own name. device: auto, cpu, cuda or
+    cuda:N. dtype: that the model computes in. threads: 0 leaves the number to torch.
     vae_dtype: that latents are decoded in; auto is dtype on a GPU, where a trial at the start shows that the pictures
     are the same, and what Diffusers takes on a CPU. vae_tile_pixels: pictures of more pixels are decoded in tiles,
     which needs less memory and blends their edges; 0 is four times the model's own size.
@@ -78,7 +81,7 @@ class EngineConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     model: str = "miniature"
-    model_name: str = ""
+    model_name: Annotated[str, Field(max_length=MAX_MODEL_CHARACTERS)] = ""
     device: DeviceName = "auto"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     vae_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
@@ -161,3 +164,9 @@ class WorkerConfig:
     result_grace_s: Seconds = 120.0
     result_bytes: AtLeastOne = 256 * 2**20
     max_attempts: AtLeastOne = 64
+
+
+def check_model(config: WorkerConfig) -> None:
+    """Raise ConfigError with the reason where the model cannot be served; takes some milliseconds, and no torch."""
+    if refusal := check_model_folder(folder_of(config.engine.model)).refusal:
+        raise ConfigError(refusal)

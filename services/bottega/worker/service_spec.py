@@ -13,7 +13,13 @@ def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
         "name": name,
         "gateway": suite.fleet_address,
         "server": suite.server,
-        "engine": {"model": suite.model, "device": suite.device, "dtype": suite.dtype, "threads": threads},
+        "engine": {
+            "model": suite.model,
+            "model_name": suite.model_name,
+            "device": suite.device,
+            "dtype": suite.dtype,
+            "threads": threads,
+        },
     }
 
 
@@ -23,6 +29,7 @@ SPEC = ServiceSpec(
     module="bottega.worker",
     configure=_configure,
     config="bottega.worker.config:WorkerConfig",
+    config_check="bottega.worker.config:check_model",
     example={"name": "miniature"},
     count=_COUNT,
     requires=("accelerate", "diffusers", "safetensors", "torch", "transformers"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.samples.wrong_folders import WRONG_FOLDERS
 from tests.support.terminal import run
 
 
@@ -53,6 +54,14 @@ def test_a_port_that_the_service_would_not_open_is_named(tmp_path: Path, text: s
     assert (done.exit_code, named in done.output) == (1, True), done.output
     file.write_text("server: {listen: '0.0.0.0:8470', insecure: true}")
     assert run("config", "check", file).output == f"{file}: a gateway can use it; it sets 2 keys\n"
+
+
+def test_a_model_that_cannot_be_served_is_named(worker: Path, tmp_path: Path) -> None:
+    given, sentence = WRONG_FOLDERS[0].make_at(tmp_path / "model")
+    worker.write_text(f"engine: {{model: {given}}}\n")
+    done = run("config", "check", worker)
+    assert done.exit_code == 1
+    assert f"the model {given} cannot be served: {sentence}" in " ".join(done.output.split())
 
 
 def test_a_folder_is_answered_with_its_files(worker: Path) -> None:

@@ -100,6 +100,17 @@ async def test_one_that_never_serves_is_given_up_with_its_last_words(tmp_path: P
     assert len(reports.deaths) == 2
 
 
+async def test_one_whose_configuration_cannot_be_used_is_given_up_at_once(tmp_path: Path) -> None:
+    reports = Reports()
+    script = "import sys; print('the model cannot be served', file=sys.stderr); sys.exit(2)"
+    with pytest.raises(DoesNotStart) as caught:
+        async with asyncio.timeout(10):
+            await service_process(script, tmp_path, reports).run()
+    assert caught.value.message == "worker-0 does not start: its configuration cannot be used"
+    assert caught.value.last_lines == ("the model cannot be served",)
+    assert reports.deaths == []
+
+
 async def test_one_that_has_served_is_started_again_for_ever_with_growing_waits(tmp_path: Path) -> None:
     reports = Reports()
     serves_and_dies = "import json\nprint(json.dumps({'event': 'serving'}))"

@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,12 +27,15 @@ from bottega.client.checkup.machine import (
 )
 from bottega.client.checkup.model import check_model
 from bottega.client.types.checks import Level
+from bottega.errors import ConfigError
 from bottega.manifest import VARIABLE
 from bottega.miniature import WEIGHTS
+from bottega.worker.config import EngineConfig, WorkerConfig
+from bottega.worker.config import check_model as check_worker_model
 from tests.samples.hostile_controlnets import CONFIG, with_config
+from tests.samples.wrong_folders import WRONG_FOLDERS, WrongFolder, link_model
 
 TESTED = {"bottega-libs": "0.1.0", "bottega-services": "0.1.0", "torch": "2.13.0+cpu"}
-WEIGHTS_FILE = "unet/diffusion_pytorch_model.safetensors"
 _NAMES = ("accelerate", "diffusers", "faiss-cpu", "numpy", "safetensors", "scikit-learn", "transformers")
 NEEDED = dict.fromkeys(_NAMES, "1.0")
 
@@ -125,29 +127,23 @@ def test_the_embedded_model_is_well() -> None:
     assert "4 files of weights" in result.what
 
 
-def test_a_folder_that_is_no_model_fails(tmp_path: Path) -> None:
-    assert [result.level for result in check_model(str(tmp_path))] == [Level.FAIL]
-    (tmp_path / "model_index.json").write_text("[]")
-    assert [result.level for result in check_model(str(tmp_path))] == [Level.FAIL]
+@pytest.mark.parametrize("wrong", WRONG_FOLDERS, ids=lambda wrong: wrong.name)
+def test_the_doctor_says_of_a_wrong_folder_what_workers_say(wrong: WrongFolder, tmp_path: Path) -> None:
+    given, sentence = wrong.make_at(tmp_path / "model")
+    (result,) = check_model(str(given))
+    assert (result.level, result.what) == (Level.FAIL, f"model {given}: {sentence}")
+    with pytest.raises(ConfigError) as refused:
+        check_worker_model(WorkerConfig(engine=EngineConfig(model=str(given))))
+    assert refused.value.message == f"the model {given} cannot be served: {sentence}"
 
 
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        pytest.param(lambda path: path.write_bytes(path.read_bytes()[:-1]), WEIGHTS_FILE, id="cut off"),
-        pytest.param(lambda path: path.rename(path.with_suffix(".bin")), "pickled", id="pickled"),
-        pytest.param(lambda path: shutil.rmtree(path.parent), "unet", id="missing"),
-    ],
-)
-def test_a_model_of_which_a_part_cannot_be_used_fails(
-    tmp_path: Path, damage: Callable[[Path], object], named: str
-) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(WEIGHTS, model)
-    damage(model / WEIGHTS_FILE)
-    (result,) = check_model(str(model))
-    assert result.level is Level.FAIL
-    assert named in result.what
+def test_a_model_of_a_variant_is_described(tmp_path: Path) -> None:
+    link_model(tmp_path / "model")
+    unet = tmp_path / "model" / "unet" / "diffusion_pytorch_model.safetensors"
+    unet.rename(unet.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    (result,) = check_model(str(tmp_path / "model"))
+    assert result.level is Level.OK
+    assert "SDXL, 64 x 64 pixels; 4 files of weights (variant fp16) in F16, 4.3 million parameters" in result.what
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from bottega.client.suite.ports import free_ports
 from bottega.client.suite.service_log import ServiceLog, fields_of, lines_of
 from bottega.client.transport.address import default_fleet_address
 from bottega.miniature import WEIGHTS
+from bottega.model_files import name_of
 
 
 def record(*children: InstanceProcess, ready: bool = True) -> InstanceRecord:
@@ -76,6 +77,30 @@ def test_workers_share_the_cores_and_find_their_gateway(tmp_path: Path) -> None:
         "bfloat16",
         max(1, len(os.sched_getaffinity(0)) // 2),
     )
+
+
+@pytest.mark.parametrize(
+    ("folder", "given", "name"),
+    [
+        ("sdxl-base", "", "sdxl-base"),
+        ("models--stabilityai--stable-diffusion-xl-base-1.0/snapshots/4621659", "", "stable-diffusion-xl-base-1.0"),
+        ("models--stabilityai--sdxl-turbo/snapshots/4621659", "turbo", "turbo"),
+        ("models--an-owner--a--name/snapshots/4621659", "", "name"),
+        ("snapshots/4621659", "", "4621659"),
+    ],
+)
+def test_a_model_is_served_by_its_folders_or_repositorys_name(
+    folder: str, given: str, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / folder
+    path.mkdir(parents=True)
+    state = held(tmp_path / "state")
+    plan = plan_suite(SuiteOptions(port=0, model=str(path), model_name=given), state)
+    assert plan.settings.model_name == name
+    worker = yaml.safe_load((state.config / "worker-0.yaml").read_text())
+    assert (worker["engine"]["model"], worker["engine"]["model_name"]) == (str(path), name)
+    # As of a worker that is configured by hand.
+    assert name_of(str(path), given) == name
 
 
 def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def check(files: tuple[Path, ...], kind: str | None) -> None:
             config = load(load_object(service.config), file)
             if refused := refused_ports(config):
                 raise ConfigError("\n  ".join([f"{file} cannot be used:", *refused]))
+            _check_on_this_machine(service, config, file)
         except ConfigError as error:
             wrong.append(error)
         else:
@@ -47,6 +48,15 @@ def check(files: tuple[Path, ...], kind: str | None) -> None:
             say(f"{file}: {article} {service.title} can use it; it sets {count} {keys}")
     if wrong:
         raise ConfigError("\n".join(error.message for error in wrong))
+
+
+def _check_on_this_machine(service: ServiceSpec, config: object, file: Path) -> None:
+    if not service.config_check:
+        return
+    try:
+        load_object(service.config_check)(config)
+    except ConfigError as error:
+        raise ConfigError(f"{file} cannot be used:\n  {error.message}") from None
 
 
 @command.command("show")

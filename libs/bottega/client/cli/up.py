@@ -14,7 +14,6 @@ from bottega.client.cli.log_format import pretty
 from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import fail, note, say
 from bottega.client.instance import AlreadyHeld, StateFolder
-from bottega.client.types.checks import Level
 from bottega.errors import BottegaError
 from bottega.manifest import options_of, read_services
 
@@ -41,6 +40,9 @@ class _WithServicesOptions(click.Command):
 
 @click.command("up", cls=_WithServicesOptions)
 @click.option("--model", default="miniature", show_default=True, help="miniature, or a folder in Diffusers' layout.")
+@click.option(
+    "--model-name", default="", help="The name that requests give for it; default: its folder's or repository's."
+)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
 @click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of each worker; default: the cores, divided.")
@@ -57,6 +59,7 @@ class _WithServicesOptions(click.Command):
 def command(
     *,
     model: str,
+    model_name: str,
     device: str,
     dtype: str,
     threads: int,
@@ -77,8 +80,10 @@ def command(
     from bottega.client.suite.plan import SuiteOptions
     from bottega.client.suite.service_process import DoesNotStart
 
-    _check_model(model)
-    options = SuiteOptions(model=model, device=device, dtype=dtype, threads=threads, port=port, services=services)
+    _check_model(model, model_name)
+    options = SuiteOptions(
+        model=model, model_name=model_name, device=device, dtype=dtype, threads=threads, port=port, services=services
+    )
     try:
         if detach:
             _detached(options, state)
@@ -101,13 +106,15 @@ def command(
         )
 
 
-def _check_model(model: str) -> None:
-    """Says at once what a worker would say after three tries."""
-    from bottega.client.checkup.model import check_model
+def _check_model(model: str, name: str) -> None:
+    """End the command where workers would not start with the model, or where no request could name it."""
+    from bottega.model_files import check_model_folder, folder_of
+    from bottega.rules import MAX_MODEL_CHARACTERS
 
-    for result in check_model(model):
-        if result.level is Level.FAIL:
-            fail(result.what, "Give miniature, or a folder in Diffusers' layout: bottega up --model FOLDER")
+    if refusal := check_model_folder(folder_of(model)).refusal:
+        fail(refusal)
+    if len(name) > MAX_MODEL_CHARACTERS:
+        fail(f"the name has {len(name)} characters", f"Give one of at most {MAX_MODEL_CHARACTERS}: --model-name NAME")
 
 
 def _foreground(options: SuiteOptions, state: StateFolder, *, in_background: bool) -> None:

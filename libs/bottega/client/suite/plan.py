@@ -15,7 +15,7 @@ from bottega.client.suite.ports import check_free, free_ports
 from bottega.client.transport.address import DEFAULT_PORT
 from bottega.errors import BottegaError, Code
 from bottega.manifest import ServiceSpec, SuiteSettings, options_of, read_services
-from bottega.miniature import WEIGHTS
+from bottega.model_files import MINIATURE, folder_of, name_of
 
 # People who press Ctrl-C wait for it; the services' own default is for machines in production.
 _DRAIN_GRACE_S = 5.0
@@ -29,19 +29,20 @@ class PortTaken(BottegaError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteOptions:
-    """What somebody wants to run.
+    """What somebody wants to run."""
 
-    model: "miniature" or a folder in Diffusers' layout. threads: of each worker; 0 divides the cores over the workers.
-    port: of the gateway; the next one is for its metrics, the one after that for the fleet. 0 takes any three.
-    services: values of the services' own options, such as how many there are; others have their defaults.
-    """
-
-    model: str = "miniature"
+    model: str = MINIATURE
+    """`miniature`, or a folder in Diffusers' layout."""
+    model_name: str = ""
+    """The name by which workers serve it; without it see `bottega.model_files.name_of`."""
     device: str = "auto"
     dtype: str = "float32"
     threads: int = 0
+    """Threads of each worker; 0 divides the cores over the workers."""
     port: int = DEFAULT_PORT
+    """The gateway's port; the next one is for its metrics, the one after that for the fleet. 0 takes any three."""
     services: Mapping[str, int] = field(default_factory=dict)
+    """Values of the services' own options, such as how many there are; others have their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +83,14 @@ def plan_suite(options: SuiteOptions, state: StateFolder) -> SuitePlan:
 
 def _settings(options: SuiteOptions, services: tuple[ServiceSpec, ...], state: StateFolder) -> SuiteSettings:
     address, metrics_address, fleet_address = (f"127.0.0.1:{port}" for port in _ports(options.port))
-    embedded = options.model == "miniature"
-    folder = WEIGHTS if embedded else Path(options.model).resolve()
+    folder = folder_of(options.model).resolve()
+    model = options.model if options.model == MINIATURE else str(folder)
     return SuiteSettings(
         address=address,
         metrics_address=metrics_address,
         fleet_address=fleet_address,
-        model=options.model if embedded else str(folder),
-        model_name=options.model if embedded else folder.name,
+        model=model,
+        model_name=name_of(model, options.model_name),
         model_folder=folder,
         device=options.device,
         dtype=options.dtype,

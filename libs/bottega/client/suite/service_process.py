@@ -16,7 +16,7 @@ from typing import Protocol
 from bottega.background_tasks import BackgroundTasks
 from bottega.client.suite.plan import ProcessPlan
 from bottega.client.suite.service_log import OutputPipe, ServiceLog, fields_of, lines_of
-from bottega.errors import BottegaError, Code
+from bottega.errors import BottegaError, Code, ConfigError
 
 # For what a process that has ended wrote last.
 _READ_REST_S = 1.0
@@ -86,13 +86,12 @@ class ServiceProcess:
         try:
             while True:
                 began_s = time.monotonic()
-                how = await self._run_once()
+                status = await self._run_once()
                 deaths = 1 if time.monotonic() - began_s > self._policy.steady_s else deaths + 1
-                if not self._ever_served and deaths >= self._policy.tries:
-                    what = f"{self.name} does not start: it {how}, and did so {deaths} times"
-                    raise DoesNotStart(self.name, what, last_lines=self._last_lines)
+                if not self._ever_served:
+                    self._give_up_if_due(status, deaths)
                 wait_s = min(self._policy.first_wait_s * 2 ** (deaths - 1), self._policy.longest_wait_s)
-                self._listener.died(self.name, how, wait_s)
+                self._listener.died(self.name, _how_it_ended(status), wait_s)
                 await asyncio.sleep(wait_s)
         finally:
             self._log.close()
@@ -102,14 +101,26 @@ class ServiceProcess:
         if self.pid is not None:
             _end_group(self.pid)
 
-    async def _run_once(self) -> str:
+    def _give_up_if_due(self, status: int, deaths: int) -> None:
+        """Raise DoesNotStart where another try would not help, or where there were enough of them."""
+        what = f"{self.name} does not start: "
+        if status == ConfigError.exit_status:
+            what += "its configuration cannot be used"
+        elif deaths >= self._policy.tries:
+            what += f"it {_how_it_ended(status)}, and did so {deaths} times"
+        else:
+            return
+        raise DoesNotStart(self.name, what, last_lines=self._last_lines)
+
+    async def _run_once(self) -> int:
+        """Run the process until it ends, and return its status."""
         with OutputPipe() as pipe, _stdin_of_supervisor() as stdin:
             process = await self._start(stdin, pipe.write_end)
             self.pid = process.pid
             reading = BackgroundTasks(f"reading what {self.name} writes")
             reading.start(self._read(await pipe.reader()))
             try:
-                return _how_it_ended(await process.wait())
+                return await process.wait()
             except asyncio.CancelledError:
                 await self._stop(process)
                 raise

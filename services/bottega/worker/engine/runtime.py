@@ -15,7 +15,7 @@ from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import DTYPES, Model, load_model, pick_device
 from bottega.diffusion.model.vae import VaeSettings
-from bottega.miniature import WEIGHTS
+from bottega.model_files import folder_of, name_of
 from bottega.rpc.link_service import link_endpoints
 from bottega.transport import DeviceLinks, LinkCounters
 from bottega.worker.config import EngineConfig
@@ -73,11 +73,9 @@ def load_runtime(config: EngineConfig, link_requests: LinkRequests, *, trials: P
 
 
 def _model(config: EngineConfig) -> Model:
-    folder = WEIGHTS if config.model == "miniature" else Path(config.model)
-    name = config.model_name or ("miniature" if config.model == "miniature" else folder.name)
     return load_model(
-        folder,
-        name=name,
+        folder_of(config.model),
+        name=name_of(config.model, config.model_name),
         device=pick_device(config.device),
         dtype=DTYPES[config.dtype],
         vae=VaeSettings(dtype=config.vae_dtype, tile_pixels=config.vae_tile_pixels),
