@@ -118,10 +118,19 @@ class Stock:
         return kind.from_config(self._scheduler_config, **extra)
 
 
-def load_stock(folder: Path = WEIGHTS, dtype: torch.dtype = torch.float32, *, variant: str | None = None) -> Any:
-    """Return the text-to-image pipeline of a model; of the embedded one without a folder."""
+def load_stock(
+    folder: Path = WEIGHTS, dtype: torch.dtype = torch.float32, *, variant: str | None = None, **parts: Any
+) -> Any:
+    """Return the text-to-image pipeline of a model; of the embedded one without a folder.
+
+    Args:
+        folder: The model's.
+        dtype: Element type of its weights in memory.
+        variant: Of its files of weights, such as `fp16`.
+        parts: Parts by name, in place of the folder's; None leaves one out.
+    """
     pipeline = StableDiffusionXLPipeline.from_pretrained(
-        folder, use_safetensors=True, dtype=dtype, variant=variant, add_watermarker=False
+        folder, use_safetensors=True, dtype=dtype, variant=variant, add_watermarker=False, **parts
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bottega.model_files.field_rules import ANY, FLAG, OFF, FieldRule, broken_fields, shown, whole, with_defaults
+from bottega.model_files.field_rules import FLAG, OFF, FieldRule, Values, broken_fields, shown, whole, with_defaults
 from bottega.model_files.scheduler_rules import check_scheduler_config
 from bottega.model_files.text_encoder_rules import TEXT_ENCODER_RULES, check_text_encoder_config
 from bottega.model_files.unet_rules import UNET_RULES, check_unet_config
@@ -28,6 +28,15 @@ _TIME_IDS = 6
 # Widths and heights of pictures are multiples of it, as in Diffusers.
 _SIZE_MULTIPLE = 8
 
+_NO_PART: list[object] = [None, None]
+_NOT_LOADED = "only IP-Adapters use it: it is not loaded"
+_PART = Values(
+    text="the library and the class of a part, or [null, null]",
+    accepts=lambda value: (
+        value == _NO_PART or (isinstance(value, list) and [type(each) for each in value] == [str, str])
+    ),
+)
+
 INDEX_RULES = (
     FieldRule(name="force_zeros_for_empty_prompt", default=True, values=FLAG),
     FieldRule(
@@ -42,8 +51,10 @@ INDEX_RULES = (
         values=OFF,
         why="models that take an aesthetic score, as SDXL's refiner does, are not served",
     ),
-    FieldRule(name="image_encoder", default=None, values=ANY),
-    FieldRule(name="feature_extractor", default=None, values=ANY),
+    FieldRule(name="image_encoder", default=_NO_PART, values=_PART, why=_NOT_LOADED),
+    FieldRule(
+        name="feature_extractor", default=_NO_PART, values=_PART, why="only IP-Adapters use it: it is not loaded"
+    ),
 )
 # Library and class of each part that has no rules of its own for that.
 _CLASSES = {

@@ -28,9 +28,8 @@ class Values:
 
     def __or__(self, other: Values) -> Values:
         """The values of both."""
-        return Values(
-            text=f"{self.text} or {other.text}", accepts=lambda value: self.accepts(value) or other.accepts(value)
-        )
+        text = f"{self.text.replace(' or ', ', ')} or {other.text}"
+        return Values(text=text, accepts=lambda value: self.accepts(value) or other.accepts(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,7 @@ class FieldRule:
     values: Values
     """The values with which pictures are equal to those of stock Diffusers."""
     why: str = ""
-    """Why other values are refused; empty where stock Diffusers fails with them, too."""
+    """Why other values are refused, or why any is accepted; empty where stock Diffusers fails with others, too."""
 
 
 def broken_fields(rules: Sequence[FieldRule], config: Mapping[str, object]) -> Iterator[str]:

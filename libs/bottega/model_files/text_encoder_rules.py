@@ -36,7 +36,9 @@ TEXT_ENCODER_RULES = (
     FieldRule(name="num_hidden_layers", default=12, values=whole(1)),
     FieldRule(name="num_attention_heads", default=8, values=whole(1)),
     FieldRule(name="max_position_embeddings", default=77, values=whole(1)),
-    FieldRule(name="hidden_act", default="quick_gelu", values=only(*ACTIVATIONS)),
+    FieldRule(
+        name="hidden_act", default="quick_gelu", values=only(*ACTIVATIONS), why="published text encoders have no other"
+    ),
     FieldRule(name="layer_norm_eps", default=1e-5, values=POSITIVE),
     FieldRule(name="attention_dropout", default=0.0, values=FRACTION | NULL),
     FieldRule(name="initializer_range", default=0.02, values=number("a number")),
@@ -50,10 +52,10 @@ TEXT_ENCODER_RULES = (
     FieldRule(name="chunk_size_feed_forward", default=0, values=whole(0)),
     FieldRule(name="is_encoder_decoder", default=False, values=only(False, True)),
     FieldRule(name="transformers_version", default=None, values=TEXT | NULL),
-    FieldRule(name="architectures", default=None, values=ANY),
-    FieldRule(name="id2label", default=None, values=ANY),
-    FieldRule(name="label2id", default=None, values=ANY),
-    FieldRule(name="problem_type", default=None, values=ANY),
+    FieldRule(name="architectures", default=None, values=ANY, why="the text encoders do not read it"),
+    FieldRule(name="id2label", default=None, values=ANY, why="the text encoders do not read it"),
+    FieldRule(name="label2id", default=None, values=ANY, why="the text encoders do not read it"),
+    FieldRule(name="problem_type", default=None, values=ANY, why="the text encoders do not read it"),
     FieldRule(name="quantization_config", default=None, values=NULL, why="quantized weights are not served"),
 )
 

@@ -48,7 +48,7 @@ UNET_RULES = (
     FieldRule(name="out_channels", default=4, values=whole(1)),
     FieldRule(name="center_input_sample", default=False, values=FLAG),
     FieldRule(name="flip_sin_to_cos", default=True, values=FLAG),
-    FieldRule(name="freq_shift", default=0, values=only(0, 1)),
+    FieldRule(name="freq_shift", default=0, values=only(0, 1), why="published UNets have no other"),
     FieldRule(
         name="down_block_types",
         default=["CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"],
@@ -133,8 +133,8 @@ UNET_RULES = (
     FieldRule(name="num_class_embeds", default=None, values=NULL, why=_CLASSES),
     FieldRule(name="upcast_attention", default=False, values=FLAG),
     FieldRule(name="resnet_time_scale_shift", default="default", values=only("default", "scale_shift")),
-    FieldRule(name="resnet_skip_time_act", default=False, values=ANY),
-    FieldRule(name="resnet_out_scale_factor", default=1.0, values=ANY),
+    FieldRule(name="resnet_skip_time_act", default=False, values=ANY, why="Diffusers reads it for other blocks alone"),
+    FieldRule(name="resnet_out_scale_factor", default=1.0, values=ANY, why="Diffusers reads it for other blocks alone"),
     FieldRule(
         name="time_embedding_type",
         default="positional",
@@ -162,9 +162,16 @@ UNET_RULES = (
         why="UNets that take boxes with the prompt (GLIGEN) are not served",
     ),
     FieldRule(name="class_embeddings_concat", default=False, values=OFF, why=_CLASSES),
-    FieldRule(name="mid_block_only_cross_attention", default=None, values=ANY),
-    FieldRule(name="cross_attention_norm", default=None, values=ANY),
-    FieldRule(name="addition_embed_type_num_heads", default=64, values=ANY),
+    FieldRule(
+        name="mid_block_only_cross_attention", default=None, values=ANY, why="Diffusers reads it for other blocks alone"
+    ),
+    FieldRule(name="cross_attention_norm", default=None, values=ANY, why="Diffusers reads it for other blocks alone"),
+    FieldRule(
+        name="addition_embed_type_num_heads",
+        default=64,
+        values=ANY,
+        why="Diffusers reads it with other kinds of addition_embed_type alone",
+    ),
     FieldRule(name="quantization_config", default=None, values=NULL, why="quantized weights are not served"),
 )
 _BY_LEVEL = (

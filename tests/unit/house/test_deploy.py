@@ -23,6 +23,8 @@ from bottega.loras.config import LoraConfig
 from bottega.manifest import ServiceSpec, load_object, read_services
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import STYLES
+from bottega.model_files.unet_rules import UNET_RULES
+from bottega.model_files.vae_rules import VAE_RULES
 from bottega.process import open_files
 from bottega.rpc.security.method_roles import METHOD_ROLES
 from bottega.rpc.server import ServerConfig
@@ -281,3 +283,12 @@ def test_the_page_says_who_may_call_what_as_the_code_does(tmp_path: Path) -> Non
     subprocess.run([sys.executable, DEPLOY / "method_roles.py", made], timeout=60, check=True)
     assert made.read_text() == page.read_text(), "the roles of methods have changed: run deploy/method_roles.py"
     assert made.read_text().count(" yes ") >= len(METHOD_ROLES)
+
+
+def test_the_page_says_which_fields_of_models_are_served_as_the_rules_do(tmp_path: Path) -> None:
+    page = DEPLOY.parent / "libs/bottega/model_files/README.md"
+    made = tmp_path / page.name
+    made.write_text(page.read_text())
+    subprocess.run([sys.executable, DEPLOY / "model_fields.py", made], timeout=60, check=True)
+    assert made.read_text() == page.read_text(), "a rule has changed: run deploy/model_fields.py"
+    assert made.read_text().count("\n| `") >= len(UNET_RULES) + len(VAE_RULES)

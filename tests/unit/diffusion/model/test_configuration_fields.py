@@ -10,8 +10,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +46,7 @@ from bottega.diffusion.model.vae import VaeSettings, make_decoder
 from bottega.diffusion.rows import Embeds, Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import FieldNotServed
+from bottega.model_files import check_model_folder
 from bottega.model_files.configuration_rules import check_configurations, filled_config
 from bottega.model_files.field_rules import FieldRule
 from bottega.model_files.tensor_check import text_encoder_tensors, unet_tensors, vae_tensors
@@ -231,6 +236,31 @@ def cases() -> list[Case]:
     ] + WITH_OTHERS
 
 
+# By file and field, values of what model_index.json and the tokenizers say; ... takes the field away.
+FILES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "model_index.json": {
+        "force_zeros_for_empty_prompt": (False, None, ...),
+        "add_watermarker": (False, True, ...),
+        "requires_aesthetics_score": (False, None, True),
+        "image_encoder": ([None, None], None, ["transformers", "CLIPVisionModelWithProjection"]),
+        "feature_extractor": ([None, None], None, ["transformers", "CLIPImageProcessor"]),
+        "safety_checker": ([None, None],),
+        "unet": (["diffusers", "UNet3DConditionModel"], [None, None], None, ...),
+        "vae": (["diffusers", "AutoencoderTiny"], ["diffusers", "ConsistencyDecoderVAE"]),
+        "text_encoder": ([None, None], ["transformers", "CLIPTextModelWithProjection"]),
+        "text_encoder_2": ([None, None], ["transformers", "T5EncoderModel"], ["transformers", "CLIPTextModel"]),
+        "tokenizer": (["transformers", "CLIPTokenizerFast"], ["transformers", "T5Tokenizer"], [None, None]),
+        "tokenizer_2": (["my_library", "CLIPTokenizer"],),
+    },
+    "tokenizer/tokenizer_config.json": {
+        "model_max_length": (20, 78, "77", 0, None, 1e30, ...),
+        "pad_token": ("!",),
+        "padding_side": ("left",),
+        "do_lower_case": (False,),
+        "unk_token": ("!",),
+    },
+    "tokenizer_2/tokenizer_config.json": {"pad_token": ("<|endoftext|>",), "model_max_length": (20, ...)},
+}
 # Values that need others beside them.
 WITH_OTHERS = [
     Case(
@@ -374,7 +404,7 @@ def test_a_value_draws_what_stock_draws_or_its_field_is_refused(case: Case, pair
         assert_redraws_as_stock(stock, model)
         assert_edits_as_stock(stock, model)
     else:
-        assert_encodes_as_stock(stock, model)
+        assert_encodes_as_stock(stock, model, "a circle")
 
 
 def assert_tensors_are_known(part: str, config: Mapping[str, Any], network: nn.Module) -> None:
@@ -420,8 +450,9 @@ def assert_edits_as_stock(stock: Any, model: Model) -> None:
     assert_within_a_level(drawing.pixels[0], pixels_of(theirs.images[0]))
 
 
-def assert_encodes_as_stock(stock: Any, model: Model) -> None:
-    spec = replace(SPEC, negative_prompt="a circle")
+def assert_encodes_as_stock(stock: Any, model: Model, negative: str | None) -> None:
+    """Both halves' embeddings are stock's to the last bit."""
+    spec = replace(SPEC, negative_prompt=negative)
     conditions = encode_prompts(model, spec)
     with torch.inference_mode():
         theirs = stock.encode_prompt(spec.prompt, device="cpu", negative_prompt=spec.negative_prompt)
@@ -511,9 +542,54 @@ def test_every_field_has_a_rule_with_its_default_and_a_case(
     ruled = {rule.name: rule.default for rule in rules}
     assert {name: ruled.get(name, "no rule") for name in defaults} == dict(defaults)
     assert table.keys() == defaults.keys()
-    # These two no initializer names; the libraries read them from the files.
-    assert ruled.keys() - defaults.keys() <= {"quantization_config", "model_type"}
+    # No initializer names these; the libraries read them from the files.
+    assert ruled.keys() - defaults.keys() <= {"_class_name", "model_type", "quantization_config"}
 
 
 def test_every_activation_of_a_text_encoder_is_one_of_transformers() -> None:
     assert set(ACTIVATIONS) <= set(ACT2FN)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [
+        pytest.param(file, name, value, id=f"{file}: {name}={'absent' if value is ... else json.dumps(value)}")
+        for file, fields in FILES.items()
+        for name, values in fields.items()
+        for value in values
+    ],
+)
+def test_of_index_and_tokenizers_a_value_draws_what_stock_draws_or_is_refused(
+    tmp_path: Path, file: str, name: str, value: Any
+) -> None:
+    folder = changed(tmp_path / "model", file, name, value)
+    problems = check_model_folder(folder).problems
+    if problems:
+        assert any(name in problem or "SDXL's refiner" in problem for problem in problems), problems
+        with pytest.raises(ValueError, match=re.escape(problems[0])):
+            load(folder)
+        return
+    # Parts that only IP-Adapters use are not written here.
+    stock, model = load_stock(folder, image_encoder=None, feature_extractor=None), load(folder)
+    for negative in (None, "", "a circle"):
+        assert_encodes_as_stock(stock, model, negative)
+
+
+def test_two_tokenizers_of_another_length_encode_as_stock(tmp_path: Path) -> None:
+    folder = changed(tmp_path / "model", "tokenizer/tokenizer_config.json", "model_max_length", 20)
+    folder = changed(folder, "tokenizer_2/tokenizer_config.json", "model_max_length", 20)
+    assert check_model_folder(folder).problems == ()
+    assert_encodes_as_stock(load_stock(folder), load(folder), "a circle")
+
+
+def changed(folder: Path, file: str, name: str, value: Any) -> Path:
+    """Return the folder, made as a copy of the tiny model's where it is not there, with another value in a file."""
+    if not folder.exists():
+        source = published_model()
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("controlnets"), copy_function=os.link)
+    fields = json.loads((folder / file).read_text()) | {name: value}
+    if value is ...:
+        del fields[name]
+    (folder / file).unlink()  # a link to the tiny model's own
+    (folder / file).write_text(json.dumps(fields))
+    return folder
