@@ -25,6 +25,7 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     **dict.fromkeys(("default_width", "default_height", "size_multiple", "vae_scale_factor"), _SIDES),
     "default_steps": ((0, 200), (-1, 201)),
     "default_guidance_scale": ((0.0, 50.0), (-0.1, 50.1, NAN, INF)),
+    "default_edit_guidance_scale": ((0.0, 50.0), (-0.1, 50.1, NAN, INF)),
     "default_sampler": ((0, 4), (5, 99)),
     "max_pixels": ((0, 2**63 - 1), (-1,)),
     "workers": ((-1, 2**31 - 1), ()),

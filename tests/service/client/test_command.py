@@ -68,13 +68,13 @@ def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str
         quality=70,
         fidelity=generation_pb2.FIDELITY_FAST,
         model="miniature",
-        controlnets=[_control("edges", b"edges", 0.8), _control("depth", b"source", 1.0)],
+        controlnets=[_control("edges", b"edges", 0.8), _control("depth", b"source", None)],
         techniques=generation_pb2.Techniques(stale_residuals=True),
     )
     assert gateway.requests[0].spec == expected
 
 
-def _control(name: str, data: bytes, scale: float) -> generation_pb2.ControlNet:
+def _control(name: str, data: bytes, scale: float | None) -> generation_pb2.ControlNet:
     return generation_pb2.ControlNet(
         name=name,
         image=data,
@@ -116,8 +116,9 @@ def test_a_control_image_may_have_colons_in_its_name(gateway: ScriptedGateway, a
     gateway.scripts = [[completed()]]
     controls = ("--control", "edges=a:0.5", "--control", "edges=a:0.5:0.25")
     assert run("generate", "a star", *controls, address=address).exit_code == 0
-    sent = [(net.image, net.controlnet_conditioning_scale) for net in gateway.requests[0].spec.controlnets]
-    assert sent == [(b"colons", 1.0), (b"colons", 0.25)]
+    first, second = gateway.requests[0].spec.controlnets
+    assert [net.image for net in (first, second)] == [b"colons"] * 2
+    assert (first.HasField("controlnet_conditioning_scale"), second.controlnet_conditioning_scale) == (False, 0.25)
 
 
 def test_a_picture_that_had_controlnets_is_drawn_again_with_their_images_given(

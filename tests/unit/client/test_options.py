@@ -98,9 +98,10 @@ def _with_images() -> list[ControlNet]:
     return [dataclasses.replace(net, image=net.name.encode()) for net in FULL["controlnets"] or ()]
 
 
-def test_a_controlnet_counts_in_full_unless_it_says_otherwise() -> None:
+def test_how_strongly_a_controlnet_counts_the_gateway_says_where_nobody_else_does() -> None:
     (net,) = spec_from("a star", {"controlnets": [ControlNet("edges", b"image")]}).controlnets
-    assert (net.controlnet_conditioning_scale, net.control_guidance_start, net.control_guidance_end) == (1, 0, 1)
+    assert not net.HasField("controlnet_conditioning_scale")
+    assert (net.control_guidance_start, net.control_guidance_end) == (0, 1)
     spec = GenerationSpec(controlnets=[generation_pb2.ControlNet(name="edges")])
     assert options_from(spec) == {"controlnets": (ControlNet("edges"),)}
 

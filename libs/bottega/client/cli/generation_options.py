@@ -30,7 +30,9 @@ _SAMPLING = (
 )
 _IMAGE_TO_IMAGE = (
     click.option("--image", type=_EXISTING, help="Start from this picture (image-to-image)."),
-    click.option("--strength", type=float, help="How much of --image is redrawn, above 0 to 1."),
+    click.option(
+        "--strength", type=float, help="How much of --image is redrawn, above 0 to 1; default: 0.3; with --control 0.8."
+    ),
 )
 _EDITING = (
     click.option(

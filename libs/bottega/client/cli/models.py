@@ -32,8 +32,14 @@ def _row(model: Model) -> tuple[str, ...]:
         str(model.workers),
         f"{model.default_width}x{model.default_height}",
         str(model.default_steps),
-        f"{model.default_guidance_scale:g}",
+        _guidance(model),
         samplers.get(model.default_sampler, ""),
         model.dtype,
         model.model_hash[:12],
     )
+
+
+def _guidance(model: Model) -> str:
+    plain = f"{model.default_guidance_scale:g}"
+    edits = f"{model.default_edit_guidance_scale:g}" if model.HasField("default_edit_guidance_scale") else plain
+    return plain if edits == plain else f"{plain}, edits {edits}"

@@ -17,7 +17,7 @@ class ControlNet:
 
     name: as controlnets() lists it. image: the control image: encoded bytes, a path, a Pillow image or a Picture; it
     is resized to the picture's width and height. None where it is not known, as of a picture that was drawn before.
-    controlnet_conditioning_scale: how strongly it counts.
+    controlnet_conditioning_scale: how strongly it counts; None is 1, in image-to-image .8, as in Diffusers.
     control_guidance_start, control_guidance_end: the fractions of the steps at which it begins and ends, 0 to 1.
     guess_mode: only the conditional half is controlled.
     measure_similarity: measure how similar its residuals are from step to step; the provenance has it.
@@ -26,7 +26,7 @@ class ControlNet:
 
     name: str
     image: ImageSource | None = field(default=None, repr=False)
-    controlnet_conditioning_scale: float = field(default=1.0, kw_only=True)
+    controlnet_conditioning_scale: float | None = field(default=None, kw_only=True)
     control_guidance_start: float = field(default=0.0, kw_only=True)
     control_guidance_end: float = field(default=1.0, kw_only=True)
     guess_mode: bool = field(default=False, kw_only=True)
@@ -52,7 +52,7 @@ def add_controlnets(spec: generation_pb2.GenerationSpec, nets: object) -> Iterat
 def controlnet_from(message: generation_pb2.ControlNet) -> ControlNet:
     """The ControlNet of a spec, without its image."""
     end = message.control_guidance_end if message.HasField("control_guidance_end") else 1.0
-    scale = message.controlnet_conditioning_scale if message.HasField("controlnet_conditioning_scale") else 1.0
+    scale = message.controlnet_conditioning_scale if message.HasField("controlnet_conditioning_scale") else None
     return ControlNet(
         message.name,
         controlnet_conditioning_scale=scale,
@@ -65,7 +65,8 @@ def controlnet_from(message: generation_pb2.ControlNet) -> ControlNet:
 
 def _add(message: generation_pb2.ControlNet, net: ControlNet, path: str) -> Iterator[Violation]:
     for name in ("name", "guess_mode", "measure_similarity", *_NUMBERS):
-        yield from set_field(message, name, getattr(net, name), path=f"{path}.{name}")
+        if (value := getattr(net, name)) is not None:
+            yield from set_field(message, name, value, path=f"{path}.{name}")
     if net.image is None:
         yield Violation(field=f"{path}.image", description="is missing: bytes, a path or a Pillow image")
     else:

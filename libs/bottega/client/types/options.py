@@ -42,13 +42,15 @@ class EditOptions(TypedDict, total=False):
     negative_prompt: what not to draw; absent and "" differ, as in Diffusers.
     prompt_2, negative_prompt_2: for the second text encoder; absent uses the first one's.
     num_inference_steps: 1 to 200.
-    guidance_scale: 0 to 50; at most 1 switches guidance off.
+    guidance_scale: 0 to 50; at most 1 switches guidance off. An edit without ControlNets may have a default of its own,
+        as in Diffusers (models()).
     guidance_rescale: 0 to 1.
     width, height: pixels, multiples of the model's size_multiple; a source is resized to them.
     seed: of the first image; image i is drawn as a single one with seed + i.
     sampler: "euler", "euler_ancestral", "ddim" or "dpmpp_2m".
     use_karras_sigmas: with "euler" and "dpmpp_2m".
-    strength: how much of the source is redrawn, above 0 to 1; absent is .3, with a mask .9999, as in Diffusers.
+    strength: how much of the source is redrawn, above 0 to 1; absent is .3, with ControlNets .8 and with a mask .9999,
+        as in Diffusers.
     mask_alpha: the mask's transparency says what is redrawn, instead of its white.
     padding_mask_crop: draw only the part of the source around the mask, with so many pixels around it, at width x
         height, and put it back: the picture has the source's own size. Absent draws the whole source.

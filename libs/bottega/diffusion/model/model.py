@@ -36,6 +36,8 @@ from bottega.model_files.presets import Preset, read_preset
 # StableDiffusionXLPipeline's own defaults.
 _DEFAULT_STEPS = 50
 _DEFAULT_GUIDANCE = 5.0
+# StableDiffusionXLInpaintPipeline's; the pipelines with ControlNets all have the one above.
+_DEFAULT_EDIT_GUIDANCE = 7.5
 
 # The parts with weights, by their subfolders, in the order in which they are loaded.
 _TEXT_ENCODERS: Mapping[str, Any] = {
@@ -55,6 +57,8 @@ class Defaults:
     height: int
     num_inference_steps: int
     guidance_scale: float
+    edit_guidance_scale: float
+    """Of edits without ControlNets."""
     sampler: SamplerKind
 
 
@@ -260,5 +264,6 @@ def _defaults(preset: Preset, size: int, config: dict[str, Any]) -> Defaults:
         height=size,
         num_inference_steps=_DEFAULT_STEPS if steps is None else steps,
         guidance_scale=_DEFAULT_GUIDANCE if guidance is None else guidance,
+        edit_guidance_scale=_DEFAULT_EDIT_GUIDANCE if guidance is None else guidance,
         sampler=default_kind(config) if preset.sampler is None else SamplerKind[preset.sampler.upper()],
     )

@@ -11,8 +11,9 @@ from bottega.v1.generation_pb2 import GenerationSpec
 
 # Drawn seeds are short enough to be read out, and leave room for the other images.
 _DRAWN_SEED_BITS = 32
-# Diffusers' own, of its pipelines for image-to-image and for inpainting.
+# Diffusers' own, of its pipelines for image-to-image, the same with ControlNets, and inpainting with and without.
 _STRENGTH = 0.3
+_CONTROLLED_STRENGTH = 0.8
 _MASKED_STRENGTH = 0.9999
 _MASK_FEATHER = 8
 _QUALITY = 90
@@ -62,12 +63,14 @@ def as_before(spec: GenerationSpec, drawn: GenerationSpec, addons: Sequence[AddO
 
 
 def strength_of(spec: GenerationSpec) -> float | None:
-    """How much of the image of a spec is redrawn, the default where it does not say; None without an image."""
+    """Return how much of the image of a spec is redrawn, the default where it does not say; None without an image."""
     if not spec.HasField("image"):
         return None
     if spec.HasField("strength"):
         return spec.strength
-    return _MASKED_STRENGTH if spec.HasField("mask_image") else _STRENGTH
+    if spec.HasField("mask_image"):
+        return _MASKED_STRENGTH
+    return _CONTROLLED_STRENGTH if spec.controlnets else _STRENGTH
 
 
 def _asks_for_masked_blocks(spec: GenerationSpec) -> bool:
@@ -86,8 +89,16 @@ def _complete_edit(full: GenerationSpec) -> None:
 
 def _complete_denoising(full: GenerationSpec, spec: GenerationSpec, model: image_pb2.Model) -> None:
     full.num_inference_steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
-    full.guidance_scale = spec.guidance_scale if spec.HasField("guidance_scale") else model.default_guidance_scale
+    full.guidance_scale = spec.guidance_scale if spec.HasField("guidance_scale") else _guidance_scale(spec, model)
     full.guidance_rescale = spec.guidance_rescale
     strength = strength_of(spec)
     if strength is not None:
         full.strength = strength
+
+
+def _guidance_scale(spec: GenerationSpec, model: image_pb2.Model) -> float:
+    """Return the guidance scale of a request that names none."""
+    plain_edit = spec.HasField("mask_image") and not spec.controlnets
+    if plain_edit and model.HasField("default_edit_guidance_scale"):
+        return model.default_edit_guidance_scale
+    return model.default_guidance_scale

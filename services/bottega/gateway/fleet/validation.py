@@ -194,6 +194,7 @@ def _can_be_drawn_with(model: image_pb2.Model) -> bool:
         all(0 <= side <= rules.MAX_SIDE for side in sides)
         and 0 <= model.default_steps <= rules.MAX_STEPS
         and 0 <= model.default_guidance_scale <= rules.MAX_GUIDANCE_SCALE
+        and 0 <= model.default_edit_guidance_scale <= rules.MAX_GUIDANCE_SCALE
         and model.default_sampler in Sampler.values()
         and model.max_pixels >= 0
     )

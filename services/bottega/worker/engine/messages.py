@@ -103,6 +103,7 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
         max_pixels=engine.max_pixels,
         default_steps=defaults.num_inference_steps,
         default_guidance_scale=defaults.guidance_scale,
+        default_edit_guidance_scale=defaults.edit_guidance_scale,
         default_sampler=next(number for number, kind in SAMPLERS.items() if kind is defaults.sampler),
         vae_scale_factor=model.latent_scale,
         base=base_layout(model.backbone.unet.config, model.latent_scale).base,

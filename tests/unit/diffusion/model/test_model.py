@@ -92,10 +92,13 @@ def test_a_preset_sets_defaults_and_the_spacing_of_timesteps(folder: Path) -> No
     (folder / PRESET_FILE).write_text('{"num_inference_steps": 4, "guidance_scale": 0, "sampler": "ddim"}')
     model = load(folder)
     assert (model.defaults.num_inference_steps, model.defaults.guidance_scale) == (4, 0.0)
+    assert model.defaults.edit_guidance_scale == 0.0
     assert model.defaults.sampler is SamplerKind.DDIM
     assert model.digest == plain.digest
     (folder / PRESET_FILE).write_text('{"timestep_spacing": "trailing"}')
     respaced = load(folder)
+    found = respaced.defaults
+    assert (found.num_inference_steps, found.guidance_scale, found.edit_guidance_scale) == (50, 5.0, 7.5), "Diffusers'"
     assert plain.scheduler_config["timestep_spacing"] != "trailing"
     assert respaced.scheduler_config["timestep_spacing"] == "trailing"
     assert respaced.digest != plain.digest  # a checkpoint or a stored result of the other schedule must not fit

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bottega import rules
+from bottega.gateway.addons.controlnets.addon import ResolvedControlNets
+from bottega.gateway.addons.controlnets.hosts import ControlNetHosts
 from bottega.gateway.addons.loras.addon import ResolvedLoras
 from bottega.gateway.api import defaults
+from bottega.gateway.tenants.access import ANYTHING
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
 from bottega.v1.lora_pb2 import LoraBound, StoredLora
+from tests.fakes.fake_time import FakeTime
 from tests.samples.addons import sample_addons
 
 MODEL = image_pb2.Model(
@@ -80,6 +87,74 @@ def test_a_given_seed_asks_for_exactness() -> None:
 def test_strength_is_filled_in_only_for_image_to_image() -> None:
     assert not defaults.complete(GenerationSpec(), MODEL).HasField("strength")
     assert defaults.complete(GenerationSpec(image=b"x"), MODEL).strength == 0.3
+    controlled = GenerationSpec(image=b"x", controlnets=[ControlNet(name="edges")])
+    assert defaults.complete(controlled, MODEL).strength == 0.8
+
+
+# What an SDXL-shaped model has whose folder says nothing of its own.
+_PLAIN = image_pb2.Model(
+    name="m", default_steps=50, default_guidance_scale=5.0, default_edit_guidance_scale=7.5, vae_scale_factor=8
+)
+# By Diffusers' pipeline: fields that a request of its kind has, with the image's and the mask's bytes.
+_PIPELINES: dict[str, dict[str, Any]] = {
+    "stable_diffusion_xl/pipeline_stable_diffusion_xl": {},
+    "stable_diffusion_xl/pipeline_stable_diffusion_xl_img2img": {"image": b"x"},
+    "stable_diffusion_xl/pipeline_stable_diffusion_xl_inpaint": {"image": b"x", "mask_image": b"y"},
+    "controlnet/pipeline_controlnet_sd_xl": {"controlnets": [ControlNet(name="edges")]},
+    "controlnet/pipeline_controlnet_sd_xl_img2img": {"controlnets": [ControlNet(name="edges")], "image": b"x"},
+    "controlnet/pipeline_controlnet_inpaint_sd_xl": {
+        "controlnets": [ControlNet(name="edges")] * 2,
+        "image": b"x",
+        "mask_image": b"y",
+    },
+}
+# Not of a request: of another kind of model, of tensors and callbacks, or always the same here.
+_NO_FIELDS = frozenset(
+    {
+        "aesthetic_score",
+        "callback_on_step_end_tensor_inputs",
+        "crops_coords_top_left",
+        "eta",
+        "negative_aesthetic_score",
+        "negative_crops_coords_top_left",
+        "output_type",
+        "return_dict",
+    }
+)
+_NAMES = {"num_images_per_prompt": "num_images"}
+
+
+def _defaults_of(pipeline: str) -> dict[str, Any]:
+    """The defaults of its call that are values, read without importing it."""
+    (folder,) = importlib.util.find_spec("diffusers").submodule_search_locations  # type: ignore[union-attr,misc]
+    source = ast.parse((Path(folder) / "pipelines" / f"{pipeline}.py").read_text())
+    (call,) = (node for node in ast.walk(source) if isinstance(node, ast.FunctionDef) and node.name == "__call__")
+    names = [argument.arg for argument in call.args.args][-len(call.args.defaults) :]
+    values = {name: ast.literal_eval(value) for name, value in zip(names, call.args.defaults, strict=True)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@pytest.mark.parametrize("pipeline", _PIPELINES)
+def test_what_a_request_leaves_open_is_what_the_pipeline_of_its_kind_has(pipeline: str) -> None:
+    said = GenerationSpec(**_PIPELINES[pipeline])
+    names = ("edges",) * len(said.controlnets)
+    hosts = ControlNetHosts(grace_s=lambda _: 1.0, clock=FakeTime().clock())
+    controlnets = ResolvedControlNets(names=names, access=ANYTHING, hosts=hosts)
+    full = defaults.complete(said, _PLAIN, [controlnets])
+    theirs = _defaults_of(pipeline)
+    assert {"guidance_scale", "num_inference_steps"} <= theirs.keys()
+    assert ("strength" in theirs) == full.HasField("strength")
+    for name, value in theirs.items():
+        if name not in _NO_FIELDS:
+            field = _NAMES.get(name, name)
+            found = full.controlnets if field in ControlNet.DESCRIPTOR.fields_by_name else (full,)
+            assert [getattr(each, field) for each in found] == [value] * len(found), name
+            assert found, name
+
+
+def test_a_model_with_a_guidance_of_its_own_has_it_in_edits_too() -> None:
+    assert defaults.complete(_edit(), MODEL).guidance_scale == 4.5
+    assert defaults.complete(_edit(guidance_scale=2), _PLAIN).guidance_scale == 2
 
 
 _EDIT = GenerationSpec(image=b"x", mask_image=b"y")

@@ -64,16 +64,16 @@ def merged(then: Sequence[ControlNet], given: Sequence[ControlArgument], like: P
     for net in then:
         control = next((one for one in left if one.name == net.name), None)
         if control is None:
+            known = net.controlnet_conditioning_scale
+            was = "" if known is None else f" (its scale was {known:g})"
             raise click.UsageError(
                 f"{like} was drawn with the ControlNet {net.name}: give its control image by"
-                f" --control {net.name}=FILE (its scale was {net.controlnet_conditioning_scale:g})."
+                f" --control {net.name}=FILE{was}."
             )
         left.remove(control)
         scale = net.controlnet_conditioning_scale if control.scale is None else control.scale
         nets.append(replace(net, image=control.file, controlnet_conditioning_scale=scale))
-    for control in left:
-        scale = 1.0 if control.scale is None else control.scale
-        nets.append(ControlNet(control.name, control.file, controlnet_conditioning_scale=scale))
+    nets += [ControlNet(new.name, new.file, controlnet_conditioning_scale=new.scale) for new in left]
     return nets
 
 

@@ -38,10 +38,11 @@ _MOST_SERVERS = 8
 _LOADED_BYTES_PER_S = 1e9
 
 
-# As Diffusers has them.
+# As Diffusers has them: its pipeline for image-to-image with ControlNets differs from the other two.
 _DEFAULTS: Mapping[str, float] = MappingProxyType(
     {"controlnet_conditioning_scale": 1.0, "control_guidance_start": 0.0, "control_guidance_end": 1.0}
 )
+_OF_IMAGE_TO_IMAGE: Mapping[str, float] = MappingProxyType({**_DEFAULTS, "controlnet_conditioning_scale": 0.8})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,9 +251,11 @@ class ResolvedControlNets(Resolution):
 
 
 def _complete(full: GenerationSpec, names: Sequence[str]) -> None:
+    image_to_image = full.HasField("image") and not full.HasField("mask_image")
+    values = _OF_IMAGE_TO_IMAGE if image_to_image else _DEFAULTS
     for net, full_name in zip(full.controlnets, names, strict=True):
         net.name = full_name
-        for name, value in _DEFAULTS.items():
+        for name, value in values.items():
             if not net.HasField(name):  # type: ignore[arg-type]
                 setattr(net, name, value)
 
