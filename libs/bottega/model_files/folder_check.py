@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from bottega.errors import ConfigError
 from bottega.model_files.configuration_rules import CONFIG_FILES, INDEX_FILE, check_configurations, filled_config
 from bottega.model_files.families import SDXL, describe_other, family_of
 from bottega.model_files.json_files import is_there, read_json_object
+from bottega.model_files.location import name_of
+from bottega.model_files.presets import Preset, propose_preset, read_preset
 from bottega.model_files.report import ModelReport, PartReport
 from bottega.model_files.tensor_check import check_tensors
 from bottega.model_files.tokenizer_check import check_tokenizer
@@ -43,8 +46,11 @@ def _check_parts(folder: Path, index: Mapping[str, object], pipeline_class: str)
     problems += check_configurations(index, configs)
     weights, broken = _read_weights(folder)
     problems += broken
+    preset, broken_preset = _read_preset(folder)
+    problems += broken_preset
     if not problems:
         problems += _check_contents(folder, configs, weights)
+    proposed = None if problems or preset else propose_preset(name_of(str(folder)), configs["scheduler"])
     return ModelReport(
         folder=folder,
         family=SDXL,
@@ -53,7 +59,16 @@ def _check_parts(folder: Path, index: Mapping[str, object], pipeline_class: str)
         variant=next((part.variant for part in weights.values() if part.variant), ""),
         default_size=0 if problems else _default_size(configs),
         problems=tuple(problems),
+        proposed_preset=proposed,
     )
+
+
+def _read_preset(folder: Path) -> tuple[Preset | None, list[str]]:
+    """Return the preset of a folder, and a sentence if it cannot be used."""
+    try:
+        return read_preset(folder), []
+    except ConfigError as error:
+        return None, [" ".join(error.message.split())]
 
 
 def _read_configs(folder: Path, index: Mapping[str, object]) -> tuple[dict[str, Mapping[str, object]], list[str]]:

@@ -98,3 +98,24 @@ def test_a_folder_that_is_read_only_can_be_served(tmp_path: Path) -> None:
     for path in (folder, *(part for part in folder.iterdir() if part.is_dir())):
         path.chmod(0o500)
     assert check_model_folder(folder).problems == ()
+
+
+def test_a_few_step_model_without_a_preset_is_advised_one(tmp_path: Path) -> None:
+    folder = tmp_path / "sdxl-turbo"
+    link_model(folder)
+    change_json(folder / "scheduler" / "scheduler_config.json", timestep_spacing="trailing")
+    assert check_model_folder(folder).advice == (
+        "it looks like a few-step model; to make that its default, write "
+        f'{{"num_inference_steps": 1, "guidance_scale": 0.0}} to {folder / "bottega.json"}'
+    )
+    (folder / "bottega.json").write_text('{"num_inference_steps": 2, "guidance_scale": 0.0}')
+    assert check_model_folder(folder).advice == ""
+
+
+def test_a_preset_that_cannot_be_used_keeps_a_model_from_being_served(tmp_path: Path) -> None:
+    link_model(tmp_path / "model")
+    (tmp_path / "model" / "bottega.json").write_text('{"steps": 4}')
+    (problem,) = check_model_folder(tmp_path / "model").problems
+    assert "bottega.json" in problem
+    assert "steps" in problem
+    assert "\n" not in problem

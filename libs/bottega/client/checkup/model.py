@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from bottega.client.types.checks import CheckResult, fail, ok
+from bottega.client.types.checks import CheckResult, fail, ok, warn
 from bottega.model_files import ModelReport, check_model_folder, folder_of
 
 _TODO = "Workers do not start with it. Put it right, or look at another folder: bottega doctor --model FOLDER"
@@ -18,6 +18,8 @@ def check_model(model: str) -> Iterator[CheckResult]:
         yield fail(f"model {model}: {problem}", _TODO)
     if not report.problems:
         yield ok(f"model {model}: {_described(report)}")
+    if report.advice:
+        yield warn(f"model {model} has no preset", f"{report.advice[0].upper()}{report.advice[1:]}.")
 
 
 def _described(report: ModelReport) -> str:

@@ -111,8 +111,11 @@ def _check_model(model: str, name: str) -> None:
     from bottega.model_files import check_model_folder, folder_of
     from bottega.rules import MAX_MODEL_CHARACTERS
 
-    if refusal := check_model_folder(folder_of(model)).refusal:
-        fail(refusal)
+    report = check_model_folder(folder_of(model))
+    if report.refusal:
+        fail(report.refusal)
+    if report.advice:
+        note(f"The model {report.folder} has no preset: {report.advice}")
     if len(name) > MAX_MODEL_CHARACTERS:
         fail(f"the name has {len(name)} characters", f"Give one of at most {MAX_MODEL_CHARACTERS}: --model-name NAME")
 
