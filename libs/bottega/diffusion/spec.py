@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bottega.diffusion.model.samplers import SamplerKind
+from bottega.diffusion.model.sampler_choices import SamplerChoice
+from bottega.diffusion.model.samplers import KARRAS, SamplerKind
 from bottega.errors import Violation
 from bottega.planning import control_steps, rows_per_image, steps_to_run
 
@@ -94,6 +95,11 @@ class ResolvedSpec:
     loras: tuple[LoraSpec, ...] = ()
     edit: EditSpec | None = None
     keep_for_editing: bool = False
+
+    @property
+    def sampling(self) -> SamplerChoice:
+        """The sampler, with or without Karras' sigmas."""
+        return SamplerChoice(kind=self.sampler, karras=self.use_karras_sigmas and self.sampler in KARRAS)
 
     @property
     def guided(self) -> bool:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from bottega.model_files.field_rules import FLAG, OFF, FieldRule, Values, broken_fields, shown, whole, with_defaults
+from bottega.model_files.presets import Preset
 from bottega.model_files.scheduler_rules import check_scheduler_config
 from bottega.model_files.text_encoder_rules import TEXT_ENCODER_RULES, check_text_encoder_config
 from bottega.model_files.unet_rules import UNET_RULES, check_unet_config
 from bottega.model_files.vae_rules import VAE_RULES, check_vae_config, latent_scale
+
+_Rules = Callable[[Mapping[str, object]], Iterable[str]]
 
 INDEX_FILE = "model_index.json"
 CONFIG_FILES = {
@@ -69,16 +73,22 @@ _ALIASES = {"CLIPTokenizerFast": "CLIPTokenizer"}
 TOKENIZER_RULES = (FieldRule(name="model_max_length", default=None, values=whole(1)),)
 
 
-def check_configurations(index: Mapping[str, object], configs: Mapping[str, Mapping[str, object]]) -> list[str]:
+def check_configurations(
+    index: Mapping[str, object], configs: Mapping[str, Mapping[str, object]], preset: Preset | None = None
+) -> list[str]:
     """Return a sentence for each field that is not served, with its file's name; none where all of them are.
 
     Args:
         index: The content of model_index.json.
-        configs: The configuration of each part of CONFIG_FILES that has one, by part.
+        configs: The configuration of each part of CONFIG_FILES that has one, by part; the scheduler's with the class
+            that model_index.json names as `_class_name`.
+        preset: What the model's bottega.json says in place of its scheduler_config.json.
     """
     problems = [f"{INDEX_FILE}: {sentence}" for sentence in check_index(index)]
+    scheduler_rules = partial(_check_scheduler, preset or Preset())
+    rules: Mapping[str, _Rules] = {**_RULES, "scheduler": scheduler_rules}
     for part, config in configs.items():
-        problems += [f"{part}/{CONFIG_FILES[part]}: {sentence}" for sentence in _RULES[part](config)]
+        problems += [f"{part}/{CONFIG_FILES[part]}: {sentence}" for sentence in rules[part](config)]
     if not problems and configs.keys() >= CONFIG_FILES.keys():
         problems += check_parts_together(configs)
     return problems
@@ -92,6 +102,15 @@ def check_index(index: Mapping[str, object]) -> Iterator[str]:
         found = [_ALIASES.get(str(each), each) for each in entry] if isinstance(entry, list) else entry
         if found != [library, name]:
             yield f"{part} must be {shown([library, name])}, not {shown(entry)}: no other class is served"
+    scheduler = index.get("scheduler")
+    if not isinstance(scheduler, list) or len(scheduler) != 2 or scheduler[0] != "diffusers":
+        yield f'scheduler must be ["diffusers", "CLASS"], not {shown(scheduler)}'
+
+
+def _check_scheduler(preset: Preset, config: Mapping[str, object]) -> Iterator[str]:
+    """Yield a sentence for each field of the scheduler that is not served, with what the preset says in its place."""
+    changes = {} if preset.timestep_spacing is None else {"timestep_spacing": preset.timestep_spacing}
+    yield from check_scheduler_config({**config, **changes}, sampler=preset.sampler or "")
 
 
 def check_tokenizer_config(config: Mapping[str, object]) -> Iterator[str]:
@@ -173,8 +192,7 @@ _TABLES: Mapping[str, Sequence[FieldRule]] = {
     "vae": VAE_RULES,
 }
 # By part, what is checked of its configuration.
-_RULES: Mapping[str, Callable[[Mapping[str, object]], Iterable[str]]] = {
-    "scheduler": check_scheduler_config,
+_RULES: Mapping[str, _Rules] = {
     "text_encoder": check_text_encoder_config,
     "text_encoder_2": check_text_encoder_config,
     "tokenizer": check_tokenizer_config,

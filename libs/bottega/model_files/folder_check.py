@@ -43,11 +43,10 @@ def check_model_folder(folder: Path) -> ModelReport:
 
 def _check_parts(folder: Path, index: Mapping[str, object], pipeline_class: str) -> ModelReport:
     configs, problems = _read_configs(folder, index)
-    problems += check_configurations(index, configs)
+    preset, broken_preset = _read_preset(folder)
+    problems += [*broken_preset, *check_configurations(index, configs, preset)]
     weights, broken = _read_weights(folder)
     problems += broken
-    preset, broken_preset = _read_preset(folder)
-    problems += broken_preset
     if not problems:
         problems += _check_contents(folder, configs, weights)
     proposed = None if problems or preset else propose_preset(name_of(str(folder)), configs["scheduler"])
@@ -77,7 +76,8 @@ def _read_configs(folder: Path, index: Mapping[str, object]) -> tuple[dict[str, 
     problems = []
     for name, file in CONFIG_FILES.items():
         try:
-            configs[name] = read_json_object(folder / name / file)
+            # Diffusers writes -Infinity into configurations of schedulers.
+            configs[name] = read_json_object(folder / name / file, allow_infinity=name == "scheduler")
         except ValueError as error:
             if is_there(folder / name):
                 problems.append(f"{name}/{file}: {error}")

@@ -67,19 +67,27 @@ def read_model_file(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> bytes:
     return content
 
 
-def read_json_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, object]:
+def read_json_object(
+    path: Path, *, max_bytes: int = MAX_CONFIG_BYTES, allow_infinity: bool = False
+) -> dict[str, object]:
     """Return the object in a JSON file.
+
+    Args:
+        path: The file.
+        max_bytes: The most that it may have.
+        allow_infinity: Whether it may have Infinity, -Infinity and NaN, which JSON does not know and Python writes.
 
     Raises:
         ValueError: With what is wrong and what to do, without the file's name.
     """
-    return parse_json_object(read_model_file(path, max_bytes=max_bytes))
+    return parse_json_object(read_model_file(path, max_bytes=max_bytes), allow_infinity=allow_infinity)
 
 
-def parse_json_object(content: bytes) -> dict[str, object]:
+def parse_json_object(content: bytes, *, allow_infinity: bool = False) -> dict[str, object]:
     """Return the object in the content of a JSON file. Raises ValueError as `read_json_object` does."""
     try:
-        value = pydantic_core.from_json(content, allow_inf_nan=False)  # bounds how deep it may be nested
+        # It bounds how deep a value may be nested.
+        value = pydantic_core.from_json(content, allow_inf_nan=allow_infinity)
     except ValueError as error:
         raise ValueError(f"it is no JSON ({excerpt(str(error), _SHOWN_CHARACTERS)}); {DOWNLOAD_AGAIN}") from None
     if not isinstance(value, dict):

@@ -1,13 +1,262 @@
-"""Rules for a model's scheduler: which classes and fields of scheduler_config.json are not served."""
+"""Rules for a model's scheduler: which classes are served, and which values of each field of scheduler_config.json.
+
+A request may choose another sampler than the model's. Diffusers then makes that sampler's scheduler from the same
+configuration, so the rules are by the class that draws: `sampler_problems` is for any choice, `check_scheduler_config`
+for the model's own. The engine also tries every choice when it loads a model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from bottega.model_files.field_rules import (
+    ANY,
+    BOOLEAN,
+    FLAG,
+    FRACTION,
+    NULL,
+    POSITIVE,
+    FieldRule,
+    Values,
+    broken_fields,
+    list_of,
+    number,
+    only,
+    shown,
+    whole,
+    with_defaults,
+)
+
+SAMPLER_CLASSES: Mapping[str, str] = MappingProxyType(
+    {
+        "euler": "EulerDiscreteScheduler",
+        "euler_ancestral": "EulerAncestralDiscreteScheduler",
+        "ddim": "DDIMScheduler",
+        "dpmpp_2m": "DPMSolverMultistepScheduler",
+    }
+)
+"""The served samplers, as requests name them, with their classes in Diffusers."""
+
+UNSERVED_CLASSES: Mapping[str, str] = MappingProxyType(
+    {
+        "CosineDPMSolverMultistepScheduler": "it is for models of sound",
+        "DDPMScheduler": "",
+        "DEISMultistepScheduler": "",
+        "DPMSolverSDEScheduler": "it needs torchsde, which is not installed with the suite",
+        "DPMSolverSinglestepScheduler": "",
+        "EDMDPMSolverMultistepScheduler": "it is for models that were trained with EDM's noise levels",
+        "EDMEulerScheduler": "it is for models that were trained with EDM's noise levels",
+        "FlowMatchEulerDiscreteScheduler": "it is for models that were trained with flow matching",
+        "HeunDiscreteScheduler": "",
+        "KDPM2AncestralDiscreteScheduler": "",
+        "KDPM2DiscreteScheduler": "",
+        "LCMScheduler": "it is for models that were distilled to consistency models",
+        "LMSDiscreteScheduler": "",
+        "PNDMScheduler": "",
+        "TCDScheduler": "it is for models that were distilled to consistency models",
+        "UniPCMultistepScheduler": "",
+    }
+)
+"""Classes of Diffusers that are known and not served, each with its reason.
+
+Where the reason is empty, the class solves the same equation as the served ones, and they draw with the same model.
+"""
+
+# Memory for the noise levels of training is bounded; published models have 1000.
+_MOST_TRAIN_TIMESTEPS = 100_000
+_SPACINGS = only("linspace", "leading", "trailing")
+_SHARE = number("a number between 0 and 1", lambda value: 0 < value < 1)
+_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+_NOISE_PREDICTING = ("dpmsolver", "sde-dpmsolver")
 
 
-def check_scheduler_config(config: Mapping[str, object]) -> Iterator[str]:
+def _noise_schedule(spacing: str, *predictions: str) -> tuple[FieldRule, ...]:
+    """Return the rules for the fields that every scheduler has."""
+    return (
+        FieldRule(
+            name="num_train_timesteps",
+            default=1000,
+            values=Values(
+                text=f"a whole number from 1 to {_MOST_TRAIN_TIMESTEPS}",
+                accepts=lambda value: whole(1).accepts(value) and value <= _MOST_TRAIN_TIMESTEPS,  # type: ignore[operator]
+            ),
+        ),
+        FieldRule(name="beta_start", default=0.0001, values=_SHARE),
+        FieldRule(name="beta_end", default=0.02, values=_SHARE),
+        FieldRule(name="beta_schedule", default="linear", values=only("linear", "scaled_linear", "squaredcos_cap_v2")),
+        FieldRule(
+            name="trained_betas", default=None, values=NULL | list_of(_SHARE, "a list of numbers between 0 and 1")
+        ),
+        FieldRule(name="prediction_type", default="epsilon", values=only(*predictions)),
+        FieldRule(name="timestep_spacing", default=spacing, values=_SPACINGS),
+        FieldRule(name="steps_offset", default=0, values=whole(0)),
+        FieldRule(name="rescale_betas_zero_snr", default=False, values=FLAG),
+    )
+
+
+_CONVERTED_SIGMAS = tuple(FieldRule(name=name, default=False, values=BOOLEAN) for name in _SIGMAS)
+_LAST_SIGMA = FieldRule(name="final_sigmas_type", default="zero", values=only("zero", "sigma_min"))
+_THRESHOLDING = (
+    FieldRule(name="thresholding", default=False, values=FLAG),
+    FieldRule(name="dynamic_thresholding_ratio", default=0.995, values=FRACTION),
+    FieldRule(name="sample_max_value", default=1.0, values=POSITIVE),
+)
+
+SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
+    {
+        "EulerDiscreteScheduler": (
+            *_noise_schedule("linspace", "epsilon", "v_prediction", "sample", "original_sample"),
+            FieldRule(name="interpolation_type", default="linear", values=only("linear", "log_linear")),
+            *_CONVERTED_SIGMAS,
+            FieldRule(name="sigma_min", default=None, values=NULL | POSITIVE),
+            FieldRule(name="sigma_max", default=None, values=NULL | POSITIVE),
+            FieldRule(name="timestep_type", default="discrete", values=only("discrete", "continuous")),
+            _LAST_SIGMA,
+        ),
+        "EulerAncestralDiscreteScheduler": _noise_schedule("linspace", "epsilon", "v_prediction"),
+        "DDIMScheduler": (
+            *_noise_schedule("leading", "epsilon", "v_prediction", "sample"),
+            FieldRule(name="clip_sample", default=True, values=FLAG),
+            FieldRule(name="clip_sample_range", default=1.0, values=POSITIVE),
+            FieldRule(name="set_alpha_to_one", default=True, values=FLAG),
+            *_THRESHOLDING,
+        ),
+        "DPMSolverMultistepScheduler": (
+            *_noise_schedule("linspace", "epsilon", "v_prediction", "sample", "flow_prediction"),
+            FieldRule(name="solver_order", default=2, values=only(1, 2, 3)),
+            FieldRule(
+                name="algorithm_type",
+                default="dpmsolver++",
+                values=only("dpmsolver++", "sde-dpmsolver++", "dpmsolver", "sde-dpmsolver", "deis"),
+            ),
+            FieldRule(name="solver_type", default="midpoint", values=only("midpoint", "heun", "logrho", "bh1", "bh2")),
+            FieldRule(name="lower_order_final", default=True, values=FLAG),
+            FieldRule(name="euler_at_final", default=False, values=FLAG),
+            *_CONVERTED_SIGMAS,
+            FieldRule(name="use_lu_lambdas", default=False, values=FLAG),
+            FieldRule(name="use_flow_sigmas", default=False, values=FLAG),
+            FieldRule(name="flow_shift", default=1.0, values=POSITIVE),
+            _LAST_SIGMA,
+            FieldRule(
+                name="lambda_min_clipped",
+                default=-math.inf,
+                values=Values(
+                    text="a number or -Infinity",
+                    accepts=lambda value: value == -math.inf or number("").accepts(value),
+                ),
+            ),
+            FieldRule(
+                name="variance_type",
+                default=None,
+                values=Values(text="null", accepts=lambda value: value not in ("learned", "learned_range")),
+                why="models that predict a variance beside the noise are not served",
+            ),
+            *_THRESHOLDING,
+            FieldRule(name="use_dynamic_shifting", default=False, values=FLAG),
+            FieldRule(name="time_shift_type", default="exponential", values=ANY),
+        ),
+    }
+)
+"""By class, the rules for its fields."""
+
+
+def check_scheduler_config(config: Mapping[str, object], *, sampler: str = "") -> Iterator[str]:
     """Yield a sentence for the class and for each field of scheduler_config.json that is not served.
 
     A sentence names the field and says what to do; the caller puts the file's name before it.
+
+    Args:
+        config: The content of scheduler_config.json, with the class that model_index.json names as `_class_name`.
+        sampler: The sampler that a preset names in place of the model's own; empty without one.
     """
-    yield from ()
+    name = config.get("_class_name")
+    if isinstance(name, str) and sampler and (name in SCHEDULER_RULES or UNSERVED_CLASSES.get(name) == ""):
+        name = SAMPLER_CLASSES[sampler]
+    if isinstance(name, str) and name in SCHEDULER_RULES:
+        yield from sampler_problems(name, config)
+        return
+    *others, last = SCHEDULER_RULES
+    sentence = f"_class_name must be {', '.join(others)} or {last}, not {shown(name)}"
+    if reason := UNSERVED_CLASSES.get(str(name), "this class is not known"):
+        yield f"{sentence}: {reason}"
+    else:
+        yield (
+            f"{sentence}, which is not served; to draw with one of them all the same, name a sampler in bottega.json, "
+            'such as {"sampler": "euler"}'
+        )
+
+
+def sampler_problems(
+    class_name: str, config: Mapping[str, object], *, use_karras_sigmas: bool | None = None
+) -> list[str]:
+    """Return why a scheduler of a served class cannot draw with a model's configuration; nothing where it can.
+
+    Args:
+        class_name: The class of the sampler that is asked for, whatever class the model's own scheduler has.
+        config: The content of the model's scheduler_config.json.
+        use_karras_sigmas: What a request says of it; None leaves it to the configuration.
+    """
+    table = SCHEDULER_RULES[class_name]
+    if use_karras_sigmas is not None and any(rule.name == "use_karras_sigmas" for rule in table):
+        config = {**config, "use_karras_sigmas": use_karras_sigmas}
+    problems = list(broken_fields(table, config))
+    # Rules between fields rely on the fields' own.
+    return problems or list(_broken_together(class_name, with_defaults(table, config)))
+
+
+def _broken_together(class_name: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each field that does not fit the others. The fields' own rules hold."""
+    count, betas = config["num_train_timesteps"], config["trained_betas"]
+    if betas is not None and len(betas) != count:
+        yield f"trained_betas must have {count} numbers, as num_train_timesteps says, not {len(betas)}"
+    if config["steps_offset"] >= count:
+        yield f"steps_offset must be below {count}, num_train_timesteps, not {config['steps_offset']}"
+    if class_name == "DDIMScheduler":
+        yield from _broken_zero_snr(config)
+    if class_name in ("EulerDiscreteScheduler", "DPMSolverMultistepScheduler"):
+        yield from _broken_sigmas(config)
+    if class_name == "EulerDiscreteScheduler":
+        yield from _broken_continuous(config)
+    if class_name == "DPMSolverMultistepScheduler":
+        yield from _broken_solver(config)
+
+
+def _broken_zero_snr(config: Mapping[str, Any]) -> Iterator[str]:
+    divides_by_zero = config["prediction_type"] == "epsilon" and config["timestep_spacing"] != "leading"
+    bounded = config["clip_sample"] or config["thresholding"]
+    if config["rescale_betas_zero_snr"] and divides_by_zero and not bounded:
+        yield (
+            'rescale_betas_zero_snr must be false with prediction_type "epsilon" and timestep_spacing '
+            f"{shown(config['timestep_spacing'])}: DDIM divides by zero at the last timestep"
+        )
+
+
+def _broken_sigmas(config: Mapping[str, Any]) -> Iterator[str]:
+    chosen = [name for name in _SIGMAS if config[name]]
+    if len(chosen) > 1:
+        yield f"{chosen[1]} must be false with {chosen[0]}: Diffusers takes one of {', '.join(_SIGMAS)}"
+    if config["use_beta_sigmas"] and importlib.util.find_spec("scipy") is None:
+        yield "use_beta_sigmas must be false where scipy is not installed: install scipy beside the worker"
+
+
+def _broken_continuous(config: Mapping[str, Any]) -> Iterator[str]:
+    continuous = config["timestep_type"] == "continuous" and config["prediction_type"] == "v_prediction"
+    if continuous and config["interpolation_type"] == "log_linear" and not any(config[name] for name in _SIGMAS):
+        yield 'interpolation_type must be "linear" with continuous timesteps: else Diffusers makes a step too many'
+
+
+def _broken_solver(config: Mapping[str, Any]) -> Iterator[str]:
+    algorithm = config["algorithm_type"]
+    if algorithm in (*_NOISE_PREDICTING, "deis") and config["final_sigmas_type"] == "zero":
+        yield f'final_sigmas_type must be "sigma_min" with algorithm_type {shown(algorithm)}, not "zero"'
+    if algorithm in _NOISE_PREDICTING and config["prediction_type"] == "flow_prediction":
+        yield f'prediction_type must not be "flow_prediction" with algorithm_type {shown(algorithm)}'
+    if algorithm == "sde-dpmsolver" and config["solver_order"] == 3:
+        yield 'solver_order must be 1 or 2 with algorithm_type "sde-dpmsolver", not 3'
+    converted = [name for name in (*_SIGMAS, "use_lu_lambdas") if config[name]]
+    if config["use_flow_sigmas"] and converted:
+        yield f"use_flow_sigmas must be false with {converted[0]}: there the noise is more than all of a latent"

@@ -32,7 +32,6 @@ from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.spans import TracedSpan
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import first_step_from
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import CacheEntryGone, NoCache, Violation
@@ -297,7 +296,7 @@ class JobCachedStarts(JobAddOn):
             # Where the step of the LoRAs is given, pictures have them from there on, and in no step before.
             plain_steps=spec.lora_bound if spec.lora_step is None else 0,
             job=self._said.job,
-            repeated_steps=1 - first_step_from(spec.sampler, self._addon.model.scheduler_config, 1),
+            repeated_steps=1 - self._addon.model.samplers.first_step_from(spec.sampler, 1),
             pinned=[picture.pinned for picture in self._pictures if picture.pinned is not None],
         )
 

@@ -18,7 +18,6 @@ from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.engine.encode import Conditions, encode_prompts
 from bottega.diffusion.engine.forward import stack
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import Sampler
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.diffusion.spec import ResolvedSpec
 
@@ -57,13 +56,7 @@ def measure_prompts(
     Both see the image with the noise of the middle of the steps. blocks: paths of modules.
     """
     step = (spec.begin_step + spec.num_inference_steps) // 2
-    sampler = Sampler(
-        spec.sampler,
-        model.scheduler_config,
-        steps=spec.num_inference_steps,
-        begin=step,
-        karras=spec.use_karras_sigmas,
-    )
+    sampler = model.samplers.open(spec.sampling, steps=spec.num_inference_steps, begin=step)
     noisy = sampler.add_noise(edit.image_latent, edit.noise, step)
     sample, timestep = sampler.model_input(noisy, step)[0], sampler.timestep(step)
     probe = encode_prompts(model, _probe(spec)).conditional

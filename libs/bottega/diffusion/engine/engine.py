@@ -266,7 +266,15 @@ class Engine:
             raise Unavailable("this worker draws pictures now; its blocks are measured while it has nothing to do")
         defaults = self.model.defaults
         width, height = width or defaults.width, height or defaults.height
-        check_drawable(ResolvedSpec(prompt="", width=width, height=height), self._limits, self.model)
+        spec = ResolvedSpec(
+            prompt="",
+            num_inference_steps=defaults.num_inference_steps,
+            width=width,
+            height=height,
+            sampler=defaults.sampler,
+            use_karras_sigmas=defaults.use_karras_sigmas,
+        )
+        check_drawable(spec, self._limits, self.model)
         for addon in self.addons:
             profile = addon.profile_blocks(width, height, self._beat)
             if profile is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from bottega import rules
 from bottega.diffusion.model.model import Model
+from bottega.diffusion.model.sampler_choices import ModelSamplers
 from bottega.diffusion.spec import ResolvedSpec, undrawable
-from bottega.errors import TooLarge
+from bottega.errors import TooLarge, Violation
 
 # Beyond a few times the size that it was made for a model draws nonsense, and attention grows with the square: one
 # such request would hold up everybody else's turns for minutes.
@@ -47,8 +49,13 @@ def max_pixels(limits: EngineLimits, model: Model) -> int:
 
 
 def check_drawable(spec: ResolvedSpec, limits: EngineLimits, model: Model) -> None:
-    """Raises InvalidRequest for what nobody can draw, and TooLarge, naming the limit, for what is too much here."""
-    rules.refuse(list(undrawable(spec, model.size_multiple)))
+    """Refuse what cannot be drawn.
+
+    Raises:
+        InvalidRequest: For what nobody can draw with this model.
+        TooLarge: For what is too much for this worker, naming the limit.
+    """
+    rules.refuse([*undrawable(spec, model.size_multiple), *_undrawable_steps(spec, model.samplers)])
     pixels, most = spec.width * spec.height, max_pixels(limits, model)
     if pixels > most:
         raise TooLarge(
@@ -57,6 +64,16 @@ def check_drawable(spec: ResolvedSpec, limits: EngineLimits, model: Model) -> No
         )
     area = (spec.width // model.latent_scale) * (spec.height // model.latent_scale)
     model.memory.check_picture(spec.width, spec.height, area=area, decoded_area=model.decoder.area_at_once(area))
+
+
+def _undrawable_steps(spec: ResolvedSpec, samplers: ModelSamplers) -> Iterator[Violation]:
+    """Yield why the model's scheduler configuration cannot draw with the sampler, or not in so many steps."""
+    if spec.num_inference_steps < 1:
+        return  # that is refused already
+    if reason := samplers.refusals.get(spec.sampling):
+        yield Violation(field="spec.sampler", description=reason)
+    elif reason := samplers.refusal(spec.sampling, spec.num_inference_steps):
+        yield Violation(field="spec.num_inference_steps", description=reason)
 
 
 def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:

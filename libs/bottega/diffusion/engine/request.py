@@ -17,7 +17,7 @@ from bottega.diffusion.editing.edit import Edit
 from bottega.diffusion.engine.encode import Conditions, LatentDistribution, to_latent
 from bottega.diffusion.engine.guided_step import Guidance, guided_step
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import Sampler, SamplerState, first_step_from
+from bottega.diffusion.model.samplers import Sampler, SamplerState
 from bottega.diffusion.rows import GroupKey, Half, LoraSet, Row, RowActivations, SetKey
 from bottega.diffusion.spec import ResolvedSpec
 
@@ -180,7 +180,7 @@ class Request:
 
     def first_step_from(self, steps: int) -> int:
         """Return the first step that it makes if it starts from another picture's latent after `steps` steps."""
-        return first_step_from(self.spec.sampler, self._model.scheduler_config, steps)
+        return self._model.samplers.first_step_from(self.spec.sampler, steps)
 
     def start_from(self, latent: Tensor, steps: int) -> None:
         """Go on from the latent that another picture had after `steps` steps, whatever this one has made so far.
@@ -254,13 +254,7 @@ class Request:
         )
 
     def _new_sampler(self, begin: int) -> Sampler:
-        return Sampler(
-            self.spec.sampler,
-            self._model.scheduler_config,
-            steps=self.spec.num_inference_steps,
-            begin=begin,
-            karras=self.spec.use_karras_sigmas,
-        )
+        return self._model.samplers.open(self.spec.sampling, steps=self.spec.num_inference_steps, begin=begin)
 
     @property
     def _strength(self) -> float:

@@ -16,7 +16,14 @@ from bottega.diffusion.spec import ResolvedSpec
 def sample_job(model: Model, device_clock: DeviceClock) -> EngineJob:
     """A job of one image of the model's own size, without add-ons."""
     defaults = model.defaults
-    spec = ResolvedSpec(prompt="", num_inference_steps=2, width=defaults.width, height=defaults.height)
+    spec = ResolvedSpec(
+        prompt="",
+        num_inference_steps=2,
+        width=defaults.width,
+        height=defaults.height,
+        sampler=defaults.sampler,
+        use_karras_sigmas=defaults.use_karras_sigmas,
+    )
     return open_job(model, EngineOrder(key="", spec=spec), {}, 0.0, device_clock)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import AutoencoderKL, SchedulerMixin, StableDiffusionXLPipeline, UNet2DConditionModel
 from diffusers.utils import logging as diffusers_logging
 from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
@@ -26,7 +26,8 @@ from bottega.diffusion.device.memory_plan import MemoryPlan, open_memory_plan
 from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.device.pick import use_device
 from bottega.diffusion.model.backbone import UNetBackbone
-from bottega.diffusion.model.samplers import SamplerKind, default_kind, ignored_algorithm_advice
+from bottega.diffusion.model.sampler_choices import ModelSamplers, SamplerChoice
+from bottega.diffusion.model.samplers import KARRAS, SamplerKind, default_kind, ignored_algorithm_advice
 from bottega.diffusion.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.diffusion.model.weights import Target, load_network, load_text_encoder
 from bottega.diffusion.operations import Operations
@@ -60,6 +61,7 @@ class Defaults:
     edit_guidance_scale: float
     """Of edits without ControlNets."""
     sampler: SamplerKind
+    use_karras_sigmas: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,6 +71,7 @@ class Model:
     device: with its index, where it is a GPU. runtime: what it is asked for. memory: of it. digest: SHA-256 of weights
     and configuration, hex. latent_scale: pixels a side that one latent element stands for; width and height of a
     request are multiples of it. operations: those that may be accelerated. decoder: how the VAE decodes.
+    samplers: by the model's scheduler configuration.
     """
 
     name: str
@@ -81,12 +84,17 @@ class Model:
     backbone: UNetBackbone
     vae: AutoencoderKL
     decoder: VaeDecoder
-    scheduler_config: dict[str, Any]
+    samplers: ModelSamplers
     zeros_for_absent_negative: bool
     latent_scale: int
     defaults: Defaults
     operations: Operations = field(default_factory=Operations)
     memory: MemoryPlan = field(default_factory=MemoryPlan)
+
+    @property
+    def scheduler_config(self) -> Mapping[str, Any]:
+        """The configuration that samplers are made from."""
+        return self.samplers.config
 
     @property
     def latent_channels(self) -> int:
@@ -154,11 +162,9 @@ def load_model(
     transformers_logging.disable_progress_bar()
     memory = open_memory_plan(runtime, device_memory_mib)
     pipeline, decoder = _load_parts(report, runtime.torch_device, dtype, memory, vae or VaeSettings())
-    config = dict(pipeline.scheduler.config)
-    config["_class_name"] = type(pipeline.scheduler).__name__
-    if preset.timestep_spacing is not None:
-        config["timestep_spacing"] = preset.timestep_spacing
+    config = _scheduler_config(pipeline.scheduler, preset)
     size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
+    defaults = _defaults(preset, size, config)
     return Model(
         name=name,
         digest=digest(folder, preset),
@@ -171,11 +177,34 @@ def load_model(
         vae=pipeline.vae,
         decoder=decoder,
         memory=memory,
-        scheduler_config=config,
+        samplers=_samplers(config, defaults),
         zeros_for_absent_negative=bool(pipeline.config.force_zeros_for_empty_prompt),
         latent_scale=pipeline.vae_scale_factor,
-        defaults=_defaults(preset, size, config),
+        defaults=defaults,
     )
+
+
+def _scheduler_config(scheduler: SchedulerMixin, preset: Preset) -> dict[str, Any]:
+    """Return what a model's files and its preset say of its scheduler.
+
+    Without the defaults of the scheduler's class: they count for no other class that is made from the configuration.
+    """
+    config = dict(scheduler.config)
+    config = {key: value for key, value in config.items() if key not in config.get("_use_default_values", ())}
+    config.pop("_use_default_values", None)
+    config["_class_name"] = type(scheduler).__name__
+    if preset.timestep_spacing is not None:
+        config["timestep_spacing"] = preset.timestep_spacing
+    return config
+
+
+def _samplers(config: Mapping[str, Any], defaults: Defaults) -> ModelSamplers:
+    """Try every sampler. Raise ValueError with the reason where the model's own one cannot draw."""
+    samplers = ModelSamplers(config, steps=defaults.num_inference_steps)
+    own = SamplerChoice(kind=defaults.sampler, karras=defaults.use_karras_sigmas)
+    if reason := samplers.refusals[own]:
+        raise ValueError(f"the model's sampler, {own}, cannot draw: {reason}")
+    return samplers
 
 
 def _load_parts(
@@ -259,11 +288,13 @@ def _sha256(path: Path) -> str:
 
 def _defaults(preset: Preset, size: int, config: dict[str, Any]) -> Defaults:
     steps, guidance = preset.num_inference_steps, preset.guidance_scale
+    kind = default_kind(config) if preset.sampler is None else SamplerKind[preset.sampler.upper()]
     return Defaults(
         width=size,
         height=size,
         num_inference_steps=_DEFAULT_STEPS if steps is None else steps,
         guidance_scale=_DEFAULT_GUIDANCE if guidance is None else guidance,
         edit_guidance_scale=_DEFAULT_EDIT_GUIDANCE if guidance is None else guidance,
-        sampler=default_kind(config) if preset.sampler is None else SamplerKind[preset.sampler.upper()],
+        sampler=kind,
+        use_karras_sigmas=kind in KARRAS and bool(config.get("use_karras_sigmas")),
     )

@@ -39,7 +39,7 @@ KARRAS = frozenset({SamplerKind.EULER, SamplerKind.DPMPP_2M})
 # Of two samplers one computes the noise of a timestep in another order than the other: they differ by some 1e-6.
 _SAME_NOISE = 1e-5
 
-# Where nothing of the picture is left, Diffusers' samplers count with a signal of 2**-12 lest its inverse be endless.
+# Where nothing of the picture is left, Diffusers' samplers count with a signal of 2**-12 to keep its inverse finite.
 _LEAST_SIGNAL = 2.0**-12
 
 # In a sampler's state, the outputs of the model by their age in steps: model_output.1 is the newest.
@@ -79,9 +79,16 @@ def first_step_from(kind: SamplerKind, config: Mapping[str, Any], steps: int) ->
 
 
 def default_kind(config: Mapping[str, Any]) -> SamplerKind:
-    """The sampler that a model's scheduler_config.json names; EULER where that one is not served."""
+    """Return the sampler whose class a model's scheduler configuration names.
+
+    Raises:
+        ValueError: Where that class is not served.
+    """
     name = config.get("_class_name")
-    return next((kind for kind in SamplerKind if kind.value.__name__ == name), SamplerKind.EULER)
+    kind = next((kind for kind in SamplerKind if kind.value.__name__ == name), None)
+    if kind is None:
+        raise ValueError(f"the scheduler {name} is not served")
+    return kind
 
 
 @contextmanager
@@ -101,17 +108,29 @@ class SamplerState:
 
 
 class Sampler:
-    """A Diffusers scheduler from `config`, with `steps` timesteps, that starts at index `begin`.
+    """A scheduler of Diffusers with its schedule, for one request.
 
-    config: the model's scheduler config; kind and use_karras_sigmas override it, as
-    `Kind.from_config(pipe.scheduler.config, use_karras_sigmas=...)` does.
-    Everything the scheduler keeps lies on the CPU; latents may lie anywhere.
+    Everything that the scheduler keeps is on the CPU; latents may be anywhere.
+
+    Args:
+        kind: The sampler.
+        config: The model's scheduler configuration; the scheduler is made from it as
+            `Kind.from_config(pipe.scheduler.config)` does.
+        steps: Number of denoising steps.
+        begin: The first step that is made.
+        karras: Whether to use Karras' sigmas; None is as configured. Samplers outside KARRAS ignore it.
     """
 
     def __init__(
-        self, kind: SamplerKind, config: Mapping[str, Any], *, steps: int, begin: int = 0, karras: bool = False
+        self,
+        kind: SamplerKind,
+        config: Mapping[str, Any],
+        *,
+        steps: int,
+        begin: int = 0,
+        karras: bool | None = None,
     ) -> None:
-        overrides: dict[str, Any] = {"use_karras_sigmas": karras} if kind in KARRAS else {}
+        overrides: dict[str, Any] = {"use_karras_sigmas": karras} if karras is not None and kind in KARRAS else {}
         self._kind = kind
         self._scheduler = _make_scheduler(kind, config, overrides)
         self._scheduler.set_timesteps(steps)
@@ -130,11 +149,12 @@ class Sampler:
         return timestep
 
     def signal(self, step: int) -> float:
-        """What the picture is multiplied by in the latent before a step; `steps` is after the last one.
+        """Return what the picture is multiplied by in the latent before a step; `steps` is after the last one.
 
-        Divided by it, all samplers' latents at one timestep are alike: the picture, and noise of one deviation.
+        Divided by it, all samplers' latents at one timestep are alike: the picture, and noise of one deviation. It is
+        never 0: where nothing of the picture is left, it is the least that Diffusers' samplers count with.
         """
-        return 1.0 if step == self.steps else self._noise_level(step)[0]
+        return 1.0 if step == self.steps else max(self._noise_level(step)[0], _LEAST_SIGNAL)
 
     def noise_level(self, step: int) -> float:
         """Standard deviation of the noise before a step, of a latent whose picture is multiplied by 1.

@@ -16,6 +16,7 @@ from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
+from bottega.diffusion.model.sampler_choices import ModelSamplers
 from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind, draws_noise, first_step_from
 from bottega.diffusion.spec import ResolvedSpec
 from tests.fakes.scripted_latents import Cached, cached, entry
@@ -117,7 +118,7 @@ def noised(scheduler: Any, kind: SamplerKind, latent: Tensor, noise: Tensor) -> 
 def test_without_fresh_noise_the_same_prompt_ends_as_stock_does(
     model: Model, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, kind: SamplerKind, karras: bool
 ) -> None:
-    monkeypatch.setattr("bottega.diffusion.engine.request.first_step_from", lambda _kind, _config, steps: steps)
+    monkeypatch.setattr(ModelSamplers, "first_step_from", lambda _self, _kind, steps: steps)
     spec = replace(SPEC, sampler=kind, use_karras_sigmas=karras)
     whole = pipeline.draw(spec)
     # Of several steps, a sampler that looks back begins with its first order; others end as if they had not stopped.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import PIL.Image
@@ -18,11 +20,13 @@ from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
+from bottega.errors import InvalidRequest
+from bottega.model_files.presets import PRESET_FILE
 from tests.fakes.scripted_latents import Cached, cached, entry
 from tests.samples.model_folders import with_scheduler
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine, load
-from tests.support.stock import Stock, assert_close, assert_same_image
+from tests.support.stock import Stock, assert_close, assert_same_image, latent_of, load_stock
 
 SPEC = ResolvedSpec(
     prompt="a big red star on the left on a blue background",
@@ -74,6 +78,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 @pytest.fixture(params=CONFIGS)
 def case(request: pytest.FixtureRequest, models: dict[str, Case]) -> Case:
     return models[request.param]
+
+
+def plain_spec(model: Model) -> ResolvedSpec:
+    """What a request that names no sampler is drawn with."""
+    defaults = model.defaults
+    return replace(SPEC, sampler=defaults.sampler, use_karras_sigmas=defaults.use_karras_sigmas)
 
 
 def pixels_tensor(image: PIL.Image.Image) -> torch.Tensor:
@@ -145,3 +155,55 @@ def test_a_start_from_a_latent_draws_what_its_own_steps_would(models: dict[str, 
     for _ in range(4):
         torch.randn(shape, generator=generator, dtype=torch.float32)
     assert torch.equal(begun.state().generator, generator.get_state())
+
+
+@pytest.mark.parametrize("name", ["EulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
+def test_karras_sigmas_of_the_configuration_are_the_models_default(tmp_path: Path, name: str) -> None:
+    folder = with_scheduler(tmp_path / "model", name, use_karras_sigmas=True)
+    model, stock = load(folder), load_stock(folder)
+    spec = plain_spec(model)
+    drawing = ManualEngine(make_engine(model, ALONE)).draw(EngineOrder(key=1, spec=spec))
+    assert_close(drawing.latents[0], latent_of(stock, spec, width=32, height=32))  # with the scheduler that it has
+
+
+def test_a_presets_spacing_counts_where_the_configuration_has_none(tmp_path: Path) -> None:
+    """Diffusers passes over what a configuration says was a default, and that was one."""
+    folder = with_scheduler(tmp_path / "model", "EulerDiscreteScheduler")
+    path = folder / "scheduler" / "scheduler_config.json"
+    config = json.loads(path.read_text())
+    del config["timestep_spacing"]
+    path.write_text(json.dumps(config))
+    (folder / PRESET_FILE).write_text('{"timestep_spacing": "trailing"}')
+    model, stock = load(folder), load_stock(folder)
+    stock.scheduler = type(stock.scheduler).from_config(config, timestep_spacing="trailing")
+    for kind in (SamplerKind.EULER, SamplerKind.DDIM):
+        spec = replace(SPEC, sampler=kind)
+        drawing = ManualEngine(make_engine(model, ALONE)).draw(EngineOrder(key=1, spec=spec))
+        stock.scheduler = kind.value.from_config(config, timestep_spacing="trailing")
+        assert_close(drawing.latents[0], latent_of(stock, spec, width=32, height=32))
+
+
+def test_a_sampler_that_the_configuration_rules_out_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """And an engine of such a model starts, though what it draws for itself must not be drawn with that sampler."""
+    folder = with_scheduler(tmp_path / "model", "DPMSolverMultistepScheduler", interpolation_type="cubic")
+    engine = make_engine(load(folder), ALONE)
+    engine.warm_up()
+    easel = ManualEngine(engine)
+    with pytest.raises(InvalidRequest, match=r'spec.sampler: interpolation_type must be "linear" or "log_linear"'):
+        easel.submit(EngineOrder(key=1, spec=replace(SPEC, sampler=SamplerKind.EULER)))
+    assert easel.draw(EngineOrder(key=2, spec=SPEC)).record.exact
+
+
+def test_a_number_of_steps_that_the_spacing_does_not_make_is_refused(tmp_path: Path) -> None:
+    folder = with_scheduler(tmp_path / "model", "EulerDiscreteScheduler", timestep_spacing="trailing")
+    easel = ManualEngine(make_engine(load(folder), ALONE))
+    with pytest.raises(InvalidRequest, match=r"spec.num_inference_steps: the model's timestep spacing makes 62 steps"):
+        easel.submit(EngineOrder(key=1, spec=replace(SPEC, sampler=SamplerKind.EULER, num_inference_steps=61)))
+
+
+def test_a_model_whose_own_sampler_cannot_draw_is_not_loaded(tmp_path: Path) -> None:
+    folder = with_scheduler(
+        tmp_path / "model", "DPMSolverMultistepScheduler", timestep_spacing="trailing", lambda_min_clipped=-2.0
+    )
+    with pytest.raises(ValueError, match="the model's sampler, dpmpp_2m, cannot draw: the model's timestep spacing"):
+        load(folder)

@@ -17,7 +17,8 @@ from bottega.diffusion.editing.sparse.pieces import Tiles
 from bottega.diffusion.editing.sparse.rectangles import Rectangle
 from bottega.diffusion.engine.guided_step import Guidance, guided_step
 from bottega.diffusion.model.model import Model
-from bottega.diffusion.model.samplers import Sampler, SamplerKind
+from bottega.diffusion.model.sampler_choices import SamplerChoice
+from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.rows import Half
 
 _GUIDANCE = Guidance(scale=5.0)
@@ -29,14 +30,16 @@ _ROWS = 2
 
 
 def step_probe(model: Model) -> Probe:
-    """Guidance and Euler's step of one image."""
+    """Return a probe of guidance and Euler's step of one image; of the model's own sampler where it has no Euler."""
     shape = (model.latent_channels, *_latent_size(model))
     generator = torch.Generator("cpu").manual_seed(0)
     latent, *noise = (torch.randn(shape, generator=generator).to(model.device, model.dtype) for _ in range(3))
     halves = dict(zip(Half, noise, strict=True))
+    euler = SamplerChoice(kind=SamplerKind.EULER)
+    choice = model.samplers.default_choice(model.defaults.sampler) if model.samplers.refusals[euler] else euler
 
     def run() -> Sequence[Tensor]:
-        sampler = Sampler(SamplerKind.EULER, model.scheduler_config, steps=_STEPS, begin=_STEP)
+        sampler = model.samplers.open(choice, steps=_STEPS, begin=_STEP)
         sampler.model_input(latent[None], _STEP)
         return guided_step(
             sampler, _STEP, latent[None], halves, guidance=_GUIDANCE, generator=None, operations=model.operations

@@ -240,7 +240,15 @@ class _Measurement:
 def _row(model: Model, size: tuple[int, int]) -> Row:
     """Of a picture without a prompt."""
     height, width = (side * model.latent_scale for side in size)
-    spec = ResolvedSpec(prompt="", num_inference_steps=2, guidance_scale=1.0, width=width, height=height)
+    spec = ResolvedSpec(
+        prompt="",
+        num_inference_steps=2,
+        guidance_scale=1.0,
+        width=width,
+        height=height,
+        sampler=model.defaults.sampler,
+        use_karras_sigmas=model.defaults.use_karras_sigmas,
+    )
     return Request(model, spec, encode_prompts(model, spec)).rows()[0]
 
 

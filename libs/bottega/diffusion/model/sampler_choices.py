@@ -1,0 +1,109 @@
+"""What a model's scheduler configuration makes of each sampler: which choices draw, and why others are refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind, draws_noise, first_step_from
+from bottega.model_files.scheduler_rules import sampler_problems
+from bottega.plain_text import excerpt
+
+# Steps do the same to each element of a latent, but for thresholds that look at all of one.
+_TRIED_SHAPE = (1, 4, 4, 4)
+_REASON_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerChoice:
+    """A sampler with or without Karras' sigmas."""
+
+    kind: SamplerKind
+    karras: bool = False
+
+    def __str__(self) -> str:
+        """Its name for people, such as `dpmpp_2m with Karras' sigmas`."""
+        return self.kind.name.lower() + (" with Karras' sigmas" if self.karras else "")
+
+
+CHOICES = tuple(
+    SamplerChoice(kind=kind, karras=karras)
+    for kind in SamplerKind
+    for karras in ((False, True) if kind in KARRAS else (False,))
+)
+"""Every choice that a request can make."""
+
+
+class ModelSamplers:
+    """The samplers of one model.
+
+    A choice is tried before it draws: a few numbers go through all steps of a schedule. One that Diffusers cannot make,
+    or whose values are not finite, is refused with the reason.
+
+    Args:
+        config: The model's scheduler configuration, without the defaults of its scheduler's class.
+        steps: Number of denoising steps that `refusals` are for.
+    """
+
+    def __init__(self, config: Mapping[str, Any], *, steps: int) -> None:
+        self.config = dict(config)
+        self._steps = steps
+        self._refusals: dict[tuple[SamplerChoice, int], str] = {}
+
+    @property
+    def refusals(self) -> Mapping[SamplerChoice, str]:
+        """By choice, why it is refused; empty where it draws. Takes some 30 ms when it is first asked for."""
+        return {choice: self.refusal(choice, self._steps) for choice in CHOICES}
+
+    def default_choice(self, kind: SamplerKind) -> SamplerChoice:
+        """Return what a request gets that names a sampler and does not mention Karras' sigmas."""
+        return SamplerChoice(kind=kind, karras=kind in KARRAS and bool(self.config.get("use_karras_sigmas")))
+
+    def draws_noise(self, kind: SamplerKind) -> bool:
+        """Return whether each step of a sampler draws noise."""
+        return draws_noise(kind, self.config)
+
+    def first_step_from(self, kind: SamplerKind, steps: int) -> int:
+        """Return the first step of a picture that begins with another picture's latent after `steps` steps."""
+        return first_step_from(kind, self.config, steps)
+
+    def open(self, choice: SamplerChoice, *, steps: int, begin: int = 0) -> Sampler:
+        """Return a sampler for one request."""
+        return Sampler(choice.kind, self.config, steps=steps, begin=begin, karras=choice.karras)
+
+    def refusal(self, choice: SamplerChoice, steps: int) -> str:
+        """Return why a choice cannot make so many steps; empty where it can."""
+        key = choice, steps
+        if key not in self._refusals:
+            self._refusals[key] = next(self._problems(choice, steps), "")
+        return self._refusals[key]
+
+    def _problems(self, choice: SamplerChoice, steps: int) -> Iterator[str]:
+        karras = choice.karras if choice.kind in KARRAS else None
+        yield from sampler_problems(choice.kind.value.__name__, self.config, use_karras_sigmas=karras)
+        try:
+            sampler = self.open(choice, steps=steps)
+            if sampler.steps != steps:
+                yield f"the model's timestep spacing makes {sampler.steps} steps of {steps}: ask for another number"
+            if not _stays_finite(sampler):
+                yield f"{steps} steps with the model's scheduler configuration give values that are not finite"
+        except (ArithmeticError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            yield f"Diffusers cannot make {steps} steps: {excerpt(str(error), _REASON_CHARACTERS)}"
+
+
+@torch.inference_mode()
+def _stays_finite(sampler: Sampler) -> bool:
+    """Return whether all steps of a sampler make numbers of numbers. Raise what Diffusers raises."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    latent = torch.randn(_TRIED_SHAPE, generator=generator) * sampler.init_noise_sigma
+    for step in range(sampler.steps):
+        # A prediction as large as the input of a model, as noise, velocity and picture are.
+        predicted = torch.tanh(sampler.model_input(latent, step))
+        latent, estimate = sampler.step(predicted, step, latent, generator)
+        if not math.isfinite(float(latent.sum() + estimate.sum())):
+            return False
+    return True

@@ -1,0 +1,80 @@
+"""Stock schedulers driven as Diffusers' pipelines drive them, with a prediction that needs no network."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bottega.diffusion.model.sampler_choices import ModelSamplers, SamplerChoice
+
+SHAPE = (1, 4, 6, 6)
+SEED = 11
+
+
+def predicted(sample: Tensor, timestep: Tensor) -> Tensor:
+    """What a model makes of its input at a timestep: of its size, smooth, and another one at another timestep."""
+    moved = torch.roll(sample, 1, dims=-1)
+    return 0.6 * torch.tanh(sample) + 0.3 * torch.sin(moved + float(timestep) / 90)
+
+
+@torch.inference_mode()
+def stock_latent(scheduler: Any, steps: int, *, strength: float | None = None) -> Tensor:
+    """Return the finished latent of Diffusers' pipelines.
+
+    Source: StableDiffusionXLPipeline and StableDiffusionXLImg2ImgPipeline, from `retrieve_timesteps` on.
+
+    Args:
+        scheduler: A scheduler of Diffusers.
+        steps: Number of denoising steps.
+        strength: How much of a source is redrawn; None draws from noise alone.
+    """
+    generator = torch.Generator("cpu").manual_seed(SEED)
+    scheduler.set_timesteps(steps)
+    timesteps: Tensor = scheduler.timesteps
+    begin = 0
+    if strength is not None:
+        count = len(timesteps)
+        begin = max(count - min(int(count * strength), count), 0)
+        timesteps = timesteps[begin * scheduler.order :]
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(begin * scheduler.order)
+    noise = torch.randn(SHAPE, generator=generator)
+    latent: Tensor = noise * scheduler.init_noise_sigma
+    if strength is not None:
+        latent = scheduler.add_noise(source(), noise, timesteps[:1])
+    extra = {"generator": generator} if "generator" in scheduler.step.__code__.co_varnames else {}
+    for timestep in timesteps:
+        noise = predicted(scheduler.scale_model_input(latent, timestep), timestep)
+        latent = scheduler.step(noise, timestep, latent, **extra, return_dict=False)[0]
+    return latent
+
+
+@torch.inference_mode()
+def our_latent(samplers: ModelSamplers, choice: SamplerChoice, steps: int, *, strength: float | None = None) -> Tensor:
+    """Return the finished latent of a model's sampler, made as the engine makes it."""
+    generator = torch.Generator("cpu").manual_seed(SEED)
+    begin = 0 if strength is None else steps - int(steps * strength)
+    sampler = samplers.open(choice, steps=steps, begin=begin)
+    noise = torch.randn(SHAPE, generator=generator)
+    latent = noise * sampler.init_noise_sigma if strength is None else sampler.add_noise(source(), noise, begin)
+    for step in range(begin, sampler.steps):
+        noise = predicted(sampler.model_input(latent, step), sampler.timestep(step))
+        latent = sampler.step(noise, step, latent, generator)[0]
+    return latent
+
+
+def stock_scheduler(kind: Any, config: Mapping[str, Any], **overrides: Any) -> Any:
+    """Return `kind.from_config(config, **overrides)` of a pipeline's scheduler configuration."""
+    with warnings.catch_warnings():
+        for category in (FutureWarning, DeprecationWarning):  # Diffusers' advice, and what it asks of NumPy
+            warnings.simplefilter("ignore", category)
+        return kind.from_config(config, **overrides)
+
+
+def source() -> Tensor:
+    """Return the latent of a picture."""
+    return torch.randn(SHAPE, generator=torch.Generator("cpu").manual_seed(3))

@@ -1,0 +1,122 @@
+"""A model whose scheduler is not served, or whose configuration cannot draw, is refused in one sentence."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega.model_files import check_model_folder
+from bottega.model_files.configuration_rules import check_configurations
+from bottega.model_files.presets import PRESET_FILE, Preset
+from bottega.model_files.scheduler_rules import UNSERVED_CLASSES
+from tests.samples import published_configs as published
+from tests.samples.model_folders import with_scheduler
+
+SERVED = (
+    "_class_name must be EulerDiscreteScheduler, EulerAncestralDiscreteScheduler, DDIMScheduler or "
+    "DPMSolverMultistepScheduler, not "
+)
+
+
+def problems(class_name: str, preset: Preset | None = None, **config: Any) -> list[str]:
+    """What is refused of a published scheduler with another class and other keys."""
+    scheduler = published.scheduler() | {"_class_name": class_name} | config
+    return check_configurations(published.model_index(), {"scheduler": scheduler}, preset)
+
+
+@pytest.mark.parametrize("name", UNSERVED_CLASSES)
+def test_a_class_that_is_not_served_is_named_with_those_that_are(name: str) -> None:
+    (problem,) = problems(name)
+    assert problem.startswith(f'scheduler/scheduler_config.json: {SERVED}"{name}"')
+    assert problem.endswith(UNSERVED_CLASSES[name] or 'name a sampler in bottega.json, such as {"sampler": "euler"}')
+
+
+def test_the_class_is_the_one_that_the_index_names(tmp_path: Path) -> None:
+    """Diffusers goes by it, whatever the scheduler's own configuration says."""
+    served = with_scheduler(tmp_path / "served", "EulerDiscreteScheduler", _class_name="PNDMScheduler")
+    assert check_model_folder(served).problems == ()
+    (problem,) = check_model_folder(
+        with_scheduler(tmp_path / "other", "PNDMScheduler", _class_name="EulerDiscreteScheduler")
+    ).problems
+    assert problem.startswith(f'scheduler/scheduler_config.json: {SERVED}"PNDMScheduler"')
+
+
+def test_a_broken_preset_is_a_problem_of_its_model(tmp_path: Path) -> None:
+    folder = with_scheduler(tmp_path / "model", "PNDMScheduler")
+    (folder / PRESET_FILE).write_text('{"sampler": "euler"}')
+    assert check_model_folder(folder).problems == ()
+    (folder / PRESET_FILE).write_text('{"sampler": "pndm"}')
+    assert str(folder / PRESET_FILE) in check_model_folder(folder).problems[0]
+
+
+def test_a_preset_may_name_a_sampler_in_place_of_a_class_that_solves_the_same_equation() -> None:
+    assert problems("UniPCMultistepScheduler", Preset(sampler="euler")) == []
+    assert len(problems("LCMScheduler", Preset(sampler="euler"))) == 1
+    (problem,) = problems("DEISMultistepScheduler", Preset(sampler="dpmpp_2m"), algorithm_type="deis")
+    assert 'final_sigmas_type must be "sigma_min" with algorithm_type "deis"' in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "sentence"),
+    [
+        ("EulerDiscrete", {"beta_schedule": "sigmoid"}, 'beta_schedule must be "linear", "scaled_linear" or'),
+        ("EulerDiscrete", {"num_train_timesteps": 0}, "num_train_timesteps must be a whole number from 1 to 100000"),
+        ("EulerDiscrete", {"num_train_timesteps": 10**12}, "num_train_timesteps must be a whole number from 1 to"),
+        ("EulerDiscrete", {"trained_betas": [0.1]}, "trained_betas must have 1000 numbers"),
+        ("EulerDiscrete", {"steps_offset": 1000}, "steps_offset must be below 1000"),
+        ("EulerDiscrete", {"use_karras_sigmas": None}, "use_karras_sigmas must be true or false, not null"),
+        (
+            "EulerDiscrete",
+            {"use_karras_sigmas": True, "use_exponential_sigmas": True},
+            "use_exponential_sigmas must be false with use_karras_sigmas",
+        ),
+        (
+            "EulerDiscrete",
+            {"timestep_type": "continuous", "prediction_type": "v_prediction", "interpolation_type": "log_linear"},
+            'interpolation_type must be "linear" with continuous timesteps',
+        ),
+        (
+            "EulerAncestralDiscrete",
+            {"prediction_type": "sample"},
+            'prediction_type must be "epsilon" or "v_prediction"',
+        ),
+        (
+            "DDIM",
+            {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing", "clip_sample": False},
+            'rescale_betas_zero_snr must be false with prediction_type "epsilon"',
+        ),
+        ("DPMSolverMultistep", {"variance_type": "learned"}, "variance_type must be null"),
+        ("DPMSolverMultistep", {"algorithm_type": "dpmsolver"}, 'final_sigmas_type must be "sigma_min"'),
+        ("DPMSolverMultistep", {"solver_order": 4}, "solver_order must be 1, 2 or 3"),
+        (
+            "DPMSolverMultistep",
+            {"use_flow_sigmas": True, "use_lu_lambdas": True},
+            "use_flow_sigmas must be false with use_lu_lambdas",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_draw_is_refused_by_its_field(
+    name: str, config: dict[str, Any], sentence: str
+) -> None:
+    (problem,) = problems(f"{name}Scheduler", **config)
+    assert problem.startswith(f"scheduler/scheduler_config.json: {sentence}")
+
+
+def test_what_diffusers_writes_of_dpm_is_read() -> None:
+    assert problems("DPMSolverMultistepScheduler", lambda_min_clipped=-math.inf) == []
+
+
+def test_a_folder_with_an_infinite_number_in_its_scheduler_is_read(tmp_path: Path) -> None:
+    folder = with_scheduler(tmp_path / "model", "DPMSolverMultistepScheduler", lambda_min_clipped=-math.inf)
+    assert "-Infinity" in (folder / "scheduler" / "scheduler_config.json").read_text()
+    assert check_model_folder(folder).problems == ()
+
+
+@pytest.mark.parametrize(
+    "value", [{"use_karras_sigmas": "yes"}, {"beta_start": "0.1"}, {"steps_offset": 1.5}, {"trained_betas": [None]}]
+)
+def test_values_of_another_type_are_refused(value: dict[str, Any]) -> None:
+    assert len(problems("EulerDiscreteScheduler", **value)) == 1
