@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from bottega.diffusion.model.decode import decode_pixels
+from bottega.diffusion.model.decode import decode_image
 from load.gpu_report.figures import Figure
 from load.gpu_report.rig import Rig
 from load.gpu_report.sides import our_runtime
@@ -29,13 +29,13 @@ def measure(rig: Rig) -> Sequence[Figure]:
         side = rig.size.side // model.latent_scale
         generator = torch.Generator("cpu").manual_seed(0)
         latent = torch.randn(1, model.latent_channels, side, side, generator=generator).to(model.device, model.dtype)
-        ours = timed(lambda _: decode_pixels(model, latent), rounds=rig.size.rounds, device=rig.device)
-        pixels = decode_pixels(model, latent)
+        ours = timed(lambda _: decode_image(model, latent).pixels, rounds=rig.size.rounds, device=rig.device)
+        pixels = decode_image(model, latent).pixels
         whole = AutoencoderKL.from_pretrained(rig.model / "vae", use_safetensors=True, torch_dtype=torch.float32)
         decoder = replace(model.decoder, vae=whole.to(model.device).eval(), dtype=torch.float32)
         exact = replace(model, decoder=decoder)
-        theirs = timed(lambda _: decode_pixels(exact, latent), rounds=rig.size.rounds, device=rig.device)
-        off_db = psnr(pixels, decode_pixels(exact, latent))
+        theirs = timed(lambda _: decode_image(exact, latent).pixels, rounds=rig.size.rounds, device=rig.device)
+        off_db = psnr(pixels, decode_image(exact, latent).pixels)
     figures = [
         Figure(
             name="decode_ms",

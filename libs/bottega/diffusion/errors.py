@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.spec import LoraSpec
 from bottega.errors import BottegaError, InternalError, NotFinite, TooLarge
@@ -24,7 +26,7 @@ def to_job_failure(error: Exception) -> BottegaError:
 
 
 def not_finite(loras: Sequence[LoraSpec]) -> NotFinite:
-    """That a job came to values that are no numbers. loras: its own, which are the likely cause where it has some."""
+    """Return the error of a job whose latents are not finite. loras: its own, the likely cause where it has some."""
     what = "the model computed values that are no numbers"
     if not loras:
         return NotFinite(f"{what}; another seed or more steps may help")
@@ -32,4 +34,32 @@ def not_finite(loras: Sequence[LoraSpec]) -> NotFinite:
     return NotFinite(
         f"{what}, most likely because of its LoRAs ({listed}); try scales nearer to 0, or other LoRA files",
         metadata={"loras": ",".join(lora.name for lora in loras)},
+    )
+
+
+def vae_not_finite(what: str, dtype: torch.dtype) -> NotFinite:
+    """Return the error of a VAE whose output is not finite although its input is.
+
+    Args:
+        what: What it did: "decoded a latent" or "encoded the image".
+        dtype: The element type that it ran in.
+    """
+    if dtype == torch.float32:
+        advice = "its weights are damaged or it is no VAE for this model; use another one, or download the model again"
+    else:
+        advice = "a sum was too large for that type, or its weights are damaged; set the worker's vae_dtype to float32"
+    name = str(dtype).removeprefix("torch.")
+    return NotFinite(f"the VAE {what} to values that are no numbers, in {name}: {advice}", metadata={"part": "vae"})
+
+
+def prompt_not_finite(dtype: torch.dtype) -> NotFinite:
+    """Return the error of text encoders whose output is not finite."""
+    if dtype == torch.float32:
+        advice = "their weights are damaged; download the model again"
+    else:
+        advice = "a sum was too large for that type, or their weights are damaged; set the worker's dtype to float32"
+    name = str(dtype).removeprefix("torch.")
+    return NotFinite(
+        f"the text encoders computed values that are no numbers, in {name}: {advice}",
+        metadata={"part": "text_encoder"},
     )

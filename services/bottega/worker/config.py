@@ -27,9 +27,11 @@ class EngineConfig:
     model: "miniature", or a folder in Diffusers' layout. model_name: what requests call it; empty is the name of its
     repository where the folder is a snapshot in a hub's cache, else the folder's own name. device: auto, cpu, cuda or
     cuda:N. dtype: that the model computes in. threads: 0 leaves the number to torch.
-    vae_dtype: that latents are decoded in; auto is dtype on a GPU, where a trial at the start shows that the pictures
-    are the same, and what Diffusers takes on a CPU. vae_tile_pixels: pictures of more pixels are decoded in tiles,
-    which needs less memory and blends their edges; 0 is four times the model's own size.
+    vae_dtype: that latents are decoded in; auto is what stock Diffusers takes: dtype, but float32 for a float16 model
+    whose VAE has force_upcast. Another one makes pictures that say that they are not exact; half precision is faster,
+    and taken only where a trial at the start shows that pictures are nearly the same. vae_tile_pixels: pictures of more
+    pixels are decoded in tiles, which needs less memory, blends their edges, and is said with each picture; 0 is none,
+    but for those for which a GPU has no memory.
     device_memory_mib: of a GPU, for all that this worker keeps and computes there; 0 is what is free at its start, less
     a reserve. compile_s: that the first forward of a kind may take on a GPU before a silent engine counts as hung.
     exclusive_cores: whether nothing else computes on the cores that this engine may use; its threads wait for each

@@ -1,8 +1,9 @@
-"""What the engine says of a job that started from cached latents, as its worker's front is told."""
+"""What the engine says of a job, as its worker's front is told."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -58,3 +59,13 @@ def test_accelerations_that_were_kept_are_named_and_all_are_told_of_at_the_start
         ("kept", True, 1.5, 0.001, ""),
         ("wrong", False, 0.0, 0.0, "it differs by inf"),
     ]
+
+
+def test_a_picture_that_was_not_decoded_as_stock_decodes_is_not_exact(model: Model) -> None:
+    engine = make_engine(model, EngineLimits())
+    record = EngineRecord(begin_step=0, truncations={}, seconds={}, mean_group_requests=1.0, vae_dtype="float32")
+    whole = event_of(JobFinished(key=("job", 1), record=record), engine).done.provenance
+    assert (whole.exact, whole.vae_tiled, whole.vae_dtype) == (True, False, "float32")
+    tiled_record = replace(record, vae_tiled=True, decoded_as_stock=False)
+    tiled = event_of(JobFinished(key=("job", 1), record=tiled_record), engine).done.provenance
+    assert (tiled.exact, tiled.vae_tiled) == (False, True)

@@ -187,6 +187,8 @@ def _report(completed: Completed, output: OutputTarget, elapsed_s: float) -> Non
             say(line)
         for line in part.warn(completed.provenance):
             note(line)
+    if completed.provenance.vae_tiled:
+        say("decoded in tiles, which are blended: not to the last level what stock Diffusers draws")
     for cut in completed.provenance.truncations:
         lost = escaped_and_cut(cut.text, _CUT_COLUMNS)
         note(f"{cut.field} was too long for the model; without effect: {lost}")

@@ -20,7 +20,7 @@ from bottega.diffusion.acceleration.kernels.probes import masked_probe, step_pro
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.loras.lora import UNET
 from bottega.diffusion.loras.patching import Patcher
-from bottega.diffusion.model.decode import decode_pixels
+from bottega.diffusion.model.decode import decode_image
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Factors, LoraSet, Row
 
@@ -43,7 +43,7 @@ def engine_probes(
         return [noise[row] for row in rows]
 
     def decode() -> Sequence[Tensor]:
-        return [decode_pixels(model, latent)]
+        return [decode_image(model, latent).pixels]
 
     return {
         "copies": _copies_probe(model, predict, rows, latent),

@@ -92,6 +92,10 @@ class MemoryPlan:
         """Decoding a latent took so much. area: of what is decoded at once."""
         self._decoding_bytes = max(self._decoding_bytes, (peak_bytes or 0) / area)
 
+    def fits_decoding(self, area: int) -> bool:
+        """Return whether a latent of so many elements can be decoded in one piece, as far as is known."""
+        return self.left_bytes is None or self._decoding_bytes * area <= self.left_bytes
+
     def needed_bytes(self, area: int, *, decoded_area: int) -> int:
         """For a picture by itself, its rows one by one. decoded_area: of what is decoded at once."""
         return round(max(self._row_bytes * area, self._decoding_bytes * decoded_area))

@@ -14,7 +14,8 @@ from bottega.diffusion.device.device import HostCopy
 from bottega.diffusion.device.span import Span
 from bottega.diffusion.engine.job import EngineJob
 from bottega.diffusion.engine.request import Request
-from bottega.diffusion.model.decode import decode_pixels
+from bottega.diffusion.errors import not_finite, vae_not_finite
+from bottega.diffusion.model.decode import DecodedLatent, decode_image
 from bottega.diffusion.model.model import Model
 
 _STREAM = "decode"
@@ -22,43 +23,70 @@ _STREAM = "decode"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decoding:
-    """An image of a job that is being decoded. latent: what is read until it is over; its memory is nobody else's.
-
-    finite: bool, whether the latent is free of NaN and infinities. span: of the decoding.
-    """
+    """An image of a job that is being decoded."""
 
     job: EngineJob
     request: Request
     latent: Tensor
+    """What is read until the decoding is over; its memory is nobody else's."""
     finite: HostCopy
+    """bool, whether the latent is free of NaN and infinities."""
+    image: DecodedLatent | None
+    """What the VAE made of it, on the device; None where the latent was known not to be finite."""
+    image_finite: HostCopy | None
     pixels: HostCopy | None
     span: Span
+    """How long the device decoded."""
 
     @property
     def ready(self) -> bool:
         """Whether it is over. Never waits."""
-        return self.finite.ready and self.span.ready and (self.pixels is None or self.pixels.ready)
+        copies = (self.finite, self.image_finite, self.pixels)
+        return self.span.ready and all(copy is None or copy.ready for copy in copies)
+
+    @property
+    def tiled(self) -> bool:
+        """Whether it was decoded in tiles."""
+        return self.image is not None and self.image.tiled
 
     def wait(self) -> None:
-        """Until it is over."""
+        """Wait until it is over."""
         self.span.end.wait()
-        self.take()
+        for copy in (self.finite, self.image_finite, self.pixels):
+            if copy is not None:
+                copy.take()
 
-    def take(self) -> Tensor | None:
-        """uint8 [height, width, 3] on the CPU; None where the latent is not finite. Waits where it is not over."""
-        if self.pixels is None or not bool(self.finite.take()):
-            return None
+    def take(self, model: Model) -> Tensor:
+        """Return the pixels, uint8 [height, width, 3] on the CPU; wait where it is not over.
+
+        Raises NotFinite where the latent, or what the VAE made of it, is not finite.
+        """
+        if self.pixels is None or self.image_finite is None or not bool(self.finite.take()):
+            raise not_finite(self.job.order.spec.loras)
+        if not bool(self.image_finite.take()):
+            raise vae_not_finite("decoded a latent", model.decoder.dtype)
         return self.pixels.take()
 
 
 @torch.inference_mode()
 def start_decoding(model: Model, job: EngineJob, request: Request) -> Decoding:
-    """Enqueues the decoding of a job's finished image. One that is known not to be finite is not decoded."""
+    """Enqueue the decoding of a job's finished image. A latent that is known not to be finite is not decoded."""
     device, latent = model.runtime, request.latent
     finite = device.to_host(torch.isfinite(latent).all())
     with device.stream(_STREAM):
         began = device.record()
         known_bad = finite.ready and not bool(finite.take())
-        pixels = None if known_bad else device.to_host(decode_pixels(model, latent))
+        image = None if known_bad else decode_image(model, latent)
+        image_finite = None if image is None else device.to_host(image.finite)
+        pixels = None if image is None else device.to_host(image.pixels)
         span = Span(begin=began, end=device.record())
-    return Decoding(job=job, request=request, latent=latent, finite=finite, pixels=pixels, span=span)
+    return Decoding(
+        job=job,
+        request=request,
+        latent=latent,
+        finite=finite,
+        image=image,
+        image_finite=image_finite,
+        pixels=pixels,
+        span=span,
+    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bottega.diffusion.device.device import HostCopy
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.vae import encode_dtype
 from bottega.diffusion.rows import Embeds
@@ -19,25 +20,27 @@ from bottega.diffusion.spec import ResolvedSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conditions:
-    """What a job is conditioned on. unconditional is None without guidance.
-
-    truncations: by field name, the text that its tokenizer had no room for.
-    """
+    """What a job is conditioned on."""
 
     conditional: Embeds
     unconditional: Embeds | None
+    """None without guidance."""
     truncations: dict[str, str]
+    """By field name, the text that its tokenizer had no room for."""
+    finite: HostCopy
+    """bool, whether the embeddings are free of NaN and infinities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LatentDistribution:
-    """What the VAE says of a picture; each image of the job draws its own sample from it.
-
-    mean, std: [1, channels, height, width] in the VAE's element type.
-    """
+    """What the VAE says of a picture; each image of the job draws its own sample from it."""
 
     mean: Tensor
+    """[1, channels, height, width] in the VAE's element type."""
     std: Tensor
+    """The same."""
+    finite: HostCopy
+    """bool, whether both are free of NaN and infinities."""
 
 
 @torch.inference_mode()
@@ -60,7 +63,13 @@ def encode_prompts(model: Model, spec: ResolvedSpec) -> Conditions:
             names = ("negative_prompt", "negative_prompt_2" if spec.negative_prompt_2 else "negative_prompt")
             empty = _encode_pair(model, (negative, spec.negative_prompt_2 or negative), names, truncations)
         unconditional = Embeds(prompt=empty[0], pooled=empty[1], time_ids=time_ids)
-    return Conditions(conditional=conditional, unconditional=unconditional, truncations=truncations)
+    embeds = [each for half in (conditional, unconditional) if half is not None for each in (half.prompt, half.pooled)]
+    return Conditions(
+        conditional=conditional,
+        unconditional=unconditional,
+        truncations=truncations,
+        finite=_all_finite(model, *embeds),
+    )
 
 
 @torch.inference_mode()
@@ -70,7 +79,8 @@ def encode_image(model: Model, pixels: Tensor) -> LatentDistribution:
     image = pixels[None].permute(0, 3, 1, 2).to(torch.float32) / 255.0
     image = model.runtime.to_device(2.0 * image - 1.0, model.dtype)
     distribution = model.vae.encode(image.to(encode_dtype(model.vae))).latent_dist
-    return LatentDistribution(mean=distribution.mean, std=distribution.std)
+    mean, std = distribution.mean, distribution.std
+    return LatentDistribution(mean=mean, std=std, finite=_all_finite(model, mean, std))
 
 
 def to_latent(model: Model, latent: Tensor) -> Tensor:
@@ -85,6 +95,11 @@ def to_latent(model: Model, latent: Tensor) -> Tensor:
     )
     normalised: Tensor = (latent - mean) * config.scaling_factor / std
     return normalised
+
+
+def _all_finite(model: Model, *tensors: Tensor) -> HostCopy:
+    finite = torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
+    return model.runtime.to_host(finite)
 
 
 def _encode_pair(

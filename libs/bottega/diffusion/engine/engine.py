@@ -45,7 +45,7 @@ from bottega.diffusion.engine.spans import DeviceClock
 from bottega.diffusion.engine.step import Stepper
 from bottega.diffusion.engine.waiting import WaitingOrder, WaitingOrders
 from bottega.diffusion.engine.warm_up import run_stages, sample_job
-from bottega.diffusion.errors import not_finite, to_job_failure
+from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.heartbeat import Heartbeat, call_after_blocks
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import OffloadTarget
@@ -310,6 +310,7 @@ class Engine:
         now_s = self._clock()
         for job in list(self._jobs.values()):
             try:
+                job.check_inputs()
                 yield from self._readiness.update(job, now_s)
             except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'
                 yield self._fail(job, error)
@@ -367,9 +368,9 @@ class Engine:
     def _hand_out(self, decoding: Decoding) -> Iterator[Event]:
         job, request = decoding.job, decoding.request
         try:
-            pixels = decoding.take()
-            if pixels is None:
-                raise not_finite(job.order.spec.loras)
+            job.check_inputs(to_the_end=True)
+            pixels = decoding.take(self.model)
+            job.note_decoding(self.model.decoder, tiled=decoding.tiled)
             job.seconds["decode"] += decoding.span.seconds
             job.spans.add_of_device(f"decode image {request.index}", "decode", decoding.span, {})
             for part in job.addons.values():

@@ -176,7 +176,7 @@ class EngineRecord:
     seconds: by stage (encode, controlnets, loras, denoise, batch, decode); a turn that it shared counts in full.
     mean_group_requests: images in the groups that its steps ran in, on average.
     encoder_s: of the denoising steps with ControlNets, the time before the first residual was needed.
-    exact: whether no add-on has approximated anything.
+    exact: whether no add-on has approximated anything on the way to its latents.
     pair: what the other worker of a pair did for it; None where no rows were offloaded. cached_starts: of the images
     that started from cached latents. edit: of an edit that may compute masked blocks alone.
     """
@@ -192,6 +192,12 @@ class EngineRecord:
     pair: PairRecord | None = None
     cached_starts: tuple[CachedStart, ...] = ()
     edit: EditRecord | None = None
+    vae_dtype: str = ""
+    """The element type that its images were decoded in."""
+    vae_tiled: bool = False
+    """Whether one of its images was decoded in tiles."""
+    decoded_as_stock: bool = True
+    """Whether the VAE decoded as stock Diffusers does: in one piece, and in the same element type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

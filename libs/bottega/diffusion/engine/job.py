@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from bottega.diffusion.device.device import HostCopy
 from bottega.diffusion.device.span import Span
 from bottega.diffusion.editing.edit import latent_mask
 from bottega.diffusion.engine.addon import Parts
@@ -18,12 +19,14 @@ from bottega.diffusion.engine.events import Decisions, EngineRecord, PairRecord
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.spans import DeviceClock, EngineTrace, SpanLog
+from bottega.diffusion.errors import not_finite, prompt_not_finite, vae_not_finite
 from bottega.diffusion.model.model import Model
+from bottega.diffusion.model.vae import VaeDecoder, encode_dtype
 from bottega.diffusion.parallel.offload import RemoteJob
 from bottega.diffusion.parallel.pair import PairPrediction
 from bottega.diffusion.rows import Half, Row
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.errors import FieldNotServed, InternalError
+from bottega.errors import FieldNotServed, InternalError, NotFinite
 from bottega.planning import Share
 
 _log = logging.getLogger(__name__)
@@ -64,6 +67,16 @@ class EngineOrder:
     share: Share = field(default_factory=Share)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InputCheck:
+    """Whether something that a job is drawn from is finite, which a device says later."""
+
+    finite: HostCopy
+    """bool."""
+    error: NotFinite
+    """Why the job fails otherwise."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineJob:
     """A job whose prompt has been encoded. truncations: see Conditions. pair: see EngineRecord.
@@ -86,6 +99,14 @@ class EngineJob:
     encoding: Span | None = None
     remote_job: RemoteJob | None = None
     pair: PairRecord | None = None
+    inputs: list[InputCheck] = field(default_factory=list)
+    """Checks of prompts and pictures whose outcome has not been looked at."""
+    vae_dtype: str = ""
+    """The element type that its images were decoded in; empty before the first."""
+    vae_tiled: bool = False
+    """Whether one of its images was decoded in tiles."""
+    decoded_as_stock: bool = True
+    """Whether all of its images so far were decoded as stock Diffusers does."""
     drawn: set[int] = field(default_factory=set)
     started: bool = False
     reported_s: float = -math.inf
@@ -153,6 +174,26 @@ class EngineJob:
             images=[request.state() for request in self.requests], decisions={**self.pinned, **self.decided}
         )
 
+    def check_inputs(self, *, to_the_end: bool = False) -> None:
+        """Raise NotFinite if the prompt's embeddings, or the encoded picture, are known not to be finite.
+
+        Args:
+            to_the_end: Whether to wait for what the device has not said yet.
+        """
+        waiting = []
+        for check in self.inputs:
+            if not (to_the_end or check.finite.ready):
+                waiting.append(check)
+            elif not bool(check.finite.take()):
+                raise check.error
+        self.inputs = waiting
+
+    def note_decoding(self, decoder: VaeDecoder, *, tiled: bool) -> None:
+        """Note how one of its images was decoded."""
+        self.vae_dtype = decoder.dtype_name
+        self.vae_tiled |= tiled
+        self.decoded_as_stock &= not tiled and decoder.dtype == decoder.stock_dtype
+
     def note_step(self, request: Request, *, group_requests: int) -> None:
         """A request of the job has made a step in a group of so many."""
         for part in self.addons.values():
@@ -217,6 +258,9 @@ class EngineJob:
             seconds=self.seconds,
             mean_group_requests=self._group_requests / self._steps if self._steps else 0.0,
             pair=self.pair,
+            vae_dtype=self.vae_dtype,
+            vae_tiled=self.vae_tiled,
+            decoded_as_stock=self.decoded_as_stock,
         )
         for part in self.addons.values():
             record = part.report(record)
@@ -247,12 +291,26 @@ def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float, cloc
         addons=addons,
         pinned=pinned,
         spans=SpanLog(clock),
+        inputs=_input_checks(model, order.spec, conditions, requests),
     )
+    job.check_inputs()
     job.checkpoint_steps = job.steps_done
     for part in addons.values():
         part.attach(job, conditions, now_s)
     job.remote_job = _remote_job(job, conditions)
     return job
+
+
+def _input_checks(
+    model: Model, spec: ResolvedSpec, conditions: Conditions, requests: Sequence[Request]
+) -> list[InputCheck]:
+    of_prompt = not_finite(spec.loras) if spec.loras else prompt_not_finite(model.text_encoders[1].dtype)
+    checks = [InputCheck(finite=conditions.finite, error=of_prompt)]
+    source = next((request.source_finite for request in requests if request.source_finite is not None), None)
+    if source is not None:  # all images of a job have the same source
+        error = vae_not_finite("encoded the image", encode_dtype(model.vae))
+        checks.append(InputCheck(finite=source, error=error))
+    return checks
 
 
 def new_requests(model: Model, order: EngineOrder, conditions: Conditions) -> list[Request]:

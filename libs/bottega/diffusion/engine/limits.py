@@ -63,7 +63,7 @@ def check_drawable(spec: ResolvedSpec, limits: EngineLimits, model: Model) -> No
             metadata={"limit": "max_pixels", "max_pixels": str(most)},
         )
     area = (spec.width // model.latent_scale) * (spec.height // model.latent_scale)
-    model.memory.check_picture(spec.width, spec.height, area=area, decoded_area=model.decoder.area_at_once(area))
+    model.memory.check_picture(spec.width, spec.height, area=area, decoded_area=model.decoded_area(area))
 
 
 def _undrawable_steps(spec: ResolvedSpec, samplers: ModelSamplers) -> Iterator[Violation]:

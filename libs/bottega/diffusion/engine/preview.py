@@ -5,12 +5,16 @@ Never a VAE decode: that would cost as much as several steps.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from bottega.diffusion.engine.encode import encode_image, to_latent
 from bottega.diffusion.model.model import Model
+
+_log = logging.getLogger(__name__)
 
 # A dozen colour fields of 256 pixels a side have some ten thousand latent elements: the map has five numbers
 # for each colour, so more would not change it.
@@ -21,7 +25,11 @@ _PATCHES = 4
 
 
 class LatentPreview:
-    """Draws latents of one model. weights: [channels + 1, 3], to RGB in 0 to 1; the last row is the offset."""
+    """A linear map from one model's latents to RGB.
+
+    Args:
+        weights: [channels + 1, 3], to RGB in 0 to 1; the last row is the offset.
+    """
 
     def __init__(self, weights: Tensor) -> None:
         self._weights = weights
@@ -29,7 +37,10 @@ class LatentPreview:
     @classmethod
     @torch.inference_mode()
     def fit(cls, model: Model) -> LatentPreview:
-        """Least squares over random colour fields and what the VAE makes of them."""
+        """Fit the map by least squares over random colour fields and what the VAE makes of them.
+
+        Previews are grey where the VAE encodes to values that are no numbers: text-to-image needs no encoder.
+        """
         side = min(_MAX_SIDE, model.defaults.width, model.defaults.height)
         generator = torch.Generator("cpu").manual_seed(0)
         latents: list[Tensor] = []
@@ -41,10 +52,16 @@ class LatentPreview:
             latent = to_latent(model, encode_image(model, pixels).mean).float().cpu()
             latents.append(_columns(latent))
             colours.append(functional.interpolate(field, size=latent.shape[2:], mode="area")[0].flatten(1).T)
-        return cls(torch.linalg.lstsq(torch.cat(latents), torch.cat(colours)).solution)
+        inputs, wanted = torch.cat(latents), torch.cat(colours)
+        if not bool(torch.isfinite(inputs).all()):
+            _log.warning("the VAE encodes pictures to values that are no numbers; previews are grey")
+            grey = torch.zeros(inputs.shape[1], 3)
+            grey[-1] = 0.5
+            return cls(grey)
+        return cls(torch.linalg.lstsq(inputs, wanted).solution)
 
     def draw(self, latent: Tensor) -> Tensor:
-        """uint8 [height, width, 3] of a latent [1, channels, height, width] on the CPU."""
+        """Return uint8 [height, width, 3] of a latent [1, channels, height, width] on the CPU."""
         height, width = latent.shape[2:]
         colours = _columns(latent.detach().float()) @ self._weights
         return (colours.clamp(0, 1) * 255).round().to(torch.uint8).reshape(height, width, 3)

@@ -70,6 +70,7 @@ class Request:
     `start_from` skips steps.
     mask: of an edit of the image, [1, 1, height, width] as its latents are; see Edit, which `edit` is then.
     latent: [1, channels, height, width]. estimate: of the finished latent, as the last step saw it.
+    source_finite: whether the encoded source is finite; None without one.
     Its add-ons set: controls: its ControlNets, in the order in which their residuals are summed. loras: in force from
     step `loras_from` on; None while they are not here, or where it has none. activations: what
     its rows take from a recording, and give to one.
@@ -94,6 +95,7 @@ class Request:
         self.loras_from: int | None = None
         self.activations: ImageActivations | None = None
         self.edit: Edit | None = None
+        self.source_finite = None if image is None else image.finite
         self._model = model
         self._conditions = conditions
         self._sampler = self._new_sampler(self.begin)

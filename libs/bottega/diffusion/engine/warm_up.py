@@ -39,5 +39,5 @@ def run_stages(model: Model, device_clock: DeviceClock) -> tuple[EngineJob, floa
     peak_bytes = model.runtime.measure_peak(lambda: start_decoding(model, job, request).wait())
     seconds = Span(begin=began, end=model.runtime.record()).seconds
     area = request.latent.shape[-2] * request.latent.shape[-1]
-    model.memory.observe_decoding(model.decoder.area_at_once(area), peak_bytes)
+    model.memory.observe_decoding(model.decoded_area(area), peak_bytes)
     return job, seconds

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.model.model import Model
 
 
-@torch.inference_mode()
-def decode_pixels(model: Model, latent: Tensor) -> Tensor:
-    """Pixels of a latent, as StableDiffusionXLPipeline makes them.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodedLatent:
+    """What the VAE made of a latent, on the model's device."""
 
-    latent: [1, channels, height, width]. Returns uint8 [height, width, 3], on the model's device.
-    One latent at a time: a VAE gains nothing from a batch, and alone its result depends on nobody.
+    pixels: Tensor
+    """uint8 [height, width, 3]."""
+    finite: Tensor
+    """bool, whether the VAE's output was free of NaN and infinities; pixels have no room for them."""
+    tiled: bool
+    """Whether it was decoded in tiles, which stock Diffusers does not do by itself."""
+
+
+@torch.inference_mode()
+def decode_image(model: Model, latent: Tensor) -> DecodedLatent:
+    """Decode a latent, [1, channels, height, width], as StableDiffusionXLPipeline does.
+
+    One latent at a time: a VAE gains nothing from a batch, and alone its result depends on nobody. It is decoded in
+    tiles only where an operator wants it so, or where the device has no memory for all of it.
     """
-    image = model.decoder.decode(latent)
+    area = latent.shape[-2] * latent.shape[-1]
+    tiled = model.decoder.is_tiled(area, fits=model.memory.fits_decoding(area))
+    image = None if tiled else _decode_whole(model, latent)
+    if image is None:
+        image, tiled = model.decoder.decode(latent, tiled=True), True
+    finite = torch.isfinite(image).all()
     image = (image / 2 + 0.5).clamp(0, 1)[0].permute(1, 2, 0).float()
-    pixels: Tensor = (image * 255).round().to(torch.uint8).contiguous()
-    return pixels
+    pixels = (image * 255).round().to(torch.uint8).contiguous()
+    return DecodedLatent(pixels=pixels, finite=finite, tiled=tiled)
+
+
+def _decode_whole(model: Model, latent: Tensor) -> Tensor | None:
+    """Decode in one piece; None where there was no memory for it, and tiles are smaller."""
+    try:
+        return model.decoder.decode(latent)
+    except Exception as error:
+        area = latent.shape[-2] * latent.shape[-1]
+        if not (is_out_of_memory(error) and model.decoder.is_tiled(area, fits=False)):
+            raise
+    # Here and not above: the error is gone, and with it the frames that hold what was computed.
+    return None

@@ -29,7 +29,7 @@ from bottega.diffusion.model.backbone import UNetBackbone
 from bottega.diffusion.model.sampler_choices import ModelSamplers, SamplerChoice
 from bottega.diffusion.model.samplers import KARRAS, SamplerKind, default_kind, ignored_algorithm_advice
 from bottega.diffusion.model.vae import VaeDecoder, VaeSettings, make_decoder
-from bottega.diffusion.model.weights import Target, load_network, load_text_encoder
+from bottega.diffusion.model.weights import Placement, load_network, load_text_encoder
 from bottega.diffusion.operations import Operations
 from bottega.model_files import ModelReport, check_model_folder
 from bottega.model_files.presets import Preset, read_preset
@@ -105,6 +105,11 @@ class Model:
     def size_multiple(self) -> int:
         """What width and height of a picture must be multiples of: Diffusers takes multiples of 8."""
         return math.lcm(8, self.latent_scale)
+
+    def decoded_area(self, area: int) -> int:
+        """Return how many elements of a latent of so many are decoded at once."""
+        tiled = self.decoder.is_tiled(area, fits=self.memory.fits_decoding(area))
+        return self.decoder.tile_area if tiled else area
 
     @property
     def dtype_name(self) -> str:
@@ -215,7 +220,7 @@ def _load_parts(
     Raises OSError or ValueError with the reason when they cannot be read or do not fit.
     """
     parts: dict[str, nn.Module] = {}
-    target = Target(device=device, dtype=dtype, on_read=lambda _: None)
+    target = Placement(device=device, dtype=dtype, on_read=lambda _: None)
     try:
         for name, kind in _TEXT_ENCODERS.items():
             parts[name] = load_text_encoder(kind, report.parts[name], target)

@@ -1,11 +1,12 @@
-"""The VAE's decoder: in which element type it runs, in one piece or in tiles, and the maths around it.
+"""How a model's VAE decodes: in which element type, and in one piece or in tiles.
 
-In float16 SDXL's decoder overflows: what its residual blocks add up passes 65504. Each of its layers reads that sum
-through a GroupNorm, or carries it on linearly; so the sum may be kept at a fraction of its size, with the epsilon of
+By default it decodes as stock Diffusers does: in the model's element type, or in float32 where that is float16 and the
+VAE's configuration has `force_upcast`. An operator may choose another one. Half precision is then tried on a latent
+beside float32 before it is used, and refused where the two differ by more than 40 dB of PSNR allow.
+
+In float16 SDXL's decoder overflows: the sums of its residual blocks pass 65504. Each of its layers reads such a sum
+through a GroupNorm, or carries it on linearly. So the sum may be kept at a fraction of its size, with the epsilon of
 the norms at the fraction's square, and the picture is the same one. A power of two as the fraction rounds nothing.
-
-A decoder in half precision is tried on a latent before it is used, beside float32: what differs by more than 40 dB of
-PSNR allow is not taken.
 """
 
 from __future__ import annotations
@@ -33,118 +34,122 @@ LEAST_PSNR_DB = 40.0
 # A quarter of the model's own size: what a decoder's element type changes shows in any latent.
 _TRIAL_SHARE = 0.25
 _LEAST_TRIAL = 8
-# Of pictures with more pixels than so many times the model's own, where no number is configured.
-_UNTILED_SIZES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VaeSettings:
-    """What an operator says. dtype: auto, float32, float16 or bfloat16.
-
-    tile_pixels: of larger pictures tiles are decoded and blended; 0 is four times the model's own size.
-    """
+    """What an operator says of a VAE."""
 
     dtype: str = "auto"
+    """That it decodes in: float32, float16 or bfloat16; auto is what stock Diffusers takes."""
     tile_pixels: int = 0
+    """Pictures of more pixels are decoded in tiles, which are blended; 0 is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VaeDecoder:
-    """dtype: of latents that go in. most_area: elements of a latent that are decoded in one piece.
-
-    statistics: mean and standard deviation of latents, [1, channels, 1, 1]; None where the VAE has none.
-    """
+    """A VAE that is on its device, ready to decode."""
 
     vae: AutoencoderKL
     dtype: torch.dtype
-    most_area: int
+    """The element type that it decodes in."""
+    stock_dtype: torch.dtype
+    """The one that stock Diffusers would decode in."""
+    max_area: int | None = None
+    """Elements of a latent above which an operator wants tiles; None for never."""
     statistics: tuple[Tensor, Tensor] | None = None
+    """Mean and standard deviation of latents, [1, channels, 1, 1]; None where the VAE has none."""
+
+    @property
+    def dtype_name(self) -> str:
+        """Return float32, float16 or bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def tile_area(self) -> int:
-        """Elements of a tile."""
+        """Return the number of elements of a tile."""
         return int(self.vae.tile_latent_min_size) ** 2
 
-    def area_at_once(self, area: int) -> int:
-        """Of a latent of so many elements, how many are decoded at once."""
-        return area if area <= self.most_area else min(area, self.tile_area)
+    def is_tiled(self, area: int, *, fits: bool = True) -> bool:
+        """Return whether a latent of so many elements is decoded in tiles.
 
-    def decode(self, latent: Tensor) -> Tensor:
-        """latent: [1, channels, height, width] of the backbone. Returns [1, 3, height, width], about in [-1, 1]."""
-        vae = self.vae
-        latent = _to_vae_scale(latent.to(self.dtype), vae.config.scaling_factor, self.statistics)
-        if latent.shape[-2] * latent.shape[-1] <= self.most_area:
-            image: Tensor = vae.decode(latent, return_dict=False)[0]
-            return image
-        tiled: Tensor = vae.tiled_decode(latent, return_dict=False)[0]
-        return tiled
+        Args:
+            area: Height times width of the latent.
+            fits: Whether the device has memory for all of it at once.
+        """
+        wanted = not fits or (self.max_area is not None and area > self.max_area)
+        return wanted and area > self.tile_area
+
+    def decode(self, latent: Tensor, *, tiled: bool = False) -> Tensor:
+        """Decode a latent of the backbone, [1, channels, height, width].
+
+        Returns [1, 3, height, width], about in [-1, 1].
+        """
+        latent = _to_vae_scale(latent.to(self.dtype), self.vae.config.scaling_factor, self.statistics)
+        decode = self.vae.tiled_decode if tiled else self.vae.decode
+        image: Tensor = decode(latent, return_dict=False)[0]
+        return image
 
 
 def encode_dtype(vae: AutoencoderKL) -> torch.dtype:
-    """That pictures are encoded in."""
+    """Return the element type that a VAE encodes pictures in."""
     dtype: torch.dtype = vae.encoder.conv_in.weight.dtype
     return dtype
 
 
 def make_decoder(vae: AutoencoderKL, *, device: torch.device, dtype: torch.dtype, settings: VaeSettings) -> VaeDecoder:
-    """The decoder of a VAE that is on its device; the rest of it is put into the element type that it encodes in.
+    """Put the parts of a VAE that is on its device into the element types that they run in, and return its decoder.
 
-    dtype: of the model. Raises ValueError where one was configured in which the VAE draws something else.
+    Args:
+        vae: In the model's element type.
+        device: Where it is.
+        dtype: The model's element type.
+        settings: An operator's wishes. A VAE that is to decode in float32 encodes in it, too.
+
+    Raises ValueError for an element type in which the VAE draws something else than in float32.
     """
+    stock = torch.float32 if dtype == torch.float16 and vae.config.force_upcast else dtype
+    wanted = stock if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    if wanted in {stock, torch.float32}:
+        _to(vae, wanted)
+    elif not _try_half_precision(vae, device, wanted):
+        raise ValueError(
+            f"vae_dtype {settings.dtype}: this VAE draws something else in it than in float32; use auto or float32"
+        )
+    # Stock Diffusers encodes in float32 wherever force_upcast is set, whatever the model's element type.
+    if vae.config.force_upcast or settings.dtype == "float32":
+        for part in (vae.encoder, vae.quant_conv):
+            if part is not None:
+                part.to(torch.float32)
     scale = 2 ** (len(vae.config.block_out_channels) - 1)
-    own_area = (int(vae.config.sample_size) // scale) ** 2
-    decoding = _pick_dtype(vae, device=device, dtype=dtype, wanted=settings.dtype)
-    for part in (vae.encoder, vae.quant_conv):
-        if part is not None and vae.config.force_upcast:
-            part.to(torch.float32)  # Diffusers encodes so wherever that is set
-    most_area = settings.tile_pixels // scale**2 if settings.tile_pixels else _UNTILED_SIZES * own_area
-    return VaeDecoder(vae=vae, dtype=decoding, most_area=most_area, statistics=_statistics(vae, device))
+    max_area = settings.tile_pixels // scale**2 if settings.tile_pixels else None
+    return VaeDecoder(vae=vae, dtype=wanted, stock_dtype=stock, max_area=max_area, statistics=_statistics(vae, device))
 
 
 def psnr_db(image: Tensor, reference: Tensor) -> float:
-    """Of pictures in [0, 1]; NaN where one of them has some."""
+    """Return the PSNR of two pictures in [0, 1]; NaN where one of them has some."""
     error = float((image.double() - reference.double()).square().mean())
     return math.inf if error == 0.0 else -10.0 * math.log10(error) if math.isfinite(error) else math.nan
 
 
-def _pick_dtype(vae: AutoencoderKL, *, device: torch.device, dtype: torch.dtype, wanted: str) -> torch.dtype:
-    """Puts the decoder into an element type: the configured one, or by itself the first that draws the same."""
-    if wanted != "auto":
-        picked = _first_equal(vae, device, [getattr(torch, wanted)])
-        if picked is None:
-            raise ValueError(f"vae_dtype {wanted}: this VAE draws something else in it than in float32; use auto")
-        return picked
-    if device.type == "cpu":
-        # As Diffusers does: float16 is slow on a CPU anyhow.
-        like_stock = torch.float32 if dtype == torch.float16 and vae.config.force_upcast else dtype
-        _to(vae, like_stock)
-        return like_stock
-    halves = {torch.float16: [torch.float16], torch.bfloat16: [torch.bfloat16, torch.float16]}
-    return _first_equal(vae, device, halves.get(dtype, [])) or _first_equal(vae, device, [torch.float32]) or dtype
-
-
 @torch.inference_mode()
-def _first_equal(vae: AutoencoderKL, device: torch.device, dtypes: Sequence[torch.dtype]) -> torch.dtype | None:
-    """Puts the decoder into the first of these in which it draws what it does in float32; None where there is none."""
+def _try_half_precision(vae: AutoencoderKL, device: torch.device, dtype: torch.dtype) -> bool:
+    """Put the decoder into a half-precision type and return whether it draws there what it does in float32."""
     loaded = copy.deepcopy((vae.decoder, vae.post_quant_conv))
     _to(vae, torch.float32)
-    if torch.float32 in dtypes:
-        return torch.float32
     latent = _trial_latent(vae, device)
     reference = _drawn(vae, latent)
-    for dtype in dtypes:
-        vae.decoder, vae.post_quant_conv = copy.deepcopy(loaded)
-        _to(vae, dtype)
-        if dtype == torch.float16 and not _shrink_sums(vae):
-            _log.info("this VAE's decoder has parts that are not known; it is tried in float16 as it is")
-        found_db = psnr_db(_drawn(vae, latent), reference)
-        facts = {"dtype": str(dtype).removeprefix("torch."), "psnr_db": round(found_db, 1)}
-        if found_db >= LEAST_PSNR_DB:
-            _log.info("the VAE decodes in half precision", extra=facts)
-            return dtype
-        _log.warning("the VAE draws something else in this element type than in float32", extra=facts)
     vae.decoder, vae.post_quant_conv = loaded
-    return None
+    _to(vae, dtype)
+    if dtype == torch.float16 and not _shrink_sums(vae):
+        _log.info("this VAE's decoder has parts that are not known; it is tried in float16 as it is")
+    found_db = psnr_db(_drawn(vae, latent), reference)
+    facts = {"dtype": str(dtype).removeprefix("torch."), "psnr_db": round(found_db, 1)}
+    if found_db >= LEAST_PSNR_DB:
+        _log.info("the VAE decodes in half precision", extra=facts)
+        return True
+    _log.warning("the VAE draws something else in this element type than in float32", extra=facts)
+    return False
 
 
 def _to(vae: AutoencoderKL, dtype: torch.dtype) -> None:

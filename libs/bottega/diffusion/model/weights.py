@@ -31,7 +31,7 @@ TextEncoderT = TypeVar("TextEncoderT", CLIPTextModel, CLIPTextModelWithProjectio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Placement:
     """Where weights go, and as what."""
 
     device: torch.device
@@ -40,7 +40,7 @@ class Target:
     """Called with the number of bytes that have been read since the last call."""
 
 
-def load_network(kind: type[NetworkT], part: PartReport, target: Target) -> NetworkT:
+def load_network(kind: type[NetworkT], part: PartReport, target: Placement) -> NetworkT:
     """Load a network of Diffusers in evaluation mode, with the weights that its `from_pretrained` gives it.
 
     Raises OSError or ValueError with the reason when a file has changed since it was checked.
@@ -60,7 +60,7 @@ def load_network(kind: type[NetworkT], part: PartReport, target: Target) -> Netw
     return network.to(target.device).eval()
 
 
-def load_text_encoder(kind: type[TextEncoderT], part: PartReport, target: Target) -> TextEncoderT:
+def load_text_encoder(kind: type[TextEncoderT], part: PartReport, target: Placement) -> TextEncoderT:
     """Load a text encoder in evaluation mode, as its `from_pretrained` does.
 
     transformers knows by which names files call the weights. It maps the whole file, whose pages count as this

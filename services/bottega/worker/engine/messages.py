@@ -217,7 +217,7 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
         model_hash=engine.model.digest,
         dtype=engine.model.dtype_name,
         device=str(engine.model.device),
-        exact=record.exact,
+        exact=record.exact and record.decoded_as_stock,
         begin_step=record.begin_step,
         truncations=[generation_pb2.Truncation(field=name, text=text) for name, text in record.truncations.items()],
         times=[generation_pb2.StageTime(stage=name, seconds=seconds) for name, seconds in record.seconds.items()],
@@ -231,6 +231,8 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
         blocks_total=record.edit.blocks_total if record.edit is not None else 0,
         mask=None if record.edit is None else _mask_use(record.edit),
         accelerations=[each.name for each in engine.accelerations if each.kept],
+        vae_dtype=record.vae_dtype,
+        vae_tiled=record.vae_tiled,
     )
 
 

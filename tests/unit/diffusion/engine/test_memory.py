@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused_when_it_comes_by_what_the_warm_up_measured
     plan = MemoryPlan(3 * DECODING)
     plan.reserve("model", DECODING)
     easel = engine_on(device, model, plan, replace(TOGETHER, max_pixels=1 << 20))
-    with taking(device, model, row_bytes=ROW_BYTES, decoding_bytes=DECODING_BYTES):
+    with taking(device, model, row_bytes=4 * ROW_BYTES, decoding_bytes=DECODING_BYTES):
         easel.engine.warm_up()
         with pytest.raises(
             TooLarge, match=r"64x64 need about 4 MiB .* 2 of 3 MiB are left beside model 1 MiB"

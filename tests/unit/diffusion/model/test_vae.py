@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from bottega.diffusion.model.decode import decode_pixels
+from bottega.diffusion.model.decode import decode_image
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.vae import LEAST_PSNR_DB, VaeDecoder, VaeSettings, encode_dtype, make_decoder, psnr_db
 from tests.support.manual_engine import load
@@ -79,15 +79,17 @@ def test_an_element_type_in_which_a_decoder_draws_something_else_is_refused(whol
 def test_a_picture_above_the_size_is_decoded_in_tiles_which_show_little(whole: Model) -> None:
     noise = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(6))
     large = torch.nn.functional.interpolate(noise, size=(32, 32), mode="bilinear")
-    tiled = replace(whole, decoder=replace(whole.decoder, most_area=16 * 16))
+    tiled = replace(whole, decoder=replace(whole.decoder, max_area=16 * 16))
     tiles: list[torch.Size] = []
     hook = whole.vae.decoder.register_forward_pre_hook(lambda _, inputs: tiles.append(inputs[0].shape[-2:]))
     try:
-        pixels = decode_pixels(tiled, large)
+        pixels = decode_image(tiled, large).pixels
     finally:
         hook.remove()
-    assert max(height * width for height, width in tiles) == tiled.decoder.area_at_once(32 * 32) == 16 * 16
-    reference = decode_pixels(whole, large)
+    assert max(height * width for height, width in tiles) == tiled.decoded_area(32 * 32) == 16 * 16
+    reference = decode_image(whole, large).pixels
     assert pixels.shape == reference.shape == (128, 128, 3)
     assert psnr_db(pixels / 255, reference / 255) > 20
-    assert torch.equal(decode_pixels(tiled, large[:, :, :16, :16]), decode_pixels(whole, large[:, :, :16, :16]))
+    assert torch.equal(
+        decode_image(tiled, large[:, :, :16, :16]).pixels, decode_image(whole, large[:, :, :16, :16]).pixels
+    )

@@ -146,7 +146,7 @@ import sys
 from pathlib import Path
 import torch
 from diffusers import UNet2DConditionModel
-from bottega.diffusion.model.weights import Target, load_network
+from bottega.diffusion.model.weights import Placement, load_network
 from bottega.model_files import PartReport
 from bottega.process.memory import keep_freed_memory
 
@@ -156,7 +156,7 @@ def peak_bytes():
 
 keep_freed_memory()
 before = peak_bytes()
-target = Target(device=torch.device("cpu"), dtype=torch.bfloat16, on_read=lambda _: None)
+target = Placement(device=torch.device("cpu"), dtype=torch.bfloat16, on_read=lambda _: None)
 part = PartReport(name="unet", class_name="UNet2DConditionModel", files=(Path(sys.argv[1]),))
 unet = load_network(UNet2DConditionModel, part, target)
 print(sum(weights.nbytes for weights in unet.parameters()), peak_bytes() - before)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, Provenance
 
-# Keys that were made by other rules are none of these.
-_RULES = 1
+# Keys that were made by other rules are none of these. 2: pictures that an earlier version called exact may not be.
+_RULES = 2
 
 
 def result_key(outline: GenerationSpec, *, model_hash: str, dtype: str, versions: Sequence[str], tenant: str) -> str:
