@@ -1,0 +1,217 @@
+"""An SDXL folder as people publish it, from `bottega up` to pictures: those of stock Diffusers.
+
+Its weights are an fp16 variant in shards. It has two ControlNets and three LoRAs: of the UNet and of both text encoders
+in Diffusers' layout, and of all three in kohya's. Two more ControlNets cannot be used.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from diffusers import (
+    ControlNetModel,
+    StableDiffusionXLControlNetImg2ImgPipeline,
+    StableDiffusionXLControlNetPipeline,
+    StableDiffusionXLPipeline,
+)
+
+from bottega.client import Client, ControlNet, Picture
+from bottega.client.instance import StateFolder
+from tests.samples.controlnets import control_image
+from tests.samples.published import Layout, published_model, write_controlnet, write_lora
+from tests.samples.published_configs import TINY
+from tests.support.stock import Pixels, assert_same_image, load_stock, pixels_of, variant
+from tests.support.terminal import run
+from tests.support.waiting import wait_until
+
+START_S = 90.0
+LAYOUT = Layout(variants=("fp16",), shards=2)
+PROMPT = "a big red star on the left on a blue background"
+DRAW: Mapping[str, Any] = {"num_inference_steps": 4, "guidance_scale": 5.0}
+IMAGES = {name: PIL.Image.fromarray(control_image(seed).numpy()) for seed, name in enumerate(("canny", "depth"), 1)}
+SCALES = {"canny": 0.7, "depth": 0.5}
+LORAS = {"style": 0.8, "words": 1.0, "trained": 0.6}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """A running `bottega up`: its model's folder, its gateway's and its fleet's address, and what it printed."""
+
+    model: Path
+    address: str
+    fleet: str
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "sdxl"
+    shutil.copytree(published_model(LAYOUT), folder)
+    write_controlnet(folder / "controlnets" / "labels", changes={**TINY["controlnet"], "num_class_embeds": 4})
+    (folder / "controlnets" / "pose.safetensors").touch()
+    (folder / "loras").mkdir()
+    write_lora(folder / "loras" / "style.safetensors", "diffusers", ["unet"], strength=0.5, seed=1)
+    write_lora(folder / "loras" / "words.safetensors", "diffusers", ["text_encoder", "text_encoder_2"], seed=2)
+    write_lora(folder / "loras" / "trained.safetensors", "kohya", strength=0.5, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def suite(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
+    folder = tmp_path_factory.mktemp("up")
+    state, printed = StateFolder(folder / "state"), folder / "printed"
+    command = ["up", "--model", model, "--state", state.root, "--port", "0", "--threads", "1", "--device", "cpu"]
+    environment = {key: text for key, text in os.environ.items() if key not in ("BOTTEGA_ADDRESS", "BOTTEGA_FLEET")}
+    with printed.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bottega.client.cli", *map(str, command), "--dtype", "float32"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+        )
+    try:
+        ready = lambda: "Ready after" in printed.read_text() or process.poll() is not None  # noqa: E731
+        wait_until(ready, "the suite to be ready", within_s=START_S)
+        assert process.poll() is None, printed.read_text()
+        record = state.read()
+        assert record is not None
+        yield Suite(model=model, address=record.address, fleet=record.fleet_address, printed=printed.read_text())
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def client(suite: Suite) -> Iterator[Client]:
+    with Client(suite.address, fleet_address=suite.fleet) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def stock(model: Path) -> Any:
+    """Stock's pipeline with all three LoRAs, none in force."""
+    pipeline = load_stock(model, variant="fp16")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # PEFT: several are meant
+        for name in LORAS:
+            pipeline.load_lora_weights(str(model / "loras" / f"{name}.safetensors"), adapter_name=name)
+    pipeline.disable_lora()
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def nets(model: Path) -> dict[str, ControlNetModel]:
+    folders = {name: model / "controlnets" / name for name in IMAGES}
+    return {
+        name: ControlNetModel.from_pretrained(folder, variant="fp16", use_safetensors=True, torch_dtype=torch.float32)
+        for name, folder in folders.items()
+    }
+
+
+def test_what_cannot_be_used_is_named_when_the_suite_is_ready(suite: Suite) -> None:
+    shown = [suite.printed, run("fleet", "--once", address=suite.address, fleet=suite.fleet).stdout]
+    shown.append(run("doctor", "--model", suite.model, address=suite.address, fleet=suite.fleet).stdout)
+    for text in shown:
+        words = " ".join(text.split())  # a table is cut into lines
+        assert "num_class_embeds is 4: it needs class labels" in words
+        assert "pose.safetensors" in words
+    assert "2 ControlNets of" in shown[-1]
+
+
+@pytest.mark.parametrize("loras", [[], ["style"], ["words"], ["trained"], list(LORAS)], ids="+".join)
+def test_pictures_with_loras_are_stocks(client: Client, stock: Any, loras: Sequence[str]) -> None:
+    drawn = client.generate(PROMPT, seed=7, lora=[(name, LORAS[name]) for name in loras], **DRAW)
+    _assert_stock(drawn, _stock_pixels(variant(stock), loras, seed=7))
+    assert [use.name for use in drawn.provenance.loras] == list(loras)
+
+
+@pytest.mark.parametrize("loras", [[], list(LORAS)], ids=["alone", "with three LoRAs"])
+@pytest.mark.parametrize("names", [["canny"], ["canny", "depth"]], ids="+".join)
+def test_pictures_with_controlnets_are_stocks(
+    client: Client, stock: Any, nets: Mapping[str, ControlNetModel], names: Sequence[str], loras: Sequence[str]
+) -> None:
+    controls = [ControlNet(name, IMAGES[name], controlnet_conditioning_scale=SCALES[name]) for name in names]
+    lora = [(name, LORAS[name]) for name in loras]
+    drawn = client.generate(PROMPT, seed=8, controlnets=controls, lora=lora, **DRAW)
+    pipeline = _controlled(stock, StableDiffusionXLControlNetPipeline, nets, names)
+    options = {"image": [IMAGES[name] for name in names]}
+    _assert_stock(drawn, _stock_pixels(pipeline, loras, seed=8, **options, **_scales(names)))
+
+
+def test_each_of_them_matters(stock: Any, nets: Mapping[str, ControlNetModel]) -> None:
+    plain = _stock_pixels(variant(stock), [], seed=8).astype(int)
+    others = [_stock_pixels(variant(stock), [name], seed=8) for name in LORAS]
+    for name in nets:
+        pipeline = _controlled(stock, StableDiffusionXLControlNetPipeline, nets, [name])
+        others.append(_stock_pixels(pipeline, [], seed=8, image=[IMAGES[name]], **_scales([name])))
+    assert min(np.abs(other - plain).mean() for other in others) > 4
+
+
+def test_image_to_image_with_a_controlnet_and_a_lora_is_stocks(
+    client: Client, stock: Any, nets: Mapping[str, ControlNetModel]
+) -> None:
+    source = PIL.Image.fromarray(control_image(5).numpy())
+    drawn = client.generate(
+        PROMPT,
+        seed=9,
+        image=source,
+        strength=0.75,
+        controlnets=[ControlNet("depth", IMAGES["depth"], controlnet_conditioning_scale=SCALES["depth"])],
+        lora=[("trained", LORAS["trained"])],
+        **DRAW,
+    )
+    pipeline = _controlled(stock, StableDiffusionXLControlNetImg2ImgPipeline, nets, ["depth"])
+    options = {"image": source, "control_image": [IMAGES["depth"]], "strength": 0.75}
+    _assert_stock(drawn, _stock_pixels(pipeline, ["trained"], seed=9, **options, **_scales(["depth"])))
+
+
+def test_lines_on_transparency_are_drawn_from_as_by_stock_and_it_is_said(
+    client: Client, suite: Suite, stock: Any, nets: Mapping[str, ControlNetModel], tmp_path: Path
+) -> None:
+    """A control image of black lines on transparency is a black one."""
+    lines = PIL.Image.new("RGBA", (64, 64))
+    lines.paste((0, 0, 0, 255), (8, 8, 56, 12))
+    drawn = client.generate(PROMPT, seed=10, controlnets=[ControlNet("canny", lines)], **DRAW)
+    pipeline = _controlled(stock, StableDiffusionXLControlNetPipeline, nets, ["canny"])
+    _assert_stock(drawn, _stock_pixels(pipeline, [], seed=10, image=[lines.convert("RGB")]))
+    assert [use.transparency_unread for use in drawn.provenance.controlnets] == [True]
+    lines.save(tmp_path / "lines.png")
+    arguments = ("generate", PROMPT, "--steps", "2", "--control", f"canny={tmp_path / 'lines.png'}")
+    said = run(*arguments, "-o", tmp_path / "star.png", address=suite.address, fleet=suite.fleet)
+    assert "the image of control canny is transparent in parts" in said.stderr, said.output
+
+
+def _controlled(stock: Any, kind: Any, nets: Mapping[str, ControlNetModel], names: Sequence[str]) -> Any:
+    return variant(stock, kind, controlnet=[nets[name] for name in names])
+
+
+def _scales(names: Sequence[str]) -> dict[str, Any]:
+    return {"controlnet_conditioning_scale": [SCALES[name] for name in names]}
+
+
+def _stock_pixels(pipeline: StableDiffusionXLPipeline, loras: Sequence[str], *, seed: int, **options: Any) -> Pixels:
+    """Return what a stock pipeline draws with these LoRAs in force."""
+    if loras:
+        pipeline.enable_lora()
+        pipeline.set_adapters(list(loras), [LORAS[name] for name in loras])
+    else:
+        pipeline.disable_lora()
+    return pixels_of(pipeline(PROMPT, generator=torch.Generator("cpu").manual_seed(seed), **DRAW, **options).images[0])
+
+
+def _assert_stock(drawn: Picture, stock: Pixels) -> None:
+    assert_same_image(pixels_of(drawn.pil()), stock)
+    assert drawn.provenance.exact
