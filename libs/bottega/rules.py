@@ -219,10 +219,18 @@ def check_loras(spec: GenerationSpec) -> Iterator[Violation]:
             yield Violation(field=f"spec.loras[{index}].measure_similarity", description=rule)
 
 
-def check_lora_steps(spec: GenerationSpec, steps: int, strength: float | None) -> Iterator[Violation]:
-    """Which LoRAs of a spec would go in after its last step, or too late to be measured.
+def check_lora_steps(
+    spec: GenerationSpec, steps: int, strength: float | None, *, waits: str = ""
+) -> Iterator[Violation]:
+    """Yield which LoRAs of a spec would go in after its last step, or too late for the caller or to be measured.
 
     Silent where other rules have something to say about a step, or about the strength, which is of image-to-image.
+
+    Args:
+        spec: As the caller sent it, or completed.
+        steps: Denoising steps, those that image-to-image leaves out included.
+        strength: Of image-to-image; None without an image.
+        waits: By which words of the caller no step is made without LoRAs, see `waits_for_loras`; empty is none.
     """
     sensible = 0 < steps <= MAX_STEPS and (strength is None or 0 < strength <= 1)
     first = steps - steps_to_run(steps, strength) if sensible else MAX_STEPS
@@ -233,24 +241,35 @@ def check_lora_steps(spec: GenerationSpec, steps: int, strength: float | None) -
         elif lora.measure_similarity and first < lora.from_step <= MAX_STEPS:
             rule = f"must be at most {first}, the first step, with measure_similarity: nothing is drawn before it is in"
             yield Violation(field=f"{path}.from_step", description=rule)
+        elif waits and first < lora.from_step <= MAX_STEPS:
+            rule = f"must be at most {first}, the first step, with {waits}: no step is made without the LoRA then"
+            yield Violation(field=f"{path}.from_step", description=rule)
         if lora.HasField("max_step") and 0 < steps < lora.max_step <= MAX_STEPS:
             yield Violation(field=f"{path}.max_step", description=f"must be at most the number of steps, {steps}")
 
 
-def check_lateness(spec: GenerationSpec) -> Iterator[Violation]:
-    """Which LoRAs of a caller's spec may come late by one of its words, and may not by another.
+def waits_for_loras(spec: GenerationSpec) -> str:
+    """Return the words of a caller by which no step is made without its LoRAs; empty where there are none.
 
-    An EXACT that only the seed stands for gives way to what is said of a single LoRA. Where the step is pinned, nothing
-    depends on when the LoRA comes.
+    An EXACT that only the seed stands for is no such word: it gives way to what is said of a single LoRA.
+
+    Args:
+        spec: As the caller sent it.
     """
-    told = spec.techniques.HasField("bounded_lora_loading")
-    if told and not spec.techniques.bounded_lora_loading:
-        why = "techniques.bounded_lora_loading false"
-    elif not told and spec.fidelity == Fidelity.FIDELITY_EXACT:
-        why = "fidelity EXACT (unless techniques.bounded_lora_loading is true)"
-    else:
-        return
-    for index, lora in enumerate(spec.loras[:MAX_ADAPTERS]):
+    if spec.techniques.HasField("bounded_lora_loading"):
+        return "" if spec.techniques.bounded_lora_loading else "techniques.bounded_lora_loading false"
+    if spec.fidelity == Fidelity.FIDELITY_EXACT:
+        return "fidelity EXACT (unless techniques.bounded_lora_loading is true)"
+    return ""
+
+
+def check_lateness(spec: GenerationSpec) -> Iterator[Violation]:
+    """Yield which LoRAs of a caller's spec may come late by one of its words, and may not by another.
+
+    Where the step is pinned, nothing depends on when the LoRA comes; see `check_lora_steps`.
+    """
+    why = waits_for_loras(spec)
+    for index, lora in enumerate(spec.loras[:MAX_ADAPTERS] if why else ()):
         if lora.max_step > 0 and not lora.HasField("from_step"):
             rule = f"must be 0 or absent with {why}: that waits for LoRAs before the first step"
             yield Violation(field=f"spec.loras[{index}].max_step", description=rule)

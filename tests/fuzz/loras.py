@@ -51,6 +51,13 @@ def lora_drawings(case: Any) -> Iterator[Case]:
     yield case("a late LoRA with a seed, and no store", UNAVAILABLE, loras=[late], seed=1)
     yield case("a late LoRA, switched on, and no store", UNAVAILABLE, loras=[late], fidelity=1, techniques=on)
     yield bad("late and exact", "[0].max_step", late, fidelity=1)
+    pinned = Lora(name="ink", from_step=1)
+    yield bad("from the second step and exact", "[0].from_step", pinned, fidelity=1)
+    yield bad("from the second step, exact and off", "[0].from_step", pinned, fidelity=1, techniques=off)
+    yield case("a LoRA from the second step, exact and on", UNAVAILABLE, loras=[pinned], fidelity=1, techniques=on)
+    yield case("a LoRA from the second step with a seed", UNAVAILABLE, loras=[pinned], seed=1)
+    yield case("a LoRA from the second step, balanced", UNAVAILABLE, loras=[pinned], fidelity=2, seed=1)
+    yield case("a LoRA from the first step and exact", UNAVAILABLE, loras=[Lora(name="ink", from_step=0)], fidelity=1)
     yield bad("late and switched off", "[0].max_step", late, techniques=off)
     yield case("nine LoRAs", INVALID, "spec.loras", loras=[Lora(name="ink")] * 9)
     for step in _STEPS:

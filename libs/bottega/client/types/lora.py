@@ -16,7 +16,8 @@ class Lora:
 
     name: as loras() lists it. scale: how strongly it counts.
     from_step: the step at which it goes in, the same for all of a request, and digest: the hash of its weights; a
-    provenance says both, and with both the picture is the same again.
+    provenance says both, and with both the picture is the same again. A step after the first one that is made needs
+    bounded_lora_loading=True beside fidelity="exact".
     max_step: the step that is not made without it, where from_step is not given; absent is what its profile says, or 0
     where the request is exact. More than 0 beside fidelity="exact" needs bounded_lora_loading=True.
     measure_similarity: draw everything once more without it, and say in the provenance how alike the latents are.

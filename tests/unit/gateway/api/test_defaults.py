@@ -223,15 +223,31 @@ _EXACT, _BALANCED = generation_pb2.FIDELITY_EXACT, generation_pb2.FIDELITY_BALAN
         (GenerationSpec(seed=1, loras=[Lora(name="ink", max_step=9), Lora(name="ink")]), True),
         (GenerationSpec(loras=[Lora(name="ink", max_step=9), Lora(name="ink")]), None),
         (GenerationSpec(seed=1, loras=[Lora(name="ink", max_step=0), Lora(name="ink")]), None),
-        (GenerationSpec(fidelity=_EXACT, loras=[Lora(name="ink", max_step=9, from_step=2)] * 2), None),
+        (GenerationSpec(fidelity=_EXACT, loras=[Lora(name="ink", max_step=9, from_step=0)] * 2), None),
+        (GenerationSpec(seed=1, loras=[Lora(name="ink", from_step=2)] * 2), True),
+        (GenerationSpec(seed=1, loras=[Lora(name="ink", from_step=0)] * 2), None),
+        (GenerationSpec(seed=1, image=b"x", strength=0.5, loras=[Lora(name="ink", from_step=15)] * 2), None),
+        (GenerationSpec(seed=1, image=b"x", strength=0.5, loras=[Lora(name="ink", from_step=16)] * 2), True),
+        (GenerationSpec(loras=[Lora(name="ink", max_step=9, from_step=2)] * 2), None),
         (
             GenerationSpec(
-                techniques=Techniques(bounded_lora_loading=False), loras=[Lora(name="ink", max_step=9, from_step=2)] * 2
+                techniques=Techniques(bounded_lora_loading=False), loras=[Lora(name="ink", max_step=9, from_step=0)] * 2
             ),
             False,
         ),
     ],
-    ids=["by seed", "balanced", "waits", "pinned and exact", "pinned and off"],
+    ids=[
+        "by seed",
+        "balanced",
+        "waits",
+        "pinned and exact",
+        "pinned late by seed",
+        "pinned by seed",
+        "pinned by seed to the first step of an image",
+        "pinned by seed to the second step of an image",
+        "pinned late",
+        "pinned and off",
+    ],
 )
 def test_an_exact_that_nobody_asked_for_gives_way_to_a_step_that_is_told(
     spec: GenerationSpec, switch: bool | None
@@ -244,6 +260,9 @@ def test_an_exact_that_nobody_asked_for_gives_way_to_a_step_that_is_told(
     techniques = full.techniques
     assert (techniques.bounded_lora_loading if techniques.HasField("bounded_lora_loading") else None) == switch
     assert list(rules.check_lateness(full)) == []
+    strength = full.strength if full.HasField("strength") else None
+    waits = rules.waits_for_loras(full)
+    assert list(rules.check_lora_steps(full, full.num_inference_steps, strength, waits=waits)) == []
     assert defaults.complete(full, MODEL, _resolved(stored, stored)) == full
     assert defaults.as_before(spec, full, sample_addons()) == full
 

@@ -133,8 +133,33 @@ def test_a_request_that_waits_for_its_loras_and_lets_them_be_late_is_refused_in_
     assert [violation.field for violation in found] == (["spec.loras[1].max_step"] if refused else [])
     assert all(refused in violation.description for violation in found)
     for lora in late.loras:
-        lora.from_step = 5
+        lora.from_step = 0
     assert _fields(late) == [], "as a provenance says it: nothing depends on when it comes"
+
+
+@pytest.mark.parametrize(
+    ("image", "first"),
+    [({}, 0), ({"image": PNG, "strength": 0.5}, 5), ({"image": PNG, "strength": 1.0}, 0)],
+)
+def test_an_exact_request_pins_no_step_after_the_first_that_is_made(image: dict[str, Any], first: int) -> None:
+    """As it pins no cached latent. What a BALANCED picture's provenance says is drawn again as it was."""
+    words: list[tuple[dict[str, Any], bool]] = [
+        ({"fidelity": generation_pb2.FIDELITY_EXACT}, True),
+        ({"fidelity": generation_pb2.FIDELITY_EXACT, "techniques": Techniques(bounded_lora_loading=False)}, True),
+        ({"fidelity": generation_pb2.FIDELITY_EXACT, "techniques": Techniques(bounded_lora_loading=True)}, False),
+        ({"fidelity": generation_pb2.FIDELITY_BALANCED}, False),
+        ({"fidelity": generation_pb2.FIDELITY_FAST}, False),
+        ({"seed": 1}, False),
+        ({"seed": 1, "techniques": Techniques(bounded_lora_loading=False)}, True),
+    ]
+    for said, refused in words:
+        for step, late in ((0, False), (first, False), (first + 1, True), (9, True)):
+            spec = _ink(from_step=step)
+            spec.MergeFrom(GenerationSpec(**image, **said))
+            assert _fields(spec) == (["loras[0].from_step"] if refused and late else []), (said, step)
+    after_the_end = _ink(from_step=10)
+    after_the_end.fidelity = generation_pb2.FIDELITY_EXACT
+    assert _fields(after_the_end) == ["loras[0].from_step"], "once"
 
 
 def test_a_request_id_has_128_characters_at_most() -> None:

@@ -21,7 +21,7 @@ from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.tenants.access import Access
 from bottega.lora.set_key import LoraSetKey
 from bottega.rpc.channel import PLAINTEXT, Channels
-from bottega.rules import check_lateness, check_lora_steps, check_loras
+from bottega.rules import check_lateness, check_lora_steps, check_loras, waits_for_loras
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.lora_pb2 import StoredLora
@@ -54,8 +54,8 @@ class LoraAddOn(AddOn):
         yield from check_lateness(spec)
 
     def check_steps(self, spec: GenerationSpec, *, steps: int, strength: float | None) -> Iterator[Violation]:
-        """Which LoRAs would go in after the last step."""
-        return check_lora_steps(spec, steps, strength)
+        """Yield which LoRAs would go in after the last step, or too late for what the caller says."""
+        return check_lora_steps(spec, steps, strength, waits=waits_for_loras(spec))
 
     async def resolve(self, spec: GenerationSpec, access: Access) -> Resolution:
         """What the stores have. Raises LoraNotFound, LoraUnusable, NoLora."""

@@ -14,9 +14,15 @@ _LATE_SHARE = 0.2
 
 
 def complete_loras(full: GenerationSpec, stored: Sequence[StoredLora]) -> None:
-    """Completes the LoRAs of a spec that is complete otherwise. stored: each of them, as the store has it."""
-    some_may_be_late = any(lora.max_step and not lora.HasField("from_step") for lora in full.loras)
+    """Complete the LoRAs of a spec that is complete otherwise.
+
+    Args:
+        full: The spec, which is changed.
+        stored: Each of its LoRAs, as the store has it.
+    """
     steps = steps_to_run(full.num_inference_steps, full.strength if full.HasField("strength") else None)
+    first = full.num_inference_steps - steps
+    some_may_be_late = any(_is_late(lora, first) for lora in full.loras)
     for lora, each in zip(full.loras, stored, strict=True):
         _complete(lora, each, latest_step=_latest_step(each, steps) if _may_be_late(full) else 0)
     if some_may_be_late and not _may_be_late(full):
@@ -30,6 +36,11 @@ def _complete(lora: Lora, stored: StoredLora, *, latest_step: int) -> None:
         lora.scale = 1.0
     if not lora.HasField("max_step"):
         lora.max_step = latest_step
+
+
+def _is_late(lora: Lora, first: int) -> bool:
+    """Whether steps may be made without it by what is said of it alone. first: the first step that is made."""
+    return lora.from_step > first if lora.HasField("from_step") else lora.max_step > 0
 
 
 def _may_be_late(spec: GenerationSpec) -> bool:
