@@ -70,6 +70,21 @@ def test_kohya_of_every_module_with_mixed_alphas_is_what_the_definition_says(
     _assert_same(imported(save(tensors, tmp_path / "kohya.safetensors")), expected)
 
 
+@pytest.mark.filterwarnings("ignore:The following alpha_pattern keys did not match")
+@pytest.mark.parametrize(("alphas", "times"), [((2.0, 2.0, 2.0), 1), ((2.0, 2.0, 8.0), 4)], ids=["same", "mixed"])
+def test_stock_diffusers_gives_attention_the_most_frequent_alpha_of_kohyas(
+    imported: Callable[..., dict[str, Tensor]], tmp_path: Path, alphas: tuple[float, ...], times: int
+) -> None:
+    """What provenances and the page on LoRAs say of mixed alphas; where this fails they may say it no more."""
+    paths = (_CONV, _OUT, _Q)
+    tensors, _ = kohya({("unet", path): Part(rank=2, alpha=alpha) for path, alpha in zip(paths, alphas, strict=True)})
+    path = save(tensors, tmp_path / "kohya.safetensors")
+    pipeline = _pipeline()
+    pipeline.load_lora_weights(path, use_safetensors=True)
+    theirs = _loaded_deltas(pipeline)
+    _assert_same(imported(path), theirs | {f"unet.{_Q}": times * theirs[f"unet.{_Q}"]})
+
+
 def test_kohyas_own_names_of_the_unet_mean_the_same_modules(
     imported: Callable[..., dict[str, Tensor]], tmp_path: Path
 ) -> None:

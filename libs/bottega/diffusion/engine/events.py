@@ -95,21 +95,23 @@ class ControlUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraRecord:
-    """A LoRA as a job used it, from `from_step` on.
-
-    load_s: until it was here. wait_s: that the job could not go on for want of its LoRAs. patch_s: of putting them into
-    weights, in place of what was there; 0 where they were in already, or only ever beside them. Both are of all of the
-    job's LoRAs together, as are similarities: where it was measured, after each step, see LatentMeter.
-    """
+    """A LoRA as a job used it. Seconds of waiting and patching, and similarities, are of all of its LoRAs together."""
 
     name: str
     digest: str
     scale: float
     from_step: int
+    """The first step that had it in the UNet."""
     load_s: float
+    """Until it was here."""
     wait_s: float
+    """That the job could not go on for want of its LoRAs."""
     patch_s: float
+    """Of putting them into weights; 0 where they were in already, or only ever beside them."""
+    mixed_alphas: bool = False
+    """See `has_mixed_alphas`; of any component."""
     similarities: tuple[float, ...] = ()
+    """Where it was measured, after each step; see LatentMeter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

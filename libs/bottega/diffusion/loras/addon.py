@@ -27,6 +27,7 @@ from bottega.diffusion.loras import (
     LoraSet,
     LoraSource,
     LoraWeights,
+    has_mixed_alphas,
 )
 from bottega.diffusion.loras.offload import RemoteLoras, loras_part, read_loras
 from bottega.diffusion.loras.similarity import LatentMeter
@@ -211,6 +212,7 @@ class JobLoras(JobAddOn):
     _meter: LatentMeter = field(default_factory=LatentMeter)
     _load_s: tuple[float, ...] = ()
     _works: tuple[StoreWork | None, ...] = ()
+    _mixed_alphas: tuple[bool, ...] = ()
     _patches: list[TracedSpan] = field(default_factory=list)
     _waits: list[TracedSpan] = field(default_factory=list)
     _waiting_since_s: float | None = None
@@ -264,6 +266,9 @@ class JobLoras(JobAddOn):
                 self.step = max(request.step for request in self._requests)
             for request in self._requests:
                 request.loras, request.loras_from = self.loras, self.step
+            self._mixed_alphas = tuple(
+                any(has_mixed_alphas(handle.layers(name)) for name in (UNET, *TEXT_ENCODERS)) for handle in self.handles
+            )
             self._release()
         under_way = {request for request in self._requests if not request.done}
         last = self.bound if self.step is None else self.step
@@ -325,9 +330,10 @@ class JobLoras(JobAddOn):
                 load_s=load_s,
                 wait_s=self.wait_s,
                 patch_s=self.patch_s,
+                mixed_alphas=mixed_alphas,
                 similarities=self._meter.similarities if spec.measured else (),
             )
-            for spec, load_s in zip(self.specs, self._load_s, strict=True)
+            for spec, load_s, mixed_alphas in zip(self.specs, self._load_s, self._mixed_alphas, strict=True)
         )
         return replace(record, loras=loras, exact=record.exact and self.step <= record.begin_step)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,16 @@ class LoraLayer:
 
 Layers = Mapping[str, LoraLayer]
 """Layers of one component, by module path below it."""
+
+
+def has_mixed_alphas(layers: Layers) -> bool:
+    """Return whether modules of one component have different alphas: scale times rank.
+
+    Stock Diffusers takes the most frequent alpha for all of them where the file is kohya's.
+    """
+    alphas = [layer.scale * layer.down.shape[0] for layer in layers.values()]
+    # Scales are kept in single precision.
+    return any(not math.isclose(alpha, alphas[0], rel_tol=1e-5) for alpha in alphas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -273,6 +273,7 @@ def _lora_use(lora: LoraRecord) -> generation_pb2.LoraUse:
         load_s=lora.load_s,
         wait_s=lora.wait_s,
         patch_s=lora.patch_s,
+        mixed_alphas=lora.mixed_alphas,
         similarities=lora.similarities,
     )
 

@@ -98,6 +98,7 @@ def test_a_set_of_loras_draws_what_stock_with_peft_draws(
     assert [(each.name, each.scale, each.from_step) for each in drawing.record.loras] == [
         (name, scale, 0) for name, scale in scales.items()
     ]
+    assert {each.name for each in drawing.record.loras if each.mixed_alphas} == scales.keys() & {"pastel"}
     plain = easel.draw(EngineOrder(key="plain", spec=SPEC))
     assert_close(plain.latents[0], plain_latent)
     assert lora_weights(easel.engine).patched is None

@@ -36,6 +36,8 @@ class LoraType(click.ParamType[Lora]):
 def _describe(provenance: Provenance) -> Iterator[str]:
     for use in provenance.loras:
         yield f"LoRA {use.name}: scale {use.scale:g}, in from step {use.from_step}, there after {use.load_s:.3f} s"
+        if use.mixed_alphas:
+            yield f"LoRA {use.name}: its modules have different alphas; stock Diffusers may load it otherwise"
 
 
 PART = GenerationPart(
