@@ -737,6 +737,19 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         ),
     ),
     WrongFolder(
+        name="a preset with wrong values",
+        make=_spoiled(lambda path: replace(path / "bottega.json", '{"guidance_scale": -1, "steps": 4}')),
+        sentence=(
+            "bottega.json: guidance_scale: Input should be greater than or equal to 0 (got -1); steps: unknown key; "
+            "known at the top level: num_inference_steps, guidance_scale, sampler, timestep_spacing"
+        ),
+    ),
+    WrongFolder(
+        name="a broken preset",
+        make=_spoiled(lambda path: replace(path / "bottega.json", "[]")),
+        sentence=f"bottega.json: it is JSON, but no object; {_AGAIN}",
+    ),
+    WrongFolder(
         name="two sizes",
         make=_with_unet(sample_size=[16, 16]),
         sentence=(

@@ -10,7 +10,7 @@ from bottega.model_files.configuration_rules import CONFIG_FILES, INDEX_FILE, ch
 from bottega.model_files.families import SDXL, describe_other, family_of
 from bottega.model_files.json_files import is_there, read_json_object
 from bottega.model_files.location import name_of
-from bottega.model_files.presets import Preset, propose_preset, read_preset
+from bottega.model_files.presets import PRESET_FILE, Preset, propose_preset, read_preset
 from bottega.model_files.report import ModelReport, PartReport
 from bottega.model_files.tensor_check import check_tensors
 from bottega.model_files.tokenizer_check import check_tokenizer
@@ -67,7 +67,8 @@ def _read_preset(folder: Path) -> tuple[Preset | None, list[str]]:
     try:
         return read_preset(folder), []
     except ConfigError as error:
-        return None, [" ".join(error.message.split())]
+        first, *rules = error.message.removeprefix(f"{folder / PRESET_FILE}: ").splitlines()
+        return None, [f"{PRESET_FILE}: {'; '.join(rule.strip() for rule in rules) or first}"]
 
 
 def _read_configs(folder: Path, index: Mapping[str, object]) -> tuple[dict[str, Mapping[str, object]], list[str]]:
