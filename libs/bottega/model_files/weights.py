@@ -128,6 +128,30 @@ def choose_variant(variants: Mapping[str, frozenset[str]], preferred: str = "") 
     raise ValueError(f"no variant has weights of all parts ({each}); download all parts in one variant, or plain ones")
 
 
+def weights_in(names: Iterable[str], naming: WeightsNaming, part: str) -> list[str]:
+    """Return which of the files of these names hold a part's weights, and their index where they are in shards.
+
+    Args:
+        names: Of the files in the part's folder.
+        naming: Of the library that loads them.
+        part: Its name, for errors.
+
+    Raises:
+        ValueError: With a sentence, where there are none that could be loaded.
+    """
+    names = sorted(names)
+    variants = variants_in(names, naming)
+    if not variants:
+        raise ValueError(nothing_to_load(part, naming, names))
+    variant = choose_variant({part: variants})
+    if naming.index(variant) not in names:
+        return [naming.whole(variant)]
+    # A variant's name stands before the number of a shard or, from older releases of Diffusers, behind it.
+    stem, dotted = re.escape(naming.stem), re.escape(_dotted(variant))
+    shard = re.compile(rf"{stem}(?:{dotted}-\d+-of-\d+|-\d+-of-\d+{dotted})\.safetensors")
+    return [naming.index(variant), *(name for name in names if shard.fullmatch(name))]
+
+
 def read_weights(folder: Path, naming: WeightsNaming, variant: str) -> Weights:
     """Return a part's weights of a variant, or its plain ones where it has none of it.
 

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -36,6 +36,7 @@ class Hub:
 
     address: str = ""
     asked: list[str] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=FILES.copy)
 
 
 @pytest.fixture
@@ -57,12 +58,12 @@ def hub() -> Iterator[Hub]:
             hub.asked.append(path)
             name, data = path.rpartition("/")[2], b""
             if path.startswith("/api/models/somebody/depth/tree/"):
-                data = json.dumps([_entry(name) for name in FILES]).encode()
+                data = json.dumps([_entry(name, data) for name, data in hub.files.items()]).encode()
             elif path.startswith("/api/models/somebody/depth"):
-                siblings = [{"rfilename": name} for name in FILES]
+                siblings = [{"rfilename": name} for name in hub.files]
                 data = json.dumps({"id": "somebody/depth", "sha": REVISION, "siblings": siblings}).encode()
-            elif path.startswith("/somebody/depth/resolve/") and name in FILES:
-                data = FILES[name]
+            elif path.startswith("/somebody/depth/resolve/") and name in hub.files:
+                data = hub.files[name]
             self.send_response(200 if data else 404)
             self.send_header("X-Repo-Commit" if data else "X-Error-Code", REVISION if data else "RepoNotFound")
             self.send_header("Content-Length", str(len(data)))
@@ -117,6 +118,39 @@ async def test_what_a_server_needs_is_brought_below_its_root_and_hosted(
     assert not [path for path in hub.asked if path.endswith((".bin", ".md"))], "nothing else is downloaded"
 
 
+STEM = "diffusion_pytorch_model"
+PUBLISHED: Mapping[str, tuple[list[str], list[str]]] = {
+    "an fp16 variant alone": ([f"{STEM}.fp16.safetensors"], [f"{STEM}.bin"]),
+    "shards": (
+        [f"{STEM}.safetensors.index.json", f"{STEM}-00001-of-00002.safetensors", f"{STEM}-00002-of-00002.safetensors"],
+        [f"{STEM}-00001-of-00001.fp16.safetensors", f"{STEM}.safetensors.index.fp16.json", "depth.safetensors"],
+    ),
+    "shards of a variant alone": (
+        [f"{STEM}.safetensors.index.fp16.json", f"{STEM}.fp16-00001-of-00001.safetensors"],
+        ["sample/diffusion_pytorch_model.safetensors"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+async def test_of_a_variant_and_of_shards_all_that_is_needed_is_brought(
+    house: Running, hub: Hub, tmp_path: Path, case: str
+) -> None:
+    needed, others = PUBLISHED[case]
+    hub.files = {name: name.encode() for name in ("config.json", *needed, *others)}
+    status, said = await add(house, "depth", "hub:somebody/depth", HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path))
+    assert status == 0, said
+    folder = tmp_path / "root" / "hub--somebody--depth"
+    assert {path.name for path in folder.iterdir() if path.is_file()} == {"config.json", *needed}
+
+
+async def test_pickles_alone_are_not_brought_and_it_is_said(house: Running, hub: Hub, tmp_path: Path) -> None:
+    hub.files = {name: FILES[name] for name in ("config.json", "diffusion_pytorch_model.bin")}
+    status, said = await add(house, "depth", "hub:somebody/depth", HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path))
+    assert status == 1
+    assert "only pickled weights" in said
+
+
 @pytest.mark.parametrize(
     ("what", "setting", "expected"),
     [
@@ -159,8 +193,7 @@ async def test_what_needs_no_hub_to_be_refused_is_refused_without_one(house: Run
     assert house.servers[0].added == []
 
 
-def _entry(name: str) -> dict[str, object]:
-    data = FILES[name]
+def _entry(name: str, data: bytes) -> dict[str, object]:
     return {"type": "file", "oid": hashlib.sha1(data).hexdigest(), "size": len(data), "path": name}
 
 

@@ -7,14 +7,11 @@ import os
 from pathlib import Path
 
 from bottega.errors import BottegaError, Code
+from bottega.model_files.weights import DIFFUSERS, weights_in
 
-# What a server reads of a folder. Weights in other element types and pickled ones stay where they are.
-_FILES = [
-    "config.json",
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model-*-of-*.safetensors",
-]
-
+_CONFIG = "config.json"
+# What is asked for where the hub cannot say what it has: what is here already, or the reason why not, comes of it.
+_PLAIN = (_CONFIG, DIFFUSERS.whole(""), DIFFUSERS.index(""), f"{DIFFUSERS.stem}-*-of-*.safetensors")
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -28,10 +25,18 @@ class HubError(BottegaError, code=Code.FAILED_PRECONDITION):
 
 
 def fetch(repo: str, revision: str | None, root: Path) -> Path:
-    """Downloads what a server needs of a ControlNet to a folder of its own below `root`, and returns it.
+    """Download what a server needs of a ControlNet to a folder of its own below `root`, and return the folder.
 
-    repo: OWNER/NAME on the hub, or wherever HF_ENDPOINT points. What is there already is not downloaded again.
-    Raises HubError.
+    Weights are its plain ones, else its fp16 variant, whole or in shards; pickled ones stay where they are. What is
+    there already is not downloaded again.
+
+    Args:
+        repo: OWNER/NAME on the hub, or wherever HF_ENDPOINT points.
+        revision: A branch, tag or commit; None for the newest.
+        root: Below which servers take folders.
+
+    Raises:
+        HubError: With what a person may do.
     """
     try:
         import huggingface_hub
@@ -47,7 +52,8 @@ def fetch(repo: str, revision: str | None, root: Path) -> Path:
         )
     try:
         folder = root / f"hub--{repo.replace('/', '--')}"
-        huggingface_hub.snapshot_download(repo, revision=revision, local_dir=folder, allow_patterns=_FILES)
+        wanted = _wanted(repo, revision)
+        huggingface_hub.snapshot_download(repo, revision=revision, local_dir=folder, allow_patterns=wanted)
     except errors.HFValidationError:
         raise HubError(f"{repo!r} is no name on the hub", todo="OWNER/NAME is wanted, as in its address.") from None
     except errors.GatedRepoError:
@@ -60,9 +66,31 @@ def fetch(repo: str, revision: str | None, root: Path) -> Path:
         raise HubError(f"the hub has no {repo}, or it is private", todo="A private one needs HF_TOKEN.") from None
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
         raise _unreachable(repo, error) from None
-    if not (folder / "config.json").is_file():
-        raise HubError(f"{repo} has no config.json: it is no ControlNet in Diffusers' layout")
+    if not (folder / _CONFIG).is_file():
+        raise HubError(f"{repo} has no {_CONFIG}: it is no ControlNet in Diffusers' layout")
     return folder
+
+
+def _wanted(repo: str, revision: str | None) -> list[str]:
+    """Return the names of the files that a server reads, or patterns of plain ones where the hub cannot be asked.
+
+    Raises:
+        HubError: It has no weights that could be loaded.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        found = HfApi().model_info(repo, revision=revision).siblings or []
+    except Exception:  # noqa: BLE001 - of the hub's client and of httpx; the download meets the same, and says it
+        return list(_PLAIN)
+    names = [file.rfilename for file in found if "/" not in file.rfilename]
+    if _CONFIG not in names:
+        return [_CONFIG]
+    try:
+        weights = weights_in(names, DIFFUSERS, repo)
+    except ValueError as error:
+        raise HubError(f"{repo} cannot be used: {error}") from None
+    return [_CONFIG, *weights]
 
 
 def _unreachable(repo: str, error: Exception) -> HubError:
