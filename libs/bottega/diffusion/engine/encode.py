@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from diffusers.loaders import TextualInversionLoaderMixin
 from torch import Tensor
 
 from bottega.diffusion.device.device import HostCopy
@@ -16,6 +17,8 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.vae import encode_dtype
 from bottega.diffusion.rows import Embeds
 from bottega.diffusion.spec import ResolvedSpec
+
+_TEXTUAL_INVERSION = TextualInversionLoaderMixin()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,10 +108,12 @@ def _all_finite(model: Model, *tensors: Tensor) -> HostCopy:
 def _encode_pair(
     model: Model, texts: tuple[str, str], fields: tuple[str, str], truncations: dict[str, str]
 ) -> tuple[Tensor, Tensor]:
-    """Both encoders' penultimate states side by side, and the second one's pooled output."""
+    """Return both encoders' penultimate states side by side, and the second one's pooled output."""
     states: list[Tensor] = []
     pooled: Tensor | None = None
     for text, tokenizer, encoder, field in zip(texts, model.tokenizers, model.text_encoders, fields, strict=True):
+        # A word with several embeddings (textual inversion) becomes as many tokens.
+        text = _TEXTUAL_INVERSION.maybe_convert_prompt(text, tokenizer)  # noqa: PLW2901
         length = tokenizer.model_max_length
         ids = tokenizer(text, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
         whole = tokenizer(text, padding="longest", return_tensors="pt").input_ids

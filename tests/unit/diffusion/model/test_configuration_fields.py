@@ -7,6 +7,7 @@ first tests until it has a rule and a case.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -593,3 +594,16 @@ def changed(folder: Path, file: str, name: str, value: Any) -> Path:
     (folder / file).unlink()  # a link to the tiny model's own
     (folder / file).write_text(json.dumps(fields))
     return folder
+
+
+def test_a_word_with_several_embeddings_encodes_as_stock(pair: Pair) -> None:
+    """As a textual inversion of three vectors that was saved with the model: Diffusers writes them all for the word."""
+    tokenizers, encoders = copy.deepcopy(pair.model.tokenizers), copy.deepcopy(pair.model.text_encoders)
+    for tokenizer, encoder in zip(tokenizers, encoders, strict=True):
+        tokenizer.add_tokens(["<cat>", "<cat>_1", "<cat>_2", "<dog>"])
+        encoder.resize_token_embeddings(len(tokenizer))
+    model = replace(pair.model, tokenizers=tokenizers, text_encoders=encoders)
+    named = ("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2")
+    stock = variant(pair.stock, **dict(zip(named, (*tokenizers, *encoders), strict=True)))
+    for prompt in ("a <cat> on the left", "a <dog> and a <cat>"):
+        assert_encodes_as_stock(stock, model, prompt)
