@@ -44,7 +44,7 @@ from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.spans import DeviceClock
 from bottega.diffusion.engine.step import Stepper
 from bottega.diffusion.engine.waiting import WaitingOrder, WaitingOrders
-from bottega.diffusion.engine.warm_up import run_stages, sample_job
+from bottega.diffusion.engine.warm_up import measure_stages, sample_job
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.heartbeat import Heartbeat, call_after_blocks
 from bottega.diffusion.model.model import Model
@@ -84,6 +84,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_fixed_rows(limits.fixed_rows, model.device)
+        if heartbeat is not None:  # first: fitting the preview runs the VAE
+            call_after_blocks((model.backbone.unet, model.vae, *model.text_encoders), heartbeat.beat)
         self.model = model
         self.fixed_s = 0.0
         self.accelerations: Sequence[AccelerationResult] = ()
@@ -130,8 +132,6 @@ class Engine:
         self._forward = MeasuredForward(
             self._bounded, self.step_times, self.addons, self.row_fractions, fixed_rows=limits.fixed_rows
         )
-        if heartbeat is not None:
-            call_after_blocks((model.backbone.unet, model.vae, *model.text_encoders), heartbeat.beat)
         self._pair = None
         if peer is not None:
             self._pair = Pair(
@@ -234,10 +234,10 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Runs every stage and measures it."""
-        for _ in range(2):  # the first time pays for what is made once
-            job, self.fixed_s = run_stages(self.model, self._device_clock)
-        row = job.requests[0].rows()[0]
+        """Run every stage and measure it; what a large picture takes follows from a small one on a slow device."""
+        stages = measure_stages(self.model, self._device_clock)
+        self.fixed_s = stages.fixed_s
+        row = stages.job.requests[0].rows()[0]
         self._bounded.measure_memory(row, self.model.runtime)
         self._forward.warm_up(row, self._batcher.max_rows)
 

@@ -99,17 +99,17 @@ class MeasuredForward:
             self._fractions.observe(self.step_times, (height, width), rows=len(rows), shares=shares, seconds=seconds)
 
     def warm_up(self, row: Row, max_rows: int) -> None:
-        """Measures forwards of 1, 2, 4, ... rows like this one until one takes a second, and what add-ons cost.
+        """Measure forwards of 1, 2, 4, ... rows like this one until one takes a second, and what add-ons cost.
 
-        Two rows are measured in any case, once where one takes so long: what parts of rows cost follows from both.
-        Padded forwards are all alike: those of one row are measured.
+        Two rows are measured in any case, because what parts of rows cost follows from both. A forward that takes a
+        second is measured once. Padded forwards are all alike: those of one row are measured.
         """
         most = 1 if self._fixed_rows else max_rows
         count, slow = 1, False
         while count <= most and (count <= _LEAST_WARM_UP_ROWS or not slow):
             rows = [replace(row) for _ in range(count)]
-            if not slow:
-                self._forward.predict(rows)  # the first of its size pays for what is made once
+            if not slow:  # the first of its size pays for what is made once
+                slow = self._forward.predict(rows).seconds > _WARM_UP_TURN_S
             slow = max(self.predict(rows).seconds for _ in range(1 if slow else 3)) > _WARM_UP_TURN_S
             count *= 2
         for addon in self._addons:

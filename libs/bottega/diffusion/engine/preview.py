@@ -6,6 +6,7 @@ Never a VAE decode: that would cost as much as several steps.
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from bottega.diffusion.model.model import Model
 
 _log = logging.getLogger(__name__)
 
-# A dozen colour fields of 256 pixels a side have some ten thousand latent elements: the map has five numbers
-# for each colour, so more would not change it.
-_PICTURES = 12
+# Latent elements of all colour fields together: the map has five numbers for each colour, so more would not change it.
+# A dozen pictures of a small model have as many, three of SDXL's, whose encoder is slow on a CPU.
+_ELEMENTS = 3000
+_MIN_PICTURES, _MAX_PICTURES = 3, 12
 _MAX_SIDE = 256
 # Patches of one colour a side: coarse enough to be smooth for the VAE, fine enough to vary inside a picture.
 _PATCHES = 4
@@ -45,7 +47,8 @@ class LatentPreview:
         generator = torch.Generator("cpu").manual_seed(0)
         latents: list[Tensor] = []
         colours: list[Tensor] = []
-        for _ in range(_PICTURES):
+        elements = (side // model.latent_scale) ** 2
+        for _ in range(min(_MAX_PICTURES, max(_MIN_PICTURES, math.ceil(_ELEMENTS / elements)))):
             patches = torch.rand(1, 3, _PATCHES, _PATCHES, generator=generator)
             field = functional.interpolate(patches, size=(side, side), mode="bilinear")
             pixels = (field[0].permute(1, 2, 0) * 255).round().to(torch.uint8)

@@ -1,6 +1,13 @@
-"""What an engine draws before its first job: a picture of the model's own size, to measure what its stages take."""
+"""What an engine runs before its first job, to measure what its stages take, at a cost that has a bound.
+
+On a CPU a picture of SDXL's own size takes minutes. So a small one is drawn first, and the model's own size only where
+that promises to be quick; else what is said of it follows from the small one, in proportion to the pixels.
+"""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 
@@ -11,33 +18,69 @@ from bottega.diffusion.engine.spans import DeviceClock
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.spec import ResolvedSpec
 
+# A side of the small picture's latent: of SDXL 128 of 1024 pixels, a 64th of the work.
+_SMALL_SIDE = 16
+# For which the stages of the model's own size are run: they run twice.
+_LONGEST_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStages:
+    """What the stages of a picture took, beside its steps."""
+
+    job: EngineJob
+    """Its job, whose rows the steps are measured by."""
+    fixed_s: float
+    """Seconds for encoding and decoding one image of the model's own size."""
+    own_size: bool
+    """Whether it was one of that size."""
+
 
 @torch.inference_mode()
-def sample_job(model: Model, device_clock: DeviceClock) -> EngineJob:
-    """A job of one image of the model's own size, without add-ons."""
+def sample_job(model: Model, device_clock: DeviceClock, *, small: bool = False) -> EngineJob:
+    """Open a job of one image without add-ons, of the model's own size or of a small one, and encode its prompt."""
     defaults = model.defaults
-    spec = ResolvedSpec(
-        prompt="",
-        num_inference_steps=2,
-        width=defaults.width,
-        height=defaults.height,
-        sampler=defaults.sampler,
-        use_karras_sigmas=defaults.use_karras_sigmas,
-    )
+    width, height = _small_size(model) if small else (defaults.width, defaults.height)
+    spec = ResolvedSpec(prompt="", num_inference_steps=2, width=width, height=height)
     return open_job(model, EngineOrder(key="", spec=spec), {}, 0.0, device_clock)
 
 
 @torch.inference_mode()
-def run_stages(model: Model, device_clock: DeviceClock) -> tuple[EngineJob, float]:
-    """Encodes and decodes a sample job, and notes the memory that decoding takes.
+def measure_stages(model: Model, device_clock: DeviceClock) -> MeasuredStages:
+    """Run the stages of a small picture and, where they are quick enough, of one of the model's own size.
 
-    Returns the job, and the seconds of both.
+    On a device whose memory is counted it is always the model's own: decoding says what it takes there.
+    """
+    defaults = model.defaults
+    growth = defaults.width * defaults.height / math.prod(_small_size(model))
+    if growth > 1 and model.memory.budget_bytes is None:
+        for _ in range(2):  # the first time pays for what is made once
+            job, encode_s, decode_s = _run_stages(model, device_clock, small=True)
+        expected_s = encode_s + growth * decode_s
+        if expected_s > _LONGEST_S:
+            return MeasuredStages(job=job, fixed_s=expected_s, own_size=False)
+    for _ in range(2):
+        job, encode_s, decode_s = _run_stages(model, device_clock, small=False)
+    return MeasuredStages(job=job, fixed_s=encode_s + decode_s, own_size=True)
+
+
+def _run_stages(model: Model, device_clock: DeviceClock, *, small: bool) -> tuple[EngineJob, float, float]:
+    """Encode and decode a sample job, and note the memory that decoding takes.
+
+    Returns the job and the seconds of both.
     """
     began = model.runtime.record()
-    job = sample_job(model, device_clock)
+    job = sample_job(model, device_clock, small=small)
+    encoded = model.runtime.record()
     request = job.requests[0]
     peak_bytes = model.runtime.measure_peak(lambda: start_decoding(model, job, request).wait())
-    seconds = Span(begin=began, end=model.runtime.record()).seconds
+    decoded = model.runtime.record()
     area = request.latent.shape[-2] * request.latent.shape[-1]
     model.memory.observe_decoding(model.decoded_area(area), peak_bytes)
-    return job, seconds
+    return job, Span(begin=began, end=encoded).seconds, Span(begin=encoded, end=decoded).seconds
+
+
+def _small_size(model: Model) -> tuple[int, int]:
+    """Return width and height of the small picture, which is never larger than the model's own."""
+    side = max(_SMALL_SIDE * model.latent_scale, model.size_multiple)
+    return min(side, model.defaults.width), min(side, model.defaults.height)

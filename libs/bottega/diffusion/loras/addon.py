@@ -167,7 +167,7 @@ class EngineLoras(EngineAddOn):
         probe = self.weights.probe()
         for _ in range(3):
             predict([replace(row, loras=probe)])
-        self.weights.measure_swap(probe)
+        self.weights.measure_swap()
 
     def now_s(self) -> float:
         """On its clock."""

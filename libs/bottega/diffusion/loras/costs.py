@@ -57,6 +57,10 @@ class SwapCosts:
             self._s_per_byte = before + _WEIGHT * (measured - before)
             self._patched_bytes = touched_bytes
 
+    def expect_patch(self, touched_bytes: int) -> None:
+        """Expect sets to touch so many bytes of weights, until one has been put in."""
+        self._patched_bytes = touched_bytes
+
     def pays(self, key: SetKey, *, steps: int, step_s: float, touched_bytes: int) -> bool:
         """Whether a set that all rows will share for so many steps should go into the weights."""
         return steps * step_s * self.share(key) > self.swap_s(touched_bytes)

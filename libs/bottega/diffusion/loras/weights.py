@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 # What the probe touches, and its rank: attention's projections, as most LoRAs do.
 _PROBE_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
 _PROBE_RANK = 16
+# What a swap is measured by: of SDXL all of them would take 2 GB for the copies.
+_PROBE_BYTES = 256 << 20
 # What the copies are called among those who have some of the device's memory.
 _COPIES = "pristine copies"
 
@@ -175,20 +177,31 @@ class LoraWeights:
             self.costs.observe_step(next(iter(beside)).key, seconds, plain_s)
         return not beside
 
-    def probe(self) -> LoraSet:
-        """A set that changes nothing, to measure by."""
-        layers = {}
+    def probe(self, *, max_bytes: int | None = None) -> LoraSet:
+        """Return a set that changes nothing, to measure by. max_bytes: of the weights that it touches."""
+        layers: dict[str, LoraLayer] = {}
+        touched_bytes = 0
         for path, module in self._networks[UNET].named_modules():
             if isinstance(module, nn.Linear) and path.endswith(_PROBE_LAYERS):
+                touched_bytes += module.weight.nbytes
+                if layers and max_bytes is not None and touched_bytes > max_bytes:
+                    break
                 down = torch.zeros(_PROBE_RANK, module.in_features)
                 layers[path] = LoraLayer(down=down, up=torch.zeros(module.out_features, _PROBE_RANK), scale=1.0)
         return self.unet_set([LoraAtScale(digest="", scale=0.0, layers={UNET: layers})])
 
-    def measure_swap(self, loras: LoraSet) -> None:
-        """Puts a set into the UNet's weights and takes it out again: once to have the copies made, once to measure."""
-        for _ in range(2 if self._patches else 0):
-            self.put_in_unet(loras)
+    def measure_swap(self) -> None:
+        """Put a set into a part of the UNet's weights and take it out again, twice: the copies are made only once.
+
+        The cost of a swap is in proportion to the bytes that it touches.
+        """
+        if not self._patches:
+            return
+        part = self.probe(max_bytes=_PROBE_BYTES)
+        for _ in range(2):
+            self.put_in_unet(part)
             self.put_in_unet(None)
+        self.costs.expect_patch(self._patchers[UNET].touched_bytes(self.probe()))
         self._patchers[UNET].restore()
 
     def restore(self) -> None:

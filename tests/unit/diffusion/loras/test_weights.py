@@ -388,7 +388,7 @@ def test_what_the_copies_take_is_logged_in_mib_whenever_it_is_more_than_ever(
 ) -> None:
     caplog.set_level("INFO", logger="bottega.diffusion.loras.weights")
     weights = LoraWeights(model, pristine_on_host=True)
-    weights.measure_swap(weights.probe())
+    weights.measure_swap()
     assert not caplog.records, "those were given back"
     weights.costs = Cheap()
     unet, text = model.backbone.unet, model.text_encoders[0]
@@ -442,7 +442,7 @@ def test_without_memory_for_the_copies_loras_go_beside_the_weights(
     unet = model.backbone.unet
     before = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
     a = weights.unet_set([LoraAtScale(digest="a", scale=1.0, layers={UNET: random_layers(unet, 1)})])
-    weights.measure_swap(a)
+    weights.measure_swap()
     assert weights.swap_s > 0
     left = iter(range(5))
     patch_one = torch.addmm
