@@ -170,6 +170,15 @@ def test_it_is_said_what_of_the_source_is_lost(
     assert not second.stderr
 
 
+def test_it_is_said_that_the_source_of_image_to_image_was_resized(gateway: ScriptedGateway, address: str) -> None:
+    resized = completed()
+    resized.completed.provenance.parameters.CopyFrom(GenerationSpec(width=64, height=48))
+    resized.completed.provenance.source.CopyFrom(SourceUse(width=300, height=200, resized=True))
+    gateway.scripts = [[resized]]
+    result = run("generate", "a star", "--image", "star.png", address=address)
+    assert "the image is 300x200, and was resized to 64x48\n" in result.stderr
+
+
 def test_it_is_said_what_was_computed_and_what_reused(gateway: ScriptedGateway, address: str) -> None:
     reused, recorded = completed(), completed()
     provenance = reused.completed.provenance

@@ -209,6 +209,9 @@ def _mask_facts(use: MaskUse) -> Iterator[str]:
 
 def _source_lines(provenance: Provenance) -> Iterator[str]:
     """Say what of the source is not in the picture, and what had to be done with it first."""
+    source, size = provenance.source, provenance.parameters
+    if source.resized and not provenance.HasField("mask"):  # of edits their command says what helps
+        yield f"the image is {source.width}x{source.height}, and was resized to {size.width}x{size.height}"
     if provenance.source.transparency_unread:
         said = provenance.parameters
         kept_but_for_jpeg = said.keep_unmasked and said.format == IMAGE_FORMAT_JPEG
