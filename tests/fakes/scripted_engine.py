@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from bottega import kinds
+from bottega.errors import ConfigError
 from bottega.process import FramedPipe
 from bottega.v1 import engine_pb2, error_pb2, fleet_pb2, image_pb2, tensor_pb2, worker_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheStart
@@ -180,6 +181,8 @@ def main() -> None:
     arguments = parser.parse_args()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     model = arguments.config_json["model"]
+    if model.startswith("/") and Path(model).is_file() and Path(model).read_text() == "unusable":
+        raise SystemExit(ConfigError.exit_status)
     if model == "broken" or (model.startswith("/") and not Path(model).exists()):
         raise SystemExit(3)
     channel = FramedPipe.from_fd(arguments.fd)

@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError, Message
 
 from bottega.background_tasks import running
 from bottega.clocks import AwakeClock
-from bottega.errors import BottegaError, InternalError, TooManyOpenFiles, Unavailable
+from bottega.errors import BottegaError, ConfigError, InternalError, TooManyOpenFiles, Unavailable
 from bottega.process.child import ChildProcess
 from bottega.process.copying import copied
 from bottega.process.engine_environment import engine_environment
@@ -118,15 +118,19 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         self._child = await ChildProcess.start(self._module, *self._arguments, env=self._environment)
 
     async def watch(self, listener: EngineListener[ReadyT, EventT]) -> None:
-        """Serves the listener until cancelled, with one engine process after the other.
+        """Serve the listener until cancelled, with one engine process after the other.
 
-        Raises InternalError when several in a row did not get ready.
+        Raises:
+            ConfigError: An engine ended because of its configuration, or of what this names. Another one would, too.
+            InternalError: Several in a row did not get ready.
         """
         pause_s, failed_starts = _FIRST_PAUSE_S, 0
         while True:
             was_ready, why = await self._run_once(listener)
             exit_code = await self.stop()
             _log.error("engine lost", extra={"why": why, "was_ready": was_ready, "exit_code": exit_code})
+            if not was_ready and exit_code == ConfigError.exit_status:
+                raise ConfigError("the engine cannot use its configuration; what it logged just before says why")
             await _deliver(listener.on_engine_lost(why))
             failed_starts = 0 if was_ready else failed_starts + 1
             if failed_starts == _MOST_FAILED_STARTS:

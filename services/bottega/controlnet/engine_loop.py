@@ -28,7 +28,7 @@ from bottega.diffusion.device.pick import use_device
 from bottega.diffusion.device.threads import compute_with
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.model.model import DTYPES, pick_device
-from bottega.errors import BottegaError, Unavailable
+from bottega.errors import BottegaError, ConfigError, Unavailable
 from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request
 from bottega.rpc.operation.link_metrics import link_counts
@@ -43,7 +43,10 @@ _WEIGHTS_SHARE = 0.75
 
 
 def run(channel: FramedPipe, config: ControlNetEngineConfig) -> int:
-    """Serves until the front is gone. Returns 1 with a log line when it cannot start."""
+    """Serve until the front is gone, and return the exit status.
+
+    Where it cannot start it logs why, and the status is 1, or ConfigError's where it would not start again either.
+    """
     diffusers_logging.set_verbosity_error()
     compute_with(config.threads)
     try:
@@ -52,7 +55,7 @@ def run(channel: FramedPipe, config: ControlNetEngineConfig) -> int:
         return 0  # the front is gone
     except (BottegaError, OSError, ValueError) as error:
         _log.error("the engine cannot start", extra={"why": str(error)})
-        return 1
+        return ConfigError.exit_status if isinstance(error, ConfigError) else 1
     return 0
 
 

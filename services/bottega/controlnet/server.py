@@ -21,7 +21,7 @@ from bottega.controlnet.engine_client import ControlNetEngineClient
 from bottega.controlnet.inspector import ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.profiles import ProfileStore
-from bottega.errors import BottegaError, ControlNetNotFound, Draining, InternalError, Unavailable
+from bottega.errors import BottegaError, ConfigError, ControlNetNotFound, Draining, InternalError, Unavailable
 from bottega.miniature import WEIGHTS
 from bottega.process.memory import MemoryMeter
 from bottega.rpc.fleet_membership import FleetMembership, Listening
@@ -191,8 +191,11 @@ class ControlNetServer:
     async def _watch_engine(self) -> None:
         try:
             await self._engine.watch(self)
-        except InternalError as error:
-            self.failed.set_result(error)
+        except (ConfigError, InternalError) as error:
+            if self._first_hosting.done():
+                self.failed.set_result(error)
+            else:
+                self._first_hosting.set_exception(error)
 
     async def on_engine_ready(self, ready: ControlNetEngineReady) -> None:
         """Has a new engine host what the catalogue says."""

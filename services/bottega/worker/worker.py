@@ -20,6 +20,7 @@ from bottega.background_tasks import BackgroundTasks
 from bottega.codec import CodecPool
 from bottega.errors import (
     BottegaError,
+    ConfigError,
     Draining,
     InternalError,
     JobCancelled,
@@ -112,7 +113,12 @@ class Worker:
         self._idle.set()
 
     async def start(self) -> None:
-        """Returns when the engine is warm. Raises InternalError when the first engine does not get so far."""
+        """Return when the engine is warm.
+
+        Raises:
+            ConfigError: The engine cannot use its configuration, or what this names, such as the model.
+            InternalError: The first engine does not get warm for another reason.
+        """
         self._tasks.start(self._watch_engine())
         self._tasks.start(self._sweep())
         await self._first_ready
@@ -285,8 +291,11 @@ class Worker:
     async def _watch_engine(self) -> None:
         try:
             await self._engine.watch(self)
-        except InternalError as error:
-            self.failed.set_result(error)
+        except (ConfigError, InternalError) as error:
+            if self._first_ready.done():
+                self.failed.set_result(error)
+            else:
+                self._first_ready.set_exception(error)
 
     def _check_model(self, spec: GenerationSpec) -> None:
         """A request for one model must not get the picture of another. Absent means the only one that there is."""

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from bottega.errors import ConfigError
 from bottega.process import FramedPipe, open_pair
 from bottega.v1 import error_pb2, fleet_pb2, tensor_pb2
 from bottega.v1.engine_pb2 import EngineCancel, EngineCommand, EngineEvent, EngineReady, EngineStart
@@ -232,7 +233,7 @@ async def test_a_folder_that_is_no_model_ends_it_with_a_line_that_says_so(
 ) -> None:
     ours, theirs = open_pair()
     with ours, theirs:
-        assert run(FramedPipe(theirs), dataclasses.replace(CONFIG, model=str(tmp_path))) == 1
+        assert run(FramedPipe(theirs), dataclasses.replace(CONFIG, model=str(tmp_path))) == ConfigError.exit_status
     (line,) = caplog.records
     assert (line.levelname, line.message) == ("ERROR", "the engine cannot start")
     assert line.__dict__["model"] == str(tmp_path)

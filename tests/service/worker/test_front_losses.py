@@ -14,7 +14,7 @@ import grpc
 import psutil
 import pytest
 
-from bottega.errors import Code, InternalError
+from bottega.errors import Code, ConfigError, InternalError
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import error_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
@@ -100,6 +100,29 @@ async def test_a_fault_while_results_are_swept_is_logged_and_they_are_swept_agai
 async def test_an_engine_that_never_gets_ready_ends_the_start(start: Start) -> None:
     with pytest.raises(InternalError, match="could not be started"):
         await start(replace(CONFIG, engine=EngineConfig(model="broken")))
+
+
+@pytest.mark.parametrize("was_ready", [False, True])
+async def test_an_engine_that_cannot_use_its_configuration_is_not_started_again(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, was_ready: bool
+) -> None:
+    model = tmp_path / "model"
+    config = replace(CONFIG, engine=EngineConfig(model=str(model)))
+    model.write_text("" if was_ready else "unusable")
+    if was_ready:
+        running = await start(config)
+        model.write_text("unusable")
+        await _lose_engine(running)
+        await asyncio.wait([running.worker.failed], timeout=15)
+        error = running.worker.failed.result()
+    else:
+        with pytest.raises(ConfigError) as caught:
+            await start(config)
+        error = caught.value
+    assert isinstance(error, ConfigError)
+    assert error.message == "the engine cannot use its configuration; what it logged just before says why"
+    starts = [line.was_ready for line in caplog.records if line.message == "engine lost"]  # type: ignore[attr-defined]
+    assert starts == ([True, False] if was_ready else [False])
 
 
 async def test_a_worker_whose_engine_does_not_come_back_gives_up_after_the_third_time(

@@ -31,14 +31,18 @@ from bottega.diffusion.model.samplers import KARRAS, SamplerKind, default_kind, 
 from bottega.diffusion.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.diffusion.model.weights import Placement, load_network, load_text_encoder
 from bottega.diffusion.operations import Operations
+from bottega.errors import ConfigError
 from bottega.model_files import ModelReport, check_model_folder
 from bottega.model_files.presets import Preset, read_preset
+from bottega.plain_text import excerpt
 
 # StableDiffusionXLPipeline's own defaults.
 _DEFAULT_STEPS = 50
 _DEFAULT_GUIDANCE = 5.0
 # StableDiffusionXLInpaintPipeline's; the pipelines with ControlNets all have the one above.
 _DEFAULT_EDIT_GUIDANCE = 7.5
+
+_SHOWN_CHARACTERS = 200
 
 # The parts with weights, by their subfolders, in the order in which they are loaded.
 _TEXT_ENCODERS: Mapping[str, Any] = {
@@ -152,14 +156,13 @@ def load_model(
         device_memory_mib: See open_memory_plan.
 
     Raises:
-        ValueError: With the reason in one sentence where the folder is no model that can be served, or where the
-            device has no room for it.
-        ConfigError: Where its preset breaks a rule.
+        ConfigError: With the reason in one sentence where the folder is no model that can be served.
+        ValueError: With the reason where the device has no room for it.
         OSError: Where a file cannot be read.
     """
     report = check_model_folder(folder)
     if report.problems:  # also without the folder: Diffusers would take its path for a name on the hub
-        raise ValueError(report.refusal)
+        raise ConfigError(report.refusal)
     preset = read_preset(folder) or Preset()
     runtime = use_device(device)
     diffusers_logging.set_verbosity_error()
@@ -204,11 +207,11 @@ def _scheduler_config(scheduler: SchedulerMixin, preset: Preset) -> dict[str, An
 
 
 def _samplers(config: Mapping[str, Any], defaults: Defaults) -> ModelSamplers:
-    """Try every sampler. Raise ValueError with the reason where the model's own one cannot draw."""
+    """Try every sampler. Raise ConfigError with the reason where the model's own one cannot draw."""
     samplers = ModelSamplers(config, steps=defaults.num_inference_steps)
     own = SamplerChoice(kind=defaults.sampler, karras=defaults.use_karras_sigmas)
     if reason := samplers.refusals[own]:
-        raise ValueError(f"the model's sampler, {own}, cannot draw: {reason}")
+        raise ConfigError(f"the model's sampler, {own}, cannot draw: {reason}")
     return samplers
 
 
@@ -217,7 +220,7 @@ def _load_parts(
 ) -> tuple[StableDiffusionXLPipeline, VaeDecoder]:
     """Load the parts onto the device, text encoders first: loading one takes more memory than its weights.
 
-    Raises OSError or ValueError with the reason when they cannot be read or do not fit.
+    Raises ConfigError, OSError or ValueError with the reason when they cannot be read or do not fit.
     """
     parts: dict[str, nn.Module] = {}
     target = Placement(device=device, dtype=dtype, on_read=lambda _: None)
@@ -247,6 +250,12 @@ def _load_parts(
             f"{device} has not enough memory for the model: {loaded_mib} MiB of its weights were loaded; "
             "use a smaller dtype, or a larger device"
         ) from None
+    except (ArithmeticError, AttributeError, ImportError, LookupError, TypeError) as error:
+        # What Diffusers and transformers raise for values that they do not expect, past all that the checker knows.
+        what = f"{type(error).__name__}: {excerpt(str(error), _SHOWN_CHARACTERS)}"
+        raise ConfigError(
+            f"the model {report.folder} cannot be loaded by Diffusers ({what}); correct its configurations"
+        ) from error
     _reserve(memory, parts)  # the VAE may be in other element types now
     return pipeline, decoder
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from bottega.diffusion.device.memory_meter import DeviceMemoryMeter
 from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.errors import to_job_failure
-from bottega.errors import BottegaError, Unavailable
+from bottega.errors import BottegaError, ConfigError, Unavailable
 from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request
 from bottega.rpc.status import to_job_error
@@ -40,16 +40,21 @@ _LOOK_S = 0.05
 
 
 def run(channel: FramedPipe, config: EngineConfig, *, trials: Path | None = None) -> int:
-    """Starts, says so, and serves until the front is gone. Returns 1 with a log line when it cannot start.
+    """Start, say so, serve until the front is gone, and return the exit status.
 
-    trials: see TrialLog.
+    Where it cannot start it logs why, and the status is 1, or ConfigError's where it would not start again either.
+
+    Args:
+        channel: The pipe to the front.
+        config: What it may be told.
+        trials: See TrialLog.
     """
     link_requests = LinkRequests(lambda request: channel.send(EngineEvent(link_request=request).SerializeToString()))
     try:
         runtime = load_runtime(config, link_requests, trials=trials)
     except (BottegaError, OSError, ValueError) as error:
         _log.error("the engine cannot start", extra={"model": config.model, "why": str(error)})
-        return 1
+        return ConfigError.exit_status if isinstance(error, ConfigError) else 1
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

@@ -18,7 +18,7 @@ from bottega.worker.config import EngineConfig
 
 
 def main() -> int:
-    """Returns the exit code: 1 with a log line when the engine cannot start."""
+    """Run the engine and return the exit status; see `loop.run`."""
     parser = argparse.ArgumentParser(
         prog="python -m bottega.worker.engine.main", description="A worker's engine process"
     )

@@ -20,7 +20,7 @@ from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.errors import InvalidRequest
+from bottega.errors import ConfigError, InvalidRequest
 from bottega.model_files.presets import PRESET_FILE
 from tests.fakes.scripted_latents import Cached, cached, entry
 from tests.samples.model_folders import with_scheduler
@@ -205,5 +205,5 @@ def test_a_model_whose_own_sampler_cannot_draw_is_not_loaded(tmp_path: Path) -> 
     folder = with_scheduler(
         tmp_path / "model", "DPMSolverMultistepScheduler", timestep_spacing="trailing", lambda_min_clipped=-2.0
     )
-    with pytest.raises(ValueError, match="the model's sampler, dpmpp_2m, cannot draw: the model's timestep spacing"):
+    with pytest.raises(ConfigError, match="the model's sampler, dpmpp_2m, cannot draw: the model's timestep spacing"):
         load(folder)

@@ -46,7 +46,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.vae import VaeSettings, make_decoder
 from bottega.diffusion.rows import Embeds, Row
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.errors import FieldNotServed
+from bottega.errors import ConfigError, FieldNotServed
 from bottega.model_files import check_model_folder
 from bottega.model_files.configuration_rules import check_configurations, filled_config
 from bottega.model_files.field_rules import FieldRule
@@ -567,7 +567,7 @@ def test_of_index_and_tokenizers_a_value_draws_what_stock_draws_or_is_refused(
     problems = check_model_folder(folder).problems
     if problems:
         assert any(name in problem or "SDXL's refiner" in problem for problem in problems), problems
-        with pytest.raises(ValueError, match=re.escape(problems[0])):
+        with pytest.raises(ConfigError, match=re.escape(problems[0])):
             load(folder)
         return
     # Parts that only IP-Adapters use are not written here.

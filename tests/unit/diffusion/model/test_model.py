@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from bottega.diffusion.model.model import Model, digest, load_model
 from bottega.diffusion.model.samplers import SamplerKind
+from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
 from bottega.model_files.presets import PRESET_FILE
 
@@ -62,13 +63,22 @@ def test_a_folder_that_is_no_model_is_refused_with_the_reason(
     folder: Path, spoil: Callable[[Path], None], why: str
 ) -> None:
     spoil(folder)
-    with pytest.raises((OSError, ValueError), match=why):
+    with pytest.raises(ConfigError, match=why):
+        load(folder)
+
+
+def test_what_only_the_libraries_know_to_be_wrong_is_refused_with_their_reason(folder: Path) -> None:
+    path = folder / "text_encoder" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_return_dict": 1}))
+    with pytest.raises(
+        ConfigError, match=r"cannot be loaded by Diffusers \(AttributeError: property 'use_return_dict'"
+    ):
         load(folder)
 
 
 @pytest.mark.parametrize("name", ["some/model", "/absent"])
 def test_a_folder_that_is_not_there_is_not_looked_for_anywhere_else(name: str) -> None:
-    with pytest.raises(ValueError, match=f"the model {name} cannot be served: there is no such folder"):
+    with pytest.raises(ConfigError, match=f"the model {name} cannot be served: there is no such folder"):
         load(Path(name))
 
 
