@@ -7,7 +7,7 @@ outside of it, links followed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -26,6 +26,7 @@ from bottega.model_files.controlnet_config import (
 )
 from bottega.model_files.controlnet_layout import ControlLayout, controlnet_layout
 from bottega.model_files.json_files import is_lfs_pointer, parse_json_object
+from bottega.model_files.tensor_check import controlnet_tensors
 from bottega.model_files.weights import (
     DIFFUSERS,
     FLOATING_POINT,
@@ -35,6 +36,7 @@ from bottega.model_files.weights import (
     variants_in,
     weight_map,
 )
+from bottega.plain_text import excerpt
 from bottega.storage.contained_paths import listed, open_below
 
 SUFFIX = ".safetensors"
@@ -42,6 +44,9 @@ SUFFIX = ".safetensors"
 # Of each file; those of SDXL's have 100 KB, all of which become objects.
 _MAX_HEADER_BYTES = 2 << 20
 _MAX_SHARDS = 64
+_SHOWN_CHARACTERS = 60
+# Differences that a sentence names.
+_LISTED = 3
 # Enough to tell a pointer of Git LFS from a header's length.
 _BEGINNING_BYTES = 64
 _POINTER = "{} is a Git LFS pointer in place of the file; run `git lfs pull` in its folder"
@@ -62,8 +67,6 @@ class WeightsFile:
 def check_controlnet(name: str, folder: Path, base: ControlLayout | None, *, root: Path | None = None) -> str:
     """Return why a ControlNet cannot be used, as one sentence; empty where its configuration and headers are good.
 
-    Whether names and shapes of its tensors are those of its configuration is known when it is loaded.
-
     Args:
         name: Its name, for the sentence.
         folder: Its folder.
@@ -72,9 +75,10 @@ def check_controlnet(name: str, folder: Path, base: ControlLayout | None, *, roo
     """
     try:
         with naming(name, "used"):
-            read_checked_config(name, folder, base=base, root=root)
-            with opened_weights(folder, root):
-                return ""
+            config = read_checked_config(name, folder, base=base, root=root)
+            with opened_weights(folder, root) as files:
+                check_same(dict(controlnet_tensors(config.fields)), files)
+        return ""
     except BottegaError as error:
         return error.message
 
@@ -122,6 +126,32 @@ def naming(name: str, what: str) -> Iterator[None]:
         raise ControlNetUnusable(f"ControlNet {name} cannot be {what}: {_of_file(error)}") from error
     except (ValueError, ArithmeticError, TypeError) as error:
         raise ControlNetUnusable(f"ControlNet {name} cannot be {what}: {error}") from error
+
+
+def check_same(wanted: Mapping[str, tuple[int, ...]], files: Sequence[WeightsFile]) -> None:
+    """Raise ValueError where the files have other tensors than a network, or tensors of other shapes.
+
+    Args:
+        wanted: The network's shapes by name.
+        files: Of its weights.
+    """
+    entries = [entry for weights in files for entry in weights.header.tensors]
+    found = {entry.name: entry.shape for entry in entries}
+    if len(found) < len(entries):
+        raise ValueError("two of its files have a tensor of the same name")
+    if wrong := [*_misshapen(wanted, found)]:
+        more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
+        raise ValueError(f"its weights are not those of its config.json: {'; '.join(wrong[:_LISTED])}{more}")
+
+
+def _misshapen(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for name in sorted(wanted.keys() - found.keys()):
+        yield f"{name} is not there"
+    for name, shape in found.items():
+        if name not in wanted:
+            yield f"nothing takes {excerpt(name, _SHOWN_CHARACTERS)}"
+        elif shape != wanted[name]:
+            yield f"{name} is {list(shape)} and should be {list(wanted[name])}"
 
 
 def _config_text(folder: Path, root: Path | None) -> bytes:

@@ -1,8 +1,9 @@
 """Checks a part's tensors against its configuration: every name and every shape, by the headers of its files.
 
-`unet_tensors`, `vae_tensors` and `text_encoder_tensors` yield what a network's `state_dict()` would have. They take a
-configuration whose rules hold and which has a value for each field that they read; see `unet_rules`, `vae_rules` and
-`text_encoder_rules`. They yield pairs of a name and a shape one by one, because a configuration may ask for any number.
+`unet_tensors`, `controlnet_tensors`, `vae_tensors` and `text_encoder_tensors` yield what a network's `state_dict()`
+would have. They take a configuration whose rules hold and which has a value for each field that they read; see
+`unet_rules`, `controlnet_config`, `vae_rules` and `text_encoder_rules`. They yield pairs of a name and a shape one by
+one, because a configuration may ask for any number.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 from bottega.lora.safetensors_header import MAX_TENSORS
@@ -96,13 +97,7 @@ def unet_tensors(config: Mapping[str, Any]) -> Tensors:
     yield from _embedding("time_embedding", width, time)
     yield from _embedding("add_embedding", config["projection_class_embeddings_input_dim"], time)
     levels = _unet_levels(config)
-    for level, kind in enumerate(config["down_block_types"]):
-        block, out = f"down_blocks.{level}", channels[level]
-        inputs = [channels[max(level - 1, 0)], *[out] * (_by_level(config, "layers_per_block")[level] - 1)]
-        yield from _unet_block(block, kind, inputs, levels[level], config)
-        if level < len(channels) - 1:
-            yield from _convolution(f"{block}.downsamplers.0.conv", out, out, 3)
-    yield from _unet_middle(levels[-1], config)
+    yield from _unet_encoder(levels, config)
     reverse = config["reverse_transformer_layers_per_block"]
     for level, kind in enumerate(config["up_block_types"]):
         mirrored = len(channels) - 1 - level
@@ -114,6 +109,34 @@ def unet_tensors(config: Mapping[str, Any]) -> Tensors:
             yield from _convolution(f"{block}.upsamplers.0.conv", at.width, at.width, 3)
     yield from _norm("conv_norm_out", width)
     yield from _convolution("conv_out", width, config["out_channels"], config["conv_out_kernel"])
+
+
+def controlnet_tensors(config: Mapping[str, Any]) -> Tensors:
+    """Yield the tensors of a ControlNetModel.
+
+    Args:
+        config: The arguments that it is built from, with lists or tuples.
+    """
+    config = {name: _as_lists(value) for name, value in config.items()} | {"time_embedding_dim": None}
+    heads = config["num_attention_heads"] or config["attention_head_dim"]
+    channels, embedding = config["block_out_channels"], config["conditioning_embedding_out_channels"]
+    width, layers = channels[0], config["layers_per_block"]
+    yield from _convolution("conv_in", config["in_channels"], width, 3)
+    yield from _embedding("time_embedding", width, 4 * width)
+    if config["addition_embed_type"] is not None:
+        yield from _embedding("add_embedding", config["projection_class_embeddings_input_dim"], 4 * width)
+    conditioning = "controlnet_cond_embedding"
+    yield from _convolution(f"{conditioning}.conv_in", config["conditioning_channels"], embedding[0], 3)
+    for number, (inputs, outputs) in enumerate(pairwise(embedding)):
+        yield from _convolution(f"{conditioning}.blocks.{2 * number}", inputs, inputs, 3)
+        yield from _convolution(f"{conditioning}.blocks.{2 * number + 1}", inputs, outputs, 3)
+    yield from _convolution(f"{conditioning}.conv_out", embedding[-1], width, 3)
+    yield from _unet_encoder(_unet_levels({**config, "attention_head_dim": heads}), config)
+    # One for the input, each layer and each halving.
+    points = [width, *(out for level, out in enumerate(channels) for _ in range(layers + (level < len(channels) - 1)))]
+    for number, out in enumerate(points):
+        yield from _point_convolution(f"controlnet_down_blocks.{number}", out, out)
+    yield from _point_convolution("controlnet_mid_block", channels[-1], channels[-1])
 
 
 def vae_tensors(config: Mapping[str, Any]) -> Tensors:
@@ -189,6 +212,10 @@ def _unet_levels(config: Mapping[str, Any]) -> list[_Level]:
     ]
 
 
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def _by_level(config: Mapping[str, Any], name: str) -> Sequence[Any]:
     value = config[name]
     return value if isinstance(value, list) else [value] * len(config["block_out_channels"])
@@ -201,6 +228,18 @@ def _up_inputs(config: Mapping[str, Any], mirrored: int) -> list[int]:
     below = channels[min(mirrored + 1, len(channels) - 1)]
     last_skip = channels[max(mirrored - 1, 0)]
     return [(below if layer == 0 else width) + (last_skip if layer == layers - 1 else width) for layer in range(layers)]
+
+
+def _unet_encoder(levels: Sequence[_Level], config: Mapping[str, Any]) -> Tensors:
+    """Yield the tensors of the blocks on the way down and of the middle block."""
+    channels = config["block_out_channels"]
+    for level, kind in enumerate(config["down_block_types"]):
+        block, out = f"down_blocks.{level}", channels[level]
+        inputs = [channels[max(level - 1, 0)], *[out] * (_by_level(config, "layers_per_block")[level] - 1)]
+        yield from _unet_block(block, kind, inputs, levels[level], config)
+        if level < len(channels) - 1:
+            yield from _convolution(f"{block}.downsamplers.0.conv", out, out, 3)
+    yield from _unet_middle(levels[-1], config)
 
 
 def _unet_block(block: str, kind: str, inputs: Sequence[int], level: _Level, config: Mapping[str, Any]) -> Tensors:

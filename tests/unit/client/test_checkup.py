@@ -195,10 +195,17 @@ def test_a_controlnet_of_a_model_that_cannot_be_used_is_named_with_its_reason(tm
     with_config(nets / "good", json.dumps(dict(CONFIG)).encode())
     with_config(nets / "labels", json.dumps({**CONFIG, "num_class_embeds": 7}).encode())
     with_config(nets / "sd15", json.dumps({**CONFIG, "cross_attention_dim": 768}).encode())
+    with_config(nets / "shallow", json.dumps({**CONFIG, "use_linear_projection": False}).encode())
     (nets / "empty").mkdir()
     (nets / "depth.safetensors").touch()
     results = list(check_own_controlnets(str(model)))
-    assert [result.level for result in results] == [Level.WARN] * 4 + [Level.OK]
-    said = ("empty.*config.json", "num_class_embeds", "cross_attention_dim", "single file")
-    assert all(re.search(pattern, result.what) for pattern, result in zip(said, results[:4], strict=True))
+    assert [result.level for result in results] == [Level.WARN] * 5 + [Level.OK]
+    said = (
+        "empty.*config.json",
+        "num_class_embeds",
+        "cross_attention_dim",
+        "not those of its config.json",
+        "single file",
+    )
+    assert all(re.search(pattern, result.what) for pattern, result in zip(said, results[:5], strict=True))
     assert results[-1].what.endswith("good")

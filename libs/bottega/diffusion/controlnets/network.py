@@ -6,7 +6,7 @@ numbers have been checked, and no weights are read before they are those that it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,8 @@ from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.model.backbone import Inputs
 from bottega.errors import ControlNetUnusable, InvalidRequest
 from bottega.model_files.controlnet_config import NetworkConfig
-from bottega.model_files.controlnet_folder import WeightsFile, naming, opened_weights, read_checked_config
+from bottega.model_files.controlnet_folder import WeightsFile, check_same, naming, opened_weights, read_checked_config
 from bottega.model_files.controlnet_layout import ControlLayout, controlnet_layout
-from bottega.plain_text import excerpt
-
-_SHOWN_CHARACTERS = 60
-_LISTED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,26 +157,7 @@ def _built(config: NetworkConfig) -> ControlNetModel:
 
 
 def _check_same(network: ControlNetModel, files: Sequence[WeightsFile]) -> None:
-    """Raise ValueError where the files have other tensors than the network, or tensors of other shapes."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    entries = [entry for each in files for entry in each.header.tensors]
-    found = {entry.name: entry.shape for entry in entries}
-    if len(found) < len(entries):
-        raise ValueError("two of its files have a tensor of the same name")
-    wrong = [*_misshapen(wanted, found)]
-    if wrong:
-        more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
-        raise ValueError(f"its weights are not those of its config.json: {'; '.join(wrong[:_LISTED])}{more}")
-
-
-def _misshapen(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    for name in sorted(wanted.keys() - found.keys()):
-        yield f"{name} is not there"
-    for name, shape in found.items():
-        if name not in wanted:
-            yield f"nothing takes {excerpt(name, _SHOWN_CHARACTERS)}"
-        elif shape != wanted[name]:
-            yield f"{name} is {list(shape)} and should be {list(wanted[name])}"
+    check_same({name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}, files)
 
 
 @contextmanager

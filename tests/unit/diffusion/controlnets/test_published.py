@@ -17,6 +17,7 @@ from bottega.diffusion.controlnets import ControlLayout, base_layout, find_contr
 from bottega.diffusion.model.backbone import Inputs
 from bottega.errors import ControlNetUnusable, InvalidRequest
 from bottega.model_files.controlnet_config import NetworkConfig
+from bottega.model_files.controlnet_folder import check_controlnet
 from tests.samples import published_configs
 from tests.samples.controlnets import random_controlnet
 from tests.samples.published import Layout, published_model, write_controlnet
@@ -187,11 +188,13 @@ def _written(folder: Path, changes: Mapping[str, Any], layout: Layout | None = N
 def _refusal(folder: Path, base: ControlLayout) -> str:
     with pytest.raises((ControlNetUnusable, InvalidRequest)) as refusal:
         find_controlnet("net", folder, base=base, dtype=torch.float32)
+    assert check_controlnet("net", folder, base) == refusal.value.message
     return refusal.value.message
 
 
 def _assert_stock(folder: Path, base: ControlLayout, inputs: Inputs, image: Tensor, variant: str | None = None) -> None:
     ours = load_controlnet(find_controlnet("net", folder, base=base, dtype=torch.float32), CPU)
+    assert check_controlnet("net", folder, base) == "", "the checker knows every tensor without building the network"
     residuals = ours.residuals(inputs, ours.embed(image, rows=2).expand(2, -1, -1, -1))
     stock = ControlNetModel.from_pretrained(folder, use_safetensors=True, variant=variant, torch_dtype=torch.float32)
     with torch.inference_mode():
