@@ -116,12 +116,21 @@ def check_ranges(spec: GenerationSpec) -> Iterator[Violation]:
             yield Violation(field=f"spec.{name}", description=f"unknown value {int(getattr(spec, name))}")
 
 
+def takes_karras_sigmas(sampler: Sampler.ValueType) -> bool:
+    """Return whether a sampler has a choice of Karras' sigmas."""
+    return sampler in _KARRAS_SAMPLERS
+
+
 def check_sigmas(spec: GenerationSpec, sampler: Sampler.ValueType) -> Iterator[Violation]:
-    """Whether Karras' sigmas are asked of a sampler without them. sampler: of the spec, or its model's default.
+    """Yield a violation if Karras' sigmas are asked of a sampler without them.
 
     Silent where `check_ranges` has something to say about the spec's sampler.
+
+    Args:
+        spec: What a caller asks for.
+        sampler: The spec's, or its model's default.
     """
-    if spec.use_karras_sigmas and spec.sampler in _ENUMS["sampler"] and sampler not in _KARRAS_SAMPLERS:
+    if spec.use_karras_sigmas and spec.sampler in _ENUMS["sampler"] and not takes_karras_sigmas(sampler):
         yield Violation(field="spec.use_karras_sigmas", description="only with the samplers EULER and DPMPP_2M")
 
 

@@ -11,11 +11,15 @@ import grpc
 
 from bottega import kinds
 from bottega.v1 import fleet_pb2, image_pb2, worker_pb2
+from bottega.v1.generation_pb2 import SAMPLER_EULER, SAMPLER_UNSPECIFIED
 from bottega.v1.hosted_pb2 import LeftOut
+from bottega.v1.image_pb2 import SamplerChoice
 from tests.fuzz.case import INF, INVALID, NAN, OK, Case, refused_load, shown
 from tests.fuzz.controls import control_loads
 from tests.fuzz.loras import lora_loads
 
+_EULER = SamplerChoice(sampler=SAMPLER_EULER, is_default=True)
+_KARRAS = SamplerChoice(sampler=SAMPLER_EULER, use_karras_sigmas=True)
 # Values of a model's field that a request could be drawn with, and that it could not.
 _SIDES = ((0, 16_384), (-1, 16_385))
 _TEXTS = (("", "x" * 128), ("x" * 129, "x" * (1 << 20)))
@@ -28,6 +32,22 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "default_edit_guidance_scale": ((0.0, 50.0), (-0.1, 50.1, NAN, INF)),
     "default_sampler": ((0, 4), (5, 99)),
     "max_pixels": ((0, 2**63 - 1), (-1,)),
+    "sampler_choices": (
+        (
+            [],
+            [_EULER],
+            [_EULER, _KARRAS],
+            [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_because="x" * 512)],
+        ),
+        (
+            [_KARRAS],
+            [_EULER, _EULER],
+            [_EULER, SamplerChoice(sampler=SAMPLER_EULER, use_karras_sigmas=True, is_default=True)],
+            [SamplerChoice(sampler=SAMPLER_UNSPECIFIED, is_default=True)],
+            [SamplerChoice(sampler=99, is_default=True)],  # type: ignore[arg-type]
+            [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_because="x" * 513)],
+        ),
+    ),
     "workers": ((-1, 2**31 - 1), ()),
 }
 

@@ -101,6 +101,8 @@ def spec_ranges(case: Any) -> Iterator[Case]:
     for sampler in _NO_KARRAS:
         field = "spec.use_karras_sigmas"
         yield case(f"Karras' sigmas with sampler {sampler}", INVALID, field, sampler=sampler, use_karras_sigmas=True)
+    for sampler in (*_KARRAS, *_NO_KARRAS):
+        yield case(f"no Karras' sigmas with sampler {sampler}", sampler=sampler, use_karras_sigmas=False)
     yield case("Karras' sigmas with none", INVALID, "spec.sampler", sampler=99, use_karras_sigmas=True)
     for entry in _BAD_PINS:
         named = Techniques(cache_entry=entry)

@@ -141,6 +141,10 @@ async def test_its_first_word_is_that_it_is_ready_and_what_its_model_is(engine: 
     assert (model.default_width, model.default_height, model.size_multiple, model.vae_scale_factor) == (64, 64, 8, 4)
     assert (model.default_steps, model.default_guidance_scale, model.default_sampler) == (30, 4.0, SAMPLER_EULER)
     assert model.max_pixels == 128 * 128
+    offered = [(choice.sampler, choice.use_karras_sigmas) for choice in model.sampler_choices]
+    assert offered == [(1, False), (1, True), (2, False), (3, False), (4, False), (4, True)]
+    assert [choice.is_default for choice in model.sampler_choices] == [True, False, True, True, True, False]
+    assert not any(choice.refused_because for choice in model.sampler_choices)
 
 
 async def test_an_idle_engine_beats_every_second_and_says_what_its_turns_take(engine: RunningEngine) -> None:

@@ -26,7 +26,12 @@ _SAMPLING = (
     click.option("--width", type=int, help="Pixels."),
     click.option("--height", type=int, help="Pixels."),
     click.option("--sampler", type=click.Choice(list(SAMPLERS))),
-    click.option("--karras/--no-karras", "use_karras_sigmas", default=None, help="Karras' sigmas (euler, dpmpp_2m)."),
+    click.option(
+        "--karras/--no-karras",
+        "use_karras_sigmas",
+        default=None,
+        help="Karras' sigmas (euler, dpmpp_2m); default: as the model is configured.",
+    ),
 )
 _IMAGE_TO_IMAGE = (
     click.option("--image", type=_EXISTING, help="Start from this picture (image-to-image)."),

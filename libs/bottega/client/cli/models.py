@@ -7,7 +7,9 @@ import click
 from bottega.client.cli.gateway_options import address_option, connect
 from bottega.client.cli.terminal import PlainTable, note, print_table
 from bottega.client.types.options import SAMPLERS
-from bottega.v1.image_pb2 import Model
+from bottega.v1.image_pb2 import Model, SamplerChoice
+
+_NAMES = {number: name for name, number in SAMPLERS.items()}
 
 
 @click.command("models")
@@ -23,20 +25,34 @@ def command(address: str) -> None:
     for model in models:
         table.add_row(*_row(model))
     print_table(table)
+    for model in models:
+        for choice in (choice for choice in model.sampler_choices if choice.refused_because):
+            note(f"{model.name} does not draw with {_choice(choice)}: {choice.refused_because}")
 
 
 def _row(model: Model) -> tuple[str, ...]:
-    samplers = {number: name for name, number in SAMPLERS.items()}
     return (
         model.name,
         str(model.workers),
         f"{model.default_width}x{model.default_height}",
         str(model.default_steps),
         _guidance(model),
-        samplers.get(model.default_sampler, ""),
+        _default_sampler(model),
         model.dtype,
         model.model_hash[:12],
     )
+
+
+def _default_sampler(model: Model) -> str:
+    """Return what a request that names no sampler is drawn with."""
+    for choice in model.sampler_choices:
+        if choice.is_default and choice.sampler == model.default_sampler:
+            return _choice(choice)
+    return _NAMES.get(model.default_sampler, "")
+
+
+def _choice(choice: SamplerChoice) -> str:
+    return _NAMES.get(choice.sampler, str(choice.sampler)) + (" --karras" if choice.use_karras_sigmas else "")
 
 
 def _guidance(model: Model) -> str:

@@ -48,7 +48,7 @@ class EditOptions(TypedDict, total=False):
     width, height: pixels, multiples of the model's size_multiple; a source is resized to them.
     seed: of the first image; image i is drawn as a single one with seed + i.
     sampler: "euler", "euler_ancestral", "ddim" or "dpmpp_2m".
-    use_karras_sigmas: with "euler" and "dpmpp_2m".
+    use_karras_sigmas: with "euler" and "dpmpp_2m"; absent is as the model's scheduler configuration has it.
     strength: how much of the source is redrawn, above 0 to 1; absent is .3, with ControlNets .8 and with a mask .9999,
         as in Diffusers.
     mask_alpha: the mask's transparency says what is redrawn, instead of its white.
@@ -93,7 +93,7 @@ class EditOptions(TypedDict, total=False):
     height: int | None
     seed: int | None
     sampler: SamplerName | None
-    use_karras_sigmas: bool
+    use_karras_sigmas: bool | None
     strength: float | None
     mask_alpha: bool
     padding_mask_crop: int | None

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 
 from bottega.gateway.addons.addon import AddOn, Resolution
+from bottega.rules import takes_karras_sigmas
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -33,6 +34,9 @@ def complete(spec: GenerationSpec, model: image_pb2.Model, resolutions: Sequence
         full.seed = secrets.randbits(_DRAWN_SEED_BITS)
     full.model = model.name
     full.sampler = spec.sampler or model.default_sampler
+    choice = choice_of(spec, model)
+    if choice is not None and takes_karras_sigmas(choice.sampler):
+        full.use_karras_sigmas = choice.use_karras_sigmas
     full.format = spec.format or generation_pb2.IMAGE_FORMAT_PNG
     full.width = spec.width if spec.HasField("width") else model.default_width
     full.height = spec.height if spec.HasField("height") else model.default_height
@@ -60,6 +64,18 @@ def as_before(spec: GenerationSpec, drawn: GenerationSpec, addons: Sequence[AddO
     for addon in addons:
         addon.complete_again(full, drawn)
     return full
+
+
+def choice_of(spec: GenerationSpec, model: image_pb2.Model) -> image_pb2.SamplerChoice | None:
+    """Return what a spec is drawn with; None where the model's worker does not say what there is to choose from."""
+    sampler = spec.sampler or model.default_sampler
+    for choice in model.sampler_choices:
+        said = choice.is_default
+        if spec.HasField("use_karras_sigmas") and takes_karras_sigmas(sampler):
+            said = choice.use_karras_sigmas == spec.use_karras_sigmas
+        if choice.sampler == sampler and said:
+            return choice
+    return None
 
 
 def strength_of(spec: GenerationSpec) -> float | None:

@@ -14,7 +14,7 @@ from bottega import rules
 from bottega.codec import ImageSize, MaskOrder
 from bottega.errors import BadImage, BottegaError, InvalidRequest, Violation
 from bottega.gateway.addons.addon import AddOn
-from bottega.gateway.api.defaults import strength_of
+from bottega.gateway.api.defaults import choice_of, strength_of
 from bottega.gateway.api.image_sources import SeenImages
 from bottega.gateway.jobs.specs import input_images, latent_scale
 from bottega.rules import (
@@ -93,12 +93,24 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
         rule = f"width x height is {width * height} pixels; this model takes at most {model.max_pixels}"
         yield _violation("width", rule)
     yield from check_sigmas(spec, spec.sampler or model.default_sampler)
+    yield from _check_choice(spec, model)
     steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
     strength = strength_of(spec)
     if strength is not None:
         yield from check_steps_left(steps, strength)
     for addon in addons:
         yield from addon.check_steps(spec, steps=steps, strength=strength)
+
+
+def _check_choice(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violation]:
+    """Yield a violation if the model's scheduler configuration rules out the sampler or its sigmas."""
+    choice = choice_of(spec, model)
+    if choice is None or not choice.refused_because:
+        return
+    others = [each for each in model.sampler_choices if each.sampler == choice.sampler and not each.refused_because]
+    # Where the sampler draws without what the request says of Karras' sigmas, that is what it has to change.
+    name = "use_karras_sigmas" if others and spec.HasField("use_karras_sigmas") else "sampler"
+    yield _violation(name, f"is refused by this model's scheduler configuration: {choice.refused_because}")
 
 
 def check_page(request: image_pb2.ListJobsRequest) -> Iterator[Violation]:

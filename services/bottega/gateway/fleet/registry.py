@@ -308,7 +308,16 @@ def _merge_workers(models: list[image_pb2.Model]) -> image_pb2.Model:
     whole.CopyFrom(models[0])
     whole.workers = len(models)
     whole.max_pixels = min((model.max_pixels for model in models if model.max_pixels), default=0)
+    for choice in whole.sampler_choices:
+        choice.refused_because = next(filter(None, (_refusal(choice, model) for model in models)), "")
     return whole
+
+
+def _refusal(choice: image_pb2.SamplerChoice, model: image_pb2.Model) -> str:
+    """Return why one worker refuses a choice of its model; a library may be missing there alone."""
+    named = choice.sampler, choice.use_karras_sigmas
+    same = (each for each in model.sampler_choices if (each.sampler, each.use_karras_sigmas) == named)
+    return next((each.refused_because for each in same), "")
 
 
 def _identity(model: image_pb2.Model) -> str:

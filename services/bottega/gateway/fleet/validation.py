@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from bottega import kinds, rules
 from bottega.errors import ConfigError, Violation
@@ -197,6 +197,19 @@ def _can_be_drawn_with(model: image_pb2.Model) -> bool:
         and 0 <= model.default_edit_guidance_scale <= rules.MAX_GUIDANCE_SCALE
         and model.default_sampler in Sampler.values()
         and model.max_pixels >= 0
+        and _are_choices(model.sampler_choices)
+    )
+
+
+def _are_choices(choices: Sequence[image_pb2.SamplerChoice]) -> bool:
+    """Return whether samplers are named once each, with a default and reasons of a bounded length."""
+    named = {(choice.sampler, choice.use_karras_sigmas) for choice in choices}
+    defaults = [choice.sampler for choice in choices if choice.is_default]
+    return (
+        len(choices) == len(named)
+        and all(choice.sampler and choice.sampler in Sampler.values() for choice in choices)
+        and len(defaults) == len(set(defaults)) == len({choice.sampler for choice in choices})
+        and all(len(choice.refused_because) <= _MAX_REASON for choice in choices)
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, LatentReply
 from bottega.diffusion.cached_starts.recorder import latents_in_order
+from bottega.diffusion.model.samplers import KARRAS
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.diffusion.tensor_messages import DTYPES, tensor_at
 from bottega.latents import messages
@@ -71,7 +72,7 @@ def parameters_of(spec: ResolvedSpec, *, model_name: str) -> generation_pb2.Gene
         seed=spec.seed,
         num_images=spec.num_images,
         sampler=pb.Sampler.Value(f"SAMPLER_{spec.sampler.name}"),
-        use_karras_sigmas=spec.use_karras_sigmas,
+        use_karras_sigmas=spec.use_karras_sigmas if spec.sampler in KARRAS else None,
         loras=[pb.Lora(name=lora.name, digest=lora.digest, scale=lora.scale) for lora in spec.loras],
         controlnets=[
             pb.ControlNet(

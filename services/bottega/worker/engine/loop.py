@@ -162,7 +162,7 @@ class WorkerEngineLoop:
     def _execute(self, command: EngineCommand) -> None:
         match command.WhichOneof("command"):
             case "start":
-                self._engine.submit(order_of(command.start, self._engine.model.defaults.sampler))
+                self._engine.submit(order_of(command.start, self._engine.model))
                 self._update_leader()  # before the next turn: rows that it offloaded until then are computed first
             case "cancel":
                 self._engine.cancel(key_of(command.cancel.attempt))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -29,17 +30,21 @@ from bottega.diffusion.engine.events import (
 from bottega.diffusion.engine.spans import EngineTrace
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.loras.addon import EngineLoras
+from bottega.diffusion.model.sampler_choices import ModelSamplers
 from bottega.errors import BottegaError
 from bottega.latents import format_start
 from bottega.planning import Shape
 from bottega.rpc.operation.link_metrics import link_counts
 from bottega.rpc.status import to_job_error
+from bottega.rules import MAX_REASON_CHARACTERS
 from bottega.v1 import engine_pb2, fleet_pb2, generation_pb2, image_pb2, tensor_pb2
 from bottega.v1.device_pb2 import DeviceMemory
 from bottega.v1.trace_pb2 import Span, Trace
 from bottega.v1.worker_pb2 import AttemptDecisions, AttemptId
 from bottega.worker.engine.orders import SAMPLERS, attempt_of
 from bottega.worker.engine.runtime import Runtime
+
+_NUMBERS = {kind: number for number, kind in SAMPLERS.items()}
 
 
 def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
@@ -104,7 +109,8 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
         default_steps=defaults.num_inference_steps,
         default_guidance_scale=defaults.guidance_scale,
         default_edit_guidance_scale=defaults.edit_guidance_scale,
-        default_sampler=next(number for number, kind in SAMPLERS.items() if kind is defaults.sampler),
+        default_sampler=_NUMBERS[defaults.sampler],
+        sampler_choices=_sampler_choices(model.samplers),
         vae_scale_factor=model.latent_scale,
         base=base_layout(model.backbone.unet.config, model.latent_scale).base,
     )
@@ -121,6 +127,16 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
     ]
     ready = engine_pb2.EngineReady(model=said, device=str(model.device), accelerations=found)
     return engine_pb2.EngineEvent(ready=ready)
+
+
+def _sampler_choices(samplers: ModelSamplers) -> Iterator[image_pb2.SamplerChoice]:
+    for choice, reason in samplers.refusals.items():
+        yield image_pb2.SamplerChoice(
+            sampler=_NUMBERS[choice.kind],
+            use_karras_sigmas=choice.karras,
+            is_default=choice == samplers.default_choice(choice.kind),
+            refused_because=reason[:MAX_REASON_CHARACTERS],
+        )
 
 
 def templates_of(engine: Engine, question: engine_pb2.EngineTemplatesRequest) -> engine_pb2.EngineEvent:

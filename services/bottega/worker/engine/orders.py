@@ -13,6 +13,7 @@ from bottega import kinds
 from bottega.diffusion.controlnets.hosts import read_hosts
 from bottega.diffusion.controlnets.provider import ControlHosts
 from bottega.diffusion.engine.job import EngineOrder
+from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ControlSpec, EditSpec, LoraSpec, ResolvedSpec
 from bottega.planning import Share
@@ -58,11 +59,11 @@ def attempt_of(key: object) -> AttemptId:
     return AttemptId(job_id=key[0], number=key[1])
 
 
-def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> EngineOrder:
-    """The order that a start command means."""
+def order_of(start: engine_pb2.EngineStart, model: Model) -> EngineOrder:
+    """Return the order that a start command means, with the model's own sampler where it names none."""
     return EngineOrder(
         key=key_of(start.attempt),
-        spec=_spec(start, default_sampler),
+        spec=_spec(start, model),
         image=_tensor(start.image) if start.HasField("image") else None,
         mask=_tensor(start.mask) if start.HasField("mask") else None,
         control_images=tuple(_tensor(image.pixels) for image in start.control_images),
@@ -76,17 +77,19 @@ def order_of(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> Eng
     )
 
 
-def _spec(start: engine_pb2.EngineStart, default_sampler: SamplerKind) -> ResolvedSpec:
+def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:
     """Every default has been filled in by the gateway, but for those that are absent on purpose."""
     spec = start.spec
+    sampler = SAMPLERS.get(spec.sampler, model.defaults.sampler)
+    own = model.samplers.default_choice(sampler)
     said = {field.name: value for field, value in spec.ListFields() if field.name in _OPTIONAL}
     return ResolvedSpec(
         prompt=spec.prompt,
         num_inference_steps=spec.num_inference_steps,
         width=spec.width,
         height=spec.height,
-        sampler=SAMPLERS.get(spec.sampler, default_sampler),
-        use_karras_sigmas=spec.use_karras_sigmas,
+        sampler=sampler,
+        use_karras_sigmas=spec.use_karras_sigmas if spec.HasField("use_karras_sigmas") else own.karras,
         controlnets=tuple(_controls(start)),
         stale_residuals=_may_approximate(spec, "stale_residuals"),
         loras=tuple(map(_lora, spec.loras)),

@@ -13,7 +13,7 @@ from bottega import rules
 from bottega.gateway.addons.controlnets.addon import ResolvedControlNets
 from bottega.gateway.addons.controlnets.hosts import ControlNetHosts
 from bottega.gateway.addons.loras.addon import ResolvedLoras
-from bottega.gateway.api import defaults
+from bottega.gateway.api import defaults, validation
 from bottega.gateway.tenants.access import ANYTHING
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, Techniques
@@ -78,6 +78,84 @@ def test_what_was_said_is_kept_and_the_callers_spec_is_not_touched() -> None:
     before = said.SerializeToString(deterministic=True)
     assert defaults.complete(said, MODEL) == said
     assert said.SerializeToString(deterministic=True) == before
+
+
+def _choices(*, karras: bool) -> list[image_pb2.SamplerChoice]:
+    """What a model's workers say whose scheduler configuration says this of Karras' sigmas."""
+    return [
+        image_pb2.SamplerChoice(sampler=sampler, use_karras_sigmas=use, is_default=use == (karras and takes))
+        for sampler in generation_pb2.Sampler.values()[1:]
+        for takes in [rules.takes_karras_sigmas(sampler)]
+        for use in ((False, True) if takes else (False,))
+    ]
+
+
+@pytest.mark.parametrize("configured", [False, True])
+@pytest.mark.parametrize("sampler", generation_pb2.Sampler.values())
+def test_what_a_request_does_not_say_of_karras_sigmas_is_the_models(
+    sampler: generation_pb2.Sampler.ValueType, configured: bool
+) -> None:
+    for default in (generation_pb2.SAMPLER_EULER, generation_pb2.SAMPLER_DDIM):
+        model = image_pb2.Model(name="m", default_sampler=default, sampler_choices=_choices(karras=configured))
+        takes = rules.takes_karras_sigmas(sampler or default)
+        full = defaults.complete(GenerationSpec(sampler=sampler), model)
+        # The provenance has it, so that a picture is the same when the model's default is another one.
+        assert full.HasField("use_karras_sigmas") == takes
+        assert full.use_karras_sigmas == (takes and configured)
+        for said in (False, True):
+            full = defaults.complete(GenerationSpec(sampler=sampler, use_karras_sigmas=said), model)
+            assert full.use_karras_sigmas == said
+    unknown = image_pb2.Model(name="m", default_sampler=generation_pb2.SAMPLER_EULER)
+    assert not defaults.complete(GenerationSpec(), unknown).HasField("use_karras_sigmas"), "the worker knows it"
+
+
+# Fields of a request that cannot be absent: whether they may be empty or 0, which then has to mean the default.
+_WITHOUT_PRESENCE = {
+    "GenerationSpec.prompt": "a text without words",
+    "GenerationSpec.sampler": "filled in",
+    "GenerationSpec.fidelity": "filled in",
+    "GenerationSpec.format": "filled in",
+    "GenerationSpec.mask_alpha": "off",
+    "GenerationSpec.keep_for_editing": "off",
+    "Lora.name": "refused",
+    "Lora.measure_similarity": "off",
+    "ControlNet.name": "refused",
+    "ControlNet.image": "refused",
+    "ControlNet.guess_mode": "off",
+    "ControlNet.measure_similarity": "off",
+}
+
+
+def test_a_field_that_cannot_be_absent_has_its_default_for_zero() -> None:
+    """Else a caller who says nothing overwrites the model's default, or Diffusers'."""
+    nets, loras = [ControlNet(image=b"x")], [Lora()]
+    full = defaults.complete(GenerationSpec(controlnets=nets, loras=loras), MODEL)
+    parts = {
+        "GenerationSpec": full,
+        "ControlNet": full.controlnets[0],
+        "Lora": full.loras[0],
+        "Techniques": Techniques(),
+    }
+    found = {}
+    for message, part in parts.items():
+        for field in part.DESCRIPTOR.fields:
+            if field.message_type is not None:
+                assert field.message_type.name in parts
+            elif not field.has_presence and not field.is_repeated:
+                name = f"{message}.{field.name}"
+                found[name] = getattr(part, field.name)
+                if field.enum_type is not None:
+                    assert field.enum_type.values_by_number[0].name.endswith("_UNSPECIFIED")
+                    assert (_WITHOUT_PRESENCE[name], found[name] > 0) == ("filled in", True)
+                elif field.type == field.TYPE_BOOL:
+                    assert (_WITHOUT_PRESENCE[name], found[name]) == ("off", False)
+                else:
+                    assert _WITHOUT_PRESENCE[name] in ("refused", "a text without words"), "a number needs presence"
+    assert found.keys() == _WITHOUT_PRESENCE.keys()
+    empty = GenerationSpec(controlnets=[ControlNet()], loras=loras)
+    violations = validation.check_spec(empty, sample_addons(), max_image_bytes=1)
+    named = {violation.field for violation in violations}
+    assert named == {"spec.controlnets[0].name", "spec.controlnets[0].image", "spec.loras[0].name"}
 
 
 def test_a_given_seed_asks_for_exactness() -> None:

@@ -76,6 +76,37 @@ def test_karras_sigmas_go_with_the_sampler_that_is_said_else_with_the_models(
     assert _fields(spec, model) == fields
 
 
+def _with_refusals(*refused: tuple[generation_pb2.Sampler.ValueType, bool]) -> image_pb2.Model:
+    """The model, where its workers refuse these samplers, with and without Karras' sigmas."""
+    model = image_pb2.Model()
+    model.CopyFrom(MODEL)
+    for sampler in generation_pb2.Sampler.values()[1:]:
+        for karras in (False, True) if rules.takes_karras_sigmas(sampler) else (False,):
+            model.sampler_choices.add(
+                sampler=sampler,
+                use_karras_sigmas=karras,
+                is_default=not karras,
+                refused_because="beta_schedule is odd" if (sampler, karras) in refused else "",
+            )
+    return model
+
+
+def test_a_sampler_that_the_model_rules_out_is_refused_with_its_reason() -> None:
+    euler, ddim = generation_pb2.SAMPLER_EULER, generation_pb2.SAMPLER_DDIM
+    model = _with_refusals((ddim, False), (euler, True))
+    assert _fields(GenerationSpec(sampler=ddim), model) == ["sampler"]
+    assert _fields(GenerationSpec(sampler=euler), model) == []
+    assert _fields(GenerationSpec(sampler=euler, use_karras_sigmas=True), model) == ["use_karras_sigmas"]
+    assert _fields(GenerationSpec(use_karras_sigmas=True), model) == ["use_karras_sigmas"], "of the model's own sampler"
+    assert _fields(GenerationSpec(use_karras_sigmas=False), model) == []
+    assert _fields(GenerationSpec(sampler=ddim, use_karras_sigmas=True), model) == ["use_karras_sigmas", "sampler"]
+    (violation,) = validation.check_model(GenerationSpec(sampler=ddim), model, ADDONS)
+    assert violation.description == "is refused by this model's scheduler configuration: beta_schedule is odd"
+    both = _with_refusals((euler, False), (euler, True))
+    assert _fields(GenerationSpec(sampler=euler, use_karras_sigmas=True), both) == ["sampler"]
+    assert _fields(GenerationSpec(sampler=99), model) == ["sampler"], "once"  # type: ignore[arg-type]
+
+
 def _ink(*, steps: int = 10, **facts: Any) -> GenerationSpec:
     return GenerationSpec(num_inference_steps=steps, loras=[Lora(name="ink", **facts)])
 

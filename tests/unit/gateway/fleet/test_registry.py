@@ -160,6 +160,16 @@ def test_the_limits_of_a_model_are_those_of_the_workers_that_are_here() -> None:
     assert fleet.models()[0].workers == 1
 
 
+def test_a_sampler_is_refused_where_one_of_the_workers_refuses_it() -> None:
+    fleet, _ = _fleet()
+    for name, port, reason in (("complete", 1, ""), ("without scipy", 2, "scipy is missing")):
+        registration = worker(name, port=port)
+        registration.models[0].sampler_choices.add(sampler=1, is_default=True)
+        registration.models[0].sampler_choices.add(sampler=1, use_karras_sigmas=True, refused_because=reason)
+        fleet.join(registration)
+    assert [choice.refused_because for choice in fleet.resolve("m").sampler_choices] == ["", "scipy is missing"]
+
+
 def test_only_workers_serve_models() -> None:
     fleet, _ = _fleet()
     net = worker("edges", "edges")

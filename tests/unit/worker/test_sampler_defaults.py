@@ -1,0 +1,62 @@
+"""From a caller's spec to what the engine draws: the gateway's defaults of a model are what stock Diffusers has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega.diffusion.engine.limits import EngineLimits
+from bottega.gateway.api import defaults
+from bottega.v1 import engine_pb2, generation_pb2
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.worker.engine.messages import ready_of
+from bottega.worker.engine.orders import SAMPLERS, order_of
+from tests.samples.model_folders import with_scheduler
+from tests.support.engines import make_engine
+from tests.support.manual_engine import ManualEngine, load
+from tests.support.stock import assert_close, latent_of, load_stock
+
+SAID: dict[str, Any] = {"prompt": "a big red star", "num_inference_steps": 5, "width": 32, "height": 32, "seed": 3}
+
+
+@pytest.mark.parametrize("name", ["EulerDiscreteScheduler", "DDIMScheduler"])
+def test_a_sampler_draws_as_the_models_configuration_says_unless_the_request_does(tmp_path: Path, name: str) -> None:
+    folder = with_scheduler(tmp_path / "model", name, use_karras_sigmas=True)
+    engine, stock = make_engine(load(folder), EngineLimits()), load_stock(folder)
+    config = stock.scheduler.config
+    model = ready_of(engine).ready.model
+    assert SAMPLERS[model.default_sampler].value.__name__ == name
+    for sampler in (generation_pb2.SAMPLER_UNSPECIFIED, generation_pb2.SAMPLER_EULER, generation_pb2.SAMPLER_DPMPP_2M):
+        kind = SAMPLERS[sampler or model.default_sampler].value
+        for karras in (None, False, True):
+            if karras is not None and not sampler:
+                continue
+            full = defaults.complete(GenerationSpec(**SAID, sampler=sampler, use_karras_sigmas=karras), model)
+            order = order_of(engine_pb2.EngineStart(spec=full), engine.model)
+            drawing = ManualEngine(engine).draw(order)
+            overrides = {} if karras is None else {"use_karras_sigmas": karras}
+            stock.scheduler = kind.from_config(config, **overrides)
+            assert_close(drawing.latents[0], latent_of(stock, order.spec, width=32, height=32))
+            # What the provenance says draws it again, whatever the model's default.
+            said = GenerationSpec(**SAID, sampler=full.sampler)
+            if full.HasField("use_karras_sigmas"):
+                said.use_karras_sigmas = full.use_karras_sigmas
+            assert order_of(engine_pb2.EngineStart(spec=said), engine.model).spec == order.spec
+
+
+def test_a_gateway_that_does_not_know_the_models_samplers_leaves_them_to_the_worker(tmp_path: Path) -> None:
+    model = load(with_scheduler(tmp_path / "model", "EulerDiscreteScheduler", use_karras_sigmas=True))
+    assert order_of(engine_pb2.EngineStart(spec=GenerationSpec(**SAID)), model).spec.use_karras_sigmas
+    ddim = GenerationSpec(**SAID, sampler=generation_pb2.SAMPLER_DDIM)
+    assert not order_of(engine_pb2.EngineStart(spec=ddim), model).spec.use_karras_sigmas
+
+
+def test_what_a_model_cannot_draw_with_is_told_with_the_reason(tmp_path: Path) -> None:
+    folder = with_scheduler(tmp_path / "model", "EulerDiscreteScheduler", prediction_type="sample")
+    model = ready_of(make_engine(load(folder), EngineLimits())).ready.model
+    refused = {choice.sampler: choice.refused_because for choice in model.sampler_choices if choice.refused_because}
+    assert refused == {
+        generation_pb2.SAMPLER_EULER_ANCESTRAL: 'prediction_type must be "epsilon" or "v_prediction", not "sample"'
+    }
