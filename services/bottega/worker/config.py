@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
@@ -10,6 +11,8 @@ from pydantic import ConfigDict, Field
 from bottega.device_names import DeviceName
 from bottega.errors import ConfigError
 from bottega.model_files import check_model_folder, folder_of
+from bottega.model_files.controlnet_folder import check_controlnet
+from bottega.model_files.controlnet_layout import read_base_layout
 from bottega.rpc.address import OptionalAddress
 from bottega.rpc.server import ServerConfig
 from bottega.rules import MAX_MODEL_CHARACTERS
@@ -169,6 +172,15 @@ class WorkerConfig:
 
 
 def check_model(config: WorkerConfig) -> None:
-    """Raise ConfigError with the reason where the model cannot be served; takes some milliseconds, and no torch."""
-    if refusal := check_model_folder(folder_of(config.engine.model)).refusal:
+    """Raise ConfigError with the reason where the model, or a ControlNet that the worker runs, cannot be served.
+
+    It takes some milliseconds, and no torch.
+    """
+    folder = folder_of(config.engine.model)
+    if refusal := check_model_folder(folder).refusal:
         raise ConfigError(refusal)
+    if config.engine.controlnets:
+        base = read_base_layout(folder)
+        for name, net in config.engine.controlnets.items():
+            if refusal := check_controlnet(name, Path(net), base):
+                raise ConfigError(f"engine.controlnets: {refusal}")

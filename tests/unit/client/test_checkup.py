@@ -32,7 +32,7 @@ from bottega.manifest import VARIABLE
 from bottega.miniature import WEIGHTS
 from bottega.worker.config import EngineConfig, WorkerConfig
 from bottega.worker.config import check_model as check_worker_model
-from tests.samples.hostile_controlnets import CONFIG, with_config
+from tests.samples.hostile_controlnets import CONFIG, REAL, with_config
 from tests.samples.wrong_folders import WRONG_FOLDERS, WrongFolder, link_model
 
 TESTED = {"bottega-libs": "0.1.0", "bottega-services": "0.1.0", "torch": "2.13.0+cpu"}
@@ -209,3 +209,10 @@ def test_a_controlnet_of_a_model_that_cannot_be_used_is_named_with_its_reason(tm
     )
     assert all(re.search(pattern, result.what) for pattern, result in zip(said, results[:5], strict=True))
     assert results[-1].what.endswith("good")
+
+
+def test_a_worker_says_of_a_controlnet_of_its_own_what_doctor_says(tmp_path: Path) -> None:
+    folder = with_config(tmp_path / "labels", json.dumps({**CONFIG, "num_class_embeds": 7}).encode())
+    with pytest.raises(ConfigError, match=r"^engine\.controlnets: ControlNet lines cannot .* num_class_embeds is 7"):
+        check_worker_model(WorkerConfig(engine=EngineConfig(controlnets={"lines": str(folder)})))
+    check_worker_model(WorkerConfig(engine=EngineConfig(controlnets={"edges": str(REAL)})))
