@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bottega.model_files.configuration_rules import INDEX_RULES, TOKENIZER_RULES
 from bottega.model_files.field_rules import FieldRule, shown
+from bottega.model_files.scheduler_rules import SAMPLER_CLASSES, SCHEDULER_RULES, UNSERVED_CLASSES
 from bottega.model_files.text_encoder_rules import TEXT_ENCODER_RULES
 from bottega.model_files.unet_rules import UNET_RULES
 from bottega.model_files.vae_rules import VAE_RULES
@@ -21,7 +22,7 @@ TABLES: Mapping[str, Sequence[FieldRule]] = {
     "text_encoder": TEXT_ENCODER_RULES,
     "tokenizer": TOKENIZER_RULES,
 }
-"""The page's tables, by the name in their marks."""
+"""The page's tables of a part with one class, by the name in their marks."""
 
 
 def table(rules: Sequence[FieldRule]) -> str:
@@ -31,16 +32,39 @@ def table(rules: Sequence[FieldRule]) -> str:
     return "".join(f"{line}\n" for line in (*head, *rows))
 
 
+def scheduler_table() -> str:
+    """Return a table with a row for each rule of the schedulers; equal rules of several samplers are one row."""
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for sampler, name in SAMPLER_CLASSES.items():
+        for rule in SCHEDULER_RULES[name]:
+            row = f"`{rule.name}`", _short(rule.default), rule.values.text, rule.why
+            rows.setdefault(row, []).append(sampler)
+    cells = [("field", "samplers", "default", "served", "why"), ("---",) * 5]
+    for (field, default, values, why), samplers in sorted(rows.items()):
+        of = "all" if len(samplers) == len(SAMPLER_CLASSES) else ", ".join(samplers)
+        cells.append((field, of, default, values, why))
+    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
+
+
+def class_table() -> str:
+    """Return a table with a row for each scheduler class of Diffusers."""
+    served = [(f"`{name}`", f"as `{sampler}`") for sampler, name in SAMPLER_CLASSES.items()]
+    unserved = [(f"`{name}`", f"refused: {why or 'not yet'}") for name, why in UNSERVED_CLASSES.items()]
+    rows = [("class", "served"), ("---", "---"), *served, *unserved]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 def page(text: str) -> str:
     """Return the page with the tables as they are now.
 
     Args:
         text: The page as it was.
     """
-    for name, rules in TABLES.items():
+    tables = {name: table(rules) for name, rules in TABLES.items()}
+    for name, rows in {**tables, "scheduler_classes": class_table(), "schedulers": scheduler_table()}.items():
         begin, end = f"<!-- {name} begin -->\n", f"<!-- {name} end -->"
         before, _, rest = text.partition(begin)
-        text = f"{before}{begin}{table(rules)}{end}{rest.partition(end)[2]}"
+        text = f"{before}{begin}{rows}{end}{rest.partition(end)[2]}"
     return text
 
 

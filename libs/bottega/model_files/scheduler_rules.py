@@ -84,6 +84,7 @@ def _noise_schedule(spacing: str, *predictions: str) -> tuple[FieldRule, ...]:
                 text=f"a whole number from 1 to {_MOST_TRAIN_TIMESTEPS}",
                 accepts=lambda value: whole(1).accepts(value) and value <= _MOST_TRAIN_TIMESTEPS,  # type: ignore[operator]
             ),
+            why="the noise levels of training are kept in memory",
         ),
         FieldRule(name="beta_start", default=0.0001, values=_SHARE),
         FieldRule(name="beta_end", default=0.02, values=_SHARE),
@@ -93,7 +94,7 @@ def _noise_schedule(spacing: str, *predictions: str) -> tuple[FieldRule, ...]:
         ),
         FieldRule(name="prediction_type", default="epsilon", values=only(*predictions)),
         FieldRule(name="timestep_spacing", default=spacing, values=_SPACINGS),
-        FieldRule(name="steps_offset", default=0, values=whole(0)),
+        FieldRule(name="steps_offset", default=0, values=whole(0), why="timesteps are those of training"),
         FieldRule(name="rescale_betas_zero_snr", default=False, values=FLAG),
     )
 
@@ -103,7 +104,7 @@ _LAST_SIGMA = FieldRule(name="final_sigmas_type", default="zero", values=only("z
 _THRESHOLDING = (
     FieldRule(name="thresholding", default=False, values=FLAG),
     FieldRule(name="dynamic_thresholding_ratio", default=0.995, values=FRACTION),
-    FieldRule(name="sample_max_value", default=1.0, values=POSITIVE),
+    FieldRule(name="sample_max_value", default=1.0, values=POSITIVE, why="else nothing of a picture is left"),
 )
 
 SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
@@ -114,20 +115,25 @@ SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
             *_CONVERTED_SIGMAS,
             FieldRule(name="sigma_min", default=None, values=NULL | POSITIVE),
             FieldRule(name="sigma_max", default=None, values=NULL | POSITIVE),
-            FieldRule(name="timestep_type", default="discrete", values=only("discrete", "continuous")),
+            FieldRule(
+                name="timestep_type",
+                default="discrete",
+                values=only("discrete", "continuous"),
+                why="Diffusers takes all others for discrete",
+            ),
             _LAST_SIGMA,
         ),
         "EulerAncestralDiscreteScheduler": _noise_schedule("linspace", "epsilon", "v_prediction"),
         "DDIMScheduler": (
             *_noise_schedule("leading", "epsilon", "v_prediction", "sample"),
             FieldRule(name="clip_sample", default=True, values=FLAG),
-            FieldRule(name="clip_sample_range", default=1.0, values=POSITIVE),
+            FieldRule(name="clip_sample_range", default=1.0, values=POSITIVE, why="else nothing of a picture is left"),
             FieldRule(name="set_alpha_to_one", default=True, values=FLAG),
             *_THRESHOLDING,
         ),
         "DPMSolverMultistepScheduler": (
             *_noise_schedule("linspace", "epsilon", "v_prediction", "sample", "flow_prediction"),
-            FieldRule(name="solver_order", default=2, values=only(1, 2, 3)),
+            FieldRule(name="solver_order", default=2, values=only(1, 2, 3), why="Diffusers has no other solvers"),
             FieldRule(
                 name="algorithm_type",
                 default="dpmsolver++",
