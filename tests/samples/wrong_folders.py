@@ -393,22 +393,6 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         ),
     ),
     WrongFolder(
-        name="the file of a UNet",
-        make=lambda path: WEIGHTS / UNET,
-        sentence=(
-            "it is the UNet of a model alone; put it into a copy of an SDXL model's folder as "
-            "unet/diffusion_pytorch_model.safetensors, and give that folder"
-        ),
-    ),
-    WrongFolder(
-        name="the file of a ControlNet",
-        make=lambda path: WEIGHTS / "controlnets" / "edges" / "diffusion_pytorch_model.safetensors",
-        sentence=(
-            "it is a ControlNet; give the folder of an SDXL model, and put the ControlNet into that folder's "
-            "controlnets/ or name it in the ControlNet server's configuration"
-        ),
-    ),
-    WrongFolder(
         name="another file",
         make=lambda path: WEIGHTS / "README.md",
         sentence=f"it is a single file; {_GIVE}, converted with Diffusers' from_single_file and save_pretrained",
@@ -668,11 +652,6 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         name="empty merges",
         make=_spoiled(_empty_merges),
         sentence=f"tokenizer/merges.txt: it has no merges; {_AGAIN}",
-    ),
-    WrongFolder(
-        name="special tokens that are none",
-        make=_spoiled(lambda path: replace(path / "tokenizer_2" / "special_tokens_map.json", '{"pad_token": 0}')),
-        sentence=("tokenizer_2/special_tokens_map.json: pad_token must be a text, or an object with content, not 0"),
     ),
     WrongFolder(
         name="another vocabulary",

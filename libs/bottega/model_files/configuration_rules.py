@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from bottega import rules
 from bottega.model_files.field_rules import FLAG, OFF, FieldRule, Values, broken_fields, shown, whole, with_defaults
 from bottega.model_files.presets import Preset
 from bottega.model_files.scheduler_rules import check_scheduler_config
@@ -168,9 +167,6 @@ def _broken_sizes(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             f"unet/config.json: sample_size must give pictures whose sides are multiples of {_SIZE_MULTIPLE} pixels, "
             f"not {size}"
         )
-    if size > rules.MAX_SIDE:
-        most = rules.MAX_SIDE // latent_scale(vae)
-        yield f"unet/config.json: sample_size must be at most {most}, not {shown(unet['sample_size'])}"
 
 
 def _broken_lengths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -16,10 +16,6 @@ from bottega.plain_text import excerpt
 SDXL = "SDXL"
 
 _GIVE_SDXL = "give the folder of an SDXL model in Diffusers' layout"
-_CONTROLNET = (
-    "it is a ControlNet; give the folder of an SDXL model, and put the ControlNet into that folder's controlnets/ or "
-    "name it in the ControlNet server's configuration"
-)
 _SHOWN_CHARACTERS = 80
 # Enough to know a folder by; a hub's or a home folder may have any number.
 _MAX_NAMES = 4096
@@ -82,7 +78,10 @@ def describe_other(path: Path) -> str:
     config = _config(path) if "config.json" in names else {}
     class_name = str(config.get("_class_name", ""))
     if class_name.startswith("ControlNet"):
-        return _CONTROLNET
+        return (
+            "it is a ControlNet; give the folder of an SDXL model, and put the ControlNet into that folder's "
+            "controlnets/ or name it in the ControlNet server's configuration"
+        )
     if "adapter_config.json" in names or "pytorch_lora_weights.safetensors" in names:
         return "it is a LoRA; give the folder of an SDXL model, and add the LoRA with `bottega loras add`"
     if class_name or "architectures" in config:
@@ -116,13 +115,6 @@ def _file(path: Path) -> str:
         return f"it is a single file that is damaged or cut off ({reason}); {_GIVE_SDXL}"
     except (OSError, ValueError) as error:
         return f"it is a single file, and {error}"
-    if any(name.startswith(("controlnet_", "control_model.")) for name in names):
-        return _CONTROLNET
-    if {"conv_in.weight", "time_embedding.linear_1.weight"} <= set(names):
-        return (
-            "it is the UNet of a model alone; put it into a copy of an SDXL model's folder as "
-            "unet/diffusion_pytorch_model.safetensors, and give that folder"
-        )
     if any("lora_" in name or ".lora." in name for name in names):
         return "it is a LoRA; give the folder of an SDXL model, and add the LoRA with `bottega loras add`"
     return (

@@ -10,7 +10,7 @@ from bottega.model_files.configuration_rules import CONFIG_FILES, INDEX_FILE, ch
 from bottega.model_files.families import SDXL, describe_other, family_of
 from bottega.model_files.json_files import is_there, read_json_object
 from bottega.model_files.location import name_of
-from bottega.model_files.presets import PRESET_FILE, propose_preset, read_preset
+from bottega.model_files.presets import PRESET_FILE, Preset, propose_preset, read_preset
 from bottega.model_files.report import ModelReport, PartReport
 from bottega.model_files.tensor_check import check_tensors
 from bottega.model_files.tokenizer_check import check_tokenizer
@@ -43,8 +43,7 @@ def check_model_folder(folder: Path) -> ModelReport:
 
 def _check_parts(folder: Path, index: Mapping[str, object], pipeline_class: str) -> ModelReport:
     configs, problems = _read_configs(folder, index)
-    broken_preset = _broken_preset(folder)
-    preset = None if broken_preset else read_preset(folder)
+    preset, broken_preset = _read_preset(folder)
     problems += [*broken_preset, *check_configurations(index, configs, preset)]
     weights, broken = _read_weights(folder)
     problems += broken
@@ -63,14 +62,13 @@ def _check_parts(folder: Path, index: Mapping[str, object], pipeline_class: str)
     )
 
 
-def _broken_preset(folder: Path) -> list[str]:
-    """Return a sentence if the folder's preset cannot be used."""
+def _read_preset(folder: Path) -> tuple[Preset | None, list[str]]:
+    """Return the preset of a folder, and a sentence if it cannot be used."""
     try:
-        read_preset(folder)
+        return read_preset(folder), []
     except ConfigError as error:
         first, *rules = error.message.removeprefix(f"{folder / PRESET_FILE}: ").splitlines()
-        return [f"{PRESET_FILE}: {'; '.join(rule.strip() for rule in rules) or first}"]
-    return []
+        return None, [f"{PRESET_FILE}: {'; '.join(rule.strip() for rule in rules) or first}"]
 
 
 def _read_configs(folder: Path, index: Mapping[str, object]) -> tuple[dict[str, Mapping[str, object]], list[str]]:

@@ -8,7 +8,7 @@ one, because a configuration may ask for any number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
@@ -146,7 +146,7 @@ def vae_tensors(config: Mapping[str, Any]) -> Tensors:
     yield from _convolution("encoder.conv_in", config["in_channels"], first, 3)
     for level, kind in enumerate(config["down_block_types"]):
         block, out = f"encoder.down_blocks.{level}", channels[level]
-        inputs = _inputs(channels[max(level - 1, 0)], out, config["layers_per_block"])
+        inputs = [channels[max(level - 1, 0)], *[out] * (config["layers_per_block"] - 1)]
         yield from _vae_block(block, kind, inputs, out)
         if level < len(channels) - 1:
             yield from _convolution(f"{block}.downsamplers.0.conv", out, out, 3)
@@ -155,7 +155,7 @@ def vae_tensors(config: Mapping[str, Any]) -> Tensors:
     for level, kind in enumerate(config["up_block_types"]):
         mirrored = len(channels) - 1 - level
         block, out = f"decoder.up_blocks.{level}", channels[mirrored]
-        inputs = _inputs(channels[min(mirrored + 1, len(channels) - 1)], out, config["layers_per_block"] + 1)
+        inputs = [channels[min(mirrored + 1, len(channels) - 1)], *[out] * config["layers_per_block"]]
         yield from _vae_block(block, kind, inputs, out)
         if mirrored > 0:
             yield from _convolution(f"{block}.upsamplers.0.conv", out, out, 3)
@@ -221,21 +221,13 @@ def _by_level(config: Mapping[str, Any], name: str) -> Sequence[Any]:
     return value if isinstance(value, list) else [value] * len(config["block_out_channels"])
 
 
-def _inputs(first: int, width: int, layers: int) -> Iterator[int]:
-    """Yield the channels that each residual block of a level takes."""
-    yield first
-    for _ in range(layers - 1):
-        yield width
-
-
-def _up_inputs(config: Mapping[str, Any], mirrored: int) -> Iterator[int]:
-    """Yield the channels that each residual block of a level on the way up takes, those of its skip included."""
+def _up_inputs(config: Mapping[str, Any], mirrored: int) -> list[int]:
+    """Return the channels that each residual block of a level on the way up takes, those of its skip included."""
     channels, layers = config["block_out_channels"], _by_level(config, "layers_per_block")[mirrored] + 1
     width = channels[mirrored]
     below = channels[min(mirrored + 1, len(channels) - 1)]
     last_skip = channels[max(mirrored - 1, 0)]
-    for layer in range(layers):
-        yield (below if layer == 0 else width) + (last_skip if layer == layers - 1 else width)
+    return [(below if layer == 0 else width) + (last_skip if layer == layers - 1 else width) for layer in range(layers)]
 
 
 def _unet_encoder(levels: Sequence[_Level], config: Mapping[str, Any]) -> Tensors:
@@ -243,14 +235,14 @@ def _unet_encoder(levels: Sequence[_Level], config: Mapping[str, Any]) -> Tensor
     channels = config["block_out_channels"]
     for level, kind in enumerate(config["down_block_types"]):
         block, out = f"down_blocks.{level}", channels[level]
-        inputs = _inputs(channels[max(level - 1, 0)], out, _by_level(config, "layers_per_block")[level])
+        inputs = [channels[max(level - 1, 0)], *[out] * (_by_level(config, "layers_per_block")[level] - 1)]
         yield from _unet_block(block, kind, inputs, levels[level], config)
         if level < len(channels) - 1:
             yield from _convolution(f"{block}.downsamplers.0.conv", out, out, 3)
     yield from _unet_middle(levels[-1], config)
 
 
-def _unet_block(block: str, kind: str, inputs: Iterable[int], level: _Level, config: Mapping[str, Any]) -> Tensors:
+def _unet_block(block: str, kind: str, inputs: Sequence[int], level: _Level, config: Mapping[str, Any]) -> Tensors:
     for layer, taken in enumerate(inputs):
         yield from _residual(f"{block}.resnets.{layer}", taken, level.width, config)
         if _CROSS_ATTENTION in kind:
@@ -308,7 +300,7 @@ def _residual(name: str, inputs: int, outputs: int, config: Mapping[str, Any] | 
         yield from _point_convolution(f"{name}.conv_shortcut", inputs, outputs)
 
 
-def _vae_block(block: str, kind: str, inputs: Iterable[int], width: int) -> Tensors:
+def _vae_block(block: str, kind: str, inputs: Sequence[int], width: int) -> Tensors:
     for layer, taken in enumerate(inputs):
         yield from _residual(f"{block}.resnets.{layer}", taken, width)
         if kind.startswith("Attn"):

@@ -12,7 +12,6 @@ from bottega.model_files.field_rules import (
     POSITIVE,
     TEXT,
     FieldRule,
-    Values,
     broken_fields,
     number,
     only,
@@ -22,17 +21,6 @@ from bottega.model_files.field_rules import (
 
 # Those of transformers that a published CLIP text encoder may have.
 ACTIVATIONS = ("quick_gelu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "silu", "swish", "tanh")
-
-
-def _decimal(text: str, values: Values) -> Values:
-    """Return those of `values` that are written with a decimal point; transformers takes no others for these fields."""
-    return Values(
-        text=f"{text} with a decimal point", accepts=lambda value: isinstance(value, float) and values.accepts(value)
-    )
-
-
-# What the weights were saved in; they are loaded in what the operator asks for.
-_DTYPES = only(None, "float16", "bfloat16", "float32", "float64")
 
 TEXT_ENCODER_RULES = (
     FieldRule(
@@ -51,15 +39,14 @@ TEXT_ENCODER_RULES = (
     FieldRule(
         name="hidden_act", default="quick_gelu", values=only(*ACTIVATIONS), why="published text encoders have no other"
     ),
-    FieldRule(name="layer_norm_eps", default=1e-5, values=_decimal("a number above 0", POSITIVE)),
+    FieldRule(name="layer_norm_eps", default=1e-5, values=POSITIVE),
     FieldRule(name="attention_dropout", default=0.0, values=FRACTION | NULL),
-    FieldRule(name="initializer_range", default=0.02, values=_decimal("a number", number("a number"))),
-    FieldRule(name="initializer_factor", default=1.0, values=_decimal("a number", number("a number"))),
+    FieldRule(name="initializer_range", default=0.02, values=number("a number")),
+    FieldRule(name="initializer_factor", default=1.0, values=number("a number")),
     FieldRule(name="pad_token_id", default=1, values=whole(0) | NULL),
     FieldRule(name="bos_token_id", default=49406, values=whole(0) | NULL),
     FieldRule(name="eos_token_id", default=49407, values=whole(0)),
-    FieldRule(name="dtype", default=None, values=_DTYPES),
-    FieldRule(name="torch_dtype", default=None, values=_DTYPES),
+    FieldRule(name="dtype", default=None, values=TEXT | NULL),
     FieldRule(name="return_dict", default=True, values=only(True)),
     FieldRule(name="output_hidden_states", default=False, values=only(False, True, None)),
     FieldRule(name="chunk_size_feed_forward", default=0, values=whole(0)),
@@ -69,13 +56,6 @@ TEXT_ENCODER_RULES = (
     FieldRule(name="id2label", default=None, values=ANY, why="the text encoders do not read it"),
     FieldRule(name="label2id", default=None, values=ANY, why="the text encoders do not read it"),
     FieldRule(name="problem_type", default=None, values=ANY, why="the text encoders do not read it"),
-    FieldRule(name="text_config", default=None, values=NULL, why="configurations of a whole CLIP model are not served"),
-    FieldRule(
-        name="transformers_weights",
-        default=None,
-        values=NULL,
-        why="it names a file of weights in place of those that are checked",
-    ),
     FieldRule(name="quantization_config", default=None, values=NULL, why="quantized weights are not served"),
 )
 

@@ -9,49 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bottega.model_files.field_rules import NULL, FieldRule, Values, broken_fields, only
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, is_there, read_json_object, read_model_file
 from bottega.plain_text import excerpt
 
 # CLIP's have 2 MiB.
 _MAX_BYTES = 32 << 20
 _SHOWN_CHARACTERS = 60
-_CONFIG = "tokenizer_config.json"
-# What transformers reads besides, where it is there.
-_MORE_FILES = ("special_tokens_map.json", "added_tokens.json")
-_OBJECT = Values(text="an object", accepts=lambda value: isinstance(value, dict))
-# What transformers takes where a token is absent.
-_SPECIAL = {
-    "bos_token": "<|startoftext|>",
-    "eos_token": "<|endoftext|>",
-    "pad_token": "<|endoftext|>",
-    "unk_token": "<|endoftext|>",
-}
-_TOKEN = Values(
-    text="a text, or an object with content",
-    accepts=lambda value: isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str)),
-)
-_TOKENS = Values(
-    text="a list of tokens", accepts=lambda value: isinstance(value, list) and all(map(_TOKEN.accepts, value))
-)
-_BY_NUMBER = Values(
-    text="an object with a token for each number",
-    accepts=lambda value: (
-        isinstance(value, dict)
-        and all(number.isdecimal() for number in value)
-        and all(isinstance(token, dict) and _TOKEN.accepts(token) for token in value.values())
-    ),
-)
-_SIDES = only("right", "left")
-# Of tokenizer_config.json and of special_tokens_map.json.
-_TOKEN_RULES = (
-    *(FieldRule(name=name, default=token, values=_TOKEN) for name, token in _SPECIAL.items()),
-    FieldRule(name="additional_special_tokens", default=None, values=NULL | _TOKENS),
-    FieldRule(name="extra_special_tokens", default=None, values=NULL | _TOKENS | _OBJECT),
-    FieldRule(name="added_tokens_decoder", default=None, values=NULL | _BY_NUMBER),
-    FieldRule(name="padding_side", default="right", values=_SIDES),
-    FieldRule(name="truncation_side", default="right", values=_SIDES),
-)
+_SPECIAL = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
 
 
 def check_tokenizer(folder: Path, config: Mapping[str, object], *, vocab_size: int) -> Iterator[str]:
@@ -62,10 +26,6 @@ def check_tokenizer(folder: Path, config: Mapping[str, object], *, vocab_size: i
         config: Its tokenizer_config.json.
         vocab_size: How many tokens the text encoder knows.
     """
-    broken = list(_broken_tokens(folder, config))
-    if broken:
-        yield from broken
-        return
     whole = folder / "tokenizer.json"
     try:
         # transformers takes tokenizer.json where it is there.
@@ -83,8 +43,7 @@ def check_tokenizer(folder: Path, config: Mapping[str, object], *, vocab_size: i
     if unknown:
         shown = excerpt(" ".join(unknown[0]), _SHOWN_CHARACTERS)
         yield f"{where}: the merge {shown} is of tokens that the vocabulary lacks; download the tokenizer again"
-    added = config.get("added_tokens_decoder")
-    largest = max(*vocab.values(), *map(int, added if isinstance(added, dict) else ()))
+    largest = max(vocab.values())
     if largest >= vocab_size:
         yield (
             f"{where}: it has a token of number {largest} and the text encoder knows {vocab_size} tokens (vocab_size); "
@@ -95,23 +54,9 @@ def check_tokenizer(folder: Path, config: Mapping[str, object], *, vocab_size: i
         if token not in vocab:
             yield (
                 f"{where}: the vocabulary lacks {excerpt(token, _SHOWN_CHARACTERS)}, the {name} of "
-                f"{folder.name}/{_CONFIG}; download the tokenizer again"
+                f"{folder.name}/tokenizer_config.json; download the tokenizer again"
             )
             return
-
-
-def _broken_tokens(folder: Path, config: Mapping[str, object]) -> Iterator[str]:
-    """Yield a sentence for each value of its configurations with which transformers makes no tokenizer."""
-    yield from (f"{folder.name}/{_CONFIG}: {sentence}" for sentence in broken_fields(_TOKEN_RULES, config))
-    for name in _MORE_FILES:
-        if not is_there(folder / name):
-            continue
-        try:
-            values = read_json_object(folder / name)
-        except ValueError as error:
-            yield f"{folder.name}/{name}: {error}"
-            continue
-        yield from (f"{folder.name}/{name}: {sentence}" for sentence in broken_fields(_TOKEN_RULES, values))
 
 
 def _read_whole(path: Path) -> tuple[dict[str, Any], Sequence[Sequence[str]]]:

@@ -31,7 +31,7 @@ from bottega.diffusion.model.samplers import KARRAS, SamplerKind, default_kind, 
 from bottega.diffusion.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.diffusion.model.weights import Placement, load_network, load_text_encoder
 from bottega.diffusion.operations import Operations
-from bottega.errors import BottegaError, ConfigError
+from bottega.errors import ConfigError
 from bottega.model_files import ModelReport, check_model_folder
 from bottega.model_files.presets import Preset, read_preset
 from bottega.plain_text import excerpt
@@ -250,9 +250,8 @@ def _load_parts(
             f"{device} has not enough memory for the model: {loaded_mib} MiB of its weights were loaded; "
             "use a smaller dtype, or a larger device"
         ) from None
-    except (BottegaError, OSError, ValueError):
-        raise
-    except Exception as error:
+    except (ArithmeticError, AttributeError, ImportError, LookupError, TypeError) as error:
+        # What Diffusers and transformers raise for values that they do not expect, past all that the checker knows.
         what = f"{type(error).__name__}: {excerpt(str(error), _SHOWN_CHARACTERS)}"
         raise ConfigError(
             f"the model {report.folder} cannot be loaded by Diffusers ({what}); correct its configurations"

@@ -544,8 +544,7 @@ def test_every_field_has_a_rule_with_its_default_and_a_case(
     assert {name: ruled.get(name, "no rule") for name in defaults} == dict(defaults)
     assert table.keys() == defaults.keys()
     # No initializer names these; the libraries read them from the files.
-    read_from_files = {"_class_name", "model_type", "quantization_config"}
-    assert ruled.keys() - defaults.keys() <= read_from_files | {"text_config", "torch_dtype", "transformers_weights"}
+    assert ruled.keys() - defaults.keys() <= {"_class_name", "model_type", "quantization_config"}
 
 
 def test_every_activation_of_a_text_encoder_is_one_of_transformers() -> None:
