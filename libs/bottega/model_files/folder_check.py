@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from bottega.errors import ConfigError
 from bottega.model_files.configuration_rules import CONFIG_FILES, INDEX_FILE, check_configurations, filled_config
 from bottega.model_files.families import SDXL, describe_other, family_of
 from bottega.model_files.json_files import is_there, read_json_object
@@ -43,8 +42,12 @@ def check_model_folder(folder: Path) -> ModelReport:
 
 def _check_parts(folder: Path, index: Mapping[str, object], pipeline_class: str) -> ModelReport:
     configs, problems = _read_configs(folder, index)
-    preset, broken_preset = _read_preset(folder)
-    problems += [*broken_preset, *check_configurations(index, configs, preset)]
+    preset: Preset | None = None
+    try:
+        preset = read_preset(folder)
+    except ValueError as error:
+        problems.append(f"{PRESET_FILE}: {error}")
+    problems += check_configurations(index, configs, preset)
     weights, broken = _read_weights(folder)
     problems += broken
     if not problems:
@@ -60,15 +63,6 @@ def _check_parts(folder: Path, index: Mapping[str, object], pipeline_class: str)
         problems=tuple(problems),
         proposed_preset=proposed,
     )
-
-
-def _read_preset(folder: Path) -> tuple[Preset | None, list[str]]:
-    """Return the preset of a folder, and a sentence if it cannot be used."""
-    try:
-        return read_preset(folder), []
-    except ConfigError as error:
-        first, *rules = error.message.removeprefix(f"{folder / PRESET_FILE}: ").splitlines()
-        return None, [f"{PRESET_FILE}: {'; '.join(rule.strip() for rule in rules) or first}"]
 
 
 def _read_configs(folder: Path, index: Mapping[str, object]) -> tuple[dict[str, Mapping[str, object]], list[str]]:

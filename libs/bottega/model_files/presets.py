@@ -50,16 +50,17 @@ def read_preset(folder: Path) -> Preset | None:
     """Return the preset in a model's folder, or None where it has no `bottega.json`.
 
     Raises:
-        ConfigError: The file cannot be read, is not JSON, or has a key or a value that is not known.
+        ValueError: With every key and value that is wrong, in one sentence without the file's name.
     """
     path = folder / PRESET_FILE
     if not path.exists():
         return None
+    values = read_json_object(path)
     try:
-        values = read_json_object(path)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    return config.parse(Preset, values, source=str(path))
+        return config.parse(Preset, values, source=PRESET_FILE)
+    except ConfigError as error:
+        first, *rules = error.message.splitlines()
+        raise ValueError("; ".join(rule.strip() for rule in rules) or first) from None
 
 
 def propose_preset(name: str, scheduler_config: Mapping[str, Any]) -> Preset | None:
