@@ -108,7 +108,13 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
         self, request: image_pb2.ListModelsRequest, context: grpc.ServicerContext
     ) -> image_pb2.ListModelsResponse:
         self._maybe_fail(context)
-        return image_pb2.ListModelsResponse(models=[image_pb2.Model(name="miniature", workers=2)])
+        euler, ddim = generation_pb2.SAMPLER_EULER, generation_pb2.SAMPLER_DDIM
+        choices = [
+            image_pb2.SamplerChoice(sampler=euler, use_karras_sigmas=True, is_default=True),
+            image_pb2.SamplerChoice(sampler=ddim, is_default=True, refused_because="beta_schedule is odd"),
+        ]
+        model = image_pb2.Model(name="miniature", workers=2, default_sampler=euler, sampler_choices=choices)
+        return image_pb2.ListModelsResponse(models=[model])
 
     def ListMembers(
         self, request: fleet_pb2.ListMembersRequest, context: grpc.ServicerContext

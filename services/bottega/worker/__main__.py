@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from bottega import kinds
+from bottega import kinds, rules
 from bottega.codec import CodecPool
+from bottega.errors import ConfigError
+from bottega.model_files import name_of
 from bottega.process.memory import IMAGE_AT_WORK_BYTES
 from bottega.rpc.boot import ServiceHooks, boot
+from bottega.rpc.fleet_membership import REPORT_INTERVAL_S, FleetMembership
 from bottega.rpc.link_service import add_link_service
 from bottega.rpc.server import Server
 from bottega.transport import default_socket_path, links_group
+from bottega.v1 import fleet_pb2
 from bottega.worker.config import EngineConfig, WorkerConfig, check_model
 from bottega.worker.engine_client import WorkerEngineClient
 from bottega.worker.metrics import WorkerMetrics
 from bottega.worker.service import SERVICE_NAME, WorkerService
-from bottega.worker.worker import Worker
+from bottega.worker.worker import Worker, worker_name
 
+# That a worker which cannot serve its model takes to tell the fleet so.
+_TELL_S = 2.0
 # Every attempt may have eight images, each waiting to be encoded.
 _IMAGES_PER_ATTEMPT = 8
 
@@ -49,7 +56,13 @@ def build(settings: WorkerConfig, engine: WorkerEngineClient, pool: CodecPool) -
 
 @contextlib.asynccontextmanager
 async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
-    check_model(settings)  # before an engine imports torch only to find that it cannot load the model
+    try:
+        check_model(settings)  # before an engine imports torch only to find that it cannot load the model
+    except ConfigError as error:
+        if not settings.gateway:
+            raise
+        yield _refusing(settings, error)
+        return
     # Processes first: the engine loads its model while the rest starts.
     engine = WorkerEngineClient(
         _with_socket(settings.engine), start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s
@@ -68,6 +81,37 @@ async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
         )
     finally:
         await asyncio.gather(engine.stop(), pool.stop())
+
+
+def _refusing(settings: WorkerConfig, error: ConfigError) -> ServiceHooks:
+    """Return a worker that only tells the fleet why it cannot serve its model, and then ends with that error."""
+    server = Server("worker", settings.server)
+    membership: FleetMembership | None = None
+
+    async def warm_up() -> None:
+        nonlocal membership
+        engine = settings.engine
+        model = name_of(engine.model, engine.model_name)
+        load = fleet_pb2.Load(left_out=rules.report_left_out(kinds.WORKER, {model: error.message}))
+        registration = fleet_pb2.Registration(
+            kind=kinds.WORKER,
+            name=worker_name(settings, server),
+            address=server.address,
+            version=importlib.metadata.version("bottega-services"),
+            metrics_address=server.metrics_address,
+        )
+        membership = FleetMembership(settings.gateway, registration, load=lambda: load, channels=server.channels)
+        membership.start()
+        with contextlib.suppress(TimeoutError):  # without a gateway the reason is on stderr alone
+            await asyncio.wait_for(membership.joined.wait(), _TELL_S)
+            await asyncio.sleep(REPORT_INTERVAL_S)
+        raise error
+
+    async def shut_down() -> None:
+        if membership is not None:
+            await membership.stop()
+
+    return ServiceHooks(server=server, warm_up=warm_up, shut_down=shut_down)
 
 
 def _with_socket(engine: EngineConfig) -> EngineConfig:

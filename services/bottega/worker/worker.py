@@ -63,6 +63,13 @@ class WorkerServer(Listening, Protocol):
         """Tells the worker's health whether new work is welcome."""
 
 
+def worker_name(config: WorkerConfig, server: Listening) -> str:
+    """Return the name of a worker in the fleet: as configured, as certified, or its host and process."""
+    certified = server.identity.name if server.identity else ""
+    # Containers have the same process ids, each in a host of its own.
+    return config.name or certified or f"worker-{socket.gethostname()}-{os.getpid()}"
+
+
 class Worker:
     """Start it with `start`, end it with `drain` and `stop`. engine: spawned. pool: started. server: its own."""
 
@@ -75,9 +82,7 @@ class Worker:
         metrics: WorkerMetrics,
         server: WorkerServer,
     ) -> None:
-        # Containers have the same process ids, each in a host of its own.
-        certified = server.identity.name if server.identity else ""
-        self.name = config.name or certified or f"worker-{socket.gethostname()}-{os.getpid()}"
+        self.name = worker_name(config, server)
         self.checkpoints = CheckpointWatch()
         self.attempts = Attempts(
             max_attempts=config.max_attempts,

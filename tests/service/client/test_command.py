@@ -328,7 +328,10 @@ def test_a_missing_gateway_is_said_with_the_command_that_starts_one() -> None:
 
 
 def test_models_and_fleet_are_tables(gateway: ScriptedGateway, address: str) -> None:
-    assert "miniature" in run("models", address=address).stdout
+    models = run("models", address=address).stdout
+    assert "miniature" in models
+    assert "euler --karras" in models, "what a request that names no sampler gets"
+    assert "miniature does not draw with ddim: beta_schedule is odd" in models
     fleet = run("fleet", "--once", address=address)
     assert fleet.exit_code == 0
     assert "4 waiting in the queue" in fleet.stdout

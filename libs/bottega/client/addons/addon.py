@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bottega.client.addons import add_on_names
 from bottega.client.types.checks import CheckResult
-from bottega.v1.fleet_pb2 import ListMembersResponse
+from bottega.v1.fleet_pb2 import ListMembersResponse, Member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,13 @@ def left_out_of(fleet: ListMembersResponse) -> list[LeftOutThing]:
         misfits = (add_on.misfits(fleet) for add_on in add_ons_by_kind().values() if add_on.misfits is not None)
         things += [thing for found in misfits for thing in found]
     return things
+
+
+def refusals_of(fleet: ListMembersResponse) -> Iterator[tuple[Member, str]]:
+    """Yield each worker that ended because it cannot serve its model, with the reason."""
+    for member in fleet.refused:
+        for item in member.load.left_out:
+            yield member, item.reason
 
 
 def add_ons_by_kind() -> dict[str, ClientAddOn]:

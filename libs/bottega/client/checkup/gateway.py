@@ -12,7 +12,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bottega import kinds
-from bottega.client.addons.addon import add_ons_by_kind
+from bottega.client.addons.addon import add_ons_by_kind, refusals_of
 from bottega.client.checkup.certificates import check_certificates
 from bottega.client.sdk.clients import AsyncClient
 from bottega.client.transport.retry import RetryPolicy
@@ -120,6 +120,9 @@ def _check_left_out(fleet: fleet_pb2.ListMembersResponse) -> Iterator[CheckResul
         for item in member.load.left_out:
             todo = "Correct it or take it away, and start the service again."
             yield warn(f"{member.registration.name} leaves out {item.name}: {item.reason}", todo)
+    for member, reason in refusals_of(fleet):
+        todo = "Correct the model's folder, or engine.model in its configuration, and start it again."
+        yield fail(f"the worker {member.registration.name} has ended: {reason}", todo)
 
 
 def _titles() -> dict[str, str]:

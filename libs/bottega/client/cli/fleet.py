@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import click
 
 from bottega import kinds
-from bottega.client.addons.addon import add_ons_by_kind, left_out_of
+from bottega.client.addons.addon import add_ons_by_kind, left_out_of, refusals_of
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, new_console, print_table
 from bottega.v1.fleet_pb2 import ListMembersResponse, Load, Member
@@ -60,7 +60,11 @@ def fleet_table(fleet: ListMembersResponse, *, starts: bool = False) -> PlainTab
     for member in fleet.members:
         start_s = member.load.start_s
         table.add_row(*_row(member), *([f"{start_s:.1f} s" if start_s else ""] if starts else []))
-    table.add_caption(f"{fleet.queued} waiting in the queue", *(thing.sentence for thing in left_out_of(fleet)))
+    table.add_caption(
+        f"{fleet.queued} waiting in the queue",
+        *(thing.sentence for thing in left_out_of(fleet)),
+        *(f"{member.registration.name} has ended: {reason}" for member, reason in refusals_of(fleet)),
+    )
     return table
 
 

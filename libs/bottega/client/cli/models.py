@@ -24,10 +24,11 @@ def command(address: str) -> None:
     table = PlainTable("model", ">workers", "size", ">steps", ">guidance", "sampler", "computes in", "hash")
     for model in models:
         table.add_row(*_row(model))
+    refused = [(model, choice) for model in models for choice in model.sampler_choices if choice.refused_because]
+    if refused:
+        told = "{} does not draw with {}: {}"
+        table.add_caption(*(told.format(model.name, _choice(each), each.refused_because) for model, each in refused))
     print_table(table)
-    for model in models:
-        for choice in (choice for choice in model.sampler_choices if choice.refused_because):
-            note(f"{model.name} does not draw with {_choice(choice)}: {choice.refused_because}")
 
 
 def _row(model: Model) -> tuple[str, ...]:

@@ -86,17 +86,12 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         memory_bytes = await asyncio.to_thread(_memory_bytes)
         load = fleet_pb2.Load(memory_bytes=memory_bytes, activity=self._activity())
         this = fleet_pb2.Member(registration=self._this, load=load, joined_s=now - self._began)
-        others = [
-            fleet_pb2.Member(
-                registration=member.registration,
-                load=member.load if member.has_reported else None,
-                joined_s=now - member.joined_at,
-                heard_s=now - member.heard_at,
-            )
-            for member in self._fleet.members()
-        ]
+        others = [_message(member, now) for member in self._fleet.members()]
         return fleet_pb2.ListMembersResponse(
-            members=[this, *others], queued=len(self._queue), longest_wait_s=self._queue.longest_wait_s()
+            members=[this, *others],
+            queued=len(self._queue),
+            longest_wait_s=self._queue.longest_wait_s(),
+            refused=[_message(member, now) for member in self._fleet.refused()],
         )
 
     def _services_for(self, member: Member) -> list[fleet_pb2.ServiceAddress]:
@@ -177,6 +172,15 @@ def _registration(first: fleet_pb2.JoinRequest | None) -> fleet_pb2.Registration
         rule = "must be in the first message"
         raise InvalidRequest(f"registration: {rule}", violations=[Violation(field="registration", description=rule)])
     return first.registration
+
+
+def _message(member: Member, now: float) -> fleet_pb2.Member:
+    return fleet_pb2.Member(
+        registration=member.registration,
+        load=member.load if member.has_reported else None,
+        joined_s=now - member.joined_at,
+        heard_s=now - member.heard_at,
+    )
 
 
 def _memory_bytes() -> int:

@@ -29,6 +29,10 @@ _BACK_OFF_S = 0.5
 # After a lease, when a service that waits for its name should join again.
 _AFTER_LEASE_S = 0.05
 
+# Of workers that cannot serve their model: time to look for what has become of one, and a bound.
+_REFUSED_KEPT_S = 600.0
+_MOST_REFUSED = 64
+
 _log = logging.getLogger(__name__)
 
 
@@ -46,6 +50,7 @@ class Fleet:
         self._members: dict[MemberKey, Member] = {}
         self._seen = SeenModels(grace_s=model_grace_s, clock=clock)
         self._merged_models: dict[str, image_pb2.Model] = {}  # until somebody comes or goes
+        self._refused: dict[str, Member] = {}
         self.closed = asyncio.Event()
         self._observers: list[FleetObserver] = []
 
@@ -82,6 +87,7 @@ class Fleet:
                 registration=said, joined_at=now, heard_at=now, instance=instance, host=host
             )
         self._note_presence(member, now)
+        self._refused.pop(member.name, None)
         _log.info("member joined", extra={"member": member.name, "address": said.address})
         for observer in self._observers:
             observer.member_joined(member)
@@ -131,6 +137,7 @@ class Fleet:
             return
         member.connected = False
         self._note_presence(member, self._clock.monotonic())
+        self._note_refusal(member)
         _log.info("member left", extra={"member": member.name})
         for observer in self._observers:
             observer.member_changed(member)
@@ -157,6 +164,12 @@ class Fleet:
         """Who is here, by kind and name. Any thread may ask."""
         connected = (member for member in list(self._members.values()) if member.connected)
         return sorted(connected, key=lambda member: (member.kind, member.name))
+
+    def refused(self) -> list[Member]:
+        """Return the workers that ended lately because they cannot serve their model, by name."""
+        oldest = self._clock.monotonic() - _REFUSED_KEPT_S
+        self._refused = {name: member for name, member in self._refused.items() if member.heard_at > oldest}
+        return [self._refused[name] for name in sorted(self._refused)]
 
     def services(self, kind: str) -> list[Member]:
         """Services of a kind that are here, by name. Those that use the kind are woken when others are."""
@@ -285,6 +298,14 @@ class Fleet:
         member.wake.set()
         for observer in self._observers:
             observer.member_lost(member)
+
+    def _note_refusal(self, member: Member) -> None:
+        """Remember a worker that had no model and said why, now that it has left."""
+        if not member.is_worker or member.models or not member.load.left_out:
+            return
+        self._refused[member.name] = member
+        for name in list(self._refused)[:-_MOST_REFUSED]:
+            del self._refused[name]
 
     def _note_presence(self, member: Member, now: float) -> None:
         """A member comes or goes."""

@@ -111,7 +111,7 @@ def test_image_to_image_is_stocks(case: Case, source: PIL.Image.Image) -> None:
 
 
 @pytest.mark.parametrize("turns", [2, 4, 7])
-def test_a_job_cut_at_any_step_ends_as_an_unbroken_one(case: Case, turns: int) -> None:
+def test_a_job_cut_anywhere_goes_on_as_if_it_had_not_been(case: Case, turns: int) -> None:
     order = EngineOrder(key=1, spec=case.spec)
     unbroken = ManualEngine(make_engine(case.model, ALONE)).draw(order)
     first = ManualEngine(make_engine(case.model, ALONE))

@@ -14,6 +14,7 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.tenants.access import Access
 from bottega.rpc.security.grants import Grants
 from bottega.v1 import fleet_pb2, worker_pb2
+from bottega.v1.hosted_pb2 import LeftOut
 from tests.samples.controlnet_hosts import bounds, server, worker
 
 
@@ -168,6 +169,34 @@ def test_a_sampler_is_refused_where_one_of_the_workers_refuses_it() -> None:
         registration.models[0].sampler_choices.add(sampler=1, use_karras_sigmas=True, refused_because=reason)
         fleet.join(registration)
     assert [choice.refused_because for choice in fleet.resolve("m").sampler_choices] == ["", "scipy is missing"]
+
+
+def _end_with(fleet: Fleet, name: str, reason: str) -> None:
+    """A worker that cannot serve its model joins, says why, and leaves."""
+    registration = worker(name)
+    del registration.models[:]
+    member = fleet.join(registration)
+    fleet.report(member, fleet_pb2.Load(left_out=[LeftOut(kind=kinds.WORKER, name="m", reason=reason)]))
+    fleet.leave(member, member.stream)
+
+
+def test_a_worker_that_cannot_serve_its_model_is_remembered_until_one_of_its_name_joins() -> None:
+    fleet, watcher = _fleet()
+    _end_with(fleet, "b", "no scheduler")
+    _end_with(fleet, "a", "no unet")
+    assert [(member.name, member.load.left_out[0].reason) for member in fleet.refused()] == [
+        ("a", "no unet"),
+        ("b", "no scheduler"),
+    ]
+    assert not fleet.members()
+    watcher.now += 2.0
+    fleet.expire()  # its name is free
+    joined = fleet.join(worker("a"))
+    assert [member.name for member in fleet.refused()] == ["b"]
+    fleet.leave(joined, joined.stream)
+    assert [member.name for member in fleet.refused()] == ["b"], "a worker that served is none of them"
+    watcher.now += 600.0
+    assert fleet.refused() == []
 
 
 def test_only_workers_serve_models() -> None:
