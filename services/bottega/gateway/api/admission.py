@@ -138,9 +138,9 @@ class Admission:
 
         Raises QuotaExceeded, RequestIdReused, InvalidRequest or BadImage, Draining, ModelNotFound or NoWorker,
         ControlNetNotFound or ControlNetUnusable or NoControlNet, QueueFull, DeadlineUnmeetable, StorageUnavailable, in
-        this order, and of a known request_id no QuotaExceeded; LoraNotFound, LoraUnusable or NoLora come before what is
-        wrong because of the model. Except that without room no image is decoded, and that a request_id cannot be looked
-        for where the disk cannot be read.
+        this order, and of a known request_id no QuotaExceeded; LoraNotFound, LoraUnusable, NoLora and RecordingNotKept
+        come before what is wrong because of the model. Except that without room no image is decoded, and that a
+        request_id cannot be looked for where the disk cannot be read.
         """
         try:
             return await self._admit(command)
