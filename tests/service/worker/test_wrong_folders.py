@@ -27,10 +27,11 @@ _IN_EVERY_RUN = frozenset({"Stable Diffusion 1.5", "a file that is cut off"})
         for wrong in WRONG_FOLDERS
     ],
 )
-def test_a_worker_ends_with_the_sentence(wrong: WrongFolder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gateway", ["''", "127.0.0.1:9"], ids=["alone", "without its gateway"])
+def test_a_worker_ends_with_the_sentence(wrong: WrongFolder, gateway: str, tmp_path: Path) -> None:
     given, sentence = wrong.make_at(tmp_path / "model")
     config = tmp_path / "worker.yaml"
-    config.write_text(f"gateway: ''\nserver: {{listen: '127.0.0.1:0'}}\nengine: {{model: '{given}'}}\n")
+    config.write_text(f"gateway: {gateway}\nengine: {{model: '{given}'}}\n")
     command = [sys.executable, "-m", "bottega.worker", "--config", str(config)]
     began_s = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
