@@ -41,7 +41,14 @@ def sample_job(model: Model, device_clock: DeviceClock, *, small: bool = False) 
     """Open a job of one image without add-ons, of the model's own size or of a small one, and encode its prompt."""
     defaults = model.defaults
     width, height = _small_size(model) if small else (defaults.width, defaults.height)
-    spec = ResolvedSpec(prompt="", num_inference_steps=2, width=width, height=height)
+    spec = ResolvedSpec(
+        prompt="",
+        num_inference_steps=2,
+        width=width,
+        height=height,
+        sampler=defaults.sampler,
+        use_karras_sigmas=defaults.use_karras_sigmas,
+    )
     return open_job(model, EngineOrder(key="", spec=spec), {}, 0.0, device_clock)
 
 

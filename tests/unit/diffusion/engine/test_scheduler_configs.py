@@ -23,6 +23,7 @@ from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import ConfigError, InvalidRequest
 from bottega.model_files.presets import PRESET_FILE
 from tests.fakes.scripted_latents import Cached, cached, entry
+from tests.samples.edits import edit_order, ellipse_mask, template
 from tests.samples.model_folders import with_scheduler
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine, load
@@ -108,6 +109,12 @@ def test_image_to_image_is_stocks(case: Case, source: PIL.Image.Image) -> None:
         EngineOrder(key=1, spec=spec, image=pixels_tensor(source))
     )
     assert_close(drawing.latents[0], case.stock.reference(spec, image=source).latent)
+
+
+def test_an_edit_is_stocks(case: Case) -> None:
+    spec, image, mask = replace(case.spec, width=64, height=64, strength=0.8), template(), ellipse_mask()
+    drawing = ManualEngine(make_engine(case.model, ALONE)).draw(edit_order(spec, image, mask))
+    assert_close(drawing.latents[0], case.stock.edit(spec, image, mask).latent)
 
 
 @pytest.mark.parametrize("turns", [2, 4, 7])

@@ -71,6 +71,25 @@ def test_ancestral_steps_are_the_schedulers(prediction: str, dtype: torch.dtype)
     assert torch.isfinite(latent).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("algorithm", ["sde-dpmsolver++", "dpmsolver++"])
+def test_steps_of_dpm_are_the_schedulers_with_the_generator_that_is_given(algorithm: str, dtype: torch.dtype) -> None:
+    kind = SamplerKind.DPMPP_2M
+    scheduler = scheduler_of(kind, algorithm_type=algorithm)
+    sampler = Sampler(kind, {**CONFIG, "algorithm_type": algorithm}, steps=STEPS)
+    ours, theirs = (torch.Generator().manual_seed(7) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    latent = torch.randn(SHAPE, generator=generator).to(dtype)
+    with torch_threads(1):
+        for step, timestep in enumerate(scheduler.timesteps):
+            predicted = torch.randn(SHAPE, generator=generator).to(dtype)
+            (expected,) = scheduler.step(predicted, timestep, latent, generator=theirs, return_dict=False)
+            made, _ = sampler.step(predicted, step, latent, ours)
+            assert torch.equal(made, expected)
+            latent = expected
+    assert torch.equal(ours.get_state(), theirs.get_state())
+
+
 ALL = [(kind, karras) for kind in SamplerKind for karras in ((False, True) if kind in KARRAS else (False,))]
 
 
