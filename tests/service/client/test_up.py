@@ -291,12 +291,3 @@ def test_a_suite_in_the_background_that_does_not_start_says_why(tmp_path: Path) 
     assert "worker-0 does not start" in failed.stderr
     assert "bottega doctor" in failed.stderr
     assert not StateFolder(state).is_held()
-
-
-def test_a_folder_that_is_no_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    command = [*BOTTEGA, "up", "--model", str(tmp_path), "--state", str(state)]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
-    assert refused.returncode == 1
-    assert "model_index.json" in refused.stderr
-    assert not state.exists()

@@ -1,0 +1,42 @@
+"""What commands say of a wrong model folder: the sentence that a worker says, in two seconds, and no traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.samples.wrong_folders import WRONG_FOLDERS
+
+pytestmark = pytest.mark.alone
+
+# From the command to its end, the start of Python included.
+LIMIT_S = 2.0
+
+
+@pytest.mark.parametrize("command", ["up", "up --detach", "doctor", "config check"])
+def test_a_command_says_the_sentence_soon(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOTTEGA_ADDRESS", "127.0.0.1:9")  # nobody listens there
+    given, sentence = WRONG_FOLDERS[0].make_at(tmp_path / "model")
+    file = tmp_path / "workers" / "left.yaml"
+    file.parent.mkdir()
+    file.write_text(f"engine: {{model: '{given}'}}\n")
+    state = tmp_path / "state"
+    options = [str(file)] if command == "config check" else ["--model", str(given), "--state", str(state)]
+    began_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "bottega.client.cli", *command.split(), *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert time.monotonic() - began_s < LIMIT_S
+    said = done.stdout + done.stderr
+    assert done.returncode == 1
+    assert sentence in said
+    assert "Traceback" not in said
+    assert not state.exists() or command == "doctor"
