@@ -18,7 +18,7 @@ from bottega.diffusion.loras import UNET, Layers, LoraHandle, LoraLayer, LoraRef
 from bottega.errors import DataLoss, LoraNotFound
 from bottega.lora import canonical
 from bottega.lora.canonical import CanonicalLora
-from bottega.lora.safetensors_header import TensorEntry
+from bottega.safetensors_header import TensorEntry
 from bottega.v1.fleet_pb2 import ServiceAddress
 
 _THREADS = 4

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from bottega.diffusion.loras import LoraLayer
 from bottega.lora import canonical
-from bottega.lora.safetensors_header import LENGTH_BYTES, TensorEntry, header_bytes
 from bottega.miniature import WEIGHTS
+from bottega.safetensors_header import LENGTH_BYTES, TensorEntry, header_bytes
 
 _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

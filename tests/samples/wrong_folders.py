@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bottega.lora.safetensors_header import ITEM_BYTES, TensorEntry, read_header
 from bottega.miniature import WEIGHTS
+from bottega.safetensors_header import ITEM_BYTES, TensorEntry, read_header
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 VAE = "vae/diffusion_pytorch_model.safetensors"

@@ -28,9 +28,9 @@ from bottega.caching import TieredCache
 from bottega.errors import LoraNotFound, PeerDead
 from bottega.lora import canonical
 from bottega.lora.canonical import BACKBONE, ModuleWeights, TensorData
-from bottega.lora.safetensors_header import LENGTH_BYTES, header_bytes
 from bottega.loras.config import LinksConfig
 from bottega.loras.worker_link import LoraLinks
+from bottega.safetensors_header import LENGTH_BYTES, header_bytes
 from bottega.transport import Offer, ServiceOffer, offer_from_wire, offer_to_wire
 from bottega.v1.link_pb2 import LinkOffer
 from tests.support.offers import OffersAtOnce

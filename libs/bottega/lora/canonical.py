@@ -17,16 +17,18 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import BinaryIO, NoReturn
 
 from bottega.errors import BadLora
-from bottega.lora.safetensors_header import (
+from bottega.safetensors_header import (
     ITEM_BYTES,
     LENGTH_BYTES,
     MAX_NAME_BYTES,
     Header,
+    HeaderError,
     TensorEntry,
     parse_header,
     read_header,
@@ -123,9 +125,19 @@ def spellings(component: str, path: str) -> tuple[str, ...]:
     return (path, _TEXT_MODEL + path)
 
 
+@contextmanager
+def headers_of_loras() -> Iterator[None]:
+    """Raise BadLora for headers in the block that break a rule of safetensors."""
+    try:
+        yield
+    except HeaderError as error:
+        raise BadLora(f"the file is no acceptable safetensors file: {error}") from None
+
+
 def read(file: BinaryIO) -> CanonicalLora:
     """What the header of an open file says. Raises BadLora naming the rule that it breaks, OSError."""
-    return _checked(read_header(file))
+    with headers_of_loras():
+        return _checked(read_header(file))
 
 
 def parse(head: bytes, *, file_bytes: int) -> CanonicalLora:
@@ -133,7 +145,8 @@ def parse(head: bytes, *, file_bytes: int) -> CanonicalLora:
 
     head: bytes of our own, not memory that the sender may still change. Raises BadLora naming the rule that it breaks.
     """
-    return _checked(parse_header(head, file_bytes=file_bytes))
+    with headers_of_loras():
+        return _checked(parse_header(head, file_bytes=file_bytes))
 
 
 def write(file: BinaryIO, modules: Iterable[ModuleWeights]) -> None:
@@ -143,7 +156,8 @@ def write(file: BinaryIO, modules: Iterable[ModuleWeights]) -> None:
     """
     pieces = sorted(_pieces(modules), key=lambda piece: _order(piece.name, piece.weights.dtype))
     head = _head(pieces)
-    _checked(parse_header(head, file_bytes=len(head) + sum(len(piece.weights.data) for piece in pieces)))
+    with headers_of_loras():
+        _checked(parse_header(head, file_bytes=len(head) + sum(len(piece.weights.data) for piece in pieces)))
     file.write(head)
     file.writelines(piece.weights.data for piece in pieces)
 

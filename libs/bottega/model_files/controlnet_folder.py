@@ -14,8 +14,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from bottega import rules
-from bottega.errors import BadLora, BottegaError, ControlNetUnusable, InvalidRequest
-from bottega.lora.safetensors_header import LENGTH_BYTES, Header, header_bytes, read_header
+from bottega.errors import BottegaError, ControlNetUnusable, InvalidRequest
 from bottega.model_files.controlnet_config import (
     FILE,
     MAX_CONFIG_BYTES,
@@ -25,7 +24,7 @@ from bottega.model_files.controlnet_config import (
     read_network_config,
 )
 from bottega.model_files.controlnet_layout import ControlLayout, controlnet_layout
-from bottega.model_files.json_files import is_lfs_pointer, parse_json_object
+from bottega.model_files.json_files import DOWNLOAD_AGAIN, is_lfs_pointer, parse_json_object
 from bottega.model_files.tensor_check import controlnet_tensors
 from bottega.model_files.weights import (
     DIFFUSERS,
@@ -37,6 +36,7 @@ from bottega.model_files.weights import (
     weight_map,
 )
 from bottega.plain_text import excerpt
+from bottega.safetensors_header import LENGTH_BYTES, Header, HeaderError, header_bytes, read_header
 from bottega.storage.contained_paths import listed, open_below
 
 SUFFIX = ".safetensors"
@@ -197,10 +197,10 @@ def _opened(path: Path, file: BufferedReader) -> WeightsFile:
         raise ValueError(_POINTER.format(path.name))
     try:
         if (size_bytes := header_bytes(beginning[:LENGTH_BYTES])) > _MAX_HEADER_BYTES:
-            raise ValueError(f"{path.name}: its header has {size_bytes} bytes; {_MAX_HEADER_BYTES} may be read")
+            raise HeaderError(f"its header has {size_bytes} bytes; {_MAX_HEADER_BYTES} may be read")
         header = read_header(file)
-    except BadLora as error:
-        raise ValueError(f"{path.name}: {error.message}") from None
+    except HeaderError as error:
+        raise ValueError(f"{path.name}: it is damaged or cut off ({error}); {DOWNLOAD_AGAIN}") from None
     for entry in header.tensors:
         if entry.dtype not in FLOATING_POINT:
             raise ValueError(f"{path.name}: {entry.name[:80]} has elements of {entry.dtype}, no floating point numbers")

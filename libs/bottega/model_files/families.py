@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
-from bottega.errors import BadLora
-from bottega.lora.safetensors_header import read_header
 from bottega.model_files.json_files import open_model_file, read_json_object
 from bottega.plain_text import excerpt
+from bottega.safetensors_header import HeaderError, read_header
 
 SDXL = "SDXL"
 
@@ -110,9 +109,8 @@ def _file(path: Path) -> str:
     try:
         with open_model_file(path) as file:
             names = [tensor.name for tensor in read_header(file).tensors]
-    except BadLora as error:
-        reason = error.message.removeprefix("the file is no acceptable safetensors file: ")
-        return f"it is a single file that is damaged or cut off ({reason}); {_GIVE_SDXL}"
+    except HeaderError as error:
+        return f"it is a single file that is damaged or cut off ({error}); {_GIVE_SDXL}"
     except (OSError, ValueError) as error:
         return f"it is a single file, and {error}"
     if any("lora_" in name or ".lora." in name for name in names):

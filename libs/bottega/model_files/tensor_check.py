@@ -14,9 +14,9 @@ from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
-from bottega.lora.safetensors_header import MAX_TENSORS
 from bottega.model_files.weights import FLOATING_POINT, Weights
 from bottega.plain_text import excerpt
+from bottega.safetensors_header import MAX_TENSORS
 
 Shape = tuple[int, ...]
 Tensors = Iterator[tuple[str, Shape]]

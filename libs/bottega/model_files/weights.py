@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from bottega.errors import BadLora
-from bottega.lora.safetensors_header import ITEM_BYTES, Header, TensorEntry, read_header
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, open_model_file, read_json_object
 from bottega.plain_text import excerpt
+from bottega.safetensors_header import ITEM_BYTES, Header, HeaderError, TensorEntry, read_header
 
 # An entry of an index has some hundred bytes; SDXL's UNet has 1,680 tensors.
 MAX_INDEX_BYTES = 16 << 20
@@ -219,9 +218,8 @@ def _read_header(path: Path, *, named_by: str = "") -> Header:
     try:
         with open_model_file(path) as file:
             header = read_header(file)
-    except BadLora as error:
-        reason = error.message.removeprefix("the file is no acceptable safetensors file: ")
-        raise ValueError(f"{where}: it is damaged or cut off ({reason}); {DOWNLOAD_AGAIN}") from None
+    except HeaderError as error:
+        raise ValueError(f"{where}: it is damaged or cut off ({error}); {DOWNLOAD_AGAIN}") from None
     except OSError as error:
         raise ValueError(f"{where}: it cannot be read ({error.strerror}); {DOWNLOAD_AGAIN}") from None
     except ValueError as error:

@@ -10,7 +10,7 @@ from bottega.caching import CacheLease
 from bottega.errors import BottegaError, DataLoss, InternalError
 from bottega.lora import messages
 from bottega.lora.canonical import CanonicalLora, parse
-from bottega.lora.safetensors_header import LENGTH_BYTES, header_bytes
+from bottega.safetensors_header import LENGTH_BYTES, HeaderError, header_bytes
 from bottega.transport import Deadline, Link, PieceSize, RateLimiter, pack_number
 
 # A message that is not taken in this time never will be.
@@ -78,5 +78,5 @@ def _header(lease: CacheLease) -> CanonicalLora:
     try:
         size = header_bytes(os.pread(lease.descriptor, LENGTH_BYTES, 0))
         return parse(os.pread(lease.descriptor, size, 0), file_bytes=lease.size_bytes)
-    except BottegaError as error:
-        raise DataLoss(f"the LoRA's file is damaged: {error.message}") from error
+    except (BottegaError, HeaderError) as error:
+        raise DataLoss(f"the LoRA's file is damaged: {error}") from error

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from bottega import rules
 from bottega.diffusion.model.model import files_digest
-from bottega.lora.safetensors_header import TensorEntry
 from bottega.model_files.controlnet_config import FILE
 from bottega.model_files.controlnet_folder import SUFFIX, WeightsFile
+from bottega.safetensors_header import TensorEntry
 from bottega.storage.contained_paths import listed, open_below
 
 # Of all files that are hashed, which takes a minute; SDXL's ControlNets have 5 GB.

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from bottega.errors import BadLora
 from bottega.lora.canonical import DTYPES, MAX_RANK, TensorData
-from bottega.lora.safetensors_header import Header, TensorEntry
 from bottega.loras.importing.base import BaseModule
+from bottega.safetensors_header import Header, TensorEntry
 
 MAX_F32 = float(np.finfo(np.float32).max)
 _NUMPY = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "BF16": "<u2"}

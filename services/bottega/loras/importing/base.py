@@ -10,8 +10,8 @@ from types import MappingProxyType
 
 from bottega.errors import BadLora, ConfigError
 from bottega.lora.canonical import BACKBONE, COMPONENTS, spellings
-from bottega.lora.safetensors_header import read_header
 from bottega.loras.importing.sgm import sgm_names
+from bottega.safetensors_header import read_header
 
 _WEIGHT = ".weight"
 # Matrices that are looked up by row and multiplied by nothing: nothing can be added to their product.

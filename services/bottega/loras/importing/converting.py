@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, NoReturn
 
 from bottega.errors import BadLora
-from bottega.lora.canonical import COMPONENTS, ModuleWeights
-from bottega.lora.safetensors_header import Header, TensorEntry, read_header
+from bottega.lora.canonical import COMPONENTS, ModuleWeights, headers_of_loras
 from bottega.loras.importing.arrays import MAX_F32, check_product, fitted, folded, read_number, read_weights
 from bottega.loras.importing.base import Base, BaseModule
 from bottega.loras.importing.naming import (
@@ -32,6 +31,7 @@ from bottega.loras.importing.naming import (
 from bottega.loras.importing.peft_config import WHOLE_FILE, AdapterConfig, from_metadata
 from bottega.loras.importing.source import LoraSourceFile
 from bottega.plain_text import excerpt
+from bottega.safetensors_header import Header, TensorEntry, read_header
 from bottega.storage.contained_paths import open_below
 
 # Of the names in a refusal, which travels in a status.
@@ -77,7 +77,8 @@ def convert(sources: Iterable[LoraSourceFile], *, base: Base) -> ConvertedLora:
         headers = []
         for source in sources:
             file = stack.enter_context(open_below(source.path, source.root))
-            headers.append(read_header(file))
+            with headers_of_loras():
+                headers.append(read_header(file))
             _collect(file, headers[-1], source, base=base, found=found)
         if not found:
             raise BadLora("nothing in the file matches the base model: it has no tensors")

@@ -23,7 +23,7 @@ from bottega.diffusion.loras import Layers, LoraLayer, LoraRef
 from bottega.errors import BadLora, BottegaError, DataLoss, NoLora
 from bottega.lora import canonical
 from bottega.lora.canonical import BACKBONE, COMPONENTS, CanonicalLora, Module
-from bottega.lora.safetensors_header import LENGTH_BYTES, TensorEntry, header_bytes
+from bottega.safetensors_header import LENGTH_BYTES, HeaderError, TensorEntry, header_bytes
 from bottega.v1.trace_pb2 import StoreTimes
 
 # Of a whole LoRA that is checked: between two of them others get their turn.
@@ -115,8 +115,8 @@ class LoraDownload:
         try:
             head = bytes(file[: header_bytes(bytes(file[:LENGTH_BYTES]))])
             lora = canonical.parse(head, file_bytes=len(file))
-        except BadLora as error:
-            raise DataLoss(f"the LoRA store sent what is no LoRA: {error.message}") from error
+        except (BadLora, HeaderError) as error:
+            raise DataLoss(f"the LoRA store sent what is no LoRA: {error}") from error
         middle = lora.header_bytes + lora.text_bytes
         section = _shared(file[lora.header_bytes : middle])
         self._hash = hashlib.sha256(head)

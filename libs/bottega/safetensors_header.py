@@ -14,9 +14,8 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import BinaryIO, NoReturn
 
-from bottega.errors import BadLora
-
 LENGTH_BYTES = 8
+"""Of the length of a header, with which a file begins."""
 # Trainers write their whole configuration into the metadata, word counts included: some MiB at most.
 MAX_HEADER_BYTES = 8 << 20
 # A LoRA of SDXL with convolutions and both text encoders has about 3,300 tensors; the largest base models some 2,000.
@@ -48,6 +47,10 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType(
 """Bytes of one element, by the format's own names."""
 
 
+class HeaderError(ValueError):
+    """A file that is no acceptable safetensors file; its text says which rule it breaks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
     """One tensor. begin, end: bytes behind the header, the end exclusive."""
@@ -74,7 +77,7 @@ class Header:
 
 
 def read_header(file: BinaryIO) -> Header:
-    """The header of an open file. Raises BadLora naming the rule that it breaks, OSError."""
+    """Return the header of an open file. Raise HeaderError with the rule that it breaks, or OSError."""
     file_bytes = os.fstat(file.fileno()).st_size
     file.seek(0)
     length = header_bytes(file.read(LENGTH_BYTES))
@@ -85,7 +88,7 @@ def read_header(file: BinaryIO) -> Header:
 
 
 def header_bytes(beginning: bytes) -> int:
-    """Bytes of the header with its length, from the file's first 8. Raises BadLora."""
+    """Return the bytes of the header with its length, from the file's first 8. Raise HeaderError."""
     if len(beginning) < LENGTH_BYTES:
         _refuse("it is shorter than the length of a header")
     length = int.from_bytes(beginning[:LENGTH_BYTES], "little")
@@ -95,9 +98,11 @@ def header_bytes(beginning: bytes) -> int:
 
 
 def parse_header(head: bytes, *, file_bytes: int) -> Header:
-    """The header in a file's first bytes. file_bytes: of the whole file, all of which the tensors must account for.
+    """Return the header in a file's first bytes. Raise HeaderError with the rule that it breaks.
 
-    Raises BadLora naming the rule that it breaks.
+    Args:
+        head: The header with its length.
+        file_bytes: Of the whole file, all of which the tensors must account for.
     """
     size_bytes = header_bytes(head)
     if len(head) != size_bytes or file_bytes < size_bytes or file_bytes > _MAX_FILE_BYTES:
@@ -178,4 +183,4 @@ def _check_spans(tensors: tuple[TensorEntry, ...], data_bytes: int) -> None:
 
 
 def _refuse(what: str) -> NoReturn:
-    raise BadLora(f"the file is no acceptable safetensors file: {what}")
+    raise HeaderError(what)

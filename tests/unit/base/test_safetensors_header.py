@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from bottega.errors import BadLora
 from bottega.lora import canonical
 from bottega.lora.canonical import ModuleWeights, TensorData
-from bottega.lora.safetensors_header import MAX_HEADER_BYTES, parse_header, read_header
+from bottega.safetensors_header import MAX_HEADER_BYTES, HeaderError, parse_header, read_header
 
 _MUTATIONS = 3_000
 # Of one header: it is parsed to Python's objects, some of which are larger than their text.
@@ -94,19 +94,19 @@ def test_a_file_of_the_library_is_read_as_it_was_written(tmp_path: Path) -> None
     ],
 )
 def test_what_the_format_forbids_is_refused(data: bytes, says: str) -> None:
-    with pytest.raises(BadLora, match=says):
+    with pytest.raises(HeaderError, match=says):
         _parse(data)
 
 
 def test_a_name_that_is_no_text_is_refused() -> None:
-    with pytest.raises(BadLora, match="name"):
+    with pytest.raises(HeaderError, match="name"):
         _parse(_file(b'{"\\ud800":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}', b"1234"))
 
 
 def test_a_file_that_is_shorter_than_its_header_is_refused_before_the_header_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes((1 << 20).to_bytes(8, "little") + b"{}")
-    with path.open("rb") as file, pytest.raises(BadLora, match="longer than the file"):
+    with path.open("rb") as file, pytest.raises(HeaderError, match="longer than the file"):
         read_header(file)
 
 
