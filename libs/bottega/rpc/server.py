@@ -24,7 +24,7 @@ from bottega.rpc import telemetry
 from bottega.rpc.address import Address, is_loopback, split
 from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES, Channels
 from bottega.rpc.connection_limits import ConnectionGuard, most_connections
-from bottega.rpc.interceptor.call_interceptor import CallInterceptor
+from bottega.rpc.interceptor.call_interceptor import CallInterceptor, RequestQuotas
 from bottega.rpc.interceptor.call_limits import CallLimit
 from bottega.rpc.interceptor.calls import CallLimits
 from bottega.rpc.interceptor.memory_quota import MemoryQuota
@@ -46,6 +46,11 @@ _STOP_GRACE_S = 0.5
 _MOST_CALLS, _MOST_STREAMS = 5, 2
 # Calls that wait to be looked at, beyond which gRPC cuts off more and more of them; it would begin with 1,000.
 _MOST_PENDING = 16_384
+# Small requests that are coming in: each is here within a millisecond, and one that is not may turn out to be large.
+_SMALL_AT_ONCE = 4
+# Two of one host, one of one connection.
+_SMALL_SHARE = 0.7
+_SMALL_CONTENDED_S = 0.25
 # For a connection to become one of HTTP/2, and for one without calls: clients connect again by themselves.
 _HANDSHAKE_MS = 10_000
 _IDLE_MS = 300_000
@@ -64,9 +69,10 @@ class ListenerConfig:
 
     listen: host:port; port 0 is any free one.
     default_deadline_s: of calls whose caller set none. max_message_mib: of one message.
-    max_requests_mib: of all requests that are coming in or are not dealt with yet; the service grows by up to six
-        times that, for what it makes of them and what the C library keeps. Beside it there is as much for callers
-        that stream their requests: members of the fleet, which get in when others cannot, and uploads.
+    max_requests_mib: of all requests with images that are coming in or are not dealt with yet; the service grows by up
+        to five times that, for what it makes of them and what the C library keeps. One host, or one tenant where there
+        are any, has peer_share of it. Beside it there is as much for callers that stream their requests: members of the
+        fleet, which get in when others cannot, and uploads; and room of their own for small requests.
     max_calls: short calls, which are asked once and answered once, that are served at once, such as GetJob or
         SubmitJob; as many of health and reflection, and of callers that stream their requests.
     max_streams: calls that are asked once and answered as there is news, such as WatchJob or Generate, that are open
@@ -198,8 +204,8 @@ class GrpcListener:
         self._interceptor = CallInterceptor(
             metrics,
             config.default_deadline_s,
-            requests=_memory_quota(config),
-            streamed=_memory_quota(config),
+            requests=_request_quotas(config),
+            max_message_bytes=config.max_message_mib << 20,
             responses=responses,
             limits=limits,
             authenticator=authenticator or AllLocal(),
@@ -359,8 +365,27 @@ class Server(GrpcListener):
             await asyncio.to_thread(self._audit.close)
 
 
-def _memory_quota(config: ListenerConfig) -> MemoryQuota:
-    return MemoryQuota(max_bytes=config.max_requests_mib << 20, message_bytes=config.max_message_mib << 20)
+def _request_quotas(config: ListenerConfig) -> RequestQuotas:
+    """Quotas of a port. gRPC takes in a message of up to max_message_mib, whatever its method, before it is here."""
+    message_bytes = config.max_message_mib << 20
+
+    def all_requests() -> MemoryQuota:
+        max_bytes = config.max_requests_mib << 20
+        return MemoryQuota(max_bytes=max_bytes, message_bytes=message_bytes, share=config.peer_share)
+
+    def small(share: float) -> MemoryQuota:
+        max_bytes = _SMALL_AT_ONCE * message_bytes
+        return MemoryQuota(
+            max_bytes=max_bytes, message_bytes=message_bytes, share=share, contended_s=_SMALL_CONTENDED_S
+        )
+
+    # Health and reflection are open to all, and a conversation of reflection may be silent as long as nobody waits.
+    return RequestQuotas(
+        large=all_requests(),
+        small=small(max(config.peer_share, _SMALL_SHARE)),
+        streamed=all_requests(),
+        of_grpc=small(1.0),
+    )
 
 
 def _call_limits(config: ListenerConfig) -> CallLimits:

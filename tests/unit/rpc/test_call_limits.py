@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from bottega.errors import QueueFull
 from bottega.rpc.interceptor.call_limits import CallLimit, CallSlot
-from bottega.rpc.interceptor.fair_queue import FairQueue
+from bottega.rpc.interceptor.fair_queue import CallTurn, FairQueue
+from bottega.rpc.interceptor.memory_quota import MemoryQuota
 from bottega.rpc.peers import Peer
 
 
@@ -83,12 +86,53 @@ def test_as_many_as_are_served_may_have_ended_and_be_unread() -> None:
     assert len(taken(places, peer("a"))) == 8
 
 
+def popped(turns: FairQueue, *, without: str = "") -> CallTurn | None:
+    """The next in turn. without: a host that may not go on."""
+    return turns.pop(host=lambda host: host != without, connection=lambda _: True)
+
+
 async def test_those_who_wait_have_their_turns_one_host_after_the_other() -> None:
     turns = FairQueue()
     crowd = [turns.add(peer("a")) for _ in range(5)]
     beside = turns.add(peer("a", 2))
     late, gone = turns.add(peer("b")), turns.add(peer("b"))
-    turns.remove(peer("b"), gone)
-    assert [turns.pop() for _ in range(4)] == [crowd[0], late, beside, crowd[1]]
-    assert [turns.pop() for _ in range(3)] == crowd[2:]
+    turns.remove(gone)
+    assert [popped(turns) for _ in range(4)] == [crowd[0], late, beside, crowd[1]]
+    assert [popped(turns) for _ in range(3)] == crowd[2:]
     assert not turns
+
+
+async def test_who_may_not_go_on_is_passed_over_and_keeps_its_place() -> None:
+    turns = FairQueue()
+    first, second = turns.add(peer("a")), turns.add(peer("b"))
+    assert popped(turns, without="a") is second
+    assert popped(turns, without="a") is None
+    assert popped(turns) is first
+
+
+async def test_no_host_has_all_the_room_for_requests_that_are_coming() -> None:
+    quota = MemoryQuota(max_bytes=128, message_bytes=24, share=0.5)
+    silent = [asyncio.create_task(quota.reserve(peer("a", number))) for number in range(8)]
+    await asyncio.sleep(0)
+    coming = [call.result() for call in silent if call.done()]
+    assert len(coming) == 2
+    others = [await asyncio.wait_for(quota.reserve(peer(host)), 0.1) for host in ("b", "c", "d")]
+    others[0].release()
+    others[1].release()
+    await asyncio.sleep(0.01)
+    assert sum(call.done() for call in silent) == 2
+    coming[0].shrink(1)  # it is here, and small: another one of the same host may come
+    await asyncio.sleep(0.01)
+    assert sum(call.done() for call in silent) == 2 + 1
+    for call in silent:
+        call.cancel()
+
+
+async def test_one_caller_has_all_the_room_where_it_may() -> None:
+    quota = MemoryQuota(max_bytes=48, message_bytes=24, share=1.0)
+    shares = [await asyncio.wait_for(quota.reserve(peer("a")), 0.1) for _ in range(2)]
+    waiting = asyncio.create_task(quota.reserve(peer("a")))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    shares[0].release()
+    await asyncio.wait_for(waiting, 0.1)

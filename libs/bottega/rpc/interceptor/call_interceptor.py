@@ -15,25 +15,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from bottega.errors import DeadlinePassed, InvalidRequest, MethodNotServed, QueueFull, TooLarge
 from bottega.process import copied
 from bottega.rpc.interceptor.calls import CallGuard, CallLimits, CallTracker, Context
 from bottega.rpc.interceptor.memory_quota import MemoryQuota, QuotaShare
+from bottega.rpc.interceptor.message_limits import (
+    OF_GRPC,
+    PLAIN_BYTES,
+    MessageLimits,
+    check_size,
+    has_unknown_fields,
+    limits_of,
+)
 from bottega.rpc.interceptor.response_flow import CallResponses, ResponseFlowControl
 from bottega.rpc.operation.audit import AuditLog
 from bottega.rpc.operation.metrics import CallMetrics
-from bottega.rpc.peers import Peer, peer_of
+from bottega.rpc.peers import Peer
 from bottega.rpc.security.caller import CallAuthenticator
 
-# Of one message of a caller that streams them. A conversation of the fleet has small ones: the longest registration,
-# and the longest load, are well below a MiB. An upload has chunks of at most 4 MiB, and a head of little over 3 MiB.
-_CONVERSATION_BYTES = 2 << 20
-_UPLOAD_BYTES = 5 << 20
-# Requests of health and reflection are small and few: slow ones delay neither each other nor the fleet.
-_OF_GRPC_BYTES = 64 << 10
-_OF_GRPC_AT_ONCE = 16
+# Up to so many fields a message is walked through in less than its bytes are copied in; else a byte costs so much more.
+_FEW_FIELDS = 4096
+_WALK_COST = 16
+# For which a large message that was refused keeps its room: a caller has that of two or three.
+_LARGE_REFUSED_S = 0.25
 
 _Handler = Any  # grpc.RpcMethodHandler, whose stubs know only blocking methods.
 # None where the handler takes bytes.
@@ -44,26 +51,105 @@ _Raw = AsyncIterator[bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RequestLimits:
-    """How the messages of one kind of caller come in. most_bytes: of one of them.
+class RequestQuotas:
+    """Quotas of requests that are coming in, by kind, so that none takes the room of another."""
 
-    each: they all count towards the quota, and not the first alone.
+    large: MemoryQuota
+    """Of methods that carry input images. A stream of answers holds nothing of its request from the first one on."""
+    small: MemoryQuota
+    """Of all other methods of one request: what they carry is here at once, or its caller says nothing."""
+    streamed: MemoryQuota
+    """Of first messages of callers that stream them, which are the suite's own and must get through when others cannot.
+    Their later messages are as many as the services let callers in.
+    """
+    of_grpc: MemoryQuota
+    """Of every message to gRPC's own services."""
+
+
+class _Reader:
+    """Reads the messages of one method.
+
+    Args:
+        quota: Where their room is reserved.
+        parse: None where the handler takes bytes.
     """
 
-    quota: MemoryQuota
-    most_bytes: int
-    each: bool = False
+    def __init__(self, quota: MemoryQuota, limits: MessageLimits, parse: _Parse) -> None:
+        self._quota = quota
+        self._limits = limits
+        self._parse = parse
+        self._descriptor: Descriptor | None = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
+
+    async def read_reserved(self, context: Context, share: QuotaShare) -> object:
+        """Return the only message of a call, which has room. Raises InvalidRequest when there is none."""
+        raw = await self._quota.receive(context.read)
+        if raw is grpc.aio.EOF:
+            raise InvalidRequest("the call carries no request")
+        size_bytes = len(raw)
+        try:
+            request = await self._parsed(raw)
+        except (TooLarge, InvalidRequest):
+            del raw
+            if size_bytes > PLAIN_BYTES:
+                # Taking in some MiB holds up everybody else for some milliseconds: the next one of this caller waits.
+                await asyncio.sleep(_LARGE_REFUSED_S)
+            raise
+        share.shrink(size_bytes)
+        return request
+
+    async def read_all(self, context: Context, peer: Peer, *, each: bool) -> AsyncGenerator[object, None]:
+        """Yield the messages of a caller.
+
+        Reads by the context: gRPC's stream of requests, once begun, is a cycle of its own where it is not read out.
+
+        Args:
+            each: Whether they all count towards the quota, and not the first alone.
+        """
+        raw = await self._within_quota(context, peer)
+        while raw is not grpc.aio.EOF:
+            yield await self._parsed(raw)
+            raw = await (self._within_quota(context, peer) if each else context.read())
+
+    async def reserve(self, peer: Peer) -> QuotaShare:
+        """Reserve room for one message. Raises QueueFull."""
+        return await self._quota.reserve(peer)
+
+    async def _within_quota(self, context: Context, peer: Peer) -> Any:
+        with await self.reserve(peer):
+            return await self._quota.receive(context.read)
+
+    async def _parsed(self, raw: bytes) -> object:
+        check_size(len(raw), self._limits)
+        if self._parse is None:
+            return raw
+        # Walking through a byte takes longer than copying it, where a method may have many fields.
+        cost = len(raw) if self._limits.max_fields <= _FEW_FIELDS else len(raw) * _WALK_COST
+        try:
+            return await copied(cost, lambda: self._message(raw))
+        except DecodeError:
+            raise InvalidRequest("the request's bytes are not a message of this method") from None
+
+    def _message(self, raw: bytes) -> object:
+        """Parse a message, without the fields that its type does not know: nobody looks at them, and they would be
+        stored with what is known.
+        """
+        assert self._parse is not None
+        if self._descriptor is None:
+            return self._parse(raw)
+        unknown = has_unknown_fields(raw, self._descriptor, max_fields=self._limits.max_fields)
+        message: Any = self._parse(raw)
+        if not unknown:
+            return message
+        message.DiscardUnknownFields()
+        # A message keeps the memory of what was discarded, for as long as anything of it is kept.
+        return self._parse(message.SerializeToString())
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every method of every service.
 
     default_deadline_s: of unary calls whose caller set none.
-    requests: the quota of requests that are one message. A method that streams its answers holds nothing of a large
-    request from its first answer on.
-    streamed: the quota of first messages of callers that stream them, which are the suite's own and must get through
-    when others cannot. Their later messages are refused by size when they are here, and are as many as the services let
-    callers in. Every message to gRPC's own services counts towards a small quota of their own.
+    requests: the quotas of requests. max_message_bytes: of the listener.
     responses: of all calls. limits: of calls that are served at once. authenticator: says who calls, gRPC's own
     services aside, which are open to all. audit: where calls that change something are noted, if anywhere.
     """
@@ -73,8 +159,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         metrics: CallMetrics,
         default_deadline_s: float,
         *,
-        requests: MemoryQuota,
-        streamed: MemoryQuota,
+        requests: RequestQuotas,
+        max_message_bytes: int,
         responses: ResponseFlowControl,
         limits: CallLimits,
         authenticator: CallAuthenticator,
@@ -82,14 +168,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         self._default_deadline_s = default_deadline_s
         self._requests = requests
+        self._max_message_bytes = max_message_bytes
         self._responses = responses
         self._wrapped: dict[str, _Handler] = {}
         self.calls = CallTracker(metrics, responses, limits, audit)
         self._limits = limits
         self._authenticator = authenticator
-        self._conversations = _RequestLimits(quota=streamed, most_bytes=_CONVERSATION_BYTES)
-        self._uploads = _RequestLimits(quota=streamed, most_bytes=_UPLOAD_BYTES)
-        self._grpcs = _RequestLimits(quota=_small(), most_bytes=_OF_GRPC_BYTES, each=True)
         self._unknown = self._refusing()
 
     async def intercept_service(
@@ -115,12 +199,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return self._watch(handler, method) if handler.response_streaming else self._unary(handler, method)
 
     def _unary(self, handler: _Handler, method: str) -> _Handler:
-        parse, pack = _translators(handler)
+        reader, pack = self._reader(handler, method), handler.response_serializer
 
         async def call(_: _Raw, context: Context) -> bytes | None:
             async with CallGuard(self.calls, self._limits.short, method, context) as guard, self._deadline(context):
-                with await self._reserve(guard) as share:
-                    request = await self._receive(context, parse, share)
+                with await self._reserve(guard, reader) as share:
+                    request = await reader.read_reserved(context, share)
                     guard.received(request)
                     answer = await handler.unary_unary(request, context)
                     del request  # it may be large, and the answer may take long to be read
@@ -130,12 +214,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return _taking_streams(grpc.stream_unary_rpc_method_handler, call)
 
     def _watch(self, handler: _Handler, method: str) -> _Handler:
-        parse, pack = _translators(handler)
+        reader, pack = self._reader(handler, method), handler.response_serializer
 
         async def call(_: _Raw, context: Context) -> None:
             async with CallGuard(self.calls, self._limits.streams, method, context) as guard:
-                with await self._reserve(guard) as share:
-                    request = await self._receive(context, parse, share)
+                with await self._reserve(guard, reader) as share:
+                    request = await reader.read_reserved(context, share)
                     guard.received(request)
                     responses = handler.unary_stream(request, context)
                     del request
@@ -144,26 +228,26 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
 
     def _upload(self, handler: _Handler, method: str) -> _Handler:
-        parse, pack = _translators(handler)
+        reader, pack = self._reader(handler, method), handler.response_serializer
 
         async def call(_: _Raw, context: Context) -> bytes | None:
             async with CallGuard(self.calls, self._limits.streamed, method, context) as guard, self._deadline(context):
                 guard.acquire_slot()
                 await guard.authenticate(self._authenticator)
-                requests = self._messages(context, parse, self._uploads)
+                requests = reader.read_all(context, guard.account, each=False)
                 return guard.responses.admit(_packed(await handler.stream_unary(requests, context), pack))
             return None
 
         return _taking_streams(grpc.stream_unary_rpc_method_handler, call)
 
     def _conversation(self, handler: _Handler, method: str) -> _Handler:
-        parse, pack = _translators(handler)
+        reader, pack = self._reader(handler, method), handler.response_serializer
 
         async def call(_: _Raw, context: Context) -> None:
             async with CallGuard(self.calls, self._limits.streamed, method, context) as guard:
                 guard.acquire_slot()
                 await guard.authenticate(self._authenticator)
-                requests = self._messages(context, parse, self._conversations)
+                requests = reader.read_all(context, guard.account, each=False)
                 await _send_all(handler.stream_stream(requests, context), pack, guard.responses, context.write)
 
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
@@ -179,23 +263,24 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _of_grpc(self, handler: _Handler, method: str) -> _Handler:
         """Their answers are their own; only their requests are received here."""
-        parse = handler.request_deserializer
+        reader = _Reader(self._requests.of_grpc, OF_GRPC, handler.request_deserializer)
 
         async def unary(_: _Raw, context: Context) -> object:
             async with CallGuard(self.calls, self._limits.of_grpc, method, context) as guard:
                 guard.acquire_slot()
-                return await handler.unary_unary(await self._only_message(context, parse), context)
+                return await handler.unary_unary(await _only(reader.read_all(context, guard.peer, each=True)), context)
             return None
 
         async def watch(_: _Raw, context: Context) -> None:
             async with CallGuard(self.calls, self._limits.of_grpc_streams, method, context) as guard:
                 guard.acquire_slot()
-                await handler.unary_stream(await self._only_message(context, parse), context)
+                await handler.unary_stream(await _only(reader.read_all(context, guard.peer, each=True)), context)
 
         async def conversation(_: _Raw, context: Context) -> None:
             async with CallGuard(self.calls, self._limits.of_grpc_streams, method, context) as guard:
                 guard.acquire_slot()
-                async for response in handler.stream_stream(self._messages(context, parse, self._grpcs), context):
+                requests = reader.read_all(context, guard.peer, each=True)
+                async for response in handler.stream_stream(requests, context):
                     await context.write(response)
 
         if not handler.response_streaming:
@@ -203,39 +288,21 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         call = conversation if handler.request_streaming else watch
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call, handler.response_serializer)
 
-    async def _reserve(self, guard: CallGuard) -> QuotaShare:
+    def _reader(self, handler: _Handler, method: str) -> _Reader:
+        limits = limits_of(method, max_message_bytes=self._max_message_bytes)
+        quota = self._requests.small if limits.plain else self._requests.large
+        if handler.request_streaming:
+            quota = self._requests.streamed
+        return _Reader(quota, limits, handler.request_deserializer)
+
+    async def _reserve(self, guard: CallGuard, reader: _Reader) -> QuotaShare:
         try:
             guard.acquire_slot()
             await guard.authenticate(self._authenticator)
-            return await self._requests.reserve(guard.peer)
+            return await reader.reserve(guard.account)
         except QueueFull:
             self._responses.shorten_waits()
             raise
-
-    async def _receive(self, context: Context, parse: _Parse, share: QuotaShare) -> object:
-        raw = _within(self._requests.message_bytes, await self._requests.receive(context.read))
-        if raw is grpc.aio.EOF:
-            raise InvalidRequest("the call carries no request")
-        share.shrink(len(raw))
-        return await _parsed(raw, parse)
-
-    async def _only_message(self, context: Context, parse: _Parse) -> object:
-        async with contextlib.aclosing(self._messages(context, parse, self._grpcs)) as messages:
-            async for request in messages:
-                return request
-        raise InvalidRequest("the call carries no request")
-
-    async def _messages(self, context: Context, parse: _Parse, limits: _RequestLimits) -> AsyncGenerator[object, None]:
-        """All messages of a caller. The first of them may be large before it is refused.
-
-        Reads by the context: gRPC's stream of requests, once begun, is a cycle of its own where it is not read out.
-        """
-        peer = peer_of(context.peer())
-        raw = _within(limits.most_bytes, await _within_quota(limits, context, peer))
-        while raw is not grpc.aio.EOF:
-            yield await _parsed(raw, parse)
-            reading = _within_quota(limits, context, peer) if limits.each else context.read()
-            raw = _within(limits.most_bytes, await reading)
 
     def _deadline(self, context: Context) -> contextlib.AbstractAsyncContextManager[None]:
         # gRPC itself ends a call whose caller set a deadline.
@@ -253,24 +320,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             raise DeadlinePassed(why) from None
 
 
-def _small() -> MemoryQuota:
-    """For gRPC's own services. Each message may come in as large as any, before it is refused."""
-    most_bytes = _OF_GRPC_AT_ONCE * _OF_GRPC_BYTES
-    return MemoryQuota(max_bytes=most_bytes, message_bytes=_OF_GRPC_BYTES)
-
-
-async def _within_quota(limits: _RequestLimits, context: Context, peer: Peer) -> Any:
-    with await limits.quota.reserve(peer):
-        return await limits.quota.receive(context.read)
+async def _only(messages: AsyncGenerator[object, None]) -> object:
+    """The only message of a call to one of gRPC's own services."""
+    async with contextlib.aclosing(messages):
+        async for request in messages:
+            return request
+    raise InvalidRequest("the call carries no request")
 
 
 def _taking_streams(make: Any, call: Callable[[_Raw, Context], object], pack: _Pack = None) -> _Handler:
     """A handler whose messages come when it asks for them, also where there is only one: gRPC would not wait."""
     return make(call, None, pack)
-
-
-def _translators(handler: _Handler) -> tuple[_Parse, _Pack]:
-    return handler.request_deserializer, handler.response_serializer
 
 
 def _packed(answer: Any, pack: _Pack) -> bytes:
@@ -294,18 +354,3 @@ async def _send_all(
             del response  # the next one may be long in coming, and this one in going
             await flow.send(raw, write)
             del raw
-
-
-def _within(most_bytes: int, raw: Any) -> Any:
-    """A message, or the end, as it is. Raises TooLarge."""
-    if raw is not grpc.aio.EOF and len(raw) > most_bytes:
-        limit = {"limit": "message", "bytes": str(most_bytes)}
-        raise TooLarge(f"a message of this method has at most {most_bytes} bytes", metadata=limit)
-    return raw
-
-
-async def _parsed(raw: bytes, parse: _Parse) -> object:
-    try:
-        return await copied(len(raw), lambda: parse(raw)) if parse else raw
-    except DecodeError:
-        raise InvalidRequest("the request's bytes are not a message of this method") from None

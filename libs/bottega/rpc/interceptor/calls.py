@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -107,7 +107,10 @@ class CallTracker:
 
 
 class CallGuard:
-    """Around one call: whatever it raises ends it with a status.
+    """A guard around one call: whatever that raises ends it with a status.
+
+    `peer` is who calls, as gRPC knows it. `account` is who pays for what the call takes: its tenant, whose calls may
+    all come through one proxy, or the host where nobody has a tenant.
 
     gRPC keeps the exception of an abort with the call's context, and raises it again when the method has returned. One
     that led to the frames of the call, which hold context and request, would be a cycle of some MiB perhaps, until the
@@ -125,7 +128,7 @@ class CallGuard:
         self._about: Mapping[str, str] = {}
 
     async def __aenter__(self) -> CallGuard:
-        self.peer = peer_of(self._context.peer())
+        self.peer = self.account = peer_of(self._context.peer())
         self.responses = self._calls.enter(self._limit, self._context)
         return self
 
@@ -141,6 +144,8 @@ class CallGuard:
         """
         metadata = tuple(self._context.invocation_metadata() or ())
         known = self._known = await authenticator.authenticate(_identities(self._context), metadata)
+        if known.tenant:
+            self.account = replace(self.peer, host=f"tenant {known.tenant}")
         check_method(self._method, known)
         at_end(self._calls.of_tenants.take(known, streams=self._calls.is_stream(self._limit)))
         bind_caller(known)

@@ -36,8 +36,8 @@ _SMALL_CHUNK_BYTES = 64 << 10
 # Of a chunk's answer, that says what image it is of as well.
 _ABOUT_CHUNK_BYTES = 4 << 10
 _DEFAULT_PAGE = 20
-# A page of ListJobs ends when it has so many bytes, which is looked at after every few jobs: the largest are a third of
-# a MiB, four prompts said twice and what was cut of them, and gRPC's own bound on what a client takes is 4 MiB.
+# A page of ListJobs ends before it has more bytes: gRPC's own bound on what a client takes is 4 MiB. It is read from
+# the store in parts of so many jobs.
 _PAGE_BYTES = 2 << 20
 _PART_OF_PAGE = 5
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -144,7 +144,9 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         left, room = request.page_size or _DEFAULT_PAGE, _PAGE_BYTES
         while left > 0 and room > 0:
             part = min(left, _PART_OF_PAGE)
-            jobs, answer.next_page_token = await self._jobs.page(wanted, size=part, token=answer.next_page_token)
+            jobs, answer.next_page_token = await self._jobs.page(
+                wanted, size=part, max_bytes=room, token=answer.next_page_token
+            )
             listed = [job_to_wire(job) for job in jobs]
             answer.jobs.extend(listed)
             left, room = left - part, room - sum(job.ByteSize() for job in listed)

@@ -35,6 +35,8 @@ _MAX_CHECKPOINT_BYTES = 16 << 20
 _MAX_REQUEST_BYTES = (MAX_MESSAGE_MIB << 20) - (64 << 10)
 # They are stored with the job: each is some numbers.
 _MAX_DECISIONS_BYTES = 4 << 10
+# The four prompts said again, what was cut of them, and some numbers of each LoRA and ControlNet.
+_MAX_PROVENANCE_BYTES = 512 << 10
 
 _log = logging.getLogger(__name__)
 
@@ -289,7 +291,7 @@ class Dispatcher:
             case "trace":
                 attempt.trace = event.trace
             case "completed":
-                attempt.provenance = event.completed.provenance
+                attempt.provenance = _bounded(event.completed.provenance)
             case "failed":
                 raise from_job_error(event.failed)
 
@@ -381,3 +383,14 @@ class Dispatcher:
         attempt.connection.remove(attempt)
         for addon in self._addons:
             addon.end_attempt(job)
+
+
+def _bounded(provenance: Provenance) -> Provenance:
+    """Return a worker's provenance without fields that this gateway does not know: it is stored with the job.
+
+    Raises InternalError for one that is larger than any that a request can have.
+    """
+    provenance.DiscardUnknownFields()
+    if provenance.ByteSize() > _MAX_PROVENANCE_BYTES:
+        raise InternalError(f"the worker's provenance has more than {_MAX_PROVENANCE_BYTES} bytes")
+    return provenance

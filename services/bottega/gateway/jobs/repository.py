@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from bottega.clocks import Clock
 from bottega.errors import (
@@ -19,6 +19,7 @@ from bottega.errors import (
     JobCancelled,
     JobNotFound,
     StorageUnavailable,
+    TooLarge,
 )
 from bottega.gateway.jobs.conversion import (
     answered_record_of,
@@ -44,6 +45,9 @@ _READY_S = 5.0
 
 # Of an end that was decided; a healthy disk takes milliseconds.
 _WRITTEN_S = 2.0
+
+# Of a spec without its images: four prompts of 16 KiB, and names of LoRAs and ControlNets.
+_MAX_SPEC_BYTES = 256 << 10
 
 # Of jobs with the same result, those that are looked at: older ones were drawn again because their images had gone.
 _SAME_RESULT = 4
@@ -107,8 +111,11 @@ class JobRepository:
         from.
         """
         await self._wait_readable()
-        self._adding[job.job_id] = job
         new = record_of(job) if job.outcome is None else answered_record_of(job, steady=self._storage.steady())
+        if len(new.spec) > _MAX_SPEC_BYTES:
+            metadata = {"limit": "spec", "bytes": str(_MAX_SPEC_BYTES)}
+            raise TooLarge("a request has too much beside its images", metadata=metadata)
+        self._adding[job.job_id] = job
         try:
             record = await self._store.add(new, inputs=await inputs_of(job), replaces=replaces)
         except (StorageUnavailable, DataLoss) as error:
@@ -215,19 +222,26 @@ class JobRepository:
             records = await self._store.with_kept_picture(digest, tenant=tenant, limit=_SAME_RESULT)
         return [self._read_only(record) for record in records]
 
-    async def page(self, wanted: JobFilter, *, size: int, token: str) -> tuple[list[Job], str]:
-        """Up to `size` jobs, newest first, and the token of the next page ("" on the last).
+    async def page(self, wanted: JobFilter, *, size: int, max_bytes: int, token: str) -> tuple[list[Job], str]:
+        """Return jobs, newest first, and the token of the next page ("" on the last).
 
-        Raises InvalidRequest for a token that was not given out.
+        Args:
+            size: Most jobs of the page.
+            max_bytes: Of what is stored of them; the first one is on the page however large it is.
+            token: That of the page before, or "".
+
+        Raises:
+            InvalidRequest: The token was not given out.
         """
         newest = sequence_of(token) if token else None
         await self._wait_readable()
         with self._explained():
             records = await self._store.page(wanted, size=size + 1, before_sequence=newest)
-        jobs = [self._live.get(record.job_id) or self._read_only(record) for record in records[:size]]
+        page = list(_first(records[:size], max_bytes))
+        jobs = [self._live.get(record.job_id) or self._read_only(record) for record in page]
         # What is written may be some milliseconds behind.
         matching = [job for job in jobs if not wanted.states or job.state in wanted.states]
-        return matching, token_of(records[size - 1].sequence) if len(records) > size else ""
+        return matching, token_of(page[-1].sequence) if len(records) > len(page) else ""
 
     async def resolve_doubtful(self) -> None:
         """Looks for jobs that were written though `add` failed: one with a request_id goes on, another is cancelled.
@@ -326,6 +340,16 @@ class JobRepository:
         self._live[job.job_id] = job
         if job.request.request_id:
             self._by_request_id[_request_key(job)] = job
+
+
+def _first(records: Sequence[JobRecord], max_bytes: int) -> Iterator[JobRecord]:
+    """Yield the first records that together have at most `max_bytes`, one of them at least."""
+    room = max_bytes
+    for place, record in enumerate(records):
+        room -= record.answer_bytes
+        if room < 0 and place:
+            return
+        yield record
 
 
 def _request_key(job: Job) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import DataLoss, InternalError, InvalidRequest, JobNotFound, NoWorker, StorageUnavailable
+from bottega.errors import DataLoss, InternalError, InvalidRequest, JobNotFound, NoWorker, StorageUnavailable, TooLarge
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
 from bottega.gateway.jobs.storage import Storage
@@ -93,8 +93,9 @@ class Life:
         await self.log.close()
         await self.storage.close()
 
-    async def job(self, request_id: str = "") -> Job:
+    async def job(self, request_id: str = "", *, prompt: str = "") -> Job:
         job = sample_job(self.time, request_id=request_id)
+        job.bare.prompt = prompt
         job.life = self.log.life
         assert await self.log.add(job) is job
         return job
@@ -124,18 +125,37 @@ def _ids(jobs: list[Job]) -> list[str]:
 
 async def test_the_log_pages_newest_first_even_while_jobs_come_in(life: Life) -> None:
     jobs = [await life.ended() for _ in range(5)]
-    first, token = await life.log.page(JobFilter(), size=2, token="")
+    first, token = await life.log.page(JobFilter(), size=2, max_bytes=1 << 20, token="")
     await life.ended()
-    second, token = await life.log.page(JobFilter(), size=2, token=token)
-    third, end = await life.log.page(JobFilter(), size=2, token=token)
+    second, token = await life.log.page(JobFilter(), size=2, max_bytes=1 << 20, token=token)
+    third, end = await life.log.page(JobFilter(), size=2, max_bytes=1 << 20, token=token)
     assert _ids([*first, *second, *third]) == _ids(jobs[::-1])
     assert end == ""
+
+
+async def test_a_page_ends_before_it_has_too_many_bytes_and_has_one_job_at_least(life: Life) -> None:
+    jobs = [await life.job(prompt="x" * 1000) for _ in range(5)]
+    pages: list[list[str]] = []
+    token = ""
+    while token or not pages:
+        page, token = await life.log.page(JobFilter(), size=9, max_bytes=2500, token=token)
+        pages.append(_ids(page))
+    assert [len(page) for page in pages] == [2, 2, 1]
+    assert [job_id for page in pages for job_id in page] == _ids(jobs[::-1])
+    alone, _ = await life.log.page(JobFilter(), size=9, max_bytes=1, token="")
+    assert _ids(alone) == pages[0][:1]
+
+
+async def test_a_job_whose_record_would_be_larger_than_any_request_may_be_is_not_stored(life: Life) -> None:
+    with pytest.raises(TooLarge):
+        await life.job(prompt="x" * (300 << 10))
+    assert (await life.log.page(JobFilter(), size=9, max_bytes=1, token="")) == ([], "")
 
 
 @pytest.mark.parametrize("token", ["x", "AAAA", "%%%", "ü", "A" * 1000, "_" * 11 + "="])
 async def test_a_made_up_token_is_refused(life: Life, token: str) -> None:
     with pytest.raises(InvalidRequest):
-        await life.log.page(JobFilter(), size=1, token=token)
+        await life.log.page(JobFilter(), size=1, max_bytes=1 << 20, token=token)
 
 
 async def test_an_unknown_job_is_not_found(life: Life) -> None:
@@ -278,7 +298,7 @@ async def test_the_same_request_at_once_gives_one_job(life: Life) -> None:
     jobs = [sample_job(life.time, request_id="r") for _ in range(10)]
     added = await asyncio.gather(*(life.log.add(job) for job in jobs))
     assert len({id(job) for job in added}) == 1
-    assert len((await life.log.page(JobFilter(), size=9, token=""))[0]) == 1
+    assert len((await life.log.page(JobFilter(), size=9, max_bytes=1 << 20, token=""))[0]) == 1
 
 
 async def _swept(life: Life) -> None:

@@ -119,6 +119,11 @@ class JobRecord:
         return sum(image.size_bytes for image in self.images)
 
     @property
+    def answer_bytes(self) -> int:
+        """Size of what an answer says of it, within some hundred bytes."""
+        return len(self.spec) + len(self.provenance) + len(self.error)
+
+    @property
     def live(self) -> bool:
         """Whether it has not ended."""
         return self.state in LIVE
