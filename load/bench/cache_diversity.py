@@ -1,57 +1,190 @@
-"""Whether pictures of one prompt stay various where they start from cached latents: eight seeds, mean pairwise SSIM."""
+"""Whether pictures of one prompt stay various where they start from cached latents.
+
+Rows of six, as a person sees them: of one request, and of six requests one after the other, whose first pictures are
+recorded as in production. Both take turns with a row from noise, whose mean pairwise SSIM theirs is compared with.
+Prompts leave open what stands where, or on which ground: what a prompt says, all of its pictures have in common anyhow.
+"""
 
 from __future__ import annotations
 
+import argparse
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import mean
+from math import sqrt
+from pathlib import Path
+from statistics import mean, stdev
 
 import PIL.Image
+import torch
+from google.protobuf import json_format
 
-from load.bench.cache_engine import Ask, CachedEngine, Drawn
+from bottega.cache.store.settings import StoreSettings
+from bottega.client.addons.cache.prompt_pairs import miniature_pairs
+from bottega.latents.names import FRACTIONS
+from bottega.miniature import WEIGHTS
+from bottega.miniature.scenes import random_scene, unplaced_caption
+from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
+from load.bench.cache_engine import Ask, CachedEngine, Drawn, cached_engine
+from load.bench.report import report
+from load.bench.scratch import scratch
 from load.miniature.quality import ssim
 
-SEEDS = 8
+ROW = 6
+"""Pictures that a person sees beside each other."""
+
+WANTED_GAP = 0.05
+PROFILE = WEIGHTS / "cache_profile.json"
+# Seeds of two rows are so far apart.
+_APART = 1000
+_WARM_SEED = 5_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row of pictures of one prompt."""
+
+    pictures: tuple[PIL.Image.Image, ...]
+    started: int
+    """Pictures that started from a latent."""
+    saved: float
+    """Share of the steps of all pictures that starts saved."""
+
+    @property
+    def ssim(self) -> float:
+        """Mean SSIM of all pairs: 1 where all pictures are the same."""
+        return pairwise_ssim(self.pictures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diversity:
-    """Mean pairwise SSIM of the pictures of a prompt, over the prompts.
+    """Rows by prompt: from noise, of one request, and of several requests."""
 
-    none: without cache. one: eight pictures of one request, each with an entry of its own. several: eight requests.
-    started: the share of the pictures of `one`, and of `several`, that started from latents.
-    """
+    none: tuple[Row, ...]
+    one: tuple[Row, ...]
+    several: tuple[Row, ...]
 
-    none: float
-    one: float
-    several: float
-    started: tuple[float, float]
+    def gap(self, rows: Sequence[Row]) -> tuple[float, float]:
+        """Return how much more alike rows are than those from noise, and the standard error of that."""
+        gaps = [row.ssim - none.ssim for row, none in zip(rows, self.none, strict=True)]
+        return mean(gaps), stdev(gaps) / sqrt(len(gaps)) if len(gaps) > 1 else 0.0
 
 
-def measure_diversity(engine: CachedEngine, prompts: Sequence[str]) -> Diversity:
-    """All prompts should find latents."""
-    asks = [Ask(prompt=prompt, seed=100 * number, num_images=SEEDS) for number, prompt in enumerate(prompts)]
-    none = engine.draw(asks)
-    one = engine.draw([_cached(ask, ask.seed, SEEDS) for ask in asks])
-    several = engine.draw([_cached(ask, ask.seed + seed, 1) for ask in asks for seed in range(SEEDS)])
-    groups = [several[place : place + SEEDS] for place in range(0, len(several), SEEDS)]
-    return Diversity(
-        none=mean(pairwise_ssim(each.pictures) for each in none),
-        one=mean(pairwise_ssim(each.pictures) for each in one),
-        several=mean(pairwise_ssim([each.picture for each in group]) for group in groups),
-        started=(_started(one), _started(several)),
-    )
+def measure_diversity(engine: CachedEngine, prompts: Sequence[str], *, seed: int = 0, steps: int = 30) -> Diversity:
+    """Draw the rows of each prompt, by turns."""
+    none, one, several = list[Row](), list[Row](), list[Row]()
+    for number, prompt in enumerate(prompts):
+        seeds = range(seed + 3 * number * _APART, seed + 3 * (number + 1) * _APART, _APART)
+        plain, cached = Ask(prompt=prompt, seed=0, steps=steps), {"cached": True, "recorded": True}
+        none.append(_row(engine.draw([_ask(plain, seeds[0], ROW)])))
+        one.append(_row(engine.draw([_ask(plain, seeds[1], ROW, **cached)])))
+        drawn = [engine.draw([_ask(plain, seeds[2] + place, 1, **cached)]) for place in range(ROW)]
+        several.append(_row([each for request in drawn for each in request]))
+    return Diversity(none=tuple(none), one=tuple(one), several=tuple(several))
 
 
 def pairwise_ssim(pictures: Sequence[PIL.Image.Image]) -> float:
-    """Mean over all pairs: 1 where all are the same."""
+    """Return the mean over all pairs: 1 where all are the same."""
     return mean(ssim(one, other) for one, other in combinations(pictures, 2))
 
 
-def _cached(ask: Ask, seed: int, num_images: int) -> Ask:
-    return Ask(prompt=ask.prompt, seed=seed, num_images=num_images, cached=True)
+def open_prompts(count: int, *, seed: int = 3) -> list[str]:
+    """Return so many different prompts that leave things open, as people's do."""
+    rng = random.Random(seed)
+    prompts: dict[str, None] = {}
+    while len(prompts) < count:
+        scene = random_scene(rng, things=1 + len(prompts) % 4 // 3)
+        whole = unplaced_caption(scene)
+        thing, _, _ = whole.partition(" on ")
+        prompts[(thing, whole, f"{thing} on the left", whole)[len(prompts) % 4]] = None
+    return list(prompts)
 
 
-def _started(drawn: Sequence[Drawn]) -> float:
-    return mean(start is not None for each in drawn for start in each.starts)
+def warm(engine: CachedEngine, entries: int, *, steps: int = 30) -> None:
+    """Have so many pictures of other prompts recorded, each with a seed of its own."""
+    prompts = [pair.first for pair in miniature_pairs(entries + 1, seed=17)]
+    engine.draw(
+        [
+            Ask(prompt=prompt, seed=_WARM_SEED + number, steps=steps, recorded=True)
+            for number, prompt in enumerate(prompts)
+        ]
+    )
+
+
+def figures(diversity: Diversity) -> tuple[list[tuple[str, str, str]], dict[str, float]]:
+    """Return the rows of a table, and the values."""
+    rows: list[tuple[str, str, str]] = []
+    values = {"ssim_none": mean(row.ssim for row in diversity.none)}
+    for name, said, drawn in (
+        ("", f"SSIM of {ROW} pictures of a request: noise, cached", diversity.one),
+        ("_several", f"SSIM of {ROW} requests one after the other: noise, cached", diversity.several),
+    ):
+        gap, error = diversity.gap(drawn)
+        alike, saved = mean(row.ssim for row in drawn), mean(row.saved for row in drawn)
+        started = mean(row.started for row in drawn) / ROW
+        rows += [
+            (said, f"{values['ssim_none']:.3f}, {alike:.3f}", ""),
+            (f"    difference (ssim_gap{name})", f"{gap:+.3f} (+- {error:.3f})", f"within {WANTED_GAP:g}"),
+            ("    from a latent, of all pictures; steps saved", f"{started:.2f}, {saved:.3f}", ""),
+        ]
+        values |= {f"ssim_gap{name}": gap, f"ssim_gap{name}_error": error, f"steps_saved{name or '_one'}": saved}
+        values[f"started{name or '_one'}"] = started
+    return rows, values
+
+
+def profile_to(fraction: float, measured: CacheProfile) -> CacheProfile:
+    """Return a profile by which latents after up to that share of the steps stand for any prompt's."""
+    thresholds = [CacheThreshold(fraction=each, similarity=-1.0) for each in FRACTIONS if each <= fraction]
+    enough = [CacheLengthClass(thresholds=thresholds)]
+    return CacheProfile(model_hash=measured.model_hash, balanced=enough, fast=enough)
+
+
+def main() -> None:
+    """Print the table and the line of JSON."""
+    parser = argparse.ArgumentParser(prog="make bench-cache-diversity", description=__doc__)
+    parser.add_argument("--prompts", type=int, default=24, help="(default: 24)")
+    parser.add_argument("--entries", type=int, default=100, help="of other prompts, to begin with (default: 100)")
+    parser.add_argument("--steps", type=int, default=30, help="of each picture (default: 30)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first picture (default: 0)")
+    parser.add_argument("--row-pictures", type=int, default=6, help="as in the cache's configuration (default: 6)")
+    parser.add_argument(
+        "--fraction", type=float, help="latents up to this share serve any prompt (default: the profile)"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="of torch (default: 2)")
+    options = parser.parse_args()
+    profile = json_format.Parse(PROFILE.read_text(encoding="utf-8"), CacheProfile())
+    if options.fraction:
+        profile = profile_to(options.fraction, profile)
+    torch.set_num_threads(options.threads)
+    with scratch() as folder, cached_engine(folder, settings(folder, row_pictures=options.row_pictures)) as engine:
+        engine.store.set_profile(profile)
+        warm(engine, options.entries, steps=options.steps)
+        prompts = open_prompts(options.prompts)
+        diversity = measure_diversity(engine, prompts, seed=options.seed, steps=options.steps)
+    rows, values = figures(diversity)
+    report("cache_diversity", rows, values)
+
+
+def settings(folder: Path, *, row_pictures: int) -> StoreSettings:
+    """Return those of a cache as it is configured unless it is told otherwise."""
+    return StoreSettings(folder=folder / "store", budget_bytes=1 << 30, row_pictures=row_pictures, seed=0)
+
+
+def _ask(ask: Ask, seed: int, num_images: int, *, cached: bool = False, recorded: bool = False) -> Ask:
+    return Ask(prompt=ask.prompt, seed=seed, steps=ask.steps, num_images=num_images, cached=cached, recorded=recorded)
+
+
+def _row(drawn: Sequence[Drawn]) -> Row:
+    """Return the pictures of these requests as a row."""
+    starts = [start for each in drawn for start in each.starts if start is not None]
+    made = sum(each.ask.steps * each.ask.num_images for each in drawn)
+    return Row(
+        pictures=tuple(picture for each in drawn for picture in each.pictures),
+        started=len(starts),
+        saved=sum(start.skipped_steps for start in starts) / made,
+    )
+
+
+if __name__ == "__main__":
+    main()

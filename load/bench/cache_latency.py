@@ -140,7 +140,7 @@ def main() -> None:
     with scratch() as folder:
         write_bench_model(folder / "model", SHAPE)
         # Only in this way does every question have the answer that the profile of the moment says.
-        cache = {"exploration": 0.0, "predictor": False}
+        cache = {"exploration": 0.0, "row_pictures": 1, "predictor": False}
         engine = {"threads": 1}
         cast = CacheCast(
             folder=folder / "suite", model=str(folder / "model"), name="bench", engine=engine, cache=cache, apart=True

@@ -15,7 +15,8 @@ from bottega.cache.latent import RecordedLatent, StoreAnswer
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.statistics import LatentStatistics
 from bottega.cache.store.store import LatentStore
-from bottega.latents import recorded_steps
+from bottega.clocks import Clock
+from bottega.latents import prompt_digest, recorded_steps
 from bottega.planning import EvictionPolicy
 from bottega.transport import DType
 from bottega.v1 import generation_pb2
@@ -29,6 +30,18 @@ LATENT_BYTES = 4 * 16 * 16 * 4
 PICTURE_BYTES = 3
 _KEY, _MODEL = "5e" * 32, "5e" * 32
 _WRITE_S = 60.0
+# Between two prompts, by the store's clock: a picture of SDXL with 50 steps takes a GPU about so long.
+PROMPT_S = 1.0
+
+
+class _Seconds:
+    """A clock that the bench turns."""
+
+    def __init__(self) -> None:
+        self.passed_s = 0.0
+
+    def __call__(self) -> float:
+        return self.passed_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,25 +76,29 @@ def replay(
     *,
     policy: EvictionPolicy,
     latents: int,
+    row_pictures: int = 6,
 ) -> Replayed:
     """Asks for every prompt and records where the store wants it, with a cold store that has room for so many latents.
 
-    folder: of the store; there is none yet. vectors: of the prompts, in their order.
+    folder: of the store; there is none yet. vectors: of the prompts, in their order. row_pictures: as in the cache's
+    configuration.
     """
     settings = StoreSettings(
         folder=folder,
         budget_bytes=latents * (LATENT_BYTES + PICTURE_BYTES),
         policy=policy,
         exploration=0.0,
+        row_pictures=row_pictures,
         doorkeeper=False,
         predictor=False,
         seed=0,
     )
-    store = LatentStore(settings)
+    seconds = _Seconds()
+    store = LatentStore(settings, clock=Clock(monotonic=seconds))
     store.start()
     try:
         store.set_profile(measured)
-        by_step = _ask_all(store, vectors)
+        by_step = _ask_all(store, vectors, seconds)
         statistics = store.statistics()
     finally:
         store.close()
@@ -90,7 +107,7 @@ def replay(
     return Replayed(prompts=len(vectors), by_step=by_step, statistics=statistics)
 
 
-def _ask_all(store: LatentStore, vectors: NDArray[np.float32]) -> Counter[int]:
+def _ask_all(store: LatentStore, vectors: NDArray[np.float32], seconds: _Seconds) -> Counter[int]:
     by_step: Counter[int] = Counter()
     steps = recorded_steps(STEPS)
     recorded: set[bytes] = set()
@@ -105,6 +122,9 @@ def _ask_all(store: LatentStore, vectors: NDArray[np.float32]) -> Counter[int]:
     header = CacheRecording(key=_KEY, model_hash=_MODEL, steps=steps)
     picture = np.zeros((1, 1, 3), np.uint8)
     for number, vector in enumerate(vectors):
+        seconds.passed_s += PROMPT_S
+        prompt = hashlib.sha256(vector.tobytes()).hexdigest()  # of equal prompts the same
+        question.prompt_digest = prompt_digest(prompt)
         answer = store.ask(question, vector)
         for start in answer.header.hits:
             by_step[start.step] += 1
@@ -112,6 +132,7 @@ def _ask_all(store: LatentStore, vectors: NDArray[np.float32]) -> Counter[int]:
         if answer.header.record:
             made = [_latent(number, step) for step in steps]
             recorded.update(_digest(latent) for latent in made)
+            header.parameters.CopyFrom(generation_pb2.GenerationSpec(prompt=prompt, seed=number))
             store.record(header, embedding=vector, picture=picture, latents=made)
             if not store.flush(_WRITE_S):
                 raise RuntimeError(f"the store wrote nothing for {_WRITE_S:g} s")

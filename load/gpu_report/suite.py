@@ -171,7 +171,7 @@ def _running(rig: Rig) -> Iterator[tuple[Client, Service]]:
         gateway = services.start("gateway", gateway_config())
         named = {"gateway": gateway.fleet, "server": FREE_PORTS}
         # Only so does every question have the answer that the profile of the moment says.
-        exact = {"exploration": 0.0, "predictor": False}
+        exact = {"exploration": 0.0, "row_pictures": 1, "predictor": False}
         services.start("cache", {"name": "cache", **named, "folder": str(folder / "cache"), **exact})
         nets = {f"net{place}": str(rig.controlnet) for place in range(1, rig.size.controlnets + 1)}
         engine = {**device, "budget_bytes": 64 << 30}

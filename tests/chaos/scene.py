@@ -211,6 +211,7 @@ class Scene:
             "server": FREE_PORTS,
             "folder": str(self.folder / "cache"),
             "exploration": 0.0,
+            "row_pictures": 1,  # the same prompt is drawn again and again
             "min_free_bytes": 0,
         }
         service = self._workers["cache"] = self._services.start("cache", config, name=self._name("cache"))

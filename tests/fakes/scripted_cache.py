@@ -21,7 +21,7 @@ from bottega.transport import (
     ServiceOffer,
     kind_of,
 )
-from bottega.v1.cache_pb2 import CacheQuestion, CacheRecording
+from bottega.v1.cache_pb2 import CacheQuestion, CacheRecording, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 from tests.support.offers import OffersAtOnce
 
@@ -46,6 +46,9 @@ class _Link(LinkHandler):
         layout = incoming.layout
         with incoming:
             views = connection.wait_all(incoming)
+            if kind_of(layout) == CacheMessageKind.STARTS:
+                self._cache.starts.put(messages.read_header(layout, views, CacheStarts)[1])
+                return
             messages.check_embedding(layout)
             if kind_of(layout) == CacheMessageKind.QUESTION:
                 number, question = messages.read_header(layout, views, CacheQuestion)
@@ -72,6 +75,7 @@ class ScriptedCache(LinkServer[_Link]):
         self.reply = reply
         self.questions: queue.SimpleQueue[CacheQuestion] = queue.SimpleQueue()
         self.recordings: queue.SimpleQueue[Recorded] = queue.SimpleQueue()
+        self.starts: queue.SimpleQueue[CacheStarts] = queue.SimpleQueue()
         super().__init__(
             Endpoints(tcp=("127.0.0.1", 0)),
             service=name,

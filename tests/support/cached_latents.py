@@ -102,13 +102,14 @@ def record(
     model: str = MODEL,
     seed: int = 0,
     steps: Sequence[int] = RECORDED,
+    prompt: str = "",
 ) -> None:
-    """Hands in a picture's latents; its prompt is its seed's name."""
+    """Hands in a picture's latents; its prompt is its seed's name where none is given."""
     store.record(
         CacheRecording(
             key=key,
             model_hash=model,
-            parameters=generation_pb2.GenerationSpec(prompt=f"prompt {seed}"),
+            parameters=generation_pb2.GenerationSpec(prompt=prompt or f"prompt {seed}", seed=seed),
             steps=steps,
         ),
         embedding=embedding,

@@ -1,6 +1,6 @@
 """Cached latents: their names, which requests may start from them, and messages of workers and stores over a link."""
 
-from bottega.latents.names import ENTRY_PATTERN, format_start, parse_start, recorded_steps
+from bottega.latents.names import ENTRY_PATTERN, format_start, parse_start, prompt_digest, recorded_steps
 from bottega.latents.starts import is_cacheable, is_switched_off, may_start, pin_start
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "may_start",
     "parse_start",
     "pin_start",
+    "prompt_digest",
     "recorded_steps",
 ]

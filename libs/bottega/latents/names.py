@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 ENTRY_PATTERN = re.compile(r"[0-9a-f]{32}")
@@ -24,6 +25,11 @@ def parse_start(text: str) -> tuple[str, int]:
     if found is None:
         raise ValueError("a cached latent is named by 32 hex digits, @ and a step")
     return found[1], int(found[2])
+
+
+def prompt_digest(prompt: str) -> str:
+    """Return what tells pictures of one prompt from those of others: SHA-256 in hex."""
+    return hashlib.sha256(prompt.encode()).hexdigest()
 
 
 def recorded_steps(steps: int) -> tuple[int, ...]:

@@ -51,6 +51,8 @@ class CacheConfig:
     policy: which latents go first. "lcbfu" is frequency times steps (Nirvana, NSDI'24), "lcbfu-decayed" the same with
     a frequency that halves; the others are for comparison. half_life: questions after which that frequency halves.
     exploration: share of hits that are drawn from noise all the same, so that pictures stay various.
+    row_pictures: pictures of one prompt in a row, whoever asks for them, of which one at most starts from what another
+    one of them came from; with 1 all may.
     plain_for_loras: whether pictures with LoRAs may start from latents that were recorded without any, up to the step
     that the LoRAs may come late. Set it only where lora_accuracy_drop_points of load/README.md is small enough.
     predictor: whether searches may be spared that are predicted to find nothing; they are where that pays, as measured.
@@ -70,6 +72,7 @@ class CacheConfig:
     policy: PolicyName = "lcbfu"
     half_life: AtLeastOne = 10_000
     exploration: Share = 0.05
+    row_pictures: AtLeastOne = 6
     plain_for_loras: bool = False
     predictor: bool = True
     profiles: list[str] = field(default_factory=list)

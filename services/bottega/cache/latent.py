@@ -53,19 +53,23 @@ class EntryPicture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What latents of one picture have in common. number: unique for the life of the store; name: 32 hex digits.
-
-    dtype, shape: of each of its latents. recorded_s: Unix time.
-    """
+    """What the latents of one picture have in common."""
 
     number: int
+    """Unique for the life of the store."""
     name: str
+    """32 hex digits."""
+    noise: int
+    """Seed of the picture, which says what noise it began with; a number of its own, below 0, if that is not known."""
     key: str
     model_hash: str
     dtype: DType
+    """Element type of each latent."""
     shape: tuple[int, ...]
+    """Shape of each latent: channels, height, width."""
     picture: EntryPicture
     recorded_s: float
+    """Unix time."""
 
     @property
     def latent_bytes(self) -> int:

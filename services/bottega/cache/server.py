@@ -131,6 +131,7 @@ def store_settings(config: CacheConfig, folder: Path) -> StoreSettings:
         max_entries=config.max_entries,
         min_free_bytes=config.min_free_bytes,
         exploration=config.exploration,
+        row_pictures=config.row_pictures,
         plain_for_loras=config.plain_for_loras,
         predictor=config.predictor,
     )

@@ -139,7 +139,8 @@ def _starts() -> Iterator[Callable[[Services, Service], Service]]:
         return begin
 
     yield start(kinds.ACTIVATIONS, min_free_bytes=0)
-    yield start(kinds.CACHE, exploration=0.0, min_free_bytes=0)
+    # The same prompts are drawn again and again.
+    yield start(kinds.CACHE, exploration=0.0, row_pictures=1, min_free_bytes=0)
     yield start(kinds.LORAS, loras={name: {"path": f"miniature/{name}"} for name in LORAS})
     for net in CONTROLNETS:
         folder = str(WEIGHTS / "controlnets" / net)

@@ -274,15 +274,15 @@ def test_pictures_of_one_prompt_start_from_all_of_its_entries(tmp_path: Path) ->
 
 def test_steps_are_counted_as_skipped_once_a_worker_says_so(store: LatentStore) -> None:
     assert store.ask(question(), vector(0)).header.counts_starts
-    for starts in (CacheStarts(pictures=1, skipped_steps=24), CacheStarts(pictures=8, skipped_steps=0)):
+    for starts in (CacheStarts(key=KEY, pictures=1, skipped_steps=24), CacheStarts(key=KEY, pictures=8)):
         store.count_starts(starts)
     assert store.statistics().steps_skipped == 24
 
 
-@pytest.mark.parametrize(("pictures", "steps"), [(0, 0), (9, 9), (1, -1), (1, 1000)])
+@pytest.mark.parametrize(("pictures", "steps"), [(0, 1), (9, 9), (1, -1), (1, 1000)])
 def test_steps_that_no_picture_can_have_skipped_are_refused(store: LatentStore, pictures: int, steps: int) -> None:
-    with pytest.raises(ValueError, match="1 to 8 pictures"):
-        store.count_starts(CacheStarts(pictures=pictures, skipped_steps=steps))
+    with pytest.raises(ValueError, match="0 to 8 pictures"):
+        store.count_starts(CacheStarts(key=KEY, pictures=pictures, skipped_steps=steps))
 
 
 def test_a_job_that_asks_again_makes_no_key_worth_recording(tmp_path: Path) -> None:

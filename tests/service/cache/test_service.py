@@ -19,7 +19,18 @@ from bottega.latents import messages
 from bottega.v1 import cache_pb2 as pb
 from bottega.v1.cache_pb2 import CacheStarts
 from tests.support.deployed_metrics import assert_shows_what_is_named, scrape
-from tests.support.running_cache import MODEL_HASH, Running, ask, config, embedding, picture, profile, running, send
+from tests.support.running_cache import (
+    KEY,
+    MODEL_HASH,
+    Running,
+    ask,
+    config,
+    embedding,
+    picture,
+    profile,
+    running,
+    send,
+)
 from tests.support.running_loras import refused
 from tests.support.waiting import eventually
 
@@ -120,7 +131,7 @@ async def test_figures_say_what_is_there_and_how_it_serves(cache: Running) -> No
             answer = await asyncio.to_thread(ask, link, embedding(number))
             assert answer.header.counts_starts
         # The answer came when the picture had made 3 of the 10 steps.
-        starts = messages.starts_message(CacheStarts(pictures=1, skipped_steps=7))
+        starts = messages.starts_message(CacheStarts(key=KEY, pictures=1, skipped_steps=7))
         await asyncio.to_thread(send, link, starts)
         await eventually(lambda: cache.cache.store.statistics().steps_skipped > 0, "the message to be counted")
     stats = await cache.call("GetCacheStats")

@@ -81,7 +81,12 @@ def model() -> Iterator[Model]:
 @pytest.fixture
 def desk(model: Model, tmp_path: Path) -> Iterator[Desk]:
     settings = StoreSettings(
-        folder=tmp_path / "cache", budget_bytes=1 << 20, exploration=0.0, doorkeeper=False, plain_for_loras=True
+        folder=tmp_path / "cache",
+        budget_bytes=1 << 20,
+        exploration=0.0,
+        row_pictures=1,
+        doorkeeper=False,
+        plain_for_loras=True,
     )
     store = LatentStore(settings)
     store.start()

@@ -18,7 +18,7 @@ from bottega.diffusion.tensor_messages import DTYPES
 from bottega.latents import messages
 from bottega.latents.messages import CacheMessage
 from bottega.transport import LinkCounters
-from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheStart
+from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheStart, CacheStarts
 from bottega.v1.generation_pb2 import SAMPLER_EULER
 from bottega.v1.trace_pb2 import StoreTimes
 from bottega.worker.cache import CacheLinkSettings, LatentStores, latent_stores
@@ -178,6 +178,34 @@ def test_an_answer_to_what_nobody_asks_any_more_is_thrown_away() -> None:
         cache.say(answer_with(latent(), number=77))
         cache.reply = lambda number, _: answer_with(latent(), number=number)
         assert len(ask(stores).result(EVENTUALLY_S).latents) == 1
+
+
+def _hit(number: int, *, counts_starts: bool = False) -> CacheMessage:
+    header = CacheAnswer(hits=[CacheStart(entry=ENTRY, step=1)], counts_starts=counts_starts)
+    one = latent()
+    spec = messages.latent_spec(0, DTYPES[one.dtype], tuple(one.shape))
+    return messages.answer_message(number, header, [(spec, one.flatten().view(torch.uint8).numpy().data)])
+
+
+def test_a_cache_that_counts_is_told_what_its_latents_saved() -> None:
+    cache = ScriptedCache("one", lambda number, _: _hit(number, counts_starts=True))
+    with linked(cache) as (stores, _):
+        stores.report(ask(stores).result(EVENTUALLY_S), CacheStarts(pictures=1, skipped_steps=3))
+        assert cache.starts.get(timeout=EVENTUALLY_S) == CacheStarts(pictures=1, skipped_steps=3)
+        cache.reply = lambda number, _: _hit(number)  # as one of an earlier version does
+        stores.report(ask(stores).result(EVENTUALLY_S), CacheStarts(pictures=1))
+        ask(stores).result(EVENTUALLY_S)
+        assert cache.starts.empty()
+
+
+def test_a_cache_is_told_of_hits_that_nobody_waits_for_any_more() -> None:
+    cache = silent()
+    with linked(cache) as (stores, _):
+        asked = ask(stores)
+        cache.questions.get(timeout=EVENTUALLY_S)
+        assert asked.cancel()
+        cache.say(_hit(1, counts_starts=True))
+        assert cache.starts.get(timeout=EVENTUALLY_S) == CacheStarts(key=KEY, unused=[ENTRY])
 
 
 def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

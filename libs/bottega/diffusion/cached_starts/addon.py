@@ -27,7 +27,7 @@ from bottega.diffusion.cached_starts.source import LatentQuestion, LatentReply, 
 from bottega.diffusion.device.device import HostCopy
 from bottega.diffusion.engine.addon import EngineAddOn, JobAddOn
 from bottega.diffusion.engine.encode import Conditions
-from bottega.diffusion.engine.events import EngineRecord
+from bottega.diffusion.engine.events import CachedStart, EngineRecord
 from bottega.diffusion.engine.job import EngineJob, EngineOrder
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.engine.spans import TracedSpan
@@ -35,7 +35,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import CacheEntryGone, NoCache, Violation
-from bottega.latents import ENTRY_PATTERN, format_start, recorded_steps
+from bottega.latents import ENTRY_PATTERN, format_start, prompt_digest, recorded_steps
 from bottega.planning import count_words
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheDecision, CacheQuestion, CacheStart, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
@@ -138,6 +138,7 @@ class JobCachedStarts(JobAddOn):
         self._since_s = 0.0
         self._answered_s: float | None = None
         self._reply: LatentReply | None = None
+        self._unused: list[str] = []
         self._waited_s = 0.0
 
     @property
@@ -297,6 +298,7 @@ class JobCachedStarts(JobAddOn):
             plain_steps=spec.lora_bound if spec.lora_step is None else 0,
             job=self._said.job,
             repeated_steps=1 - self._addon.model.samplers.first_step_from(spec.sampler, 1),
+            prompt_digest=prompt_digest(spec.prompt),
             pinned=[picture.pinned for picture in self._pictures if picture.pinned is not None],
         )
 
@@ -304,8 +306,12 @@ class JobCachedStarts(JobAddOn):
         """Gives each picture its hit."""
         if self._recorder is not None:
             self._recorder.confirm(wanted=answer.header.record)
-        hits = [hit for hit in zip(answer.header.hits, answer.latents, strict=True) if self._fits(*hit)]
-        self._addon.events["unfit_hits"] += len(answer.latents) - len(hits)
+        hits = []
+        for hit in zip(answer.header.hits, answer.latents, strict=True):
+            if self._fits(*hit):
+                hits.append(hit)
+            else:
+                self._refuse(hit[0], "unfit_hits")
         if not any(picture.blocked for picture in self._pictures):
             for hit in hits:
                 self._assign(hit)
@@ -324,7 +330,12 @@ class JobCachedStarts(JobAddOn):
             if picture.hit is None and not picture.is_beyond(hit[0]):
                 picture.hit = hit
                 return
-        self._addon.events["late_hits"] += 1
+        self._refuse(hit[0], "late_hits")
+
+    def _refuse(self, start: CacheStart, why: str) -> None:
+        """Count a hit that no picture starts from, and note it for the store."""
+        self._addon.events[why] += 1
+        self._unused.append(start.entry)
 
     def _fits(self, start: CacheStart, latent: Tensor) -> bool:
         """Whether a picture of this job could start there."""
@@ -339,25 +350,34 @@ class JobCachedStarts(JobAddOn):
 
     def _start_pictures(self) -> None:
         """Start the pictures that have a hit and can use it now, and tell the store how many steps that saved."""
-        started = [picture.started for picture in self._pictures if picture.hit is not None and self._start(picture)]
-        if not started:
-            return
-        skipped = sum(start.skipped_steps for start in started if start is not None)
+        started = [start for picture in self._pictures if (start := self._start(picture)) is not None]
+        skipped = sum(start.skipped_steps for start in started)
+        self._addon.events["hits"] += len(started)
         self._addon.events["steps_skipped"] += skipped
-        self._update_decision()
-        if self._reply is not None:
-            self._addon.source.report(self._reply, CacheStarts(pictures=len(started), skipped_steps=skipped))
+        if started:
+            self._update_decision()
+        unused, self._unused = self._unused, []
+        if self._reply is not None and self._header is not None and (started or unused):
+            told = CacheStarts(
+                pictures=len(started),
+                skipped_steps=skipped,
+                key=self._header.key,
+                prompt_digest=self._header.prompt_digest,
+                unused=unused,
+            )
+            self._addon.source.report(self._reply, told)
 
-    def _start(self, picture: StartingPicture) -> bool:
-        """Start a picture from its hit if it can; return whether it started now."""
+    def _start(self, picture: StartingPicture) -> CachedStart | None:
+        """Start a picture from its hit if it can do so now; return the start, or None."""
+        if picture.hit is None:
+            return None
+        start = picture.hit[0]
         outcome = picture.take_hit()
-        if outcome != "held":
-            self._addon.events[outcome] += 1
-        if picture.started is None or outcome != "hits":
-            return False
-        if picture is self._pictures[0]:
+        if outcome in {"late_hits", "unfit_hits"}:
+            self._refuse(start, outcome)
+        if outcome == "hits" and picture is self._pictures[0]:
             self._recorder = None
-        return True
+        return picture.started
 
     def _give_up(self, why: NoCache | None) -> None:
         """What pictures have to start from, and does not come, is not waited for: they are drawn from noise.

@@ -10,11 +10,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
 from bottega.planning.eviction import Usage
 from bottega.storage import SqliteSchema
 from bottega.storage.checksums import Value, checksum
 from bottega.transport import DType
+from bottega.v1.generation_pb2 import GenerationSpec
 
 ENTRY_COLUMNS = (
     "number",
@@ -122,6 +125,7 @@ def read_entry(row: Sequence[Any], latents: Mapping[int, KeptLatent]) -> EntryRe
     entry = Entry(
         number=number,
         name=name,
+        noise=noise_of(parameters, number),
         key=key,
         model_hash=model_hash,
         dtype=DType(dtype),
@@ -132,6 +136,15 @@ def read_entry(row: Sequence[Any], latents: Mapping[int, KeptLatent]) -> EntryRe
     return EntryRecord(
         entry=entry, embedding=embedding, parameters=parameters, hits=max(0, hits), latents=dict(latents)
     )
+
+
+def noise_of(parameters: bytes, number: int) -> int:
+    """Return the seed of an entry, by its parameters; a number of its own, below 0, where they do not say it."""
+    try:
+        spec = GenerationSpec.FromString(parameters)
+    except DecodeError:
+        return -1 - number
+    return spec.seed if spec.HasField("seed") else -1 - number
 
 
 def read_latent(row: Sequence[Any], step: int) -> KeptLatent | None:

@@ -1,4 +1,4 @@
-"""What a store has in memory: the table of its entries, the index of their embeddings, and the match predictor.
+"""What a store has in memory: the table of its entries, the index of their embeddings, rows, and the match predictor.
 
 They change together: an entry that is in the table is in the index, too. Any thread may call it.
 """
@@ -15,15 +15,18 @@ from bottega.cache.index import EntryIndex
 from bottega.cache.latent import Entry, EntryRecord
 from bottega.cache.predictor.predictor import Predictor
 from bottega.cache.store.entry_table import EntryTable
+from bottega.cache.store.rows import PromptRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """predictor: None where there is none."""
+    """The memory of a store."""
 
     table: EntryTable
     index: EntryIndex
     predictor: Predictor | None
+    rows: PromptRows
+    """Which entries rest for which prompts."""
 
     def load(self, key: str, records: Sequence[EntryRecord]) -> None:
         """Takes in entries of earlier times, of one key; tell `loaded` when there are no more."""

@@ -133,7 +133,10 @@ class EntryTable:
                 kept = self._kept.get(number)
                 if kept is not None and kept.entry.key == key:
                     steps = tuple(kept.digests)
-                    found.append(Candidate(number=number, similarity=similarity, steps=steps, hits=kept.hits))
+                    noise = kept.entry.noise
+                    found.append(
+                        Candidate(number=number, noise=noise, similarity=similarity, steps=steps, hits=kept.hits)
+                    )
         return found
 
     def latent(self, number: int, step: int) -> tuple[Entry, bytes] | None:

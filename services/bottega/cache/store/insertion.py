@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from bottega.cache.disk.disk import CacheDisk
 from bottega.cache.disk.latent_files import latent_name, picture_name
+from bottega.cache.disk.record_rows import noise_of
 from bottega.cache.latent import Entry, EntryPicture, EntryRecord, KeptLatent
 from bottega.cache.store.contents import Contents
 from bottega.cache.store.entry_table import new_usage
@@ -107,6 +108,7 @@ def _to_record(recording: CheckedRecording, number: int, *, now: float, asked: f
     entry = Entry(
         number=number,
         name=secrets.token_hex(16),
+        noise=noise_of(recording.parameters, number),
         key=recording.key,
         model_hash=recording.model_hash,
         dtype=recording.dtype,

@@ -61,7 +61,12 @@ class _Served:
 
 
 class Lookup:
-    """lost: is told what has gone as it was damaged. has_read: whether all entries of earlier times are known."""
+    """Finds what the pictures of a job may start from.
+
+    Args:
+        lost: Called with what has gone because it was damaged.
+        has_read: Whether all entries of earlier times are known.
+    """
 
     def __init__(
         self,
@@ -82,13 +87,14 @@ class Lookup:
         self._profiles = profiles
         self._selector = selector
         self._exploration = Exploration(settings.exploration, settings.seed)
+        self._rows = contents.rows
         self._plain_for_loras = settings.plain_for_loras
         self._counts = counts
         self._lost = lost
         self._has_read = has_read
 
     def similar(self, question: CacheQuestion, embedding: Vector) -> StoreAnswer:
-        """Latents of similar prompts, each of another entry; at most one for each picture."""
+        """Return latents of similar prompts, each of another entry, at most one for each picture."""
         profile = self._profiles.skip_profile(question.model_hash, question.fidelity, width=embedding.size)
         if profile is None:
             return _Served().answer(cache_pb2.CACHE_OUTCOME_NO_PROFILE)
@@ -101,10 +107,10 @@ class Lookup:
                 times.search_s += timer.lap()
                 if found is not None:
                     searches.append(found)
-                    selected = self._select(question, searches, profile)
+                    selected = self._awake(question, self._select(question, searches, profile))
                     times.select_s += timer.lap()
         if searches:
-            answer = self._serve(question, searches, profile, selected)
+            answer = self._serve(question, searches, profile)
             times.read_s = timer.lap() if selected else 0.0
         else:
             answer = _Served().answer(cache_pb2.CACHE_OUTCOME_PREDICTED_MISS)
@@ -148,6 +154,7 @@ class Lookup:
             return None
         began = time.perf_counter()
         count = max(_LEAST_MATCHES, _MATCHES_PER_PICTURE * question.images)
+        count += len(self._rows.resting(question.key, question.prompt_digest))
         found = _Found(key=key, latest=latest, matches=self._matches(key, embedding, count))
         if len(found.matches) == count and self._are_without_latents(found, question, profile):
             found = _Found(key=key, latest=latest, matches=self._matches(key, embedding, MAX_COUNT))
@@ -161,16 +168,22 @@ class Lookup:
         return [(match.number, match.similarity) for match in self._index.search(key, embedding, count)]
 
     def _are_without_latents(self, found: _Found, question: CacheQuestion, profile: SkipProfile) -> bool:
-        """Whether too few have a latent that would do, and others, which are farther, may still be similar enough.
+        """Return whether too few have a latent that would do, and others that are farther may be similar enough.
 
-        So it is where the latents after few steps, which any of them may start from, were evicted.
+        That happens where latents after few steps, which any prompt may start from, were evicted, and where they rest.
         """
         farthest = found.matches[-1][1]
         similar = skip_steps(profile, similarity=farthest, words=question.words, steps=question.steps)
-        return bool(similar) and len(self._select(question, [found], profile)) < question.images
+        awake = self._awake(question, self._select(question, [found], profile))
+        return bool(similar) and len(awake) < question.images
+
+    def _awake(self, question: CacheQuestion, selected: Sequence[Selection]) -> list[Selection]:
+        """Return those selections that do not rest for the question's prompt."""
+        resting = self._rows.resting(question.key, question.prompt_digest)
+        return [selection for selection in selected if selection.noise not in resting]
 
     def _select(self, question: CacheQuestion, searches: Sequence[_Found], profile: SkipProfile) -> list[Selection]:
-        """Those of the first search come first."""
+        """Return what is similar enough, whether it rests or not; those of the first search come first."""
         selected: list[Selection] = []
         for found in searches:
             selected += self._selector.select(
@@ -187,27 +200,38 @@ class Lookup:
         question: CacheQuestion,
         searches: Sequence[_Found],
         profile: SkipProfile,
-        found: list[Selection],
     ) -> StoreAnswer:
         served = _Served(key=question.key)
-        possible = min(question.images, len(found))
+        key, prompt = question.key, question.prompt_digest
+        found = self._select(question, searches, profile)
+        awake = self._awake(question, found)
+        rests = len(awake) < min(question.images, len(found))
+        possible = min(question.images, len(awake))
         wanted = self._exploration.kept(possible)
         taken: set[int] = set()
         while len(served.starts) < wanted:
-            selection = next((each for each in found if each.number not in taken), None)
+            selection = next((each for each in awake if each.number not in taken), None)
             if selection is None:
                 break
-            if self._read(selection.number, selection.step, selection.similarity, served):
+            # Another question about the prompt may have taken it, or a latent before it in this answer began alike.
+            if not self._rows.reserve(key, prompt, selection.noise):
+                taken.add(selection.number)
+                rests = True
+            elif self._read(selection.number, selection.step, selection.similarity, served):
                 served.holes += selection.hole
                 taken.add(selection.number)
-            elif (selection.number, selection.step) in served.failed:
-                taken.add(selection.number)
-            else:  # it is gone, and an earlier latent of its entry may do
-                found = self._select(question, searches, profile)
+            else:
+                self._rows.release(key, prompt, selection.noise)
+                if (selection.number, selection.step) in served.failed:
+                    taken.add(selection.number)
+                else:  # it is gone, and an earlier latent of its entry may do
+                    awake = self._awake(question, self._select(question, searches, profile))
         if len(served.starts) == question.images:
             return self._counted(served, cache_pb2.CACHE_OUTCOME_HIT)
-        explored = wanted < possible and len(served.starts) == wanted
-        return self._counted(served, cache_pb2.CACHE_OUTCOME_EXPLORED if explored else _miss(served))
+        if wanted < possible and len(served.starts) == wanted:
+            return self._counted(served, cache_pb2.CACHE_OUTCOME_EXPLORED)
+        rested = rests and not served.failed
+        return self._counted(served, cache_pb2.CACHE_OUTCOME_RESTING if rested else _miss(served))
 
     def _counted(self, served: _Served, outcome: CacheOutcome.ValueType) -> StoreAnswer:
         self._counts.add("holes", served.holes)

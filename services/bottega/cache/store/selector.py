@@ -15,24 +15,32 @@ _DIGITS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """An entry that a search has found. similarity: cosine of the two prompts' embeddings. steps: of its latents.
-    hits: how often pictures have started from it.
-    """
+    """An entry that a search has found."""
 
     number: int
+    noise: int
+    """What noise the entry began with: its seed."""
     similarity: float
+    """Cosine of the embeddings of the two prompts."""
     steps: Collection[int]
+    """Steps after which the entry has latents."""
     hits: int = 0
+    """How often pictures have started from the entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """A latent that may be started from. hole: the similarity allows for more steps, whose latent was evicted."""
+    """A latent that may be started from."""
 
     number: int
+    noise: int
+    """What noise the entry began with: its seed."""
     similarity: float
+    """Cosine of the embeddings of the two prompts."""
     step: int
+    """Number of steps after which the latent was recorded."""
     hole: bool
+    """Whether the similarity allows for more steps, whose latent was evicted."""
 
 
 class Selector(Protocol):
@@ -66,7 +74,11 @@ class MostStepsSelector:
             step = served_step(allowed, candidate.steps)
             if step:
                 selection = Selection(
-                    number=candidate.number, similarity=candidate.similarity, step=step, hole=step != allowed[0]
+                    number=candidate.number,
+                    noise=candidate.noise,
+                    similarity=candidate.similarity,
+                    step=step,
+                    hole=step != allowed[0],
                 )
                 found.append((selection, candidate.hits))
         return [selection for selection, _ in sorted(found, key=_order)]

@@ -16,7 +16,8 @@ class StoreSettings:
     the small pictures of their entries. policy: which latents go first; its clock counts questions. batch_share: of the
     budget, that an eviction frees beyond what is needed, so that deletions come together. max_entries: pictures
     of which there are latents. min_free_bytes: of the disk, that are left to others; of one smaller than 20 times that,
-    a twentieth. exploration: share of the hits that are drawn from noise all the same. plain_for_loras: whether
+    a twentieth. exploration: share of the hits that are drawn from noise all the same. row_pictures: see
+    PromptRows. plain_for_loras: whether
     questions are also answered with entries of their plain_key. doorkeeper: whether a key is recorded only from its
     second question on. predictor: whether searches may be spared that are predicted to find
     nothing. max_waiting, max_waiting_bytes: recordings that wait to be written. retry_s: after which a disk that failed
@@ -31,6 +32,7 @@ class StoreSettings:
     max_entries: int = 200_000
     min_free_bytes: int = 0
     exploration: float = 0.05
+    row_pictures: int = 6
     plain_for_loras: bool = False
     doorkeeper: bool = True
     predictor: bool = True

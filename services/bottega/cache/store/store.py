@@ -5,6 +5,7 @@ Its calls come from any thread. `service.py` translates between it and gRPC, lin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,32 +23,41 @@ from bottega.cache.store.doorkeeper import Doorkeeper
 from bottega.cache.store.entry_table import EntryTable
 from bottega.cache.store.lookup import Lookup
 from bottega.cache.store.recording import MAX_STEP, Vector, check_key, checked_embedding, to_recording
+from bottega.cache.store.rows import PromptRows
 from bottega.cache.store.selector import MostStepsSelector
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.statistics import Counts, LatentStatistics, ModelStatistics
 from bottega.cache.store.writer import CacheWriter
 from bottega.clocks import Clock
 from bottega.errors import Unavailable
+from bottega.latents import prompt_digest
 from bottega.storage import folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.v1 import generation_pb2
 from bottega.v1.cache_pb2 import CacheAnswer, CacheEntry, CacheProfile, CacheQuestion, CacheRecording, CacheStarts
 
 _MOST_IMAGES = 8
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _APPROXIMATE = (generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST)
 
 
 class LatentStore:
-    """Start it with `start`, end it with `close`, which ends the index, too. clock: says when entries were recorded."""
+    """A store of cached latents. Start it with `start`, end it with `close`, which ends the index, too.
+
+    Args:
+        clock: Says when entries were recorded, and how long ago a prompt's last picture was.
+    """
 
     def __init__(self, settings: StoreSettings, *, index: EntryIndex | None = None, clock: Clock | None = None) -> None:
+        clock = clock or Clock()
         self._settings = settings
         self._lock = ProcessLock(settings.folder)
         self._counts = Counts()
         self._table = EntryTable(settings.policy)
         index = index if index is not None else KeyedIndex()
         predictor = MatchPredictor(index.sample) if settings.predictor else None
-        self._contents = Contents(table=self._table, index=index, predictor=predictor)
+        self._rows = PromptRows(settings.row_pictures, clock.monotonic)
+        self._contents = Contents(table=self._table, index=index, predictor=predictor, rows=self._rows)
         self._files = LatentFiles(settings.folder / "latents", min_free_bytes=settings.min_free_bytes)
         self._profiles = ProfileFolder(settings.folder / "profiles")
         self._doorkeeper = Doorkeeper() if settings.doorkeeper else None
@@ -56,7 +66,7 @@ class LatentStore:
             contents=self._contents,
             disk=CacheDisk(files=self._files, records=CacheRecords(settings.folder / "records.db")),
             counts=self._counts,
-            clock=clock or Clock(),
+            clock=clock,
         )
         self._lookup = Lookup(
             contents=self._contents,
@@ -118,14 +128,21 @@ class LatentStore:
         return answer
 
     def count_starts(self, starts: CacheStarts) -> None:
-        """Count what pictures that started from latents of this store did not have to compute.
+        """Count what the latents of an answer saved, and let the others serve the prompt's next picture.
 
         Raises ValueError for what breaks a rule of cache.proto.
         """
         most = starts.pictures * MAX_STEP
-        if not (1 <= starts.pictures <= _MOST_IMAGES and 0 <= starts.skipped_steps <= most):
-            raise ValueError(f"a worker tells of 1 to {_MOST_IMAGES} pictures, and of at most {MAX_STEP} steps of each")
+        if not (0 <= starts.pictures <= _MOST_IMAGES and 0 <= starts.skipped_steps <= most):
+            raise ValueError(f"a worker tells of 0 to {_MOST_IMAGES} pictures, and of at most {MAX_STEP} steps of each")
+        if len(starts.unused) > _MOST_IMAGES:
+            raise ValueError(f"an answer has at most {_MOST_IMAGES} entries")
+        _check_row(starts.key, starts.prompt_digest)
         self._counts.add("steps_skipped", starts.skipped_steps)
+        for name in starts.unused if starts.prompt_digest else ():
+            entry = self._table.named(name)
+            if entry is not None:
+                self._rows.release(starts.key, starts.prompt_digest, entry.noise)
 
     def record(
         self,
@@ -141,6 +158,9 @@ class LatentStore:
         ValueError for what breaks a rule of cache.proto.
         """
         self._writer.record(to_recording(recording, embedding=embedding, picture=picture, latents=latents))
+        drawn = recording.parameters
+        if drawn.HasField("seed"):
+            self._rows.note(recording.key, prompt_digest(drawn.prompt), drawn.seed)
 
     def lookups(self) -> dict[str, int]:
         """Questions since the start, by outcome."""
@@ -246,10 +266,17 @@ class LatentStore:
 
 
 def _check(question: CacheQuestion) -> None:
-    check_key(question.key)
+    _check_row(question.key, question.prompt_digest)
     if question.plain_key:
         check_key(question.plain_key)
     if not 0 <= question.images <= _MOST_IMAGES or len(question.pinned) > _MOST_IMAGES:
         raise ValueError(f"a question is for at most {_MOST_IMAGES} pictures")
     if question.steps < 1 or question.words < 0:
         raise ValueError("a question is of a job with at least one step, and words")
+
+
+def _check_row(key: str, digest: str) -> None:
+    """Raise ValueError for what is no key, or no digest of a prompt."""
+    check_key(key)
+    if digest and not _DIGEST.fullmatch(digest):
+        raise ValueError("the digest of a prompt has 64 hex digits")

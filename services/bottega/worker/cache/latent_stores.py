@@ -19,7 +19,7 @@ from bottega.diffusion.cached_starts import JobRecording, LatentQuestion, Latent
 from bottega.diffusion.engine.store_work import StoreWork
 from bottega.latents.messages import CacheMessage
 from bottega.transport import LinkCounters, OfferSource
-from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheStarts
+from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.worker.cache.messages import recording_of
 from bottega.worker.cache.store_link import CacheLinkSettings, CacheStoreLink
@@ -131,8 +131,12 @@ class LatentStores:
         """Late ones, and those to what somebody else was asked, count as well as others."""
         with self._lock:
             asked = self._questions.pop(number, None)
-        # Cancelled at this moment, perhaps: then nobody wants it.
-        if asked is not None and asked.answer.set_running_or_notify_cancel():
+        if asked is None:
+            return
+        if not asked.answer.set_running_or_notify_cancel():  # its job has ended, or needs it no more
+            if answer.header.hits and answer.header.counts_starts:
+                link.report(_unused(asked.question.header, answer.header))
+        else:
             times, now_s = answer.header.times, time.monotonic()
             work = StoreWork(store=link.store.name, times=times, asked_s=asked.asked_s, answered_s=now_s)
             asked.answer.set_result(replace(answer, work=work))
@@ -179,3 +183,9 @@ class LatentStores:
         if link is not None and link.ask(number, asked.question):
             asked.link, asked.asked_s = link, now_s
             asked.tries += 1
+
+
+def _unused(question: CacheQuestion, answer: CacheAnswer) -> CacheStarts:
+    """Return what the store is told of hits that came when nobody waited for them any more."""
+    entries = [hit.entry for hit in answer.hits]
+    return CacheStarts(key=question.key, prompt_digest=question.prompt_digest, unused=entries)

@@ -14,6 +14,7 @@ def _record(
     entry = Entry(
         number=number,
         name=f"{number:032x}",
+        noise=number,
         key=key,
         model_hash=model,
         dtype=DType.FLOAT16,

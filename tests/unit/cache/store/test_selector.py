@@ -24,7 +24,7 @@ def _select(*candidates: Candidate, words: int = 5, steps: int = 50, latest: int
 
 
 def _candidate(number: int, similarity: float, steps: tuple[int, ...] = _ALL, hits: int = 0) -> Candidate:
-    return Candidate(number=number, similarity=similarity, steps=steps, hits=hits)
+    return Candidate(number=number, noise=number, similarity=similarity, steps=steps, hits=hits)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import BottegaError, CacheEntryGone, InvalidRequest, NoCache
-from bottega.latents import format_start
+from bottega.latents import format_start, prompt_digest
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheDecision
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.generation_pb2 import FIDELITY_EXACT, FIDELITY_FAST, Fidelity
@@ -99,6 +99,7 @@ def test_what_is_asked_says_what_the_job_is(model: Model) -> None:
     said = asked.header
     assert (said.model_hash, said.steps, said.images, said.words) == (model.digest, 10, 3, 4)
     assert (said.fidelity, list(said.pinned), len(said.key)) == (FIDELITY_FAST, [], 64)
+    assert said.prompt_digest == prompt_digest(SPEC.prompt)
     assert asked.embedding.dtype == torch.float32
     assert asked.embedding.shape == (model.text_encoders[1].config.projection_dim,)
     desk.draw(replace(ORDER, key="second"))
@@ -114,6 +115,9 @@ def test_a_hit_that_comes_too_late_is_counted_and_changes_nothing(model: Model, 
     assert drawing.all(JobDecided) == []
     assert desk.starts.counts["late_hits"] == (turn < 1000)
     assert desk.starts.counts["hits"] == 0
+    # The store then lets the entry serve the prompt's next picture.
+    told = [(each.pictures, each.prompt_digest, list(each.unused)) for each in desk.source.reports]
+    assert told == [(0, prompt_digest(SPEC.prompt), [entry(1)])] * (turn < 1000)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +295,7 @@ def test_a_latent_that_does_not_fit_is_counted_and_not_used(model: Model, exact:
     desk = Cached(model, ScriptedLatents([answer(hit)]))
     assert same(desk.draw(ORDER), exact)
     assert desk.starts.counts["unfit_hits"] == 1
+    assert [list(each.unused) for each in desk.source.reports] == [[hit[0]]]
 
 
 @pytest.mark.parametrize("turns", [2, 6], ids=["before the start", "after it"])

@@ -1,0 +1,77 @@
+"""Which noise rests for a prompt, so that at most one picture of a row comes from what another one came from."""
+
+from __future__ import annotations
+
+from bottega.cache.store.rows import PromptRows
+from tests.fakes.fake_time import FakeTime
+
+KEY, PROMPT, OTHER = "ab" * 32, "01" * 32, "02" * 32
+
+
+def test_of_any_pictures_in_a_row_at_most_one_comes_from_noise_of_another() -> None:
+    rows, row = PromptRows(6, FakeTime().monotonic), []
+    for _ in range(40):  # the lowest number that does not rest, as if it saved most steps
+        noise = next(noise for noise in range(40) if noise not in rows.resting(KEY, PROMPT))
+        assert rows.reserve(KEY, PROMPT, noise)
+        row.append(noise)
+    assert row[:8] == [0, 0, 1, 2, 3, 4, 0, 0]
+    assert all(len(set(row[first : first + 6])) >= 5 for first in range(len(row) - 5))
+
+
+def test_noise_that_would_make_a_second_pair_rests() -> None:
+    rows = PromptRows(4, FakeTime().monotonic)
+    started = [rows.reserve(KEY, PROMPT, noise) for noise in (1, 1, 1, 2, 2, 3, 3)]
+    assert started == [True, True, False, True, False, True, True]
+    assert rows.resting(KEY, PROMPT) == {2, 3}
+    assert all(rows.reserve(KEY, PROMPT, noise) for noise in (4, 5))
+    assert rows.resting(KEY, PROMPT) == frozenset(), "the pair is not in the row any more"
+
+
+def test_prompts_and_kinds_of_requests_have_rows_of_their_own() -> None:
+    rows = PromptRows(6, FakeTime().monotonic)
+    for key, prompt in ((KEY, PROMPT), (KEY, OTHER), ("cd" * 32, PROMPT)):
+        assert [rows.reserve(key, prompt, 1) for _ in range(3)] == [True, True, False]
+
+
+def test_a_picture_that_was_drawn_from_noise_is_one_of_the_row() -> None:
+    rows = PromptRows(6, FakeTime().monotonic)
+    rows.note(KEY, PROMPT, 1)
+    assert [rows.reserve(KEY, PROMPT, 1) for _ in range(2)] == [True, False]
+
+
+def test_a_reservation_that_came_to_nothing_is_taken_back() -> None:
+    rows = PromptRows(6, FakeTime().monotonic)
+    assert [rows.reserve(KEY, PROMPT, 1) for _ in range(2)] == [True, True]
+    rows.release(KEY, PROMPT, 1)
+    rows.release(KEY, PROMPT, 2)
+    assert [rows.reserve(KEY, PROMPT, 1) for _ in range(2)] == [True, False]
+
+
+def test_a_row_of_one_lets_any_entry_start_each_picture() -> None:
+    rows = PromptRows(1, FakeTime().monotonic)
+    assert all(rows.reserve(KEY, PROMPT, 1) for _ in range(3))
+
+
+def test_nothing_rests_for_a_prompt_that_is_not_known() -> None:
+    rows = PromptRows(6, FakeTime().monotonic)
+    assert all(rows.reserve(KEY, "", 1) for _ in range(3))
+    assert rows.resting(KEY, "") == frozenset()
+
+
+def test_prompts_that_were_drawn_longest_ago_are_forgotten() -> None:
+    rows = PromptRows(6, FakeTime().monotonic, most_prompts=2)
+    for prompt in (PROMPT, OTHER, PROMPT, OTHER, PROMPT, "03" * 32):
+        rows.note(KEY, prompt, 1)
+    assert [bool(rows.resting(KEY, prompt)) for prompt in (PROMPT, OTHER, "03" * 32)] == [True, False, False]
+
+
+def test_a_row_ends_when_nothing_of_its_prompt_was_drawn_for_a_quarter_of_an_hour() -> None:
+    time = FakeTime()
+    rows = PromptRows(6, time.monotonic)
+    for wait_s in (0.0, 800.0, 800.0):
+        time.now += wait_s
+        rows.note(KEY, PROMPT, 1)
+    assert rows.resting(KEY, PROMPT) == {1}
+    time.now += 901.0
+    assert rows.resting(KEY, PROMPT) == frozenset()
+    assert [rows.reserve(KEY, PROMPT, 1) for _ in range(3)] == [True, True, False]
