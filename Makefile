@@ -15,7 +15,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 # Where it is set, as in many containers, each engine process compiles torch and Diffusers anew: 12 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-gpu gpu-report fuzz chaos soak faults lint protos clean
+.PHONY: help demo test test-gpu gpu-report fuzz chaos soak like faults lint protos clean
 .PRECIOUS: .venv/.ready
 
 help: ## List the commands
@@ -42,6 +42,10 @@ fuzz: .venv/.ready .venv/.stubs ## Send thousands of bad requests to every metho
 
 chaos: .venv/.ready .venv/.stubs ## Kill, freeze, fill and restart real services under load (ARGS="--part kill-workers")
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+like: export TRANSFORMERS_VERBOSITY = error
+like: .venv/.ready .venv/.stubs ## Draw random requests of every kind, and each picture again as --like does (ARGS="--pair")
+	$(BIN)/python -m tests.like $(ARGS)
 
 faults: .venv/.ready .venv/.stubs ## Make one mistake after the other in a copy, and see that a test fails for each (ARGS goes to it)
 	$(BIN)/python -m tests.faults $(ARGS)
