@@ -567,6 +567,33 @@ def test_a_file_that_names_modules_in_two_ways_is_refused(base: Base, tmp_path: 
     assert other in message
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (f"text_encoder.{_TEXT}.lora_A", f"text_encoder.text_model.{_TEXT}.lora_A"),
+        (f"text_encoder.{_TEXT}.lora_linear_layer.down", f"text_encoder.{_TEXT.replace('q_proj', 'to_q')}_lora.down"),
+        (f"lora_te_text_model_{_TEXT.replace('.', '_')}.lora_down", f"lora_te1_{_TEXT.replace('.', '_')}.lora_down"),
+        (f"unet.{_Q}.lora_A", f"unet.{_Q.replace('.to_q', '.processor.to_q')}_lora.down"),
+    ],
+)
+def test_two_spellings_of_one_tensor_are_refused(base: Base, tmp_path: Path, one: str, other: str) -> None:
+    message = _refused(base, {f"{name}.weight": torch.zeros(2, 64) for name in (one, other)}, tmp_path)
+    module = f"unet.{_Q}" if one.startswith("unet") else f"text_encoder.{_TEXT}"
+    assert message.endswith(f"are the same part of {module}")
+
+
+def test_a_file_with_several_adapters_is_refused(base: Base, tmp_path: Path) -> None:
+    tensors = {f"unet.{_Q}.lora_{part}.ink.weight": torch.zeros(2, 96) for part in "AB"}
+    tensors |= {f"unet.{_K}.lora_{part}.wash.weight": torch.zeros(2, 96) for part in "AB"}
+    assert "several adapters (ink, wash): save each by itself" in _refused(base, tensors, tmp_path)
+
+
+def test_a_lora_of_another_architecture_is_refused_with_what_its_metadata_says(base: Base, tmp_path: Path) -> None:
+    tensors = {"lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight": torch.zeros(2, 2)}
+    message = _refused(base, tensors, tmp_path, metadata={"modelspec.architecture": "stable-diffusion-v1/lora"})
+    assert message.endswith("; its metadata says that it was made for stable-diffusion-v1/lora")
+
+
 def test_a_file_that_could_be_for_both_text_encoders_is_refused_unless_its_shapes_tell(
     base: Base, tmp_path: Path
 ) -> None:

@@ -36,6 +36,8 @@ from bottega.storage.contained_paths import open_below
 
 # Of the names in a refusal, which travels in a status.
 _LISTED = 8
+# Where trainers write which architecture a LoRA is for.
+_MADE_FOR = ("modelspec.architecture", "ss_base_model_version")
 _TRIGGERS = ("modelspec.trigger_phrase", "trigger_phrase")
 _MAX_TRIGGER_CHARACTERS = 200
 # kohya's trainer writes the alpha of all modules here, and again into an .alpha for each, which is what counts.
@@ -120,7 +122,7 @@ def _collect(
             raise BadLora(f"{entry.name} and {each.parts[name.part][2].name} are the same part of {module.name}")
         each.parts[name.part] = (file, header, entry)
     if lacking:
-        _refuse_unmatched(lacking, len(header.tensors))
+        _refuse_unmatched(lacking, header)
     _check_configs(configs, here.values())
     _check_kohya_alpha(header.metadata, here.values())
 
@@ -248,9 +250,12 @@ def _trigger(headers: Iterable[Header]) -> str:
     return ""
 
 
-def _refuse_unmatched(names: list[str], tensors: int) -> NoReturn:
-    listed = ", ".join(name[:120] for name in names[:_LISTED])
+def _refuse_unmatched(names: Sequence[str], header: Header) -> NoReturn:
+    listed = ", ".join(excerpt(name, 120) for name in names[:_LISTED])
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    made_for = next((header.metadata[key] for key in _MADE_FOR if header.metadata.get(key)), "")
+    hint = f"; its metadata says that it was made for {excerpt(made_for, 80)}" if made_for else ""
+    tensors = len(header.tensors)
     if len(names) == tensors:
-        raise BadLora(f"nothing in the file matches the base model; it has {listed}{more}")
-    raise BadLora(f"{len(names)} of {tensors} tensors match nothing in the base model: {listed}{more}")
+        raise BadLora(f"nothing in the file matches the base model; it has {listed}{more}{hint}")
+    raise BadLora(f"{len(names)} of {tensors} tensors match nothing in the base model: {listed}{more}{hint}")

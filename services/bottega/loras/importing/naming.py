@@ -49,6 +49,8 @@ class Name:
     """Which the name says; None where it says none."""
     path: str
     """Of the module in its component; in kohya's names with underscores in the place of dots."""
+    adapter: str = ""
+    """PEFT's name of the adapter, where the tensor's name has it."""
 
     @property
     def is_flat(self) -> bool:
@@ -74,7 +76,7 @@ _UNSERVED = (
 )
 _PARTS: tuple[tuple[re.Pattern[str], dict[str, str]], ...] = (
     (re.compile(r"\.lora_(?P<part>down|up|mid)\.weight$"), {}),
-    (re.compile(r"\.lora_(?P<part>[AB])(\.[A-Za-z0-9_]+)?\.weight$"), {"A": "down", "B": "up"}),
+    (re.compile(r"\.lora_(?P<part>[AB])(\.(?P<adapter>[A-Za-z0-9_]+))?\.weight$"), {"A": "down", "B": "up"}),
     (re.compile(r"(\.lora|\.lora_linear_layer|_lora)\.(?P<part>down|up)\.weight$"), {}),
     (re.compile(r"(\.lora|\.lora_linear_layer|_lora)?\.(?P<part>alpha)$"), {}),
 )
@@ -107,16 +109,25 @@ def taken_apart(text: str) -> Name | None:
     for pattern, parts in _PARTS:
         if (match := pattern.search(text)) is not None:
             part = Part(parts.get(match["part"], match["part"]))
-            return _named(text, text[: match.start()], part)
+            return _named(text, text[: match.start()], part, match.groupdict().get("adapter") or "")
     return None
 
 
 def refuse_two_ways(names: Iterable[Name]) -> None:
-    """Raise BadLora where a file names its modules in two ways: of such a file stock Diffusers reads a part."""
+    """Raise BadLora where a file names its modules in two ways, or has several adapters.
+
+    Of the former stock Diffusers reads a part.
+    """
     seen: dict[str, Name] = {}
+    adapters = set()
     for name in names:
+        if name.part is not Part.ALPHA:
+            adapters.add(name.adapter)
         for way in _ways(name):
             seen.setdefault(way, name)
+    if len(adapters) > 1:
+        listed = ", ".join(excerpt(adapter or "one without a name", 40) for adapter in sorted(adapters)[:4])
+        raise BadLora(f"the file has several adapters ({listed}): save each by itself")
     for one, other in (("kohya", "path"), ("with a component", "without a component"), ("sgm", "diffusers")):
         if one in seen and other in seen:
             listed = " and ".join(excerpt(seen[way].text, 120) for way in (one, other))
@@ -149,7 +160,7 @@ def trained_path(name: Name, module: BaseModule) -> str:
     )
 
 
-def _named(text: str, module: str, part: Part) -> Name:
+def _named(text: str, module: str, part: Part, adapter: str) -> Name:
     for prefix, of in _KOHYA:
         if module.startswith(prefix):
             path = module.removeprefix(prefix)
@@ -158,8 +169,8 @@ def _named(text: str, module: str, part: Part) -> Name:
     path = module.removeprefix(_PEFT).replace(_PROCESSOR, ".")
     head, _, rest = path.partition(".")
     if head in COMPONENTS:
-        return Name(text=text, part=part, format=kind, component=head, path=rest)
-    return Name(text=text, part=part, format=kind, component=None, path=path)
+        return Name(text=text, part=part, format=kind, component=head, path=rest, adapter=adapter)
+    return Name(text=text, part=part, format=kind, component=None, path=path, adapter=adapter)
 
 
 def _ways(name: Name) -> Iterator[str]:

@@ -25,7 +25,7 @@ from bottega.loras.importing.source import sources
 from tests.samples.engine_loras import LorasByHand, lora_spec
 from tests.samples.lora_files import base_shapes, canonical_layers, factors, save
 from tests.samples.published import Layout, published_model
-from tests.support.engines import lora_weights, make_engine
+from tests.support.engines import FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.stock import Reference, assert_close, assert_same_image, load_stock, pixels_of, said
 
@@ -168,6 +168,12 @@ def test_a_lora_of_all_networks_draws_what_stock_diffusers_draws(
     folder: Path, model: Model, stock: Any, tmp_path: Path, write: Callable[[Parts, Path], tuple[Path, Path]]
 ) -> None:
     ours, theirs = write(_parts(folder), tmp_path)
+    _assert_drawn_alike(folder, model, stock, ours, theirs)
+
+
+def _assert_drawn_alike(
+    folder: Path, model: Model, stock: Any, ours: Path, theirs: Path, *, patches: bool = False
+) -> None:
     plain = _encoded(stock)
     stock.load_lora_weights(theirs, use_safetensors=True)
     try:
@@ -176,11 +182,26 @@ def test_a_lora_of_all_networks_draws_what_stock_diffusers_draws(
         stock.unload_lora_weights()
     loras = LorasByHand.of({"lora": _imported(ours, folder)})
     engine = make_engine(model, EngineLimits(max_rows=64, max_wait_turns=0), loras=loras)
+    lora_weights(engine).costs = FixedCosts(pays=patches)
     drawing = ManualEngine(engine).draw(EngineOrder(key="lora", spec=replace(_SPEC, loras=(lora_spec("lora"),))))
     lora_weights(engine).restore()
     assert_close(drawing.latents[0], reference.latent)
     assert_same_image(drawing.pixels[0], reference.pixels)
     assert float((encoded - plain).abs().max()) > 0.01, "the text encoders' part matters"
+
+
+@pytest.mark.parametrize("patches", [False, True], ids=["beside", "inside"])
+def test_a_lora_of_every_module_draws_what_stock_diffusers_draws(
+    folder: Path, model: Model, stock: Any, tmp_path: Path, patches: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    for component in canonical.COMPONENTS:
+        for path, shape in base_shapes(component, folder).items():
+            down, up = factors(shape, 2, generator=generator)
+            tensors |= {f"{component}.{path}.lora_A.weight": down, f"{component}.{path}.lora_B.weight": 0.3 * up}
+    file = save(tensors, tmp_path / "pytorch_lora_weights.safetensors")
+    _assert_drawn_alike(folder, model, stock, file, file, patches=patches)
 
 
 def _encoded(stock: Any) -> Tensor:
