@@ -15,19 +15,32 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
+from bottega.diffusion.loras import has_mixed_alphas, left_out_by_stock
 from bottega.errors import BadLora, ConfigError
 from bottega.lora import canonical
 from bottega.loras.importing.base import Base, BaseModule, read_base
 from bottega.loras.importing.converting import ConvertedLora, convert
 from bottega.loras.importing.source import sources
 from bottega.miniature import WEIGHTS
-from tests.samples.lora_files import Part, base_shapes, canonical_deltas, delta, factors, kohya, names_of, peft, save
+from tests.samples.lora_files import (
+    Part,
+    base_shapes,
+    canonical_deltas,
+    canonical_layers,
+    delta,
+    factors,
+    kohya,
+    names_of,
+    peft,
+    save,
+)
 
 _Q = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
 _OUT = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_out.0"
 _CONV = "down_blocks.0.resnets.0.conv1"
 _K = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_k"
 _TEXT = "encoder.layers.0.self_attn.q_proj"
+_FC1 = "encoder.layers.0.mlp.fc1"
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +84,37 @@ def test_kohya_of_every_module_with_mixed_alphas_is_what_the_definition_says(
 
 
 @pytest.mark.filterwarnings("ignore:The following alpha_pattern keys did not match")
-@pytest.mark.parametrize(("alphas", "times"), [((2.0, 2.0, 2.0), 1), ((2.0, 2.0, 8.0), 4)], ids=["same", "mixed"])
-def test_stock_diffusers_gives_attention_the_most_frequent_alpha_of_kohyas(
-    imported: Callable[..., dict[str, Tensor]], tmp_path: Path, alphas: tuple[float, ...], times: int
+@pytest.mark.parametrize(
+    ("parts", "unlike"),
+    [
+        ({("unet", path): 2.0 for path in (_CONV, _OUT, _Q)}, {}),
+        ({("unet", _CONV): 2.0, ("unet", _OUT): 2.0, ("unet", _Q): 8.0}, {f"unet.{_Q}": 4}),
+        ({("unet", path): 2.0 for path in (_Q, "add_embedding.linear_1")}, {"unet.add_embedding.linear_1": None}),
+        ({("text_encoder", path): 2.0 for path in (_TEXT, _FC1)}, {f"text_encoder.{_TEXT}": None}),
+        ({("text_encoder", path): 2.0 for path in (_TEXT, _FC1, _TEXT.replace("q_proj", "out_proj"))}, {}),
+    ],
+    ids=["same alphas", "mixed alphas", "add_embedding", "text without out_proj", "text"],
+)
+def test_stock_diffusers_reads_kohyas_files_otherwise_as_provenances_say(
+    imported: Callable[..., dict[str, Tensor]],
+    tmp_path: Path,
+    parts: dict[tuple[str, str], float],
+    unlike: dict[str, int | None],
 ) -> None:
-    """What provenances and the page on LoRAs say of mixed alphas; where this fails they may say it no more."""
-    paths = (_CONV, _OUT, _Q)
-    tensors, _ = kohya({("unet", path): Part(rank=2, alpha=alpha) for path, alpha in zip(paths, alphas, strict=True)})
+    """Where this fails, provenances and the page on LoRAs may say so no more. unlike: how many times stock's counts
+    here; None is what stock leaves out."""
+    tensors, _ = kohya({where: Part(rank=2, alpha=alpha) for where, alpha in parts.items()})
     path = save(tensors, tmp_path / "kohya.safetensors")
     pipeline = _pipeline()
     pipeline.load_lora_weights(path, use_safetensors=True)
-    theirs = _loaded_deltas(pipeline)
-    _assert_same(imported(path), theirs | {f"unet.{_Q}": times * theirs[f"unet.{_Q}"]})
+    theirs, ours = _loaded_deltas(pipeline), imported(path)
+    assert ours.keys() - theirs.keys() == {name for name, times in unlike.items() if times is None}
+    expected = {name: (unlike.get(name) or 1) * value for name, value in theirs.items()}
+    _assert_same({name: ours[name] for name in theirs}, expected)
+    layers = canonical_layers((tmp_path / "canonical.safetensors").read_bytes())
+    assert any(has_mixed_alphas(each) for each in layers.values()) == any(unlike.values())
+    left_out = [what for name, each in layers.items() for what in left_out_by_stock(name, each)]
+    assert bool(left_out) == (None in unlike.values())
 
 
 def test_kohyas_own_names_of_the_unet_mean_the_same_modules(

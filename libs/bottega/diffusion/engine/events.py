@@ -110,6 +110,8 @@ class LoraRecord:
     """Of putting them into weights; 0 where they were in already, or only ever beside them."""
     mixed_alphas: bool = False
     """See `has_mixed_alphas`; of any component."""
+    stock_may_leave_out: tuple[str, ...] = ()
+    """See `left_out_by_stock`; of all components."""
     similarities: tuple[float, ...] = ()
     """Where it was measured, after each step; see LatentMeter."""
 

@@ -1,7 +1,15 @@
 """LoRAs in the engine: what one is, where it comes from, and its two ways in, beside the weights and inside them."""
 
 from bottega.diffusion.loras.costs import SwapCosts
-from bottega.diffusion.loras.lora import TEXT_ENCODERS, UNET, Layers, LoraAtScale, LoraLayer, has_mixed_alphas
+from bottega.diffusion.loras.lora import (
+    TEXT_ENCODERS,
+    UNET,
+    Layers,
+    LoraAtScale,
+    LoraLayer,
+    has_mixed_alphas,
+    left_out_by_stock,
+)
 from bottega.diffusion.loras.lora_set import make_set, set_key
 from bottega.diffusion.loras.patching import Patcher
 from bottega.diffusion.loras.source import LoraHandle, LoraRef, LoraSource
@@ -26,6 +34,7 @@ __all__ = [
     "UnmergedLoras",
     "SwapCosts",
     "has_mixed_alphas",
+    "left_out_by_stock",
     "make_set",
     "set_key",
 ]

@@ -28,6 +28,7 @@ from bottega.diffusion.loras import (
     LoraSource,
     LoraWeights,
     has_mixed_alphas,
+    left_out_by_stock,
 )
 from bottega.diffusion.loras.offload import RemoteLoras, loras_part, read_loras
 from bottega.diffusion.loras.similarity import LatentMeter
@@ -187,6 +188,14 @@ class EngineLoras(EngineAddOn):
         return new_requests(self._model, order, conditions) if order.spec.loras_measured else ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnlikeStock:
+    """How stock Diffusers' loader may read a LoRA otherwise."""
+
+    mixed_alphas: bool
+    left_out: tuple[str, ...]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class JobLoras(JobAddOn):
     """The LoRAs of one job. since_s: when they were asked for; timeout_s: how long they may take.
@@ -212,7 +221,7 @@ class JobLoras(JobAddOn):
     _meter: LatentMeter = field(default_factory=LatentMeter)
     _load_s: tuple[float, ...] = ()
     _works: tuple[StoreWork | None, ...] = ()
-    _mixed_alphas: tuple[bool, ...] = ()
+    _unlike_stock: tuple[_UnlikeStock, ...] = ()
     _patches: list[TracedSpan] = field(default_factory=list)
     _waits: list[TracedSpan] = field(default_factory=list)
     _waiting_since_s: float | None = None
@@ -266,9 +275,7 @@ class JobLoras(JobAddOn):
                 self.step = max(request.step for request in self._requests)
             for request in self._requests:
                 request.loras, request.loras_from = self.loras, self.step
-            self._mixed_alphas = tuple(
-                any(has_mixed_alphas(handle.layers(name)) for name in (UNET, *TEXT_ENCODERS)) for handle in self.handles
-            )
+            self._unlike_stock = tuple(_unlike_stock(handle) for handle in self.handles)
             self._release()
         under_way = {request for request in self._requests if not request.done}
         last = self.bound if self.step is None else self.step
@@ -330,10 +337,11 @@ class JobLoras(JobAddOn):
                 load_s=load_s,
                 wait_s=self.wait_s,
                 patch_s=self.patch_s,
-                mixed_alphas=mixed_alphas,
+                mixed_alphas=unlike.mixed_alphas,
+                stock_may_leave_out=unlike.left_out,
                 similarities=self._meter.similarities if spec.measured else (),
             )
-            for spec, load_s, mixed_alphas in zip(self.specs, self._load_s, self._mixed_alphas, strict=True)
+            for spec, load_s, unlike in zip(self.specs, self._load_s, self._unlike_stock, strict=True)
         )
         return replace(record, loras=loras, exact=record.exact and self.step <= record.begin_step)
 
@@ -377,6 +385,14 @@ class JobLoras(JobAddOn):
                 TracedSpan(name="waiting for LoRAs", track="waits", begin_s=self._waiting_since_s, seconds=waited_s)
             )
             self._waiting_since_s = None
+
+
+def _unlike_stock(handle: LoraHandle) -> _UnlikeStock:
+    components = {name: handle.layers(name) for name in (UNET, *TEXT_ENCODERS)}
+    return _UnlikeStock(
+        mixed_alphas=any(has_mixed_alphas(layers) for layers in components.values()),
+        left_out=tuple(what for name, layers in components.items() for what in left_out_by_stock(name, layers)),
+    )
 
 
 def _is_here(handle: LoraHandle) -> bool:

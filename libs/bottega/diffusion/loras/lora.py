@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -38,6 +38,21 @@ def has_mixed_alphas(layers: Layers) -> bool:
     alphas = [layer.scale * layer.down.shape[0] for layer in layers.values()]
     # Scales are kept in single precision.
     return any(not math.isclose(alpha, alphas[0], rel_tol=1e-5) for alpha in alphas)
+
+
+def left_out_by_stock(component: str, layers: Layers) -> Iterator[str]:
+    """Yield what of a component stock Diffusers' loader leaves out where the file is kohya's, by name.
+
+    In Diffusers 0.42 no module gets what is called lora_unet_add_embedding_..., and a text encoder's attention is left
+    out where the file has no out_proj of it.
+    """
+    if component == UNET:
+        if any(path.startswith("add_embedding.") for path in layers):
+            yield f"{component}.add_embedding"
+        return
+    attention = {path.rpartition(".")[2] for path in layers if ".self_attn." in path}
+    if attention and "out_proj" not in attention:
+        yield f"{component}.self_attn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -290,6 +290,7 @@ def _lora_use(lora: LoraRecord) -> generation_pb2.LoraUse:
         wait_s=lora.wait_s,
         patch_s=lora.patch_s,
         mixed_alphas=lora.mixed_alphas,
+        stock_may_leave_out=lora.stock_may_leave_out,
         similarities=lora.similarities,
     )
 

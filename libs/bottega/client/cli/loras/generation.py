@@ -38,6 +38,8 @@ def _describe(provenance: Provenance) -> Iterator[str]:
         yield f"LoRA {use.name}: scale {use.scale:g}, in from step {use.from_step}, there after {use.load_s:.3f} s"
         if use.mixed_alphas:
             yield f"LoRA {use.name}: its modules have different alphas; stock Diffusers may load it otherwise"
+        if use.stock_may_leave_out:
+            yield f"LoRA {use.name}: stock Diffusers may leave out its {', '.join(use.stock_may_leave_out)}"
 
 
 PART = GenerationPart(
