@@ -5,7 +5,7 @@ Its job store keeps the rules of every store, and runs through the conformance t
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +46,13 @@ class MemoryJobStore:
     @property
     def generation(self) -> int:
         return self._generation
+
+    @property
+    def lost(self) -> bool:
+        return False
+
+    async def remake(self, live: AsyncIterator[tuple[JobRecord, bytes]]) -> None:
+        del live
 
     async def open(self) -> None:
         self._readable = True

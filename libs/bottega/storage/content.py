@@ -199,7 +199,7 @@ class ContentStore:
             _log.warning("left alone what is no image", extra={"folder": str(self._path), "names": names})
 
     def _put(self, digest: str, data: bytes) -> None:
-        self._check_opened()
+        self._keep_in_place()
         with os_errors.translated():
             entry, now = self._entries.get(digest), self._steady()
             # What another process will read: too late a time keeps the file a little longer, too early a one loses it.
@@ -214,7 +214,7 @@ class ContentStore:
         self.size_bytes += len(data) - (old.size_bytes if old else 0)
 
     def _renew(self, digest: str) -> bool:
-        self._check_opened()
+        self._keep_in_place()
         entry, now = self._entries.get(digest), self._steady()
         if entry is None or entry.time + self._ttl_s <= now:
             return False
@@ -253,12 +253,12 @@ class ContentStore:
             return reader
 
     def _probe(self) -> None:
-        self._check_opened()
+        self._keep_in_place()
         with os_errors.translated():
             self._folder.probe()
 
     def _sweep(self) -> bool:
-        self._check_opened()
+        self._keep_in_place()
         until = time.perf_counter() + _SLICE_S
         oldest = self._steady() - self._ttl_s
         with os_errors.translated():
@@ -287,6 +287,16 @@ class ContentStore:
             self._entries = {digest: entry, **self._entries}
             raise
         self.size_bytes -= entry.size_bytes
+
+    def _keep_in_place(self) -> None:
+        """Make the folder again, and learn what is there, where somebody has deleted it since it was opened."""
+        self._check_opened()
+        with os_errors.translated():
+            if self._folder.in_place:
+                return
+        _log.error("the folder of images was deleted; it is made again", extra={"folder": str(self._path)})
+        self._folder.close()
+        self._open()
 
     def _check_opened(self) -> None:
         if not self._opened:

@@ -66,6 +66,11 @@ class ContentFolder:
             _clear(left)
         return self._scan()
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the folder that was opened is still there. Raise OSError where that cannot be seen."""
+        return self._lock.in_place and (self._path / _INCOMING).is_dir()
+
     def close(self) -> None:
         """Lets another process have the folder."""
         self._lock.release()

@@ -56,6 +56,18 @@ class ProcessLock:
             raise
         self._descriptor = descriptor
 
+    @property
+    def in_place(self) -> bool:
+        """Whether this process has the lock of what is at the path now, and not of what was there before."""
+        if self._descriptor is None:
+            return False
+        held = os.fstat(self._descriptor)
+        try:
+            found = self._path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
+
     def release(self) -> None:
         """Lets another process have it. Does nothing if this process does not hold it."""
         descriptor, self._descriptor = self._descriptor, None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import urllib.parse
 from pathlib import Path
 
 from bottega.errors import ConfigError
@@ -47,6 +48,30 @@ def connect(path: Path | str, *pragmas: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def connect_alone(path: Path, *pragmas: str) -> sqlite3.Connection:
+    """Return a connection to a file that this process alone uses; the file has to be there. Otherwise as `connect`.
+
+    Connections of this process share the index of the log in its memory. Without that SQLite maps a file beside the
+    database, and a process that reads a mapped file which somebody has truncated is ended by SIGBUS.
+    """
+    return connect(f"file:{urllib.parse.quote(str(path))}?mode=rw&vfs=unix-excl", *pragmas)
+
+
+def connect_as_left(path: Path) -> sqlite3.Connection:
+    """Return a connection that reads a file and its log where nothing can be written, not even a lock.
+
+    No process may write to them meanwhile. Raises sqlite3.Error.
+    """
+    # Only a connection that claims the file for itself reads a log without a shared index.
+    pragmas = ("PRAGMA locking_mode = EXCLUSIVE", "PRAGMA query_only = ON")
+    return connect(f"file:{urllib.parse.quote(str(path))}?mode=ro&vfs=unix-none", *pragmas)
+
+
+def connect_without_log(path: Path) -> sqlite3.Connection:
+    """Return a connection that reads a file as if it had no log. Raises sqlite3.Error."""
+    return connect(f"file:{urllib.parse.quote(str(path))}?immutable=1")
 
 
 def has_tables(connection: sqlite3.Connection, path: Path, *, application_id: int, version: int, what: str) -> bool:

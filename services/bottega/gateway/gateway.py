@@ -144,7 +144,9 @@ class Gateway:
         self._this.address, self._this.metrics_address = self.server.address, self.server.metrics_address
         starting = asyncio.create_task(self._codec.start())
         try:
-            await self._storage.open(restore=self._restore, on_failure=self._jobs.allow_reads)
+            await self._storage.open(
+                restore=self._restore, on_failure=self._jobs.allow_reads, live=self._jobs.live_records
+            )
         finally:
             await starting
         self._storage.start()

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bottega import rules
 from bottega.background_tasks import BackgroundTasks
@@ -40,6 +41,7 @@ from bottega.gateway.jobs.values import JobRequest, JobTimes
 from bottega.gateway.metrics import GatewayMetrics
 from bottega.gateway.scheduling.controller import JobController
 from bottega.gateway.tenants.access import Access
+from bottega.gateway.tenants.quotas import Admittance
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.image_pb2 import JOB_STATE_FAILED, PRIORITY_NORMAL, Model, Priority
 from bottega.v1.worker_pb2 import AttemptDecisions
@@ -157,9 +159,9 @@ class Admission:
             before = await self._before(command)
             if before is not None and self._attach(received, before):
                 return Admitted(job=before, new=False)
-            async with self._controller.quotas.admitting(command.access.tenant):
+            async with self._controller.quotas.admitting(command.access.tenant) as place:
                 job = await self._new_job(received, before)
-                if await self._store_though_cancelled(job, replaces=before.job_id if before else ""):
+                if await self._store_though_cancelled(job, place, replaces=before.job_id if before else ""):
                     return Admitted(job=job, new=True)
             # The same request has come twice at once, and the other one is stored now.
 
@@ -249,14 +251,31 @@ class Admission:
             addon.decide_again(decisions, before)
         return decisions
 
-    async def _store_though_cancelled(self, job: Job, *, replaces: str) -> bool:
+    async def _store_though_cancelled(self, job: Job, place: Admittance, *, replaces: str) -> bool:
         """Stores the job even if the caller leaves; then abandons it if it has no request_id."""
 
         def abandon(stored: bool) -> None:
             if stored and not job.request.request_id:
                 self._controller.abandon(job)
 
-        return await self._storing.run_shielded(self._store(job, replaces), on_abandoned=abandon)
+        return await self._storing.run_shielded(self._store_counted(job, place, replaces), on_abandoned=abandon)
+
+    def _store_counted(self, job: Job, place: Admittance, replaces: str) -> Coroutine[Any, Any, bool]:
+        """Return what stores a job and counts it for its tenant's quotas, whether or not its caller is still there.
+
+        It holds the place from now on, which is before it begins to run.
+        """
+        held = contextlib.ExitStack()
+        held.enter_context(place.held())
+
+        async def store() -> bool:
+            with held:
+                stored = await self._store(job, replaces)
+                if stored:
+                    place.count()
+                return stored
+
+        return store()
 
     async def _store(self, job: Job, replaces: str) -> bool:
         """Makes a job durable and submits it. False where another one with its request_id was stored before it."""

@@ -36,6 +36,12 @@ def record_of(job: Job) -> JobRecord:
     )
 
 
+def live_record_of(job: Job) -> JobRecord:
+    """Return the record of a job that was stored before and has not ended."""
+    record = dataclasses.replace(record_of(job), sequence=job.sequence)
+    return record.progressed(progress_of(job)) or record
+
+
 def answered_record_of(job: Job, *, steady: float) -> JobRecord:
     """The record of a job that was just accepted, and is completed by an identical one's result. steady: its end."""
     outcome = job.outcome

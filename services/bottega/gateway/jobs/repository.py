@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from bottega.clocks import Clock
 from bottega.errors import (
@@ -26,6 +26,7 @@ from bottega.gateway.jobs.conversion import (
     change_of,
     inputs_of,
     job_of,
+    live_record_of,
     outcome_of,
     progress_of,
     record_of,
@@ -169,6 +170,12 @@ class JobRepository:
         except TimeoutError:
             self._storage.check_writable()
             raise StorageUnavailable("the disk takes long", retry_after_s=os_errors.RETRY_AFTER_S) from None
+
+    async def live_records(self) -> AsyncIterator[tuple[JobRecord, bytes]]:
+        """Give the records and inputs of the jobs that have not ended, for a store that has lost them."""
+        for job in list(self._live.values()):
+            if self._live.get(job.job_id) is job:
+                yield live_record_of(job), await inputs_of(job)
 
     def live(self) -> Iterator[Job]:
         """Jobs that have not ended."""

@@ -14,14 +14,14 @@ import functools
 import hashlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.clocks import Clock, SteadyClock
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable, TooManyOpenFiles
-from bottega.gateway.jobs.store import JobStore
+from bottega.gateway.jobs.store import JobRecord, JobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.process import copied
 from bottega.storage import ContentStore, os_errors
@@ -37,6 +37,9 @@ _SWEEP_S = 1.0
 _SWEEP_JOBS = 100
 # Why a folder cannot be used, where no waiting helps: something else has its name, or it is not for this user.
 _UNUSABLE = frozenset({"EACCES", "EEXIST", "ELOOP", "ENAMETOOLONG", "ENOTDIR", "EPERM"})
+
+LiveJobs = Callable[[], AsyncIterator[tuple[JobRecord, bytes]]]
+"""Gives jobs that have not ended, each with what it needs beside its record."""
 
 _log = logging.getLogger(__name__)
 
@@ -81,16 +84,27 @@ class Storage:
         self.steady = SteadyClock(clock)
         self._steady_continued = False
         self._unwritten = 0
+        self._live: LiveJobs = _no_jobs
         self._tasks = BackgroundTasks("upkeep of the disk")
 
     async def open(
-        self, *, restore: Callable[[], Awaitable[None]] | None = None, on_failure: Callable[[], None] | None = None
+        self,
+        *,
+        restore: Callable[[], Awaitable[None]] | None = None,
+        on_failure: Callable[[], None] | None = None,
+        live: LiveJobs | None = None,
     ) -> None:
-        """Returns when both are open and `restore`, what is read before anything else, has succeeded.
+        """Return when both stores are open and `restore` has succeeded.
 
-        on_failure: called when that is not so at once; reads may work even then. Raises ConfigError for files that are
-        not ours, and for a folder that cannot be used and will not be by itself.
+        Args:
+            restore: Reads what is read before anything else.
+            on_failure: Called when a store cannot be opened at once; reads may work even then.
+            live: Gives the jobs that have not ended, with their inputs, for a job store whose file was lost meanwhile.
+
+        Raises:
+            ConfigError: Files are not ours, or a folder cannot be used and will not be by itself.
         """
+        self._live = live or _no_jobs
         while True:
             try:
                 await self._open()
@@ -245,6 +259,8 @@ class Storage:
 
     async def _probe(self) -> None:
         await self.images.probe()
+        if self.jobs.lost:
+            await self.jobs.remake(self._live())
         await self.jobs.probe()
         if not self._unwritten:  # what waits tries by itself, and is the better probe: it is larger
             self._recovered()
@@ -265,3 +281,9 @@ class Storage:
             full = isinstance(before, TooManyOpenFiles)
             _log.info("files can be opened again" if full else "the disk can be used again")
             self.changed.set()
+
+
+async def _no_jobs() -> AsyncIterator[tuple[JobRecord, bytes]]:
+    nothing: tuple[tuple[JobRecord, bytes], ...] = ()
+    for job in nothing:
+        yield job

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from bottega.clocks import Clock
 from bottega.errors import QuotaExceeded
@@ -16,6 +17,33 @@ _MINUTE_S, _DAY_S = 60.0, 86_400
 _STORED_RETRY_S = 60.0
 
 ReadUsage = Callable[[str], Awaitable[TenantUsage]]
+
+
+class Admittance:
+    """The place of a new job among those of its tenant that are being taken in, until nobody holds it any more.
+
+    Its caller holds it, and so does what stores the job: that goes on when the caller leaves.
+    """
+
+    def __init__(self, *, begin: Callable[[], None], leave: Callable[[], None]) -> None:
+        self._begin = begin
+        self._leave = leave
+        self._holders = 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the place while the block runs."""
+        self._holders += 1
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            if not self._holders:
+                self._leave()
+
+    def count(self) -> None:
+        """Count the job as a new one of its tenant: it is stored."""
+        self._begin()
 
 
 class QuotaLedger:
@@ -37,25 +65,31 @@ class QuotaLedger:
         self._admitting = Counter[str]()
 
     @asynccontextmanager
-    async def admitting(self, tenant: str) -> AsyncIterator[None]:
-        """While a new job of a tenant is taken in; one that comes out of it without an error counts.
+    async def admitting(self, tenant: str) -> AsyncIterator[Admittance]:
+        """Take in a new job of a tenant in the block; what stores it says so by `Admittance.count`.
 
         Raises QuotaExceeded.
         """
         quotas = self.quotas_of(tenant)
         if quotas == UNBOUNDED:
-            yield
+            yield Admittance(begin=_do_nothing, leave=_do_nothing)
             return
         self._admitting[tenant] += 1
-        try:
+        place = Admittance(
+            begin=functools.partial(self._begin, tenant, quotas), leave=functools.partial(self._leave, tenant)
+        )
+        with place.held():
             await self._check(tenant, quotas)
-            yield
-            if quotas.per_minute:
-                self._begun.setdefault(tenant, deque()).append(self._clock.monotonic())
-        finally:
-            self._admitting[tenant] -= 1
-            if not self._admitting[tenant]:
-                del self._admitting[tenant]
+            yield place
+
+    def _begin(self, tenant: str, quotas: Quotas) -> None:
+        if quotas.per_minute:
+            self._begun.setdefault(tenant, deque()).append(self._clock.monotonic())
+
+    def _leave(self, tenant: str) -> None:
+        self._admitting[tenant] -= 1
+        if not self._admitting[tenant]:
+            del self._admitting[tenant]
 
     async def _check(self, tenant: str, quotas: Quotas) -> None:
         others = self._admitting[tenant] - 1
@@ -81,6 +115,10 @@ class QuotaLedger:
         if not begun:
             self._begun.pop(tenant, None)
         return begun
+
+
+def _do_nothing() -> None:
+    """Count nothing: nothing is bounded."""
 
 
 def _none(tenant: str) -> Quotas:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from bottega.rpc.security.tenant_file import Tenant, change_tenants
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import image_pb2, image_pb2_grpc
 from tests.support.running_gateway import Running, running_gateway
+from tests.support.waiting import eventually
 
 
 class Shops:
@@ -133,3 +135,19 @@ async def test_calls_and_streams_of_a_tenant_are_bounded_while_they_are_served(t
             watch = both.shop.images.WatchJob(image_pb2.WatchJobRequest(job_id=job_id))
             assert await watch.read() is not grpc.aio.EOF
             watch.cancel()
+
+
+async def test_jobs_whose_callers_leave_at_once_count(tmp_path: Path) -> None:
+    async with shops(tmp_path, Quotas(per_minute=5)) as at:
+        await at.house.worker()
+        acknowledged = functools.partial(
+            at.house.gateway.server.registry.get_sample_value, "bottega_jobs_acknowledged_total"
+        )
+        for number in range(60):
+            call = at.shop.generate(prompt=f"a star {number}")
+            await asyncio.sleep(0.0005 * (number % 12))
+            call.cancel()
+        await eventually(lambda: (acknowledged() or 0) >= 5)
+        await asyncio.sleep(0.5)  # whatever is still on its way
+        assert acknowledged() == 5
+        assert (await _refused(at.shop)).metadata["quota"] == "per_minute"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -33,8 +34,9 @@ class Shop:
         return self.usage if tenant == "shop" else TenantUsage()
 
     async def begin(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        async with self.ledger.admitting("shop"):
+        async with self.ledger.admitting("shop") as place:
             meanwhile()
+            place.count()
 
     async def refused(self) -> QuotaExceeded:
         with pytest.raises(QuotaExceeded) as refused:
@@ -116,4 +118,22 @@ async def test_of_those_that_come_at_once_no_more_get_in(quotas: Quotas) -> None
         return True
 
     assert sum(await asyncio.gather(*(begin() for _ in range(20)))) <= 1
+    assert not shop.ledger._admitting
+
+
+async def test_a_job_that_is_stored_after_its_caller_has_left_has_its_place_until_then() -> None:
+    shop = Shop(Quotas(per_minute=1))
+    storing = contextlib.ExitStack()
+
+    async def leave() -> None:
+        async with shop.ledger.admitting("shop") as place:
+            storing.callback(place.count)
+            storing.enter_context(place.held())
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await leave()
+    assert (await shop.refused()).metadata["quota"] == "per_minute"
+    storing.close()
+    assert (await shop.refused()).metadata["quota"] == "per_minute"
     assert not shop.ledger._admitting

@@ -31,6 +31,8 @@ class GroupCommit:
     connect: opens a connection without implicit transactions; called in the thread, and again after a failure.
     typed: what to raise for an error of SQLite, or None for one that is a fault of ours.
     on_commit: called in the thread with the seconds that each group took.
+    check: called in the thread before each group and after its commit, before anybody hears of that; whether it was
+        committed. It raises where what is committed would not last.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class GroupCommit:
         connect: Callable[[], sqlite3.Connection],
         typed: Callable[[sqlite3.Error], Exception | None],
         on_commit: Callable[[float], None],
+        check: Callable[[sqlite3.Connection, bool], None] = lambda connection, committed: None,
     ) -> None:
         self._connect = connect
+        self._check = check
         self._typed = typed
         self._on_commit = on_commit
         self._thread = StorageThread(
@@ -89,6 +93,7 @@ class GroupCommit:
     def _transact(self, group: Sequence[StorageTask]) -> None:
         """Does all of it and commits."""
         connection = self._open()
+        self._check(connection, False)
         connection.execute("BEGIN IMMEDIATE")
         if not self._all_went_well(group):
             connection.execute("ROLLBACK")
@@ -96,6 +101,7 @@ class GroupCommit:
             for work in group:
                 self._attempt(connection, work)
         connection.execute("COMMIT")
+        self._check(connection, True)
 
     def _all_went_well(self, group: Sequence[StorageTask]) -> bool:
         """Does all of it, or up to the first that fails by itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 from bottega.gateway.jobs.store.record import ALL_JOBS, Change, EndTime, JobFilter, JobRecord, TenantUsage
@@ -41,6 +42,18 @@ class JobStore(Protocol):
 
     async def close(self) -> None:
         """Ends after what was begun."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether what was stored is gone under the open store: every method raises StorageUnavailable until
+        `remake` has succeeded.
+        """
+
+    async def remake(self, live: AsyncIterator[tuple[JobRecord, bytes]]) -> None:
+        """Make a store that is lost anew, with these jobs that have not ended and their inputs; harmless otherwise.
+
+        It may be called again after it failed.
+        """
 
     async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
         """Adds a job, queued or already completed; returns it with its sequence.

@@ -1,7 +1,8 @@
 """Jobs in one SQLite file: the store of a single machine.
 
 Two threads: one writes, in groups, one reads, on a connection of its own, so that no read waits for
-the disk of a write.
+the disk of a write. A file that is deleted or replaced while it is open is put back from what is open; after one that
+was truncated a new one is made, with the jobs that have not ended.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +19,7 @@ from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.store import sqlite_errors, sqlite_schema, sqlite_statements
 from bottega.gateway.jobs.store.group_commit import GroupCommit
 from bottega.gateway.jobs.store.record import ALL_JOBS, Change, EndTime, JobFilter, JobRecord, TenantUsage
+from bottega.gateway.jobs.store.sqlite_place import FilePlace, Loss
 from bottega.gateway.jobs.store.sqlite_statements import Listing
 from bottega.storage import StorageThread, os_errors, sqlite_files
 
@@ -30,12 +33,13 @@ def _ignore(_: float) -> None:
 
 
 class SqliteJobStore:
-    """A JobStore. Several stores, in one process or several, may have the same file."""
+    """A JobStore. One process at a time has the file; several stores of that process may."""
 
     def __init__(self, path: Path, *, on_commit: Callable[[float], None] = _ignore) -> None:
         """on_commit: called, in a thread of the store, with the seconds that each commit took."""
         self._path = path
-        self._writer = GroupCommit(self._connect, self._typed, on_commit)
+        self._place = FilePlace(path)
+        self._writer = GroupCommit(self._connect, self._typed, on_commit, self._check_place)
         self._reader = StorageThread("job-reader")
         self._reading: sqlite3.Connection | None = None
         self._readable = self._writable = False
@@ -43,6 +47,14 @@ class SqliteJobStore:
         self._sound_state: sqlite_schema.FileState | None = None
         self._damaged: set[int] = set()  # as far as somebody came across them: for the log
         self._generation = 0
+        self._lost = self._begun_anew = False
+        self._reading_lock = threading.Lock()  # of the reading connection, which the writer may have to close
+        self._newest = 0  # sequence
+
+    @property
+    def lost(self) -> bool:
+        """Whether the file was truncated: nothing is read or written before `remake`."""
+        return self._lost
 
     @property
     def generation(self) -> int:
@@ -59,7 +71,10 @@ class SqliteJobStore:
         if self._writable:
             return
         await self._reader.run(self._inspect)
+        with os_errors.translated():
+            self._place.remember()
         self._generation = await self._writer.run(lambda connection: sqlite_schema.adopt(connection, self._path))
+        self._newest = await self._writer.run(sqlite_schema.newest_sequence)
         self._readable = self._writable = True
 
     async def open_to_read(self) -> None:
@@ -74,12 +89,35 @@ class SqliteJobStore:
         await self._writer.close()
         await asyncio.to_thread(self._stop_reading)
 
+    async def remake(self, live: AsyncIterator[tuple[JobRecord, bytes]]) -> None:
+        """Make the file anew with what is left of it, and with the jobs that have not ended."""
+        if not self._lost:
+            return
+        if not self._begun_anew:
+            await self._reader.run(self._begin_anew)
+            self._begun_anew = True
+        generation, newest = self._generation, self._newest
+        await self._writer.run(
+            lambda connection: sqlite_schema.readopt(connection, self._path, generation=generation, newest=newest)
+        )
+        async for record, inputs in live:
+            await self._put_back(record, inputs)
+        self._lost = self._begun_anew = False
+
+    async def _put_back(self, record: JobRecord, inputs: bytes) -> None:
+        await self._writer.run(
+            lambda connection: sqlite_statements.put_back(connection, record, inputs),
+            size_bytes=len(record.spec) + len(inputs),
+        )
+
     async def add(self, record: JobRecord, *, inputs: bytes = b"", replaces: str = "") -> JobRecord:
         """Inserts a job."""
-        return await self._write(
+        added = await self._write(
             lambda connection: sqlite_statements.add(connection, record, inputs, replaces=replaces),
             size_bytes=len(record.spec) + len(inputs),
         )
+        self._newest = max(self._newest, added.sequence)
+        return added
 
     async def update(self, job_id: str, change: Change) -> bool:
         """Applies a change in a transaction of the next group."""
@@ -145,6 +183,8 @@ class SqliteJobStore:
             raise sqlite_errors.damaged()
         if not self._writable:
             raise os_errors.unavailable("the job store is not open", cause=os_errors.NOT_OPEN)
+        if self._lost:
+            raise _out_of_place()
         return await self._writer.run(operation, size_bytes=size_bytes)
 
     async def _find(self, query: Callable[[sqlite3.Connection], ResultT | None]) -> ResultT | None:
@@ -165,13 +205,44 @@ class SqliteJobStore:
     def _read(self, query: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
         if not self._readable:
             raise os_errors.unavailable("the job store is not open", cause=os_errors.NOT_OPEN)
-        try:
-            if self._reading is None:
-                self._reading = sqlite_schema.connect_to_read(self._path)
-            return query(self._reading)
-        except sqlite3.Error as error:
+        with self._reading_lock:
+            if self._lost:
+                raise _out_of_place()
+            try:
+                if self._reading is None:
+                    self._reading = sqlite_schema.connect_to_read(self._path)
+                return query(self._reading)
+            except sqlite3.Error as error:
+                self._stop_reading()
+                raise (self._typed(error) or error) from error
+
+    def _check_place(self, connection: sqlite3.Connection, committed: bool) -> None:
+        """Raise StorageUnavailable where what is committed would not last, after the file was put back if it can be."""
+        loss = self._place.loss(committed=committed)
+        if loss is None:
+            if committed:
+                with os_errors.translated():
+                    self._place.follow()
+            return
+        if not self._lost:
+            facts = {"file": str(self._path), "why": loss.value}
+            _log.error("the job store's file is not in its place; no job is taken before it is again", extra=facts)
+        with self._reading_lock, os_errors.translated():
             self._stop_reading()
-            raise (self._typed(error) or error) from error
+            if loss is Loss.MOVED and self._place.put_back(connection):
+                _log.warning("the job store's file is put back with all jobs", extra={"file": str(self._path)})
+            else:
+                self._lost, self._begun_anew = True, False
+        raise _out_of_place()
+
+    def _begin_anew(self) -> None:
+        self._stop_reading()
+        with os_errors.translated():
+            self._place.begin_anew()
+        facts = {"file": str(self._path)}
+        _log.error(
+            "the job store is made anew; jobs that had ended may be missing, those that had not are kept", extra=facts
+        )
 
     def _inspect_if_there(self) -> None:
         if self._path.exists():
@@ -191,7 +262,8 @@ class SqliteJobStore:
             typed = self._typed(error)
             if not isinstance(typed, DataLoss):
                 self._stop_reading()
-                self._read_as_left()
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:  # then another process may write
+                    self._read_as_left()
                 raise (typed or error) from error
         if not self._sound:
             self._readable = made
@@ -201,12 +273,9 @@ class SqliteJobStore:
             )
 
     def _read_as_left(self) -> None:
-        """Reads what was closed in order, where the disk has no room even for what readers share; until the next look.
-
-        Nobody else writes to it meanwhile: then there would be a log.
-        """
+        """Read what is there where nothing can be written, until the next look."""
         try:
-            self._reading = sqlite_schema.connect_as_left(self._path)
+            self._reading = sqlite_files.connect_as_left(self._path)
             made = sqlite_schema.has_tables(self._reading, self._path)
             self._readable = made and self._is_sound(self._reading, made=made)
         except (sqlite3.Error, OSError, StorageUnavailable):
@@ -221,10 +290,16 @@ class SqliteJobStore:
         return self._sound_state is not None
 
     def _connect(self) -> sqlite3.Connection:
+        if self._place.loss() is not None:  # while it was closed, after a failure: nobody has it open any more
+            self._lost, self._begun_anew = True, False
+            raise _out_of_place()
+        self._place.forget_log()
         return sqlite_schema.connect_to_write(self._path)
 
     def _typed(self, error: sqlite3.Error) -> BottegaError | None:
         typed = sqlite_errors.typed(error)
+        if isinstance(typed, DataLoss) and (self._lost or self._place.loss() is not None):
+            return _out_of_place()  # the next write puts it back
         if isinstance(typed, DataLoss) and self._sound:
             self._sound = False
             _log.error("the job store is damaged; it is only read from now on", extra={"file": str(self._path)})
@@ -234,3 +309,7 @@ class SqliteJobStore:
         connection, self._reading = self._reading, None
         if connection is not None:
             connection.close()
+
+
+def _out_of_place() -> StorageUnavailable:
+    return os_errors.unavailable("the job store is being put back in its place", cause="ESTALE")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ DAY_S = 86400
 # Pages of 4 KiB after which a commit copies the log into the file: 4 MiB, which takes about 10 ms.
 _CHECKPOINT_PAGES = 1000
 # What large inputs may leave of the log's file after a checkpoint.
-_LOG_BYTES = 64 << 20
+LOG_BYTES = 64 << 20
 
 # kept_bytes: what remembering an ended job takes, with a guess for the short columns and indexes. finished: whether it
 # completed, and so is forgotten last.
@@ -166,33 +165,22 @@ _TABLES = (
 
 
 def connect_to_write(path: Path) -> sqlite3.Connection:
-    """A connection whose commits are on the disk when they return; transactions are begun explicitly.
+    """Return a connection whose commits are on the disk when they return; transactions are begun explicitly.
 
     One thread at a time may use it. Raises sqlite3.Error.
     """
-    return sqlite_files.connect(
+    return sqlite_files.connect_alone(
         path,
         "PRAGMA journal_mode = WAL",
         "PRAGMA synchronous = FULL",
         f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}",
-        f"PRAGMA journal_size_limit = {_LOG_BYTES}",
+        f"PRAGMA journal_size_limit = {LOG_BYTES}",
     )
 
 
 def connect_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that changes nothing, so that it may look at any file. Otherwise as `connect_to_write`."""
-    return sqlite_files.connect(path, "PRAGMA query_only = ON")
-
-
-def connect_as_left(path: Path) -> sqlite3.Connection:
-    """A connection to a file that was closed in order, which needs no room on the disk and sees no later write.
-
-    Raises FileExistsError where a log is beside the file, without which it is not what was written; sqlite3.Error.
-    """
-    log = sqlite_files.log_of(path)
-    if log.exists() and log.stat().st_size:
-        raise FileExistsError(f"{log} is part of the file")
-    return sqlite_files.connect(f"file:{urllib.parse.quote(str(path))}?immutable=1")
+    """Return a connection that changes nothing, so that it may look at any file. Otherwise as `connect_to_write`."""
+    return sqlite_files.connect_alone(path, "PRAGMA query_only = ON")
 
 
 def state_of(path: Path) -> FileState:
@@ -219,6 +207,28 @@ def adopt(connection: sqlite3.Connection, path: Path) -> int:
         _create(connection, _TABLES)
     ((generation,),) = connection.execute("UPDATE generation SET number = number + 1 RETURNING number").fetchall()
     return int(generation)
+
+
+def readopt(connection: sqlite3.Connection, path: Path, *, generation: int, newest: int) -> None:
+    """Create the tables where there are none, and go on in the same life. Within a transaction.
+
+    newest: sequence that was given to a job last; later jobs come after it.
+    """
+    if not has_tables(connection, path):
+        _create(connection, _TABLES)
+    connection.execute("UPDATE generation SET number = max(number, ?)", (generation,))
+    connection.execute("DELETE FROM sqlite_sequence WHERE name = 'jobs' AND seq <= ?", (newest,))
+    connection.execute(
+        "INSERT INTO sqlite_sequence SELECT 'jobs', ? WHERE NOT EXISTS "
+        "(SELECT 1 FROM sqlite_sequence WHERE name = 'jobs')",
+        (newest,),
+    )
+
+
+def newest_sequence(connection: sqlite3.Connection) -> int:
+    """Return the sequence that was given to a job last, or 0."""
+    found = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'jobs'").fetchone()
+    return int(found[0]) if found else 0
 
 
 def _create(connection: sqlite3.Connection, statements: Sequence[str]) -> None:

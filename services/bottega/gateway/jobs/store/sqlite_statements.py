@@ -16,6 +16,7 @@ _ALL = ", ".join(f"jobs.{name}" for name in ("sequence", *COLUMNS))
 _INSERT = (
     f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (job_id) DO NOTHING"
 )
+_PUT_BACK = f"INSERT INTO jobs (sequence, {', '.join(COLUMNS)}) VALUES ({', '.join('?' * (len(COLUMNS) + 1))})"
 _EXPIRED = (
     "SELECT sequence, tenant, request_id FROM jobs WHERE ended_steady IS NOT NULL AND ended_steady < ? "
     "ORDER BY ended_steady, sequence LIMIT ?"
@@ -54,6 +55,19 @@ def add(connection: sqlite3.Connection, record: JobRecord, inputs: bytes, *, rep
         connection.execute("INSERT INTO inputs VALUES (?, ?, ?)", (sequence, checksum([inputs]), inputs))
     _index_pictures(connection, record, sequence)
     return replace(record, sequence=sequence)
+
+
+def put_back(connection: sqlite3.Connection, record: JobRecord, inputs: bytes) -> None:
+    """Insert a live job with the sequence that it had; what the file has of it goes."""
+    connection.execute("DELETE FROM inputs WHERE sequence = ?", (record.sequence,))
+    connection.execute("DELETE FROM jobs WHERE job_id = ? OR sequence = ?", (record.job_id, record.sequence))
+    connection.execute(_PUT_BACK, (record.sequence, *to_row(record)))
+    if record.request_id:
+        connection.execute(
+            "INSERT OR REPLACE INTO request_ids VALUES (?, ?, ?)", (record.tenant, record.request_id, record.sequence)
+        )
+    if inputs:
+        connection.execute("INSERT INTO inputs VALUES (?, ?, ?)", (record.sequence, checksum([inputs]), inputs))
 
 
 def update(connection: sqlite3.Connection, job_id: str, change: Change) -> bool:

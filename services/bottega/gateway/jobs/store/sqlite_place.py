@@ -1,0 +1,172 @@
+"""Whether the job store's open file is still the one that has its name, and how it is put back in its place.
+
+SQLite writes on into a file that was deleted or replaced, and over one that was truncated: what it commits then is
+gone with the process. So the writer looks before and after each commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import sqlite3
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bottega.gateway.jobs.store import sqlite_schema
+from bottega.storage import folders, sqlite_files
+
+# https://sqlite.org/fileformat2.html#walformat: both begin so, and differ in the last bit.
+_LOG_MAGIC = (b"\x37\x7f\x06\x82", b"\x37\x7f\x06\x83")
+
+
+class Loss(enum.Enum):
+    """What has happened to the file under its writer."""
+
+    MOVED = "deleted or replaced"
+    """Whoever has it open still reads all of it."""
+    CUT = "truncated"
+    """What was in it is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    device: int
+    inode: int
+    size_bytes: int
+
+    def is_same(self, other: _Seen) -> bool:
+        return (self.device, self.inode) == (other.device, other.inode)
+
+
+class FilePlace:
+    """The place of a database and of its log. `remember` it when the file is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._log_path = sqlite_files.log_of(path)
+        self._file: _Seen | None = None
+        self._log: _Seen | None = None
+
+    def remember(self) -> None:
+        """Note which file has the name now, and that its log is not known yet. Raise OSError where there is none."""
+        self._file = _seen(self._path.stat())
+        self._log = None
+
+    def forget_log(self) -> None:
+        """Note that the log may be another one from now on: SQLite deletes it with its last connection."""
+        self._log = None
+
+    def follow(self) -> None:
+        """Note how large both are, once a commit has found them in place. Raise OSError."""
+        self._file = _seen(self._path.stat())
+        self._log = _seen(self._log_path.stat())
+
+    def loss(self, *, committed: bool = False) -> Loss | None:
+        """Return what has happened to them, or None. committed: the open connection has written to the log."""
+        # The file is not opened here: closing it would let go of this process's locks on it.
+        if self._file is None:
+            return None
+        file, log = _stat(self._path), _stat(self._log_path)
+        if file is None or not file.is_same(self._file):
+            return Loss.MOVED
+        if file.size_bytes < self._file.size_bytes:
+            return Loss.CUT
+        if self._log is None:
+            return Loss.MOVED if committed and log is None else None
+        if log is None or not log.is_same(self._log):
+            return Loss.MOVED
+        # A new round of the log begins with what it may keep of the last one.
+        shorter = log.size_bytes < min(self._log.size_bytes, sqlite_schema.LOG_BYTES)
+        return Loss.CUT if shorter or not self._has_header(log) else None
+
+    def put_back(self, connection: sqlite3.Connection) -> bool:
+        """Copy what an open connection reads to the file's name. Return False where not all of it can be read.
+
+        What has the name is kept aside. Raise OSError and sqlite3.Error where nothing can be written.
+        """
+        copy = self._path.with_name(f"{self._path.name}-copy")
+        folders.make_own(copy.parent)
+        copy.unlink(missing_ok=True)
+        sqlite_files.create_file(copy)
+        with contextlib.closing(sqlite_files.connect(copy)) as target:
+            try:
+                connection.backup(target)
+                whole = sqlite_schema.has_tables(target, copy) and sqlite_schema.is_sound(target, made=True)
+            except sqlite3.Error as error:
+                if not sqlite_files.says_damage(error):
+                    raise
+                whole = False
+            # In one file, whatever the copied header says, so that it needs no log beside it.
+            with contextlib.suppress(sqlite3.Error):
+                target.execute("PRAGMA journal_mode = DELETE")
+        if not whole:
+            copy.unlink()
+            return False
+        _sync(copy)
+        self._put_aside()
+        copy.rename(self._path)
+        folders.sync(self._path.parent)
+        self.remember()
+        return True
+
+    def begin_anew(self) -> None:
+        """Make room for a new file, or take the old one without its log where that is whole. Raise OSError."""
+        self._put_aside(log_only=self._is_whole_alone())
+        sqlite_files.create_file(self._path)
+        self.remember()
+
+    def _has_header(self, log: _Seen) -> bool:
+        """Whether the log begins as it has to: one that was truncated is zeros up to what was written since."""
+        if not log.size_bytes:
+            return True
+        try:
+            with self._log_path.open("rb") as file:
+                return file.read(4) in _LOG_MAGIC
+        except FileNotFoundError:
+            return False
+
+    def _is_whole_alone(self) -> bool:
+        if not self._path.exists() or not self._path.stat().st_size:
+            return False
+        try:
+            with contextlib.closing(sqlite_files.connect_without_log(self._path)) as connection:
+                return sqlite_schema.has_tables(connection, self._path) and sqlite_schema.is_sound(
+                    connection, made=True
+                )
+        except sqlite3.Error:
+            return False
+
+    def _put_aside(self, *, log_only: bool = False) -> None:
+        """Give what has the names other ones; empty files hold nothing to keep."""
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        for end in ("-wal", "-shm", *([] if log_only else [""])):
+            part = self._path.with_name(self._path.name + end)
+            if not part.exists():
+                continue
+            if part.stat().st_size:
+                part.rename(part.with_name(f"{self._path.stem}.aside-{stamp}{self._path.suffix}{end}"))
+            else:
+                part.unlink()
+        if self._path.parent.is_dir():
+            folders.sync(self._path.parent)
+
+
+def _seen(status: os.stat_result) -> _Seen:
+    return _Seen(device=status.st_dev, inode=status.st_ino, size_bytes=status.st_size)
+
+
+def _stat(path: Path) -> _Seen | None:
+    try:
+        return _seen(path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,109 @@
+"""A gateway whose job store or folder of images is deleted, replaced or truncated while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from bottega.v1 import image_pb2
+from tests.support.running_gateway import Running, running_gateway
+from tests.support.waiting import eventually
+
+
+def _deleted(state: Path) -> None:
+    for part in state.glob("jobs.sqlite*"):
+        part.unlink()
+
+
+def _replaced_by_nothing(state: Path) -> None:
+    (state / "jobs.sqlite").unlink()
+    (state / "jobs.sqlite").touch()
+
+
+def _truncated(state: Path) -> None:
+    for part in state.glob("jobs.sqlite*"):
+        os.truncate(part, 0)
+
+
+def _no_state(state: Path) -> None:
+    shutil.rmtree(state)
+
+
+async def _submit_twenty(house: Running) -> list[str]:
+    """Submits jobs, each until it is taken; the ids of those that were acknowledged."""
+    acknowledged = []
+    async with asyncio.timeout(20):
+        for number in range(20):
+            while True:
+                try:
+                    acknowledged.append((await house.submit(f"later-{number}", prompt="a star")).job_id)
+                    break
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        raise
+                    await asyncio.sleep(0.1)
+    return acknowledged
+
+
+@pytest.mark.parametrize("lose", [_deleted, _replaced_by_nothing, _truncated, _no_state])
+async def test_no_job_is_acknowledged_in_vain_when_the_job_store_goes(
+    tmp_path: Path, lose: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    state = tmp_path / "state"
+    async with running_gateway(state=str(state)) as house:
+        await (await house.worker(hold_at=5)).die()
+        acknowledged = [(await house.submit(f"before-{number}", prompt="a star")).job_id for number in range(5)]
+        lose(state)
+        acknowledged += await _submit_twenty(house)
+        assert any("is not in its place" in line.message for line in caplog.records if line.levelname == "ERROR")
+        await house.until_serving()
+        await house.stop_early()
+    async with running_gateway(state=str(state)) as house:
+        for job_id in acknowledged:
+            await house.job(job_id)
+        await house.worker()
+        for job_id in acknowledged:
+            assert (await house.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
+@pytest.mark.parametrize("lose", [_deleted, _truncated])
+async def test_health_says_that_the_job_store_has_gone_though_nobody_calls(
+    tmp_path: Path, lose: Callable[[Path], None]
+) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        worker = await house.worker(hold_at=5)
+        running = await house.submit("order-1", prompt="a star")
+        await asyncio.wait_for(worker.arrived.wait(), 5)
+        lose(tmp_path)
+        await house.until_serving(False)
+        await house.until_serving()
+        worker.script.release.set()
+        assert (await house.ended(running.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+    async with running_gateway(state=str(tmp_path)) as house:
+        assert (await house.job(running.job_id)).state == image_pb2.JOB_STATE_COMPLETED
+
+
+async def test_the_folder_of_images_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running_gateway(state=str(tmp_path)) as house:
+        await house.worker()
+        first = await house.submit("order-1", prompt="a star")
+        await house.ended(first.job_id)
+        shutil.rmtree(tmp_path / "images")
+        second = await house.draw("order-2", prompt="a square")
+        assert second.images
+        assert await house.is_serving()
+        assert (await house.draw("order-1", prompt="a star")).images
+    told = [line.message for line in caplog.records if line.levelname == "ERROR"]
+    assert told == ["the folder of images was deleted; it is made again"]
+
+
+async def test_an_idle_gateway_makes_the_folder_of_images_again(tmp_path: Path) -> None:
+    async with running_gateway(state=str(tmp_path)):
+        shutil.rmtree(tmp_path / "images")
+        await eventually(lambda: (tmp_path / "images" / "incoming").is_dir())
