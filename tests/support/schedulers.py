@@ -54,9 +54,24 @@ def stock_latent(scheduler: Any, steps: int, *, strength: float | None = None) -
 
 
 @torch.inference_mode()
-def our_latent(samplers: ModelSamplers, choice: SamplerChoice, steps: int, *, strength: float | None = None) -> Tensor:
-    """Return the finished latent of a model's sampler, made as the engine makes it."""
-    generator = torch.Generator("cpu").manual_seed(SEED)
+def our_latent(
+    samplers: ModelSamplers,
+    choice: SamplerChoice,
+    steps: int,
+    *,
+    strength: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return the finished latent of a model's sampler, made as the engine makes it.
+
+    Args:
+        samplers: Of the model.
+        choice: The sampler.
+        steps: Number of denoising steps.
+        strength: How much of a source is redrawn; None draws from noise alone.
+        generator: Of the request, at SEED; one is made without it.
+    """
+    generator = generator or torch.Generator("cpu").manual_seed(SEED)
     begin = 0 if strength is None else steps - int(steps * strength)
     sampler = samplers.open(choice, steps=steps, begin=begin)
     noise = torch.randn(SHAPE, generator=generator)

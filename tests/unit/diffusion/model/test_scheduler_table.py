@@ -27,7 +27,7 @@ from bottega.model_files.scheduler_rules import (
     check_scheduler_config,
     sampler_problems,
 )
-from tests.support.schedulers import our_latent, stock_latent, stock_scheduler
+from tests.support.schedulers import SEED, SHAPE, our_latent, stock_latent, stock_scheduler
 from tests.support.stock import deviation
 
 # As SDXL's, but for keys that only some classes have.
@@ -174,6 +174,19 @@ def assert_levels_are_stocks(model: Any, samplers: ModelSamplers, choice: Sample
         assert 0 < sampler.noise_level(step) < float("inf")
 
 
+def assert_draws_from_the_request_alone(samplers: ModelSamplers, choice: SamplerChoice) -> None:
+    """Whether steps draw noise is known, and it is the request's: cached starts and resuming count with that."""
+    others = torch.random.get_rng_state()
+    generator, first = (torch.Generator("cpu").manual_seed(SEED) for _ in range(2))
+    our_latent(samplers, choice, STEPS, generator=generator)
+    assert torch.equal(torch.random.get_rng_state(), others)
+    torch.randn(SHAPE, generator=first)
+    assert torch.equal(generator.get_state(), first.get_state()) != samplers.draws_noise(choice.kind)
+    if samplers.draws_noise(choice.kind):
+        samplers.open(choice, steps=STEPS).skip_noise(STEPS, SHAPE, torch.float32, first)
+        assert torch.equal(generator.get_state(), first.get_state())
+
+
 @pytest.mark.parametrize("name", SCHEDULER_RULES)
 def test_the_rules_know_every_key_of_a_served_class_and_its_default(name: str) -> None:
     parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
@@ -209,6 +222,7 @@ def test_a_key_does_in_every_sampler_what_it_does_in_stock_or_is_refused(name: s
         if assert_stocks_or_refused(model, samplers, choice, STEPS):
             assert not refused
             assert_levels_are_stocks(model, samplers, choice)
+            assert_draws_from_the_request_alone(samplers, choice)
         else:
             assert refused or (key, value) in ONLY_TRIED, (choice, samplers.refusals[choice])
 
