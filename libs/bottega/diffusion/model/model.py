@@ -6,7 +6,6 @@ Only safetensors are opened.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from bottega.diffusion.model.weights import Placement, load_network, load_text_e
 from bottega.diffusion.operations import Operations
 from bottega.errors import ConfigError
 from bottega.model_files import ModelReport, check_model_folder
+from bottega.model_files.configuration_rules import INDEX_FILE
 from bottega.model_files.presets import Preset, read_preset
 from bottega.plain_text import excerpt
 
@@ -175,7 +175,7 @@ def load_model(
     defaults = _defaults(preset, size, config)
     return Model(
         name=name,
-        digest=digest(folder, preset),
+        digest=digest(report, preset),
         dtype=dtype,
         device=runtime.torch_device,
         runtime=runtime,
@@ -268,15 +268,18 @@ def _size_bytes(network: nn.Module) -> int:
     return sum(tensor.nbytes for tensors in (network.parameters(), network.buffers()) for tensor in tensors)
 
 
-def digest(folder: Path, preset: Preset | None = None) -> str:
-    """Return the SHA-256 of a model as hex: of the names and contents of its index and of the parts that this names.
+def digest(report: ModelReport, preset: Preset | None = None) -> str:
+    """Return the SHA-256 of a model as hex: of the names and contents of its index and of all files that are loaded.
 
-    Other files in the folder, such as ControlNets and LoRAs, do not change what the model draws. Of a preset only the
-    spacing of timesteps does; the rest are defaults, which each request's parameters state.
+    Other files in the folder, such as ControlNets, LoRAs and weights of another variant, do not change what the model
+    draws. Of a preset only the spacing of timesteps does; the rest are defaults, which each request's parameters state.
     """
-    index = folder / "model_index.json"
-    parts = [folder / name for name in json.loads(index.read_text()) if (folder / name).is_dir()]
-    files = files_digest(folder, [index, *(path for part in parts for path in part.rglob("*"))])
+    paths = {report.folder / INDEX_FILE}
+    for part in report.parts.values():
+        place = report.folder / part.name
+        paths |= {path for path in place.iterdir() if path.suffix in {".json", ".txt"} and path.is_file()}
+        paths |= set(part.files)
+    files = files_digest(report.folder, paths)
     if preset is None or preset.timestep_spacing is None:
         return files
     return hashlib.sha256(f"{files}\0timestep_spacing={preset.timestep_spacing}".encode()).hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from bottega.diffusion.model.model import Model, digest, load_model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
+from bottega.model_files import check_model_folder
 from bottega.model_files.presets import PRESET_FILE
 
 UNET = Path("unet", "diffusion_pytorch_model.safetensors")
@@ -83,18 +85,31 @@ def test_a_folder_that_is_not_there_is_not_looked_for_anywhere_else(name: str) -
 
 
 def test_the_hash_follows_weights_and_configuration_but_not_defaults_and_adapters(folder: Path) -> None:
-    before = digest(folder)
+    before = digest(check_model_folder(folder))
     assert len(before) == 64
-    assert before == digest(WEIGHTS)
+    assert before == digest(check_model_folder(WEIGHTS))
     (folder / PRESET_FILE).write_text('{"num_inference_steps": 7}')
     adapter = folder / "controlnets" / "another"
     adapter.mkdir(parents=True)
     (adapter / "config.json").write_text("{}")
-    assert digest(folder) == before
+    assert digest(check_model_folder(folder)) == before
+    shutil.copy(folder / UNET, (folder / UNET).with_suffix(".fp16.safetensors"))
+    (folder / "unet" / "old").mkdir()
+    (folder / "unet" / "old" / "config.json").write_text("{}")
+    assert digest(check_model_folder(folder)) == before
     weights = bytearray((folder / UNET).read_bytes())
     weights[-1] ^= 1
     (folder / UNET).write_bytes(weights)
-    assert digest(folder) != before
+    assert digest(check_model_folder(folder)) != before
+
+
+def test_the_hash_reads_no_files_that_a_strange_key_of_the_index_leads_to(folder: Path) -> None:
+    index = folder / "model_index.json"
+    other = folder.parent / "other"
+    other.mkdir()
+    os.mkfifo(other / "config.json")  # who opens it waits for ever
+    index.write_text(json.dumps(json.loads(index.read_text()) | {str(other): ["a", "b"], "../other": ["a", "b"]}))
+    assert load(folder).digest == digest(check_model_folder(folder))
 
 
 def test_a_preset_sets_defaults_and_the_spacing_of_timesteps(folder: Path) -> None:
