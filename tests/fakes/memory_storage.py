@@ -155,6 +155,14 @@ class MemoryJobStore:
         ]
         return found[:size]
 
+    async def contents(self) -> dict[str, set[str]]:
+        self._check()
+        owners: dict[str, set[str]] = {}
+        for record in self._shelf.jobs.values():
+            for digest in (digest for image in record.images for digest in image.contents):
+                owners.setdefault(digest, set()).add(record.tenant)
+        return owners
+
     async def forget(self, *, ended_before: float, max_jobs: int, max_bytes: int, limit: int) -> int:
         self._check()
         jobs = self._shelf.jobs
@@ -205,7 +213,7 @@ class MemoryImages(ContentStore):
     async def close(self) -> None:
         """Nothing to close."""
 
-    async def put(self, digest: str, data: bytes) -> None:
+    async def put(self, digest: str, data: bytes, *, owner: str = "") -> None:
         self._data[digest] = data
 
     async def get(self, digest: str) -> bytes | None:

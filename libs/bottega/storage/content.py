@@ -11,8 +11,8 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -38,10 +38,21 @@ class _Entry:
     seen so.
     """
 
+    owners: set[str]
+    """Who put it: it goes when none of them keeps it."""
     size_bytes: int
     time: float
     trusted: bool
     damaged: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Owned:
+    """What an owner has."""
+
+    digests: dict[str, None] = field(default_factory=dict)
+    """Oldest first."""
+    size_bytes: int = 0
 
 
 class ContentReader:
@@ -88,7 +99,10 @@ class ContentReader:
 
 
 class ContentStore:
-    """Keeps the newest images; the oldest go when the budget or their time is used up.
+    """Keeps images until their time is over; when the budget is used up, the owner that has most loses its oldest ones.
+
+    So an owner whose images take no more than its share, which is the budget divided by the owners that have images,
+    loses none of them through another. An image that several have put counts for each.
 
     Open it before anything else. Every method may raise StorageUnavailable, and works again when the disk does.
     One process at a time may have a folder open.
@@ -107,6 +121,7 @@ class ContentStore:
         self._pinned: Counter[str] = Counter()
         # Oldest first. Only the writer changes it; the reader looks things up.
         self._entries: dict[str, _Entry] = {}
+        self._owned: dict[str, _Owned] = {}
         self._writer = StorageThread("content-writer")
         self._reader = StorageThread("content-reader")
         self._opened = False
@@ -137,16 +152,20 @@ class ContentStore:
         finally:
             self._pinned -= Counter(digests)
 
-    async def put(self, digest: str, data: bytes) -> None:
-        """Keeps an image under its SHA-256; it is on the disk when this returns, and half of it never is.
+    async def assign(self, owners: Mapping[str, Collection[str]]) -> None:
+        """Say whose the images are that were found at the start. owners: by digest."""
+        await self._writer.run(lambda: self._assign(owners))
+
+    async def put(self, digest: str, data: bytes, *, owner: str = "") -> None:
+        """Keep an image under its SHA-256; it is on the disk when this returns, and half of it never is.
 
         One that is there already has its time renewed and is not written again; after a start it is checked once.
-        Raises TooLarge for one that is beyond the whole budget.
+        Raise TooLarge for one that is beyond the whole budget.
         """
         if len(data) > self.budget_bytes:
             limit = {"limit": "results_bytes", "bytes": str(self.budget_bytes)}
             raise TooLarge("the image is larger than all that may be kept", metadata=limit)
-        await self._writer.run(lambda: self._put(digest, data))
+        await self._writer.run(lambda: self._put(digest, data, owner))
 
     async def renew(self, digest: str) -> bool:
         """Renews the time of an image, as another `put` would. False when it has gone, or is not what it was."""
@@ -187,18 +206,23 @@ class ContentStore:
             scan = self._folder.open()
         now, wall = self._steady(), self._clock.wall()
         files = sorted(scan.files, key=lambda file: file.time)
-        self._entries = {
+        self._entries, self._owned, self.size_bytes = {}, {}, 0
+        for file in files:
             # A clock that was wrong once must not keep a file for ever: a time to come is now.
-            file.digest: _Entry(size_bytes=file.size_bytes, time=now - max(0.0, wall - file.time), trusted=False)
-            for file in files
-        }
-        self.size_bytes = sum(file.size_bytes for file in files)
+            time = now - max(0.0, wall - file.time)
+            self._enter(file.digest, _Entry(owners={""}, size_bytes=file.size_bytes, time=time, trusted=False))
         self._opened = True
         if scan.foreign:
             names = scan.foreign[:_FOREIGN_NAMES_IN_LOG]
             _log.warning("left alone what is no image", extra={"folder": str(self._path), "names": names})
 
-    def _put(self, digest: str, data: bytes) -> None:
+    def _assign(self, owners: Mapping[str, Collection[str]]) -> None:
+        found, self._owned = self._entries, {}
+        self._entries, self.size_bytes = {}, 0
+        for digest, entry in found.items():
+            self._enter(digest, replace(entry, owners=set(owners.get(digest, ())) or entry.owners))
+
+    def _put(self, digest: str, data: bytes, owner: str) -> None:
         self._keep_in_place()
         with os_errors.translated():
             entry, now = self._entries.get(digest), self._steady()
@@ -207,11 +231,10 @@ class ContentStore:
             if entry and self._folder.confirm(digest, size_bytes=len(data), thoroughly=not entry.trusted):
                 self._folder.renew(digest, time=stamp)
             else:
-                self._make_room(len(data))
+                self._make_room(len(data), owner)
                 self._folder.write(digest, data, time=stamp)
-        old = self._entries.pop(digest, None)
-        self._entries[digest] = _Entry(size_bytes=len(data), time=now, trusted=True)
-        self.size_bytes += len(data) - (old.size_bytes if old else 0)
+        others = self._leave(digest)
+        self._enter(digest, _Entry(owners={owner, *others}, size_bytes=len(data), time=now, trusted=True))
 
     def _renew(self, digest: str) -> bool:
         self._keep_in_place()
@@ -227,8 +250,8 @@ class ContentStore:
                 entry.trusted, entry.damaged = False, True
                 return False
             self._folder.renew(digest, time=max(now, self._clock.wall()))
-        del self._entries[digest]
-        self._entries[digest] = _Entry(size_bytes=entry.size_bytes, time=now, trusted=True)
+        owners = self._leave(digest)
+        self._enter(digest, _Entry(owners=owners, size_bytes=entry.size_bytes, time=now, trusted=True))
         return True
 
     def _read(self, digest: str) -> ContentReader | None:
@@ -264,29 +287,82 @@ class ContentStore:
         with os_errors.translated():
             while self._entries:
                 digest, entry = next(iter(self._entries.items()))
-                if entry.time > oldest and self.size_bytes <= self.budget_bytes:
-                    return False
+                if entry.time > oldest:
+                    break
                 if time.perf_counter() > until:
                     return True
                 self._drop(digest)
+            while self.size_bytes > self.budget_bytes:
+                if time.perf_counter() > until:
+                    return True
+                if not self._evict_one("", 0):
+                    break
         return False
 
-    def _make_room(self, size_bytes: int) -> None:
-        while self.size_bytes + size_bytes > self.budget_bytes:
-            oldest = next((digest for digest in self._entries if digest not in self._pinned), None)
+    def _make_room(self, size_bytes: int, owner: str) -> None:
+        while self.size_bytes + size_bytes > self.budget_bytes and self._evict_one(owner, size_bytes):
+            pass
+
+    def _evict_one(self, owner: str, size_bytes: int) -> bool:
+        """Take the oldest image from the owner that has most, counting what `owner` wants to add.
+
+        Return False where all that is left is pinned.
+        """
+        added = {owner: size_bytes}
+        by_use = sorted(self._owned, key=lambda name: -self._owned[name].size_bytes - added.get(name, 0))
+        for name in by_use:
+            oldest = next((digest for digest in self._owned[name].digests if digest not in self._pinned), None)
             if oldest is None:
-                return
-            self._drop(oldest)
+                continue
+            entry = self._entries[oldest]
+            if len(entry.owners) == 1:
+                self._drop(oldest)
+            else:
+                entry.owners.discard(name)
+                self._disown(name, oldest, entry.size_bytes)
+            return True
+        return False
 
     def _drop(self, digest: str) -> None:
         # Out of the index first: a reader that finds no file then knows why.
-        entry = self._entries.pop(digest)
+        entry = self._entries[digest]
+        self._leave(digest)
         try:
             self._folder.remove(digest)
         except OSError:
-            self._entries = {digest: entry, **self._entries}
+            later, self._entries = self._entries, {}
+            self._enter(digest, entry, oldest=True)
+            self._entries |= later
             raise
+
+    def _enter(self, digest: str, entry: _Entry, *, oldest: bool = False) -> None:
+        """Take an image into the index, as the newest one, or as the oldest of its owners."""
+        self._entries[digest] = entry
+        self.size_bytes += entry.size_bytes
+        for owner in entry.owners:
+            owned = self._owned.setdefault(owner, _Owned())
+            if oldest:
+                owned.digests = {digest: None, **owned.digests}
+            else:
+                owned.digests[digest] = None
+            owned.size_bytes += entry.size_bytes
+
+    def _leave(self, digest: str) -> set[str]:
+        """Take an image out of the index, if it is there, and return whose it was."""
+        entry = self._entries.pop(digest, None)
+        if entry is None:
+            return set()
         self.size_bytes -= entry.size_bytes
+        for owner in entry.owners:
+            self._disown(owner, digest, entry.size_bytes)
+        return entry.owners
+
+    def _disown(self, owner: str, digest: str, size_bytes: int) -> None:
+        owned = self._owned[owner]
+        del owned.digests[digest]
+        owned.size_bytes -= size_bytes
+        if not owned.digests:
+            del self._owned[owner]
 
     def _keep_in_place(self) -> None:
         """Make the folder again, and learn what is there, where somebody has deleted it since it was opened."""

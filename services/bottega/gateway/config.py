@@ -73,7 +73,8 @@ class GatewayConfig:
     hold_s: how long, after a restart, a job that was running waits for its worker to come back with it.
     results_bytes, results_ttl_s: bounds on finished images, and on what keep_for_editing keeps of them, on the disk,
         which needs that room: 4 GiB are 2,400 of SDXL, or 500 with the latents of 50 steps. What has gone is drawn
-        again for its request_id, with the same seed.
+        again for its request_id, with the same seed. Where they take more, the tenant that has most loses its oldest:
+        no other does that has no more than its share, results_bytes divided by the tenants that have images.
     max_result_bytes: of one job's images together; at most results_bytes, so that a job has all of them when it ends.
         Latents are kept in what is left of it.
     traces_bytes: of what `bottega trace` shows, in memory: of the jobs that ran last, some KiB each.

@@ -425,3 +425,52 @@ async def test_an_image_that_is_not_what_it_was_is_not_renewed(tmp_path: Path) -
         await store.put(digest, data)
         assert await store.renew(digest)
         assert await store.get(digest) == data
+
+
+async def test_an_owner_within_its_share_loses_nothing_through_another(tmp_path: Path) -> None:
+    async with _store(tmp_path, budget_bytes=10_000) as store:
+        modest = [_picture(number) for number in range(3)]
+        for digest, data in modest:
+            await store.put(digest, data, owner="modest")
+        greedy = [_picture(number, 2000) for number in range(100, 140)]
+        for digest, data in greedy:
+            await store.put(digest, data, owner="greedy")
+        assert [await store.get(digest) for digest, _ in modest] == [data for _, data in modest]
+        assert [store.holds(digest) for digest, _ in greedy] == [False] * 37 + [True] * 3
+        assert store.size_bytes == 9000
+
+
+async def test_who_has_most_makes_room_for_who_comes_later(tmp_path: Path) -> None:
+    async with _store(tmp_path, budget_bytes=10_000) as store:
+        early = [_picture(number) for number in range(10)]
+        late = [_picture(number) for number in range(100, 105)]
+        for owner, pictures in (("early", early), ("late", late)):
+            for digest, data in pictures:
+                await store.put(digest, data, owner=owner)
+        assert [store.holds(digest) for digest, _ in early] == [False] * 5 + [True] * 5
+        assert all(store.holds(digest) for digest, _ in late)
+
+
+async def test_an_image_of_two_owners_stays_while_one_of_them_keeps_it(tmp_path: Path) -> None:
+    async with _store(tmp_path, budget_bytes=10_000) as store:
+        shared, data = _picture(0)
+        for owner in ("modest", "greedy"):
+            await store.put(shared, data, owner=owner)
+        for number in range(100, 130):
+            await store.put(*_picture(number, 2000), owner="greedy")
+        assert store.holds(shared)
+
+
+async def test_whose_an_image_is_counts_after_a_restart(tmp_path: Path) -> None:
+    modest, greedy = _picture(0), [_picture(number, 2000) for number in range(100, 104)]
+    time = FakeTime()
+    async with _store(tmp_path, budget_bytes=10_000, clock=time) as store:
+        for digest, data in (modest, *greedy):
+            time.now += 1
+            await store.put(digest, data, owner="whoever")
+    async with _store(tmp_path, budget_bytes=10_000, clock=time) as store:
+        await store.assign({modest[0]: ["modest"], **{digest: ["greedy"] for digest, _ in greedy}})
+        assert (len(store), store.size_bytes) == (5, 9000)
+        await store.put(*_picture(120, 2000), owner="greedy")
+        assert store.holds(modest[0])
+        assert not store.holds(greedy[0][0])

@@ -18,7 +18,7 @@ class Quotas:
 
     concurrent: jobs that run at once; others of it wait, and nobody waits for them. queued: jobs that wait.
     per_minute, per_day: new jobs, in the last minute and since midnight UTC, over restarts too.
-    stored_bytes: of the pictures of its jobs that are remembered.
+    stored_bytes: of the pictures of its jobs that are remembered, and of what is kept of them for edits.
     calls, streams: served at once by one gateway: calls with one answer, and those with many.
     """
 

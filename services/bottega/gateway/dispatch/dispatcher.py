@@ -309,7 +309,7 @@ class Dispatcher:
         latents = attempt.kept_latents(max_bytes=self._max_result_bytes - attempt.size_bytes)
         # The worker has done its part: what becomes of it does not matter from here on.
         self._remove_if_current(attempt)
-        images = await self._storage.store_images(encoded, latents)
+        images = await self._storage.store_images(encoded, latents, tenant=job.request.tenant)
         self._completed.append((job.job_id, number))
         full = completed_provenance(job, provenance)
         for addon in self._addons:

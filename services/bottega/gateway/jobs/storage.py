@@ -175,10 +175,13 @@ class Storage:
         finally:
             self._unwritten -= waits
 
-    async def store_images(self, encoded: Sequence[bytes], latents: Sequence[bytes] = ()) -> tuple[StoredImage, ...]:
+    async def store_images(
+        self, encoded: Sequence[bytes], latents: Sequence[bytes] = (), *, tenant: str = ""
+    ) -> tuple[StoredImage, ...]:
         """Stores finished images: they are on the disk when this returns, which takes as long as the disk does.
 
         latents: what is kept of each for edits, or empty where nothing is; none at all where nothing is of any.
+        tenant: whose they are.
         Raises StorageUnavailable when too much waits for it already, TooLarge for what it never takes.
         """
         latents = latents or [b""] * len(encoded)
@@ -190,15 +193,20 @@ class Storage:
             kept = [await digest(data) if data else "" for data in latents]
             images = tuple(
                 [
-                    StoredImage(digest=await digest(data), size_bytes=len(data), latents=latents_digest)
-                    for data, latents_digest in zip(encoded, kept, strict=True)
+                    StoredImage(
+                        digest=await digest(data),
+                        size_bytes=len(data),
+                        latents=latents_digest,
+                        latents_bytes=len(latent),
+                    )
+                    for data, latent, latents_digest in zip(encoded, latents, kept, strict=True)
                 ]
             )
             names = [*(image.digest for image in images), *kept]
             contents = [(name, data) for name, data in zip(names, (*encoded, *latents), strict=True) if name]
             with self.images.pinned([name for name, _ in contents]):
                 for name, data in contents:
-                    await self.retry_until_written(functools.partial(self.images.put, name, data))
+                    await self.retry_until_written(functools.partial(self.images.put, name, data, owner=tenant))
             return images
         finally:
             self._room_bytes += size_bytes
@@ -229,6 +237,7 @@ class Storage:
                 await self.jobs.open_to_read()
             raise
         await self.jobs.open()
+        await self.images.assign(await self.jobs.contents())
         if not self._steady_continued:
             last = await self.jobs.last_end()
             if last is not None:

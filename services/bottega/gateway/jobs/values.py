@@ -127,11 +127,13 @@ class StoredImage:
     """A finished image; its bytes are in the content store, under their SHA-256.
 
     latents: SHA-256 of what keep_for_editing keeps of it, which is there too; empty where nothing is kept.
+    latents_bytes: size of that.
     """
 
     digest: str
     size_bytes: int
     latents: str = ""
+    latents_bytes: int = 0
 
     @property
     def contents(self) -> tuple[str, ...]:

@@ -25,10 +25,10 @@ class FailingImages(ContentStore):
 
     full = small = False
 
-    async def put(self, digest: str, data: bytes) -> None:
+    async def put(self, digest: str, data: bytes, *, owner: str = "") -> None:
         if self.full:
             raise os_errors.unavailable("the disk is full", cause="ENOSPC")
-        await super().put(digest, data)
+        await super().put(digest, data, owner=owner)
 
     async def probe(self) -> None:
         if self.full and not self.small:
@@ -45,11 +45,11 @@ class SlowImages(ContentStore):
         super().__init__(folder, budget_bytes=budget_bytes, ttl_s=ttl_s)
         self.reached, self.go_on = asyncio.Event(), asyncio.Event()
 
-    async def put(self, digest: str, data: bytes) -> None:
+    async def put(self, digest: str, data: bytes, *, owner: str = "") -> None:
         if data == self.slow:
             self.reached.set()
             await self.go_on.wait()
-        await super().put(digest, data)
+        await super().put(digest, data, owner=owner)
 
 
 def _storage(folder: Path, images: ContentStore, *, waiting_bytes: int) -> Storage:
@@ -228,3 +228,17 @@ async def test_a_folder_of_another_user_is_not_waited_for(tmp_path: Path, monkey
             await asyncio.wait_for(storage.open(), 5)
     finally:
         await storage.close()
+
+
+async def test_what_tenants_keep_is_theirs_and_latents_are_part_of_it(tmp_path: Path) -> None:
+    images = ContentStore(tmp_path / "images", budget_bytes=1000, ttl_s=60)
+    house = _storage(tmp_path, images, waiting_bytes=1000)
+    await house.open()
+    try:
+        (modest,) = await house.store_images([b"m" * 100], tenant="modest")
+        for number in range(9):
+            (image,) = await house.store_images([b"%d" % number], [b"%d" % number * 300], tenant="greedy")
+        assert (image.size_bytes, image.latents_bytes) == (1, 300)
+        assert images.holds(modest.digest)
+    finally:
+        await house.close()

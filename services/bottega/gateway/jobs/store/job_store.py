@@ -98,6 +98,9 @@ class JobStore(Protocol):
     async def live(self) -> list[JobRecord]:
         """All jobs that have not ended, oldest first."""
 
+    async def contents(self) -> dict[str, set[str]]:
+        """The tenants that have each stored picture, and what is kept of it, by digest."""
+
     async def page(
         self, wanted: JobFilter = ALL_JOBS, *, size: int, before_sequence: int | None = None
     ) -> list[JobRecord]:

@@ -41,7 +41,7 @@ class JobProgress:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantUsage:
     """What the store has of a tenant. jobs_today: new since midnight UTC, forgotten ones too. stored_bytes: of the
-    pictures of those that it remembers.
+    pictures of those that it remembers, and of what is kept of these for edits.
     """
 
     jobs_today: int = 0
@@ -115,8 +115,8 @@ class JobRecord:
 
     @property
     def picture_bytes(self) -> int:
-        """Of its pictures."""
-        return sum(image.size_bytes for image in self.images)
+        """Bytes of its pictures and of what is kept of them."""
+        return sum(image.size_bytes + image.latents_bytes for image in self.images)
 
     @property
     def answer_bytes(self) -> int:

@@ -19,7 +19,7 @@ from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.store import sqlite_errors, sqlite_schema, sqlite_statements
 from bottega.gateway.jobs.store.group_commit import GroupCommit
 from bottega.gateway.jobs.store.record import ALL_JOBS, Change, EndTime, JobFilter, JobRecord, TenantUsage
-from bottega.gateway.jobs.store.sqlite_place import FilePlace, Loss
+from bottega.gateway.jobs.store.sqlite_place import FilePlace, FileLoss
 from bottega.gateway.jobs.store.sqlite_statements import Listing
 from bottega.storage import StorageThread, os_errors, sqlite_files
 
@@ -158,6 +158,10 @@ class SqliteJobStore:
         """Reads all live jobs."""
         return await self._list(sqlite_statements.live)
 
+    async def contents(self) -> dict[str, set[str]]:
+        """Reads whose all pictures are."""
+        return await self._find(sqlite_statements.contents) or {}
+
     async def page(
         self, wanted: JobFilter = ALL_JOBS, *, size: int, before_sequence: int | None = None
     ) -> list[JobRecord]:
@@ -229,7 +233,7 @@ class SqliteJobStore:
             _log.error("the job store's file is not in its place; no job is taken before it is again", extra=facts)
         with self._reading_lock, os_errors.translated():
             self._stop_reading()
-            if loss is Loss.MOVED and self._place.put_back(connection):
+            if loss is FileLoss.MOVED and self._place.put_back(connection):
                 _log.warning("the job store's file is put back with all jobs", extra={"file": str(self._path)})
             else:
                 self._lost, self._begun_anew = True, False

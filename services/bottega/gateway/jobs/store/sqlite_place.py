@@ -21,7 +21,7 @@ from bottega.storage import folders, sqlite_files
 _LOG_MAGIC = (b"\x37\x7f\x06\x82", b"\x37\x7f\x06\x83")
 
 
-class Loss(enum.Enum):
+class FileLoss(enum.Enum):
     """What has happened to the file under its writer."""
 
     MOVED = "deleted or replaced"
@@ -63,23 +63,23 @@ class FilePlace:
         self._file = _seen(self._path.stat())
         self._log = _seen(self._log_path.stat())
 
-    def loss(self, *, committed: bool = False) -> Loss | None:
+    def loss(self, *, committed: bool = False) -> FileLoss | None:
         """Return what has happened to them, or None. committed: the open connection has written to the log."""
         # The file is not opened here: closing it would let go of this process's locks on it.
         if self._file is None:
             return None
         file, log = _stat(self._path), _stat(self._log_path)
         if file is None or not file.is_same(self._file):
-            return Loss.MOVED
+            return FileLoss.MOVED
         if file.size_bytes < self._file.size_bytes:
-            return Loss.CUT
+            return FileLoss.CUT
         if self._log is None:
-            return Loss.MOVED if committed and log is None else None
+            return FileLoss.MOVED if committed and log is None else None
         if log is None or not log.is_same(self._log):
-            return Loss.MOVED
+            return FileLoss.MOVED
         # A new round of the log begins with what it may keep of the last one.
         shorter = log.size_bytes < min(self._log.size_bytes, sqlite_schema.LOG_BYTES)
-        return Loss.CUT if shorter or not self._has_header(log) else None
+        return FileLoss.CUT if shorter or not self._has_header(log) else None
 
     def put_back(self, connection: sqlite3.Connection) -> bool:
         """Copy what an open connection reads to the file's name. Return False where not all of it can be read.

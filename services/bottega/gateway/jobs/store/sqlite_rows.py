@@ -5,6 +5,7 @@ SQLite's own format has none: a flipped bit in a page may read as another prompt
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -66,7 +67,7 @@ def to_row(record: JobRecord) -> tuple[Value, ...]:
         "latent_width": width,
         "result_width": result_width,
         "result_height": result_height,
-        "images": json.dumps([[image.digest, image.size_bytes, image.latents] for image in record.images]),
+        "images": json.dumps([dataclasses.astuple(image) for image in record.images]),
     }
     values = [special[name] if name in special else _plain(name, getattr(record, name)) for name in COLUMNS[:-1]]
     return (*values, checksum(values))
@@ -80,13 +81,16 @@ def from_row(row: Sequence[Any]) -> JobRecord:
     fields = dict(zip(COLUMNS, values, strict=False))
     shape = fields.pop("latent_height"), fields.pop("latent_width")
     result_size = fields.pop("result_width"), fields.pop("result_height")
-    images = tuple(
-        StoredImage(digest=digest, size_bytes=size, latents=latents)
-        for digest, size, latents in json.loads(fields.pop("images"))
-    )
+    images = images_of(fields.pop("images"))
     del fields["picture_bytes"]  # for what the table sums up
     fields["ends_with_caller"] = bool(fields["ends_with_caller"])
     return JobRecord(sequence=sequence, shape=shape, result_size=result_size, images=images, **fields)
+
+
+def images_of(column: str) -> tuple[StoredImage, ...]:
+    """Return the images of a row. Rows of earlier builds do not say how large the latents are."""
+    names = [field.name for field in dataclasses.fields(StoredImage)]
+    return tuple(StoredImage(**dict(zip(names, values, strict=False))) for values in json.loads(column))
 
 
 def intact(data: bytes, expected: int, sequence: int) -> bytes:

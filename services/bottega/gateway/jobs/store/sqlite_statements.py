@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bottega.errors import DataLoss
 from bottega.gateway.jobs.store.record import Change, EndTime, JobFilter, JobRecord, TenantUsage
-from bottega.gateway.jobs.store.sqlite_rows import COLUMNS, from_row, intact, to_row
+from bottega.gateway.jobs.store.sqlite_rows import COLUMNS, from_row, images_of, intact, to_row
 from bottega.gateway.jobs.store.sqlite_schema import DAY_S
 from bottega.storage.checksums import Value, checksum
 
@@ -149,6 +150,17 @@ def live(connection: sqlite3.Connection) -> Listing:
     """All jobs that have not ended, oldest first."""
     query = f"SELECT {_ALL} FROM jobs WHERE ended_wall IS NULL ORDER BY jobs.sequence"
     return _listing(connection.execute(query).fetchall())
+
+
+def contents(connection: sqlite3.Connection) -> dict[str, set[str]]:
+    """The tenants that have each picture, and what is kept of it, by digest. What is damaged is left out."""
+    owners: dict[str, set[str]] = {}
+    for tenant, column in connection.execute("SELECT tenant, images FROM jobs WHERE picture_bytes > 0"):
+        with contextlib.suppress(ValueError, TypeError):
+            for image in images_of(column):
+                for digest in image.contents:
+                    owners.setdefault(digest, set()).add(tenant)
+    return owners
 
 
 def page(connection: sqlite3.Connection, wanted: JobFilter, *, size: int, before_sequence: int | None) -> Listing:

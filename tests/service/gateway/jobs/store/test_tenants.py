@@ -12,7 +12,7 @@ from bottega.gateway.jobs.store import JobFilter, JobRecord, JobStore
 from bottega.gateway.jobs.values import StoredImage
 from tests.support.job_store_backends import BACKENDS, answered, record
 
-PICTURE = StoredImage(digest="a" * 64, size_bytes=10, latents="c" * 64)
+PICTURE = StoredImage(digest="a" * 64, size_bytes=10, latents="c" * 64, latents_bytes=500)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -69,3 +69,18 @@ async def test_a_request_id_is_forgotten_with_the_job_of_its_tenant(store: JobSt
     assert await store.forget(ended_before=5.0, max_jobs=9, max_bytes=1 << 30, limit=9) == 1
     assert await store.of_request("r", tenant="one") is None
     assert await store.of_request("r", tenant="other") is not None
+
+
+async def test_what_is_kept_of_a_picture_counts_as_stored(store: JobStore) -> None:
+    await store.add(answered(_of("one", "j1"), ended_wall=5.0, images=(PICTURE, replace(PICTURE, digest="b" * 64))))
+    assert (await store.usage("one", now_wall=5.0)).stored_bytes == 1020
+    assert await store.forget(ended_before=6.0, max_jobs=9, max_bytes=1 << 30, limit=9) == 1
+    assert (await store.usage("one", now_wall=5.0)).stored_bytes == 0
+
+
+async def test_each_picture_is_known_with_all_tenants_that_have_it(store: JobStore) -> None:
+    for tenant, job_id in (("one", "j1"), ("other", "j2")):
+        await store.add(answered(_of(tenant, job_id), ended_wall=5.0, images=(PICTURE,)))
+    await store.add(answered(_of("one", "j3"), ended_wall=5.0, images=(StoredImage(digest="b" * 64, size_bytes=1),)))
+    both = {"one", "other"}
+    assert await store.contents() == {PICTURE.digest: both, PICTURE.latents: both, "b" * 64: {"one"}}
