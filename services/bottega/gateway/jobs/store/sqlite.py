@@ -19,7 +19,7 @@ from bottega.errors import BottegaError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.store import sqlite_errors, sqlite_schema, sqlite_statements
 from bottega.gateway.jobs.store.group_commit import GroupCommit
 from bottega.gateway.jobs.store.record import ALL_JOBS, Change, EndTime, JobFilter, JobRecord, TenantUsage
-from bottega.gateway.jobs.store.sqlite_place import FilePlace, FileLoss
+from bottega.gateway.jobs.store.sqlite_place import FileLoss, FilePlace
 from bottega.gateway.jobs.store.sqlite_statements import Listing
 from bottega.storage import StorageThread, os_errors, sqlite_files
 
