@@ -753,8 +753,41 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         name="two sizes",
         make=_with_unet(sample_size=[16, 16]),
         sentence=(
-            "unet/config.json: sample_size must be a whole number from 1, not [16, 16]: it gives the default size of "
-            "pictures"
+            "unet/config.json: sample_size must be a whole number from 1 to 16384, not [16, 16]: it gives the default "
+            "size of pictures"
+        ),
+    ),
+    WrongFolder(
+        name="an SDXL pipeline that draws other pictures",
+        make=_of_class("StableDiffusionXLPAGPipeline"),
+        sentence=(
+            "model_index.json: _class_name is StableDiffusionXLPAGPipeline, and only StableDiffusionXLPipeline, "
+            "StableDiffusionXLImg2ImgPipeline, StableDiffusionXLInpaintPipeline are served: other pipelines draw other "
+            "pictures; give the folder of an SDXL base model"
+        ),
+    ),
+    WrongFolder(
+        name="a part that SDXL does not have",
+        make=_with_index(controlnet=["diffusers", "ControlNetModel"]),
+        sentence=(
+            "model_index.json: controlnet is a part that is not served: pictures would be drawn without it; remove it "
+            "from the model"
+        ),
+    ),
+    WrongFolder(
+        name="a thousand million layers",
+        make=_with_unet(layers_per_block=10**9),
+        sentence=(
+            "unet/config.json: layers_per_block must be a whole number from 1 to 16 or a list of them, one for each "
+            "level, not 1000000000"
+        ),
+    ),
+    WrongFolder(
+        name="a picture of 10**12 pixels a side",
+        make=_with_unet(sample_size=10**12),
+        sentence=(
+            "unet/config.json: sample_size must be a whole number from 1 to 16384, not 1000000000000: it gives the "
+            "default size of pictures"
         ),
     ),
 )

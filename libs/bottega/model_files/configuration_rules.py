@@ -12,6 +12,7 @@ from bottega.model_files.scheduler_rules import check_scheduler_config
 from bottega.model_files.text_encoder_rules import TEXT_ENCODER_RULES, check_text_encoder_config
 from bottega.model_files.unet_rules import UNET_RULES, check_unet_config
 from bottega.model_files.vae_rules import VAE_RULES, check_vae_config, latent_scale
+from bottega.plain_text import excerpt
 
 _Rules = Callable[[Mapping[str, object]], Iterable[str]]
 
@@ -27,6 +28,7 @@ CONFIG_FILES = {
 }
 """By part, the file of its configuration."""
 
+_SHOWN_CHARACTERS = 40
 # Of an added time embedding: original size, crop and target size.
 _TIME_IDS = 6
 # Widths and heights of pictures are multiples of it, as in Diffusers.
@@ -56,9 +58,7 @@ INDEX_RULES = (
         why="models that take an aesthetic score, as SDXL's refiner does, are not served",
     ),
     FieldRule(name="image_encoder", default=_NO_PART, values=_PART, why=_NOT_LOADED),
-    FieldRule(
-        name="feature_extractor", default=_NO_PART, values=_PART, why="only IP-Adapters use it: it is not loaded"
-    ),
+    FieldRule(name="feature_extractor", default=_NO_PART, values=_PART, why=_NOT_LOADED),
 )
 # Library and class of each part that has no rules of its own for that.
 _CLASSES = {
@@ -69,6 +69,7 @@ _CLASSES = {
     "tokenizer": ("transformers", "CLIPTokenizer"),
     "tokenizer_2": ("transformers", "CLIPTokenizer"),
 }
+_KNOWN_PARTS = frozenset({*_CLASSES, "scheduler", "image_encoder", "feature_extractor"})
 _ALIASES = {"CLIPTokenizerFast": "CLIPTokenizer"}
 TOKENIZER_RULES = (FieldRule(name="model_max_length", default=None, values=whole(1)),)
 
@@ -102,6 +103,10 @@ def check_index(index: Mapping[str, object]) -> Iterator[str]:
         found = [_ALIASES.get(str(each), each) for each in entry] if isinstance(entry, list) else entry
         if found != [library, name]:
             yield f"{part} must be {shown([library, name])}, not {shown(entry)}: no other class is served"
+    for name, entry in index.items():
+        if name not in _KNOWN_PARTS and isinstance(entry, list) and entry != _NO_PART:
+            what = excerpt(name, _SHOWN_CHARACTERS)
+            yield f"{what} is a part that is not served: pictures would be drawn without it; remove it from the model"
     scheduler = index.get("scheduler")
     if not isinstance(scheduler, list) or len(scheduler) != 2 or scheduler[0] != "diffusers":
         yield f'scheduler must be ["diffusers", "CLASS"], not {shown(scheduler)}'

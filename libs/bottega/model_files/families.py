@@ -35,6 +35,8 @@ _FAMILIES = {
     "LatentConsistencyModel": "Stable Diffusion",
     "IF": "DeepFloyd IF",
 }
+# Those of SDXL that differ in their inputs alone, which requests state.
+_PIPELINES = ("StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline")
 # Of Stable Diffusion's UNet, by the width of its prompt embeddings.
 _STABLE_DIFFUSION = {768: "Stable Diffusion 1", 1024: "Stable Diffusion 2"}
 
@@ -57,8 +59,13 @@ def family_of(folder: Path, index: Mapping[str, object]) -> tuple[str, str]:
     family = next((known for start, known in _FAMILIES.items() if name.startswith(start)), "")
     if family == "Stable Diffusion":
         family = _STABLE_DIFFUSION.get(_context_width(folder), family)
-    if family == SDXL:
+    if name in _PIPELINES:
         return family, _refiner(index)
+    if family == SDXL:
+        return family, (
+            f"_class_name is {excerpt(name, _SHOWN_CHARACTERS)}, and only {', '.join(_PIPELINES)} are served: other "
+            "pipelines draw other pictures; give the folder of an SDXL base model"
+        )
     what = f"a {family} model" if family else "a model of a kind that is not known"
     shown = excerpt(name, _SHOWN_CHARACTERS)
     return family, f"_class_name is {shown}: this is {what}, and only SDXL is served; {_GIVE_SDXL}"

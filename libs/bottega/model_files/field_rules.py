@@ -15,6 +15,8 @@ from typing import Any
 from bottega.plain_text import excerpt
 
 _SHOWN_CHARACTERS = 60
+# Of a list for levels or layers: published models have at most 4 levels.
+_MAX_ENTRIES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +66,19 @@ def shown(value: object) -> str:
     return excerpt(json.dumps(value), _SHOWN_CHARACTERS)
 
 
-def whole(least: int) -> Values:
-    """Return the whole numbers from `least` on."""
+def whole(least: int, most: int | None = None) -> Values:
+    """Return the whole numbers from `least` on, or up to `most`.
+
+    What the checker counts, such as layers, needs `most`: a stranger's configuration may state any number.
+    """
     return Values(
-        text=f"a whole number from {least}",
-        accepts=lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least,
+        text=f"a whole number from {least}" if most is None else f"a whole number from {least} to {most}",
+        accepts=lambda value: (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and value >= least
+            and (most is None or value <= most)
+        ),
     )
 
 
@@ -93,10 +103,12 @@ def only(*values: object) -> Values:
 
 
 def list_of(values: Values, text: str) -> Values:
-    """Return the lists, not empty, whose every entry is one of `values`."""
+    """Return the lists of 1 to 64 entries of which each is one of `values`."""
     return Values(
         text=text,
-        accepts=lambda value: isinstance(value, list) and bool(value) and all(values.accepts(each) for each in value),
+        accepts=lambda value: (
+            isinstance(value, list) and 0 < len(value) <= _MAX_ENTRIES and all(values.accepts(each) for each in value)
+        ),
     )
 
 

@@ -29,8 +29,9 @@ def name_of(model: str, name: str = "") -> str:
     """
     if name or model == MINIATURE:
         return name or MINIATURE
-    folder = Path(model)
+    # Not resolved: a link's own name is the name that its maker chose.
+    folder = Path(model).resolve() if ".." in Path(model).parts else Path(model).absolute()
     repository = folder.parent.parent.name
     if folder.parent.name == _SNAPSHOTS and repository.startswith(_REPOSITORY):
         return repository.rpartition("--")[2]
-    return folder.name or folder.resolve().name
+    return folder.name

@@ -22,6 +22,9 @@ from bottega.model_files.field_rules import (
 # Those of transformers that a published CLIP text encoder may have.
 ACTIVATIONS = ("quick_gelu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "silu", "swish", "tanh")
 
+# SDXL's second encoder has 32.
+_MOST_LAYERS = 256
+
 TEXT_ENCODER_RULES = (
     FieldRule(
         name="model_type",
@@ -33,7 +36,7 @@ TEXT_ENCODER_RULES = (
     FieldRule(name="hidden_size", default=512, values=whole(1)),
     FieldRule(name="intermediate_size", default=2048, values=whole(1)),
     FieldRule(name="projection_dim", default=512, values=whole(1) | NULL),
-    FieldRule(name="num_hidden_layers", default=12, values=whole(1)),
+    FieldRule(name="num_hidden_layers", default=12, values=whole(1, _MOST_LAYERS)),
     FieldRule(name="num_attention_heads", default=8, values=whole(1)),
     FieldRule(name="max_position_embeddings", default=77, values=whole(1)),
     FieldRule(

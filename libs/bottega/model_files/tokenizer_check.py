@@ -80,7 +80,7 @@ def _read_whole(path: Path) -> tuple[dict[str, Any], Sequence[Sequence[str]]]:
     tokens = {
         token["content"]: token["id"]
         for token in added
-        if isinstance(token, dict) and {"content", "id"} <= token.keys()
+        if isinstance(token, dict) and isinstance(token.get("content"), str) and "id" in token
     }
     return vocab | tokens, pairs
 

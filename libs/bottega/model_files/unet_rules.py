@@ -21,6 +21,7 @@ from bottega.model_files.field_rules import (
     whole,
     with_defaults,
 )
+from bottega.rules import MAX_SIDE
 
 _ACTIVATIONS = ("silu", "swish", "mish", "gelu", "relu")
 _DOWN_BLOCKS = ("DownBlock2D", "CrossAttnDownBlock2D")
@@ -30,8 +31,11 @@ _MIDDLE = "UNetMidBlock2DCrossAttn"
 _KERNELS = (1, 3, 5, 7)
 # The embedding of a timestep divides by half of its width less freq_shift.
 _LEAST_CHANNELS = 4
-_DEPTHS = whole(0) | list_of(
-    whole(0) | list_of(whole(0), ""), "a list with a whole number, or a list of them, for each level"
+# Published UNets have at most 1,280 channels, 3 layers a level and 10 transformer blocks a layer.
+_MOST_CHANNELS, _MOST_LAYERS, _MOST_DEPTH = 8192, 16, 64
+_DEPTHS = whole(0, _MOST_DEPTH) | list_of(
+    whole(0, _MOST_DEPTH) | list_of(whole(0, _MOST_DEPTH), ""),
+    "a list with a whole number, or a list of them, for each level",
 )
 _CLASSES = "UNets that take class labels are not served"
 _KIND = "only UNets of SDXL's kind of conditioning are served"
@@ -43,9 +47,9 @@ UNET_RULES = (
         values=only("UNet2DConditionModel"),
         why="no other class is served",
     ),
-    FieldRule(name="sample_size", default=None, values=whole(1), why="it gives the default size of pictures"),
-    FieldRule(name="in_channels", default=4, values=whole(1)),
-    FieldRule(name="out_channels", default=4, values=whole(1)),
+    FieldRule(name="sample_size", default=None, values=whole(1, MAX_SIDE), why="it gives the default size of pictures"),
+    FieldRule(name="in_channels", default=4, values=whole(1, _MOST_CHANNELS)),
+    FieldRule(name="out_channels", default=4, values=whole(1, _MOST_CHANNELS)),
     FieldRule(name="center_input_sample", default=False, values=FLAG),
     FieldRule(name="flip_sin_to_cos", default=True, values=FLAG),
     FieldRule(name="freq_shift", default=0, values=only(0, 1), why="published UNets have no other"),
@@ -75,10 +79,15 @@ UNET_RULES = (
     FieldRule(
         name="block_out_channels",
         default=[320, 640, 1280, 1280],
-        values=list_of(whole(_LEAST_CHANNELS), f"a list of whole numbers from {_LEAST_CHANNELS}, one for each level"),
+        values=list_of(
+            whole(_LEAST_CHANNELS, _MOST_CHANNELS),
+            f"a list of whole numbers from {_LEAST_CHANNELS} to {_MOST_CHANNELS}, one for each level",
+        ),
     ),
     FieldRule(
-        name="layers_per_block", default=2, values=whole(1) | list_of(whole(1), "a list of them, one for each level")
+        name="layers_per_block",
+        default=2,
+        values=whole(1, _MOST_LAYERS) | list_of(whole(1, _MOST_LAYERS), "a list of them, one for each level"),
     ),
     FieldRule(name="downsample_padding", default=1, values=only(0, 1)),
     FieldRule(
@@ -86,7 +95,7 @@ UNET_RULES = (
     ),
     FieldRule(name="dropout", default=0.0, values=FRACTION),
     FieldRule(name="act_fn", default="silu", values=only(*_ACTIVATIONS)),
-    FieldRule(name="norm_num_groups", default=32, values=whole(1)),
+    FieldRule(name="norm_num_groups", default=32, values=whole(1, _MOST_CHANNELS)),
     FieldRule(name="norm_eps", default=1e-5, values=number("a number from 0", lambda value: value >= 0)),
     FieldRule(
         name="cross_attention_dim",
@@ -98,7 +107,8 @@ UNET_RULES = (
     FieldRule(
         name="reverse_transformer_layers_per_block",
         default=None,
-        values=NULL | list_of(whole(0) | list_of(whole(0), ""), "a list with an entry for each level"),
+        values=NULL
+        | list_of(whole(0, _MOST_DEPTH) | list_of(whole(0, _MOST_DEPTH), ""), "a list with an entry for each level"),
     ),
     FieldRule(
         name="encoder_hid_dim",
@@ -113,7 +123,9 @@ UNET_RULES = (
         why="UNets that project prompt or image embeddings are not served",
     ),
     FieldRule(
-        name="attention_head_dim", default=8, values=whole(1) | list_of(whole(1), "a list of them, one for each level")
+        name="attention_head_dim",
+        default=8,
+        values=whole(1, _MOST_CHANNELS) | list_of(whole(1, _MOST_CHANNELS), "a list of them, one for each level"),
     ),
     FieldRule(name="num_attention_heads", default=None, values=NULL),
     FieldRule(

@@ -22,6 +22,8 @@ _UP_BLOCKS = ("UpDecoderBlock2D", "AttnUpDecoderBlock2D")
 _NUMBERS = list_of(number("a number"), "a list of numbers")
 # StableDiffusionXLPipeline reads means and deviations of so many channels.
 _STATISTICS = 4
+# Published VAEs have at most 512 channels and 3 layers a level.
+_MOST_CHANNELS, _MOST_LAYERS = 8192, 16
 _RGB = "pictures are RGB"
 
 VAE_RULES = (
@@ -48,9 +50,9 @@ VAE_RULES = (
     FieldRule(
         name="block_out_channels",
         default=[64],
-        values=list_of(whole(1), "a list of whole numbers, one for each level"),
+        values=list_of(whole(1, _MOST_CHANNELS), "a list of whole numbers, one for each level"),
     ),
-    FieldRule(name="layers_per_block", default=1, values=whole(1)),
+    FieldRule(name="layers_per_block", default=1, values=whole(1, _MOST_LAYERS)),
     FieldRule(name="act_fn", default="silu", values=only("silu", "swish", "mish", "gelu", "relu")),
     FieldRule(name="latent_channels", default=4, values=whole(1)),
     FieldRule(name="norm_num_groups", default=32, values=whole(1)),

@@ -95,27 +95,21 @@ def variants_in(names: Iterable[str], naming: WeightsNaming) -> frozenset[str]:
     return frozenset(match[1] or match[2] or "" for name in names if (match := pattern.fullmatch(name)))
 
 
-def choose_variant(variants: Mapping[str, frozenset[str]], preferred: str = "") -> str:
+def choose_variant(variants: Mapping[str, frozenset[str]]) -> str:
     """Return the variant that a model is loaded in: "" where all parts have plain weights.
 
     With another one, parts that have no weights of it are loaded from plain ones, as Diffusers does.
 
     Args:
         variants: By part, what it has weights of.
-        preferred: What the operator asks for; "" leaves the choice.
 
     Raises:
         ValueError: With a sentence, where no variant does for all parts.
     """
     there = sorted(frozenset().union(*variants.values()) - {""})
-    if preferred and preferred not in there:
-        known = f"it has {', '.join(there)}" if there else "it has plain weights alone"
-        raise ValueError(f"the model has no weights of the variant {preferred}; {known}")
-    if not preferred and all("" in found for found in variants.values()):
+    if all("" in found for found in variants.values()):
         return ""
     fit = [name for name in there if all({name, ""} & found for found in variants.values())]
-    if preferred:
-        fit = [name for name in fit if name == preferred]
     if len(fit) == 1:
         return fit[0]
     lacking = [part for part, found in variants.items() if "" not in found]

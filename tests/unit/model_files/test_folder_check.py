@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -119,3 +120,14 @@ def test_a_preset_that_cannot_be_used_keeps_a_model_from_being_served(tmp_path: 
     assert "bottega.json" in problem
     assert "steps" in problem
     assert "\n" not in problem
+
+
+@pytest.mark.parametrize("entry", [{"content": ["x"], "id": 1}, {"content": {}, "id": 1}, ["x"], None, 7])
+def test_a_tokenizer_with_odd_added_tokens_is_checked_without_a_traceback(entry: object, tmp_path: Path) -> None:
+    link_model(tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer" / "tokenizer.json"
+    content = json.loads(path.read_bytes())
+    content["added_tokens"].append(entry)
+    path.unlink()
+    path.write_text(json.dumps(content))
+    assert all(problem.startswith("tokenizer/") for problem in check_model_folder(tmp_path / "model").problems)

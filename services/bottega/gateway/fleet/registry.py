@@ -50,7 +50,7 @@ class Fleet:
         self._members: dict[MemberKey, Member] = {}
         self._seen = SeenModels(grace_s=model_grace_s, clock=clock)
         self._merged_models: dict[str, image_pb2.Model] = {}  # until somebody comes or goes
-        self._refused: dict[str, Member] = {}
+        self._refused: dict[MemberKey, Member] = {}
         self.closed = asyncio.Event()
         self._observers: list[FleetObserver] = []
 
@@ -87,7 +87,7 @@ class Fleet:
                 registration=said, joined_at=now, heard_at=now, instance=instance, host=host
             )
         self._note_presence(member, now)
-        self._refused.pop(member.name, None)
+        self._refused.pop(key, None)
         _log.info("member joined", extra={"member": member.name, "address": said.address})
         for observer in self._observers:
             observer.member_joined(member)
@@ -168,8 +168,8 @@ class Fleet:
     def refused(self) -> list[Member]:
         """Return the workers that ended lately because they cannot serve their model, by name."""
         oldest = self._clock.monotonic() - _REFUSED_KEPT_S
-        self._refused = {name: member for name, member in self._refused.items() if member.heard_at > oldest}
-        return [self._refused[name] for name in sorted(self._refused)]
+        self._refused = {key: member for key, member in self._refused.items() if member.heard_at > oldest}
+        return [self._refused[key] for key in sorted(self._refused)]
 
     def services(self, kind: str) -> list[Member]:
         """Services of a kind that are here, by name. Those that use the kind are woken when others are."""
@@ -303,9 +303,9 @@ class Fleet:
         """Remember a worker that had no model and said why, now that it has left."""
         if not member.is_worker or member.models or not member.load.left_out:
             return
-        self._refused[member.name] = member
-        for name in list(self._refused)[:-_MOST_REFUSED]:
-            del self._refused[name]
+        self._refused[member.kind, member.name] = member
+        for key in list(self._refused)[:-_MOST_REFUSED]:
+            del self._refused[key]
 
     def _note_presence(self, member: Member, now: float) -> None:
         """A member comes or goes."""
