@@ -258,9 +258,9 @@ def check_lora_steps(
 
 
 def waits_for_loras(spec: GenerationSpec) -> str:
-    """Return the words of a caller by which no step is made without its LoRAs; empty where there are none.
+    """Return the request field that forbids steps without LoRAs, for error messages; empty if none does.
 
-    An EXACT that only the seed stands for is no such word: it gives way to what is said of a single LoRA.
+    A default fidelity of EXACT, which a seed brings, does not forbid them: the fields of a single LoRA override it.
 
     Args:
         spec: As the caller sent it.

@@ -84,7 +84,7 @@ def _noise_schedule(spacing: str, *predictions: str) -> tuple[FieldRule, ...]:
                 text=f"a whole number from 1 to {_MOST_TRAIN_TIMESTEPS}",
                 accepts=lambda value: whole(1).accepts(value) and value <= _MOST_TRAIN_TIMESTEPS,  # type: ignore[operator]
             ),
-            why="the noise levels of training are kept in memory",
+            why="each of them takes memory; published models have 1000",
         ),
         FieldRule(name="beta_start", default=0.0001, values=_SHARE),
         FieldRule(name="beta_end", default=0.02, values=_SHARE),
@@ -104,7 +104,12 @@ _LAST_SIGMA = FieldRule(name="final_sigmas_type", default="zero", values=only("z
 _THRESHOLDING = (
     FieldRule(name="thresholding", default=False, values=FLAG),
     FieldRule(name="dynamic_thresholding_ratio", default=0.995, values=FRACTION),
-    FieldRule(name="sample_max_value", default=1.0, values=POSITIVE, why="else nothing of a picture is left"),
+    FieldRule(
+        name="sample_max_value",
+        default=1.0,
+        values=POSITIVE,
+        why="at 0 every value of the picture would be clipped to 0",
+    ),
 )
 
 SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
@@ -127,7 +132,12 @@ SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
         "DDIMScheduler": (
             *_noise_schedule("leading", "epsilon", "v_prediction", "sample"),
             FieldRule(name="clip_sample", default=True, values=FLAG),
-            FieldRule(name="clip_sample_range", default=1.0, values=POSITIVE, why="else nothing of a picture is left"),
+            FieldRule(
+                name="clip_sample_range",
+                default=1.0,
+                values=POSITIVE,
+                why="at 0 every value of the picture would be clipped to 0",
+            ),
             FieldRule(name="set_alpha_to_one", default=True, values=FLAG),
             *_THRESHOLDING,
         ),
@@ -252,7 +262,7 @@ def _broken_sigmas(config: Mapping[str, Any]) -> Iterator[str]:
 def _broken_continuous(config: Mapping[str, Any]) -> Iterator[str]:
     continuous = config["timestep_type"] == "continuous" and config["prediction_type"] == "v_prediction"
     if continuous and config["interpolation_type"] == "log_linear" and not any(config[name] for name in _SIGMAS):
-        yield 'interpolation_type must be "linear" with continuous timesteps: else Diffusers makes a step too many'
+        yield 'interpolation_type must be "linear" with continuous timesteps: with "log_linear" Diffusers makes one step more than asked'
 
 
 def _broken_solver(config: Mapping[str, Any]) -> Iterator[str]:

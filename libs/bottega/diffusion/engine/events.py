@@ -105,7 +105,7 @@ class LoraRecord:
     load_s: float
     """Until it was here."""
     wait_s: float
-    """That the job could not go on for want of its LoRAs."""
+    """Seconds that the job waited for its LoRAs."""
     patch_s: float
     """Of putting them into weights; 0 where they were in already, or only ever beside them."""
     mixed_alphas: bool = False

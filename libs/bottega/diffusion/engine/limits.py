@@ -67,7 +67,7 @@ def check_drawable(spec: ResolvedSpec, limits: EngineLimits, model: Model) -> No
 
 
 def _undrawable_steps(spec: ResolvedSpec, samplers: ModelSamplers) -> Iterator[Violation]:
-    """Yield why the model's scheduler configuration cannot draw with the sampler, or not in so many steps."""
+    """Yield a violation if the scheduler configuration cannot run this sampler, or this number of steps."""
     if spec.num_inference_steps < 1:
         return  # that is refused already
     if reason := samplers.refusals.get(spec.sampling):

@@ -59,8 +59,8 @@ class ActivationsAddOn(AddOn):
         """Raise RecordingNotKept: a recording changes with every edit of its image, and no earlier state is kept."""
         recording = spec.techniques.recording
         text = (
-            f"the edit took what it does not redraw from recording {recording}, as that was then, and nothing draws it"
-            " again; without techniques.recording the request is another edit"
+            f"this edit reused recording {recording}, which has changed since, so the picture cannot be redrawn; remove"
+            " techniques.recording to draw a new edit"
         )
         raise RecordingNotKept(text, metadata={"recording": recording})
 
