@@ -262,7 +262,8 @@ def _broken_sigmas(config: Mapping[str, Any]) -> Iterator[str]:
 def _broken_continuous(config: Mapping[str, Any]) -> Iterator[str]:
     continuous = config["timestep_type"] == "continuous" and config["prediction_type"] == "v_prediction"
     if continuous and config["interpolation_type"] == "log_linear" and not any(config[name] for name in _SIGMAS):
-        yield 'interpolation_type must be "linear" with continuous timesteps: with "log_linear" Diffusers makes one step more than asked'
+        why = 'with "log_linear" Diffusers makes one step more than asked'
+        yield f'interpolation_type must be "linear" with continuous timesteps: {why}'
 
 
 def _broken_solver(config: Mapping[str, Any]) -> Iterator[str]:

@@ -79,8 +79,8 @@ def test_what_is_published_for_sdxl_is_served(part: str, changes: dict[str, Any]
             "unet",
             {"sample_size": [128, 96]},
             (
-                "unet/config.json: sample_size must be a whole number from 1 to 16384, not [128, 96]: it gives the default size "
-                "of pictures"
+                "unet/config.json: sample_size must be a whole number from 1 to 16384, not [128, 96]: it gives "
+                "the default size of pictures"
             ),
         ),
         (
