@@ -44,11 +44,11 @@ def command(address: str, once: bool, verbose: bool) -> None:
         if once or not console.is_terminal:
             print_table(fleet_table(client.fleet()))
             return
-        with Live(fleet_table(client.fleet()).table, console=console, auto_refresh=False) as live:
+        with Live(fleet_table(client.fleet()), console=console, auto_refresh=False) as live:
             try:
                 while True:
                     time.sleep(_LOOK_S)
-                    live.update(fleet_table(client.fleet()).table, refresh=True)
+                    live.update(fleet_table(client.fleet()), refresh=True)
             except KeyboardInterrupt:
                 return
 
@@ -56,7 +56,12 @@ def command(address: str, once: bool, verbose: bool) -> None:
 def fleet_table(fleet: ListMembersResponse, *, starts: bool = False) -> PlainTable:
     """One row a service; the gateway's queue stands below. starts: with what the newest start of each took."""
     columns = ["service", "kind", "address", "serves", "device", ">running", ">steps", ">memory", ">since"]
-    table = PlainTable(*columns, *([">start"] if starts else []))
+    table = PlainTable(
+        *columns,
+        *([">start"] if starts else []),
+        wraps=("serves", "device"),
+        optional=("since", "steps", "device", "memory", "kind", "running"),
+    )
     for member in fleet.members:
         start_s = member.load.start_s
         table.add_row(*_row(member), *([f"{start_s:.1f} s" if start_s else ""] if starts else []))
@@ -70,7 +75,9 @@ def fleet_table(fleet: ListMembersResponse, *, starts: bool = False) -> PlainTab
 
 def accelerations_table(fleet: ListMembersResponse) -> PlainTable:
     """One row for each way to compute faster that a worker has tried, or left untried, and why."""
-    table = PlainTable("worker", "acceleration", "used", ">times as fast", ">differs by", "why not")
+    table = PlainTable(
+        "worker", "acceleration", "used", ">times as fast", ">differs by", "why not", optional=("differs by",)
+    )
     for member in fleet.members:
         for each in member.load.accelerations:
             timed = f"{each.speedup:.2f}" if each.speedup else ""

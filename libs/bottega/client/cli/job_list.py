@@ -17,7 +17,7 @@ _STATES = ("queued", "running", "completed", "failed", "cancelled")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _AGO = re.compile(r"(\d{1,6})([smhd])")
 # Of a prompt: enough to know it again.
-_PROMPT_COLUMNS = 60
+_PROMPT_COLUMNS = 120
 # A page may have no jobs and not be the last one: so many are turned for a person who waits.
 _MOST_PAGES = 100
 
@@ -66,15 +66,16 @@ def list_command(
                 break
             page_token = page.next_page_token
     if page.jobs:
-        print_table(_table(page.jobs))
+        print_table(jobs_table(page.jobs))
     elif not page.next_page_token:
         note("There are no such jobs." if states or since or until or page_token else "There are no jobs yet.")
     if page.next_page_token:
         note(f"More: {_next_page_command(states, since, until, number)} --page {shlex.quote(page.next_page_token)}")
 
 
-def _table(jobs: tuple[JobStatus, ...]) -> PlainTable:
-    table = PlainTable("job", "state", ">steps", "accepted", ">took", "prompt", wraps_last=True)  # and cuts no id
+def jobs_table(jobs: tuple[JobStatus, ...]) -> PlainTable:
+    """Return one row for each job."""
+    table = PlainTable("job", "state", ">steps", "accepted", ">took", "prompt", optional=("accepted", "took", "steps"))
     for job in jobs:
         table.add_row(*_row(job))
     return table

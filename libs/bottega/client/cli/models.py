@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 
 from bottega.client.cli.gateway_options import address_option, connect
@@ -21,14 +23,30 @@ def command(address: str) -> None:
     if not models:
         note("No worker has joined yet; bottega fleet shows who has.")
         return
-    table = PlainTable("model", ">workers", "size", ">steps", ">guidance", "sampler", "computes in", "hash")
+    print_table(models_table(models))
+
+
+def models_table(models: Sequence[Model]) -> PlainTable:
+    """Return one row for each model; the samplers that it does not draw with stand below."""
+    table = PlainTable(
+        "model",
+        ">workers",
+        "size",
+        ">steps",
+        ">guidance",
+        "sampler",
+        "computes in",
+        "hash",
+        wraps=("model", "sampler"),
+        optional=("hash", "workers", "computes in"),
+    )
     for model in models:
         table.add_row(*_row(model))
     refused = [(model, choice) for model in models for choice in model.sampler_choices if choice.refused_because]
     if refused:
         told = "{} does not draw with {}: {}"
         table.add_caption(*(told.format(model.name, _choice(each), each.refused_because) for model, each in refused))
-    print_table(table)
+    return table
 
 
 def _row(model: Model) -> tuple[str, ...]:

@@ -87,7 +87,9 @@ def list_tenants(*, file: Path) -> None:
     if not tenants:
         note("No tenant is there; bottega tenants add NAME adds one.")
         return
-    table = PlainTable("tenant", "state", "weight", "quotas", "may use", "keys")
+    table = PlainTable(
+        "tenant", "state", "weight", "quotas", "may use", "keys", wraps=("quotas", "may use"), optional=("weight",)
+    )
     for tenant in tenants:
         keys = ", ".join(f"btg_{key.key_id}_..." for key in tenant.keys)
         quotas = ", ".join(f"{name} {most}" for name, most in dataclasses.asdict(tenant.quotas).items() if most)

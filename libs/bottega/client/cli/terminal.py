@@ -6,22 +6,31 @@ markup is read, and nothing of it steers the terminal. Colours are given beside 
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import click
 
 from bottega.client.cli.escaping import escaped
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.progress import ProgressColumn
+    from rich.table import Table
 
 # Of a cell of a table: what no terminal has room for need not be looked at.
 _LONGEST_CELL = 400
 _HASH_LETTERS = 12
+# Columns of a terminal. Text that wraps is readable in so many:
+_NARROWEST_TEXT = 20
+# Between two columns of a table, and at its two edges, as SIMPLE_HEAD has them.
+_GAP = 3
+_EDGES = 2
+# Captions of tables that go into a file or a pipe wrap here.
+_WIDTH_OF_FILES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,43 +74,117 @@ def confirm(question: str) -> None:
 
 
 class PlainTable:
-    """A table in the command's one look; columns that begin with > are numbers. Without any name it has no head.
+    """A table in the command's one look, which fits the width that it is shown at.
 
-    wraps_last: the last column takes more than one line where there is no room, so that no other one is cut.
-    table: for what shows it again and again.
+    Where there is no room, the optional columns are left out first, and a line below the table names them. Text then
+    wraps. Neither a header nor a cell is cut.
+
+    Args:
+        columns: Headers. One that begins with > is right-aligned and never wraps. Without any text there is no head.
+        wraps: Headers of columns that may take several lines; the last column may in any case.
+        optional: Headers of columns that may be left out, the least important one first.
     """
 
-    def __init__(self, *columns: str, wraps_last: bool = False) -> None:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-
-        self.table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_header=any(columns))
-        for column in columns:
-            justify = "right" if column.startswith(">") else "left"
-            self.table.add_column(column.removeprefix(">"), justify=justify, no_wrap=True)  # type: ignore[arg-type]
-        self.table.columns[-1].no_wrap = not wraps_last
-        self.table.columns[-1].overflow = "fold" if wraps_last else "ellipsis"
+    def __init__(self, *columns: str, wraps: Sequence[str] = (), optional: Sequence[str] = ()) -> None:
+        last = columns[-1].removeprefix(">")
+        self._columns = tuple(
+            _Column(
+                header=name.removeprefix(">"),
+                is_number=name.startswith(">"),
+                may_wrap=not name.startswith(">") and name in {*wraps, last},
+            )
+            for name in columns
+        )
+        self._optional = tuple(optional)
+        self._rows: list[tuple[str, ...]] = []
+        self._caption: tuple[str, ...] = ()
 
     def add_row(self, *cells: str) -> None:
-        """One line, or more."""
-        from rich.text import Text
-
-        self.table.add_row(*(Text(escaped(cell[:_LONGEST_CELL])) for cell in cells))
+        """Add one row; empty cells stand for those that are missing at its end."""
+        texts = [escaped(cell[:_LONGEST_CELL]) for cell in cells]
+        self._rows.append((*texts, *[""] * (len(self._columns) - len(texts))))
 
     def add_caption(self, *lines: str) -> None:
-        """Put lines below it."""
+        """Put lines below the table."""
+        self._caption = tuple(map(escaped, lines))
+
+    @property
+    def table(self) -> Table:
+        """The table with all its columns."""
+        return self._rich_table(frozenset())
+
+    @property
+    def full_width(self) -> int:
+        """Columns of a terminal that shows every cell on one line."""
+        return _table_width(self._widths(range(len(self._columns))))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        yield self._rich_table(self._left_out_at(options.max_width))
+
+    def _widths(self, indices: Iterable[int], *, wrapped: bool = False) -> list[int]:
+        """Return the width that each of these columns needs. wrapped: where text wraps as far as it may."""
+        from rich.cells import cell_len
+
+        widths = []
+        for index in indices:
+            column = self._columns[index]
+            header = cell_len(column.header)
+            width = max([header, *(cell_len(row[index]) for row in self._rows)])
+            widths.append(max(header, min(width, _NARROWEST_TEXT)) if wrapped and column.may_wrap else width)
+        return widths
+
+    def _left_out_at(self, width: int) -> frozenset[int]:
+        """Return the columns that a terminal of this width has no room for."""
+        left_out: set[int] = set()
+        headers = [column.header for column in self._columns]
+        for name in self._optional:
+            shown = [index for index in range(len(headers)) if index not in left_out]
+            if _table_width(self._widths(shown, wrapped=True)) <= width:
+                break
+            if name in headers:
+                left_out.add(headers.index(name))
+        return frozenset(left_out)
+
+    def _rich_table(self, left_out: frozenset[int]) -> Table:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
         from rich.text import Text
 
-        self.table.caption = Text("\n".join(map(escaped, lines)))
-        self.table.caption_justify = "left"
+        shown = [index for index in range(len(self._columns)) if index not in left_out]
+        has_head = any(column.header for column in self._columns)
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_header=has_head)
+        for index in shown:
+            column = self._columns[index]
+            justify: Literal["left", "right"] = "right" if column.is_number else "left"
+            table.add_column(column.header, justify=justify, no_wrap=not column.may_wrap, overflow="fold")
+        for row in self._rows:
+            table.add_row(*(Text(row[index]) for index in shown))
+        names = ", ".join(self._columns[index].header for index in sorted(left_out))
+        caption = [*self._caption, *([f"a wider terminal shows more: {names}"] if left_out else [])]
+        if caption:
+            table.caption = Text("\n".join(caption))
+            table.caption_justify = "left"
+        return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    header: str
+    is_number: bool
+    may_wrap: bool
+
+
+def _table_width(widths: Sequence[int]) -> int:
+    """Return the columns of a terminal that a table of these columns takes."""
+    return sum(widths) + _GAP * (len(widths) - 1) + _EDGES
 
 
 def print_table(table: PlainTable) -> None:
-    """A table as a result; never cut where there is no terminal to fit it into."""
+    """Print a table as a result. A file or a pipe gets all columns, and each row on one line, unless COLUMNS is set."""
     console = new_console()
-    if not console.is_terminal:
-        console = new_console(width=200)
-    console.print(table.table)
+    if not console.is_terminal and not os.environ.get("COLUMNS"):
+        console = new_console(width=max(table.full_width, _WIDTH_OF_FILES))
+    console.print(table)
 
 
 def size_text(size_bytes: int) -> str:

@@ -40,11 +40,11 @@ def command(address: str, once: bool) -> None:
         if once or not console.is_terminal:
             print_table(top_table(_look(client, rates), rates))
             return
-        with Live(top_table(_look(client, rates), rates).table, console=console, auto_refresh=False) as live:
+        with Live(top_table(_look(client, rates), rates), console=console, auto_refresh=False) as live:
             try:
                 while True:
                     time.sleep(_LOOK_S)
-                    live.update(top_table(_look(client, rates), rates).table, refresh=True)
+                    live.update(top_table(_look(client, rates), rates), refresh=True)
             except KeyboardInterrupt:
                 return
 
@@ -52,7 +52,17 @@ def command(address: str, once: bool) -> None:
 def top_table(fleet: ListMembersResponse, rates: FleetRates) -> PlainTable:
     """One row a service; what waits stands below."""
     table = PlainTable(
-        "service", "kind", ">running", ">done/min", ">failed/min", ">steps/s", ">batch", ">asked/s", ">hits", ">memory"
+        "service",
+        "kind",
+        ">running",
+        ">done/min",
+        ">failed/min",
+        ">steps/s",
+        ">batch",
+        ">asked/s",
+        ">hits",
+        ">memory",
+        optional=("kind", "memory", "asked/s", "batch", "hits"),
     )
     for member in fleet.members:
         table.add_row(*_row(member, rates.of(member)))

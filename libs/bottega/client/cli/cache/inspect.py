@@ -40,7 +40,7 @@ def command(*, entry: str, output: Path | None, address: str) -> None:
         raise click.UsageError(f"the picture is PNG: name the file {target.with_suffix('.png')}")
     with connect(address) as client:
         found = client.cache_entry(name)
-    table = PlainTable("", "", wraps_last=True)
+    table = PlainTable("", "")
     for label, text in _facts(found.entry):
         table.add_row(label, text)
     print_table(table)

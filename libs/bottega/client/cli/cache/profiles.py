@@ -36,7 +36,7 @@ def command(*, address: str) -> None:
 
 def print_profiles(profiles: Sequence[CacheProfile], names: Mapping[str, str]) -> None:
     """A table, and how each was measured. names: of models, by their hash."""
-    table = PlainTable("model", "fidelity", "words", *(f">{fraction:.0%}" for fraction in FRACTIONS))
+    table = PlainTable("model", "fidelity", "words", *(f">{fraction:.0%}" for fraction in FRACTIONS), wraps=("model",))
     titles = {each.model_hash: names.get(each.model_hash, short_hash(each.model_hash)) for each in profiles}
     for profile in profiles:
         for row in _rows(profile):

@@ -39,7 +39,17 @@ def list_command(*, address: str) -> None:
     if not nets:
         note("Nobody hosts a ControlNet; bottega fleet shows whether a ControlNet server has joined.")
         return
-    table = PlainTable("controlnet", ">size", "for", "loaded at", ">hosts", ">popularity", ">similarity")
+    table = PlainTable(
+        "controlnet",
+        ">size",
+        "for",
+        "loaded at",
+        ">hosts",
+        ">popularity",
+        ">similarity",
+        wraps=("for", "loaded at"),
+        optional=("similarity", "popularity", "size"),
+    )
     for net in nets:
         table.add_row(*_row(net))
     print_table(table)
@@ -60,7 +70,16 @@ def where(*, name: str, address: str) -> None:
         fail(
             f"nobody hosts {name}", f"Hosted: {names}" if names else "No ControlNet is hosted; bottega fleet says more."
         )
-    table = PlainTable("host", "kind", "address", "state", ">sessions", ">popularity", "hash")
+    table = PlainTable(
+        "host",
+        "kind",
+        "address",
+        "state",
+        ">sessions",
+        ">popularity",
+        "hash",
+        optional=("hash", "popularity", "kind"),
+    )
     for net in found:
         for host in net.hosts:
             kind = "controlnet" if host.server else "worker"

@@ -51,7 +51,7 @@ def list_command(*, address: str) -> None:
     if not loras:
         note("There are no LoRAs yet: bottega loras add NAME FILE.")
         return
-    table = PlainTable("lora", "base", ">rank", ">size", "pinned", "trigger words")
+    table = PlainTable("lora", "base", ">rank", ">size", "pinned", "trigger words", optional=("pinned", "rank"))
     for lora in loras:
         facts = (str(lora.rank), size_text(lora.size_bytes), "yes" if lora.pinned else "")
         table.add_row(lora.name, lora.base, *facts, ", ".join(lora.trigger_words))

@@ -40,7 +40,7 @@ def quarantine_command(*, address: str) -> None:
     """
     with connect(address) as client:
         stores = client.lora_quarantines()
-    table = PlainTable("lora", "base", ">size", "since", "id", "store")
+    table = PlainTable("lora", "base", ">size", "since", "id", "store", wraps=("base",), optional=("size", "since"))
     for store in stores:
         for lora in store.loras:
             since = datetime.fromtimestamp(lora.since_s, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -64,7 +64,7 @@ def _show_by_model(templates: Sequence[FleetTemplate]) -> None:
 
 def templates_table(templates: Sequence[FleetTemplate]) -> PlainTable:
     """Of one model; a line fits into 80 letters."""
-    table = PlainTable("template", "pixels", ">steps", ">size", ">uses", ">used", "where", wraps_last=True)
+    table = PlainTable("template", "pixels", ">steps", ">size", ">uses", ">used", "where", optional=("used", "pixels"))
     for known in templates:
         record = known.record
         table.add_row(
@@ -82,7 +82,7 @@ def templates_table(templates: Sequence[FleetTemplate]) -> PlainTable:
 def holders_table(holders: Sequence[TemplateHolder]) -> PlainTable:
     """How full each is."""
     on_disk = any(each.kind == kinds.ACTIVATIONS for each in holders)
-    table = PlainTable("kept by", ">templates", "in memory", *(["on disk"] if on_disk else []), wraps_last=True)
+    table = PlainTable("kept by", ">templates", "in memory", *(["on disk"] if on_disk else []))
     for each in holders:
         table.add_row(
             f"{_TITLES.get(each.kind, each.kind)} {each.name}",

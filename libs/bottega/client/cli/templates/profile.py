@@ -88,13 +88,15 @@ def show(profile: BlockProfile, name: str, steps: int, budget_bytes: int, every:
     """Prints it: what is worth most first, then what that comes to. budget_bytes: of one template; 0 is none."""
     found = worth(profile, steps=steps, budget_bytes=budget_bytes)
     rows = found.groups if every else found.groups[:_MOST_ROWS]
-    table = PlainTable("part of the model", ">size", ">in full", ">masked", ">ms/MiB", "kept")
+    table = PlainTable(
+        "part of the model", ">size", ">in full", ">masked", ">ms/MiB", "kept", wraps=("part of the model",)
+    )
     for group in rows:
         table.add_row(*_row(group))
     print_table(table)
     if len(rows) < len(found.groups):
         say(f"{len(found.groups) - len(rows)} more parts that save less: --all")
-    facts = PlainTable("", "", wraps_last=True)
+    facts = PlainTable("", "")
     for label, text in _facts(found, profile, steps, budget_bytes):
         facts.add_row(label, text)
     say(f"{name}, {profile.width}x{profile.height}, {profile.dtype}:")
