@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import psutil
 import pytest
 import yaml
 
+from bottega.client import Client
 from bottega.client.instance import InstanceProcess, InstanceRecord, StateFolder
 from bottega.client.suite import ports
 from bottega.client.suite.background import end_orphans
@@ -23,7 +25,7 @@ from bottega.client.suite.log_reader import LogFollower, last_lines, services_wi
 from bottega.client.suite.plan import PortTaken, SuiteOptions, plan_suite
 from bottega.client.suite.ports import free_ports
 from bottega.client.suite.service_log import ServiceLog, fields_of, lines_of
-from bottega.client.transport.address import default_fleet_address
+from bottega.client.transport.address import default_address, default_fleet_address
 from bottega.miniature import WEIGHTS
 from bottega.model_files import name_of
 
@@ -224,6 +226,19 @@ def test_the_fleet_is_listed_where_one_says_else_where_the_suite_that_runs_here_
         assert default_fleet_address("127.0.0.1:8470") == "fleet.example:1"
     monkeypatch.delenv("BOTTEGA_FLEET")
     assert default_fleet_address("127.0.0.1:8470") == "127.0.0.1:8472"
+
+
+def test_the_sdk_finds_the_suite_that_the_command_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOTTEGA_STATE", str(tmp_path))
+    monkeypatch.delenv("BOTTEGA_ADDRESS", raising=False)
+    assert default_address() == "127.0.0.1:8470"
+    state = StateFolder(tmp_path)
+    with state.hold():
+        state.write(dataclasses.replace(record(), address="127.0.0.1:9470"))
+        with Client() as client:
+            assert client.address == "127.0.0.1:9470"
+        monkeypatch.setenv("BOTTEGA_ADDRESS", "drawing.example:443")
+        assert default_address() == "drawing.example:443"
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}', "not json"])

@@ -8,11 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
-from bottega.client.instance import StateFolder
 from bottega.client.sdk.clients import Client
 from bottega.client.transport.address import default_address
 from bottega.client.transport.retry import RetryPolicy
-from bottega.state_folder import state_folder
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -96,7 +94,6 @@ def _note_fleet_address(ctx: click.Context, _: click.Parameter, value: str | Non
 
 
 def _choose_address(ctx: click.Context, _: click.Parameter, value: str | None) -> str:
-    running = None if value else StateFolder(state_folder()).running()
-    address = value or (running.address if running else default_address())
+    address = value or default_address()
     gateway_choice(ctx).address = address
     return address

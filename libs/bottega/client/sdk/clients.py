@@ -15,7 +15,8 @@ from bottega.client.addons.templates.client import AsyncTemplateMethods, Templat
 class AsyncClient(AsyncCacheMethods, AsyncControlNetMethods, AsyncLoraMethods, AsyncTemplateMethods):
     """A connection to a gateway.
 
-    address: host:port; $BOTTEGA_ADDRESS or 127.0.0.1:8470 when absent.
+    address: host:port; when absent $BOTTEGA_ADDRESS, else that of the suite that runs here (`bottega up`), else
+        127.0.0.1:8470. While nothing answers there, a warning is logged after 1.5 s, and the call goes on trying.
     fleet_address: host:port where the gateway lists its services, which fleet() and the methods about ControlNets,
         LoRAs, caches and templates need; drawing needs it not. $BOTTEGA_FLEET when absent, else that of the suite that
         runs here, else port 8472 of the gateway's machine.

@@ -14,8 +14,15 @@ DEFAULT_FLEET_PORT = 8472
 
 
 def default_address() -> str:
-    """host:port from the environment, else the gateway's own default on this machine."""
-    return os.environ.get(ADDRESS_VARIABLE) or f"127.0.0.1:{DEFAULT_PORT}"
+    """Return host:port of the gateway for whoever names none, command and SDK alike.
+
+    It is that of $BOTTEGA_ADDRESS, else of the suite that runs from the state folder, else the gateway's default port
+    on this machine.
+    """
+    if chosen := os.environ.get(ADDRESS_VARIABLE):
+        return chosen
+    running = StateFolder(state_folder()).running()
+    return running.address if running else f"127.0.0.1:{DEFAULT_PORT}"
 
 
 def default_fleet_address(address: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -33,19 +33,23 @@ CarrierT_co = TypeVar("CarrierT_co", bound="EventCarrier", covariant=True)
 
 # A gateway that has told how a job ended ends the call itself, within this time.
 _END_S = 1.0
+# A caller wants to know within 2 s that nothing answers; a gateway that restarts is mostly back before.
+UNREACHED_S = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTerms:
     """Whom a call is for, how long it may take in all, and how it goes on when it is interrupted.
 
-    fleet: whether that is the gateway's fleet listener.
+    fleet: whether that is the gateway's fleet listener. report_unreached: logs a warning if there is no connection. Calls
+    without an answer after UNREACHED_S make use of it.
     """
 
     address: str
     deadline: CallDeadline
     retry: RetryPolicy
     fleet: bool = False
+    report_unreached: Callable[[], None] = lambda: None
 
 
 class EventCarrier(Protocol):
@@ -75,23 +79,33 @@ async def call_with_retries(
     before_try: brings up to date what of the request depends on the moment, or raises what ends the tries.
     """
     backoff = Backoff(terms.retry, terms.deadline)
-    while True:
-        before_try(request)
-        try:
-            return await method(request, timeout=terms.deadline.remaining_s())
-        except grpc.RpcError as error:
-            failure = _retryable(error, terms)
-        await asyncio.sleep(backoff.wait_s(failure))
+    with _unreached_timer(terms):
+        while True:
+            before_try(request)
+            try:
+                return await method(request, timeout=terms.deadline.remaining_s())
+            except grpc.RpcError as error:
+                failure = _retryable(error, terms)
+            await asyncio.sleep(backoff.wait_s(failure))
 
 
 async def follow_events(
     attach: Callable[[float], EventStream[CarrierT_co]], terms: CallTerms
 ) -> AsyncGenerator[JobEvent | Interrupted, None]:
-    """A job's events until its last one, over as many streams as that takes.
+    """Yield a job's events until its last one, over as many streams as that takes.
 
     attach: opens the stream, given the seconds that it may last; a known job goes on as it stands.
-    Raises the BottegaError that ended the job, or our patience.
+    Raises the BottegaError that ended the job, or the last failure when the patience of `terms` is over.
     """
+    with _unreached_timer(terms):
+        async with contextlib.aclosing(_follow_events(attach, terms)) as items:
+            async for item in items:
+                yield item
+
+
+async def _follow_events(
+    attach: Callable[[float], EventStream[CarrierT_co]], terms: CallTerms
+) -> AsyncGenerator[JobEvent | Interrupted, None]:
     backoff = Backoff(terms.retry, terms.deadline)
     while True:
         accepted = False
@@ -118,6 +132,15 @@ async def follow_events(
         await asyncio.sleep(wait_s)
 
 
+@contextlib.contextmanager
+def _unreached_timer(terms: CallTerms) -> Iterator[None]:
+    timer = asyncio.get_running_loop().call_later(UNREACHED_S, terms.report_unreached)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 async def _wait_for_end(call: EventStream[CarrierT_co]) -> None:
     """Cancelling a call whose last event has come would make it a cancelled one in the gateway's metrics and logs."""
     with contextlib.suppress(TimeoutError):
@@ -131,15 +154,16 @@ async def fetch_image(
 ) -> tuple[Image, bytes]:
     """One finished image and its bytes. Raises InternalError when they do not match their digest."""
     backoff = Backoff(terms.retry, terms.deadline)
-    while True:
-        call = method(request, timeout=terms.deadline.remaining_s())
-        try:
-            return await _read_image(call)
-        except grpc.RpcError as error:
-            failure = _retryable(error, terms)
-        finally:
-            call.cancel()
-        await asyncio.sleep(backoff.wait_s(failure))
+    with _unreached_timer(terms):
+        while True:
+            call = method(request, timeout=terms.deadline.remaining_s())
+            try:
+                return await _read_image(call)
+            except grpc.RpcError as error:
+                failure = _retryable(error, terms)
+            finally:
+                call.cancel()
+            await asyncio.sleep(backoff.wait_s(failure))
 
 
 def check_digest(image: Image, digest: str) -> None:

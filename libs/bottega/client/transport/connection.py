@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
@@ -10,7 +11,7 @@ from dataclasses import replace
 import grpc
 
 from bottega.client.transport.access import checked_key
-from bottega.client.transport.address import default_fleet_address
+from bottega.client.transport.address import ADDRESS_VARIABLE, default_fleet_address
 from bottega.client.transport.calls import CallTerms, RequestT, ResponseT, call_with_retries
 from bottega.client.transport.retry import CallDeadline, RetryPolicy
 from bottega.client.transport.tls import Tls, channels_of, tls_from_environment
@@ -24,6 +25,8 @@ from bottega.v1.image_pb2_grpc import ImageServiceStub
 
 # A call that draws nothing is answered in milliseconds; a gateway that takes longer than this hangs.
 _SHORT_CALL_S = 30.0
+
+_LOG = logging.getLogger(__name__)
 
 _of_fleet: ContextVar[Channels | None] = ContextVar("channels of the fleet", default=None)
 
@@ -62,6 +65,7 @@ class GatewayConnection:
         self._timeout_s = CallDeadline.after(timeout_s).allowed_s
         self._retry = retry
         self.channels = channels_of(tls)
+        self._reported = False
         self._channel = self._open("address", address, api_key=checked_key(api_key))
         self.images = ImageServiceStub(self._channel)
         if fleet_address is not None:
@@ -70,7 +74,9 @@ class GatewayConnection:
     def terms(self, timeout_s: float | None) -> CallTerms:
         """Those of a call that may take so long; None is as long as the connection says."""
         deadline = CallDeadline.after(self._timeout_s if timeout_s is None else timeout_s)
-        return CallTerms(address=self.address, deadline=deadline, retry=self._retry)
+        return CallTerms(
+            address=self.address, deadline=deadline, retry=self._retry, report_unreached=self._report_unreached
+        )
 
     async def call(
         self,
@@ -90,7 +96,7 @@ class GatewayConnection:
         if self._fleet_channel is None:
             self._fleet_address, self._fleet_channel = address, self._open("fleet_address", address)
         _of_fleet.set(self.channels)
-        terms = replace(self._short_terms(), address=address, fleet=True)
+        terms = replace(self._short_terms(), address=address, fleet=True, report_unreached=lambda: None)
         return await call_with_retries(FleetServiceStub(self._fleet_channel).ListMembers, ListMembersRequest(), terms)
 
     async def close(self) -> None:
@@ -98,6 +104,17 @@ class GatewayConnection:
         await self._channel.close()
         if self._fleet_channel is not None:
             await self._fleet_channel.close()
+
+    def _report_unreached(self) -> None:
+        """Log once that nothing answers, for a caller that would else wait in silence until the patience is over."""
+        if self._reported or self._channel.get_state() is grpc.ChannelConnectivity.READY:
+            return
+        self._reported = True
+        _LOG.warning(
+            "no gateway answers at %s yet; trying on. Start one with `bottega up`, or name another: address, %s",
+            self.address,
+            ADDRESS_VARIABLE,
+        )
 
     def _short_terms(self) -> CallTerms:
         return self.terms(min(_SHORT_CALL_S, self._timeout_s))

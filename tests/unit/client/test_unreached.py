@@ -1,0 +1,65 @@
+"""What the SDK says while no gateway answers, and that it goes on trying."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from bottega.client import AsyncClient, RetryPolicy
+from bottega.client.transport import calls
+from bottega.errors import Unavailable
+
+Call = Callable[[AsyncClient], Awaitable[object]]
+
+
+async def _models(client: AsyncClient) -> None:
+    await client.models()
+
+
+async def _generate(client: AsyncClient) -> None:
+    await client.generate("a big red star")
+
+
+async def _image(client: AsyncClient) -> None:
+    await client.job("f" * 32).image()
+
+
+@pytest.mark.parametrize("call", [_models, _generate, _image])
+@pytest.mark.parametrize("silent", [False, True], ids=["refused", "silent"])
+def test_a_warning_says_that_nothing_answers_before_patience_is_over(
+    call: Call, silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """silent: something accepts the connection and says nothing, as behind many a firewall."""
+    monkeypatch.setattr(calls, "UNREACHED_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        if not silent:
+            listener.close()
+        asyncio.run(_call_for(0.4, address, call))
+    (warning,) = [item for item in caplog.records if item.levelno == logging.WARNING and "answers" in item.message]
+    assert warning.message.startswith(f"no gateway answers at {address} yet; trying on.")
+    assert calls.UNREACHED_S < 2
+
+
+async def _call_for(seconds: float, address: str, call: Call) -> None:
+    began_s = time.monotonic()
+    client = AsyncClient(address, retry=RetryPolicy(patience_s=30.0))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(call(client), seconds)
+    assert time.monotonic() - began_s >= seconds, "it went on trying"
+    await client.close()
+
+
+def test_nothing_is_said_when_the_call_ends_before(caplog: pytest.LogCaptureFixture) -> None:
+    async def call() -> None:
+        async with AsyncClient("127.0.0.1:1", retry=RetryPolicy(patience_s=0.0)) as client:
+            with pytest.raises(Unavailable):
+                await client.models()
+
+    asyncio.run(call())
+    assert not [item for item in caplog.records if "answers" in item.message]
