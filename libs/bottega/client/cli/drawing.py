@@ -27,7 +27,7 @@ from bottega.client.types.events import Completed, Progress
 from bottega.client.types.jobs import Priority
 from bottega.client.types.options import GenerationOptions
 from bottega.errors import InvalidRequest, Violation
-from bottega.v1.generation_pb2 import IMAGE_FORMAT_JPEG, MaskUse, Provenance
+from bottega.v1.generation_pb2 import FIDELITY_EXACT, IMAGE_FORMAT_JPEG, MaskUse, Provenance
 
 # In the order of a request's life, as the contract names them; those of add-ons are between the two.
 _FIRST_STAGES = ("validate", "queue", "route", "decode_image", "encode")
@@ -187,11 +187,25 @@ def _report(completed: Completed, output: OutputTarget, elapsed_s: float) -> Non
             say(line)
         for line in part.warn(completed.provenance):
             note(line)
+    note_approximate(completed.provenance)
     if completed.provenance.vae_tiled:
         say("decoded in tiles, which are blended: not to the last level what stock Diffusers draws")
     for cut in completed.provenance.truncations:
         lost = escaped_and_cut(cut.text, _CUT_COLUMNS)
         note(f"{cut.field} was too long for the model; without effect: {lost}")
+
+
+def note_approximate(provenance: Provenance) -> None:
+    """Say on one line that a picture is approximate, and how to have it exact."""
+    if provenance.exact:
+        return
+    stock_vae_dtypes = {"", provenance.dtype, *(["float32"] if provenance.dtype == "float16" else [])}
+    if provenance.vae_tiled or provenance.vae_dtype not in stock_vae_dtypes:
+        note("the picture is approximate: it was decoded in tiles or in another type, as the operator configured it")
+    elif provenance.parameters.fidelity != FIDELITY_EXACT:
+        note("the picture is approximate; --fidelity exact draws it as stock Diffusers does")
+    else:
+        note("the picture is approximate in spite of --fidelity exact: an option or a setting of the gateway allows it")
 
 
 def _mask_facts(use: MaskUse) -> Iterator[str]:

@@ -1,0 +1,38 @@
+"""What commands that draw say of a picture."""
+
+from __future__ import annotations
+
+import pytest
+
+from bottega.client.cli.drawing import note_approximate
+from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_EXACT, Fidelity, GenerationSpec, Provenance
+
+
+@pytest.mark.parametrize(
+    ("exact", "fidelity", "said"),
+    [
+        (True, FIDELITY_BALANCED, ""),
+        (True, FIDELITY_EXACT, ""),
+        (False, FIDELITY_BALANCED, "the picture is approximate; --fidelity exact draws it as stock Diffusers does\n"),
+        (
+            False,
+            FIDELITY_EXACT,
+            "the picture is approximate in spite of --fidelity exact: an option or a setting of the gateway allows it\n",
+        ),
+    ],
+)
+def test_one_line_says_that_a_picture_is_approximate_and_how_to_have_it_exact(
+    exact: bool, fidelity: Fidelity.ValueType, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note_approximate(Provenance(exact=exact, parameters=GenerationSpec(fidelity=fidelity)))
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    "decoded", [Provenance(vae_tiled=True), Provenance(dtype="float16", vae_dtype="bfloat16")], ids=["tiled", "type"]
+)
+def test_a_picture_that_the_operator_made_approximate_is_not_said_to_become_exact(
+    decoded: Provenance, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note_approximate(decoded)
+    assert "as the operator configured it" in capsys.readouterr().err
