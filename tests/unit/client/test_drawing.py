@@ -17,7 +17,7 @@ from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_EXACT, Fidelit
         (
             False,
             FIDELITY_EXACT,
-            "the picture is approximate in spite of --fidelity exact: an option or a setting of the gateway allows it\n",
+            "the picture is approximate in spite of --fidelity exact: an option of the request allows it\n",
         ),
     ],
 )

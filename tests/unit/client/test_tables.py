@@ -49,8 +49,10 @@ def _jobs() -> PlainTable:
 
 
 def _models() -> PlainTable:
-    facts = {"default_width": 1024, "default_height": 1024, "default_steps": 50, "default_guidance_scale": 7.5}
-    return models_table([Model(name="bottega-shapes", workers=1, dtype="float32", model_hash="a" * 64, **facts)])
+    model = Model(name="bottega-shapes", workers=1, dtype="float32", model_hash="a" * 64, default_steps=50)
+    model.default_width = model.default_height = 1024
+    model.default_guidance_scale = 7.5
+    return models_table([model])
 
 
 def _lines(table: PlainTable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -205,7 +205,7 @@ def note_approximate(provenance: Provenance) -> None:
     elif provenance.parameters.fidelity != FIDELITY_EXACT:
         note("the picture is approximate; --fidelity exact draws it as stock Diffusers does")
     else:
-        note("the picture is approximate in spite of --fidelity exact: an option or a setting of the gateway allows it")
+        note("the picture is approximate in spite of --fidelity exact: an option of the request allows it")
 
 
 def _mask_facts(use: MaskUse) -> Iterator[str]:

@@ -41,8 +41,8 @@ UNREACHED_S = 1.5
 class CallTerms:
     """Whom a call is for, how long it may take in all, and how it goes on when it is interrupted.
 
-    fleet: whether that is the gateway's fleet listener. report_unreached: logs a warning if there is no connection. Calls
-    without an answer after UNREACHED_S make use of it.
+    fleet: whether that is the gateway's fleet listener.
+    report_unreached: logs a warning if there is no connection; called when there is no answer after UNREACHED_S.
     """
 
     address: str
