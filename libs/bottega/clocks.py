@@ -7,23 +7,48 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 # A look that comes so many times later than it was to says that this process was stopped, and not just busy.
 _LATE = 2.0
 
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Return the name of the machine's last start, since which the monotonic clock counts; empty if it has none."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """monotonic: for spans and deadlines, in seconds. wall: Unix time in seconds, for people."""
+    """monotonic: for spans and deadlines, in seconds. wall: Unix time in seconds, for people. boot: see boot_id."""
 
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
+    boot: Callable[[], str] = boot_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockMark:
+    """What a later process needs to go on with a steady clock."""
+
+    boot: str
+    """Start of the machine, see boot_id."""
+    ahead_s: float
+    """By how much the steady clock is ahead of the monotonic one, in seconds."""
+    steady: float
+    """What the steady clock said when the mark was made, in seconds."""
 
 
 class SteadyClock:
     """Unix time that goes on evenly, whatever the machine's clock is set to meanwhile: for how old something is.
 
-    It begins at what the clock on the wall says, or where an earlier process was (`go_on_from`).
+    It begins at what the clock on the wall says, or goes on where an earlier process was (`resume`).
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -34,12 +59,24 @@ class SteadyClock:
         """The time now. It never goes back."""
         return self._clock.monotonic() + self._ahead_s
 
-    def go_on_from(self, steady: float, *, wall: float) -> None:
-        """Goes on from a moment of an earlier process, when the two clocks said this.
+    def go_on_from(self, steady: float) -> None:
+        """Go on from a moment of an earlier process, as if nothing had passed since, unless it is later already."""
+        self._ahead_s = max(self._ahead_s, steady - self._clock.monotonic())
 
-        What has passed since is what the machine's clock says, and nothing where that was set back.
+    def mark(self) -> ClockMark:
+        """Return what a later process needs to go on."""
+        return ClockMark(boot=self._clock.boot(), ahead_s=self._ahead_s, steady=self())
+
+    def resume(self, mark: ClockMark) -> None:
+        """Go on from what an earlier process has left.
+
+        The monotonic clock says what has passed since. It begins anew with the machine: then nothing has passed,
+        because the machine's clock may have been set to anything meanwhile.
         """
-        self._ahead_s = steady + max(0.0, self._clock.wall() - wall) - self._clock.monotonic()
+        if mark.boot and mark.boot == self._clock.boot():
+            self._ahead_s = max(mark.ahead_s, mark.steady - self._clock.monotonic())
+        else:
+            self._ahead_s = mark.steady - self._clock.monotonic()
 
 
 class AwakeClock:

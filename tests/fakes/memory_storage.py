@@ -5,7 +5,7 @@ Its job store keeps the rules of every store, and runs through the conformance t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -203,8 +203,8 @@ class MemoryJobStore:
 class MemoryImages(ContentStore):
     """Images in a dictionary, without bounds."""
 
-    def __init__(self) -> None:
-        super().__init__(Path("/nowhere"), budget_bytes=1 << 30, ttl_s=1)
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(Path("/nowhere"), budget_bytes=1 << 30, ttl_s=1, clock=clock)
         self._data: dict[str, bytes] = {}
 
     async def open(self) -> None:
@@ -212,6 +212,9 @@ class MemoryImages(ContentStore):
 
     async def close(self) -> None:
         """Nothing to close."""
+
+    async def assign(self, owners: Mapping[str, Collection[str]]) -> None:
+        """Without bounds, it does not matter whose they are."""
 
     async def put(self, digest: str, data: bytes, *, owner: str = "") -> None:
         self._data[digest] = data
@@ -237,12 +240,11 @@ def memory_storage(clock: Clock, shelf: Shelf | None = None) -> Storage:
     storage = Storage(
         folder=Path("/nowhere"),
         jobs=MemoryJobStore(shelf),
-        images=MemoryImages(),
+        images=MemoryImages(clock),
         max_jobs=1000,
         jobs_bytes=1 << 24,
         jobs_ttl_s=60,
         waiting_bytes=1 << 20,
-        clock=clock,
     )
     try:
         at_once(storage.jobs.open())

@@ -108,7 +108,8 @@ class ContentStore:
     One process at a time may have a folder open.
 
     budget_bytes: of all images together. ttl_s: seconds since an image was last put, whatever the machine's clock is
-    set to meanwhile; a time at which no store was open is what that clock says.
+    set to meanwhile. steady: the time by which they age; let it go on from an earlier life before `open`, or a time at
+    which no store was open is what the machine's clock says.
     """
 
     def __init__(self, folder: Path, *, budget_bytes: int, ttl_s: float, clock: Clock | None = None) -> None:
@@ -116,8 +117,7 @@ class ContentStore:
         self._path = folder
         self._folder = ContentFolder(folder)
         self._ttl_s = ttl_s
-        self._clock = clock or Clock()
-        self._steady = SteadyClock(self._clock)
+        self.steady = SteadyClock(clock or Clock())
         self._pinned: Counter[str] = Counter()
         # Oldest first. Only the writer changes it; the reader looks things up.
         self._entries: dict[str, _Entry] = {}
@@ -191,7 +191,7 @@ class ContentStore:
     def holds(self, digest: str) -> bool:
         """Whether the image is there and good, as far as is known without a look at the disk."""
         entry = self._entries.get(digest)
-        return entry is not None and not entry.damaged and entry.time + self._ttl_s > self._steady()
+        return entry is not None and not entry.damaged and entry.time + self._ttl_s > self.steady()
 
     async def probe(self) -> None:
         """Returns when something could be written, and was taken away again."""
@@ -204,12 +204,12 @@ class ContentStore:
     def _open(self) -> None:
         with os_errors.translated():
             scan = self._folder.open()
-        now, wall = self._steady(), self._clock.wall()
+        now = self.steady()
         files = sorted(scan.files, key=lambda file: file.time)
         self._entries, self._owned, self.size_bytes = {}, {}, 0
         for file in files:
             # A clock that was wrong once must not keep a file for ever: a time to come is now.
-            time = now - max(0.0, wall - file.time)
+            time = now - max(0.0, now - file.time)
             self._enter(file.digest, _Entry(owners={""}, size_bytes=file.size_bytes, time=time, trusted=False))
         self._opened = True
         if scan.foreign:
@@ -225,20 +225,18 @@ class ContentStore:
     def _put(self, digest: str, data: bytes, owner: str) -> None:
         self._keep_in_place()
         with os_errors.translated():
-            entry, now = self._entries.get(digest), self._steady()
-            # What another process will read: too late a time keeps the file a little longer, too early a one loses it.
-            stamp = max(now, self._clock.wall())
+            entry, now = self._entries.get(digest), self.steady()
             if entry and self._folder.confirm(digest, size_bytes=len(data), thoroughly=not entry.trusted):
-                self._folder.renew(digest, time=stamp)
+                self._folder.renew(digest, time=now)
             else:
                 self._make_room(len(data), owner)
-                self._folder.write(digest, data, time=stamp)
+                self._folder.write(digest, data, time=now)
         others = self._leave(digest)
         self._enter(digest, _Entry(owners={owner, *others}, size_bytes=len(data), time=now, trusted=True))
 
     def _renew(self, digest: str) -> bool:
         self._keep_in_place()
-        entry, now = self._entries.get(digest), self._steady()
+        entry, now = self._entries.get(digest), self.steady()
         if entry is None or entry.time + self._ttl_s <= now:
             return False
         with os_errors.translated():
@@ -249,7 +247,7 @@ class ContentStore:
             if not intact:
                 entry.trusted, entry.damaged = False, True
                 return False
-            self._folder.renew(digest, time=max(now, self._clock.wall()))
+            self._folder.renew(digest, time=now)
         owners = self._leave(digest)
         self._enter(digest, _Entry(owners=owners, size_bytes=entry.size_bytes, time=now, trusted=True))
         return True
@@ -257,7 +255,7 @@ class ContentStore:
     def _read(self, digest: str) -> ContentReader | None:
         self._check_opened()
         entry = self._entries.get(digest)
-        if entry is None or entry.time + self._ttl_s <= self._steady():
+        if entry is None or entry.time + self._ttl_s <= self.steady():
             return None
         with os_errors.translated():
             try:
@@ -283,7 +281,7 @@ class ContentStore:
     def _sweep(self) -> bool:
         self._keep_in_place()
         until = time.perf_counter() + _SLICE_S
-        oldest = self._steady() - self._ttl_s
+        oldest = self.steady() - self._ttl_s
         with os_errors.translated():
             while self._entries:
                 digest, entry = next(iter(self._entries.items()))

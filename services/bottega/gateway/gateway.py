@@ -227,7 +227,6 @@ def _storage(config: GatewayConfig, metrics: GatewayMetrics, clock: Clock) -> St
         jobs_bytes=config.jobs_bytes,
         jobs_ttl_s=config.jobs_ttl_s,
         waiting_bytes=2 * config.max_result_bytes,
-        clock=clock,
     )
     metrics.store_waiting.set_function(lambda: jobs.waiting)
     metrics.store_in_trouble.set_function(lambda: storage.trouble is not None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bottega.clocks import AwakeClock, SteadyClock
 from tests.fakes.fake_time import FakeTime
 
@@ -17,27 +19,38 @@ def test_a_clock_that_is_set_back_or_forward_changes_no_age() -> None:
     assert steady() - began == 15
 
 
-def test_another_process_goes_on_from_what_the_one_before_has_left() -> None:
+@pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0, 400 * 86_400.0])
+def test_another_process_goes_on_whatever_the_clock_was_set_to(wrong_s: float) -> None:
     machine = FakeTime(now=100.0)
-    machine.wrong_s = -7200.0  # while the one before ended
-    left, left_wall = 1e9 + machine.now, machine.clock().wall()
-    machine.now += 30
+    mark = SteadyClock(machine.clock()).mark()
+    machine.now, machine.wrong_s = machine.now + 30, wrong_s
     later = SteadyClock(machine.clock())
-    later.go_on_from(left, wall=left_wall)
-    assert later() == left + 30
+    later.resume(mark)
+    assert later() == mark.steady + 30
+    machine.now, machine.wrong_s = machine.now + 5, 0.0
+    assert later() == mark.steady + 35
+
+
+@pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0, 400 * 86_400.0])
+def test_nothing_has_passed_while_the_machine_was_restarted(wrong_s: float) -> None:
+    machine = FakeTime(now=100.0)
+    mark = SteadyClock(machine.clock()).mark()
+    machine.restart_machine()
+    machine.now, machine.wrong_s = 30, wrong_s
+    later = SteadyClock(machine.clock())
+    later.resume(mark)
+    assert later() == mark.steady
     machine.now += 5
-    machine.wrong_s = 0.0
-    assert later() == left + 35
+    assert later() == mark.steady + 5
 
 
-def test_a_clock_that_was_set_back_between_two_processes_takes_nothing_back() -> None:
+def test_a_clock_that_was_never_noted_goes_on_from_what_is_known_and_never_back() -> None:
     machine = FakeTime(now=100.0)
-    left, left_wall = SteadyClock(machine.clock())(), machine.clock().wall()
-    machine.now += 30
-    machine.wrong_s = -7200.0
-    later = SteadyClock(machine.clock())
-    later.go_on_from(left, wall=left_wall)
-    assert later() == left
+    steady = SteadyClock(machine.clock())
+    began = steady()
+    steady.go_on_from(began + 50)
+    steady.go_on_from(began - 50)
+    assert steady() == began + 50
 
 
 def test_time_in_which_this_process_was_stopped_counts_as_one_look() -> None:

@@ -87,7 +87,7 @@ class TemplateInsertion:
         ordered = sorted(templates, key=lambda template: template.use.used_s)
         last_s = ordered[-1].use.used_s if ordered else 0.0
         if last_s > self._now():  # else what is used from now on would count as used longest ago, after the next start
-            self._now.go_on_from(last_s, wall=last_s)
+            self._now.go_on_from(last_s)
         for template in ordered:
             self._next_number = max(self._next_number, template.number + 1)
             is_new = self._table.get(template.key) is None

@@ -25,21 +25,21 @@ from bottega.v1.worker_pb2 import AttemptDecisions
 _OF_REQUEST = tuple(field.name for field in dataclasses.fields(JobRequest))
 
 
-def record_of(job: Job) -> JobRecord:
-    """The record of a job that was just accepted."""
+def record_of(job: Job, *, steady: float) -> JobRecord:
+    """Return the record of a job that was just accepted. steady: what the steady clock says now."""
     return JobRecord(
         **{name: getattr(job.request, name) for name in _OF_REQUEST},
         job_id=job.job_id,
         spec=job.bare.SerializeToString(),
         created_wall=job.created_wall,
-        deadline_wall=_deadline_wall(job),
+        deadline_wall=_deadline_steady(job, steady),
     )
 
 
-def live_record_of(job: Job) -> JobRecord:
-    """Return the record of a job that was stored before and has not ended."""
-    record = dataclasses.replace(record_of(job), sequence=job.sequence)
-    return record.progressed(progress_of(job)) or record
+def live_record_of(job: Job, *, steady: float) -> JobRecord:
+    """Return the record of a job that was stored before and has not ended. steady: what the steady clock says now."""
+    record = dataclasses.replace(record_of(job, steady=steady), sequence=job.sequence)
+    return record.progressed(progress_of(job, steady=steady)) or record
 
 
 def answered_record_of(job: Job, *, steady: float) -> JobRecord:
@@ -47,7 +47,7 @@ def answered_record_of(job: Job, *, steady: float) -> JobRecord:
     outcome = job.outcome
     assert outcome is not None
     assert outcome.provenance is not None
-    return record_of(job).answered(
+    return record_of(job, steady=steady).answered(
         images=outcome.images,
         provenance=outcome.provenance.SerializeToString(),
         end=EndTime(wall=outcome.ended_wall, steady=steady),
@@ -62,11 +62,11 @@ async def inputs_of(job: Job) -> bytes:
     return await copied(job.request.size_bytes, job.spec.SerializeToString)
 
 
-def progress_of(job: Job) -> JobProgress:
-    """What is stored of a job that waits or runs."""
+def progress_of(job: Job, *, steady: float) -> JobProgress:
+    """Return what is stored of a job that waits or runs. steady: what the steady clock says now."""
     return JobProgress(
         state=job.state,
-        deadline_wall=_deadline_wall(job),
+        deadline_wall=_deadline_steady(job, steady),
         started_wall=job.started_wall,
         attempt=job.number,
         deaths=job.losses.deaths,
@@ -89,10 +89,10 @@ def change_of(outcome: JobOutcome, *, number: int, bare: GenerationSpec, tenant:
     return lambda record: record.failed(error=error, end=end)
 
 
-def job_of(record: JobRecord, *, inputs: bytes = b"", life: int, clock: Clock) -> Job:
+def job_of(record: JobRecord, *, inputs: bytes = b"", life: int, clock: Clock, steady: float) -> Job:
     """The job of a record. What only matters while it is drawn (previews, checkpoint, times) starts anew."""
     bare = GenerationSpec.FromString(record.spec)
-    left_s = None if record.deadline_wall is None else record.deadline_wall - clock.wall()
+    left_s = None if record.deadline_wall is None else record.deadline_wall - steady
     job = Job(
         clock=clock,
         spec=GenerationSpec.FromString(inputs) if inputs else bare,
@@ -126,9 +126,9 @@ def outcome_of(record: JobRecord) -> JobOutcome:
     )
 
 
-def _deadline_wall(job: Job) -> float | None:
-    """Its deadline in Unix seconds; None is without bound."""
-    return None if job.deadline is None else job.clock.wall() + job.deadline - job.clock.monotonic()
+def _deadline_steady(job: Job, steady: float) -> float | None:
+    """Return its deadline on the steady clock, which says `steady` now; None is without bound."""
+    return None if job.deadline is None else steady + job.deadline - job.clock.monotonic()
 
 
 def _error_of(error: BottegaError | None) -> bytes:

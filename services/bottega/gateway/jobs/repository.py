@@ -112,7 +112,8 @@ class JobRepository:
         from.
         """
         await self._wait_readable()
-        new = record_of(job) if job.outcome is None else answered_record_of(job, steady=self._storage.steady())
+        steady = self._storage.steady()
+        new = record_of(job, steady=steady) if job.outcome is None else answered_record_of(job, steady=steady)
         if len(new.spec) > _MAX_SPEC_BYTES:
             metadata = {"limit": "spec", "bytes": str(_MAX_SPEC_BYTES)}
             raise TooLarge("a request has too much beside its images", metadata=metadata)
@@ -138,7 +139,7 @@ class JobRepository:
 
     def save(self, job: Job) -> None:
         """Has it written how a live job is now: its attempt, deadline and decisions. Nobody waits for that."""
-        job_id, progress = job.job_id, progress_of(job)
+        job_id, progress = job.job_id, progress_of(job, steady=self._storage.steady())
         self._writes.enqueue(job_id, lambda: self._store.update(job_id, lambda record: record.progressed(progress)))
 
     async def finish(self, job: Job) -> None:
@@ -175,7 +176,7 @@ class JobRepository:
         """Give the records and inputs of the jobs that have not ended, for a store that has lost them."""
         for job in list(self._live.values()):
             if self._live.get(job.job_id) is job:
-                yield live_record_of(job), await inputs_of(job)
+                yield live_record_of(job, steady=self._storage.steady()), await inputs_of(job)
 
     def live(self) -> Iterator[Job]:
         """Jobs that have not ended."""
@@ -296,10 +297,10 @@ class JobRepository:
         try:
             inputs = await self._store.inputs(record.job_id)
         except DataLoss:
-            job = job_of(record, life=self.life, clock=self._clock)
+            job = job_of(record, life=self.life, clock=self._clock, steady=self._storage.steady())
             job.fail(DataLoss("the job's input images are damaged; send it again, with another request_id"))
             return job
-        job = job_of(record, inputs=inputs, life=self.life, clock=self._clock)
+        job = job_of(record, inputs=inputs, life=self.life, clock=self._clock, steady=self._storage.steady())
         if job.state == JOB_STATE_QUEUED:
             job.fail_if_exhausted()
         return job
@@ -316,7 +317,9 @@ class JobRepository:
             fresh = await self._store.get(record.job_id)  # it may have ended since it was read
             job = self._live.get(record.job_id)
             if job is None:
-                job = job_of(fresh or record, inputs=inputs, life=self.life, clock=self._clock)
+                job = job_of(
+                    fresh or record, inputs=inputs, life=self.life, clock=self._clock, steady=self._storage.steady()
+                )
                 if job.live:
                     self._remember(job)
                     self._found.put_nowait(job)
@@ -324,7 +327,7 @@ class JobRepository:
 
     def _read_only(self, record: JobRecord) -> Job:
         """The job as it was written, for looking at only."""
-        job = job_of(record, life=self.life, clock=self._clock)
+        job = job_of(record, life=self.life, clock=self._clock, steady=self._storage.steady())
         if job.live:
             job.detach(self._storage.trouble or StorageUnavailable("the job cannot be followed now"))
         return job

@@ -13,18 +13,18 @@ import errno
 import functools
 import hashlib
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from bottega.background_tasks import BackgroundTasks
-from bottega.clocks import Clock, SteadyClock
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable, TooManyOpenFiles
 from bottega.gateway.jobs.store import JobRecord, JobStore
 from bottega.gateway.jobs.values import StoredImage
 from bottega.process import copied
-from bottega.storage import ContentStore, os_errors
+from bottega.storage import ContentStore, clock_file, os_errors
 
 ResultT = TypeVar("ResultT")
 
@@ -33,6 +33,8 @@ _RETRY_S = 0.5
 # The same for a damaged store, which only a person repairs, and whose check takes a second of a core.
 _DAMAGED_RETRY_S = 5.0
 _SWEEP_S = 1.0
+# Where the steady clock is noted, and how often: after a restart of the machine it goes on from there.
+_CLOCK, _CLOCK_S = "clock.json", 60.0
 # Jobs that are forgotten in one transaction: some milliseconds.
 _SWEEP_JOBS = 100
 # Why a folder cannot be used, where no waiting helps: something else has its name, or it is not for this user.
@@ -54,8 +56,8 @@ class Storage:
 
     folder: of both, for the log. trouble: why nothing can be written now, as callers may read it; None while all is
     well. changed: set whenever trouble begins or ends; its only reader clears it.
-    max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered. steady: the time by which they are
-    forgotten, whatever the machine's clock is set to; it continues that of an earlier life.
+    max_jobs, jobs_bytes, jobs_ttl_s: bounds on the jobs that are remembered. steady: the time by which
+    they and images are forgotten, whatever the machine's clock is set to; it continues that of an earlier life.
     waiting_bytes: of images that may wait in memory for a disk that cannot take them.
     """
 
@@ -69,7 +71,6 @@ class Storage:
         jobs_bytes: int,
         jobs_ttl_s: float,
         waiting_bytes: int,
-        clock: Clock,
     ) -> None:
         self._folder = folder
         self.jobs = jobs
@@ -81,8 +82,9 @@ class Storage:
         self._jobs_ttl_s = jobs_ttl_s
         # All that is being stored at once fits into the budget, so that no job's first image goes for another's last.
         self._room_bytes = min(waiting_bytes, images.budget_bytes)
-        self.steady = SteadyClock(clock)
+        self.steady = images.steady
         self._steady_continued = False
+        self._clock_noted_at = -math.inf
         self._unwritten = 0
         self._live: LiveJobs = _no_jobs
         self._tasks = BackgroundTasks("upkeep of the disk")
@@ -230,6 +232,8 @@ class Storage:
 
     async def _open(self) -> None:
         """Opens images first: only the process that has their folder has the jobs, and starts a new generation."""
+        marked = not self._steady_continued and clock_file.resume(self.steady, self._folder / _CLOCK)
+        self._steady_continued = self._steady_continued or marked
         try:
             await self.images.open()
         except (StorageUnavailable, DataLoss):
@@ -241,8 +245,9 @@ class Storage:
         if not self._steady_continued:
             last = await self.jobs.last_end()
             if last is not None:
-                self.steady.go_on_from(last.steady, wall=last.wall)
+                self.steady.go_on_from(last.steady)
             self._steady_continued = True
+        self._note_clock()
 
     def _check_folder(self, error: BottegaError) -> None:
         """Raises ConfigError where only a person mends what has failed: to wait would be to wait for ever."""
@@ -274,7 +279,14 @@ class Storage:
         if not self._unwritten:  # what waits tries by itself, and is the better probe: it is larger
             self._recovered()
 
+    def _note_clock(self) -> None:
+        now = self.steady()
+        if now - self._clock_noted_at >= _CLOCK_S:
+            self._clock_noted_at = now
+            clock_file.note(self.steady, self._folder / _CLOCK)
+
     async def _sweep(self) -> None:
+        self._note_clock()
         while await self.images.sweep():
             pass
         ended_before = self.steady() - self._jobs_ttl_s

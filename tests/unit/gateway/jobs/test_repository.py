@@ -77,12 +77,11 @@ class Life:
         storage = Storage(
             folder=folder,
             jobs=store,
-            images=ContentStore(folder / "images", budget_bytes=1 << 20, ttl_s=60),
+            images=ContentStore(folder / "images", budget_bytes=1 << 20, ttl_s=60, clock=time.clock()),
             max_jobs=100,
             jobs_bytes=1 << 20,
             jobs_ttl_s=3600,
             waiting_bytes=1 << 20,
-            clock=time.clock(),
         )
         log = JobRepository(storage=storage, clock=time.clock())
         await storage.open()
@@ -324,6 +323,35 @@ async def test_a_job_that_ended_under_a_wrong_clock_is_remembered_as_long_over_a
     with pytest.raises(JobNotFound):
         await later.log.get(before.job_id)
     assert (await later.log.get(meanwhile.job_id)).job_id == meanwhile.job_id
+    await later.end()
+
+
+@pytest.mark.parametrize("wrong_s", [-7200.0, 7200.0, 400 * 86_400.0])
+@pytest.mark.parametrize("machine_restarts", [False, True])
+async def test_a_clock_that_jumps_between_two_lives_expires_nothing(
+    tmp_path: Path, time: FakeTime, wrong_s: float, machine_restarts: bool
+) -> None:
+    life = await Life.begin(tmp_path, time)
+    ended = await life.ended("ended")
+    (picture,) = await life.storage.store_images([b"picture"])
+    await life.job("waiting")
+    limited = sample_job(time, request_id="limited")
+    limited.deadline = time.now + 600
+    assert await life.log.add(limited) is limited
+    await life.end()
+    if machine_restarts:
+        time.restart_machine()
+    time.now, time.wrong_s = time.now + 10, time.wrong_s + wrong_s
+    later = await Life.begin(tmp_path, time)
+    await _swept(later)
+    assert (await later.log.get(ended.job_id)).job_id == ended.job_id
+    assert later.storage.images.holds(picture.digest)
+    left = {job.request.request_id: job.deadline for job in later.restored}
+    assert left["waiting"] is None
+    assert left["limited"] is not None
+    assert 580 < left["limited"] - time.now < 601
+    time.now += 61
+    assert not later.storage.images.holds(picture.digest)
     await later.end()
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from bottega.clocks import Clock
 from bottega.errors import BottegaError, ConfigError, DataLoss, StorageUnavailable
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import SqliteJobStore
@@ -61,7 +60,6 @@ def _storage(folder: Path, images: ContentStore, *, waiting_bytes: int) -> Stora
         jobs_bytes=1 << 20,
         jobs_ttl_s=60,
         waiting_bytes=waiting_bytes,
-        clock=Clock(),
     )
 
 

@@ -73,7 +73,7 @@ class JobRecord:
     shape: of the latent, height and width. image_digest, mask_digest, kept_latents, result_size,
     template, computed_share: see JobRequest.
     size_bytes: of the request.
-    *_wall: Unix seconds. ended_steady: see EndTime.
+    *_wall: Unix seconds; of deadline_wall those that the steady clock says. ended_steady: see EndTime.
     attempt: number of the newest one, 0 before the first. deaths: workers that died while they ran this job alone.
     result_key: of a completed one, what it has in common with the requests that its images answer; empty where these
     answer none.
