@@ -179,7 +179,7 @@ def progress(done: int) -> image_pb2.JobEvent:
 
 
 def completed(*images: image_pb2.Image) -> image_pb2.JobEvent:
-    provenance = generation_pb2.Provenance(worker="worker-0")
+    provenance = generation_pb2.Provenance(worker="worker-0", exact=True)
     return image_pb2.JobEvent(
         job_id="job-1", completed=image_pb2.Completed(images=images or [image(0, SMALL)], provenance=provenance)
     )

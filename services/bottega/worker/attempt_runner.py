@@ -73,7 +73,8 @@ class AttemptOrder:
 class AttemptRunner:
     """One attempt under way. `start` it; afterwards the engine's events about it come in by `on_engine_event`.
 
-    worker: name that the provenance shows. version: of the suite.
+    worker: name that the provenance shows. version: of the suite. model_hash: of the engine's
+    model, for the pictures' texts.
     on_end: called once, when the attempt has ended, however.
     """
 
@@ -87,6 +88,7 @@ class AttemptRunner:
         metrics: WorkerMetrics,
         worker: str,
         version: str,
+        model_hash: str,
         on_end: Callable[[AttemptRunner], None],
     ) -> None:
         self.attempt = attempt
@@ -99,6 +101,7 @@ class AttemptRunner:
         self._metrics = metrics
         self._worker = worker
         self._version = version
+        self._model_hash = model_hash
         self._on_end = on_end
         self._began_s = time.monotonic()
         self._facts = _facts(order)
@@ -233,7 +236,9 @@ class AttemptRunner:
     async def _encode(self, picture: engine_pb2.EnginePicture) -> None:
         spec = self._spec_of(picture.index)
         overlay, profile = self._inputs.overlay, self._inputs.icc_profile
-        encoded = await self._images.encode(picture.pixels, spec, picture.index, overlay=overlay, icc_profile=profile)
+        encoded = await self._images.encode(
+            picture.pixels, spec, picture.index, model_hash=self._model_hash, overlay=overlay, icc_profile=profile
+        )
         handoff_s = max(0.0, encoded.began_s - picture.handed_over_s)
         self._seconds["handoff"] += handoff_s
         self._note_time("encode_image", "encode", encoded.seconds)

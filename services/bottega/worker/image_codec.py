@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +13,22 @@ from google.protobuf import json_format
 from bottega.codec import CodecPool, Crop, DecodedEdit, EncodedImage, ImageFacts, MaskOrder, Overlay, Pixels
 from bottega.process import copied
 from bottega.v1 import generation_pb2, tensor_pb2
-from bottega.v1.generation_pb2 import GenerationSpec, Sampler
+from bottega.v1.generation_pb2 import GenerationSpec, Lora, Sampler
 from bottega.v1.tensor_pb2 import Tensor
 
 # The keyword under which `bottega generate --like` finds the parameters, and the one that other tools show.
 SPEC_KEYWORD = "bottega"
 SUMMARY_KEYWORD = "parameters"
+
+# What AUTOMATIC1111's web UI calls samplers, and how much of a hash it shows.
+_SAMPLER_TITLES = {
+    Sampler.SAMPLER_EULER: "Euler",
+    Sampler.SAMPLER_EULER_ANCESTRAL: "Euler a",
+    Sampler.SAMPLER_DDIM: "DDIM",
+    Sampler.SAMPLER_DPMPP_2M: "DPM++ 2M",
+}
+_MODEL_HASH_LETTERS = 10
+_LORA_HASH_LETTERS = 12
 
 _PREVIEW_QUALITY = 80
 
@@ -83,18 +94,20 @@ class ImageCodec:
         spec: GenerationSpec,
         index: int,
         *,
+        model_hash: str,
         overlay: Overlay | None = None,
         icc_profile: bytes = b"",
     ) -> EncodedImage:
         """Return image `index` of the spec in the spec's format, inscribed with what draws it again.
 
         Args:
+            model_hash: Of the model that drew it, hex.
             overlay: What it is put into before.
             icc_profile: Of its colours; counts without an overlay.
         """
         height, width, _channels = tensor.shape
         pixels = await copied(height * width * 3, lambda: Pixels(width=width, height=height, data=tensor.data))
-        text = inscription(spec, index)
+        text = inscription(spec, index, model_hash)
         return await self._pool.encode(
             pixels, spec.format, spec.quality, text, overlay=overlay, icc_profile=icc_profile
         )
@@ -117,29 +130,55 @@ async def _write(target: Tensor, data: bytes, *shape: int) -> None:
     await copied(len(data), lambda: setattr(target, "data", data))
 
 
-def inscription(spec: GenerationSpec, index: int) -> Mapping[str, str]:
-    """The text of image `index`: the spec that draws it alone, as JSON, and a line for people.
+def inscription(spec: GenerationSpec, index: int, model_hash: str) -> Mapping[str, str]:
+    """Return the texts of image `index`: the spec that draws it alone, as JSON, and what galleries of pictures read.
 
     Nothing of the run is in it (worker, times, attempts): drawing the spec again gives the same bytes.
-    spec: without its input images.
+
+    Args:
+        spec: The request's, without its input images.
+        index: Of the image in the request.
+        model_hash: Of the model's weights and configuration, hex.
     """
     single = GenerationSpec()
     single.CopyFrom(spec)
     single.seed = spec.seed + index
     single.num_images = 1
     as_json = json_format.MessageToJson(single, preserving_proto_field_name=True, indent=None, ensure_ascii=False)
-    return {SPEC_KEYWORD: as_json, SUMMARY_KEYWORD: summary(single)}
+    return {SPEC_KEYWORD: as_json, SUMMARY_KEYWORD: summary(single, model_hash)}
 
 
-def summary(spec: GenerationSpec) -> str:
-    """One line for people, in the manner that galleries of pictures know."""
-    facts = {
-        "Negative prompt": spec.negative_prompt,
-        "Steps": spec.num_inference_steps,
-        "Sampler": Sampler.Name(spec.sampler).removeprefix("SAMPLER_") if spec.sampler else "",
+def summary(spec: GenerationSpec, model_hash: str) -> str:
+    """Return prompt, negative prompt and settings, one line each, as AUTOMATIC1111's web UI writes and reads them.
+
+    The line of the negative prompt is left out where there is none. Prompts lose their line breaks, so that none can
+    pass for another line.
+    """
+    tags = [f"<lora:{lora.name}:{_lora_scale(lora):g}>" for lora in spec.loras]
+    hashes = ", ".join(f"{lora.name}: {lora.digest[:_LORA_HASH_LETTERS]}" for lora in spec.loras if lora.digest)
+    settings = {
+        "Steps": str(spec.num_inference_steps),
+        "Sampler": _SAMPLER_TITLES.get(spec.sampler, ""),
+        "Schedule type": "Karras" if spec.use_karras_sigmas else "",
         "CFG scale": f"{spec.guidance_scale:g}" if spec.HasField("guidance_scale") else "",
         "Seed": str(spec.seed),
         "Size": f"{spec.width}x{spec.height}",
+        "Model hash": model_hash[:_MODEL_HASH_LETTERS],
         "Model": spec.model,
+        "Denoising strength": f"{spec.strength:g}" if spec.HasField("strength") else "",
+        "Lora hashes": hashes,
     }
-    return ". ".join([spec.prompt, ", ".join(f"{name}: {value}" for name, value in facts.items() if value)])
+    lines = [" ".join([*spec.prompt.split(), *tags])]
+    if spec.negative_prompt:
+        lines.append(f"Negative prompt: {' '.join(spec.negative_prompt.split())}")
+    lines.append(", ".join(f"{name}: {_quoted(value)}" for name, value in settings.items() if value))
+    return "\n".join(lines)
+
+
+def _lora_scale(lora: Lora) -> float:
+    return lora.scale if lora.HasField("scale") else 1.0
+
+
+def _quoted(value: str) -> str:
+    """Return a value as the settings' line has it: in quotes where it has what separates settings."""
+    return json.dumps(value, ensure_ascii=False) if any(mark in value for mark in ",:\n") else value

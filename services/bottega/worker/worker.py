@@ -322,6 +322,7 @@ class Worker:
             metrics=self._metrics,
             worker=self.name,
             version=self._version,
+            model_hash=self._model.model_hash if self._model else "",
             on_end=self._on_ended,
         )
         return runner

@@ -225,6 +225,16 @@ def test_parameters_are_read_of_no_file_that_would_be_long_to_decode(tmp_path: P
         parameters_of(path)
 
 
+@pytest.mark.parametrize(
+    ("keyword", "tool"),
+    [("parameters", "AUTOMATIC1111's web UI or one like it"), ("workflow", "ComfyUI"), ("prompt", "ComfyUI")],
+)
+def test_the_text_of_another_tool_is_said_to_be_so(tmp_path: Path, keyword: str, tool: str) -> None:
+    path = png(tmp_path / "foreign.png", {keyword: "a star\nSteps: 20, Seed: 7, Size: 64x64"})
+    with pytest.raises(InvalidRequest, match=rf"foreign\.png carries the text of another tool \({tool}\)"):
+        parameters_of(path)
+
+
 def raw_png(*chunks: bytes, width: int = 8, height: int = 8) -> bytes:
     """A picture with these chunks behind its pixels, which it may lack."""
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)

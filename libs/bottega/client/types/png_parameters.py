@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +21,15 @@ from bottega.v1.generation_pb2 import GenerationSpec
 
 TEXT_KEYWORD = "bottega"
 """Keyword of the PNG text chunk that holds the GenerationSpec as JSON."""
+
+# Keywords of texts that tell how a picture was drawn, and what writes them.
+_OTHER_TOOLS = {
+    "parameters": "AUTOMATIC1111's web UI or one like it",
+    "workflow": "ComfyUI",
+    "prompt": "ComfyUI",
+    "invokeai_metadata": "InvokeAI",
+    "sd-metadata": "InvokeAI",
+}
 
 # Far above any prompt, far below what would hurt: the text of an untrusted file is read whole. Pillow has bounds of its
 # own on what a file's texts may have in all, packed or not.
@@ -91,6 +100,11 @@ def _check_structure(path: str | os.PathLike[str], file: BinaryIO) -> None:
         raise InvalidRequest(f"{path} cannot be read: {error.message}") from None
 
 
+def _other_tool(texts: Mapping[str, str]) -> str:
+    """Return what may have written a PNG with these texts; empty where they tell of no drawing."""
+    return next((tool for keyword, tool in _OTHER_TOOLS.items() if keyword in texts), "")
+
+
 def _text(path: str | os.PathLike[str]) -> str:
     import PIL
     import PIL.Image
@@ -103,7 +117,8 @@ def _text(path: str | os.PathLike[str]) -> str:
                 if image.width * image.height > _MAX_PIXELS:
                     raise ValueError("too large")
                 image.load()  # the text may stand behind the pixels
-                text = image.info.get(TEXT_KEYWORD)
+                texts = {str(keyword): value for keyword, value in image.info.items() if isinstance(value, str)}
+                text = texts.get(TEXT_KEYWORD)
         except PIL.UnidentifiedImageError:
             # JPEG and WebP keep no text of ours.
             raise InvalidRequest(f"{path} is no PNG; only PNGs that Bottega drew carry their parameters") from None
@@ -115,6 +130,10 @@ def _text(path: str | os.PathLike[str]) -> str:
             ValueError,
         ):
             raise InvalidRequest(f"{path} is a PNG that cannot be read: it is damaged or too large") from None
+    if text is None and (other := _other_tool(texts)):
+        raise InvalidRequest(
+            f"{path} carries the text of another tool ({other}); only PNGs that Bottega drew can be drawn again"
+        )
     if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
         raise InvalidRequest(f"{path} carries no parameters of Bottega; only PNGs that it drew do")
     return text
