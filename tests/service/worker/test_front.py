@@ -46,7 +46,8 @@ async def test_an_attempt_is_drawn_encoded_and_inscribed(running: Running) -> No
         with Image.open(io.BytesIO(data)) as picture:
             assert (picture.size, picture.getpixel((0, 0))) == ((16, 8), (7 + index,) * 3)
             single = json_format.Parse(picture.info["bottega"], generation_pb2.GenerationSpec())
-            assert f"a flat colour, 星\nSteps: 5, CFG scale: 4, Seed: {7 + index}, Size: 16x8, Model hash: abc" in picture.info["parameters"]
+            settings = f"Steps: 5, CFG scale: 4, Seed: {7 + index}, Size: 16x8, Model hash: abc"
+            assert f"a flat colour, 星\n{settings}" in picture.info["parameters"]
         expected = generation_pb2.GenerationSpec()
         expected.CopyFrom(order.spec)
         expected.num_images = 1
