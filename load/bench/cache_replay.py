@@ -124,7 +124,7 @@ def _ask_all(store: LatentStore, vectors: NDArray[np.float32], seconds: _Seconds
     for number, vector in enumerate(vectors):
         seconds.passed_s += PROMPT_S
         prompt = hashlib.sha256(vector.tobytes()).hexdigest()  # of equal prompts the same
-        question.prompt_digest = prompt_digest(prompt)
+        question.prompt_digest, question.seed = prompt_digest(prompt), number
         answer = store.ask(question, vector)
         for start in answer.header.hits:
             by_step[start.step] += 1

@@ -67,6 +67,18 @@ def test_the_picture_of_an_entry_is_one_of_its_own_prompts_row(tmp_path: Path) -
         assert len(_entries(store.ask(own, vector(0)))) == 1
 
 
+def test_pictures_from_noise_are_part_of_the_row_whether_they_are_recorded_or_not(tmp_path: Path) -> None:
+    with running(tmp_path) as store:
+        record(store, similar(vector(0), 0.98), seed=7)
+        written(store)
+        # After two starts from the entry come four pictures from noise; then the first start is out of the row.
+        asked = [question(prompt_digest=PROMPT, seed=100 + number) for number in range(8)]
+        assert [len(_entries(store.ask(each, vector(0)))) for each in asked] == [1, 1, 0, 0, 0, 0, 1, 1]
+        together = question(prompt_digest=PROMPT, images=6, seed=200)
+        after = [question(prompt_digest=PROMPT, seed=300 + number) for number in range(3)]
+        assert [len(_entries(store.ask(each, vector(0)))) for each in (together, *after)] == [0, 1, 1, 0]
+
+
 def test_entries_that_began_with_the_same_noise_count_as_one(tmp_path: Path) -> None:
     for known in (False, True):  # what was read from the disk counts like what was recorded now
         with running(tmp_path) as store:

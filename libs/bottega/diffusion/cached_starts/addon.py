@@ -299,6 +299,7 @@ class JobCachedStarts(JobAddOn):
             job=self._said.job,
             repeated_steps=1 - self._addon.model.samplers.first_step_from(spec.sampler, 1),
             prompt_digest=prompt_digest(spec.prompt),
+            seed=spec.seed,
             pinned=[picture.pinned for picture in self._pictures if picture.pinned is not None],
         )
 

@@ -78,9 +78,17 @@ class PromptRows:
         return True
 
     def note(self, key: str, prompt: str, noise: int) -> None:
-        """Note that a picture of the prompt was drawn from that noise."""
+        """Note that a picture of the prompt is drawn from that noise."""
+        if prompt:
+            with self._lock:
+                self._note(_name(key, prompt), noise)
+
+    def note_once(self, key: str, prompt: str, noise: int) -> None:
+        """The same, unless a picture of the row was noted to be drawn from that noise."""
+        name = _name(key, prompt)
         with self._lock:
-            self._note(_name(key, prompt), noise)
+            if noise not in self._row(name).noise:
+                self._note(name, noise)
 
     def release(self, key: str, prompt: str, noise: int) -> None:
         """Take back the latest reservation of that noise: no picture has started from it."""

@@ -121,6 +121,8 @@ class LatentStore:
         if question.images and question.fidelity in _APPROXIMATE:
             answer = self._lookup.similar(question, embedding)
             self._counts.lookup(answer.header.outcome)
+            for place in range(len(answer.latents), question.images):
+                self._rows.note(question.key, question.prompt_digest, question.seed + place)
         else:
             answer = StoreAnswer(header=CacheAnswer(), latents=())
         answer.header.record = repeated and not answer.latents and not self._writer.trouble
@@ -160,7 +162,7 @@ class LatentStore:
         self._writer.record(to_recording(recording, embedding=embedding, picture=picture, latents=latents))
         drawn = recording.parameters
         if drawn.HasField("seed"):
-            self._rows.note(recording.key, prompt_digest(drawn.prompt), drawn.seed)
+            self._rows.note_once(recording.key, prompt_digest(drawn.prompt), drawn.seed)
 
     def lookups(self) -> dict[str, int]:
         """Questions since the start, by outcome."""

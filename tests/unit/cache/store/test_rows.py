@@ -39,6 +39,14 @@ def test_a_picture_that_was_drawn_from_noise_is_one_of_the_row() -> None:
     assert [rows.reserve(KEY, PROMPT, 1) for _ in range(2)] == [True, False]
 
 
+def test_a_picture_that_is_noted_when_it_begins_and_when_it_is_recorded_counts_once() -> None:
+    rows = PromptRows(6, FakeTime().monotonic)
+    rows.note(KEY, PROMPT, 1)
+    rows.note_once(KEY, PROMPT, 1)
+    assert rows.resting(KEY, PROMPT) == frozenset()
+    rows.note(KEY, "", 1)
+
+
 def test_a_reservation_that_came_to_nothing_is_taken_back() -> None:
     rows = PromptRows(6, FakeTime().monotonic)
     assert [rows.reserve(KEY, PROMPT, 1) for _ in range(2)] == [True, True]
