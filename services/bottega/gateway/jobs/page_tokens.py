@@ -1,26 +1,72 @@
-"""Tokens of pages of jobs: each says the sequence of the last job before its page."""
+"""Tokens of pages of jobs: each says to this gateway alone, and for one tenant, which job came last before its page.
+
+The job's sequence counts the jobs of all tenants, so a token shows nothing of it.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
+import os
+from pathlib import Path
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from bottega.errors import InvalidRequest, Violation
 
+_KEY_BYTES = 32
+_NONCE_BYTES = 12
+# A nonce, 8 bytes of the sequence and 16 of the check, in base64.
+_TOKEN_CHARACTERS = 48
 
-def token_of(sequence: int) -> str:
-    """The token of the page after that job."""
-    return base64.urlsafe_b64encode(sequence.to_bytes(8, "big")).decode()
 
+class PageTokens:
+    """Makes and reads tokens. Those of an earlier life are read where its key is still there.
 
-def sequence_of(token: str) -> int:
-    """The sequence that a token says. Raises InvalidRequest for one that was not given out."""
-    try:
-        raw = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
-    except (binascii.Error, ValueError):
-        raw = b""
-    sequence = int.from_bytes(raw, "big")
-    if len(raw) != 8 or sequence >= 1 << 63:
+    Args:
+        key_file: File of the key; it is made at the first use.
+    """
+
+    def __init__(self, key_file: Path) -> None:
+        self._key_file = key_file
+        self._cipher: AESGCM | None = None
+
+    def token_of(self, sequence: int, *, tenant: str) -> str:
+        """Return the tenant's token of the page after that job."""
+        nonce = os.urandom(_NONCE_BYTES)
+        sealed = self._opened().encrypt(nonce, sequence.to_bytes(8, "big"), tenant.encode())
+        return base64.urlsafe_b64encode(nonce + sealed).decode()
+
+    def sequence_of(self, token: str, *, tenant: str) -> int:
+        """Return the sequence that a token says. Raise InvalidRequest for one that the tenant was not given."""
+        if len(token) == _TOKEN_CHARACTERS:
+            with contextlib.suppress(binascii.Error, ValueError, InvalidTag):
+                raw = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
+                said = self._opened().decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], tenant.encode())
+                return int.from_bytes(said, "big")
         rule = "must be the next_page_token of an earlier answer"
         raise InvalidRequest(f"page_token: {rule}", violations=[Violation(field="page_token", description=rule)])
-    return sequence
+
+    def _opened(self) -> AESGCM:
+        if self._cipher is None:
+            self._cipher = AESGCM(_key_in(self._key_file))
+        return self._cipher
+
+
+def _key_in(path: Path) -> bytes:
+    """Return the key in a file, which is made where there is none; of this process alone where none can be written."""
+    with contextlib.suppress(OSError):
+        key = path.read_bytes()
+        if len(key) == _KEY_BYTES:
+            return key
+    key = os.urandom(_KEY_BYTES)
+    temporary = path.with_name(f"{path.name}.new")
+    with contextlib.suppress(OSError):
+        temporary.unlink(missing_ok=True)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key)
+        temporary.replace(path)
+    return key

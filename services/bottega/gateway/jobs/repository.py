@@ -32,7 +32,7 @@ from bottega.gateway.jobs.conversion import (
     record_of,
 )
 from bottega.gateway.jobs.job import Job
-from bottega.gateway.jobs.page_tokens import sequence_of, token_of
+from bottega.gateway.jobs.page_tokens import PageTokens
 from bottega.gateway.jobs.storage import Storage
 from bottega.gateway.jobs.store import Change, EndTime, JobFilter, JobRecord, TenantUsage
 from bottega.gateway.jobs.values import JobOutcome
@@ -66,6 +66,7 @@ class JobRepository:
         self._storage = storage
         self._store = storage.jobs
         self._writes = WriteQueue(storage)
+        self._tokens = PageTokens(storage.folder / "page_tokens.key")
         self._clock = clock
         self._live: dict[str, Job] = {}
         self._adding: dict[str, Job] = {}
@@ -241,7 +242,7 @@ class JobRepository:
         Raises:
             InvalidRequest: The token was not given out.
         """
-        newest = sequence_of(token) if token else None
+        newest = self._tokens.sequence_of(token, tenant=wanted.tenant) if token else None
         await self._wait_readable()
         with self._explained():
             records = await self._store.page(wanted, size=size + 1, before_sequence=newest)
@@ -249,7 +250,8 @@ class JobRepository:
         jobs = [self._live.get(record.job_id) or self._read_only(record) for record in page]
         # What is written may be some milliseconds behind.
         matching = [job for job in jobs if not wanted.states or job.state in wanted.states]
-        return matching, token_of(page[-1].sequence) if len(records) > len(page) else ""
+        more = len(records) > len(page)
+        return matching, self._tokens.token_of(page[-1].sequence, tenant=wanted.tenant) if more else ""
 
     async def resolve_doubtful(self) -> None:
         """Looks for jobs that were written though `add` failed: one with a request_id goes on, another is cancelled.

@@ -72,7 +72,7 @@ class Storage:
         jobs_ttl_s: float,
         waiting_bytes: int,
     ) -> None:
-        self._folder = folder
+        self.folder = folder
         self.jobs = jobs
         self.images = images
         self.trouble: BottegaError | None = None
@@ -145,7 +145,7 @@ class Storage:
         if error.metadata.get("cause") == os_errors.BUSY:
             return  # more than the disk can take at once, which is no fault of it
         if self.trouble is None:
-            facts = {"folder": str(self._folder), "text": error.message, **error.metadata}
+            facts = {"folder": str(self.folder), "text": error.message, **error.metadata}
             full = isinstance(error, TooManyOpenFiles)
             what = "too many files and sockets are open" if full else "the disk cannot be used"
             _log.error("%s; no job is taken", what, extra=facts)
@@ -232,7 +232,7 @@ class Storage:
 
     async def _open(self) -> None:
         """Opens images first: only the process that has their folder has the jobs, and starts a new generation."""
-        marked = not self._steady_continued and clock_file.resume(self.steady, self._folder / _CLOCK)
+        marked = not self._steady_continued and clock_file.resume(self.steady, self.folder / _CLOCK)
         self._steady_continued = self._steady_continued or marked
         try:
             await self.images.open()
@@ -255,7 +255,7 @@ class Storage:
         if cause in _UNUSABLE:
             why = os.strerror(getattr(errno, cause)).lower()
             raise ConfigError(
-                f"state: the folder {self._folder} cannot be used: {why}; let the gateway have it, or configure another"
+                f"state: the folder {self.folder} cannot be used: {why}; let the gateway have it, or configure another"
             ) from error
 
     async def _keep_up(self) -> None:
@@ -283,7 +283,7 @@ class Storage:
         now = self.steady()
         if now - self._clock_noted_at >= _CLOCK_S:
             self._clock_noted_at = now
-            clock_file.note(self.steady, self._folder / _CLOCK)
+            clock_file.note(self.steady, self.folder / _CLOCK)
 
     async def _sweep(self) -> None:
         self._note_clock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import sqlite3
 from collections.abc import AsyncIterator
@@ -151,7 +152,23 @@ async def test_a_job_whose_record_would_be_larger_than_any_request_may_be_is_not
     assert (await life.log.page(JobFilter(), size=9, max_bytes=1, token="")) == ([], "")
 
 
-@pytest.mark.parametrize("token", ["x", "AAAA", "%%%", "ü", "A" * 1000, "_" * 11 + "="])
+async def test_a_page_token_shows_no_sequence_and_outlives_a_restart(tmp_path: Path, time: FakeTime) -> None:
+    life = await Life.begin(tmp_path, time)
+    jobs = [await life.ended() for _ in range(3)]
+    _, token = await life.log.page(JobFilter(), size=2, max_bytes=1 << 20, token="")
+    raw = base64.urlsafe_b64decode(token)
+    for job in jobs:
+        assert job.sequence.to_bytes(8, "big") not in raw
+    await life.end()
+    later = await Life.begin(tmp_path, time)
+    page, _ = await later.log.page(JobFilter(), size=2, max_bytes=1 << 20, token=token)
+    assert _ids(page) == _ids(jobs[:1])
+    with pytest.raises(InvalidRequest):
+        await later.log.page(JobFilter(tenant="other"), size=2, max_bytes=1 << 20, token=token)
+    await later.end()
+
+
+@pytest.mark.parametrize("token", ["A" * 48, "x", "AAAA", "%%%", "ü", "A" * 1000, "_" * 11 + "="])
 async def test_a_made_up_token_is_refused(life: Life, token: str) -> None:
     with pytest.raises(InvalidRequest):
         await life.log.page(JobFilter(), size=1, max_bytes=1 << 20, token=token)
