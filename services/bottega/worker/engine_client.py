@@ -6,10 +6,14 @@ what it ran is lost, and another one is started.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import shutil
+import stat
 import tempfile
+import time
 import weakref
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -18,6 +22,7 @@ from bottega import process
 from bottega.errors import Unavailable, WorkerLost
 from bottega.process import EngineListener, EngineTimeouts, PendingCalls
 from bottega.rpc.status import from_job_error
+from bottega.storage.process_lock import ProcessLock
 from bottega.v1.activations_pb2 import (
     BlockProfile,
     DropTemplateRequest,
@@ -46,6 +51,10 @@ _PROFILE_S = 600.0
 
 ENGINE_MODULE = "bottega.worker.engine.main"
 
+_TRIALS = "bottega-trials-"
+# A folder is locked as soon as it is made; younger ones are left alone.
+_MADE_S = 60.0
+
 WorkerEngineListener = EngineListener[EngineReady, EngineEvent]
 
 
@@ -54,6 +63,20 @@ class CommandSender(Protocol):
 
     def send(self, command: EngineCommand, size_bytes: int = 0) -> None:
         """Raises WorkerLost when there is no engine."""
+
+
+class TrialFolder:
+    """A temporary folder in which an engine notes what it tries; it goes with this object.
+
+    A process that is killed cannot remove its own: the next one of this user does. Whose process lives has it locked.
+    """
+
+    def __init__(self) -> None:
+        _remove_left_folders()
+        self.path = Path(tempfile.mkdtemp(prefix=_TRIALS))
+        lock = ProcessLock(self.path)
+        lock.acquire()
+        weakref.finalize(self, _remove, self.path, lock)
 
 
 class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, EngineReady]):
@@ -65,9 +88,8 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         self, config: EngineConfig, *, start_s: float, hang_s: float, stall_s: float, module: str = ENGINE_MODULE
     ) -> None:
         # Outlives the engine processes, and ends with this one.
-        folder = tempfile.mkdtemp(prefix="bottega-trials-")
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        trials = str(Path(folder) / "trials.json")
+        self._trials = TrialFolder()
+        trials = str(self._trials.path / "trials.json")
         arguments = ("--config-json", json.dumps(dataclasses.asdict(config)), "--trials", trials)
         self._calls: PendingCalls[LinkResult] = PendingCalls()
         self._template_calls: PendingCalls[EngineTemplates] = PendingCalls()
@@ -141,3 +163,20 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
     def turns(self, event: EngineEvent) -> int | None:
         """Whatever begins or ends an attempt counts as a turn."""
         return event.beat.turns if event.HasField("beat") and event.beat.running else None
+
+
+def _remove_left_folders() -> None:
+    """Remove the folders of trials that processes of this user have left."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_TRIALS}*"):
+        with contextlib.suppress(OSError):  # another process is quicker, or still has it
+            found = folder.lstat()
+            ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+            if ours and time.time() - found.st_mtime > _MADE_S:
+                lock = ProcessLock(folder)
+                lock.acquire()
+                _remove(folder, lock)
+
+
+def _remove(folder: Path, lock: ProcessLock) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    lock.release()

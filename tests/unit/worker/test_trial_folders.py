@@ -1,0 +1,60 @@
+"""The temporary folder of an engine's trials: a worker that is killed leaves it, and the next one removes it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from bottega.worker.engine_client import TrialFolder
+
+_KILLED = (
+    "import os, signal; from bottega.worker.engine_client import TrialFolder; folder = TrialFolder(); "
+    "os.kill(os.getpid(), signal.SIGKILL)"
+)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def _make_old(folder: Path) -> None:
+    os.utime(folder, (time.time() - 3600,) * 2)
+
+
+def test_a_folder_goes_with_its_worker(temporary: Path) -> None:
+    folder = TrialFolder()
+    (folder.path / "trials.json").write_text("[]", encoding="utf-8")
+    del folder
+    assert not list(temporary.iterdir())
+
+
+def test_the_folders_of_killed_workers_go_with_the_next_start(temporary: Path) -> None:
+    for _ in range(2):
+        environment = {**os.environ, "TMPDIR": str(temporary)}
+        subprocess.run([sys.executable, "-c", _KILLED], env=environment, check=False, timeout=60)
+    left = list(temporary.iterdir())
+    assert left
+    for folder in left:
+        _make_old(folder)
+    own = TrialFolder()
+    assert list(temporary.iterdir()) == [own.path]
+
+
+def test_the_folder_of_a_worker_that_lives_stays_and_so_does_what_is_not_ours(temporary: Path) -> None:
+    (temporary / "bottega-other").mkdir()
+    (temporary / "bottega-trials-link").symlink_to(temporary / "bottega-other")
+    living = TrialFolder()
+    for folder in (living.path, temporary / "bottega-other"):
+        _make_old(folder)
+    other = TrialFolder()
+    assert {path.name for path in temporary.iterdir()} == {
+        living.path.name, other.path.name, "bottega-other", "bottega-trials-link"
+    }  # fmt: skip
