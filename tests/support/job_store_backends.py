@@ -12,6 +12,9 @@ from bottega.gateway.jobs.values import StoredImage
 from bottega.v1.image_pb2 import JOB_STATE_QUEUED, JOB_STATE_RUNNING, PRIORITY_HIGH
 from tests.fakes.memory_storage import MemoryJobStore, Shelf
 
+# Denoising steps that jobs which fail or are cancelled had made.
+STEPS_DONE = 4
+
 _SHELVES: dict[Path, Shelf] = {}
 
 # Each makes one more store, not open yet, of the jobs that belong to a folder.
@@ -83,13 +86,15 @@ def answered(
 def failed(*, ended_wall: float, ended_steady: float | None = None, error: bytes = b"why") -> Change:
     """It failed."""
     end = EndTime(wall=ended_wall, steady=ended_wall if ended_steady is None else ended_steady)
-    return lambda job: job.failed(error=error, end=end)
+    return lambda job: job.failed(error=error, end=end, steps_done=STEPS_DONE)
 
 
 def cancelled(*, ended_wall: float, error: bytes = b"why", spec: bytes | None = None) -> Change:
     """It was cancelled. spec: what is kept of its spec; None is all."""
     end = EndTime(wall=ended_wall, steady=ended_wall)
-    return lambda job: job.cancelled(error=error, end=end, spec=job.spec if spec is None else spec)
+    return lambda job: job.cancelled(
+        error=error, end=end, spec=job.spec if spec is None else spec, steps_done=STEPS_DONE
+    )
 
 
 def _progress(job: JobRecord) -> JobProgress:

@@ -167,6 +167,7 @@ class Dispatcher:
         """Stops the attempt at a job that has ended some other way, at its worker too."""
         attempt = self._abandon(job.job_id)
         if attempt is not None:
+            self._note_trace(attempt)
             attempt.connection.stop_attempt(attempt.id)
 
     def detach(self) -> None:
@@ -257,6 +258,7 @@ class Dispatcher:
         except Exception:  # noqa: BLE001 - the boundary of the task: whatever it is, the job must end
             _log.exception("attempt failed unexpectedly", extra=log_lines.job_fields(attempt.job))
             self._remove_if_current(attempt)
+            self._note_trace(attempt)
             self._observer.attempt_failed(attempt.job, attempt.number, InternalError("an internal fault"))
 
     async def _follow(self, attempt: DispatchedAttempt, events: AttemptEvents) -> None:

@@ -85,8 +85,8 @@ def change_of(outcome: JobOutcome, *, number: int, bare: GenerationSpec, tenant:
         )
     if outcome.state == JOB_STATE_CANCELLED:
         spec = specs.with_short_texts(bare).SerializeToString()
-        return lambda record: record.cancelled(error=error, end=end, spec=spec)
-    return lambda record: record.failed(error=error, end=end)
+        return lambda record: record.cancelled(error=error, end=end, spec=spec, steps_done=outcome.steps_done)
+    return lambda record: record.failed(error=error, end=end, steps_done=outcome.steps_done)
 
 
 def job_of(record: JobRecord, *, inputs: bytes = b"", life: int, clock: Clock, steady: float) -> Job:
@@ -123,6 +123,7 @@ def outcome_of(record: JobRecord) -> JobOutcome:
         images=record.images,
         provenance=Provenance.FromString(record.provenance) if record.provenance else None,
         error=from_job_error(JobError.FromString(record.error)) if record.error else None,
+        steps_done=record.steps_done,
     )
 
 

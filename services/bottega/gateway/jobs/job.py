@@ -349,8 +349,7 @@ class Job:
         self.images, self.provenance = outcome.images, outcome.provenance
         if self.state == JOB_STATE_CANCELLED:
             self.spec = self.bare = specs.with_short_texts(self.bare)
-        # Steps that led to no image are not stored, so they are not shown either.
-        self.steps.done = self.steps.total if self.state == JOB_STATE_COMPLETED else 0
+        self.steps.done = self.steps.total if self.state == JOB_STATE_COMPLETED else outcome.steps_done
         self.ended.set()
         self._notify()
 
@@ -382,7 +381,12 @@ class Job:
         if self.state == JOB_STATE_QUEUED:
             self.times.queue_s += self.times.ended_at - self.times.queued_at
         self.outcome = JobOutcome(
-            state=state, ended_wall=self.clock.wall(), images=images, provenance=provenance, error=error
+            state=state,
+            ended_wall=self.clock.wall(),
+            images=images,
+            provenance=provenance,
+            error=error,
+            steps_done=0 if state == JOB_STATE_COMPLETED else self.steps.done,
         )
         self.spec, self.checkpoint = self.bare, None
         self.previews.clear()

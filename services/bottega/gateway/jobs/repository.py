@@ -153,7 +153,9 @@ class JobRepository:
             # What is not durable has not happened, and this will never be.
             _log.exception("the end of a job could not be written", extra={"job_id": job.job_id})
             why = error if isinstance(error, BottegaError) else InternalError("an internal fault")
-            outcome = JobOutcome(state=JOB_STATE_FAILED, ended_wall=decided.ended_wall, error=why)
+            outcome = JobOutcome(
+                state=JOB_STATE_FAILED, ended_wall=decided.ended_wall, error=why, steps_done=decided.steps_done
+            )
         if self._live.get(job.job_id) is job:
             del self._live[job.job_id]
         if self._by_request_id.get(_request_key(job)) is job:

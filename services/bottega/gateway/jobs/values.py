@@ -143,10 +143,15 @@ class StoredImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """How a job ends. state: JOB_STATE_COMPLETED, _FAILED or _CANCELLED. ended_wall: Unix seconds."""
+    """How a job ends.
+
+    state: JOB_STATE_COMPLETED, _FAILED or _CANCELLED. ended_wall: Unix seconds. steps_done: denoising steps that its
+    newest attempt had made, of a job that did not complete.
+    """
 
     state: JobState.ValueType
     ended_wall: float
     images: tuple[StoredImage, ...] = ()
     provenance: Provenance | None = None
     error: BottegaError | None = None
+    steps_done: int = 0

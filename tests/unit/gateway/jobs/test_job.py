@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bottega.errors import InternalError, JobCancelled
+from bottega.gateway.jobs.conversion import change_of, job_of, record_of
+from bottega.gateway.jobs.store import EndTime
 from bottega.gateway.jobs.values import JobCheckpoint, StoredImage
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import Provenance
@@ -27,6 +29,23 @@ def test_a_job_runs_from_the_queue_to_its_pictures() -> None:
     publish_end(job)
     assert (job.state, job.steps.done, job.ended_wall) == (image_pb2.JOB_STATE_COMPLETED, 10, time.now + 1e9)
     assert job.ended.is_set()
+
+
+@pytest.mark.parametrize("end", ["fail", "cancel"])
+def test_a_job_that_brought_no_picture_keeps_how_far_it_was(end: str) -> None:
+    job = sample_job()
+    record = record_of(job, steady=0.0)
+    job.start_attempt("w1")
+    job.set_steps_done(1, 4)
+    assert job.fail(InternalError("x")) if end == "fail" else job.cancel()
+    publish_end(job)
+    assert (job.steps.done, job.steps.total) == (4, 10)
+    assert job.outcome is not None
+    change = change_of(job.outcome, number=1, bare=job.bare, tenant="", end=EndTime(wall=1.0, steady=1.0))
+    ended = change(record)
+    assert ended is not None
+    again = job_of(ended, life=2, clock=FakeTime().clock(), steady=2.0)
+    assert (again.state, again.steps.done) == (job.state, 4), "another life of the gateway knows it, too"
 
 
 def test_an_ended_job_lets_its_input_images_and_checkpoint_go() -> None:

@@ -15,6 +15,7 @@ from bottega.errors import (
     BottegaError,
     DeadlineUnmeetable,
     Draining,
+    InternalError,
     NoWorker,
     Poisoned,
     QueueFull,
@@ -144,6 +145,27 @@ async def test_old_step_times_are_not_kept_alive(shop: Shop) -> None:
     assert old() is None
 
 
+@pytest.mark.parametrize("end", ["cancel", "deadline", "fail"])
+async def test_a_job_that_brought_no_picture_keeps_its_steps_and_its_trace(shop: Shop, end: str) -> None:
+    shop.worker()
+    job = shop.submit()
+    shop.time.now += 2
+    await shop.advance(job, 4)
+    match end:
+        case "cancel":
+            shop.controller.cancel(job)
+        case "deadline":
+            shop.controller.fail(job, DeadlineUnmeetable("too late"))
+        case _:
+            await shop.fail(job, InternalError("a fault"))
+    await asyncio.wait_for(job.ended.wait(), 2)
+    assert job.steps.done == 4
+    trace = shop.controller.traces.find(job.job_id)
+    assert trace is not None
+    (attempt,) = [span for span in trace.spans if span.name == "attempt 1"]
+    assert attempt.duration_ns == 2_000_000_000
+
+
 async def test_of_an_attempt_that_was_stopped_nothing_waits_for_the_collector(shop: Shop) -> None:
     shop.worker()
     job = shop.submit()
@@ -153,7 +175,7 @@ async def test_of_an_attempt_that_was_stopped_nothing_waits_for_the_collector(sh
     try:
         shop.controller.cancel(job)
         await asyncio.sleep(0.05)
-        assert not [kept for kept in gc.get_objects() if type(kept).__name__ == "_Attempt"]
+        assert not [kept for kept in gc.get_objects() if type(kept).__name__ == "DispatchedAttempt"]
     finally:
         gc.enable()
 

@@ -74,6 +74,7 @@ class JobRecord:
     template, computed_share: see JobRequest.
     size_bytes: of the request.
     *_wall: Unix seconds; of deadline_wall those that the steady clock says. ended_steady: see EndTime.
+    steps_done: denoising steps that one which failed or was cancelled had made.
     attempt: number of the newest one, 0 before the first. deaths: workers that died while they ran this job alone.
     result_key: of a completed one, what it has in common with the requests that its images answer; empty where these
     answer none.
@@ -111,6 +112,7 @@ class JobRecord:
     provenance: bytes = b""
     error: bytes = b""
     result_key: str = ""
+    steps_done: int = 0
     sequence: int = 0
 
     @property
@@ -166,14 +168,15 @@ class JobRecord:
         assert self.sequence == 0
         return self._completed(images, provenance, end, result_key)
 
-    def failed(self, *, error: bytes, end: EndTime) -> JobRecord | None:
-        """It failed. None for one that has ended."""
-        return replace(self._ended(image_pb2.JOB_STATE_FAILED, end), error=error) if self.live else None
+    def failed(self, *, error: bytes, end: EndTime, steps_done: int = 0) -> JobRecord | None:
+        """Return the record of the job as failed, or None if it has ended before."""
+        ended = self._ended(image_pb2.JOB_STATE_FAILED, end)
+        return replace(ended, error=error, steps_done=steps_done) if self.live else None
 
-    def cancelled(self, *, error: bytes, end: EndTime, spec: bytes) -> JobRecord | None:
-        """It was cancelled; spec: what is kept of its spec. None for one that has ended."""
+    def cancelled(self, *, error: bytes, end: EndTime, spec: bytes, steps_done: int = 0) -> JobRecord | None:
+        """Return the record of the job as cancelled, or None if it has ended before. spec: what is kept of its spec."""
         ended = self._ended(image_pb2.JOB_STATE_CANCELLED, end)
-        return replace(ended, error=error, spec=spec) if self.live else None
+        return replace(ended, error=error, spec=spec, steps_done=steps_done) if self.live else None
 
     def is_replaced_by(self, other: JobRecord, *, replaces: str) -> bool:
         """Whether `other`, of the same tenant and request_id, takes it over: it names this job, and that has ended."""

@@ -51,6 +51,7 @@ TYPES = {
     "peer": "TEXT NOT NULL",
     "ended_steady": "REAL",
     "result_key": "TEXT NOT NULL",
+    "steps_done": "INTEGER NOT NULL",
     "checksum": "INTEGER NOT NULL",
 }
 COLUMNS = tuple(TYPES)

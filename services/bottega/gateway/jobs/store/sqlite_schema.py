@@ -16,7 +16,7 @@ FileState = tuple[tuple[int, int, int], ...]
 
 # "Bttg": what PRAGMA application_id says of a file of ours.
 APPLICATION_ID = 0x42747467
-_VERSION = 11
+_VERSION = 12
 # Days are counted since 1970, by UTC.
 DAY_S = 86400
 

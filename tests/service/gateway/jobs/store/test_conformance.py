@@ -18,7 +18,16 @@ from bottega.v1.image_pb2 import (
     JOB_STATE_CANCELLED,
     JOB_STATE_COMPLETED,
 )
-from tests.support.job_store_backends import BACKENDS, answered, cancelled, completed, failed, record, running
+from tests.support.job_store_backends import (
+    BACKENDS,
+    STEPS_DONE,
+    answered,
+    cancelled,
+    completed,
+    failed,
+    record,
+    running,
+)
 
 IMAGES = (StoredImage(digest="a" * 64, size_bytes=10), StoredImage(digest="b" * 64, size_bytes=20))
 
@@ -158,7 +167,7 @@ async def test_what_is_kept_of_the_spec_of_a_cancelled_job_is_said_with_its_end(
     await store.update("j1", cancelled(error=b"", ended_wall=1.0, spec=b"brief"))
     found = await store.get("j1")
     assert found is not None
-    assert (found.spec, found.state) == (b"brief", JOB_STATE_CANCELLED)
+    assert (found.spec, found.state, found.steps_done) == (b"brief", JOB_STATE_CANCELLED, STEPS_DONE)
     assert not await store.update("j1", cancelled(error=b"", ended_wall=2.0, spec=b"other"))
     assert await _left(store, max_bytes=1000) == ["j1"], "what has gone counts no more"
 
