@@ -343,7 +343,7 @@ MISFITS = {
     "pooled residuals": (with_config(global_pool_conditions=True), "averages its residuals"),
     "images of one channel": (with_config(conditioning_channels=1), "conditioning_channels is 1"),
     "no configuration": (without("config.json"), r"config\.json.*No such file"),
-    "no weights": (without(WEIGHTS_FILE), "safetensors"),
+    "no weights": (without(WEIGHTS_FILE), "has no diffusion_pytorch_model.safetensors"),
     "a pickle": (with_pickle, "only pickled weights"),
     "a pointer of Git LFS": (
         with_file(WEIGHTS_FILE, b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n"),
