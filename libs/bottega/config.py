@@ -83,7 +83,9 @@ def _key(location: tuple[int | str, ...]) -> str:
 
 def _rule(kind: type[object], item: Any) -> str:
     if item["type"] == "unexpected_keyword_argument":
-        *sections, _ = item["loc"]
+        *sections, name = item["loc"]
+        if renamed := _new_name(kind, sections, str(name)):
+            return f"is called {renamed} now"
         return f"unknown key; known {_known(kind, sections)}"
     if item["type"] == "dataclass_type":
         return f"is a section: its keys stand below it, each in a line of its own (got {item['input']!r})"
@@ -91,11 +93,23 @@ def _rule(kind: type[object], item: Any) -> str:
     return f"{item['msg']} (got {shown!r})"
 
 
-def _known(kind: type[object], sections: Sequence[int | str]) -> str:
-    """The keys that there are in the innermost section; those of the top level where that is no dataclass."""
+def _new_name(kind: type[object], sections: Sequence[int | str], name: str) -> str:
+    """Return what a key of an earlier version is called now, by its section's `renamed_keys`; empty for others."""
+    renamed: Mapping[str, str] = getattr(_section(kind, sections), "renamed_keys", {})
+    return renamed.get(name, "")
+
+
+def _section(kind: type[object], sections: Sequence[int | str]) -> object:
+    """Return the type of the innermost section; None where it has none of ours."""
     inner: object = kind
     for name in sections:
         inner = get_type_hints(inner).get(str(name)) if isinstance(inner, type) else None
+    return inner
+
+
+def _known(kind: type[object], sections: Sequence[int | str]) -> str:
+    """Return the keys of the innermost section; those of the top level where that is no dataclass."""
+    inner = _section(kind, sections)
     where = f"in {_key(tuple(sections))}" if sections and dataclasses.is_dataclass(inner) else "at the top level"
     keys = ", ".join(field.name for field in dataclasses.fields(inner if where.startswith("in ") else kind))  # type: ignore[arg-type]
     return f"{where}: {keys}"

@@ -4,6 +4,9 @@ Words of a prompt: "slow" takes 20 ms a step, "hang" falls silent for ever, "sta
 that it lives, "compile" runs a compiler for two seconds before its first step, "die" exits at once and "dies" at its
 third step, "nan" fails, "jumps" starts its first picture from a cached latent. A picture is its input image, or one
 flat colour by seed and index; an edit is flat everywhere. One that is "controlled" is its first control image.
+
+Names of models: "broken" exits at once, "slow" says for two seconds how far it is before it is ready, "stuck" says so
+once and then nothing more.
 """
 
 from __future__ import annotations
@@ -173,6 +176,14 @@ def flat(width: int, height: int, level: int) -> tensor_pb2.Tensor:
     )
 
 
+def load(engine: Engine, *, steps: int) -> None:
+    """Say so many times that a model of 5 GB is loaded, a little more of it each time."""
+    for step in range(steps):
+        progress = fleet_pb2.StartProgress(stage="loading unet", done_bytes=step * 10**8, total_bytes=5 * 10**9)
+        engine.say(starting=engine_pb2.EngineStarting(progress=progress))
+        time.sleep(0.1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int)
@@ -195,6 +206,10 @@ def main() -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     engine = Engine(channel)
+    if model in {"slow", "stuck"}:
+        load(engine, steps=20 if model == "slow" else 1)
+    if model == "stuck":
+        time.sleep(60)
     engine.say(ready=engine_pb2.EngineReady(model=MODEL, device="cpu"))
     beaten_s = 0.0
     while True:

@@ -160,6 +160,13 @@ def _loads(case: Any) -> Iterator[Case]:
         facts = {field: bad}
         yield refused_load(case(f"{len(bad)} of {field} past it", load=fleet_pb2.Load(**facts)), field)
     yield case("a start of a day", load=fleet_pb2.Load(start_s=86_400.0))
+    stage = fleet_pb2.StartProgress(stage="x" * 64, done_bytes=2**63 - 1, total_bytes=2**63 - 1)
+    yield case("a start at its limits", load=fleet_pb2.Load(starting=stage))
+    starts: list[dict[str, Any]] = [{"stage": ""}, {"stage": "x" * 65}]
+    starts += [{"stage": "x", field: number} for field in ("done_bytes", "total_bytes") for number in (-1, -(2**63))]
+    for facts in starts:
+        load = fleet_pb2.Load(starting=fleet_pb2.StartProgress(**facts))
+        yield refused_load(case(f"a start with {shown(str(facts))}", load=load), "starting")
     for field, values in {
         "fixed_s": (-0.001, NAN, INF, -INF),
         "start_s": (-0.001, 86_400.001, NAN, INF, -INF),

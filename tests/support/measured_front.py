@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from bottega.codec import CodecPool
+from bottega.process import EngineTimeouts
 from bottega.process.memory import IMAGE_AT_WORK_BYTES, keep_freed_memory, tune_garbage_collector
 from bottega.worker.__main__ import build
 from bottega.worker.config import WorkerConfig
@@ -59,7 +60,8 @@ async def main() -> None:
     keep_freed_memory(at_once_bytes=IMAGE_AT_WORK_BYTES)
     tune_garbage_collector()
     config = WorkerConfig(name="measured", gateway=sys.argv[1])
-    engine = WorkerEngineClient(config.engine, start_s=20, hang_s=10, stall_s=10, module="tests.fakes.scripted_engine")
+    timeouts = EngineTimeouts(start_stall_s=20, hang_s=10, stall_s=10)
+    engine = WorkerEngineClient(config.engine, timeouts=timeouts, module="tests.fakes.scripted_engine")
     pool = CodecPool(max_waiting=9 * config.max_attempts)  # as a worker has it
     await engine.spawn()
     await pool.start()

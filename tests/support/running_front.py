@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 from PIL import Image
 
 from bottega.codec import CodecPool
+from bottega.process import EngineTimeouts
 from bottega.rpc.channel import open_channel
 from bottega.rpc.server import Server
 from bottega.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
@@ -24,7 +25,7 @@ from bottega.worker.worker import Worker
 from tests.samples.hostile_images import saved
 from tests.support.waiting import eventually
 
-CONFIG = WorkerConfig(name="w", gateway="", hang_s=1.0, stall_s=1.5, start_s=20.0)
+CONFIG = WorkerConfig(name="w", gateway="", hang_s=1.0, stall_s=1.5, start_stall_s=20.0)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,9 +80,7 @@ async def running_workers() -> AsyncIterator[Start]:
     async def start(config: WorkerConfig = CONFIG, *, module: str = "tests.fakes.scripted_engine") -> Running:
         engine = WorkerEngineClient(
             config.engine,
-            start_s=config.start_s,
-            hang_s=config.hang_s,
-            stall_s=config.stall_s,
+            timeouts=EngineTimeouts(start_stall_s=config.start_stall_s, hang_s=config.hang_s, stall_s=config.stall_s),
             module=module,
         )
         await engine.spawn()

@@ -50,17 +50,18 @@ class InstanceProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceRecord:
-    """What a running instance says about itself.
-
-    address: host:port of its gateway. fleet_address: where that lists the fleet. ready: every service has served since
-    the start.
-    """
+    """What a running instance says about itself."""
 
     pid: int
     address: str
+    """host:port of its gateway."""
     fleet_address: str
+    """host:port where that lists the fleet."""
     ready: bool
+    """Whether every service has served since the start."""
     children: tuple[InstanceProcess, ...]
+    starting: str = ""
+    """How far the services are whose start takes long; empty where none does."""
 
 
 @dataclass(frozen=True, slots=True)

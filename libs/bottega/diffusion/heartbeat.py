@@ -29,6 +29,12 @@ class Heartbeat:
         """Calls this at every beat from now on."""
         self._subscribers.append(subscriber)
 
+    def unsubscribe(self, subscriber: Callable[[], None]) -> None:
+        """Stop calling this, in whichever way it is called."""
+        for subscribers in (self._subscribers, self._covered_subscribers):
+            while subscriber in subscribers:
+                subscribers.remove(subscriber)
+
     def beat(self) -> None:
         """The thread lives."""
         for subscriber in self._subscribers:

@@ -3,7 +3,7 @@
 from bottega.process.child import ChildProcess, open_pair
 from bottega.process.copying import copied
 from bottega.process.engine_environment import engine_environment
-from bottega.process.engine_supervisor import EngineListener, EngineSupervisor, EngineTimeouts
+from bottega.process.engine_supervisor import EngineListener, EngineSupervisor, EngineTimeouts, StartProgress
 from bottega.process.framed_pipe import MAX_FRAME_BYTES, AsyncFramedPipe, FramedPipe
 from bottega.process.limited_process import Loss, ProcessLost, ProcessSpec
 from bottega.process.pending_calls import PendingCalls
@@ -24,6 +24,7 @@ __all__ = [
     "ProcessLost",
     "ProcessPool",
     "ProcessSpec",
+    "StartProgress",
     "copied",
     "open_pair",
     "engine_environment",

@@ -1,8 +1,9 @@
 """A service's side of its engine process: starts it, talks to it, watches it, replaces it.
 
-The engine owns a device; a crash, a hang or a flood of memory there costs what it held and nothing else. Every word
-of the engine is a sign of life; after `hang_s` without one it is killed, and so is one that lives on and makes no
-turn for `stall_s` while it has work. Time in which this side was stopped itself, and received nothing for that reason,
+The engine owns a device; a crash, a hang or a flood of memory there costs what it held and nothing else. While it
+starts it says how far it is, and is killed when it has not got further for `start_stall_s`. From then on every word of
+it is a sign of life; after `hang_s` without one it is killed, and so is one that lives on and makes no turn for
+`stall_s` while it has work. Time in which this side was stopped itself, and received nothing for that reason,
 is not held against the engine. A new one is started with a growing pause, until three in a row did not get ready: then
 it is for whoever watches the service to decide. This module does not know what is said.
 """
@@ -49,8 +50,22 @@ Ready_contra = TypeVar("Ready_contra", contravariant=True)
 Event_contra = TypeVar("Event_contra", contravariant=True)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StartProgress:
+    """How far an engine is that has not become ready."""
+
+    stage: str
+    """What it does, for a person."""
+    done_bytes: int = 0
+    total_bytes: int = 0
+    """Bytes of the stage; 0 where it has none to count."""
+
+
 class EngineListener(Protocol[Ready_contra, Event_contra]):
     """The interface for messages of the engine."""
+
+    async def on_engine_starting(self, progress: StartProgress) -> None:
+        """The engine has begun a stage of its start, or has got further in it."""
 
     async def on_engine_ready(self, ready: Ready_contra) -> None:
         """The engine takes commands from now on."""
@@ -64,11 +79,14 @@ class EngineListener(Protocol[Ready_contra, Event_contra]):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimeouts:
-    """Seconds. start_s: for the engine to be ready. hang_s: without a word. stall_s: with work and without a turn."""
+    """Seconds after which an engine is given up."""
 
-    start_s: float
+    start_stall_s: float
+    """Without progress of its start."""
     hang_s: float
+    """Without a word."""
     stall_s: float
+    """With work and without a turn."""
 
 
 class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
@@ -97,6 +115,10 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
     @abstractmethod
     def ready(self, event: EventT) -> ReadyT | None:
         """What an engine that says that it is ready says of itself; None for all other events."""
+
+    def starting(self, event: EventT) -> StartProgress | None:
+        """Return what an engine says of its start; None for all other events."""
+        return None
 
     @abstractmethod
     def turns(self, event: EventT) -> int | None:
@@ -169,17 +191,28 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
             return False, f"it cannot be started: {error.message}"
         child = self._child
         assert child is not None  # spawn made it
-        event = await self._receive_event(child, self._timeouts.start_s)
-        if isinstance(event, str):
-            return False, f"{event} before it was ready; what it logged just before says why"
-        ready = self.ready(event)
-        if ready is None:
-            return False, "its first word was not that it is ready"
+        ready = await self._wait_until_ready(child, listener)
+        if isinstance(ready, str):
+            return False, ready
         commands: asyncio.Queue[_Command] = asyncio.Queue(_MAX_COMMANDS)
         self._commands = commands
         async with running(_send_commands(child, commands)):
             await listener.on_engine_ready(ready)
             return True, await self._forward_events(child, listener)
+
+    async def _wait_until_ready(self, child: ChildProcess, listener: EngineListener[ReadyT, EventT]) -> ReadyT | str:
+        """Return what the engine says of itself when it is ready, or why it does not get so far."""
+        stage = ""
+        while not isinstance(event := await self._receive_event(child, self._timeouts.start_stall_s), str):
+            ready = self.ready(event)
+            if ready is not None:
+                return ready
+            progress = self.starting(event)
+            if progress is None:
+                return "it said something else before it was ready"
+            stage = f" while {progress.stage}"
+            await _deliver(listener.on_engine_starting(progress))
+        return f"{event}{stage}, before it was ready; what it logged just before says why"
 
     async def _forward_events(self, child: ChildProcess, listener: EngineListener[ReadyT, EventT]) -> str:
         """Passes on what the engine says until it is gone; why it is."""

@@ -60,6 +60,16 @@ class Listening(Protocol):
         """Of its metrics."""
 
 
+class StartingServer(Listening, Protocol):
+    """The server of a service that takes long to start."""
+
+    async def set_serving(self, serving: bool) -> None:
+        """Tell the service's health whether new work is welcome."""
+
+    def extend_start(self, status: str, *, within_s: float) -> None:
+        """Tell systemd how far the start is, and that the next word comes within so many seconds."""
+
+
 def _with_instance(registration: fleet_pb2.Registration) -> fleet_pb2.Registration:
     """With an instance that tells this process from any other of its name, and that cannot be guessed."""
     whole = fleet_pb2.Registration(instance=secrets.token_hex(_INSTANCE_BYTES))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -32,6 +33,7 @@ from bottega.rpc.interceptor.response_flow import ResponseFlowControl
 from bottega.rpc.operation.audit import AuditLog
 from bottega.rpc.operation.certificate_metrics import CertificateMetrics
 from bottega.rpc.operation.metrics import CallMetrics, MetricsEndpoint
+from bottega.rpc.operation.sd_notify import SystemdNotifier
 from bottega.rpc.security.caller import AllLocal, CallAuthenticator
 from bottega.rpc.security.certificate_calls import CertificateAuthenticator
 from bottega.rpc.security.tls import TlsConfig, TlsFiles
@@ -290,6 +292,7 @@ class Server(GrpcListener):
         self.name = name
         self.config = config
         self._metrics = MetricsEndpoint(config.metrics_listen)
+        self._systemd = SystemdNotifier(os.environ)
         tls = TlsFiles(config.tls) if config.tls.given else None
         self.channels = Channels(tls)
         self.identity = tls.material.identity if tls is not None else None
@@ -333,6 +336,10 @@ class Server(GrpcListener):
         await super().start()
         for listener in self._beside:
             await listener.start()
+
+    def extend_start(self, status: str, *, within_s: float) -> None:
+        """Tell systemd how far the start is, and that the next word comes within so many seconds."""
+        self._systemd.extend_start(status, within_s=within_s)
 
     async def set_serving(self, serving: bool) -> None:
         """Says by grpc.health.v1, on every port, whether new work is welcome."""

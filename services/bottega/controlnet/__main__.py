@@ -41,7 +41,7 @@ def _lifespan_of(settings: ControlNetConfig) -> AbstractAsyncContextManager[Serv
 async def _lifespan(
     settings: ControlNetConfig, lock: ProcessLock, catalogue: ControlNetCatalogue, profiles: ProfileStore
 ) -> AsyncIterator[ServiceHooks]:
-    timeouts = EngineTimeouts(start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
+    timeouts = EngineTimeouts(start_stall_s=settings.start_stall_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
     engine = ControlNetEngineClient(_with_socket(settings.engine), timeouts=timeouts)
     try:
         await engine.spawn()
@@ -53,8 +53,7 @@ async def _lifespan(
             engine=engine,
             inspector=ControlNetInspector(),
             metrics=ControlNetMetrics(server.registry),
-            listening=server,
-            set_serving=server.set_serving,
+            server=server,
         )
         controlnet_pb2_grpc.add_ControlNetServiceServicer_to_server(ControlNetService(controlnets), server.grpc)
         server.add_services([SERVICE_NAME])

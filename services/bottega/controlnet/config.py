@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
@@ -69,12 +70,13 @@ class ControlNetConfig:
     root: below it are the folders that callers may add; empty is none.
     catalogue: the SQLite file that remembers those, and what was measured of ControlNets; empty is controlnets.db in
     the folder for Bottega's state. One server at a time may use it.
-    start_s: that the engine may take to start. systemd ends a server that is not ready after its unit's
-    TimeoutStartSec, 660 s: whoever raises this raises that above it, by `systemctl edit`. hang_s: without a word of
-    the engine, after which it is taken for hung and replaced. stall_s: the same without a forward though steps wait.
+    start_stall_s: that the engine may take to start, after which it is taken for hung and replaced; hosting ControlNets
+    takes its own time, and systemd waits as long. hang_s: without a word of an engine that is ready, after which the
+    same happens. stall_s: the same without a forward though steps wait.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    renamed_keys: ClassVar[Mapping[str, str]] = {"start_s": "start_stall_s"}
 
     name: Annotated[str, Field(max_length=128)] = ""
     gateway: OptionalAddress = "127.0.0.1:8472"
@@ -84,6 +86,6 @@ class ControlNetConfig:
     left_out: dict[str, str] = field(default_factory=dict)
     root: str = ""
     catalogue: str = ""
-    start_s: Seconds = 600.0
+    start_stall_s: Seconds = 120.0
     hang_s: Seconds = 60.0
     stall_s: Seconds = 120.0

@@ -19,8 +19,8 @@ ENGINE_MODULE = "bottega.controlnet.engine"
 
 # Of an offer: the engine makes it in a thread of its own, at once.
 _OFFER_S = 5.0
-# Of hosting: to read all of a ControlNet from a slow disk.
-_HOST_S = 300.0
+MAX_HOSTING_S = 300.0
+"""Seconds that hosting may take: all of a ControlNet is read, perhaps from a slow disk."""
 
 
 class ControlNetEngineClient(
@@ -66,7 +66,7 @@ class ControlNetEngineClient(
             host.request = number
             self.send(pb.ControlNetEngineCommand(host=host))
 
-        answer = await self._calls.call(send, _HOST_S)
+        answer = await self._calls.call(send, MAX_HOSTING_S)
         assert isinstance(answer, pb.ControlNetEngineHosted)
         return answer.controlnet
 

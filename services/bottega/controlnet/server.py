@@ -9,7 +9,6 @@ import asyncio
 import importlib.metadata
 import logging
 import os
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from bottega import kinds, rules
@@ -17,14 +16,15 @@ from bottega.background_tasks import BackgroundTasks
 from bottega.controlnet.catalogue import ControlNetCatalogue
 from bottega.controlnet.catalogue_schema import SCHEMA
 from bottega.controlnet.config import ControlNetConfig
-from bottega.controlnet.engine_client import ControlNetEngineClient
+from bottega.controlnet.engine_client import MAX_HOSTING_S, ControlNetEngineClient
 from bottega.controlnet.inspector import ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.profiles import ProfileStore
 from bottega.errors import BottegaError, ConfigError, ControlNetNotFound, Draining, InternalError, Unavailable
 from bottega.miniature import WEIGHTS
+from bottega.process import StartProgress
 from bottega.process.memory import MemoryMeter
-from bottega.rpc.fleet_membership import FleetMembership, Listening
+from bottega.rpc.fleet_membership import FleetMembership, StartingServer
 from bottega.storage import SqliteDatabase, folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.v1 import fleet_pb2
@@ -39,9 +39,16 @@ _EMBEDDED = {f"miniature/{name}": str(WEIGHTS / "controlnets" / name) for name i
 
 
 class ControlNetServer:
-    """Start it with `start`, end it with `drain` and `stop`.
+    """A ControlNet server behind its gRPC service: start it with `start`, end it with `drain` and `stop`.
 
-    engine: spawned. listening: its server. set_serving: tells its health.
+    Args:
+        config: The server's.
+        catalogue: Of what it hosts.
+        profiles: What was measured of ControlNets.
+        engine: Spawned.
+        inspector: Looks at what callers add.
+        metrics: The server's.
+        server: Its gRPC server.
     """
 
     def __init__(
@@ -53,8 +60,7 @@ class ControlNetServer:
         engine: ControlNetEngineClient,
         inspector: ControlNetInspector,
         metrics: ControlNetMetrics,
-        listening: Listening,
-        set_serving: Callable[[bool], Awaitable[None]],
+        server: StartingServer,
     ) -> None:
         self.name = config.name or f"controlnet-{os.getpid()}"
         self.budget_bytes = config.engine.budget_bytes
@@ -65,8 +71,7 @@ class ControlNetServer:
         self._engine = engine
         self._inspector = inspector
         self._metrics = metrics
-        self._listening = listening
-        self._set_serving = set_serving
+        self._server = server
         self._version = importlib.metadata.version("bottega-services")
         self._beat = ControlNetEngineBeat()
         self._hosted: list[Hosted] = []
@@ -98,6 +103,7 @@ class ControlNetServer:
         Raises ConfigError, DataLoss, StorageUnavailable where the catalogue cannot be used, InternalError where the
         first engine does not start.
         """
+        self._server.extend_start("starting the engine", within_s=self._config.start_stall_s)
         await self._catalogue.open()
         await self._profiles.read()
         self._tasks.start(self._watch_engine())
@@ -197,6 +203,9 @@ class ControlNetServer:
             else:
                 self._first_hosting.set_exception(error)
 
+    async def on_engine_starting(self, progress: StartProgress) -> None:
+        """A ControlNet server's engine is ready as soon as its libraries are imported, and says nothing before."""
+
     async def on_engine_ready(self, ready: ControlNetEngineReady) -> None:
         """Has a new engine host what the catalogue says."""
         _log.info("engine ready", extra={"device": ready.device, "pid": self._engine.pid})
@@ -226,7 +235,7 @@ class ControlNetServer:
         if not self._first_hosting.done():
             self._first_hosting.set_exception(InternalError(f"the engine could not be started: {why}"))
             return
-        await self._set_serving(False)
+        await self._server.set_serving(False)
         await self._leave()
         self._beat = ControlNetEngineBeat()
         self._hosted = []
@@ -235,6 +244,8 @@ class ControlNetServer:
         """Have a new engine host what the catalogue says, then join the fleet and report what is left out."""
         self._refused = {}
         for name, folder in self._catalogue.folders.items():
+            if not self._first_hosting.done():
+                self._server.extend_start(f"hosting ControlNet {name}", within_s=MAX_HOSTING_S)
             try:
                 self._hosts_now(await self._host(name, folder))
             except BottegaError as error:
@@ -245,7 +256,7 @@ class ControlNetServer:
         if not self._first_hosting.done():
             self._first_hosting.set_result(None)
         else:
-            await self._set_serving(not self._draining)
+            await self._server.set_serving(not self._draining)
         if self._config.gateway and self._membership is None:
             self._membership = self._join()
             self._membership.start()
@@ -261,12 +272,12 @@ class ControlNetServer:
         registration = fleet_pb2.Registration(
             kind=kinds.CONTROLNET,
             name=self.name,
-            address=self._listening.address,
+            address=self._server.address,
             version=self._version,
-            metrics_address=self._listening.metrics_address,
+            metrics_address=self._server.metrics_address,
             device=self._device,
         )
-        return FleetMembership(self._config.gateway, registration, load=self.load, channels=self._listening.channels)
+        return FleetMembership(self._config.gateway, registration, load=self.load, channels=self._server.channels)
 
     async def _leave(self) -> None:
         if self._membership:

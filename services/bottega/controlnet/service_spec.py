@@ -46,6 +46,6 @@ SPEC = ServiceSpec(
         on_device=True,
         links=True,
         reads_models=True,
-        start_s=660,  # a folder of many ControlNets on a slow disk takes its time to load
+        start_s=180,  # above its start_stall_s of 120 s; then the service asks for more with each ControlNet
     ),
 )

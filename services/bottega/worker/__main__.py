@@ -13,6 +13,7 @@ from bottega import kinds, rules
 from bottega.codec import CodecPool
 from bottega.errors import ConfigError
 from bottega.model_files import name_of
+from bottega.process import EngineTimeouts
 from bottega.process.memory import IMAGE_AT_WORK_BYTES
 from bottega.rpc.boot import ServiceHooks, boot
 from bottega.rpc.fleet_membership import REPORT_INTERVAL_S, FleetMembership
@@ -39,7 +40,7 @@ def main() -> int:
 
 
 def build(settings: WorkerConfig, engine: WorkerEngineClient, pool: CodecPool) -> tuple[Server, Worker]:
-    """A worker and its server, neither of them started. In a running event loop."""
+    """Return a worker and its server, neither of them started. Call it in a running event loop."""
     server = Server("worker", settings.server)
     worker = Worker(
         settings,
@@ -64,9 +65,8 @@ async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
         yield _refusing(settings, error)
         return
     # Processes first: the engine loads its model while the rest starts.
-    engine = WorkerEngineClient(
-        _with_socket(settings.engine), start_s=settings.start_s, hang_s=settings.hang_s, stall_s=settings.stall_s
-    )
+    timeouts = EngineTimeouts(start_stall_s=settings.start_stall_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
+    engine = WorkerEngineClient(_with_socket(settings.engine), timeouts=timeouts)
     pool = CodecPool(
         processes=settings.codec_processes,
         deadline_s=settings.codec_deadline_s,

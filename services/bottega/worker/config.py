@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -147,15 +148,17 @@ class WorkerConfig:
     name: unique in the fleet; empty is "worker-", the host's name and the process's id. gateway: its
     fleet.listen, host:port; empty joins no fleet.
     codec_processes: that encode pictures and decode input images. codec_deadline_s: of one image in them.
-    start_s: that the engine may take to load its model. systemd ends a worker that is not ready after its unit's
-    TimeoutStartSec, 660 s: whoever raises this raises that above it, by `systemctl edit`. hang_s: without a word of
-    the engine, after which it is taken for hung and replaced. stall_s: the same without a step though it has work;
-    above the longest turn of the largest picture, and the longest encoding and decoding. result_grace_s: for how long
-    finished results are kept for a gateway that was cut off. result_bytes: of these results, that are kept at most.
+    start_stall_s: without progress of the engine's start, after which it is taken for hung and replaced; loading,
+    hashing and warming up make progress all the time, however long they take, and systemd waits as long. hang_s:
+    without a word of an engine that is ready, after which the same happens. stall_s: the same without a step though
+    it has work; above the longest turn of the largest picture, and the longest encoding and decoding. result_grace_s:
+    for how long finished results are kept for a gateway that was cut off. result_bytes: of these results, that are
+    kept at most.
     max_attempts: held at once.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    renamed_keys: ClassVar[Mapping[str, str]] = {"start_s": "start_stall_s"}
 
     name: str = ""
     gateway: OptionalAddress = "127.0.0.1:8472"
@@ -163,7 +166,7 @@ class WorkerConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     codec_processes: AtLeastOne = 2
     codec_deadline_s: Seconds = 20.0
-    start_s: Seconds = 600.0
+    start_stall_s: Seconds = 120.0
     hang_s: Seconds = 30.0
     stall_s: Seconds = 120.0
     result_grace_s: Seconds = 120.0

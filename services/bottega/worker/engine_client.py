@@ -1,7 +1,7 @@
 """The front's side of the worker's engine process, in the words of engine.proto.
 
-An engine is starting, ready or dead. No word from it for hang_s, or no step for stall_s while there is work, is death;
-what it ran is lost, and another one is started.
+An engine is starting, ready or dead. One that makes no progress of its start for start_stall_s, later says nothing for
+hang_s, or makes no step for stall_s while it has work, is dead: what it ran is lost, and another one is started.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import ClassVar, Protocol
 
 from bottega import process
 from bottega.errors import Unavailable, WorkerLost
-from bottega.process import EngineListener, EngineTimeouts, PendingCalls
+from bottega.process import EngineListener, EngineTimeouts, PendingCalls, StartProgress
 from bottega.rpc.status import from_job_error
 from bottega.storage.process_lock import ProcessLock
 from bottega.v1.activations_pb2 import (
@@ -84,9 +84,7 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
 
     lost: ClassVar[type[Unavailable]] = WorkerLost
 
-    def __init__(
-        self, config: EngineConfig, *, start_s: float, hang_s: float, stall_s: float, module: str = ENGINE_MODULE
-    ) -> None:
+    def __init__(self, config: EngineConfig, *, timeouts: EngineTimeouts, module: str = ENGINE_MODULE) -> None:
         # Outlives the engine processes, and ends with this one.
         self._trials = TrialFolder()
         trials = str(self._trials.path / "trials.json")
@@ -94,7 +92,6 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
         self._calls: PendingCalls[LinkResult] = PendingCalls()
         self._template_calls: PendingCalls[EngineTemplates] = PendingCalls()
         self._profile_calls: PendingCalls[EngineProfile] = PendingCalls()
-        timeouts = EngineTimeouts(start_s=start_s, hang_s=hang_s, stall_s=stall_s)
         super().__init__(module, *arguments, timeouts=timeouts, exclusive_cores=config.exclusive_cores)
 
     def read(self, frame: bytes) -> EngineEvent:
@@ -102,6 +99,13 @@ class WorkerEngineClient(process.EngineSupervisor[EngineCommand, EngineEvent, En
 
     def ready(self, event: EngineEvent) -> EngineReady | None:
         return event.ready if event.HasField("ready") else None
+
+    def starting(self, event: EngineEvent) -> StartProgress | None:
+        """Return how far the start is that an event reports; None for all other events."""
+        if not event.HasField("starting"):
+            return None
+        said = event.starting.progress
+        return StartProgress(stage=said.stage, done_bytes=said.done_bytes, total_bytes=said.total_bytes)
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
         """Offers another worker a link. caller: host of the worker.

@@ -38,6 +38,6 @@ SPEC = ServiceSpec(
         on_device=True,
         links=True,
         reads_models=True,
-        start_s=660,  # above its start_s of 600 s: a large model takes its time to load
+        start_s=180,  # above its start_stall_s of 120 s; from then on it asks for more with every sign of progress
     ),
 )

@@ -11,9 +11,9 @@ import contextlib
 import importlib.metadata
 import logging
 import os
+import secrets
 import socket
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 from bottega import kinds, rules
 from bottega.background_tasks import BackgroundTasks
@@ -29,8 +29,9 @@ from bottega.errors import (
     WorkerLost,
 )
 from bottega.manifest import read_services
+from bottega.process import StartProgress
 from bottega.process.memory import resident_bytes
-from bottega.rpc.fleet_membership import FleetMembership, Listening
+from bottega.rpc.fleet_membership import FleetMembership, Listening, StartingServer
 from bottega.rpc.status import from_job_error
 from bottega.v1 import engine_pb2, fleet_pb2, image_pb2
 from bottega.v1.activations_pb2 import (
@@ -46,6 +47,7 @@ from bottega.worker.attempts import Attempt, AttemptKey, Attempts
 from bottega.worker.checkpoints import AttemptCheckpoint, CheckpointWatch
 from bottega.worker.config import WorkerConfig
 from bottega.worker.engine_client import WorkerEngineClient
+from bottega.worker.engine_start import EngineStart
 from bottega.worker.image_codec import ImageCodec
 from bottega.worker.link_resolver import LinkResolver
 from bottega.worker.metrics import WorkerMetrics
@@ -54,13 +56,7 @@ from bottega.worker.peer_admission import check_peer
 _log = logging.getLogger(__name__)
 
 _SWEEP_INTERVAL_S = 1.0
-
-
-class WorkerServer(Listening, Protocol):
-    """What the worker needs of its gRPC server."""
-
-    async def set_serving(self, serving: bool) -> None:
-        """Tells the worker's health whether new work is welcome."""
+_INSTANCE_BYTES = 16
 
 
 def worker_name(config: WorkerConfig, server: Listening) -> str:
@@ -71,7 +67,15 @@ def worker_name(config: WorkerConfig, server: Listening) -> str:
 
 
 class Worker:
-    """Start it with `start`, end it with `drain` and `stop`. engine: spawned. pool: started. server: its own."""
+    """The worker behind its gRPC service: start it with `start`, end it with `drain` and `stop`.
+
+    Args:
+        config: The worker's.
+        engine: Spawned.
+        pool: Started.
+        metrics: The worker's.
+        server: Its own.
+    """
 
     def __init__(
         self,
@@ -80,7 +84,7 @@ class Worker:
         engine: WorkerEngineClient,
         pool: CodecPool,
         metrics: WorkerMetrics,
-        server: WorkerServer,
+        server: StartingServer,
     ) -> None:
         self.name = worker_name(config, server)
         self.checkpoints = CheckpointWatch()
@@ -104,6 +108,8 @@ class Worker:
         self._beat = engine_pb2.EngineBeat()
         self._accelerations: Sequence[fleet_pb2.Acceleration] = ()
         self._start_s = 0.0
+        self._starting: EngineStart | None = None
+        self._instance = ""
         self._model: image_pb2.Model | None = None
         self._model_name: str | None = None  # kept while an engine is lost: the next one has the same
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
@@ -124,6 +130,7 @@ class Worker:
             ConfigError: The engine cannot use its configuration, or what this names, such as the model.
             InternalError: The first engine does not get warm for another reason.
         """
+        self._begin_start()
         self._tasks.start(self._watch_engine())
         self._tasks.start(self._sweep())
         await self._first_ready
@@ -206,6 +213,7 @@ class Worker:
             accelerations=self._accelerations,
             activity=self._metrics.activity(),
             start_s=self._start_s,
+            starting=None if self._starting is None else self._starting.message,
         )
 
     async def drain(self) -> None:
@@ -222,25 +230,31 @@ class Worker:
             self.checkpoints.close()
 
     async def stop(self) -> None:
-        """Leaves the fleet and ends the processes; attempts that still run fail."""
+        """Leave the fleet and end the processes; attempts that still run fail."""
         self.checkpoints.close()
+        self._end_start()
         await self._leave()
         await self._tasks.cancel()
         self._hand_over()
         await asyncio.gather(self._engine.stop(), self._pool.stop(), self._link_resolver.stop())
 
+    async def on_engine_starting(self, progress: StartProgress) -> None:
+        if self._starting is not None:
+            self._starting.note(progress)
+            self._report_load()
+
     async def on_engine_ready(self, ready: engine_pb2.EngineReady) -> None:
         self._start_s = min(self._engine.age_s, rules.MAX_START_S)
         facts = {"model": ready.model.name, "device": ready.device, "pid": self._engine.pid}
-        _log.info("engine ready", extra={**facts, "start_s": round(self._start_s, 3)})
+        stages = {stage: round(seconds, 1) for stage, seconds in self._end_start().items()}
+        _log.info("engine ready", extra={**facts, "start_s": round(self._start_s, 3), "stages_s": stages})
         self._backlog, self._services = -1, []
         self._model, self._model_name = ready.model, ready.model.name
         self._accelerations = ready.accelerations
         self._metrics.set_accelerations(ready.accelerations)
         self._metrics.start_s.set(self._start_s)
-        if self._config.gateway:
-            self._membership = self._join(ready)
-            self._membership.start()
+        await self._leave()
+        self._join(ready)
         if self._first_ready.done():
             await self._server.set_serving(not self._draining)
         else:
@@ -281,6 +295,7 @@ class Worker:
 
     async def on_engine_lost(self, why: str) -> None:
         self._metrics.on_engine_lost()
+        self._end_start()
         self._engine.on_lost(why)
         if not self._first_ready.done():
             self._first_ready.set_exception(InternalError(f"the engine could not be started: {why}"))
@@ -292,6 +307,7 @@ class Worker:
         for runner in held:
             facts = {"died": "engine", "held_together": str(len(held))}
             runner.fail(WorkerLost(f"the worker's engine was lost: {why}", metadata=facts))
+        self._begin_start()
 
     async def _watch_engine(self) -> None:
         try:
@@ -343,18 +359,37 @@ class Worker:
             runner.abort(error)
         self.attempts.forget(attempt)
 
-    def _join(self, ready: engine_pb2.EngineReady) -> FleetMembership:
+    def _begin_start(self) -> None:
+        """Join the fleet, where it has one, as a worker whose engine starts: it serves no model yet."""
+        self._starting = EngineStart(self._extend_start)
+        self._instance = secrets.token_hex(_INSTANCE_BYTES)
+        self._join(None)
+
+    def _extend_start(self, status: str) -> None:
+        if not self._first_ready.done():  # else systemd knows it as started
+            self._server.extend_start(status, within_s=self._config.start_stall_s)
+
+    def _end_start(self) -> Mapping[str, float]:
+        """End the start that is under way, and return the seconds of its stages."""
+        starting, self._starting = self._starting, None
+        return {} if starting is None else starting.end()
+
+    def _join(self, ready: engine_pb2.EngineReady | None) -> None:
+        """Join the fleet with what the engine serves; without an engine that is ready, with nothing."""
+        if not self._config.gateway:
+            return
         registration = fleet_pb2.Registration(
             kind=kinds.WORKER,
             name=self.name,
             address=self._server.address,
             version=self._version,
             metrics_address=self._server.metrics_address,
-            models=[ready.model],
-            device=ready.device,
+            models=[] if ready is None else [ready.model],
+            device="" if ready is None else ready.device,
+            instance=self._instance,
             uses=[service.kind for service in read_services() if service.engine_add_on],
         )
-        return FleetMembership(
+        self._membership = FleetMembership(
             self._config.gateway,
             registration,
             load=self.load,
@@ -362,6 +397,7 @@ class Worker:
             on_services=self._pass_services,
             channels=self._server.channels,
         )
+        self._membership.start()
 
     async def _leave(self) -> None:
         if self._membership:

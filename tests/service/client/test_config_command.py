@@ -31,6 +31,15 @@ def test_every_key_that_is_wrong_is_named(worker: Path) -> None:
     assert all(text in done.output for text in (str(worker), "nam: unknown key", "engine.max_rows"))
 
 
+@pytest.mark.parametrize("service", ["worker", "controlnet"])
+def test_a_key_of_an_earlier_version_is_answered_with_its_new_name(tmp_path: Path, service: str) -> None:
+    file = tmp_path / f"{service}.yaml"
+    file.write_text("start_s: 900\n")
+    done = run("config", "check", file, "--service", service)
+    assert done.exit_code == 1
+    assert "start_s: is called start_stall_s now" in done.output
+
+
 def test_an_unknown_key_is_answered_with_those_of_its_section(worker: Path) -> None:
     worker.write_text("server:\n  lisen: 127.0.0.1:8470\nengine: 3\n")
     done = run("config", "check", worker)

@@ -28,6 +28,8 @@ time.sleep(60)
 """
 DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVES
 LISTENS = "import json, sys; print(json.dumps({'event': 'serving'}), flush=True); sys.stdin.read(1); sys.exit()"
+STARTING = {"event": "engine starting", "progress": "loading unet, 3.1 of 5.1 GB"}
+LOADS = f"import json; print(json.dumps({STARTING}), flush=True); "
 FAILS = "import sys; print('no such model', file=sys.stderr); sys.exit(3)"
 
 QUICK = RestartPolicy(first_wait_s=0.05, longest_wait_s=0.1, stop_grace_s=3.0)
@@ -39,6 +41,10 @@ class Reports:
     def __init__(self) -> None:
         self.served: list[str] = []
         self.deaths: list[tuple[str, str, float]] = []
+        self.progress: list[str] = []
+
+    def starting(self, name: str, progress: str) -> None:
+        self.progress.append(progress)
 
     def serving(self, name: str, address: str) -> None:
         self.served.append(address)
@@ -88,6 +94,16 @@ async def test_stopping_leaves_nothing(tmp_path: Path, script: str) -> None:
         family = [psutil.Process(found.pid), *psutil.Process(found.pid).children()]
     await eventually(lambda: not any(runs(member) for member in family))
     assert reports.deaths == []
+
+
+async def test_a_start_that_takes_long_is_told_until_the_service_serves(tmp_path: Path) -> None:
+    reports = Reports()
+    found = service_process(LOADS + "import time; time.sleep(0.5); " + LISTENS, tmp_path, reports)
+    async with running(found):
+        await eventually(lambda: reports.progress == ["loading unet, 3.1 of 5.1 GB"])
+        assert found.progress == "loading unet, 3.1 of 5.1 GB"
+        await eventually(lambda: bool(reports.served))
+        assert found.progress == ""
 
 
 async def test_one_that_never_serves_is_given_up_with_its_last_words(tmp_path: Path) -> None:

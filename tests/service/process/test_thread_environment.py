@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bottega.process import EngineTimeouts
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine_client import WorkerEngineClient
 
@@ -21,7 +22,8 @@ async def test_threads_wait_asleep_unless_the_cores_are_the_engine_s_alone(
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     monkeypatch.setenv("GOMP_SPINCOUNT", "9999999")
     config = EngineConfig(exclusive_cores=exclusive)
-    engine = WorkerEngineClient(config, start_s=20, hang_s=10, stall_s=10, module="tests.fakes.scripted_engine")
+    timeouts = EngineTimeouts(start_stall_s=20, hang_s=10, stall_s=10)
+    engine = WorkerEngineClient(config, timeouts=timeouts, module="tests.fakes.scripted_engine")
     await engine.spawn()
     try:
         said = environment_of(engine.pid)

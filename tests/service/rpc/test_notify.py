@@ -108,6 +108,14 @@ def test_a_socket_may_be_an_abstract_one() -> None:
         assert heard(listener) == ["READY=1", "STATUS=serving"]
 
 
+def test_a_long_start_asks_systemd_for_as_much_time_as_until_its_next_word(
+    systemd: tuple[socket.socket, str],
+) -> None:
+    listener, address = systemd
+    SystemdNotifier({"NOTIFY_SOCKET": address}).extend_start("loading unet, 3.1 of 5.1 GB", within_s=120.0)
+    assert heard(listener) == ["EXTEND_TIMEOUT_USEC=180000000", "STATUS=loading unet, 3.1 of 5.1 GB"]
+
+
 def test_a_process_that_the_watchdog_is_not_for_says_nothing(tmp_path: Path) -> None:
     for environment in ({}, {"WATCHDOG_USEC": "400000", "WATCHDOG_PID": str(os.getpid() + 1)}, {"WATCHDOG_USEC": "x"}):
         assert SystemdNotifier({"NOTIFY_SOCKET": str(tmp_path), **environment})._watchdog_s is None

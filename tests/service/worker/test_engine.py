@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from bottega.diffusion.start_reporter import silent_reporter
 from bottega.errors import ConfigError
-from bottega.process import FramedPipe, open_pair
+from bottega.process import EngineTimeouts, FramedPipe, StartProgress, open_pair
 from bottega.v1 import error_pb2, fleet_pb2, tensor_pb2
 from bottega.v1.engine_pb2 import EngineCancel, EngineCommand, EngineEvent, EngineReady, EngineStart
 from bottega.v1.generation_pb2 import SAMPLER_EULER, GenerationSpec
@@ -41,6 +42,7 @@ class RunningEngine:
         self.front = front
         self.log = log
         self.ready: EngineReady | None = None
+        self.stages: dict[str, StartProgress] = {}
         self.heard: list[tuple[float, EngineEvent]] = []
         self._news = asyncio.Condition()
         self._watching = asyncio.create_task(front.watch(self))
@@ -51,6 +53,9 @@ class RunningEngine:
         with suppress(asyncio.CancelledError):
             await self._watching
         return await self.front.stop()
+
+    async def on_engine_starting(self, progress: StartProgress) -> None:
+        self.stages.setdefault(progress.stage, progress)
 
     async def on_engine_ready(self, ready: EngineReady) -> None:
         async with self._news:
@@ -121,7 +126,8 @@ def stderr_in(path: Path) -> Iterator[None]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningEngine]:
-    front = WorkerEngineClient(CONFIG, start_s=START_S, hang_s=ANSWER_S, stall_s=ANSWER_S)
+    timeouts = EngineTimeouts(start_stall_s=START_S, hang_s=ANSWER_S, stall_s=ANSWER_S)
+    front = WorkerEngineClient(CONFIG, timeouts=timeouts)
     log = tmp_path_factory.mktemp("engine") / "stderr"
     with stderr_in(log):
         await front.spawn()
@@ -145,6 +151,13 @@ async def test_its_first_word_is_that_it_is_ready_and_what_its_model_is(engine: 
     assert offered == [(1, False), (1, True), (2, False), (3, False), (4, False), (4, True)]
     assert [choice.is_default for choice in model.sampler_choices] == [True, False, True, True, True, False]
     assert not any(choice.refused_because for choice in model.sampler_choices)
+
+
+async def test_it_says_how_far_its_start_is(engine: RunningEngine) -> None:
+    loaded = [f"loading {part}" for part in ("text_encoder", "text_encoder_2", "unet", "vae")]
+    order = ["importing libraries", *loaded, "hashing its files", "preparing add-ons", "warming up"]
+    assert list(engine.stages) == order
+    assert all(engine.stages[stage].total_bytes > 0 for stage in (*loaded, "hashing its files"))
 
 
 async def test_an_idle_engine_beats_every_second_and_says_what_its_turns_take(engine: RunningEngine) -> None:
@@ -237,7 +250,8 @@ async def test_a_folder_that_is_no_model_ends_it_with_a_line_that_says_so(
 ) -> None:
     ours, theirs = open_pair()
     with ours, theirs:
-        assert run(FramedPipe(theirs), dataclasses.replace(CONFIG, model=str(tmp_path))) == ConfigError.exit_status
+        config = dataclasses.replace(CONFIG, model=str(tmp_path))
+        assert run(FramedPipe(theirs), config, silent_reporter()) == ConfigError.exit_status
     (line,) = caplog.records
     assert (line.levelname, line.message) == ("ERROR", "the engine cannot start")
     assert line.__dict__["model"] == str(tmp_path)

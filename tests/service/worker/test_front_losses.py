@@ -125,6 +125,19 @@ async def test_an_engine_that_cannot_use_its_configuration_is_not_started_again(
     assert starts == ([True, False] if was_ready else [False])
 
 
+async def test_an_engine_may_take_as_long_to_start_as_it_makes_progress(start: Start) -> None:
+    running = await start(replace(CONFIG, start_stall_s=1.0, engine=EngineConfig(model="slow")))
+    assert kinds(await running.events(request()))[-1] == "completed"
+    assert running.worker.load().start_s > 2.0
+
+
+async def test_an_engine_that_makes_no_progress_ends_the_start_which_says_where(start: Start) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(InternalError, match="it said nothing for 1 s while loading unet, before it was ready"):
+        await start(replace(CONFIG, start_stall_s=1.0, engine=EngineConfig(model="stuck")))
+    assert time.monotonic() - began_s < 15
+
+
 async def test_a_worker_whose_engine_does_not_come_back_gives_up_after_the_third_time(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,6 +220,11 @@ class Gateway(fleet_pb2_grpc.FleetServiceServicer):
         self.members = 0
         self.address = ""
 
+    @property
+    def served(self) -> list[fleet_pb2.Registration]:
+        """Those of workers whose engines were ready."""
+        return [registration for registration in self.registrations if registration.models]
+
     async def Join(
         self, request_iterator: AsyncIterator[fleet_pb2.JoinRequest], context: object
     ) -> AsyncIterator[fleet_pb2.JoinResponse]:
@@ -235,11 +253,27 @@ async def gateway() -> AsyncIterator[Gateway]:
     await server.stop()
 
 
+async def test_while_its_engine_starts_the_worker_says_how_far_that_is(gateway: Gateway, start: Start) -> None:
+    config = replace(CONFIG, gateway=gateway.address, engine=EngineConfig(model="slow"))
+    starting = asyncio.ensure_future(start(config))
+    await eventually(lambda: any(load.starting.done_bytes for load in gateway.loads))
+    assert [list(registration.models) for registration in gateway.registrations] == [[]]
+    said = next(load.starting for load in gateway.loads if load.starting.done_bytes)
+    assert (said.stage, said.total_bytes) == ("loading unet", 5 * 10**9)
+    await starting
+    await eventually(lambda: len(gateway.served) == 1)
+    joined = len(gateway.loads)
+    await eventually(lambda: len(gateway.loads) > joined)
+    assert not gateway.loads[-1].HasField("starting")
+    first, second = gateway.registrations
+    assert first.instance == second.instance
+
+
 async def test_the_worker_is_in_the_fleet_while_its_engine_is_ready(gateway: Gateway, start: Start) -> None:
     began = time.monotonic()
     running = await start(replace(CONFIG, gateway=gateway.address))
-    await eventually(lambda: bool(gateway.loads))
-    registration = gateway.registrations[0]
+    await eventually(lambda: bool(gateway.served) and bool(gateway.loads))
+    registration = gateway.registrations[-1]
     assert (registration.name, registration.address) == ("w", running.server.address)
     assert [model.name for model in registration.models] == ["scripted"]
     await eventually(lambda: gateway.loads[-1].fixed_s == 3)  # the backlog reached the engine
@@ -261,7 +295,7 @@ async def test_the_worker_is_in_the_fleet_while_its_engine_is_ready(gateway: Gat
     assert running.engine.pid
     killed = time.monotonic()
     os.kill(running.engine.pid, signal.SIGKILL)
-    await eventually(lambda: gateway.members == 1 and len(gateway.registrations) == 2)  # it left, and came again
+    await eventually(lambda: gateway.members == 1 and len(gateway.served) == 2)  # it left, and came again
     told = len(gateway.loads)
     await eventually(lambda: len(gateway.loads) > told)
     await eventually(

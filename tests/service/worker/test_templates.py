@@ -26,7 +26,7 @@ from tests.support.waiting import eventually
 # One worker for all tests here: it needs some seconds to load its model.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-_REAL = replace(CONFIG, engine=EngineConfig(threads=1), hang_s=30.0, stall_s=60.0, start_s=90.0)
+_REAL = replace(CONFIG, engine=EngineConfig(threads=1), hang_s=30.0, stall_s=60.0, start_stall_s=90.0)
 _IMAGE, _MASK = saved(template()), saved(box_mask((8, 8, 40, 40)))
 
 

@@ -11,7 +11,7 @@ from bottega.client.addons.addon import left_out_of
 from bottega.client.checkup.gateway import _check_accelerations, _check_left_out
 from bottega.client.cli.fleet import accelerations_table, fleet_table
 from bottega.client.types.checks import Level
-from bottega.v1.fleet_pb2 import Acceleration, ListMembersResponse, Load, Member, Registration
+from bottega.v1.fleet_pb2 import Acceleration, ListMembersResponse, Load, Member, Registration, StartProgress
 from bottega.v1.hosted_pb2 import Hosted, LeftOut
 
 
@@ -44,6 +44,15 @@ def test_what_engines_took_to_start_is_a_column_when_it_is_asked_for() -> None:
     for starts, cells in ((True, ["start", "123.5 s", ""]), (False, ["since", "0 s", "0 s"])):
         last = fleet_table(fleet, starts=starts).table.columns[-1]
         assert [str(last.header), *map(str, last.cells)] == cells
+
+
+def test_a_worker_that_starts_says_how_far_it_is() -> None:
+    starting = worker("w0")
+    starting.load.starting.MergeFrom(
+        StartProgress(stage="loading unet", done_bytes=3_100_000_000, total_bytes=5_140_000_000)
+    )
+    serves = fleet_table(ListMembersResponse(members=[starting])).table.columns[3]
+    assert list(map(str, serves.cells)) == ["starting: loading unet, 3.1 of 5.1 GB"]
 
 
 def test_doctor_names_what_a_worker_computes_by_and_warns_of_one_that_kept_nothing() -> None:

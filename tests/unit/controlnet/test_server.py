@@ -32,7 +32,7 @@ class Engine(ControlNetEngineClient):
     """Hosts while `lives`; there is no process. asked: for what was to be hosted."""
 
     def __init__(self) -> None:
-        super().__init__(ControlNetEngineConfig(), timeouts=EngineTimeouts(start_s=1, hang_s=1, stall_s=1))
+        super().__init__(ControlNetEngineConfig(), timeouts=EngineTimeouts(start_stall_s=1, hang_s=1, stall_s=1))
         self.lives = asyncio.Event()
         self.asked: list[str] = []
         self.drains = 0
@@ -198,6 +198,5 @@ def _server(
         engine=engine,
         inspector=ControlNetInspector(),
         metrics=ControlNetMetrics(CollectorRegistry()),
-        listening=FakeListening(),
-        set_serving=set_serving,
+        server=FakeListening(tell_health=set_serving),
     )

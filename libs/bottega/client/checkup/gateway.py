@@ -20,6 +20,7 @@ from bottega.client.transport.tls import channels_of, tls_from_environment
 from bottega.client.types.checks import CheckResult, fail, ok, warn
 from bottega.errors import BottegaError, ConfigError
 from bottega.manifest import read_services
+from bottega.plain_text import progress_text
 from bottega.rpc.channel import Target
 from bottega.rpc.security.caller import Role
 from bottega.v1 import fleet_pb2
@@ -70,10 +71,16 @@ def _check_fleet(fleet_address: str) -> Iterator[CheckResult]:
         )
         return
     workers = [member for member in fleet.members if member.registration.kind == kinds.WORKER]
-    models = sorted({model.name for worker in workers for model in worker.registration.models})
-    if workers:
-        yield ok(f"{len(workers)} joined, for {', '.join(models)}")
-    else:
+    ready = [worker for worker in workers if worker.registration.models]
+    models = sorted({model.name for worker in ready for model in worker.registration.models})
+    for worker in workers:
+        if worker.load.HasField("starting"):
+            said = worker.load.starting
+            text = progress_text(said.stage, said.done_bytes, said.total_bytes)
+            yield warn(f"{worker.registration.name} starts: {text}", "Requests for its model wait until it is ready.")
+    if ready:
+        yield ok(f"{len(ready)} joined, for {', '.join(models)}")
+    elif not workers:
         yield fail(
             "no worker has joined",
             "A worker takes seconds to load its model, a large one minutes; bottega logs worker-0 says more, on a"

@@ -12,6 +12,7 @@ from bottega import kinds
 from bottega.client.addons.addon import add_ons_by_kind, left_out_of, refusals_of
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.terminal import PlainTable, new_console, print_table
+from bottega.plain_text import progress_text
 from bottega.v1.fleet_pb2 import ListMembersResponse, Load, Member
 from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED
 
@@ -94,13 +95,20 @@ def _row(member: Member) -> tuple[str, ...]:
         who.name,
         who.kind,
         who.address,
-        ", ".join([*(model.name for model in who.models), *_hosted(load)]),
+        ", ".join([*(model.name for model in who.models), *_hosted(load), *start_text(load)]),
         who.device,
         running_text(member),
         str(sum(attempt.steps_left for attempt in load.running)) if load.running else "",
         f"{load.memory_bytes / 2**20:.0f} MiB" if load.memory_bytes else "",
         _duration(member.joined_s),
     )
+
+
+def start_text(load: Load) -> Iterator[str]:
+    """Yield how far a service is that has not become ready."""
+    if load.HasField("starting"):
+        said = load.starting
+        yield f"starting: {progress_text(said.stage, said.done_bytes, said.total_bytes)}"
 
 
 def _hosted(load: Load) -> Iterator[str]:

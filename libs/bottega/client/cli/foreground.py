@@ -48,6 +48,11 @@ class TerminalListener:
         self._log = log
         self._quiet = quiet
 
+    def starting(self, name: str, progress: str) -> None:
+        self._write("INFO", f"{name} starts", progress=progress)
+        if not self._quiet:
+            say(f"  {name:<12} {progress}")
+
     def serving(self, name: str, address: str) -> None:
         self._write("INFO", f"{name} serves", address=address)
         if not self._quiet:

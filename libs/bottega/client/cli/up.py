@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bottega.client.cli.escaping import escaped_lines
+from bottega.client.cli.escaping import escaped, escaped_lines
 from bottega.client.cli.log_format import pretty
 from bottega.client.cli.state_option import state_option
 from bottega.client.cli.terminal import fail, note, say
@@ -146,7 +146,7 @@ def _detached(options: SuiteOptions, state: StateFolder) -> None:
 
     began_s = time.monotonic()
     try:
-        record = start_in_background(options, state)
+        record = start_in_background(options, state, lambda progress: say(f"  {escaped(progress)}"))
     except DidNotStart as error:
         for line in escaped_lines(error.message):  # it has said already what to do
             note(line)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from bottega.client.suite.plan import SuiteOptions
 from bottega.errors import BottegaError, Code, DeadlinePassed
 from bottega.state_folder import private_files
 
-# A large model on a slow disk; a service that dies is given up long before.
-_START_S = 900.0
+# Without a sign of progress: a service that starts slowly says how far it is, and is given up itself before.
+_START_STALL_S = 300.0
 # The services' drain, the supervisor's patience with them, and some air.
 _STOP_S = 30.0
 _LOOK_S = 0.1
@@ -31,8 +32,15 @@ class DidNotStart(BottegaError):
     code = Code.FAILED_PRECONDITION
 
 
-def start_in_background(options: SuiteOptions, state: StateFolder) -> InstanceRecord:
-    """Starts an instance, and returns its record when it is ready.
+def start_in_background(
+    options: SuiteOptions, state: StateFolder, on_progress: Callable[[str], None]
+) -> InstanceRecord:
+    """Start an instance, and return its record when it is ready.
+
+    Args:
+        options: What to run.
+        state: From which folder.
+        on_progress: Told how far services are whose start takes long.
 
     Raises AlreadyHeld, StateFolderUnusable; DidNotStart with what it said; DeadlinePassed when it is still not ready.
     """
@@ -52,7 +60,7 @@ def start_in_background(options: SuiteOptions, state: StateFolder) -> InstanceRe
             start_new_session=True,
         )
     try:
-        return _wait_until_ready(process, state, said)
+        return _wait_until_ready(process, state, said, on_progress)
     except BaseException:
         process.terminate()
         raise
@@ -87,14 +95,21 @@ def end_orphans(record: InstanceRecord | None) -> tuple[str, ...]:
     return tuple(child.name for child, _ in found)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], state: StateFolder, said: Path) -> InstanceRecord:
-    deadline_s = time.monotonic() + _START_S
+def _wait_until_ready(
+    process: subprocess.Popen[bytes], state: StateFolder, said: Path, on_progress: Callable[[str], None]
+) -> InstanceRecord:
+    last: InstanceRecord | None = None
+    deadline_s = time.monotonic() + _START_STALL_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
             raise DidNotStart(said.read_text(errors="replace").strip() or "it ended without a word")
         record = state.read()
         if record and record.ready and record.pid == process.pid:
             return record
+        if record and record.pid == process.pid and record != last:
+            if record.starting and (last is None or record.starting != last.starting):
+                on_progress(record.starting)
+            last, deadline_s = record, time.monotonic() + _START_STALL_S
         time.sleep(_LOOK_S)
     raise DeadlinePassed("the suite was not ready in time; bottega logs says how far it came")
 

@@ -37,7 +37,10 @@ class DoesNotStart(BottegaError):
 
 
 class ServiceListener(Protocol):
-    """Is told when a service serves, and when it has died."""
+    """The interface for news of services."""
+
+    def starting(self, name: str, progress: str) -> None:
+        """A service takes long to start, and is so far, such as "loading unet, 3.1 of 5.1 GB"."""
 
     def serving(self, name: str, address: str) -> None:
         """A service serves, for the first time or again."""
@@ -64,14 +67,14 @@ class RestartPolicy:
 
 
 class ServiceProcess:
-    """One service that is to run until it is stopped.
-
-    pid: of its process now, or None between two.
-    """
+    """One service that is to run until it is stopped."""
 
     def __init__(self, plan: ProcessPlan, logs: Path, listener: ServiceListener, policy: RestartPolicy) -> None:
         self.name = plan.name
         self.pid: int | None = None
+        """Of its process now, or None between two."""
+        self.progress = ""
+        """How far it is, where its start takes long; empty when it serves."""
         self.serving = asyncio.Event()
         self._plan = plan
         self._listener = listener
@@ -156,8 +159,11 @@ class ServiceProcess:
             self._log.write(line)
             self._last_lines.append(line)
             fields = fields_of(line)
+            if fields.get("event") == "engine starting":
+                self.progress = str(fields.get("progress", ""))
+                self._listener.starting(self.name, self.progress)
             if fields.get("event") == "serving":
-                self._ever_served = True
+                self._ever_served, self.progress = True, ""
                 self.serving.set()
                 self._listener.serving(self.name, str(fields.get("address", "")))
 

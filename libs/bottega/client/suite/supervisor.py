@@ -64,6 +64,9 @@ class Supervisor:
                     address=settings.address,
                     fleet_address=settings.fleet_address,
                     ready=ready,
+                    starting=", ".join(
+                        f"{process.name}: {process.progress}" for process in self._processes if process.progress
+                    ),
                     children=tuple(self._children()),
                 )
                 if record != written:

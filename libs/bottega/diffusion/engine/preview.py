@@ -6,7 +6,6 @@ Never a VAE decode: that would cost as much as several steps.
 from __future__ import annotations
 
 import logging
-import math
 
 import torch
 from torch import Tensor
@@ -17,11 +16,11 @@ from bottega.diffusion.model.model import Model
 
 _log = logging.getLogger(__name__)
 
-# Latent elements of all colour fields together: the map has five numbers for each colour, so more would not change it.
-# A dozen pictures of a small model have as many, three of SDXL's, whose encoder is slow on a CPU.
-_ELEMENTS = 3000
+# Pixels of all colour fields together: a dozen pictures of a small model, three of SDXL, whose encoder is slow on a
+# CPU. The map has five numbers for each colour, so more would not change it.
+_PIXELS = 12 * 64 * 64
 _MIN_PICTURES, _MAX_PICTURES = 3, 12
-_MAX_SIDE = 256
+_MAX_SIDE = 128
 # Patches of one colour a side: coarse enough to be smooth for the VAE, fine enough to vary inside a picture.
 _PATCHES = 4
 
@@ -47,8 +46,7 @@ class LatentPreview:
         generator = torch.Generator("cpu").manual_seed(0)
         latents: list[Tensor] = []
         colours: list[Tensor] = []
-        elements = (side // model.latent_scale) ** 2
-        for _ in range(min(_MAX_PICTURES, max(_MIN_PICTURES, math.ceil(_ELEMENTS / elements)))):
+        for _ in range(min(_MAX_PICTURES, max(_MIN_PICTURES, _PIXELS // side**2))):
             patches = torch.rand(1, 3, _PATCHES, _PATCHES, generator=generator)
             field = functional.interpolate(patches, size=(side, side), mode="bilinear")
             pixels = (field[0].permute(1, 2, 0) * 255).round().to(torch.uint8)

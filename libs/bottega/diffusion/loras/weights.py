@@ -188,7 +188,8 @@ class LoraWeights:
                     break
                 down = torch.zeros(_PROBE_RANK, module.in_features)
                 layers[path] = LoraLayer(down=down, up=torch.zeros(module.out_features, _PROBE_RANK), scale=1.0)
-        return self.unet_set([LoraAtScale(digest="", scale=0.0, layers={UNET: layers})])
+        name = "" if max_bytes is None else "part"  # sets are known by the names of their LoRAs
+        return self.unet_set([LoraAtScale(digest=name, scale=0.0, layers={UNET: layers})])
 
     def measure_swap(self) -> None:
         """Put a set into a part of the UNet's weights and take it out again, twice: the copies are made only once.

@@ -30,11 +30,15 @@ from bottega.diffusion.model.samplers import KARRAS, SamplerKind, default_kind, 
 from bottega.diffusion.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.diffusion.model.weights import Placement, load_network, load_text_encoder
 from bottega.diffusion.operations import Operations
+from bottega.diffusion.start_reporter import StartReporter, silent_reporter
 from bottega.errors import ConfigError
 from bottega.model_files import ModelReport, check_model_folder
 from bottega.model_files.configuration_rules import INDEX_FILE
 from bottega.model_files.presets import Preset, read_preset
 from bottega.plain_text import excerpt
+
+# Of a file that is hashed: as many as are read in far less than a second.
+_PIECE_BYTES = 4 << 20
 
 # StableDiffusionXLPipeline's own defaults.
 _DEFAULT_STEPS = 50
@@ -142,6 +146,7 @@ def load_model(
     dtype: torch.dtype,
     vae: VaeSettings | None = None,
     device_memory_mib: int = 0,
+    reporter: StartReporter | None = None,
 ) -> Model:
     """Load a folder in Diffusers' layout; download nothing, and open no weights but safetensors.
 
@@ -154,6 +159,7 @@ def load_model(
         dtype: Element type of the weights in memory.
         vae: How the VAE decodes.
         device_memory_mib: See open_memory_plan.
+        reporter: Told of the stages; nobody is without it.
 
     Raises:
         ConfigError: With the reason in one sentence where the folder is no model that can be served.
@@ -169,13 +175,15 @@ def load_model(
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
     memory = open_memory_plan(runtime, device_memory_mib)
-    pipeline, decoder = _load_parts(report, runtime.torch_device, dtype, memory, vae or VaeSettings())
+    reporter = reporter or silent_reporter()
+    target = Placement(device=runtime.torch_device, dtype=dtype, on_read=reporter.advance)
+    pipeline, decoder = _load_parts(report, target, memory, vae or VaeSettings(), reporter)
     config = _scheduler_config(pipeline.scheduler, preset)
     size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
     defaults = _defaults(preset, size, config)
     return Model(
         name=name,
-        digest=digest(report, preset),
+        digest=digest(report, preset, reporter),
         dtype=dtype,
         device=runtime.torch_device,
         runtime=runtime,
@@ -216,19 +224,20 @@ def _samplers(config: Mapping[str, Any], defaults: Defaults) -> ModelSamplers:
 
 
 def _load_parts(
-    report: ModelReport, device: torch.device, dtype: torch.dtype, memory: MemoryPlan, vae: VaeSettings
+    report: ModelReport, target: Placement, memory: MemoryPlan, vae: VaeSettings, reporter: StartReporter
 ) -> tuple[StableDiffusionXLPipeline, VaeDecoder]:
     """Load the parts onto the device, text encoders first: loading one takes more memory than its weights.
 
     Raises ConfigError, OSError or ValueError with the reason when they cannot be read or do not fit.
     """
     parts: dict[str, nn.Module] = {}
-    target = Placement(device=device, dtype=dtype, on_read=lambda _: None)
     try:
         for name, kind in _TEXT_ENCODERS.items():
+            reporter.begin(f"loading {name}", report.parts[name].size_bytes)
             parts[name] = load_text_encoder(kind, report.parts[name], target)
             _reserve(memory, parts)
         for name, kind in _NETWORKS.items():
+            reporter.begin(f"loading {name}", report.parts[name].size_bytes)
             parts[name] = load_network(kind, report.parts[name], target)
             _reserve(memory, parts)
         with ignored_algorithm_advice():
@@ -241,13 +250,13 @@ def _load_parts(
                 image_encoder=None,
                 feature_extractor=None,
             )
-        decoder = make_decoder(pipeline.vae, device=device, dtype=dtype, settings=vae)
+        decoder = make_decoder(pipeline.vae, device=target.device, dtype=target.dtype, settings=vae)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         loaded_mib = sum(map(_size_bytes, parts.values())) >> 20
         raise ValueError(
-            f"{device} has not enough memory for the model: {loaded_mib} MiB of its weights were loaded; "
+            f"{target.device} has not enough memory for the model: {loaded_mib} MiB of its weights were loaded; "
             "use a smaller dtype, or a larger device"
         ) from None
     except (ArithmeticError, AttributeError, ImportError, LookupError, TypeError) as error:
@@ -268,27 +277,32 @@ def _size_bytes(network: nn.Module) -> int:
     return sum(tensor.nbytes for tensors in (network.parameters(), network.buffers()) for tensor in tensors)
 
 
-def digest(report: ModelReport, preset: Preset | None = None) -> str:
+def digest(report: ModelReport, preset: Preset | None = None, reporter: StartReporter | None = None) -> str:
     """Return the SHA-256 of a model as hex: of the names and contents of its index and of all files that are loaded.
 
     Other files in the folder, such as ControlNets, LoRAs and weights of another variant, do not change what the model
     draws. Of a preset only the spacing of timesteps does; the rest are defaults, which each request's parameters state.
     """
+    reporter = reporter or silent_reporter()
+    reporter.begin("hashing its files", report.size_bytes)
     paths = {report.folder / INDEX_FILE}
     for part in report.parts.values():
         place = report.folder / part.name
         paths |= {path for path in place.iterdir() if path.suffix in {".json", ".txt"} and path.is_file()}
         paths |= set(part.files)
-    files = files_digest(report.folder, paths)
+    total = files_digest(report.folder, paths, hashed=lambda path: _sha256(path, reporter.advance))
     if preset is None or preset.timestep_spacing is None:
-        return files
-    return hashlib.sha256(f"{files}\0timestep_spacing={preset.timestep_spacing}".encode()).hexdigest()
+        return total
+    return hashlib.sha256(f"{total}\0timestep_spacing={preset.timestep_spacing}".encode()).hexdigest()
 
 
 def files_digest(folder: Path, paths: Iterable[Path], *, hashed: Callable[[Path], str] | None = None) -> str:
-    """SHA-256 over the names and contents of those files in the folder that weights or configurations are in, hex.
+    """Return the SHA-256 over the names and contents of those files that have weights or configurations, as hex.
 
-    hashed: of a file's content, SHA-256 as hex; without it all of the file is read, wherever links lead.
+    Args:
+        folder: That all paths lie in.
+        paths: Others than such files are passed over.
+        hashed: Of a file's content, SHA-256 as hex; without it all of the file is read, wherever links lead.
     """
     total = hashlib.sha256()
     for path in sorted(paths):
@@ -298,9 +312,13 @@ def files_digest(folder: Path, paths: Iterable[Path], *, hashed: Callable[[Path]
     return total.hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, on_read: Callable[[int], None] = lambda _: None) -> str:
+    total = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(_PIECE_BYTES):
+            total.update(piece)
+            on_read(len(piece))
+    return total.hexdigest()
 
 
 def _defaults(preset: Preset, size: int, config: dict[str, Any]) -> Defaults:

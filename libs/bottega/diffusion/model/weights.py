@@ -81,7 +81,7 @@ def load_text_encoder(kind: type[TextEncoderT], part: PartReport, target: Placem
     _check_complete(folder, found["missing_keys"])
     for parameter in encoder.parameters():
         parameter.data = parameter.data.to(target.device, copy=True)
-        target.on_read(parameter.nbytes)
+        target.on_read(parameter.numel() * part.size_bytes // max(1, part.parameters))
     return encoder.to(target.device).eval()
 
 

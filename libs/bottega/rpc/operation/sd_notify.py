@@ -17,6 +17,7 @@ from bottega.background_tasks import running
 _log = logging.getLogger(__name__)
 
 _ABSTRACT = "@"
+_MARGIN_S = 60.0
 # sd_watchdog_enabled(3) asks for half of the time, so that one message may be late.
 _SHARE_OF_WATCHDOG = 0.5
 
@@ -31,8 +32,17 @@ class SystemdNotifier:
         self._address = environment.get("NOTIFY_SOCKET", "")
         self._watchdog_s = _watchdog_s(environment) if self._address else None
 
+    def extend_start(self, status: str, *, within_s: float) -> None:
+        """Say how far the start is, and have systemd wait for the next word, whatever TimeoutStartSec says.
+
+        Args:
+            status: For people, in `systemctl status`.
+            within_s: For which this process waits itself; systemd waits a minute more, so that it hears why it ends.
+        """
+        self._notify(f"EXTEND_TIMEOUT_USEC={int((within_s + _MARGIN_S) * 1e6)}", f"STATUS={status}")
+
     def ready(self) -> None:
-        """The service is warm and serves."""
+        """Say that the service is warm and serves."""
         self._notify("READY=1", "STATUS=serving")
 
     @contextlib.contextmanager

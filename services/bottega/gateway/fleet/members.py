@@ -91,6 +91,11 @@ class Member:
         """Names of its models."""
         return self._served
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether it is a worker whose engine is not ready: it serves nothing."""
+        return self.is_worker and not self._served
+
     def hosts(self, kind: str) -> HostedKind:
         """What it hosts of a kind."""
         return self.hosted.get(kind, _NOTHING_HOSTED)

@@ -59,9 +59,15 @@ class Fleet:
         self._observers.append(observer)
 
     def join(self, registration: fleet_pb2.Registration, *, peer: str = "") -> Member:
-        """A newcomer, or a member whose process has connected again: then its stream takes over and nothing is lost.
+        """Take in a newcomer, or a member whose process has connected again: its stream takes over and nothing is lost.
 
-        peer: its connection, as gRPC names it. Raises InvalidRequest, also when the name is in use; Unavailable when
+        A worker that joined while its engine was starting joins once more with its model.
+
+        Args:
+            registration: What it says of itself.
+            peer: Its connection, as gRPC names it.
+
+        Raises InvalidRequest, also when the name is in use; Unavailable when
         its last member may still come back; FleetFull and QueueFull with a time to come again; ModelMismatch; Draining.
         """
         rules.refuse(list(check_registration(registration)))
@@ -70,16 +76,17 @@ class Fleet:
         now, host, instance = self._clock.monotonic(), host_of(peer), registration.instance
         key, said = (registration.kind, registration.name), _without_instance(registration)
         member = self._members.get(key)
-        if member is not None and member.is_instance(instance):
+        is_same = member is not None and member.is_instance(instance)
+        if member is not None and is_same and (member.registration == said or not member.is_starting):
             self._reconnect(member, said, host, now)
         else:
             known = self._limits.known(key, instance)
-            if not known:
+            if not (known or is_same):
                 self._limits.check_rate(peer=peer, host=host, name=said.name)
-            if member is not None:
+            if member is not None and not is_same:
                 self._check_name(member, now)
             others = [other for other in self._members.values() if other is not member]
-            self._limits.check_room(host, (other.host for other in others), known=known)
+            self._limits.check_room(host, (other.host for other in others), known=known or is_same)
             self._check_models(said, others)
             if member is not None:
                 self._remove(member)

@@ -38,6 +38,8 @@ _MAX_MASKED_TIMES = 32
 _MAX_MASK_TOKENS = 64
 # Of a worker's self-check.
 _MAX_ACCELERATIONS = 64
+# Of what a service does while it starts.
+_MAX_STAGE = 64
 _MAX_REASON = rules.MAX_REASON_CHARACTERS
 _ACCELERATION = re.compile(r"[a-z0-9_.-]{1,64}")
 # A name or an address of a host; no path, no scheme.
@@ -90,6 +92,12 @@ def check_load(load: fleet_pb2.Load) -> Iterator[Violation]:
             yield Violation(field=f"load.{name}", description="must not be negative")
     if any(not 0 <= number < math.inf for _, number in load.activity.ListFields()):
         yield Violation(field="load.activity", description="must be numbers that are finite and not negative")
+    starting = load.starting
+    if load.HasField("starting") and not (
+        0 < len(starting.stage) <= _MAX_STAGE and starting.done_bytes >= 0 and starting.total_bytes >= 0
+    ):
+        rule = f"its stage has 1 to {_MAX_STAGE} characters, and its bytes must not be negative"
+        yield Violation(field="load.starting", description=rule)
     yield from _masked(load)
     yield from _accelerations(load)
     yield from _hosted(load)

@@ -19,6 +19,7 @@ from pathlib import Path
 from bottega.diffusion.device.memory_meter import DeviceMemoryMeter
 from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.errors import to_job_failure
+from bottega.diffusion.start_reporter import StartReporter
 from bottega.errors import BottegaError, ConfigError, Unavailable
 from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request
@@ -39,19 +40,22 @@ _IDLE_BEAT_S = 0.5
 _LOOK_S = 0.05
 
 
-def run(channel: FramedPipe, config: EngineConfig, *, trials: Path | None = None) -> int:
-    """Start, say so, serve until the front is gone, and return the exit status.
+def run(channel: FramedPipe, config: EngineConfig, reporter: StartReporter, *, trials: Path | None = None) -> int:
+    """Start, report how far that is, serve until the front is gone, and return the exit status.
 
     Where it cannot start it logs why, and the status is 1, or ConfigError's where it would not start again either.
 
     Args:
         channel: The pipe to the front.
         config: What it may be told.
+        reporter: Reports the start to the front.
         trials: See TrialLog.
     """
     link_requests = LinkRequests(lambda request: channel.send(EngineEvent(link_request=request).SerializeToString()))
     try:
-        runtime = load_runtime(config, link_requests, trials=trials)
+        runtime = load_runtime(config, link_requests, reporter, trials=trials)
+    except Unavailable:
+        return 0  # the front is gone
     except (BottegaError, OSError, ValueError) as error:
         _log.error("the engine cannot start", extra={"model": config.model, "why": str(error)})
         return ConfigError.exit_status if isinstance(error, ConfigError) else 1

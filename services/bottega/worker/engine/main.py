@@ -11,9 +11,13 @@ import os
 from pathlib import Path
 
 from bottega.diffusion.lean_imports import lean_imports
+from bottega.diffusion.start_reporter import StartReporter
+from bottega.errors import Unavailable
 from bottega.process import FramedPipe
 from bottega.process.memory import keep_freed_memory, trim_at_rest
 from bottega.rpc.operation import logs
+from bottega.v1.engine_pb2 import EngineEvent, EngineStarting
+from bottega.v1.fleet_pb2 import StartProgress
 from bottega.worker.config import EngineConfig
 
 
@@ -29,10 +33,22 @@ def main() -> int:
     logs.configure("engine", "info")
     keep_freed_memory()
     trim_at_rest()
-    with lean_imports():
-        from bottega.worker.engine.loop import run
-    config = EngineConfig(**arguments.config_json)
-    return run(FramedPipe.from_fd(arguments.fd), config, trials=arguments.trials)
+    channel = FramedPipe.from_fd(arguments.fd)
+    reporter = StartReporter(lambda *progress: channel.send(starting_of(*progress).SerializeToString()))
+    try:
+        reporter.begin("importing libraries")
+        with lean_imports():
+            from bottega.worker.engine.loop import run
+        config = EngineConfig(**arguments.config_json)
+        return run(channel, config, reporter, trials=arguments.trials)
+    except Unavailable:
+        return 0  # the front is gone
+
+
+def starting_of(stage: str, done_bytes: int, total_bytes: int) -> EngineEvent:
+    """Return the message that the engine starts, and how far it is."""
+    progress = StartProgress(stage=stage, done_bytes=done_bytes, total_bytes=total_bytes)
+    return EngineEvent(starting=EngineStarting(progress=progress))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.heartbeat import Heartbeat
 from bottega.diffusion.model.model import DTYPES, Model, load_model, pick_device
 from bottega.diffusion.model.vae import VaeSettings
+from bottega.diffusion.start_reporter import StartReporter, silent_reporter
 from bottega.model_files import folder_of, name_of
 from bottega.rpc.link_service import link_endpoints
 from bottega.transport import DeviceLinks, LinkCounters
@@ -52,27 +53,46 @@ class Runtime:
         )
 
 
-def load_runtime(config: EngineConfig, link_requests: LinkRequests, *, trials: Path | None = None) -> Runtime:
-    """Loads the model, checks accelerations, and warms it up. trials: see TrialLog.
+def load_runtime(
+    config: EngineConfig,
+    link_requests: LinkRequests,
+    reporter: StartReporter | None = None,
+    *,
+    trials: Path | None = None,
+) -> Runtime:
+    """Load the model, check accelerations, and warm it up.
+
+    Args:
+        config: The engine's.
+        link_requests: By which links to other services are asked for.
+        reporter: Told of the stages, and of every block of a network that runs; nobody is without it.
+        trials: See TrialLog.
 
     Raises OSError, ValueError or BottegaError with the reason when model, device or an add-on cannot be used.
     """
+    reporter = reporter or silent_reporter()
     compute_with(config.threads)
-    model, counters, heartbeat = _model(config), LinkCounters(), Heartbeat()
+    model, counters, heartbeat = _model(config, reporter), LinkCounters(), Heartbeat()
+    heartbeat.subscribe(reporter.advance)
+    heartbeat.subscribe_covered(reporter.advance)
     devices = device_links(config.device_links, model.device, budget=model.memory)
     context = EngineAddOnContext(
         config=config, model=model, offers=link_requests, counters=counters, heartbeat=heartbeat, devices=devices
     )
     peer = _leader(context) if config.peer else None
+    reporter.begin("preparing add-ons")
     engine = Engine(model, _limits(config), addons=tuple(load_addons(context)), peer=peer, heartbeat=heartbeat)
-    engine.check_accelerations(
-        candidates(config.accelerations, model), deadline_s=config.self_check_s, trials=TrialLog(trials)
-    )
+    accelerations = candidates(config.accelerations, model)
+    if accelerations:
+        reporter.begin("checking accelerations")
+    engine.check_accelerations(accelerations, deadline_s=config.self_check_s, trials=TrialLog(trials))
+    reporter.begin("warming up")
     engine.warm_up()
+    heartbeat.unsubscribe(reporter.advance)
     return Runtime(config=config, engine=engine, counters=counters, heartbeat=heartbeat, peer=peer, devices=devices)
 
 
-def _model(config: EngineConfig) -> Model:
+def _model(config: EngineConfig, reporter: StartReporter) -> Model:
     return load_model(
         folder_of(config.model),
         name=name_of(config.model, config.model_name),
@@ -80,6 +100,7 @@ def _model(config: EngineConfig) -> Model:
         dtype=DTYPES[config.dtype],
         vae=VaeSettings(dtype=config.vae_dtype, tile_pixels=config.vae_tile_pixels),
         device_memory_mib=config.device_memory_mib,
+        reporter=reporter,
     )
 
 

@@ -462,3 +462,25 @@ def test_without_memory_for_the_copies_loras_go_beside_the_weights(
     assert weights.swap_s == 0.0, "no set goes into the weights any more"
     for name, tensor in unet.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+def test_a_swap_is_measured_on_a_part_of_the_weights_and_counts_for_all(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bottega.diffusion.loras.weights._PROBE_BYTES", 1)
+    weights = LoraWeights(model)
+    probe = weights.probe()
+    touched: list[int] = []
+    put = weights.put_in_unet
+
+    def note(loras: LoraSet | None) -> float:
+        touched.append(len(loras.of(UNET)) if loras is not None else 0)
+        return put(loras)
+
+    monkeypatch.setattr(weights, "put_in_unet", note)
+    weights.measure_swap()
+    assert touched == [1, 0, 1, 0]
+    assert weights.pristine_bytes == 0
+    per_byte_s = weights.costs.swap_s(1)
+    all_bytes = sum(model.backbone.unet.get_submodule(path).weight.nbytes for path in probe.of(UNET))
+    assert weights.swap_s == pytest.approx(per_byte_s * all_bytes)

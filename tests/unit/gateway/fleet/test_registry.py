@@ -134,6 +134,31 @@ def test_the_end_of_a_replaced_stream_changes_nothing() -> None:
     assert fleet.workers("m") == [member]
 
 
+def test_a_worker_that_starts_is_listed_and_serves_as_soon_as_it_says_its_model() -> None:
+    fleet, watcher = _fleet()
+    ready = worker()
+    starting = fleet_pb2.Registration()
+    starting.CopyFrom(ready)
+    starting.ClearField("models")
+    member = fleet.join(starting)
+    fleet.report(member, fleet_pb2.Load(starting=fleet_pb2.StartProgress(stage="loading unet")))
+    assert fleet.members() == [member]
+    assert fleet.workers("m") == []
+    with pytest.raises(NoWorker):
+        fleet.resolve("m")
+    stranger = worker(port=9)
+    stranger.instance = "somebody else's, who has only its name"
+    with pytest.raises(InvalidRequest, match="is in use"):
+        fleet.join(stranger)
+    served = fleet.join(ready)
+    fleet.leave(member, member.stream)
+    assert fleet.workers("m") == [served] == fleet.members()
+    assert watcher.told == ["joined w1", "changed w1", "lost w1", "joined w1"]
+    other = worker(model="another")
+    with pytest.raises(InvalidRequest, match="must say the same when it connects again"):
+        fleet.join(other)
+
+
 def test_a_draining_worker_gets_no_new_jobs_but_is_still_listed() -> None:
     fleet, _ = _fleet()
     member = fleet.join(worker())

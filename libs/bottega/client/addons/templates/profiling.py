@@ -45,7 +45,8 @@ async def measure_blocks(
 
 def _choose_worker(fleet: ListMembersResponse, model: str | None, worker: str | None) -> Registration:
     """Raises NoWorker where none is idle: what runs beside a measurement would be measured with it."""
-    workers = [each for each in fleet.members if each.registration.kind == kinds.WORKER]
+    joined = [each for each in fleet.members if each.registration.kind == kinds.WORKER]
+    workers = [each for each in joined if each.registration.models]  # others are starting
     served = sorted({each.name for one in workers for each in one.registration.models})
     if not workers:
         raise NoWorker("no worker has joined")

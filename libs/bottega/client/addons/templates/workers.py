@@ -25,5 +25,6 @@ WORKERS: ServiceCalls[WorkerServiceAsyncStub] = ServiceCalls(
 
 
 def workers_of(fleet: ListMembersResponse) -> Sequence[Registration]:
-    """In the gateway's order."""
-    return [member.registration for member in fleet.members if member.registration.kind == kinds.WORKER]
+    """Return the workers that are ready, in the gateway's order; those whose engines start have no templates."""
+    found = (member.registration for member in fleet.members if member.registration.kind == kinds.WORKER)
+    return [registration for registration in found if registration.models]
