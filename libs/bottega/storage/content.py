@@ -21,6 +21,7 @@ from bottega.clocks import Clock, SteadyClock
 from bottega.errors import DataLoss, TooLarge
 from bottega.storage import os_errors
 from bottega.storage.content_files import ContentFolder, check, damaged
+from bottega.storage.fair_thread import FairStorageThread
 from bottega.storage.thread import StorageThread
 
 ResultT = TypeVar("ResultT")
@@ -28,6 +29,8 @@ ResultT = TypeVar("ResultT")
 # One call of sweep; an unlink takes some tens of microseconds, and those of the largest files a millisecond.
 _SLICE_S = 0.002
 _FOREIGN_NAMES_IN_LOG = 5
+# A file that changed so long ago gets another time with its next change: file systems count in milliseconds.
+_SETTLED_S = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ class _Entry:
     time: float
     trusted: bool
     damaged: bool = False
+    checked: tuple[int, ...] = ()
+    """Version of the file whose hash was found right by a reader: inode, size and times in ns."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,8 +63,9 @@ class _Owned:
 class ContentReader:
     """One image, part by part; it stays readable when the store drops it meanwhile. An async context manager."""
 
-    def __init__(self, thread: StorageThread, descriptor: int, digest: str, size_bytes: int) -> None:
+    def __init__(self, thread: FairStorageThread, descriptor: int, digest: str, *, size_bytes: int, owner: str) -> None:
         self._thread = thread
+        self._owner = owner
         self._descriptor: int | None = descriptor
         self._digest = digest
         self.size_bytes = size_bytes
@@ -70,7 +76,7 @@ class ContentReader:
         Raises DataLoss when the file has become shorter, StorageUnavailable when it cannot be read.
         """
         size_bytes = max(0, min(size_bytes, self.size_bytes - offset))
-        return await self._thread.run(lambda: self._read(offset, size_bytes))
+        return await self._thread.run(lambda: self._read(offset, size_bytes), owner=self._owner)
 
     def close(self) -> None:
         """Read no more. Harmless when it was closed."""
@@ -123,7 +129,7 @@ class ContentStore:
         self._entries: dict[str, _Entry] = {}
         self._owned: dict[str, _Owned] = {}
         self._writer = StorageThread("content-writer")
-        self._reader = StorageThread("content-reader")
+        self._reader = FairStorageThread("content-reader")
         self._opened = False
         self.size_bytes = 0
 
@@ -179,14 +185,14 @@ class ContentStore:
         async with reader:
             return await reader.read(0, reader.size_bytes)
 
-    async def reader(self, digest: str) -> ContentReader | None:
-        """What reads the image part by part, or None when it has gone. Close it.
+    async def reader(self, digest: str, *, owner: str = "") -> ContentReader | None:
+        """Return what reads the image part by part, or None when it has gone. Close it. Those of owners take turns.
 
         The whole hash is checked here, before the first part goes out: a caller cannot take back what it has sent,
-        and hashing takes about a millisecond per MiB. What happens to the file after that, while it is being read,
-        is seen only if it gets shorter. Raises DataLoss.
+        and hashing takes about a millisecond per MiB. It is checked once for each version of the file. What happens to
+        the file while it is being read is seen only if it gets shorter. Raises DataLoss.
         """
-        return await self._reader.run(lambda: self._read(digest))
+        return await self._reader.run(lambda: self._read(digest, owner), owner=owner)
 
     def holds(self, digest: str) -> bool:
         """Whether the image is there and good, as far as is known without a look at the disk."""
@@ -252,7 +258,7 @@ class ContentStore:
         self._enter(digest, _Entry(owners=owners, size_bytes=entry.size_bytes, time=now, trusted=True))
         return True
 
-    def _read(self, digest: str) -> ContentReader | None:
+    def _read(self, digest: str, owner: str) -> ContentReader | None:
         self._check_opened()
         entry = self._entries.get(digest)
         if entry is None or entry.time + self._ttl_s <= self.steady():
@@ -265,12 +271,18 @@ class ContentStore:
                     entry.trusted, entry.damaged = False, True
                     raise damaged(digest) from None
                 return None
-            reader = ContentReader(self._reader, descriptor, digest, os.fstat(descriptor).st_size)
+            status = os.fstat(descriptor)
+            reader = ContentReader(self._reader, descriptor, digest, size_bytes=status.st_size, owner=owner)
+            version = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            if entry.checked == version:
+                return reader
             try:
                 check(descriptor, digest)
             except DataLoss:
                 entry.trusted, entry.damaged = False, True
                 raise
+            if abs(time.time() - status.st_ctime) > _SETTLED_S:
+                entry.checked = version
             return reader
 
     def _probe(self) -> None:

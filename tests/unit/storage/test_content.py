@@ -474,3 +474,41 @@ async def test_whose_an_image_is_counts_after_a_restart(tmp_path: Path) -> None:
         await store.put(*_picture(120, 2000), owner="greedy")
         assert store.holds(modest[0])
         assert not store.holds(greedy[0][0])
+
+
+async def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+    monkeypatch.setattr("bottega.storage.content.check", lambda descriptor, digest: hashed.append(digest))
+    async with _store(tmp_path) as store:
+        digest, data = _picture(1)
+        await store.put(digest, data)
+        await asyncio.sleep(0.2)
+        for _ in range(50):
+            assert await store.get(digest) == data
+        assert len(hashed) == 1
+        os.utime(_file(tmp_path, digest))
+        await store.get(digest)
+        assert len(hashed) == 2
+
+
+async def test_an_owner_with_a_thousand_reads_holds_up_no_other(tmp_path: Path) -> None:
+    async with _store(tmp_path) as store:
+        digest, data = _picture(1, MIB)
+        await store.put(digest, data)
+        ended: list[str] = []
+
+        async def read(owner: str) -> None:
+            reader = await store.reader(digest, owner=owner)
+            assert reader is not None
+            async with reader:
+                assert len(await reader.read(0, MIB)) == MIB
+            ended.append(owner)
+
+        greedy = [asyncio.create_task(read("greedy")) for _ in range(300)]
+        await asyncio.sleep(0)
+        await asyncio.gather(*(read("modest") for _ in range(3)))
+        assert ended.count("greedy") < 20
+        for task in greedy[:100]:
+            task.cancel()
+        await asyncio.gather(*greedy, return_exceptions=True)
+        await read("modest")

@@ -213,7 +213,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
             raise JobNotFinished("the job has no images" if not job.live else "the job has no images yet")
         if not 0 <= index < len(job.images):
             raise ImageNotFound(f"the job has {len(job.images)} images, counted from 0")
-        reader = await self._images.reader(job.images[index].digest)
+        reader = await self._images.reader(job.images[index].digest, owner=job.request.tenant)
         if reader is None:
             raise ImageNotFound("the image has expired")
         return reader
