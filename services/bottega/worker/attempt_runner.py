@@ -70,11 +70,21 @@ class AttemptOrder:
     share: TenantShare = field(default_factory=lambda: TenantShare(weight=1.0))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureOrigin:
+    """What pictures and their provenance say of who drew them."""
+
+    worker: str
+    """Name of the worker."""
+    version: str
+    """Version of the suite."""
+    model_hash: str
+    """Hash of the model's weights and configuration, hex."""
+
+
 class AttemptRunner:
     """One attempt under way. `start` it; afterwards the engine's events about it come in by `on_engine_event`.
 
-    worker: name that the provenance shows. version: of the suite. model_hash: of the engine's
-    model, for the pictures' texts.
     on_end: called once, when the attempt has ended, however.
     """
 
@@ -86,9 +96,7 @@ class AttemptRunner:
         engine: CommandSender,
         images: ImageCodec,
         metrics: WorkerMetrics,
-        worker: str,
-        version: str,
-        model_hash: str,
+        origin: PictureOrigin,
         on_end: Callable[[AttemptRunner], None],
     ) -> None:
         self.attempt = attempt
@@ -99,9 +107,7 @@ class AttemptRunner:
         self._engine = engine
         self._images = images
         self._metrics = metrics
-        self._worker = worker
-        self._version = version
-        self._model_hash = model_hash
+        self._origin = origin
         self._on_end = on_end
         self._began_s = time.monotonic()
         self._facts = _facts(order)
@@ -237,7 +243,12 @@ class AttemptRunner:
         spec = self._spec_of(picture.index)
         overlay, profile = self._inputs.overlay, self._inputs.icc_profile
         encoded = await self._images.encode(
-            picture.pixels, spec, picture.index, model_hash=self._model_hash, overlay=overlay, icc_profile=profile
+            picture.pixels,
+            spec,
+            picture.index,
+            model_hash=self._origin.model_hash,
+            overlay=overlay,
+            icc_profile=profile,
         )
         handoff_s = max(0.0, encoded.began_s - picture.handed_over_s)
         self._seconds["handoff"] += handoff_s
@@ -276,11 +287,11 @@ class AttemptRunner:
     def _provenance(self, provenance: Provenance) -> Provenance:
         """The engine's part and ours."""
         provenance.parameters.CopyFrom(self._order.spec)
-        provenance.worker = self._worker
-        provenance.bottega_version = self._version
+        provenance.worker = self._origin.worker
+        provenance.bottega_version = self._origin.version
         self._inputs.report(provenance)
         for use in provenance.controlnets:
-            use.servers[:] = [server or self._worker for server in use.servers]
+            use.servers[:] = [server or self._origin.worker for server in use.servers]
         provenance.times.extend(StageTime(stage=stage, seconds=seconds) for stage, seconds in self._seconds.items())
         return provenance
 

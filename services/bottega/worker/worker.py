@@ -42,7 +42,7 @@ from bottega.v1.activations_pb2 import (
 )
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
-from bottega.worker.attempt_runner import AttemptOrder, AttemptRunner
+from bottega.worker.attempt_runner import AttemptOrder, AttemptRunner, PictureOrigin
 from bottega.worker.attempts import Attempt, AttemptKey, Attempts
 from bottega.worker.checkpoints import AttemptCheckpoint, CheckpointWatch
 from bottega.worker.config import WorkerConfig
@@ -336,9 +336,9 @@ class Worker:
             engine=self._engine,
             images=self._images,
             metrics=self._metrics,
-            worker=self.name,
-            version=self._version,
-            model_hash=self._model.model_hash if self._model else "",
+            origin=PictureOrigin(
+                worker=self.name, version=self._version, model_hash=self._model.model_hash if self._model else ""
+            ),
             on_end=self._on_ended,
         )
         return runner

@@ -83,6 +83,20 @@ def test_a_table_fits_80_columns_and_cuts_nothing(
     assert [word for word in kept if word not in text] == []
 
 
+def test_names_wrap_where_nothing_is_left_to_leave_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = PlainTable("lora", "base", ">rank", ">size", "words", optional=("rank",))
+    table.add_row(
+        "watercolour-style@research", "stable-diffusion-xl-base-1.0", "128", "357 MiB", "watercolour, wet paper"
+    )
+    lines = _lines(table, monkeypatch, capsys)
+    head = next(line for line in lines if "lora" in line)
+    assert head.split() == ["lora", "base", "size", "words"]
+    assert max(map(len, lines)) <= 80
+    assert all(any(word in line for line in lines) for word in ("357 MiB", "watercolour, wet", "paper"))
+
+
 def test_columns_without_room_are_named_below_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,7 +111,7 @@ class PlainTable:
     @property
     def table(self) -> Table:
         """The table with all its columns."""
-        return self._rich_table(frozenset())
+        return self._rich_table(range(len(self._columns)))
 
     @property
     def full_width(self) -> int:
@@ -119,7 +119,9 @@ class PlainTable:
         return _table_width(self._widths(range(len(self._columns))))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        yield self._rich_table(self._left_out_at(options.max_width))
+        shown = self._shown_at(options.max_width)
+        is_too_narrow = _table_width(self._widths(shown, wrapped=True)) > options.max_width
+        yield self._rich_table(shown, wraps_all=is_too_narrow)
 
     def _widths(self, indices: Iterable[int], *, wrapped: bool = False) -> list[int]:
         """Return the width that each of these columns needs. wrapped: where text wraps as far as it may."""
@@ -133,8 +135,8 @@ class PlainTable:
             widths.append(max(header, min(width, _NARROWEST_TEXT)) if wrapped and column.may_wrap else width)
         return widths
 
-    def _left_out_at(self, width: int) -> frozenset[int]:
-        """Return the columns that a terminal of this width has no room for."""
+    def _shown_at(self, width: int) -> Sequence[int]:
+        """Return the columns that a terminal of this width has room for, or those that no table goes without."""
         left_out: set[int] = set()
         headers = [column.header for column in self._columns]
         for name in self._optional:
@@ -143,24 +145,25 @@ class PlainTable:
                 break
             if name in headers:
                 left_out.add(headers.index(name))
-        return frozenset(left_out)
+        return [index for index in range(len(headers)) if index not in left_out]
 
-    def _rich_table(self, left_out: frozenset[int]) -> Table:
+    def _rich_table(self, shown: Sequence[int], *, wraps_all: bool = False) -> Table:
+        """Return these columns. wraps_all: text wraps where it usually does not, too."""
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text
 
-        shown = [index for index in range(len(self._columns)) if index not in left_out]
         has_head = any(column.header for column in self._columns)
         table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", show_header=has_head)
         for index in shown:
             column = self._columns[index]
             justify: Literal["left", "right"] = "right" if column.is_number else "left"
-            table.add_column(column.header, justify=justify, no_wrap=not column.may_wrap, overflow="fold")
+            may_wrap = column.may_wrap or (wraps_all and not column.is_number)
+            table.add_column(column.header, justify=justify, no_wrap=not may_wrap, overflow="fold")
         for row in self._rows:
             table.add_row(*(Text(row[index]) for index in shown))
-        names = ", ".join(self._columns[index].header for index in sorted(left_out))
-        caption = [*self._caption, *([f"a wider terminal shows more: {names}"] if left_out else [])]
+        left_out = [column.header for index, column in enumerate(self._columns) if index not in shown]
+        caption = [*self._caption, *([f"a wider terminal shows more: {', '.join(left_out)}"] if left_out else [])]
         if caption:
             table.caption = Text("\n".join(caption))
             table.caption_justify = "left"
