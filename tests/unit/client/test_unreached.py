@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from bottega.client import AsyncClient, RetryPolicy
+from bottega.client.cli.unexpected_errors import _Notes
 from bottega.client.transport import calls
 from bottega.errors import Unavailable
 
@@ -63,3 +64,9 @@ def test_nothing_is_said_when_the_call_ends_before(caplog: pytest.LogCaptureFixt
 
     asyncio.run(call())
     assert not [item for item in caplog.records if "answers" in item.message]
+
+
+def test_the_command_shows_the_warning_as_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("bottega.client.transport.connection", "a.library"):
+        _Notes().emit(logging.LogRecord(name, logging.WARNING, "", 0, "no gateway answers at %s yet", ("h:1",), None))
+    assert capsys.readouterr().err.splitlines()[0] == "no gateway answers at h:1 yet"

@@ -27,5 +27,7 @@ def show_logged_warnings() -> None:
 
 class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        for line in escaped_lines(self.format(record)):
+        # The suite's own warnings are sentences for people; those of libraries show where they come from.
+        is_ours = record.name.startswith("bottega.") and not record.exc_info
+        for line in escaped_lines(record.getMessage() if is_ours else self.format(record)):
             note(line)
