@@ -22,7 +22,7 @@ from tests.chaos.caches import kill_cache_stores
 from tests.chaos.cancels import flood_cancels
 from tests.chaos.controlnets import kill_controlnets
 from tests.chaos.edits import kill_editing_workers
-from tests.chaos.floods import flood_connections, flood_streams
+from tests.chaos.floods import flood_connections, flood_messages, flood_streams
 from tests.chaos.gateways import fill_disks, kill_gateways
 from tests.chaos.loras import kill_lora_stores
 from tests.chaos.masked_edits import kill_reusing_workers
@@ -73,6 +73,7 @@ PARTS: Mapping[str, Part] = {
     "cancel-flood": Part(play=flood_cancels, times=2500),
     "idle-connections": Part(play=flood_connections, times=5),
     "watch-streams": Part(play=flood_streams, times=5),
+    "large-messages": Part(play=flood_messages, times=3),
     "restarts": Part(play=roll, times=10),
 }
 

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import grpc
+import psutil
 
 from bottega.errors import QueueFull
 from bottega.rpc.channel import channel_options
@@ -20,6 +21,7 @@ from bottega.v1.image_pb2 import WatchJobRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.chaos.scene import Scene
 from tests.support.crowds import alive, connections
+from tests.support.flooders import flooding
 
 SEEDS = (31, 32, 33)
 STEPS = 30
@@ -31,8 +33,14 @@ HALF_REQUESTS = 300
 HALF = b"GET /metrics HTTP/1.1\r\nHost: x\r\n"
 # Over all streams that a service has open at once.
 STREAMS = 2_100
-# A quarter of max_streams, for one connection, where others have none.
-ADMITTED = 512
+# A connection has at most 1,024 calls at once: a client waits with more.
+STREAMS_OF_CONNECTION = 700
+# Half of max_streams, for one host, where others have none.
+ADMITTED = 1_024
+ATTACKS = ("empty_loras", "nested", "large_images", "large_id", "silent:5")
+ATTACK_S = 20.0
+# Of the gateway beside them.
+MOST_MIB = 768.0
 # Of a short call, on busy cores.
 SHORT_CALL_S = 5.0
 
@@ -70,6 +78,21 @@ def flood_streams(scene: Scene, *, times: int, rng: random.Random) -> None:
     scene.tally.reached("refused_streams", STREAMS - ADMITTED)
 
 
+def flood_messages(scene: Scene, *, times: int, rng: random.Random) -> None:
+    """Callers send the largest and most nested messages, and pings, while others draw and ask how their jobs stand."""
+    scene.look_first(SEEDS, STEPS)
+    gateway = psutil.Process(scene.gateway.process.pid)
+    for _ in range(times):
+        with flooding(scene.address, ATTACKS, seconds=ATTACK_S):
+            ends = time.monotonic() + ATTACK_S
+            while time.monotonic() < ends:
+                _draw_meanwhile(scene, rng)
+                scene.tally.most("gateway_mib", gateway.memory_info().rss >> 20)
+        scene.tally.count("floods")
+    scene.tally.check("MiB of the gateway", scene.tally.figures.get("gateway_mib", 0.0), MOST_MIB)
+    scene.tally.reached("floods", times)
+
+
 def _draw_meanwhile(scene: Scene, rng: random.Random) -> None:
     drawings = [scene.draw(seed=seed, steps=STEPS) for seed in rng.sample(SEEDS, 2)]
     while not all(drawing.over for drawing in drawings):
@@ -92,9 +115,16 @@ def _scrape(scene: Scene) -> None:
 
 @contextlib.contextmanager
 def _watched(scene: Scene, job_id: str) -> Iterator[None]:
-    """One connection asks for so many streams; those that are refused must hear why, and when to come back."""
-    with grpc.insecure_channel(scene.address, options=channel_options()) as channel:
-        watches = [ImageServiceStub(channel).WatchJob(WatchJobRequest(job_id=job_id)) for _ in range(STREAMS)]
+    """One host asks for so many streams; those that are refused must hear why, and when to come back."""
+    with contextlib.ExitStack() as stack:
+        channels = [
+            stack.enter_context(grpc.insecure_channel(scene.address, options=channel_options()))
+            for _ in range(STREAMS // STREAMS_OF_CONNECTION)
+        ]
+        request = WatchJobRequest(job_id=job_id)
+        watches = [
+            ImageServiceStub(channel).WatchJob(request) for channel in channels for _ in range(STREAMS_OF_CONNECTION)
+        ]
         for watch in watches:
             try:
                 next(watch, None)

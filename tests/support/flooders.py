@@ -26,8 +26,7 @@ _IMAGES = "/bottega.v1.ImageService"
 # Of one message, a little below what a service takes.
 _LARGE_BYTES = 23 << 20
 _STOP_S = 10.0
-# HTTP/2: how a connection begins, and kinds of frames.
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+# HTTP/2: kinds of frames.
 _DATA, _HEADERS, _SETTINGS, _PING = 0, 1, 4, 6
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 
@@ -160,7 +159,7 @@ class _Connection:
     def __init__(self, address: str, source: str) -> None:
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), timeout=5, source_address=(source, 0))
-        self._socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0) + _frame(_SETTINGS, _ACK, 0))
+        self._socket.sendall(PREFACE + _frame(_SETTINGS, _ACK, 0))
         self._socket.setblocking(False)
         self._unsent = b""
         self._stream = 1
@@ -220,6 +219,9 @@ def _call_unknown(address: str, attack: str, seconds: float) -> int:
         connections=connections,
     )
 
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0)
+"""How a connection of HTTP/2 begins."""
 
 MEANINGLESS: Mapping[str, bytes] = {
     "pings": _frame(_PING, 0, 0, bytes(8)),

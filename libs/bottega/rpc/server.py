@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -23,11 +24,12 @@ from pydantic import ConfigDict, Field
 from bottega.errors import ConfigError, Unavailable
 from bottega.rpc import telemetry
 from bottega.rpc.address import Address, is_loopback, split
-from bottega.rpc.channel import MAX_MESSAGE_MIB, MAX_METADATA_BYTES, Channels
-from bottega.rpc.connection_limits import ConnectionGuard, most_connections
+from bottega.rpc.channel import MAX_MESSAGE_MIB, Channels
+from bottega.rpc.connection_limits import ConnectionGuard, connection_bounds
 from bottega.rpc.interceptor.call_interceptor import CallInterceptor, RequestQuotas
 from bottega.rpc.interceptor.call_limits import CallLimit
 from bottega.rpc.interceptor.calls import CallLimits
+from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.interceptor.memory_quota import MemoryQuota
 from bottega.rpc.interceptor.response_flow import ResponseFlowControl
 from bottega.rpc.operation.audit import AuditLog
@@ -46,8 +48,15 @@ _STOP_GRACE_S = 0.5
 # gRPC's bound on all calls, in times max_calls and max_streams: all that may be served, which are four kinds of short
 # calls and one of streams, and as many again of the most frequent, whose answers are not read out.
 _MOST_CALLS, _MOST_STREAMS = 5, 2
-# Calls that wait to be looked at, beyond which gRPC cuts off more and more of them; it would begin with 1,000.
-_MOST_PENDING = 16_384
+# Calls that wait to be looked at, beyond which gRPC cuts off more and more; it would begin with 1,000. All wait in one
+# line, of which a service looks at some thousand in a second: more than may be served are only in the way.
+_LEAST_PENDING = 4_096
+# Calls of one connection that are open at once, beside the streams that it may have, and at least: a client waits with
+# more, and what comes all the same gRPC refuses itself. So calls of one connection are never long in the way of others.
+_CALLS_BESIDE_STREAMS = 512
+_LEAST_CALLS = 1024
+# Of one call, as gRPC counts them: a key, ids of traces, and whatever else a proxy adds.
+_METADATA_BYTES = 16 << 10
 # Small requests that are coming in: each is here within a millisecond, and one that is not may turn out to be large.
 _SMALL_AT_ONCE = 4
 # Two of one host, one of one connection.
@@ -85,8 +94,9 @@ class ListenerConfig:
         has any: 1,024 and 512 of 2,048 streams. Each has less when others have many, so that some are left for a host
         that has none. A host with a gateway of its own before this one, or with hundreds of callers that wait, needs
         more max_streams, or 1.0: then one host may have all.
-    max_connections: open at once; at most a third of the limit of open files. Where one host has more than peer_share
-        of them, those that carry no call are ended; so is every one without a call after some minutes.
+    max_connections: open at once, each with some 1,024 calls; at most a quarter of the limit of open files. Where one
+        host has more than peer_share of them, those that carry no call are ended; so is every one without a call after
+        some minutes, and, at once, those of a host that makes more than 1,000 calls a second without being known.
     max_answers_mib: of large answers, such as images that travel with the news of them, that their callers have not
         read yet; the service grows by up to four times that. Beyond it images are only sent to those who ask for them.
     insecure: listen where the network can reach it though nobody who calls is asked who they are: without TLS, or with
@@ -202,26 +212,28 @@ class GrpcListener:
         self.address = ""
         self._listen = config.listen
         responses = ResponseFlowControl(max_bytes=config.max_answers_mib << 20, wait_s=config.answer_wait_s)
-        limits = _call_limits(config)
+        limits, ledger = _call_limits(config), ConnectionLedger()
         self._interceptor = CallInterceptor(
             metrics,
             config.default_deadline_s,
             requests=_request_quotas(config),
-            max_message_bytes=config.max_message_mib << 20,
             responses=responses,
             limits=limits,
+            ledger=ledger,
             authenticator=authenticator or AllLocal(),
             audit=audit,
         )
-        most = most_connections(config.max_connections)
-        self._connections = ConnectionGuard(most=most, share=config.peer_share, busy=limits.connections)
+        bounds = connection_bounds(config.max_connections)
+        self._connections = ConnectionGuard(
+            most=bounds.guarded, share=config.peer_share, busy=limits.connections, ledger=ledger
+        )
         self._guarding = contextlib.AsyncExitStack()
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
         # gRPC's own refusals say nothing of when to ask again: they are for what the interceptor does not count.
         self.grpc = grpc.aio.server(
             interceptors=[self._interceptor, *telemetry.server_interceptors()],
-            options=_options(config, max_connections=most),
+            options=_options(config, max_connections=bounds.accepted),
             maximum_concurrent_rpcs=_MOST_CALLS * config.max_calls + _MOST_STREAMS * config.max_streams,
         )
 
@@ -403,20 +415,29 @@ def _call_limits(config: ListenerConfig) -> CallLimits:
     return CallLimits(short=calls(), streams=streams, streamed=calls(), of_grpc=calls(), of_grpc_streams=calls())
 
 
+def most_calls_of_connection(config: ListenerConfig) -> int:
+    """Return how many calls gRPC takes at once over one connection: the streams that it may have, and some beside."""
+    streams = math.ceil(config.peer_share**2 * config.max_streams)
+    return max(_LEAST_CALLS, streams + _CALLS_BESIDE_STREAMS)
+
+
 def _options(config: ListenerConfig, *, max_connections: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_allowed_incoming_connections", max_connections),
         # Of calls that are not served yet: gRPC would cut off some of a burst of a thousand without an error, which
         # callers take for a cancelled job.
-        ("grpc.server.max_pending_requests", _MOST_PENDING),
-        ("grpc.server.max_pending_requests_hard_limit", 2 * _MOST_PENDING),
+        ("grpc.server.max_pending_requests", max(_LEAST_PENDING, config.max_calls)),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * max(_LEAST_PENDING, config.max_calls)),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         # One with a call counts as used, however long there is no news.
         ("grpc.max_connection_idle_ms", _IDLE_MS),
         ("grpc.max_receive_message_length", (config.max_message_mib << 20) + _REFUSABLE_BYTES),
         # What is listed may be longer than what is asked.
         ("grpc.max_send_message_length", max(config.max_message_mib, MAX_MESSAGE_MIB) << 20),
-        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", most_calls_of_connection(config)),
+        # Above the first gRPC would refuse some calls at random, and all above the second.
+        ("grpc.max_metadata_size", _METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _METADATA_BYTES),
         # Of a message that is not read yet, 64 KiB are received; with the probe it would be some MiB of every call.
         ("grpc.http2.bdp_probe", 0),
         # A second instance on the same port is an error, not a silent sharing of it.

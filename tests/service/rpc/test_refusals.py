@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from bottega import errors
+from bottega.rpc.channel import open_channel
 from bottega.rpc.interceptor.calls import REQUEST_ID_KEY
 from bottega.rpc.status import from_rpc_error
 from bottega.sampled_log import LINES_PER_SECOND
@@ -102,9 +103,12 @@ def _refusals(caplog: pytest.LogCaptureFixture) -> int:
 
 async def test_each_of_a_crowd_that_comes_at_once_is_told_why_it_is_refused() -> None:
     crowd = 1_500  # gRPC itself would cut off what is beyond a thousand, as if somebody had cancelled it
-    async with scripted_images(max_calls=1024, max_streams=1, peer_share=1.0) as (_, _, channel):
+    async with (
+        scripted_images(max_calls=1024, max_streams=1, peer_share=1.0) as (server, _, channel),
+        open_channel(server.address) as beside,  # each connection has 1,024 calls at most
+    ):
         request = image_pb2.WatchJobRequest(job_id="wait")
-        watches = [stub(channel).WatchJob(request) for _ in range(crowd)]
+        watches = [stub(each).WatchJob(request) for each in (channel, beside) for _ in range(crowd // 2)]
         firsts = await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
         refused = [from_rpc_error(first) for first in firsts if isinstance(first, grpc.aio.AioRpcError)]
         assert len(refused) == crowd - 1

@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from bottega.errors import DeadlinePassed, InvalidRequest, MethodNotServed, QueueFull, TooLarge
 from bottega.process import copied
 from bottega.rpc.interceptor.calls import CallGuard, CallLimits, CallTracker, Context
+from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.interceptor.memory_quota import MemoryQuota, QuotaShare
 from bottega.rpc.interceptor.message_limits import (
     OF_GRPC,
@@ -80,9 +81,10 @@ class _Reader:
         self._parse = parse
         self._descriptor: Descriptor | None = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
 
-    async def read_reserved(self, context: Context, share: QuotaShare) -> object:
+    async def read_reserved(self, guard: CallGuard, context: Context, share: QuotaShare) -> object:
         """Return the only message of a call, which has room. Raises InvalidRequest when there is none."""
-        raw = await self._quota.receive(context.read)
+        with guard.reading(self._quota.message_bytes) as arrived:
+            raw = arrived(await self._quota.receive(context.read))
         if raw is grpc.aio.EOF:
             raise InvalidRequest("the call carries no request")
         size_bytes = len(raw)
@@ -97,7 +99,9 @@ class _Reader:
         share.shrink(size_bytes)
         return request
 
-    async def read_all(self, context: Context, peer: Peer, *, each: bool) -> AsyncGenerator[object, None]:
+    async def read_all(
+        self, guard: CallGuard, context: Context, peer: Peer, *, each: bool
+    ) -> AsyncGenerator[object, None]:
         """Yield the messages of a caller.
 
         Reads by the context: gRPC's stream of requests, once begun, is a cycle of its own where it is not read out.
@@ -105,10 +109,14 @@ class _Reader:
         Args:
             each: Whether they all count towards the quota, and not the first alone.
         """
-        raw = await self._within_quota(context, peer)
-        while raw is not grpc.aio.EOF:
+        first = True
+        while True:
+            with guard.reading(self._quota.message_bytes) as arrived:
+                raw = arrived(await (self._within_quota(context, peer) if first or each else context.read()))
+            if raw is grpc.aio.EOF:
+                return
             yield await self._parsed(raw)
-            raw = await (self._within_quota(context, peer) if each else context.read())
+            first = False
 
     async def reserve(self, peer: Peer) -> QuotaShare:
         """Reserve room for one message. Raises QueueFull."""
@@ -149,8 +157,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every method of every service.
 
     default_deadline_s: of unary calls whose caller set none.
-    requests: the quotas of requests. max_message_bytes: of the listener.
-    responses: of all calls. limits: of calls that are served at once. authenticator: says who calls, gRPC's own
+    requests: the quotas of requests.
+    responses: of all calls. limits: of calls that are served at once. ledger: what the calls of each connection
+    account for. authenticator: says who calls, gRPC's own
     services aside, which are open to all. audit: where calls that change something are noted, if anywhere.
     """
 
@@ -160,18 +169,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         default_deadline_s: float,
         *,
         requests: RequestQuotas,
-        max_message_bytes: int,
         responses: ResponseFlowControl,
         limits: CallLimits,
+        ledger: ConnectionLedger,
         authenticator: CallAuthenticator,
         audit: AuditLog | None = None,
     ) -> None:
         self._default_deadline_s = default_deadline_s
         self._requests = requests
-        self._max_message_bytes = max_message_bytes
         self._responses = responses
         self._wrapped: dict[str, _Handler] = {}
-        self.calls = CallTracker(metrics, responses, limits, audit)
+        self.calls = CallTracker(metrics, responses, limits, ledger, audit)
         self._limits = limits
         self._authenticator = authenticator
         self._unknown = self._refusing()
@@ -204,7 +212,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def call(_: _Raw, context: Context) -> bytes | None:
             async with CallGuard(self.calls, self._limits.short, method, context) as guard, self._deadline(context):
                 with await self._reserve(guard, reader) as share:
-                    request = await reader.read_reserved(context, share)
+                    request = await reader.read_reserved(guard, context, share)
                     guard.received(request)
                     answer = await handler.unary_unary(request, context)
                     del request  # it may be large, and the answer may take long to be read
@@ -219,7 +227,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def call(_: _Raw, context: Context) -> None:
             async with CallGuard(self.calls, self._limits.streams, method, context) as guard:
                 with await self._reserve(guard, reader) as share:
-                    request = await reader.read_reserved(context, share)
+                    request = await reader.read_reserved(guard, context, share)
                     guard.received(request)
                     responses = handler.unary_stream(request, context)
                     del request
@@ -234,7 +242,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             async with CallGuard(self.calls, self._limits.streamed, method, context) as guard, self._deadline(context):
                 guard.acquire_slot()
                 await guard.authenticate(self._authenticator)
-                requests = reader.read_all(context, guard.account, each=False)
+                requests = reader.read_all(guard, context, guard.account, each=False)
                 return guard.responses.admit(_packed(await handler.stream_unary(requests, context), pack))
             return None
 
@@ -247,7 +255,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             async with CallGuard(self.calls, self._limits.streamed, method, context) as guard:
                 guard.acquire_slot()
                 await guard.authenticate(self._authenticator)
-                requests = reader.read_all(context, guard.account, each=False)
+                requests = reader.read_all(guard, context, guard.account, each=False)
                 await _send_all(handler.stream_stream(requests, context), pack, guard.responses, context.write)
 
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call)
@@ -268,18 +276,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def unary(_: _Raw, context: Context) -> object:
             async with CallGuard(self.calls, self._limits.of_grpc, method, context) as guard:
                 guard.acquire_slot()
-                return await handler.unary_unary(await _only(reader.read_all(context, guard.peer, each=True)), context)
+                return await handler.unary_unary(
+                    await _only(reader.read_all(guard, context, guard.peer, each=True)), context
+                )
             return None
 
         async def watch(_: _Raw, context: Context) -> None:
             async with CallGuard(self.calls, self._limits.of_grpc_streams, method, context) as guard:
                 guard.acquire_slot()
-                await handler.unary_stream(await _only(reader.read_all(context, guard.peer, each=True)), context)
+                await handler.unary_stream(await _only(reader.read_all(guard, context, guard.peer, each=True)), context)
 
         async def conversation(_: _Raw, context: Context) -> None:
             async with CallGuard(self.calls, self._limits.of_grpc_streams, method, context) as guard:
                 guard.acquire_slot()
-                requests = reader.read_all(context, guard.peer, each=True)
+                requests = reader.read_all(guard, context, guard.peer, each=True)
                 async for response in handler.stream_stream(requests, context):
                     await context.write(response)
 
@@ -289,7 +299,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return _taking_streams(grpc.stream_stream_rpc_method_handler, call, handler.response_serializer)
 
     def _reader(self, handler: _Handler, method: str) -> _Reader:
-        limits = limits_of(method, max_message_bytes=self._max_message_bytes)
+        limits = limits_of(method, max_message_bytes=self._requests.large.message_bytes)
         quota = self._requests.small if limits.plain else self._requests.large
         if handler.request_streaming:
             quota = self._requests.streamed

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import grpc
 
-from bottega.errors import BottegaError, Code, InternalError, QuotaExceeded, TooManyOpenFiles
+from bottega.errors import BottegaError, Code, InternalError, QuotaExceeded, TooManyOpenFiles, Unauthenticated
 from bottega.process import open_files
 from bottega.rpc.interceptor.call_errors import CallErrorLog
 from bottega.rpc.interceptor.call_limits import CallLimit, CallSlot
+from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.interceptor.response_flow import CallResponses, ResponseFlowControl
 from bottega.rpc.operation import logs
 from bottega.rpc.operation.audit import AuditLog, about
@@ -56,12 +58,20 @@ class CallLimits:
 
 
 class CallTracker:
-    """All calls. audit: where those that change something are noted, if anywhere."""
+    """All calls. ledger: what those of each connection account for. audit: where those that change something are noted,
+    if anywhere.
+    """
 
     def __init__(
-        self, metrics: CallMetrics, responses: ResponseFlowControl, limits: CallLimits, audit: AuditLog | None = None
+        self,
+        metrics: CallMetrics,
+        responses: ResponseFlowControl,
+        limits: CallLimits,
+        ledger: ConnectionLedger,
+        audit: AuditLog | None = None,
     ) -> None:
         self.audit = audit
+        self.ledger = ledger
         self._limits = limits
         self.errors = CallErrorLog()
         self.of_tenants = TenantCalls()
@@ -129,6 +139,7 @@ class CallGuard:
 
     async def __aenter__(self) -> CallGuard:
         self.peer = self.account = peer_of(self._context.peer())
+        self.connection = self._calls.ledger.account(self.peer)
         self.responses = self._calls.enter(self._limit, self._context)
         return self
 
@@ -143,12 +154,37 @@ class CallGuard:
         Raises Unauthenticated, Forbidden where the method is not for that caller, and QuotaExceeded.
         """
         metadata = tuple(self._context.invocation_metadata() or ())
-        known = self._known = await authenticator.authenticate(_identities(self._context), metadata)
+        try:
+            known = self._known = await authenticator.authenticate(_identities(self._context), metadata)
+        except Unauthenticated:
+            self._calls.ledger.refused(self.peer)
+            raise
+        self.connection.known = True
         if known.tenant:
             self.account = replace(self.peer, host=f"tenant {known.tenant}")
         check_method(self._method, known)
         at_end(self._calls.of_tenants.take(known, streams=self._calls.is_stream(self._limit)))
         bind_caller(known)
+
+    @contextlib.contextmanager
+    def reading(self, message_bytes: int) -> Iterator[Callable[[Any], Any]]:
+        """Count what comes over the connection in the block. Yields a function to pass the message through.
+
+        message_bytes: that may have come of a message that nobody waits for any more.
+        """
+        self.connection.reading += 1
+        size_bytes = message_bytes
+
+        def arrived(raw: Any) -> Any:
+            nonlocal size_bytes
+            size_bytes = len(raw) + len(raw) // 16 if isinstance(raw, bytes) else 0
+            return raw
+
+        try:
+            yield arrived
+        finally:
+            self.connection.reading -= 1
+            self.connection.explained_bytes += size_bytes
 
     def received(self, request: object) -> None:
         """In the block: what is asked for."""

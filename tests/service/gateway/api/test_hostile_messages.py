@@ -21,12 +21,14 @@ from bottega.v1.generation_pb2 import GenerationSpec
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.flooders import LARGE, Message, empty_loras, flooding, nested, tagged, unknown_fields
 from tests.support.running_gateway import Running, running_gateway
-from tests.support.services import Services, gateway_config
+from tests.support.services import FREE_PORTS, Services, gateway_config
+from tests.support.tenants import add_tenant
 
 # Of the whole gateway. Before messages were looked at, four callers brought 2,677 MiB and GetJob to 7.4 s.
 MOST_BYTES = 768 << 20
 CALLERS = ("empty_loras", "nested", "large_images", "large_id")
 SECONDS = 6.0
+STARTED_S = 2.5
 # Half of all calls: beside four callers and other tests on two cores, one call in a hundred may wait for a core.
 ANSWER_S = 0.1
 
@@ -95,3 +97,33 @@ async def test_four_callers_with_the_largest_messages_cost_bounded_memory_and_no
     waited.sort()
     assert most <= MOST_BYTES, f"{most >> 20} MiB"
     assert waited[math.ceil(len(waited) / 2) - 1] <= ANSWER_S, waited[-10:]
+
+
+@pytest.mark.alone  # it counts memory and seconds
+@pytest.mark.parametrize("metadata_bytes", [0, 56_000])
+async def test_strangers_by_the_ten_thousand_neither_fill_the_gateway_nor_hold_up_a_tenant(
+    tmp_path: Path, metadata_bytes: int
+) -> None:
+    """Before, two connections of one host brought 981 MiB, 2.4 GiB with large metadata, and waits of up to 6.9 s."""
+    most, waited = 0, []
+    key = add_tenant(tmp_path / "tenants.yaml", "shop")
+    config = gateway_config(tenants=str(tmp_path / "tenants.yaml"), server={**FREE_PORTS, "insecure": True})
+    with Services(tmp_path) as services:
+        gateway = services.start("gateway", config)
+        process = psutil.Process(gateway.process.pid)
+        async with open_channel(gateway.address, api_key=key) as channel:
+            images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
+            await images.ListModels(image_pb2.ListModelsRequest(), timeout=20)
+            with flooding(
+                gateway.address, [f"strangers:10000:2:{metadata_bytes}"], seconds=SECONDS, source="127.0.0.2"
+            ):
+                await asyncio.sleep(STARTED_S)  # a connection's bound counts from when gRPC has told it
+                ends = time.monotonic() + SECONDS - STARTED_S
+                while time.monotonic() < ends:
+                    began = time.perf_counter()
+                    await images.ListModels(image_pb2.ListModelsRequest(), timeout=20)
+                    waited.append(time.perf_counter() - began)
+                    most = max(most, process.memory_info().rss)
+                    await asyncio.sleep(0.01)
+    assert most <= MOST_BYTES, f"{most >> 20} MiB"
+    assert max(waited) <= 1.0, sorted(waited)[-10:]

@@ -1,0 +1,126 @@
+"""A real server beside callers who mean harm: others have their room, and connections that only hurt are ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from bottega.rpc.channel import open_channel
+from bottega.rpc.connection_limits import connection_bounds
+from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
+from bottega.rpc.peers import Peer
+from bottega.v1 import image_pb2
+from tests.fakes.scripted_images import scripted_images, stub
+from tests.support.crowds import connections
+from tests.support.cut_cable import laid
+from tests.support.flooders import MEANINGLESS, PREFACE
+
+OTHER = "127.0.0.2"
+# On busy cores, for a MiB of pings and two looks at it.
+PINGED_S = 30.0
+SUBMIT = "/bottega.v1.ImageService/SubmitJob"
+
+
+async def _submit(channel: grpc.aio.Channel) -> float:
+    """Seconds of a call that brings a request which may be large; this server has no such method beyond that."""
+    ask: Any = channel.unary_unary(SUBMIT)
+    began = time.monotonic()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(b"", timeout=10)
+    assert caught.value.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL), caught.value.details()
+    return time.monotonic() - began
+
+
+async def test_streams_that_say_nothing_hold_up_neither_another_host_nor_small_calls() -> None:
+    async with (
+        scripted_images() as (server, _, channel),
+        laid(server.address, source=OTHER) as cable,
+        open_channel(cable.address) as beside,
+    ):
+        silent: Any = channel.stream_stream(SUBMIT)
+        calls = [silent() for _ in range(10)]  # what five a second have open, for the two that each is waited for
+        await asyncio.sleep(0.2)
+        waited = [await _submit(beside) for _ in range(10)]
+        for each in (channel, beside):
+            began = time.monotonic()
+            await stub(each).GetJob(image_pb2.GetJobRequest(), timeout=10)
+            waited.append(time.monotonic() - began)
+        for call in calls:
+            call.cancel()
+    assert max(waited) < 1.0, waited  # each of the two that are waited for takes 2 s
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["reads", "does not read"])
+async def test_a_connection_that_does_nothing_but_ping_is_ended_and_others_stay(reads: bool) -> None:
+    async with scripted_images() as (server, _, channel):
+        host, _, port = server.address.rpartition(":")
+        watch = stub(channel).WatchJob(image_pb2.WatchJobRequest(job_id="wait"))
+        assert await watch.read() is not grpc.aio.EOF
+
+        def ping() -> bool:
+            """Whether the connection was ended, within what is ample."""
+            with socket.create_connection((host, int(port)), timeout=5.0) as pinging:
+                pinging.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                pinging.sendall(PREFACE)
+                if reads:
+                    threading.Thread(target=_read_out, args=[pinging], daemon=True).start()
+                ends = time.monotonic() + PINGED_S
+                try:
+                    while time.monotonic() < ends:  # one by one: gRPC ends one that sends many at once
+                        pinging.sendall(MEANINGLESS["pings"])
+                except OSError:
+                    return True
+            return False
+
+        assert await asyncio.to_thread(ping)
+        assert not watch.done()
+        await stub(channel).GetJob(image_pb2.GetJobRequest(), timeout=5)
+        watch.cancel()
+
+
+def _read_out(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while connection.recv(1 << 16):
+            pass
+
+
+async def test_new_connections_of_others_find_room_while_one_host_has_too_many() -> None:
+    most = 64
+    async with scripted_images(max_connections=most) as (server, _, _):
+        with connections(server.address, most + 8, source=OTHER):
+            for _ in range(4):
+                async with open_channel(server.address) as newcomer:
+                    await stub(newcomer).GetJob(image_pb2.GetJobRequest(), timeout=2)
+
+
+def test_grpcs_own_bound_on_connections_is_above_that_by_which_hosts_share() -> None:
+    bounds = connection_bounds(64)
+    assert (bounds.guarded, bounds.accepted) == (64, 80)
+
+
+async def test_large_metadata_is_refused_and_that_of_an_honest_caller_is_not() -> None:
+    async with scripted_images() as (_, _, channel):
+        call = stub(channel).GetJob
+        await call(image_pb2.GetJobRequest(), metadata=(("baggage", "x" * 8192),), timeout=5)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call(image_pb2.GetJobRequest(), metadata=(("baggage", "x" * 40_000),), timeout=5)
+
+
+def test_a_host_floods_by_calls_a_second_and_a_connection_of_somebody_known_is_remembered() -> None:
+    ledger = ConnectionLedger()
+    flood, lost = Peer(connection="a 1", host="a"), Peer(connection="b 1", host="b")
+    for _ in range(2000):
+        ledger.refused(flood)
+    ledger.refused(lost)
+    ledger.account(lost).known = True
+    assert ledger.floods() == {"a"}
+    assert ledger.floods() == frozenset()
+    assert ledger.found(lost.connection).known
+    assert not ledger.found(flood.connection).known
