@@ -22,8 +22,9 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
-from bottega.diffusion.model.model import DTYPES
+from bottega.diffusion.model.dtype import DTYPES
 from bottega.miniature import WEIGHTS
+from bottega.model_files.presets import PRESET_FILE, Preset, preset_text
 
 _LATENT_CHANNELS = 4
 # Channels of the embedding of each of SDXL's six sizes, and how many sizes there are.
@@ -110,6 +111,8 @@ def write_bench_model(folder: Path, shape: BenchShape = DEFAULT, seed: int = 0) 
             pipeline = _pipeline(shape)
         pipeline.to(dtype=DTYPES[shape.dtype])
         pipeline.save_pretrained(made, safe_serialization=True)
+        if shape.dtype != "float32":  # in which the suite and what it is compared with compute
+            (made / PRESET_FILE).write_text(preset_text(Preset(dtype="float32")))
         made.rename(target)
 
 

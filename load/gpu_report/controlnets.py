@@ -12,7 +12,7 @@ import torch
 
 from bottega.diffusion.engine.events import JobFinished
 from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.model.model import DTYPES
+from bottega.diffusion.model.dtype import DTYPES
 from bottega.diffusion.spec import ControlSpec
 from bottega.worker.engine.runtime import Runtime
 from load.gpu_report.figures import Figure

@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from bottega.diffusion.model.model import DTYPES
+from bottega.diffusion.model.dtype import DTYPES
 from load.gpu_report.figures import Figure
 from load.gpu_report.rig import Rig
 from load.gpu_report.timing import finish

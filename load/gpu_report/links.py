@@ -10,7 +10,7 @@ import torch
 
 from bottega.device_links import device_links
 from bottega.diffusion.controlnets.messages import residuals_layout
-from bottega.diffusion.model.model import DTYPES
+from bottega.diffusion.model.dtype import DTYPES
 from bottega.model_files.controlnet_layout import read_base_layout
 from bottega.transport import Backend, Deadline
 from load.bench.scratch import scratch

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bottega.diffusion.model.model import DTYPES
+from bottega.diffusion.model.dtype import DTYPES
 from bottega.miniature import WEIGHTS
 from load.gpu_report.figures import Figure
 from load.gpu_report.rig import Rig

@@ -11,7 +11,7 @@ import torch
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.events import Event, JobFailed
 from bottega.diffusion.engine.job import EngineOrder
-from bottega.diffusion.model.model import DTYPES
+from bottega.diffusion.model.dtype import DTYPES
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.worker.config import EngineConfig
 from bottega.worker.engine.runtime import Runtime, load_runtime

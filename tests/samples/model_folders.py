@@ -23,7 +23,7 @@ def with_scheduler(folder: Path, class_name: str, **config: Any) -> Path:
     source = small_model()
     folder.mkdir(parents=True)
     for part in source.iterdir():
-        if part.name not in {"model_index.json", "scheduler"}:
+        if part.is_dir() and part.name != "scheduler":
             (folder / part.name).symlink_to(part)
     index = json.loads((source / "model_index.json").read_text())
     index["scheduler"] = ["diffusers", class_name]

@@ -741,7 +741,8 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
         make=_spoiled(lambda path: replace(path / "bottega.json", '{"guidance_scale": -1, "steps": 4}')),
         sentence=(
             "bottega.json: guidance_scale: Input should be greater than or equal to 0 (got -1); steps: unknown key; "
-            "known at the top level: num_inference_steps, guidance_scale, sampler, timestep_spacing"
+            "known at the top level: num_inference_steps, guidance_scale, sampler, timestep_spacing, "
+            "dtype"
         ),
     ),
     WrongFolder(

@@ -44,6 +44,8 @@ class Preset:
 
     It changes what the model draws, so it is part of the model's hash.
     """
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """Element type that the model computes in where a worker's `engine.dtype` is auto, whatever its files are in."""
 
 
 def read_preset(folder: Path) -> Preset | None:

@@ -22,7 +22,8 @@ Seconds = Annotated[float, Field(gt=0)]
 class ControlNetEngineConfig:
     """What the engine process may be told.
 
-    device: auto, cpu, cuda or cuda:N. dtype: that of the workers' models. threads: 0 leaves the number to torch.
+    device: auto, cpu, cuda or cuda:N. dtype: that of the workers' models; auto is that of each worker that comes, and
+    loads a ControlNet once for each of their element types. threads: 0 leaves the number to torch.
     exclusive_cores: whether nothing else computes on the cores that this engine may use, as a worker's.
     device_memory_mib: of the device, that ControlNets, forwards and links may take together; 0 is what is free when the
     engine starts, less a reserve; of a CPU it is 0. budget_bytes: most bytes of weights that are loaded at once; where
@@ -44,7 +45,7 @@ class ControlNetEngineConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     device: DeviceName = "auto"
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     threads: NotNegative = 0
     exclusive_cores: bool = False
     device_memory_mib: NotNegative = 0

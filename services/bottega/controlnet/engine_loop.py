@@ -27,7 +27,8 @@ from bottega.diffusion.device.memory_plan import open_memory_plan
 from bottega.diffusion.device.pick import use_device
 from bottega.diffusion.device.threads import compute_with
 from bottega.diffusion.errors import to_job_failure
-from bottega.diffusion.model.model import DTYPES, pick_device
+from bottega.diffusion.model.dtype import AUTO, DTYPES
+from bottega.diffusion.model.model import pick_device
 from bottega.errors import BottegaError, ConfigError, Unavailable
 from bottega.process import FramedPipe
 from bottega.rpc.link_service import answer_link_request
@@ -64,7 +65,8 @@ class ControlNetEngineLoop:
 
     def __init__(self, channel: FramedPipe, config: ControlNetEngineConfig, device: torch.device) -> None:
         self._channel = channel
-        dtype, runtime = DTYPES[config.dtype], use_device(device)
+        dtype = None if config.dtype == AUTO else DTYPES[config.dtype]
+        runtime = use_device(device)
         memory = open_memory_plan(runtime, config.device_memory_mib)
         weights_bytes = memory.reserve_up_to("ControlNets", config.budget_bytes, share=_WEIGHTS_SHARE)
         self._device_memory = DeviceMemoryMeter(runtime, memory)

@@ -30,7 +30,9 @@ class EngineConfig:
 
     model: "miniature", or a folder in Diffusers' layout. model_name: what requests call it; empty is the name of its
     repository where the folder is a snapshot in a hub's cache, else the folder's own name. device: auto, cpu, cuda or
-    cuda:N. dtype: that the model computes in. threads: 0 leaves the number to torch.
+    cuda:N. dtype: that the model computes in; auto is that of its files on a GPU, and on a CPU float32 for files in
+    float32, else bfloat16 or float32, by what is measured faster there. All workers of a model need the same one:
+    name it where their devices are unlike. threads: 0 leaves the number to torch.
     vae_dtype: that latents are decoded in; auto is what stock Diffusers takes: dtype, but float32 for a float16 model
     whose VAE has force_upcast. Another one makes pictures that say that they are not exact; half precision is faster,
     and taken only where a trial at the start shows that pictures are nearly the same. vae_tile_pixels: pictures of more
@@ -89,7 +91,7 @@ class EngineConfig:
     model: str = "miniature"
     model_name: Annotated[str, Field(max_length=MAX_MODEL_CHARACTERS)] = ""
     device: DeviceName = "auto"
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     vae_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     vae_tile_pixels: NotNegative = 0
     device_memory_mib: NotNegative = 0

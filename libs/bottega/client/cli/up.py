@@ -44,7 +44,13 @@ class _WithServicesOptions(click.Command):
     "--model-name", default="", help="The name that requests give for it; default: its folder's or repository's."
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda:N.")
-@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
+    default="auto",
+    show_default=True,
+    help="Element type of the model; auto: of its files on a GPU, the faster one on a CPU where they are not float32.",
+)
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of each worker; default: the cores, divided.")
 @click.option(
     "--port",

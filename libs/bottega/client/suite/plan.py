@@ -36,7 +36,8 @@ class SuiteOptions:
     model_name: str = ""
     """The name by which workers serve it; without it see `bottega.model_files.name_of`."""
     device: str = "auto"
-    dtype: str = "float32"
+    dtype: str = "auto"
+    """The element type of the model: auto, float32, float16 or bfloat16; see a worker's `engine.dtype`."""
     threads: int = 0
     """Threads of each worker; 0 divides the cores over the workers."""
     port: int = DEFAULT_PORT

@@ -15,7 +15,7 @@ import torch
 from diffusers import ControlNetModel
 from torch import Tensor, nn
 
-from bottega.diffusion.controlnets.weights import read_tensor, weights_bytes
+from bottega.diffusion.controlnets.weights import read_tensor, weights_bytes, weights_dtype
 from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.model.backbone import Inputs
 from bottega.errors import ControlNetUnusable, InvalidRequest
@@ -90,7 +90,7 @@ class LoadedControlNet:
 
 
 def find_controlnet(
-    name: str, folder: Path, *, base: ControlLayout | None, dtype: torch.dtype, root: Path | None = None
+    name: str, folder: Path, *, base: ControlLayout | None, dtype: torch.dtype | None, root: Path | None = None
 ) -> ControlNetSource:
     """Return a ControlNet from its configuration and headers, without its weights.
 
@@ -98,7 +98,7 @@ def find_controlnet(
         name: Its name, for errors.
         folder: In Diffusers' layout.
         base: What it must fit; None where that is not known yet.
-        dtype: Element type that it is loaded in.
+        dtype: Element type that it is loaded in; None is that of its files.
         root: See ControlNetSource.
 
     Raises:
@@ -108,6 +108,7 @@ def find_controlnet(
     with _naming(name, "used"):
         config = read_checked_config(name, folder, base=base, root=root)
         with opened_weights(folder, root) as files:
+            dtype = dtype or weights_dtype(files)
             size_bytes = weights_bytes(files, dtype)
     layout = controlnet_layout(config)
     return ControlNetSource(name=name, folder=folder, root=root, dtype=dtype, size_bytes=size_bytes, layout=layout)

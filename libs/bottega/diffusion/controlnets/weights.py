@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from io import BufferedReader
 from pathlib import Path
@@ -42,6 +43,14 @@ def read_tensor(weights: WeightsFile, entry: TensorEntry) -> Tensor:
     if weights.file.readinto(raw.numpy().data) < raw.numel():
         raise ValueError("a file of weights has become shorter while it was read")
     return raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
+
+
+def weights_dtype(files: Sequence[WeightsFile]) -> torch.dtype:
+    """Return the element type of most of the tensors, of those that are computed in: float32, float16 or bfloat16."""
+    counts = Counter(entry.dtype for weights in files for entry in weights.header.tensors)
+    common = counts.most_common(1)
+    found = _DTYPES[common[0][0]] if common else torch.float32
+    return found if found in {torch.float16, torch.bfloat16} else torch.float32
 
 
 def weights_bytes(files: Sequence[WeightsFile], dtype: torch.dtype) -> int:

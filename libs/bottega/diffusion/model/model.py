@@ -25,6 +25,7 @@ from bottega.diffusion.device.memory_plan import MemoryPlan, open_memory_plan
 from bottega.diffusion.device.out_of_memory import is_out_of_memory
 from bottega.diffusion.device.pick import use_device
 from bottega.diffusion.model.backbone import UNetBackbone
+from bottega.diffusion.model.dtype import dtype_name
 from bottega.diffusion.model.sampler_choices import ModelSamplers, SamplerChoice
 from bottega.diffusion.model.samplers import KARRAS, SamplerKind, default_kind, ignored_algorithm_advice
 from bottega.diffusion.model.vae import VaeDecoder, VaeSettings, make_decoder
@@ -54,8 +55,6 @@ _TEXT_ENCODERS: Mapping[str, Any] = {
     "text_encoder_2": CLIPTextModelWithProjection,
 }
 _NETWORKS: Mapping[str, Any] = {"unet": UNet2DConditionModel, "vae": AutoencoderKL}
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +120,8 @@ class Model:
 
     @property
     def dtype_name(self) -> str:
-        """float32, float16 or bfloat16."""
-        return str(self.dtype).removeprefix("torch.")
+        """Return float32, float16 or bfloat16."""
+        return dtype_name(self.dtype)
 
 
 def pick_device(name: str) -> torch.device:

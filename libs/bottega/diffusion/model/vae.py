@@ -25,6 +25,8 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
+from bottega.diffusion.model.dtype import dtype_name
+
 _log = logging.getLogger(__name__)
 
 # Sums in float16 reach 65504 / _FRACTION so, some two millions; those of SDXL stay below. What is small loses no bit
@@ -63,7 +65,7 @@ class VaeDecoder:
     @property
     def dtype_name(self) -> str:
         """Return float32, float16 or bfloat16."""
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
     @property
     def tile_area(self) -> int:
@@ -144,7 +146,7 @@ def _try_half_precision(vae: AutoencoderKL, device: torch.device, dtype: torch.d
     if dtype == torch.float16 and not _shrink_sums(vae):
         _log.info("this VAE's decoder has parts that are not known; it is tried in float16 as it is")
     found_db = psnr_db(_drawn(vae, latent), reference)
-    facts = {"dtype": str(dtype).removeprefix("torch."), "psnr_db": round(found_db, 1)}
+    facts = {"dtype": dtype_name(dtype), "psnr_db": round(found_db, 1)}
     if found_db >= LEAST_PSNR_DB:
         _log.info("the VAE decodes in half precision", extra=facts)
         return True

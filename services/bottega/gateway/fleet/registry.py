@@ -280,9 +280,11 @@ class Fleet:
         for model in registration.models:
             known, by = served.get(model.name, (model, None))
             if by is not None and _identity(known) != _identity(model):
+                alike = known.model_hash == model.model_hash
+                todo = "give both the same engine.dtype" if alike else "give one of them another model_name"
                 raise ModelMismatch(
                     f"{registration.name} has {model.name} as {_identity(model)}, but {by.name} serves it as"
-                    f" {_identity(known)}; give one of them another model_name, or stop it",
+                    f" {_identity(known)}; {todo}, or stop it",
                     metadata={"model": model.name, "member": by.name},
                 )
 

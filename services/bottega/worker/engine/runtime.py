@@ -13,10 +13,12 @@ from bottega.diffusion.device.threads import compute_with
 from bottega.diffusion.engine.engine import Engine
 from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.heartbeat import Heartbeat
-from bottega.diffusion.model.model import DTYPES, Model, load_model, pick_device
+from bottega.diffusion.model.dtype import pick_dtype
+from bottega.diffusion.model.model import Model, load_model, pick_device
 from bottega.diffusion.model.vae import VaeSettings
 from bottega.diffusion.start_reporter import StartReporter, silent_reporter
-from bottega.model_files import folder_of, name_of
+from bottega.errors import ConfigError
+from bottega.model_files import check_model_folder, folder_of, name_of
 from bottega.rpc.link_service import link_endpoints
 from bottega.transport import DeviceLinks, LinkCounters
 from bottega.worker.config import EngineConfig
@@ -93,11 +95,15 @@ def load_runtime(
 
 
 def _model(config: EngineConfig, reporter: StartReporter) -> Model:
+    report, device = check_model_folder(folder_of(config.model)), pick_device(config.device)
+    if report.problems:
+        raise ConfigError(report.refusal)
+    reporter.begin("choosing an element type")
     return load_model(
-        folder_of(config.model),
+        report.folder,
         name=name_of(config.model, config.model_name),
-        device=pick_device(config.device),
-        dtype=DTYPES[config.dtype],
+        device=device,
+        dtype=pick_dtype(config.dtype, report, device),
         vae=VaeSettings(dtype=config.vae_dtype, tile_pixels=config.vae_tile_pixels),
         device_memory_mib=config.device_memory_mib,
         reporter=reporter,
