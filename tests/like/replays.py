@@ -62,6 +62,7 @@ class Replay:
             "cached start": any(start.image == self.picture.index for start in made.cached_starts),
             "late LoRAs": any(lora.from_step > made.begin_step for lora in made.loras),
             "stale residuals": any(use.stale_steps for use in made.controlnets),
+            "tiled decoding": made.vae_tiled,
         }
         causes = [name for name, used in uses.items() if used]
         if not causes and made.cached_starts:  # of its job, others are approximate

@@ -249,7 +249,7 @@ class RandomRequests:
         options |= self._maybe(0.3, negative_prompt=rng.choice(("", "a circle")))
         options |= self._maybe(0.7, sampler=rng.choice(list(SAMPLERS)))
         if options.get("sampler") in _KARRAS:
-            options |= self._maybe(0.4, use_karras_sigmas=True)
+            options |= self._maybe(0.5, use_karras_sigmas=rng.random() < 0.7)
         return options
 
     def _basics(

@@ -12,7 +12,7 @@ from bottega.cache.store.store import LatentStore
 from bottega.latents import prompt_digest
 from bottega.v1 import cache_pb2
 from bottega.v1.cache_pb2 import CacheStarts
-from tests.support.cached_latents import KEY, question, record, running, similar, vector, written
+from tests.support.cached_latents import KEY, MODEL, question, record, running, similar, vector, written
 
 PROMPT = prompt_digest("a prompt")
 ROW = 6
@@ -95,7 +95,9 @@ def test_a_latent_that_came_too_late_serves_the_next_picture(store: LatentStore)
     for _ in range(4):
         (late,) = _entries(_ask(store))
         store.count_starts(CacheStarts(key=KEY, prompt_digest=PROMPT, unused=[late, "0" * 32]))
+    assert all(each.hits == 0 for each in store.entries(MODEL, 10))
     assert len(set(_entries(*(_ask(store) for _ in range(ROW))))) == ROW - 1
+    assert sum(each.hits for each in store.entries(MODEL, 10)) == ROW
 
 
 def test_a_row_of_one_starts_all_pictures_from_the_most_similar_entry(tmp_path: Path) -> None:

@@ -146,8 +146,16 @@ class EntryTable:
             digest = kept.digests.get(step) if kept is not None else None
             return (kept.entry, digest) if kept is not None and digest is not None else None
 
+    def take_back_hit(self, number: int) -> None:
+        """Count one start less: the latent that was sent came too late, or did not fit. Do nothing if it is gone."""
+        with self._lock:
+            kept = self._kept.get(number)
+            if kept is not None and kept.hits:
+                kept.hits -= 1
+                self._changes.hits[number] = kept.hits
+
     def use(self, number: int, step: int) -> None:
-        """Counts that it was started from. Harmless where it is gone."""
+        """Count that a latent was sent to start a picture from. Do nothing if it is gone."""
         with self._lock:
             kept = self._kept.get(number)
             if kept is not None and step in kept.digests:

@@ -92,7 +92,7 @@ class PromptRows:
 
     def release(self, key: str, prompt: str, noise: int) -> None:
         """Take back the latest reservation of that noise: no picture has started from it."""
-        name = _name(key, prompt)
+        name = _name(key, prompt)  # of a prompt that is not known there is no row
         with self._lock:
             row = self._rows.get(name)
             if row is not None and noise in row.noise:

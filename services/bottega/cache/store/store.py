@@ -141,9 +141,10 @@ class LatentStore:
             raise ValueError(f"an answer has at most {_MOST_IMAGES} entries")
         _check_row(starts.key, starts.prompt_digest)
         self._counts.add("steps_skipped", starts.skipped_steps)
-        for name in starts.unused if starts.prompt_digest else ():
+        for name in starts.unused:
             entry = self._table.named(name)
             if entry is not None:
+                self._table.take_back_hit(entry.number)
                 self._rows.release(starts.key, starts.prompt_digest, entry.noise)
 
     def record(
