@@ -69,7 +69,8 @@ async def test_fields_that_nobody_knows_are_stored_nowhere_and_lists_go_on() -> 
         assert listed.ByteSize() < 3 * 16_384
 
 
-@pytest.mark.alone  # it counts memory and seconds
+@pytest.mark.slow  # its bounds on seconds need a machine that nothing else uses
+@pytest.mark.alone
 @pytest.mark.parametrize("callers", [CALLERS, ["empty_loras"] * 4], ids=["one of each", "four of the worst"])
 async def test_four_callers_with_the_largest_messages_cost_bounded_memory_and_nobody_waits_for_them(
     tmp_path: Path, callers: Sequence[str]
@@ -96,10 +97,11 @@ async def test_four_callers_with_the_largest_messages_cost_bounded_memory_and_no
         await worker.die()
     waited.sort()
     assert most <= MOST_BYTES, f"{most >> 20} MiB"
-    assert waited[math.ceil(len(waited) / 2) - 1] <= ANSWER_S, waited[-10:]
+    assert waited[math.ceil(0.99 * len(waited)) - 1] <= ANSWER_S, waited[-10:]
 
 
-@pytest.mark.alone  # it counts memory and seconds
+@pytest.mark.slow  # its bounds on seconds need a machine that nothing else uses
+@pytest.mark.alone
 @pytest.mark.parametrize("metadata_bytes", [0, 56_000])
 async def test_strangers_by_the_ten_thousand_neither_fill_the_gateway_nor_hold_up_a_tenant(
     tmp_path: Path, metadata_bytes: int
