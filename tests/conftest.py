@@ -28,6 +28,9 @@ if "gpu" not in sys.argv:
 # Nothing is downloaded at run time; a test that tries fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# xdist sets it in its processes; what a command shows would depend on how the tests were started.
+os.environ.pop("COLUMNS", None)
+
 # How long an example takes depends on the machine and on what else runs: a hang is seen by pytest's own time limit.
 hypothesis.settings.register_profile("bottega", deadline=None)
 hypothesis.settings.load_profile("bottega")

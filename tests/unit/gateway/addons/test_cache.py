@@ -30,7 +30,7 @@ from bottega.gateway.tenants.access import ANYTHING
 from bottega.v1 import generation_pb2, image_pb2, worker_pb2
 from bottega.v1.cache_pb2 import CacheDecision, CacheOrder, CacheStart
 from bottega.v1.fleet_pb2 import Registration
-from bottega.v1.generation_pb2 import CacheUse, GenerationSpec, Provenance, Techniques
+from bottega.v1.generation_pb2 import CacheUse, GenerationSpec, Lora, Provenance, Techniques
 from tests.fakes.gateway_rules import Shop
 from tests.samples.addons import sample_addons
 from tests.samples.controlnet_hosts import again, bounds
@@ -143,6 +143,8 @@ def _fields(**spec: Any) -> list[str]:
         ({"image": b"x"}, ["image"]),
         ({"num_images": 2}, ["num_images"]),
         ({"num_images": 0}, ["num_images"]),
+        ({"loras": [Lora(name="ink", from_step=2)]}, ["loras[0].from_step"]),
+        ({"loras": [Lora(name="ink", from_step=0)]}, []),
         ({"fidelity": EXACT}, ["fidelity"]),
         ({"keep_for_editing": True}, ["keep_for_editing"]),
         ({"num_inference_steps": 50}, ["techniques.cache_entry"]),
