@@ -9,7 +9,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import Message
+from safetensors.numpy import save
 
 from bottega.miniature import WEIGHTS
 from bottega.v1 import lora_pb2 as pb
@@ -94,8 +96,10 @@ def _uploads() -> Iterator[Case]:
     head, data = pb.UploadLoraRequest(head=_head()), FILE.read_bytes()
     whole = pb.UploadLoraRequest(chunk=data)
     yield Case(method="UploadLora", name="a file", raw=tuple(m.SerializeToString() for m in (head, whole)), code=OK)
-    said = pb.UploadLoraRequest(head=_head(trigger_words=["x" * 200] * 16, adapter_config=b"{}".ljust(1 << 20)))
-    raw = (said.SerializeToString(), whole.SerializeToString())
+    peft = _peft_file()
+    facts: dict[str, Any] = {"trigger_words": ["x" * 200] * 16, "adapter_config": b"{}".ljust(1 << 20)}
+    said = pb.UploadLoraRequest(head=_head(peft, **facts))
+    raw = (said.SerializeToString(), pb.UploadLoraRequest(chunk=peft).SerializeToString())
     yield Case(method="UploadLora", name="a file with all that may be said of it", raw=raw, code=OK)
     yield _upload("no message", [], "head")
     yield _upload("no head", [whole], "head")
@@ -125,6 +129,14 @@ def _many_keys() -> bytes:
     return json.dumps({"alpha_pattern": {f"a{number}": 1 for number in range(50_000)}}).encode()
 
 
+def _peft_file() -> bytes:
+    """Return an adapter_model.safetensors of PEFT for one module of the embedded model's UNet, of PEFT's own rank."""
+    module = "base_model.model.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+    rank, width = 8, 96
+    down, up = np.full((rank, width), 0.01, dtype=np.float32), np.full((width, rank), 0.01, dtype=np.float32)
+    return save({f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up})
+
+
 def _parts(whole: pb.UploadLoraRequest) -> Iterator[Case]:
     """Of uploads that bring several files."""
     size = len(whole.chunk)
@@ -132,9 +144,11 @@ def _parts(whole: pb.UploadLoraRequest) -> Iterator[Case]:
     def part(component: str = "unet", size_bytes: int = size, **facts: Any) -> pb.UploadLoraPart:
         return pb.UploadLoraPart(component=component, size_bytes=size_bytes, **facts)
 
+    peft = _peft_file()
     for configuration in (b"", b"{}".ljust(1 << 20)):
-        head = pb.UploadLoraRequest(head=_head(parts=[part(adapter_config=configuration)]))
-        raw = (head.SerializeToString(), whole.SerializeToString())
+        parts = [part(size_bytes=len(peft), adapter_config=configuration)]
+        head = pb.UploadLoraRequest(head=_head(peft, parts=parts))
+        raw = (head.SerializeToString(), pb.UploadLoraRequest(chunk=peft).SerializeToString())
         yield Case(method="UploadLora", name=f"a part with {len(configuration)} bytes beside it", raw=raw, code=OK)
     long = b" " * ((1 << 20) + 1)
     wrong: dict[str, tuple[list[pb.UploadLoraPart], set[str]]] = {
