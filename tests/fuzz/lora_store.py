@@ -97,7 +97,7 @@ def _uploads() -> Iterator[Case]:
     whole = pb.UploadLoraRequest(chunk=data)
     yield Case(method="UploadLora", name="a file", raw=tuple(m.SerializeToString() for m in (head, whole)), code=OK)
     peft = _peft_file()
-    facts: dict[str, Any] = {"trigger_words": ["x" * 200] * 16, "adapter_config": b"{}".ljust(1 << 20)}
+    facts: dict[str, Any] = {"name": "peft", "trigger_words": ["x" * 200] * 16, "adapter_config": b"{}".ljust(1 << 20)}
     said = pb.UploadLoraRequest(head=_head(peft, **facts))
     raw = (said.SerializeToString(), pb.UploadLoraRequest(chunk=peft).SerializeToString())
     yield Case(method="UploadLora", name="a file with all that may be said of it", raw=raw, code=OK)
@@ -145,11 +145,11 @@ def _parts(whole: pb.UploadLoraRequest) -> Iterator[Case]:
         return pb.UploadLoraPart(component=component, size_bytes=size_bytes, **facts)
 
     peft = _peft_file()
-    for configuration in (b"", b"{}".ljust(1 << 20)):
+    for configuration, code in ((b"", INVALID), (b"{}".ljust(1 << 20), OK)):
         parts = [part(size_bytes=len(peft), adapter_config=configuration)]
-        head = pb.UploadLoraRequest(head=_head(peft, parts=parts))
+        head = pb.UploadLoraRequest(head=_head(peft, name="peft", parts=parts))
         raw = (head.SerializeToString(), pb.UploadLoraRequest(chunk=peft).SerializeToString())
-        yield Case(method="UploadLora", name=f"a part with {len(configuration)} bytes beside it", raw=raw, code=OK)
+        yield Case(method="UploadLora", name=f"a part with {len(configuration)} bytes beside it", raw=raw, code=code)
     long = b" " * ((1 << 20) + 1)
     wrong: dict[str, tuple[list[pb.UploadLoraPart], set[str]]] = {
         "of no component": ([part("")], {"parts"}),

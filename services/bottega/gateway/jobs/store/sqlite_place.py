@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import os
 import sqlite3
 import time
@@ -126,6 +127,10 @@ class FilePlace:
                 return file.read(4) in _LOG_MAGIC
         except FileNotFoundError:
             return False
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            return True  # Without a free descriptor it cannot be read now; the next look reads it.
 
     def _is_whole_alone(self) -> bool:
         if not self._path.exists() or not self._path.stat().st_size:

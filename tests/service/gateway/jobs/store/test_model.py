@@ -31,7 +31,7 @@ from bottega.v1.image_pb2 import (
     JOB_STATE_RUNNING,
     JobState,
 )
-from tests.support.job_store_backends import BACKENDS, answered, cancelled, completed, failed, record
+from tests.support.job_store_backends import BACKENDS, STEPS_DONE, answered, cancelled, completed, failed, record
 
 # Whether bytes reach the disk is another test's; here are many more calls than a disk would take in the time.
 _MEMORY = Path("/dev/shm")
@@ -172,7 +172,7 @@ class Machine(RuleBasedStateMachine):
         end = failed if state == JOB_STATE_FAILED else cancelled
         assert self.runner.run(self.stores[which].update(job_id, end(error=error, ended_wall=at))) is right
         if right:
-            self._end(job_id, state, at, error=error)
+            self._end(job_id, state, at, error=error, steps_done=STEPS_DONE)
 
     @rule(which=STORES, ended_before=st.just(0.0) | TIMES, max_jobs=st.integers(0, 4), limit=st.integers(1, 2))
     def forget(self, which: int, ended_before: float, max_jobs: int, limit: int) -> None:
