@@ -155,7 +155,14 @@ async def test_its_first_word_is_that_it_is_ready_and_what_its_model_is(engine: 
 
 async def test_it_says_how_far_its_start_is(engine: RunningEngine) -> None:
     loaded = [f"loading {part}" for part in ("text_encoder", "text_encoder_2", "unet", "vae")]
-    order = ["importing libraries", *loaded, "hashing its files", "preparing add-ons", "warming up"]
+    order = [
+        "importing libraries",
+        "choosing an element type",
+        *loaded,
+        "hashing its files",
+        "preparing add-ons",
+        "warming up",
+    ]
     assert list(engine.stages) == order
     assert all(engine.stages[stage].total_bytes > 0 for stage in (*loaded, "hashing its files"))
 
