@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 import subprocess
 import sys
 
@@ -23,7 +24,7 @@ class Look:
             os._exit(0)
 
 sys.meta_path.insert(0, Look())
-sys.argv = ["engine", "--fd", "0", "--config-json", "{}"]
+sys.argv = ["engine", "--fd", FD, "--config-json", "{}"]
 runpy.run_module(MODULE, run_name="__main__")
 """
 
@@ -33,9 +34,17 @@ def test_an_engine_process_finds_neither_peft_nor_scipy_and_looks_for_no_garbage
     module: str,
 ) -> None:
     assert all(map(importlib.util.find_spec, UNUSED)), "nothing to see here without them"
-    code = f"MODULE = {module!r}\n{LOOK}"
-
-    looked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ours, its = socket.socketpair()  # an engine says there how far its start is
+    with ours, its:
+        code = f"MODULE, FD = {module!r}, '{its.fileno()}'\n{LOOK}"
+        looked = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            pass_fds=(its.fileno(),),
+        )
 
     assert (looked.stdout, looked.returncode) == ("None None False\n", 0), looked.stderr
 
