@@ -32,8 +32,13 @@ def base() -> ControlLayout:
     return base_layout(model.backbone.unet.config, model.latent_scale)
 
 
-def registry(dtype: torch.dtype | None = None) -> ModelRegistry:
-    return ModelRegistry(budget_bytes=1 << 30, device=torch.device("cpu"), dtype=dtype, alive=lambda: None)
+@contextmanager
+def registry(dtype: torch.dtype | None = None) -> Iterator[ModelRegistry]:
+    found = ModelRegistry(budget_bytes=1 << 30, device=torch.device("cpu"), dtype=dtype, alive=lambda: None)
+    try:
+        yield found
+    finally:
+        found.cache.close()
 
 
 @contextmanager
@@ -47,38 +52,38 @@ def borrowed(found: ModelRegistry, base: ControlLayout, dtype: torch.dtype) -> I
 
 
 def test_each_worker_gets_it_in_its_own_element_type(folder: Path, base: ControlLayout) -> None:
-    found = registry()
-    parameters = found.add("canny", folder).size_bytes // 2
-    with borrowed(found, base, torch.float32) as whole, borrowed(found, base, torch.bfloat16) as half:
-        assert (whole.dtype, half.dtype) == (torch.float32, torch.bfloat16)
-        assert next(half.network.parameters()).dtype == torch.bfloat16
-        assert found.cache.used_bytes == 6 * parameters
-        (report,) = found.report({})
-        assert (report.name, report.state) == ("canny", hosted_pb2.HOSTED_STATE_LOADED)
-    with borrowed(found, base, torch.float32) as again:
-        assert again is whole
+    with registry() as found:
+        parameters = found.add("canny", folder).size_bytes // 2
+        with borrowed(found, base, torch.float32) as whole, borrowed(found, base, torch.bfloat16) as half:
+            assert (whole.dtype, half.dtype) == (torch.float32, torch.bfloat16)
+            assert next(half.network.parameters()).dtype == torch.bfloat16
+            assert found.cache.used_bytes == 6 * parameters
+            (report,) = found.report({})
+            assert (report.name, report.state) == ("canny", hosted_pb2.HOSTED_STATE_LOADED)
+        with borrowed(found, base, torch.float32) as again:
+            assert again is whole
 
 
 def test_what_is_prefetched_is_in_the_element_type_of_the_last_worker(folder: Path, base: ControlLayout) -> None:
-    found = registry()
-    size_bytes = found.add("canny", folder).size_bytes
-    found.prefetch(["canny"])
-    wait_until(lambda: found.cache.used_bytes == size_bytes, "it is loaded")
-    with borrowed(found, base, torch.bfloat16):
-        assert found.cache.used_bytes == size_bytes, "as workers on a CPU choose for files in half precision"
-    with borrowed(found, base, torch.float32):
-        assert found.cache.used_bytes == 3 * size_bytes
-    (report,) = found.report({})
-    assert report.size_bytes == 2 * size_bytes
+    with registry() as found:
+        size_bytes = found.add("canny", folder).size_bytes
+        found.prefetch(["canny"])
+        wait_until(lambda: found.cache.used_bytes == size_bytes, "it is loaded")
+        with borrowed(found, base, torch.bfloat16):
+            assert found.cache.used_bytes == size_bytes, "as workers on a CPU choose for files in half precision"
+        with borrowed(found, base, torch.float32):
+            assert found.cache.used_bytes == 3 * size_bytes
+        (report,) = found.report({})
+        assert report.size_bytes == 2 * size_bytes
 
 
 def test_a_server_of_one_element_type_refuses_workers_of_another(folder: Path, base: ControlLayout) -> None:
-    found = registry(torch.float32)
-    found.add("canny", folder)
-    with (
-        pytest.raises(ControlNetUnusable, match="computes in float32 and the worker in bfloat16"),
-        borrowed(found, base, torch.bfloat16),
-    ):
-        pass
-    with borrowed(found, base, torch.float32) as net:
-        assert net.dtype == torch.float32
+    with registry(torch.float32) as found:
+        found.add("canny", folder)
+        with (
+            pytest.raises(ControlNetUnusable, match="computes in float32 and the worker in bfloat16"),
+            borrowed(found, base, torch.bfloat16),
+        ):
+            pass
+        with borrowed(found, base, torch.float32) as net:
+            assert net.dtype == torch.float32
