@@ -174,9 +174,7 @@ async def test_of_an_attempt_that_was_stopped_nothing_waits_for_the_collector(sh
     gc.disable()  # what waits for it is kept
     try:
         shop.controller.cancel(job)
-        async with asyncio.timeout(5):
-            while any(type(kept).__name__ == "DispatchedAttempt" for kept in gc.get_objects()):
-                await asyncio.sleep(0.02)
+        await eventually(lambda: not any(type(kept).__name__ == "DispatchedAttempt" for kept in gc.get_objects()))
     finally:
         gc.enable()
 
