@@ -68,9 +68,11 @@ soak: .venv/.ready .venv/.stubs ## Run every service under a constant mix, a fau
 # Transformers warns of each image processor for which torchvision, which nothing here uses, is missing.
 bench-%: export TRANSFORMERS_VERBOSITY = error
 bench-%: NAME = $(subst -,_,$*)
-bench-%: .venv/.ready .venv/.stubs ## Run one comparison of load/bench (ARGS goes to it): make bench-overhead
+bench-%: export BENCH_RECORD = $(RECORD)
+bench-%: .venv/.ready .venv/.stubs ## Run one comparison of load/bench (ARGS goes to it; RECORD="nothing beside" keeps the figures)
 	@test -f load/bench/$(NAME).py || { echo "no bench '$*'; there are: $$(cd load/bench && ls *.py | sed 's/\.py$$//;s/_/-/g' | xargs)"; exit 2; }
 	$(BIN)/python -m load.bench.awake $(BIN)/python -m load.bench.$(NAME) $(ARGS)
+	@test -z "$(RECORD)" || $(BIN)/python -m load.results.table
 
 clean: ## Remove everything that the commands made
 	rm -rf .venv out build .mypy_cache .ruff_cache .pytest_cache .hypothesis .grimp_cache .import_linter_cache

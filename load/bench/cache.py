@@ -1,6 +1,6 @@
 """What an approximate cache saves on a stream of prompts, by budget and eviction policy.
 
-Prompts of load/bench/prompt_stream.py, embedded by the miniature's own text encoder, are asked one after the other of
+Prompts of load/replay/prompt_stream.py, embedded by the miniature's own text encoder, are asked one after the other of
 the real store, cold at first, in this process; no picture is drawn. Every policy sees the same stream. Then the first
 prompts of the stream are drawn by the whole suite, without and with the cache.
 """

@@ -1,0 +1,55 @@
+"""Writes the table of the newest results into load/README.md: `python -m load.results.table`.
+
+Each bench has one file, NAME.json, which `make bench-NAME RECORD="what else ran"` writes. Git's history has earlier
+runs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+README = FOLDER.parent / "README.md"
+_BEGIN = "<!-- begin: results, written by python -m load.results.table -->\n"
+_END = "<!-- end: results -->\n"
+_NUMBER = re.compile(r"-?[\d,]*\.?\d+")
+
+
+def table(folder: Path = FOLDER) -> str:
+    """Return the newest results as Markdown: the figures that have a bar, or all of a bench that has no bar."""
+    lines = ["| bench | figure | measured | wanted |\n", "|---|---|---|---|\n"]
+    for path in sorted(folder.glob("*.json")):
+        run = json.loads(path.read_text())
+        with_bars = [row for row in run["rows"] if row["wanted"]]
+        lines.append(f"| **{run['bench']}** | {run['date']}, {run['machine']}; {run['conditions']} | | |\n")
+        lines += [f"| | {row['what']} | {_shown(row)} | {row['wanted']} |\n" for row in with_bars or run["rows"]]
+    return "".join(lines)
+
+
+def written(text: str, results: str) -> str:
+    """Return a page with `results` between its two marks."""
+    before, _, rest = text.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return f"{before}{_BEGIN}{results}{_END}{after}"
+
+
+def missed(row: dict[str, Any]) -> bool:
+    """Return whether a figure is on the wrong side of its bar; bars without a number are never missed."""
+    figure, bar = _NUMBER.search(row["measured"]), _NUMBER.search(row["wanted"])
+    if figure is None or bar is None:
+        return False
+    measured, wanted = (float(number.group().replace(",", "")) for number in (figure, bar))
+    if row["wanted"].startswith("at most"):
+        return measured > wanted
+    return row["wanted"].startswith(("at least", "above")) and measured < wanted
+
+
+def _shown(row: dict[str, Any]) -> str:
+    return f"**{row['measured']}, missed**" if missed(row) else str(row["measured"])
+
+
+if __name__ == "__main__":
+    README.write_text(written(README.read_text(), table()))
