@@ -2,6 +2,7 @@
 
 `python -m tests.support.measured_front GATEWAY` joins the fleet at that address, prints its own address and that of its
 metrics, serves until its stdin closes, then prints the costliest callbacks as JSON: CPU milliseconds and what ran.
+Without GATEWAY it is a bare gRPC server that receives and forgets: what gRPC itself takes here and now.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import threading
 import time
 from typing import Any
 
+import grpc
+
 from bottega.codec import CodecPool
 from bottega.process import EngineTimeouts
 from bottega.process.memory import IMAGE_AT_WORK_BYTES, keep_freed_memory, tune_garbage_collector
+from bottega.rpc.channel import channel_options
 from bottega.worker.__main__ import build
 from bottega.worker.config import WorkerConfig
 from bottega.worker.engine_client import WorkerEngineClient
@@ -56,10 +60,9 @@ def what(callback: Any) -> str:
     return repr(task.get_coro() if isinstance(task, asyncio.Task) else callback)[:200]
 
 
-async def main() -> None:
-    keep_freed_memory(at_once_bytes=IMAGE_AT_WORK_BYTES)
-    tune_garbage_collector()
-    config = WorkerConfig(name="measured", gateway=sys.argv[1])
+async def front(gateway: str) -> None:
+    """Serve as a worker's front that joins `gateway`."""
+    config = WorkerConfig(name="measured", gateway=gateway)
     timeouts = EngineTimeouts(start_stall_s=20, hang_s=10, stall_s=10)
     engine = WorkerEngineClient(config.engine, timeouts=timeouts, module="tests.fakes.scripted_engine")
     pool = CodecPool(max_waiting=9 * config.max_attempts)  # as a worker has it
@@ -68,14 +71,37 @@ async def main() -> None:
     server, worker = build(config, engine, pool)
     await server.start()
     await worker.start()
-    ledger = Ledger()
-    ledger.measure()
-    print(server.address, server.metrics_address, flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    print(json.dumps({"calls": ledger.calls, "costliest": ledger.costliest}), flush=True)
+    await _measure_until_told(f"{server.address} {server.metrics_address}")
     await server.stop()
     await worker.stop()
 
 
+async def bare() -> None:
+    """Serve every method with a handler that takes one message and answers nothing."""
+
+    class Forgetting(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+            return grpc.unary_unary_rpc_method_handler(forget)
+
+    async def forget(request: bytes, context: object) -> bytes:
+        return b""
+
+    server = grpc.aio.server(handlers=(Forgetting(),), options=channel_options())
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await _measure_until_told(f"127.0.0.1:{port} -")
+    await server.stop(None)
+
+
+async def _measure_until_told(said: str) -> None:
+    ledger = Ledger()
+    ledger.measure()
+    print(said, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    print(json.dumps({"calls": ledger.calls, "costliest": ledger.costliest}), flush=True)
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    keep_freed_memory(at_once_bytes=IMAGE_AT_WORK_BYTES)
+    tune_garbage_collector()
+    asyncio.run(front(sys.argv[1]) if sys.argv[1:] else bare())

@@ -7,15 +7,10 @@ neighbours are busy is charged twice as much for the same work at times, and so 
 from __future__ import annotations
 
 import json
-import mmap
 import time
 
 _QUICK_S = 0.0055
 _ROUNDS = 9
-# The same for `_copy` (Intel Xeon, 2026, a virtual machine): nearly all of it is the system's, for new pages.
-_QUICK_COPY_S = 0.0037
-_COPIED_BYTES = 8 << 20
-_CHUNK = bytes(16 << 10)
 
 
 def on_this_machine(seconds: float) -> float:
@@ -24,20 +19,6 @@ def on_this_machine(seconds: float) -> float:
     Call it right after what was measured.
     """
     return seconds * max(1.0, min(_work() for _ in range(_ROUNDS)) / _QUICK_S)
-
-
-def copying_on_this_machine(seconds: float) -> float:
-    """Scale a bound as `on_this_machine` does, for work that may also be taking MiB into new memory, as gRPC does."""
-    return max(on_this_machine(seconds), seconds * min(_copy() for _ in range(_ROUNDS)) / _QUICK_COPY_S)
-
-
-def _copy() -> float:
-    """Return the processor seconds of writing 8 MiB, as they come from a connection, to new memory."""
-    began_s = time.thread_time()
-    with mmap.mmap(-1, _COPIED_BYTES) as memory:
-        for _ in range(_COPIED_BYTES // len(_CHUNK)):
-            memory.write(_CHUNK)
-    return time.thread_time() - began_s
 
 
 def _work() -> float:

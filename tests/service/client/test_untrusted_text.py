@@ -145,10 +145,12 @@ def test_every_command_shows_refusals_as_plain_text(error: Callable[[], BottegaE
             assert result.exit_code != 0
 
 
-@pytest.mark.parametrize("name", ["generate", "fleet", "top"])
-def test_what_moves_on_a_terminal_is_plain_too(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "end"), [("generate", b"waiting in the queue"), ("fleet", b"\x1b[1mservice"), ("top", b"\x1b[1mservice")]
+)
+def test_what_moves_on_a_terminal_is_plain_too(name: str, end: bytes) -> None:
     with serving(Manner(number=1)) as address:
-        shown_is_plain(on_terminal(arguments_of(name), address, end=b"waiting in the queue"))
+        shown_is_plain(on_terminal(arguments_of(name), address, end=end))
 
 
 def test_what_a_progress_bar_says_of_an_interruption_is_plain_too() -> None:

@@ -26,12 +26,13 @@ from PIL import Image
 from bottega.rpc.channel import channel_options
 from bottega.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 from tests.fakes.scripted_gateway import ScriptedGateway, serving
-from tests.support.processor_speed import copying_on_this_machine
+from tests.support.processor_speed import on_this_machine
 
 pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parents[3]
 MOST_MS = 5.0
+LARGE_BYTES = int(7.5 * 2**20)
 CALLERS = 48
 # On busy cores of a virtual machine about one callback a second is charged 3 to 20 ms of system time in which it did
 # nothing (measured; even getpid is). What the front does too slowly it does for each of many attempts, and whenever it
@@ -60,25 +61,45 @@ class Front:
 
 
 @contextlib.contextmanager
+def measured_process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.support.measured_front", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
 def running_front() -> Iterator[Front]:
     gateway = ScriptedGateway()
-    with (
-        serving(gateway) as address,
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.measured_front", address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        ) as process,
-    ):
+    with serving(gateway) as address, measured_process(address) as process:
         assert process.stdout
         own, metrics = process.stdout.readline().split()
         with grpc.insecure_channel(own, options=channel_options()) as channel:
             yield Front(
                 process=process, gateway=gateway, stub=worker_pb2_grpc.WorkerServiceStub(channel), metrics=metrics
             )
-        process.kill()
+
+
+def bare_grpc_ms(size_bytes: int) -> float:
+    """Return the costliest callback of a bare gRPC server that receives messages of a size, CPU milliseconds."""
+    with measured_process() as process:
+        assert process.stdin
+        assert process.stdout
+        address, _ = process.stdout.readline().split()
+        with grpc.insecure_channel(address, options=channel_options()) as channel:
+            call: Any = channel.unary_unary("/bare/Forget")
+            for _ in range(3):
+                call(bytes(size_bytes), timeout=20)
+        process.stdin.close()
+        costliest: float = json.loads(process.stdout.readline())["costliest"][0][0]
+        return costliest
 
 
 def noise(side: int) -> bytes:
@@ -116,7 +137,7 @@ def draw(stub: worker_pb2_grpc.WorkerServiceStub, job_id: str, side: int, image:
 def images_of_any_size(front: Front) -> list[Any]:
     """The costliest callbacks, CPU milliseconds first."""
     large, usual = noise(1650), noise(1024)
-    assert len(large) > 7.5 * 2**20
+    assert len(large) > LARGE_BYTES
     for number, (side, image) in enumerate([(64, None), (1024, usual), (1024, large), (2048, usual), (2048, None)]):
         draw(front.stub, f"job-{number}", side, image)
     measured = front.measured()
@@ -146,13 +167,15 @@ def many_attempts(front: Front) -> list[Any]:
 
 @pytest.mark.parametrize("load", [images_of_any_size, many_attempts])
 def test_no_callback_of_the_front_uses_more_than_5_ms(load: Callable[[Front], list[Any]]) -> None:
+    """Nor, on a machine where gRPC itself takes longer than that to receive the largest image, a fifth more than it."""
     seen = []
     for _ in range(ROUNDS):
         with running_front() as front:
             costliest = load(front)
-        if costliest[0][0] < copying_on_this_machine(MOST_MS):
+        bound_ms = max(on_this_machine(MOST_MS), 1.2 * bare_grpc_ms(LARGE_BYTES))
+        if costliest[0][0] < bound_ms:
             return
-        seen.append(costliest)
+        seen.append((bound_ms, costliest[:3]))
     pytest.fail(f"in each of {ROUNDS} rounds a callback took longer: {seen}")
 
 
