@@ -217,7 +217,6 @@ class JobLoras(JobAddOn):
     wait_s: float = 0.0
     patch_s: float = 0.0
     _requests: Sequence[Request] = ()
-    _blocked: frozenset[Request] = frozenset()
     _meter: LatentMeter = field(default_factory=LatentMeter)
     _load_s: tuple[float, ...] = ()
     _works: tuple[StoreWork | None, ...] = ()
@@ -277,15 +276,16 @@ class JobLoras(JobAddOn):
                 request.loras, request.loras_from = self.loras, self.step
             self._unlike_stock = tuple(_unlike_stock(handle) for handle in self.handles)
             self._release()
-        under_way = {request for request in self._requests if not request.done}
-        last = self.bound if self.step is None else self.step
-        blocked = {request for request in under_way if self.waiting and request.step >= last}
-        self._note_wait(bool(blocked) and blocked == under_way, now_s)
-        self._blocked = frozenset(blocked | set(self._meter.shadows) if self.waiting else ())
+        under_way = [request for request in self._requests if not request.done]
+        self._note_wait(bool(under_way) and all(map(self.blocks, under_way)), now_s)
 
     def blocks(self, request: Request) -> bool:
-        """None but those that have come to the bound, and what they are measured by."""
-        return request in self._blocked
+        """Return whether the request waits for the LoRAs: at the bound, or as what they are measured by.
+
+        By the step that it is at now: a cached latent may have moved it since the last update.
+        """
+        last = self.bound if self.step is None else self.step
+        return self.waiting and (request.step >= last or request in self._meter.shadows)
 
     @property
     def decision(self) -> bytes | None:

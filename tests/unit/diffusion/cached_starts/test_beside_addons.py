@@ -158,6 +158,27 @@ def test_a_picture_from_a_hit_without_loras_is_drawn_again_with_its_pin_and_the_
     assert not torch.equal(pictures[0], pictures[2])
 
 
+def test_a_picture_that_a_hit_moves_to_the_step_of_its_loras_waits_for_them(model: Model, loras: LorasByHand) -> None:
+    """Whether they come before the latent or after it, the first step after the start has them."""
+    pictures = []
+    for order, turns in (
+        (styled(bound=4), 0),
+        (styled(bound=4), 3),  # they are late: the hit comes in the first turn
+        (cached(styled(from_step=4, bound=4), pin=PIN), 0),
+        (cached(styled(from_step=4, bound=4), pin=PIN), 3),
+        (cached(styled(from_step=2, bound=4), pin=PIN), 3),
+    ):
+        loras.here.clear()
+        desk = Cached(model, ScriptedLatents([without_loras()]), loras=loras)
+        drawing = begun(desk, loras, order, turns)
+        desk.easel.run()
+        assert drawing.record.cached_starts[0].from_step == 4
+        assert all(lora.from_step <= 4 for lora in drawing.record.loras), "no step after the bound is without them"
+        pictures.append(drawing.latents[0])
+    for picture in pictures[1:]:
+        assert torch.equal(picture, pictures[0])
+
+
 @pytest.mark.parametrize(
     ("lora", "plain_steps"),
     [({"bound": 8}, 8), ({"bound": 0}, 0), ({"from_step": 6, "bound": 8}, 0), ({"bound": 50}, 9)],
