@@ -198,6 +198,18 @@ def test_the_transparency_of_an_image_stays_outside_the_mask_and_what_is_redrawn
     assert (np.diff(rim[:, 3].astype(int)) > 0).all()
 
 
+def test_a_drawn_colour_that_is_off_by_one_is_off_by_one_at_most_however_little_of_it_is_seen() -> None:
+    put_into = overlay(cut_out(), box_mask(), MaskOrder(width=64, height=64, latent_scale=8), feather=16)
+    one, other = (
+        np.asarray(edits.composed(Image.new("RGB", (64, 64), colour), put_into))
+        for colour in ((97, 14, 201), (98, 15, 202))
+    )
+    assert np.abs(one.astype(int) - other.astype(int)).max() == 1
+    seen = one[:, :12][one[:, :12, 3] > 0]
+    assert (seen[:, :3] == (97, 14, 201)).all(), "nothing else is seen where the image is transparent"
+    assert seen[:, 3].min() < 20
+
+
 def test_an_opaque_image_and_one_that_is_redrawn_where_it_is_transparent_stay_opaque() -> None:
     drawn, order = Image.new("RGB", (64, 64), "red"), MaskOrder(width=64, height=64, latent_scale=8)
     opaque = edits.composed(drawn, overlay(template().convert("RGBA"), box_mask(), order, feather=4))
