@@ -40,7 +40,7 @@ def _drawings(method: str, request: Any) -> Iterator[Case]:
         priority: Any = 0,
         **spec: Any,
     ) -> Case:
-        full = GenerationSpec(**{"prompt": "a star", **spec})
+        full = GenerationSpec(**{"prompt": "a red star", **spec})
         whole = request(request_id=request_id, spec=full, deadline_s=deadline_s, priority=priority)
         return case_of(method, name, whole, code, *fields)
 
@@ -122,7 +122,8 @@ def _pins(case: Any) -> Iterator[Case]:
         yield case(f"a cache entry with {words}, and no cache", UNAVAILABLE, techniques=pinned, **words)
     both = Techniques(cache_entry=PIN, approximate_cache=True)
     yield case("a cache entry, switched on, and no cache", UNAVAILABLE, techniques=both)
-    against: dict[str, Any] = {"num_images": 2, "prompt_2": "", "image": good_images()["png"], "fidelity": 1}
+    against: dict[str, Any] = {"num_images": 2, "prompt": "a star", "prompt_2": "", "fidelity": 1}
+    against |= {"image": good_images()["png"]}
     against["keep_for_editing"] = True
     for name, value in against.items():
         yield case(f"a cache entry and {name}", INVALID, f"spec.{name}", techniques=pinned, **{name: value})

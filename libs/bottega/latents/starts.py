@@ -13,16 +13,29 @@ _APPROXIMATE = frozenset({generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDEL
 _BESIDE_THE_PROMPT: Final = ("image", "strength", "prompt_2")
 
 
-def is_cacheable(spec: GenerationSpec) -> bool:
-    """Whether its prompt alone, by the embedding of it, stands for what is drawn.
+LEAST_WORDS: Final = 3
+"""Different words that a prompt needs for its embedding to say what is drawn."""
 
-    Of a complete spec whose images were removed the strength tells that it had one.
+
+def has_enough_words(prompt: str) -> bool:
+    """Return whether the similarity of a prompt's embedding to others means anything: not of empty and very short ones.
+
+    A word has a letter or a digit, and counts once.
     """
-    return not any(spec.HasField(name) for name in _BESIDE_THE_PROMPT)
+    words = {word for word in prompt.casefold().split() if any(character.isalnum() for character in word)}
+    return len(words) >= LEAST_WORDS
+
+
+def is_cacheable(spec: GenerationSpec) -> bool:
+    """Return whether the embedding of the spec's prompt alone stands for what is drawn.
+
+    In a complete spec whose images were removed, the strength shows that it had one.
+    """
+    return has_enough_words(spec.prompt) and not any(spec.HasField(name) for name in _BESIDE_THE_PROMPT)
 
 
 def is_switched_off(spec: GenerationSpec) -> bool:
-    """Whether the request itself says that nothing starts from a cached latent, nor becomes one."""
+    """Return whether the request itself rules out that it starts from a cached latent or is recorded."""
     return spec.techniques.HasField("approximate_cache") and not spec.techniques.approximate_cache
 
 

@@ -66,8 +66,8 @@ async def test_the_cache_keeps_what_was_measured_and_it_is_said_what_it_means(
 
     assert result.exit_code == 0, result.output
     (profile,) = cache.cache.store.profiles()
-    assert [each.fraction for each in profile.balanced[0].thresholds] == [0.1, 0.2]
-    assert [each.fraction for each in profile.fast[0].thresholds] == [*FRACTIONS]
+    assert [each.fraction for each in profile.balanced[1].thresholds] == [0.1, 0.2]
+    assert [each.fraction for each in profile.fast[1].thresholds] == [*FRACTIONS]
     assert json_format.Parse((own_folder / "profile.json").read_text(), CacheProfile()) == profile
     # All but the picture after which this kind of request is recorded was there already.
     (first,) = worker.requests
@@ -103,7 +103,7 @@ async def test_other_models_need_prompts_and_somebody_who_scores(
     gateway: RunningGateway, cache: Running, own_folder: Path
 ) -> None:
     worker = await gateway.worker()
-    (own_folder / "prompts.txt").write_text("a star\na ring\n")
+    (own_folder / "prompts.txt").write_text("one red star\none blue ring\n")
 
     result = await run_at(gateway, "cache", "profile", "--model", "other")
     assert (result.exit_code, "--prompts FILE and --clip FOLDER" in result.stderr) == (2, True)

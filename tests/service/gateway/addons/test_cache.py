@@ -23,7 +23,7 @@ def _order(request: RunAttemptRequest) -> CacheOrder:
 async def test_workers_are_told_whether_pictures_may_start_from_latents(house: Running) -> None:
     worker = await house.worker()
     for spec in ({}, {"seed": 1}, {"seed": 1, "techniques": Techniques(approximate_cache=True)}):
-        await house.draw(prompt="a star", **spec)
+        await house.draw(prompt="a red star", **spec)
     jobs = [_order(request).job for request in worker.requests]
     assert len(set(jobs)) == 3
     assert [_order(request) for request in worker.requests] == [
@@ -35,10 +35,10 @@ async def test_workers_are_told_whether_pictures_may_start_from_latents(house: R
 
 async def test_a_picture_says_how_it_is_drawn_again(house: Running) -> None:
     worker = await house.worker()
-    drawn = await house.draw(prompt="a star")
+    drawn = await house.draw(prompt="a red star")
     assert drawn.provenance.parameters.techniques == Techniques(approximate_cache=False)
     worker.script.cached_starts = [CacheUse(entry=_PIN, similarity=0.9, from_step=5)]
-    drawn = await house.draw(prompt="a star")
+    drawn = await house.draw(prompt="a red star")
     assert drawn.provenance.parameters.techniques == Techniques(cache_entry=_PIN)
     assert drawn.provenance.cached_starts == worker.script.cached_starts
 
@@ -47,18 +47,24 @@ async def test_all_that_contradicts_a_pin_is_refused_at_once_and_a_pin_without_a
     await house.worker()
     techniques = Techniques(cache_entry=f"{_ENTRY}@7", approximate_cache=False)
     wrong = functools.partial(
-        house.generate, techniques=techniques, num_images=2, prompt_2="x", fidelity=FIDELITY_EXACT
+        house.generate,
+        prompt="a star",
+        techniques=techniques,
+        num_images=2,
+        prompt_2="x",
+        fidelity=FIDELITY_EXACT,
     )
     error = await refusal(wrong, errors.InvalidRequest)
     assert isinstance(error, errors.InvalidRequest)
     assert {violation.field.removeprefix("spec.") for violation in error.violations} == {
+        "prompt",
         "techniques.cache_entry",
         "techniques.approximate_cache",
         "num_images",
         "prompt_2",
         "fidelity",
     }
-    pinned = functools.partial(house.generate, techniques=Techniques(cache_entry=_PIN))
+    pinned = functools.partial(house.generate, prompt="a red star", techniques=Techniques(cache_entry=_PIN))
     assert (await refusal(pinned, errors.NoCache)).retry_after_s
 
 
@@ -69,10 +75,10 @@ async def test_what_is_drawn_again_for_a_request_id_starts_from_what_it_started_
         worker.script.picture = lambda index: b"x" * 60
         if started:
             worker.script.cached_starts = [CacheUse(entry=_PIN, similarity=0.9, from_step=5)]
-        await house.draw("order-1", prompt="a star")
+        await house.draw("order-1", prompt="a red star")
         worker.script.picture = lambda index: b"y" * 60
         await house.draw(prompt="another that needs the room")
-        again = await house.draw("order-1", prompt="a star")
+        again = await house.draw("order-1", prompt="a red star")
         assert again.images[0].data
         first, _, repeated = worker.requests
         assert kinds.CACHE not in first.decisions.by_kind

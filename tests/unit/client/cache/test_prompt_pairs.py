@@ -9,13 +9,13 @@ from bottega.miniature.scenes import read_caption
 from bottega.planning import count_words
 
 
-def test_lines_of_a_file_make_pairs_with_the_line_before_unless_an_empty_one_is_between() -> None:
-    text = "a star\na red star\n\na dog\n  a dog on the moon \na dog on the moon\na cat\n"
+def test_lines_make_pairs_with_the_line_before_unless_one_is_empty_or_short() -> None:
+    text = "one star\none red star\none big star\n\na dog sits\n  a dog on the moon \na dog on the moon\na cat sits\n"
 
     assert pairs_of_file(text) == [
-        PromptPair(first="a star", second="a red star"),
-        PromptPair(first="a dog", second="a dog on the moon"),
-        PromptPair(first="a dog on the moon", second="a cat"),
+        PromptPair(first="one red star", second="one big star"),
+        PromptPair(first="a dog sits", second="a dog on the moon"),
+        PromptPair(first="a dog on the moon", second="a cat sits"),
     ]
 
 

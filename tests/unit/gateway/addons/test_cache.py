@@ -45,6 +45,8 @@ PIN = f"{ENTRY}@6"
 MODEL = image_pb2.Model(name="m", default_width=64, default_height=64, default_steps=30)
 ADDONS = sample_addons()
 OFF, ON = Techniques(approximate_cache=False), Techniques(approximate_cache=True)
+# Prompts whose similarity to others says nothing.
+DEGENERATE = ("", " ", "cat", "a cat", "star star STAR star", "- . ! ?")
 
 
 @pytest.fixture
@@ -67,7 +69,8 @@ async def shop(cache: CacheAddOn) -> AsyncIterator[Shop]:
 
 def _job(shop: Shop, **spec: Any) -> Job:
     """Ten steps of .1 s each."""
-    usual: dict[str, Any] = {"model": "m", "num_inference_steps": 10, "num_images": 1, "fidelity": BALANCED, "seed": 1}
+    usual: dict[str, Any] = {"model": "m", "prompt": "a red star", "num_inference_steps": 10, "num_images": 1}
+    usual |= {"fidelity": BALANCED, "seed": 1}
     fields = usual | spec
     full = GenerationSpec(**fields)
     return Job(clock=shop.time.clock(), spec=full, bare=full, request=JobRequest(fingerprint="f", shape=(16, 16)))
@@ -112,6 +115,7 @@ async def _complete(shop: Shop, job: Job, *starts: CacheUse) -> None:
         ({"fidelity": BALANCED, "prompt_2": ""}, False, False),
         ({"fidelity": BALANCED, "keep_for_editing": True}, False, True),
         ({"fidelity": FAST, "image": b"x", "strength": 0.5, "techniques": ON}, False, False),
+        *(({"fidelity": FAST, "prompt": prompt, "techniques": ON}, False, False) for prompt in DEGENERATE),
     ],
 )
 async def test_a_request_reads_and_is_recorded_as_its_fidelity_and_its_switch_say(
@@ -129,7 +133,7 @@ async def test_a_request_reads_and_is_recorded_as_its_fidelity_and_its_switch_sa
 
 
 def _fields(**spec: Any) -> list[str]:
-    made = GenerationSpec(**spec)
+    made = GenerationSpec(**{"prompt": "a red star"} | spec)
     found = [*validation.check_spec(made, ADDONS, max_image_bytes=9), *validation.check_model(made, MODEL, ADDONS)]
     return [violation.field.removeprefix("spec.") for violation in found]
 
@@ -150,6 +154,7 @@ def _fields(**spec: Any) -> list[str]:
         ({"num_inference_steps": 1}, ["techniques.cache_entry"]),
         ({"num_inference_steps": 0}, ["num_inference_steps"]),
         ({"num_inference_steps": 60}, []),
+        *(({"prompt": prompt}, ["prompt"]) for prompt in DEGENERATE),
     ],
 )
 def test_a_pin_is_for_one_picture_from_a_prompt_alone_and_for_a_recorded_step(
@@ -190,7 +195,7 @@ def test_kept_for_editing_and_cached_contradict_each_other() -> None:
 async def test_a_seed_alone_is_exact_and_one_beside_a_pin_or_the_switch_is_not(
     cache: CacheAddOn, techniques: Techniques, fidelity: int
 ) -> None:
-    spec = GenerationSpec(seed=1, techniques=techniques)
+    spec = GenerationSpec(prompt="a red star", seed=1, techniques=techniques)
     resolutions = [ResolvedCache()] if cache.is_named(spec) else []
     assert defaults.complete(spec, MODEL, resolutions).fidelity == fidelity
     spec.fidelity = FAST
@@ -238,7 +243,7 @@ def _use(image: int = 0, *, entry: str = ENTRY, step: int = 6, made: int = 0) ->
 def test_the_parameters_of_a_provenance_pin_what_makes_the_same_again(
     cache: CacheAddOn, spec: dict[str, Any], starts: Sequence[CacheUse], techniques: Techniques
 ) -> None:
-    asked: dict[str, Any] = {"fidelity": BALANCED, "prompt": "a star"}
+    asked: dict[str, Any] = {"fidelity": BALANCED, "prompt": "a red star"}
     full = defaults.complete(GenerationSpec(**asked | spec), MODEL)
     provenance = Provenance(parameters=full, cached_starts=starts)
     cache.pin_parameters(provenance)
@@ -374,7 +379,7 @@ async def _draw(shop: Shop, count: int, *starts: CacheUse, **spec: Any) -> None:
 async def test_estimates_count_on_the_steps_that_requests_like_it_skipped(shop: Shop) -> None:
     shop.worker()
     assert _estimate_s(shop, _job(shop)) == pytest.approx(1.0)
-    await _draw(shop, 7, _use(step=5), prompt="a star", seed=2)
+    await _draw(shop, 7, _use(step=5), prompt="a blue star", seed=2)
     assert _estimate_s(shop, _job(shop)) == pytest.approx(1.0), "too few were measured"
     await _draw(shop, 1, _use(step=5), format=generation_pb2.IMAGE_FORMAT_WEBP)
     assert _estimate_s(shop, _job(shop)) == pytest.approx(0.6)

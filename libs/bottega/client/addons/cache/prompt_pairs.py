@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from bottega.latents import has_enough_words
+
 # How many refinements the second prompt is away from the first: mostly one, as in a session, and seldom so many that
 # little is left in common.
 _REFINEMENTS = (1, 1, 1, 2, 2, 3, 4, 8)
@@ -26,10 +28,15 @@ class PromptPair:
 def pairs_of_file(text: str) -> list[PromptPair]:
     """Each line is a prompt, and makes a pair with the line before it, which is another.
 
-    An empty line is between what belongs to different people: no pair goes across it.
+    An empty line is between what belongs to different people: no pair goes across it. Prompts of so few words that
+    they are never recorded make no pairs.
     """
-    lines = [line.strip() for line in text.splitlines()]
-    return [PromptPair(first=one, second=other) for one, other in pairwise(lines) if one and other and one != other]
+    pairs = pairwise(line.strip() for line in text.splitlines())
+    return [
+        PromptPair(first=one, second=other)
+        for one, other in pairs
+        if one != other and has_enough_words(one) and has_enough_words(other)
+    ]
 
 
 def miniature_pairs(count: int, *, seed: int = 0) -> list[PromptPair]:

@@ -34,12 +34,18 @@ class Use:
 
 
 def skip_profile(samples: Sequence[PairSample], alpha: float) -> SkipProfile:
-    """By length of the prompt; a class in which nothing may be skipped is left out, unless a longer one follows."""
-    classes: list[LengthClass] = []
-    for max_words in _CLASSES:
-        least = next((each.max_words for each in reversed(classes)), 0.0)
-        of_class = [sample for sample in samples if least < sample.words <= max_words]
-        classes.append(measured_class(max_words, _by_fraction(of_class), alpha=alpha))
+    """Return the thresholds by length of the prompt; prompts shorter or longer than all measured ones have none.
+
+    A class in which nothing may be skipped is left out, unless a longer one follows.
+    """
+    fewest = min((sample.words for sample in samples), default=0)
+    most = max((sample.words for sample in samples), default=0)
+    classes = [LengthClass(max_words=fewest - 1, thresholds={})] if fewest > 1 else []
+    for bound in _CLASSES:
+        least = classes[-1].max_words if classes else 0
+        of_class = [sample for sample in samples if least < sample.words <= bound]
+        if of_class:
+            classes.append(measured_class(min(bound, most), _by_fraction(of_class), alpha=alpha))
     while classes and not classes[-1].thresholds:
         classes.pop()
     return SkipProfile(classes=tuple(classes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bottega.errors import Violation
-from bottega.latents import is_cacheable, is_switched_off, parse_start, recorded_steps
+from bottega.latents import LEAST_WORDS, has_enough_words, is_cacheable, is_switched_off, parse_start, recorded_steps
 from bottega.v1 import generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 
@@ -43,6 +43,9 @@ def check_cache(spec: GenerationSpec) -> Iterator[Violation]:
     if spec.num_images > 1:
         rule = "must be 1 with techniques.cache_entry: a pin is for one picture; draw each with its own seed"
         yield Violation(field="spec.num_images", description=rule)
+    if not has_enough_words(spec.prompt):
+        rule = f"must have {LEAST_WORDS} different words with techniques.cache_entry: of fewer, similarity says nothing"
+        yield Violation(field="spec.prompt", description=rule)
     for name in ("prompt_2", "image"):
         if spec.HasField(name):
             rule = "must be absent with techniques.cache_entry: such pictures never start from a cached latent"
