@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from bottega.client.cli.drawing import note_approximate
+from bottega.client.cli.drawing import note_approximate, note_unknown_to_embedded_model
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_EXACT, Fidelity, GenerationSpec, Provenance
 
 
@@ -36,3 +38,25 @@ def test_a_picture_that_the_operator_made_approximate_is_not_said_to_become_exac
 ) -> None:
     note_approximate(decoded)
     assert "as the operator configured it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [
+        ({"prompt": "A big red star, on the left; on a blue background."}, False),
+        ({"prompt": ""}, False),
+        ({"prompt": "a red star", "width": 96, "height": 48}, False),
+        ({"prompt": "a cat"}, True),
+        ({"prompt": "a cat", "model": "sdxl"}, False),
+        ({"prompt": "a red star", "height": 128}, True),
+        ({"prompt": "a red star", "width": 32}, True),
+        ({"prompt": "a red star", "width": 1024, "height": 1024, "model": "sdxl"}, False),
+    ],
+)
+def test_one_line_says_what_the_embedded_model_was_not_trained_for(
+    parameters: dict[str, Any], told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec: dict[str, Any] = {"model": "miniature", "width": 64, "height": 64, **parameters}
+    note_unknown_to_embedded_model(GenerationSpec(**spec))
+    said = "the embedded model draws simple shapes; `bottega up --model FOLDER` serves yours\n"
+    assert capsys.readouterr().err == (said if told else "")

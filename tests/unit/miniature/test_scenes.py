@@ -16,6 +16,7 @@ from bottega.miniature.scenes import (
     PLACES,
     SHAPES,
     SIZES,
+    WORDS,
     Scene,
     SceneLayout,
     Thing,
@@ -30,6 +31,7 @@ from bottega.miniature.scenes import (
     random_scene,
     render,
     training_scene,
+    unknown_words,
     unplaced_caption,
 )
 
@@ -90,6 +92,13 @@ def test_a_scene_has_several_phrasings() -> None:
 
     assert len({any_caption(ONE, rng) for _ in range(300)}) >= 8
     assert len({any_caption(TWO, rng) for _ in range(300)}) >= 8
+
+
+def test_the_words_that_the_miniature_knows_are_those_of_its_captions() -> None:
+    rng = random.Random(5)
+    captions = [any_caption(random_scene(rng, things=1 + count % 2), rng) for count in range(3_000)]
+    assert {word for text in captions for word in text.split()} == WORDS
+    assert unknown_words("A big red star, on the LEFT; a cat's hat") == ["cat", "s", "hat"]
 
 
 def test_every_word_of_a_caption_is_known_to_the_tokenizers_and_all_captions_fit() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from bottega.client.addons.cache.prompt_pairs import EMBEDDED_MODEL
 from bottega.client.cli.addons import generation_parts
 from bottega.client.cli.escaping import escaped_and_cut
 from bottega.client.cli.gateway_options import DEFAULT_TIMEOUT_S, address_option, connect, gateway_choice
@@ -27,12 +28,14 @@ from bottega.client.types.events import Completed, Progress
 from bottega.client.types.jobs import Priority
 from bottega.client.types.options import GenerationOptions
 from bottega.errors import InvalidRequest, Violation
-from bottega.v1.generation_pb2 import FIDELITY_EXACT, IMAGE_FORMAT_JPEG, MaskUse, Provenance
+from bottega.v1.generation_pb2 import FIDELITY_EXACT, IMAGE_FORMAT_JPEG, GenerationSpec, MaskUse, Provenance
 
 # In the order of a request's life, as the contract names them; those of add-ons are between the two.
 _FIRST_STAGES = ("validate", "queue", "route", "decode_image", "encode")
 _LAST_STAGES = ("denoise", "batch", "decode", "handoff", "encode_image")
 _SHORTEST_S = 0.0005
+# A side that is so many times as long or as short as those that a model was trained on is far from them.
+_FAR = 2
 # Of a prompt that was cut: enough to see where.
 _CUT_COLUMNS = 100
 
@@ -188,6 +191,7 @@ def _report(completed: Completed, output: OutputTarget, elapsed_s: float) -> Non
         for line in part.warn(completed.provenance):
             note(line)
     note_approximate(completed.provenance)
+    note_unknown_to_embedded_model(completed.provenance.parameters)
     if completed.provenance.vae_tiled:
         say("decoded in tiles, which are blended: not to the last level what stock Diffusers draws")
     for cut in completed.provenance.truncations:
@@ -206,6 +210,17 @@ def note_approximate(provenance: Provenance) -> None:
         note("the picture is approximate; --fidelity exact draws it as stock Diffusers does")
     else:
         note("the picture is approximate in spite of --fidelity exact: an option of the request allows it")
+
+
+def note_unknown_to_embedded_model(parameters: GenerationSpec) -> None:
+    """Say on one line that the embedded model drew what it was not trained for: other words, or far another size."""
+    if parameters.model != EMBEDDED_MODEL:
+        return
+    from bottega.miniature.scenes import SIDE, unknown_words
+
+    sides = (parameters.width, parameters.height)
+    if unknown_words(parameters.prompt) or max(sides) >= _FAR * SIDE or min(sides) * _FAR <= SIDE:
+        note("the embedded model draws simple shapes; `bottega up --model FOLDER` serves yours")
 
 
 def _mask_facts(use: MaskUse) -> Iterator[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from bottega.client.cli.drawing import note_approximate
+from bottega.client.cli.drawing import note_approximate, note_unknown_to_embedded_model
 from bottega.client.cli.gateway_options import address_option, connect, timeout_option
 from bottega.client.cli.job_list import list_command
 from bottega.client.cli.list_group import ListGroup
@@ -88,6 +88,7 @@ def get(*, job_id: str, output: Path | None, wait: bool, timeout_s: float, addre
             fail("stopped; the job goes on", f"bottega jobs get {job_id} --wait")
     save_all(completed.images, target)
     note_approximate(completed.provenance)
+    note_unknown_to_embedded_model(completed.provenance.parameters)
 
 
 def _refuse(status: JobStatus) -> None:

@@ -1,6 +1,13 @@
 """The world that the miniature draws: its grammar, its captions, its layouts and their pictures. No torch here."""
 
-from bottega.miniature.scenes.captions import any_caption, caption, placed_caption, unplaced_caption
+from bottega.miniature.scenes.captions import (
+    WORDS,
+    any_caption,
+    caption,
+    placed_caption,
+    unknown_words,
+    unplaced_caption,
+)
 from bottega.miniature.scenes.controls import DRAWN, draw_edges, draw_layout, find_edges
 from bottega.miniature.scenes.grammar import (
     COLOURS,
@@ -31,6 +38,7 @@ __all__ = [
     "SIDE",
     "SIZES",
     "STYLES",
+    "WORDS",
     "SceneLayout",
     "Placed",
     "Scene",
@@ -51,5 +59,6 @@ __all__ = [
     "refine",
     "render",
     "training_scene",
+    "unknown_words",
     "unplaced_caption",
 ]

@@ -6,14 +6,20 @@ Nearly every word is one token of the miniature's tokenizers, and every sentence
 from __future__ import annotations
 
 import random
+import re
 
-from bottega.miniature.scenes.grammar import Scene, Thing
+from bottega.miniature.scenes.grammar import COLOURS, PLACES, RELATIONS, SHAPES, SIZES, Scene, Thing
 
 _AT = {"left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom"}
 _PLACED = {**_AT, "center": "in the center"}
 _ENDS = {"left of": ("left", "right"), "above": ("top", "bottom")}
 # A short form leaves the rest to chance, as people do.
 _SHORT_SHARE = 0.2
+
+_OTHER_WORDS = ("a", "an", "and", "at", "background", "image", "in", "of", "on", "the", "to", "with")
+
+WORDS = frozenset(" ".join((*COLOURS, *SHAPES, *SIZES, *PLACES, *RELATIONS, *_OTHER_WORDS)).split())
+"""All words that captions have, and so all that the miniature was trained on."""
 
 
 def caption(scene: Scene) -> str:
@@ -87,6 +93,11 @@ def _any_of_two(scene: Scene, rng: random.Random) -> str:
         full += [f"{second} right of {first} on {ground}", f"{first} to the left of {second} on {ground}"]
         full += [f"{second} to the right of {first} on {ground}"]
     return rng.choice(full)
+
+
+def unknown_words(text: str) -> list[str]:
+    """Return the words of a prompt that the miniature was not trained on, in their order."""
+    return [word for word in re.findall(r"[^\W_]+", text.casefold()) if word not in WORDS]
 
 
 def _name(thing: Thing) -> str:
