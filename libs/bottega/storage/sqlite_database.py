@@ -2,7 +2,8 @@
 a time.
 
 A file that is damaged gets another name and stays; a new one takes its place, so that the service starts. Damage to a
-single row is seen by the checksum that each table's owner keeps in its rows.
+single row is seen by the checksum that each table's owner keeps in its rows. There is no log beside a file, whose index
+SQLite would map: a process that reads a mapped file which somebody has truncated is ended by SIGBUS.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from bottega.errors import DataLoss
 from bottega.process import open_files
-from bottega.storage import os_errors, sqlite_files
+from bottega.storage import folders, os_errors, sqlite_files
 from bottega.storage.thread import StorageThread
 
 ResultT = TypeVar("ResultT")
@@ -33,8 +34,7 @@ _log = logging.getLogger(__name__)
 class SqliteSchema:
     """What is in a file. what: it is, for people, such as "the catalogue of LoRAs". tables: statements that make them.
 
-    remedy: of a damaged file whose place a new one has taken, for people: what fills that. journal: with DELETE the
-    file can be read where nothing can be written, with WAL many commits cost less.
+    remedy: of a damaged file whose place a new one has taken, for people: what fills that.
     """
 
     what: str
@@ -42,19 +42,46 @@ class SqliteSchema:
     version: int
     tables: tuple[str, ...]
     remedy: str
-    journal: Literal["WAL", "DELETE"] = "WAL"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SeenFile:
+    """What a file was when a transaction found it in its place."""
+
+    device: int
+    inode: int
+    size_bytes: int
+
+    @classmethod
+    def at(cls, path: Path) -> _SeenFile | None:
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return cls(device=status.st_dev, inode=status.st_ino, size_bytes=status.st_size)
+
+    def is_same(self, other: _SeenFile) -> bool:
+        return (self.device, self.inode) == (other.device, other.inode)
 
 
 class SqliteFile:
     """The file in the caller's own thread; calls come one at a time. Open it before anything else.
 
     Every method may raise StorageUnavailable, or DataLoss for a damaged file.
+
+    Args:
+        path: Of the file.
+        schema: What is in it.
+        keeps_place: Whether a file that is deleted or replaced while it is open is put back, and a truncated one made
+            anew; otherwise the owner looks after that.
     """
 
-    def __init__(self, path: Path, schema: SqliteSchema) -> None:
+    def __init__(self, path: Path, schema: SqliteSchema, *, keeps_place: bool = False) -> None:
         self.path = path
         self._schema = schema
+        self._keeps_place = keeps_place
         self._connection: sqlite3.Connection | None = None
+        self._seen: _SeenFile | None = None
 
     def open(self) -> None:
         """Makes the file where there is none; a damaged one is kept aside.
@@ -62,7 +89,7 @@ class SqliteFile:
         Raises ConfigError for somebody else's or another version's, DataLoss where too many have been damaged.
         """
         with self._typed_errors(), os_errors.translated():
-            self._connection = open_file(self.path, self._schema)
+            self._use(open_file(self.path, self._schema))
 
     def close(self) -> None:
         """Lets the file go. Harmless where it is not open."""
@@ -74,9 +101,67 @@ class SqliteFile:
         """What `operation` returns, done in a transaction that is on the disk by then, or undone when it raises."""
         if self._connection is None:
             raise os_errors.unavailable(f"{self._schema.what} is not open", cause=os_errors.NOT_OPEN)
-        with self._typed_errors(), self._connection:
-            self._connection.execute("BEGIN")
-            return operation(self._connection)
+        with self._typed_errors():
+            self._return_to_place()
+            with self._connection as connection:
+                connection.execute("BEGIN")
+                result = operation(connection)
+            self._return_to_place()
+        return result
+
+    def _return_to_place(self) -> None:
+        """Put the file back where it was deleted or replaced: SQLite would go on without it.
+
+        Raises StorageUnavailable where its contents are gone, and a new one has taken its place.
+        """
+        if not self._keeps_place or self._seen is None or self._connection is None:
+            return
+        with os_errors.translated():
+            found = _SeenFile.at(self.path)
+            in_place = found is not None and found.is_same(self._seen)
+            if found is not None and in_place and found.size_bytes >= self._seen.size_bytes:
+                self._seen = found
+                return
+            what, facts = self._schema.what, {"file": str(self.path)}
+            if not in_place and self._put_back(self._connection):
+                _log.warning(
+                    f"{what} was deleted or replaced; its file is put back with all that was in it", extra=facts
+                )
+                return
+            self._begin_anew()
+        text = f"{what} was truncated, and a new one is made"
+        _log.error(f"{text}: {self._schema.remedy}", extra=facts)
+        raise os_errors.unavailable(f"{text}: {self._schema.remedy}", cause="ESTALE")
+
+    def _put_back(self, connection: sqlite3.Connection) -> bool:
+        """Return False where not all can be read."""
+        copy = self.path.with_name(f"{self.path.name}-copy")
+        if not sqlite_files.copy_whole(connection, copy, lambda target: _is_whole(target, self.path, self._schema)):
+            return False
+        self._make_room()
+        copy.rename(self.path)
+        folders.sync(self.path.parent)
+        self._use(_opened(self.path, self._schema))
+        return True
+
+    def _begin_anew(self) -> None:
+        folders.make_own(self.path.parent)
+        self._make_room()
+        self._use(open_file(self.path, self._schema))
+
+    def _make_room(self) -> None:
+        """Keep aside what has the name of the file, if there is something in it."""
+        found = _SeenFile.at(self.path)
+        if found is not None and found.size_bytes:
+            kept = _put_aside(self.path)
+            _log.warning("a file that has the name of ours is kept aside", extra={"kept": str(kept)})
+            return
+        for part in (self.path.with_name(f"{self.path.name}-journal"), self.path):
+            part.unlink(missing_ok=True)
+
+    def _use(self, connection: sqlite3.Connection) -> None:
+        self.close()
+        self._connection, self._seen = connection, _SeenFile.at(self.path)
 
     @contextlib.contextmanager
     def _typed_errors(self) -> Iterator[None]:
@@ -104,7 +189,7 @@ class SqliteDatabase:
 
     def __init__(self, path: Path, schema: SqliteSchema) -> None:
         self.path = path
-        self._file = SqliteFile(path, schema)
+        self._file = SqliteFile(path, schema, keeps_place=True)
         self._thread = StorageThread(path.stem)
 
     async def open(self) -> None:
@@ -145,7 +230,8 @@ def _opened(path: Path, schema: SqliteSchema) -> sqlite3.Connection:
         )
         if not sqlite_files.is_whole(connection) or (is_made and not _has_tables(connection, schema)):
             raise _damage()
-        for pragma in (f"journal_mode = {schema.journal}", "synchronous = FULL"):
+        # A file in this mode can be read where nothing can be written.
+        for pragma in ("journal_mode = DELETE", "synchronous = FULL"):
             connection.execute(f"PRAGMA {pragma}")
         if not is_made:
             with connection:
@@ -165,6 +251,13 @@ def _make_tables(connection: sqlite3.Connection, schema: SqliteSchema) -> None:
     connection.execute(f"PRAGMA user_version = {schema.version}")
 
 
+def _is_whole(connection: sqlite3.Connection, path: Path, schema: SqliteSchema) -> bool:
+    is_made = sqlite_files.has_tables(
+        connection, path, application_id=schema.application_id, version=schema.version, what=schema.what
+    )
+    return is_made and sqlite_files.is_whole(connection) and _has_tables(connection, schema)
+
+
 def _has_tables(connection: sqlite3.Connection, schema: SqliteSchema) -> bool:
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as made:
         for statement in schema.tables:
@@ -173,6 +266,13 @@ def _has_tables(connection: sqlite3.Connection, schema: SqliteSchema) -> bool:
 
 
 def _keep_aside(path: Path, schema: SqliteSchema) -> None:
+    aside = _put_aside(path)
+    what = f"{schema.what} is damaged; it is kept aside, and a new one is made"
+    _log.error(f"{what}: {schema.remedy}", extra={"kept": str(aside)})
+
+
+def _put_aside(path: Path) -> Path:
+    """Give a file another name, and return that. Raises DataLoss where there are too many such files."""
     others = sorted(path.parent.glob(f"{path.stem}.damaged-*{path.suffix}"))
     if len(others) >= _MOST_ASIDE:
         raise DataLoss(
@@ -182,8 +282,7 @@ def _keep_aside(path: Path, schema: SqliteSchema) -> None:
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     aside = path.with_name(f"{path.stem}.damaged-{stamp}-{len(others)}{path.suffix}")
     sqlite_files.put_aside(path, aside)
-    what = f"{schema.what} is damaged; it is kept aside, and a new one is made"
-    _log.error(f"{what}: {schema.remedy}", extra={"kept": str(aside)})
+    return aside
 
 
 def _damage() -> sqlite3.DatabaseError:

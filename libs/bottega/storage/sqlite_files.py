@@ -4,10 +4,12 @@ aside where they are damaged.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import threading
 import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
 
 from bottega.errors import ConfigError
@@ -125,6 +127,37 @@ def says_damage(error: sqlite3.Error) -> bool:
     return code is not None and code & 0xFF in _DAMAGED
 
 
+def copy_whole(connection: sqlite3.Connection, copy: Path, is_whole: Callable[[sqlite3.Connection], bool]) -> bool:
+    """Copy all that an open connection reads to a new file, on the disk. Return False where not all can be read.
+
+    A connection still reads a file that was deleted or replaced. Raise OSError and sqlite3.Error where nothing can be
+    written.
+    """
+    folders.make_own(copy.parent)
+    copy.unlink(missing_ok=True)
+    create_file(copy)
+    with contextlib.closing(connect(copy)) as target:
+        try:
+            connection.backup(target)
+            whole = is_whole(target)
+        except sqlite3.Error as error:
+            if not says_damage(error):
+                raise
+            whole = False
+        # In one file, whatever the copied header says, so that it needs no log beside it.
+        with contextlib.suppress(sqlite3.Error):
+            target.execute("PRAGMA journal_mode = DELETE")
+    if not whole:
+        copy.unlink()
+        return False
+    descriptor = os.open(copy, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return True
+
+
 def log_of(path: Path) -> Path:
     """The log beside a file, which is part of it."""
     return path.with_name(f"{path.name}-wal")
@@ -132,7 +165,7 @@ def log_of(path: Path) -> Path:
 
 def put_aside(path: Path, aside: Path) -> None:
     """Gives a file another name, with what lies beside it, so that the first name is free. Raises OSError."""
-    for end in ("-wal", "-shm", ""):
+    for end in ("-wal", "-shm", "-journal", ""):
         part = path.with_name(path.name + end)
         if part.exists():
             part.rename(aside.with_name(aside.name + end))

@@ -37,7 +37,6 @@ SCHEMA = SqliteSchema(
         "CREATE INDEX profiles_digest ON profiles (digest)",
     ),
     remedy="bottega controlnets add adds ControlNets again, and bottega controlnets profile measures them",
-    journal="DELETE",  # a server starts with what was added on a disk that cannot be written, too
 )
 
 

@@ -77,8 +77,6 @@ SCHEMA = SqliteSchema(
     version=2,
     tables=_TABLES,
     remedy="edits record their templates again",
-    # What is there is served on a disk that cannot be written, too.
-    journal="DELETE",
 )
 
 Part = Callable[[str], bytes | None]

@@ -84,8 +84,6 @@ SCHEMA = SqliteSchema(
     version=1,
     tables=_TABLES,
     remedy="pictures that are drawn, or bottega cache warm, fill it again",
-    # What is there is served on a disk that cannot be written, too.
-    journal="DELETE",
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,27 +11,9 @@ import grpc
 import pytest
 
 from bottega.v1 import image_pb2
+from tests.support import lost_files
 from tests.support.running_gateway import Running, running_gateway
 from tests.support.waiting import eventually
-
-
-def _deleted(state: Path) -> None:
-    for part in state.glob("jobs.sqlite*"):
-        part.unlink()
-
-
-def _replaced_by_nothing(state: Path) -> None:
-    (state / "jobs.sqlite").unlink()
-    (state / "jobs.sqlite").touch()
-
-
-def _truncated(state: Path) -> None:
-    for part in state.glob("jobs.sqlite*"):
-        os.truncate(part, 0)
-
-
-def _no_state(state: Path) -> None:
-    shutil.rmtree(state)
 
 
 async def _submit_twenty(house: Running) -> list[str]:
@@ -51,7 +32,9 @@ async def _submit_twenty(house: Running) -> list[str]:
     return acknowledged
 
 
-@pytest.mark.parametrize("lose", [_deleted, _replaced_by_nothing, _truncated, _no_state])
+@pytest.mark.parametrize(
+    "lose", [lost_files.unlink_all, lost_files.replace_by_nothing, lost_files.truncate_all, lost_files.remove_folder]
+)
 async def test_no_job_is_acknowledged_in_vain_when_the_job_store_goes(
     tmp_path: Path, lose: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -59,7 +42,7 @@ async def test_no_job_is_acknowledged_in_vain_when_the_job_store_goes(
     async with running_gateway(state=str(state)) as house:
         await (await house.worker(hold_at=5)).die()
         acknowledged = [(await house.submit(f"before-{number}", prompt="a star")).job_id for number in range(5)]
-        lose(state)
+        lose(state / "jobs.sqlite")
         acknowledged += await _submit_twenty(house)
         assert any("is not in its place" in line.message for line in caplog.records if line.levelname == "ERROR")
         await house.until_serving()
@@ -72,7 +55,7 @@ async def test_no_job_is_acknowledged_in_vain_when_the_job_store_goes(
             assert (await house.ended(job_id)).state == image_pb2.JOB_STATE_COMPLETED
 
 
-@pytest.mark.parametrize("lose", [_deleted, _truncated])
+@pytest.mark.parametrize("lose", [lost_files.unlink_all, lost_files.truncate_all])
 async def test_health_says_that_the_job_store_has_gone_though_nobody_calls(
     tmp_path: Path, lose: Callable[[Path], None]
 ) -> None:
@@ -80,7 +63,7 @@ async def test_health_says_that_the_job_store_has_gone_though_nobody_calls(
         worker = await house.worker(hold_at=5)
         running = await house.submit("order-1", prompt="a star")
         await asyncio.wait_for(worker.arrived.wait(), 5)
-        lose(tmp_path)
+        lose(tmp_path / "jobs.sqlite")
         await house.until_serving(False)
         await house.until_serving()
         worker.script.release.set()

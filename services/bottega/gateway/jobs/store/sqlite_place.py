@@ -88,24 +88,8 @@ class FilePlace:
         What has the name is kept aside. Raise OSError and sqlite3.Error where nothing can be written.
         """
         copy = self._path.with_name(f"{self._path.name}-copy")
-        folders.make_own(copy.parent)
-        copy.unlink(missing_ok=True)
-        sqlite_files.create_file(copy)
-        with contextlib.closing(sqlite_files.connect(copy)) as target:
-            try:
-                connection.backup(target)
-                whole = sqlite_schema.has_tables(target, copy) and sqlite_schema.is_sound(target, made=True)
-            except sqlite3.Error as error:
-                if not sqlite_files.says_damage(error):
-                    raise
-                whole = False
-            # In one file, whatever the copied header says, so that it needs no log beside it.
-            with contextlib.suppress(sqlite3.Error):
-                target.execute("PRAGMA journal_mode = DELETE")
-        if not whole:
-            copy.unlink()
+        if not sqlite_files.copy_whole(connection, copy, self._is_whole):
             return False
-        _sync(copy)
         self._put_aside()
         copy.rename(self._path)
         folders.sync(self._path.parent)
@@ -137,11 +121,12 @@ class FilePlace:
             return False
         try:
             with contextlib.closing(sqlite_files.connect_without_log(self._path)) as connection:
-                return sqlite_schema.has_tables(connection, self._path) and sqlite_schema.is_sound(
-                    connection, made=True
-                )
+                return self._is_whole(connection)
         except sqlite3.Error:
             return False
+
+    def _is_whole(self, connection: sqlite3.Connection) -> bool:
+        return sqlite_schema.has_tables(connection, self._path) and sqlite_schema.is_sound(connection, made=True)
 
     def _put_aside(self, *, log_only: bool = False) -> None:
         """Give what has the names other ones; empty files hold nothing to keep."""
@@ -167,11 +152,3 @@ def _stat(path: Path) -> _Seen | None:
         return _seen(path.stat())
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

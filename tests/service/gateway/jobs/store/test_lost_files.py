@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -13,51 +11,18 @@ import pytest
 
 from bottega.errors import StorageUnavailable
 from bottega.gateway.jobs.store import JobRecord, SqliteJobStore
+from tests.support import lost_files
 from tests.support.job_store_backends import failed, record, running
 
-
-def _unlink(path: Path) -> None:
-    path.unlink()
-
-
-def _unlink_both(path: Path) -> None:
-    for part in path.parent.glob("jobs.sqlite*"):
-        part.unlink()
-
-
-def _unlink_log(path: Path) -> None:
-    path.with_name("jobs.sqlite-wal").unlink()
-
-
-def _replace_by_nothing(path: Path) -> None:
-    path.unlink()
-    path.touch()
-
-
-def _replace_by_another(path: Path) -> None:
-    path.unlink()
-    path.write_bytes(b"another file" * 1000)
-
-
-def _remove_folder(path: Path) -> None:
-    shutil.rmtree(path.parent)
-
-
-def _truncate(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def _truncate_log(path: Path) -> None:
-    os.truncate(path.with_name("jobs.sqlite-wal"), 0)
-
-
-def _truncate_both(path: Path) -> None:
-    _truncate(path)
-    _truncate_log(path)
-
-
-MOVES = [_unlink, _unlink_both, _unlink_log, _replace_by_nothing, _replace_by_another, _remove_folder]
-CUTS = [_truncate, _truncate_log, _truncate_both]
+MOVES = [
+    lost_files.unlink,
+    lost_files.unlink_all,
+    lost_files.unlink_log,
+    lost_files.replace_by_nothing,
+    lost_files.replace_by_another,
+    lost_files.remove_folder,
+]
+CUTS = [lost_files.truncate, lost_files.truncate_log, lost_files.truncate_all]
 
 
 @contextlib.asynccontextmanager
@@ -80,7 +45,8 @@ async def _heal(store: SqliteJobStore, live: list[JobRecord]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lose", "large"), [*((lose, False) for lose in (*MOVES, *CUTS)), *((lose, True) for lose in (_unlink, *CUTS))]
+    ("lose", "large"),
+    [*((lose, False) for lose in (*MOVES, *CUTS)), *((lose, True) for lose in (lost_files.unlink, *CUTS))],
 )
 async def test_no_job_is_acknowledged_in_vain_when_the_files_go(
     tmp_path: Path, lose: Callable[[Path], None], large: bool
@@ -134,7 +100,7 @@ async def test_what_has_the_name_of_the_file_is_kept_aside(tmp_path: Path) -> No
     path = tmp_path / "jobs.sqlite"
     async with _open(path) as store:
         await store.add(record("j1"))
-        _replace_by_another(path)
+        lost_files.replace_by_another(path)
         with pytest.raises(StorageUnavailable):
             await store.probe()
         await store.probe()
