@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from bottega.rpc.security.caller import Caller, Role
 from bottega.rpc.security.method_roles import AUDITED, METHOD_ROLES
 from bottega.rpc.server import Server, ServerConfig
 from bottega.v1 import lora_pb2, lora_pb2_grpc
+from tests.support import lost_files
 from tests.support.certificates import Authority
+from tests.support.waiting import wait_until
 
 ANNA = Caller(role=Role.OPERATOR, name="anna")
 
@@ -80,6 +83,18 @@ def test_files_are_bounded_and_the_newest_stay(tmp_path: Path, monkeypatch: pyte
     assert sorted(each.name for each in tmp_path.iterdir()) == ["audit.jsonl", "audit.jsonl.1", "audit.jsonl.2"]
     assert _lines(path)[-1]["about"] == {"name": "100%d 99"}
     assert sum(each.stat().st_size for each in tmp_path.iterdir()) <= 3 * 2000
+
+
+@pytest.mark.parametrize("lose", [lost_files.unlink, lost_files.move, lost_files.replace_by_nothing])
+def test_lines_go_to_the_file_that_has_the_name(tmp_path: Path, lose: Callable[[Path], None]) -> None:
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path, service="gateway")
+    log.note("/a.b/C", ANNA, "h", about={"name": "before"}, outcome="OK", seconds=0.0)
+    wait_until(lambda: path.stat().st_size > 0, "the line to be written")
+    lose(path)
+    log.note("/a.b/C", ANNA, "h", about={"name": "after"}, outcome="OK", seconds=0.0)
+    log.close()
+    assert [line["about"]["name"] for line in _lines(path)] == ["after"]
 
 
 def test_a_disk_that_is_slow_holds_up_nobody_and_what_is_missing_is_said(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
+import os
 import queue
 import threading
 import time
@@ -102,17 +103,31 @@ class AuditLog:
 
 
 class _PrivateFile(logging.handlers.RotatingFileHandler):
-    """Only its owner may read it. What cannot be written is said once in the log of the service."""
+    """A file that only its owner may read. What cannot be written is said once in the log of the service."""
 
     _failed = False
 
     def _open(self):  # type: ignore[no-untyped-def]
         return open_private(Path(self.baseFilename))
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line to the file that has the name now: the open one may have been moved or deleted."""
+        if self.stream is not None and not _is_in_place(self.stream.fileno(), self.baseFilename):
+            self.stream.close()
+            self.stream = None  # the next write opens it
+        super().emit(record)
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - as logging has it
         if not self._failed:
             _log.exception("the audit log cannot be written; what happens meanwhile is missing in it")
         self._failed = True
+
+
+def _is_in_place(descriptor: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), Path(path).stat())
+    except OSError:
+        return False
 
 
 def about(request: object) -> Mapping[str, str]:
