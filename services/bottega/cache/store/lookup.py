@@ -214,7 +214,7 @@ class Lookup:
             if selection is None:
                 break
             # Another question about the prompt may have taken it, or a latent before it in this answer began alike.
-            if not self._rows.reserve(key, prompt, selection.noise):
+            if not self._rows.reserve(key, prompt, selection.noise, picture_s(question)):
                 taken.add(selection.number)
                 rests = True
             elif self._read(selection.number, selection.step, selection.similarity, served):
@@ -267,6 +267,11 @@ class Lookup:
             _log.error("a cached latent is damaged, and is deleted", extra={"latent": name})
             self._counts.add("damaged")
             self._lost(removal)
+
+
+def picture_s(question: CacheQuestion) -> float:
+    """Return the seconds that a picture of the question takes; 0 where the worker has not said what a step takes."""
+    return question.steps * max(0.0, question.step_s)
 
 
 def _saved_s(question: CacheQuestion, found: list[Selection]) -> float | None:

@@ -18,8 +18,10 @@ from dataclasses import dataclass, replace
 _MOST_PROMPTS = 16_384
 # Pictures of a row that may come from noise that another one of it came from.
 _MOST_ALIKE = 1
-# A row goes on as long as its next picture comes within so many seconds: people look at what they drew just before.
-_ROW_S = 900.0
+# A row goes on as long as its next picture comes within so many seconds, or within the time that so many of its
+# pictures take: people look at what they drew just before, and wait for it where a picture takes minutes.
+_ROW_S = 300.0
+_ROW_PICTURES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +30,8 @@ class _Row:
 
     noise: tuple[int, ...]
     """What each of them came from, the last one at the end."""
-    at_s: float
-    """When the last one was asked for, or recorded."""
+    until_s: float
+    """When the row ends unless another picture comes."""
 
     @property
     def resting(self) -> frozenset[int]:
@@ -66,22 +68,29 @@ class PromptRows:
         with self._lock:
             return self._row(_name(key, prompt)).resting
 
-    def reserve(self, key: str, prompt: str, noise: int) -> bool:
-        """Note that a picture of the prompt starts from that noise; return False if it must rest."""
+    def reserve(self, key: str, prompt: str, noise: int, picture_s: float = 0.0) -> bool:
+        """Note that a picture of the prompt starts from that noise; return False if it must rest.
+
+        Args:
+            key: Of the question.
+            prompt: Digest of the prompt.
+            noise: What the entry began with.
+            picture_s: Seconds that a picture takes, 0 where that is not known.
+        """
         if not prompt:
             return True
         name = _name(key, prompt)
         with self._lock:
             if noise in self._row(name).resting:
                 return False
-            self._note(name, noise)
+            self._note(name, noise, picture_s)
         return True
 
-    def note(self, key: str, prompt: str, noise: int) -> None:
-        """Note that a picture of the prompt is drawn from that noise."""
+    def note(self, key: str, prompt: str, noise: int, picture_s: float = 0.0) -> None:
+        """Note that a picture of the prompt is drawn from that noise. See `reserve`."""
         if prompt:
             with self._lock:
-                self._note(_name(key, prompt), noise)
+                self._note(_name(key, prompt), noise, picture_s)
 
     def note_once(self, key: str, prompt: str, noise: int) -> None:
         """The same, unless a picture of the row was noted to be drawn from that noise."""
@@ -103,12 +112,15 @@ class PromptRows:
         """Return the row that the prompt's next picture belongs to."""
         now_s = self._now()
         row = self._rows.get(name)
-        return row if row is not None and now_s - row.at_s <= _ROW_S else _Row(noise=(), at_s=now_s)
+        return row if row is not None and now_s <= row.until_s else _Row(noise=(), until_s=now_s)
 
-    def _note(self, name: bytes, noise: int) -> None:
+    def _note(self, name: bytes, noise: int, picture_s: float = 0.0) -> None:
         if not self._before:
             return
-        self._rows[name] = _Row(noise=(*self._row(name).noise, noise)[-self._before :], at_s=self._now())
+        row = self._row(name)
+        # What a picture takes may be known of an earlier one alone.
+        until_s = max(row.until_s, self._now() + max(_ROW_S, _ROW_PICTURES * picture_s))
+        self._rows[name] = _Row(noise=(*row.noise, noise)[-self._before :], until_s=until_s)
         self._rows.move_to_end(name)
         if len(self._rows) > self._most_prompts:
             self._rows.popitem(last=False)

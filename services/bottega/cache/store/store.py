@@ -21,7 +21,7 @@ from bottega.cache.predictor.predictor import MatchPredictor
 from bottega.cache.store.contents import Contents
 from bottega.cache.store.doorkeeper import Doorkeeper
 from bottega.cache.store.entry_table import EntryTable
-from bottega.cache.store.lookup import Lookup
+from bottega.cache.store.lookup import Lookup, picture_s
 from bottega.cache.store.recording import MAX_STEP, Vector, check_key, checked_embedding, to_recording
 from bottega.cache.store.rows import PromptRows
 from bottega.cache.store.selector import MostStepsSelector
@@ -122,7 +122,7 @@ class LatentStore:
             answer = self._lookup.similar(question, embedding)
             self._counts.lookup(answer.header.outcome)
             for place in range(len(answer.latents), question.images):
-                self._rows.note(question.key, question.prompt_digest, question.seed + place)
+                self._rows.note(question.key, question.prompt_digest, question.seed + place, picture_s(question))
         else:
             answer = StoreAnswer(header=CacheAnswer(), latents=())
         answer.header.record = repeated and not answer.latents and not self._writer.trouble

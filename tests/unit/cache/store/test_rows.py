@@ -73,13 +73,25 @@ def test_prompts_that_were_drawn_longest_ago_are_forgotten() -> None:
     assert [bool(rows.resting(KEY, prompt)) for prompt in (PROMPT, OTHER, "03" * 32)] == [True, False, False]
 
 
-def test_a_row_ends_when_nothing_of_its_prompt_was_drawn_for_a_quarter_of_an_hour() -> None:
+def test_a_row_ends_when_nothing_of_its_prompt_was_drawn_for_five_minutes() -> None:
     time = FakeTime()
     rows = PromptRows(6, time.monotonic)
-    for wait_s in (0.0, 800.0, 800.0):
+    for wait_s in (0.0, 280.0, 280.0):
         time.now += wait_s
         rows.note(KEY, PROMPT, 1)
     assert rows.resting(KEY, PROMPT) == {1}
-    time.now += 901.0
+    time.now += 301.0
     assert rows.resting(KEY, PROMPT) == frozenset()
     assert [rows.reserve(KEY, PROMPT, 1) for _ in range(3)] == [True, True, False]
+
+
+def test_where_a_picture_takes_minutes_a_row_goes_on_for_the_time_of_six() -> None:
+    time = FakeTime()
+    rows = PromptRows(6, time.monotonic)
+    rows.note(KEY, PROMPT, 1, 600.0)
+    assert rows.reserve(KEY, PROMPT, 1, 600.0)
+    rows.note_once(KEY, PROMPT, 2)  # what is recorded says nothing of the time, and ends nothing sooner
+    time.now += 3_599.0
+    assert not rows.reserve(KEY, PROMPT, 1, 600.0)
+    time.now += 2.0
+    assert rows.resting(KEY, PROMPT) == frozenset()
