@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
 # Lints the contract, and compares what callers of the suite use, image.proto and generation.proto, with the image of
 # them in public.binpb, so that no change breaks a caller. The image needs neither tags nor history nor a network. It was
-# made of commit db9a24e, and is made anew when a release adds to the contract, in protos/, by
+# made when the files got the options of other languages, and is made anew when a release adds to the contract, in
+# protos/, by
 #   buf build --path bottega/v1/image.proto --path bottega/v1/generation.proto --exclude-source-info -o public.binpb
-# One line of db9a24e was changed for it: GenerationSpec.use_karras_sigmas became optional. Its bytes are those of before,
-# but without presence a caller's false could not be told from silence, which has to mean the model's default. Callers
-# whose language has a type of its own for such fields (Go, Rust, Java's has-methods) compile against it anew.
 # Needs npm, which brings buf's binary; says so and stops well where there is none.
 set -euo pipefail
 

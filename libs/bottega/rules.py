@@ -40,8 +40,8 @@ MAX_GUIDANCE_SCALE = 50
 MAX_SEED = 2**53 - MAX_IMAGES
 # Of what is kept of one image: 90 steps of SDXL's at 1024x1024, in float16.
 MAX_KEPT_LATENTS_BYTES = 12 << 20
-# Of one answer of ListJobs.
-MAX_JOBS_PAGE = 100
+# Jobs or adapters of one answer.
+MAX_PAGE = 100
 
 MAX_LEFT_OUT = 64
 """Things that a service may say it does not host."""
@@ -89,12 +89,41 @@ _ENUMS: Mapping[str, frozenset[int]] = MappingProxyType(
 
 def check_texts(spec: GenerationSpec) -> Iterator[Violation]:
     """Which prompts are too long. A tokenizer reads all of a prompt, however little of it counts."""
-    for name in _TEXTS:
+    texts = {name: getattr(spec, name) for name in _TEXTS}
+    texts |= {f"prompts[{index}]": prompt for index, prompt in enumerate(spec.prompts[:MAX_IMAGES])}
+    for name, text in texts.items():
         # The characters first: a text of some MiB need not be encoded to be too long.
-        text = getattr(spec, name)
         size = len(text) if len(text) > MAX_PROMPT_BYTES else len(text.encode())
         if size > MAX_PROMPT_BYTES:
             yield Violation(field=f"spec.{name}", description=f"is over {MAX_PROMPT_BYTES} bytes of UTF-8")
+
+
+def check_prompts(spec: GenerationSpec) -> Iterator[Violation]:
+    """Yield what is wrong with the several prompts of a spec, and what cannot be used beside them."""
+    if not spec.prompts:
+        return
+    if len(spec.prompts) > MAX_IMAGES:
+        yield Violation(field="spec.prompts", description=f"must be at most {MAX_IMAGES}")
+        return
+    if spec.prompt not in ("", spec.prompts[0]):
+        yield Violation(field="spec.prompt", description="must be absent with prompts, or equal to the first of them")
+    if spec.HasField("num_images") and spec.num_images != len(spec.prompts):
+        rule = f"must be absent with prompts, or their number, {len(spec.prompts)}: each is drawn once"
+        yield Violation(field="spec.num_images", description=rule)
+    if len(spec.prompts) == 1:
+        return
+    beside = {
+        "controlnets": bool(spec.controlnets),
+        "mask_image": spec.HasField("mask_image"),
+        "keep_for_editing": spec.keep_for_editing,
+    }
+    for name in (name for name, used in beside.items() if used):
+        rule = f"is not served with {name}: send one request for each prompt"
+        yield Violation(field="spec.prompts", description=rule)
+    for index, lora in enumerate(spec.loras):
+        if lora.measure_similarity:
+            rule = "must be false with several prompts: send one request for each"
+            yield Violation(field=f"spec.loras[{index}].measure_similarity", description=rule)
 
 
 def check_model_name(spec: GenerationSpec) -> Iterator[Violation]:

@@ -12,9 +12,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bottega.client import AsyncClient
+from bottega.client import AsyncClient, Model
 from bottega.errors import BottegaError, ConfigError
-from bottega.v1.image_pb2 import Model
 from load.replay.command_line import Options, parse
 from load.replay.driver import replay
 from load.replay.fleet_adapters import controlnets_for, loras_for

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bottega import kinds
-from bottega.client import AsyncClient
-from bottega.v1.image_pb2 import Model
+from bottega.client import AsyncClient, Model
 
 
 async def controlnets_for(client: AsyncClient, model: Model) -> tuple[str, ...]:

@@ -96,6 +96,16 @@ class MemoryJobStore:
             self._shelf.inputs.pop(job_id, None)
         return True
 
+    async def delete(self, job_id: str) -> list[str] | None:
+        self._check_room()
+        record = await self.get(job_id)
+        if record is None or record.live:
+            return None
+        self._forget_one(record)
+        owners = await self.contents()
+        digests = dict.fromkeys(digest for image in record.images for digest in image.contents)
+        return [digest for digest in digests if record.tenant not in owners.get(digest, ())]
+
     async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
         self._check()
         found = next((record for record in self._shelf.jobs.values() if record.job_id == job_id), None)
@@ -218,6 +228,10 @@ class MemoryImages(ContentStore):
 
     async def put(self, digest: str, data: bytes, *, owner: str = "") -> None:
         self._data[digest] = data
+
+    async def release(self, digest: str, *, owner: str, put_before: float) -> None:
+        del owner, put_before
+        self._data.pop(digest, None)
 
     async def get(self, digest: str) -> bytes | None:
         return self._data.get(digest)

@@ -45,6 +45,8 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
     torn_fetches: int = 0
     whole_streams: int = 0
     seconds_left: float = 0.0
+    adapters: list[image_pb2.Adapter] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
     trace: trace_pb2.Trace = field(default_factory=trace_pb2.Trace)
 
     def Generate(
@@ -115,6 +117,19 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
         ]
         model = image_pb2.Model(name="miniature", workers=2, default_sampler=euler, sampler_choices=choices)
         return image_pb2.ListModelsResponse(models=[model])
+
+    def ListAdapters(
+        self, request: image_pb2.ListAdaptersRequest, context: grpc.ServicerContext
+    ) -> image_pb2.ListAdaptersResponse:
+        self._maybe_fail(context)
+        return image_pb2.ListAdaptersResponse(adapters=self.adapters)
+
+    def DeleteJob(
+        self, request: image_pb2.DeleteJobRequest, context: grpc.ServicerContext
+    ) -> image_pb2.DeleteJobResponse:
+        self._maybe_fail(context)
+        self.deleted.append(request.job_id)
+        return image_pb2.DeleteJobResponse()
 
     def ListMembers(
         self, request: fleet_pb2.ListMembersRequest, context: grpc.ServicerContext

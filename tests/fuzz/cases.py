@@ -16,7 +16,7 @@ from tests.fuzz.cache import cache_corpus
 from tests.fuzz.case import INVALID, Case
 from tests.fuzz.controlnets import controlnet_corpus
 from tests.fuzz.drawings import drawing_corpus
-from tests.fuzz.jobs import job_corpus, list_corpus
+from tests.fuzz.jobs import deletion_corpus, job_corpus, list_corpus
 from tests.fuzz.joining import joining_corpus
 from tests.fuzz.links import link_corpus
 from tests.fuzz.lora_store import lora_store_corpus
@@ -26,7 +26,7 @@ TOO_LARGE_BYTES = (24 << 20) + 1
 
 
 def corpus(job_id: str, digest: str, lora_digest: str) -> Iterator[Case]:
-    """All cases, those of the job first.
+    """All cases, those of the job first; the last one deletes it.
 
     job_id: of a job that has completed, with one picture. digest: of the ControlNet that the ControlNet server hosts.
     lora_digest: of the LoRA store's "ink".
@@ -42,18 +42,29 @@ def corpus(job_id: str, digest: str, lora_digest: str) -> Iterator[Case]:
     yield from activation_corpus()
     yield from link_corpus()
     yield from _bytes()
+    yield from deletion_corpus(job_id)
 
 
 def _bytes() -> Iterator[Case]:
     """What is no message at all."""
     surrogate = b"\n\x03\xed\xa0\x80"  # a lone surrogate, as if UTF-8 had any, in the first field
-    jobs = ("GetJob", "GetJobTrace", "CancelJob", "WatchJob", "GetImage")
+    jobs = ("GetJob", "GetJobTrace", "CancelJob", "DeleteJob", "WatchJob", "GetImage")
     texts = (*jobs, "Generate", "SubmitJob", "OpenLink", "AddControlNet")
     stored = ("DropStoredTemplate", "PinTemplate", "WarmTemplate", "PrefetchTemplates")
     for method in (*texts, *stored, "GetCacheEntry", "ListCacheEntries", "ClearCache"):
         yield Case(method=method, name="a lone surrogate", raw=(surrogate,), code=INVALID)
     nets = ("Prefetch", "ListControlNets", "SetProfile")
-    methods = (*texts, *nets, "ListJobs", "ListModels", "ListMembers", "Join", "RunAttempt", "CancelAttempt")
+    methods = (
+        *texts,
+        *nets,
+        "ListJobs",
+        "ListModels",
+        "ListAdapters",
+        "ListMembers",
+        "Join",
+        "RunAttempt",
+        "CancelAttempt",
+    )
     cache = ("GetCacheStats", "GetCacheEntry", "ListCacheEntries", "ClearCache", "ListCacheProfiles", "SetCacheProfile")
     worker = ("ListAttempts", "WatchCheckpoints", "PreviewAttempt", "DropTemplate", "ListTemplates", "ProfileBlocks")
     activations = (*stored, "ListStoredTemplates", "ListBlockProfiles", "SetBlockProfile")

@@ -146,7 +146,7 @@ def _valid(method: str, job_id: str) -> Sequence[Message]:
             kind = getattr(image_pb2, f"{method}Request")
             waits: Sequence[tuple[str, float | None]] = (("", None), ("fuzz", None), ("fuzz", 60.0))
             return [kind(request_id=name, spec=spec, deadline_s=s) for spec in _specs() for name, s in waits]
-        case "GetImage" | "GetJob" | "GetJobTrace" | "WatchJob" | "CancelJob":
+        case "GetImage" | "GetJob" | "GetJobTrace" | "WatchJob" | "CancelJob" | "DeleteJob":
             return [getattr(image_pb2, f"{method}Request")(job_id=job_id)]
         case "ListJobs":
             moments: Any = {"created_after": {"seconds": 1}, "created_before": {"seconds": 1 << 32, "nanos": 1}}
@@ -156,6 +156,8 @@ def _valid(method: str, job_id: str) -> Sequence[Message]:
                     page_size=9, states=[image_pb2.JOB_STATE_COMPLETED, image_pb2.JOB_STATE_CANCELLED], **moments
                 ),
             ]
+        case "ListAdapters":
+            return [image_pb2.ListAdaptersRequest(kind=image_pb2.ADAPTER_KIND_LORA, page_size=9, page_token="2/ink/")]
         case "ListModels":
             return [image_pb2.ListModelsRequest()]
         case "ListMembers":

@@ -21,10 +21,20 @@ def job_corpus(job_id: str) -> Iterator[Case]:
         yield case_of(method, "a job that is there", request(job_id=job_id))
         for unknown in _JOB_IDS:
             yield case_of(method, f"no job is {shown(unknown)}", request(job_id=unknown), NOT_FOUND)
+    for unknown in _JOB_IDS:
+        name = f"no job is {shown(unknown)}"
+        yield case_of("DeleteJob", name, image_pb2.DeleteJobRequest(job_id=unknown), NOT_FOUND)
     previewed = image_pb2.WatchJobRequest(job_id=job_id, preview=True)
     yield case_of("WatchJob", "with previews", previewed)
     for index in (-1, 1, 2**31 - 1, -(2**31)):
         yield case_of("GetImage", f"image {index}", image_pb2.GetImageRequest(job_id=job_id, index=index), NOT_FOUND)
+
+
+def deletion_corpus(job_id: str) -> Iterator[Case]:
+    """Of DeleteJob, with a job that is there; no case after these can use it."""
+    request = image_pb2.DeleteJobRequest(job_id=job_id)
+    yield case_of("DeleteJob", "a job that is there", request)
+    yield case_of("DeleteJob", "a job that was deleted", request, NOT_FOUND)
 
 
 def list_corpus() -> Iterator[Case]:
@@ -56,4 +66,25 @@ def list_corpus() -> Iterator[Case]:
     both: dict[str, Any] = {name: Timestamp(nanos=-1) for name in ("created_after", "created_before")}
     yield case("everything at once", INVALID, *both, "page_size", "states", page_size=101, states=[99], **both)
     yield case_of("ListModels", "the only one", image_pb2.ListModelsRequest())
+    yield from _adapters_corpus()
     yield case_of("ListMembers", "the only one", fleet_pb2.ListMembersRequest())
+
+
+def _adapters_corpus() -> Iterator[Case]:
+    def case(name: str, code: grpc.StatusCode = OK, /, *fields: str, **request: Any) -> Case:
+        return case_of("ListAdapters", name, image_pb2.ListAdaptersRequest(**request), code, *fields)
+
+    for kind in (0, 1, 2):
+        yield case(f"kind {kind}", kind=kind)
+    for kind in (3, 99, -1):
+        yield case(f"kind {kind}", INVALID, "kind", kind=kind)
+    for size in (0, 1, 100):
+        yield case(f"page_size {size}", page_size=size)
+    for size in (-1, 101, 2**31 - 1, -(2**31)):
+        yield case(f"page_size {size}", INVALID, "page_size", page_size=size)
+    for token in ("1/edges/", "x", "\0", "x" * 512):
+        yield case(f"page_token {shown(token)}", page_token=token)
+    for token in ("x" * 513, "x" * (1 << 20)):
+        yield case(f"page_token {shown(token)}", INVALID, "page_token", page_token=token)
+    wrong = {"kind": 9, "page_size": -1, "page_token": "x" * 513}
+    yield case("everything at once", INVALID, *wrong, **wrong)

@@ -96,6 +96,7 @@ def spec_ranges(case: Any) -> Iterator[Case]:
             yield case(f"{bounds.field} {shown(good)}", **{**rest, bounds.field: good})
         for bad in bounds.bad:
             yield case(f"{bounds.field} {shown(bad)}", INVALID, f"spec.{bounds.field}", **{**rest, bounds.field: bad})
+    yield from _several_prompts(case)
     for sampler in _KARRAS:
         yield case(f"Karras' sigmas with sampler {sampler}", sampler=sampler, use_karras_sigmas=True)
     for sampler in _NO_KARRAS:
@@ -107,3 +108,15 @@ def spec_ranges(case: Any) -> Iterator[Case]:
     for entry in _BAD_PINS:
         named = Techniques(cache_entry=entry)
         yield case(f"cache entry {shown(entry)}", INVALID, "spec.techniques.cache_entry", techniques=named)
+
+
+def _several_prompts(case: Any) -> Iterator[Case]:
+    for count in (1, 2, 8):
+        yield case(f"{count} prompts", prompts=["a star", *["a ring"] * (count - 1)], num_images=count)
+    yield case("9 prompts", INVALID, "spec.prompts", prompts=["a star"] * 9, num_images=8)
+    yield case("a long prompt of two", INVALID, "spec.prompts[1]", prompts=["a star", "x" * 16_385], num_images=2)
+    yield case("prompts beside another prompt", INVALID, "spec.prompt", prompts=["a ring"] * 2, num_images=2)
+    yield case("3 images of 2 prompts", INVALID, "spec.num_images", prompts=["a star"] * 2, num_images=3)
+    two: dict[str, Any] = {"prompts": ["a star", "a ring"], "num_images": 2}
+    yield case("two prompts to keep", INVALID, "spec.prompts", **two, keep_for_editing=True)
+    yield case("two prompts of an edit", INVALID, "spec.prompts", **edit(), **two)

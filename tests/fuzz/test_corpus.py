@@ -44,6 +44,7 @@ UNBOUNDED = {
     "GetJobTrace job_id": "as above",
     "WatchJob job_id": "as above",
     "CancelJob job_id": "as above",
+    "DeleteJob job_id": "as above",
     "GetImage index": "as above",
     "SetProfile digest": "as above",
     "SetLoraProfile digest": "as above",

@@ -13,9 +13,9 @@ from typing import Any, cast
 import numpy as np
 
 from bottega.client import Client, Picture, parameters_of
-from bottega.client.types.options import GenerationOptions, options_from
+from bottega.client.types.options import GenerationOptions
+from bottega.client.types.provenance import Parameters
 from bottega.errors import BottegaError, CacheEntryGone, RecordingNotKept
-from bottega.v1.generation_pb2 import GenerationSpec
 from tests.like.requests import RandomRequest, RandomRequests
 from tests.support.stock import pixels_of
 
@@ -191,8 +191,8 @@ def _parameters(request: RandomRequest, picture: Picture, folder: Path) -> tuple
     if picture.format == "png":
         prompt, options = parameters_of(picture.save(folder / f"{picture.job_id}-{picture.index}.png"))
     else:
-        spec = _alone(picture)
-        prompt, options = spec.prompt, options_from(spec)
+        alone = _alone(picture)
+        prompt, options = alone.prompt, alone.options()
     said: dict[str, Any] = {**options, **request.inputs}
     nets = said.get("controlnets") or ()
     if nets:
@@ -201,20 +201,19 @@ def _parameters(request: RandomRequest, picture: Picture, folder: Path) -> tuple
     return prompt, cast("GenerationOptions", said)
 
 
-def _alone(picture: Picture) -> GenerationSpec:
-    """Return the parameters of one picture of a job, as proto's Provenance.parameters says how."""
+def _alone(picture: Picture) -> Parameters:
+    """Return the parameters of one picture of a job, as Provenance.parameters says how."""
     made = picture.provenance
-    spec = GenerationSpec()
-    spec.CopyFrom(made.parameters)
-    spec.num_images, spec.seed = 1, picture.seed
+    parameters = replace(made.parameters, num_images=1, seed=picture.seed)
+    if parameters.prompts:
+        parameters = replace(parameters, prompt=parameters.prompts[picture.index], prompts=())
     if made.cached_starts and made.parameters.num_images > 1:
         own = [start.entry for start in made.cached_starts if start.image == picture.index]
         if own:
-            spec.techniques.cache_entry = own[0]
-        else:
-            spec.techniques.approximate_cache = False
-    return spec
+            return replace(parameters, cache_entry=own[0])
+        return replace(parameters, approximate_cache=False)
+    return parameters
 
 
-def _short(spec: GenerationSpec) -> str:
-    return " ".join(str(spec).split())
+def _short(parameters: Parameters) -> str:
+    return str({"prompt": parameters.prompt, **parameters.options()})

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import cast
 
 from bottega.client import Picture
+from bottega.client.types.provenance import provenance_from
 from bottega.v1.generation_pb2 import Provenance
 from load.bench.day_figures import Comparison, DayRun, Figures, Scale
 from load.bench.day_requests import RequestClass
@@ -67,4 +68,4 @@ def compared() -> Comparison:
 
 def picture_of(provenance: Provenance) -> Picture:
     """A picture of which only the provenance is there."""
-    return cast("Picture", type("Made", (), {"provenance": provenance})())
+    return cast("Picture", type("Made", (), {"provenance": provenance_from(provenance)})())

@@ -85,6 +85,30 @@ class Stock:
             out = pipeline(**said(spec), **options, generator=generator, callback_on_step_end=keep)
         return Reference(latent=latents[-1], pixels=pixels_of(out.images[0]))
 
+    def reference_list(self, spec: ResolvedSpec) -> list[Reference]:
+        """All images of a spec with several prompts: one run with their list, and a generator for each."""
+        self.text.scheduler = self._scheduler(spec.sampler.value.__name__, spec.use_karras_sigmas)
+        latents = list[Tensor]()
+
+        def keep(_: Any, __: int, ___: Any, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+            latents.append(kept["latents"])
+            return kept
+
+        count = len(spec.prompts)
+        # Diffusers takes lists of the second prompts beside a list of the first ones.
+        texts = {name: [text] * count for name, text in said(spec).items() if isinstance(text, str)}
+        out = self.text(
+            **(said(spec) | texts | {"prompt": list(spec.prompts)}),
+            width=spec.width,
+            height=spec.height,
+            generator=[_generator(spec.seed + index) for index in range(count)],
+            callback_on_step_end=keep,
+        )
+        return [
+            Reference(latent=latents[-1][index : index + 1], pixels=pixels_of(image))
+            for index, image in enumerate(out.images)
+        ]
+
     def edit(
         self,
         spec: ResolvedSpec,

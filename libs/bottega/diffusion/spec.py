@@ -66,7 +66,7 @@ class EditSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSpec:
-    """One job: `num_images` images that differ in their seed alone; image i has seed + i.
+    """One job: `num_images` images, of which image i has seed + i; with `prompts` it also has prompts[i].
 
     Names and meanings are Diffusers'. negative_prompt None and "" differ: None conditions on zeros
     where the model says so. strength makes it image-to-image, which needs an image; None is text-to-image.
@@ -77,6 +77,8 @@ class ResolvedSpec:
     """
 
     prompt: str
+    prompts: tuple[str, ...] = ()
+    """Prompt of each image, where they have several; else empty."""
     prompt_2: str | None = None
     negative_prompt: str | None = None
     negative_prompt_2: str | None = None
@@ -148,6 +150,8 @@ def undrawable(spec: ResolvedSpec, size_multiple: int) -> Iterator[Violation]:
 
     size_multiple: the model's, in pixels.
     """
+    if spec.prompts and len(spec.prompts) != spec.num_images:
+        yield Violation(field="spec.prompts", description="must be as many as num_images")
     if spec.num_images < 1:
         yield Violation(field="spec.num_images", description="must be at least 1")
     if spec.steps < 1:
@@ -158,6 +162,15 @@ def undrawable(spec: ResolvedSpec, size_multiple: int) -> Iterator[Violation]:
                 field=f"spec.controlnets[{index}].control_guidance_end",
                 description="must be after control_guidance_start, both in 0 to 1",
             )
+    yield from _undrawable_loras(spec)
+    if spec.loras_measured and spec.controlnets:
+        yield Violation(field="spec.controlnets", description="must be none where a LoRA is measured")
+    for name, side in (("width", spec.width), ("height", spec.height)):
+        if side < 1 or side % size_multiple:
+            yield Violation(field=f"spec.{name}", description=f"must be a multiple of {size_multiple} with this model")
+
+
+def _undrawable_loras(spec: ResolvedSpec) -> Iterator[Violation]:
     for index, lora in enumerate(spec.loras):
         if lora.from_step != spec.loras[0].from_step:
             yield Violation(field=f"spec.loras[{index}].from_step", description="must be the same for all LoRAs")
@@ -166,8 +179,3 @@ def undrawable(spec: ResolvedSpec, size_multiple: int) -> Iterator[Violation]:
         elif lora.from_step is not None and spec.loras_measured and lora.from_step > spec.begin_step:
             rule = f"must be at most {spec.begin_step} where a LoRA is measured"
             yield Violation(field=f"spec.loras[{index}].from_step", description=rule)
-    if spec.loras_measured and spec.controlnets:
-        yield Violation(field="spec.controlnets", description="must be none where a LoRA is measured")
-    for name, side in (("width", spec.width), ("height", spec.height)):
-        if side < 1 or side % size_multiple:
-            yield Violation(field=f"spec.{name}", description=f"must be a multiple of {size_multiple} with this model")

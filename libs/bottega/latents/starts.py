@@ -31,7 +31,8 @@ def is_cacheable(spec: GenerationSpec) -> bool:
 
     In a complete spec whose images were removed, the strength shows that it had one.
     """
-    return has_enough_words(spec.prompt) and not any(spec.HasField(name) for name in _BESIDE_THE_PROMPT)
+    alone = not spec.prompts and not any(spec.HasField(name) for name in _BESIDE_THE_PROMPT)
+    return alone and has_enough_words(spec.prompt)
 
 
 def is_switched_off(spec: GenerationSpec) -> bool:

@@ -177,6 +177,16 @@ class ContentStore:
         """Renews the time of an image, as another `put` would. False when it has gone, or is not what it was."""
         return await self._writer.run(lambda: self._renew(digest))
 
+    async def release(self, digest: str, *, owner: str, put_before: float) -> None:
+        """Drop an image of an owner, at once; where others have it too, it stays theirs.
+
+        Args:
+            digest: One that is not there does no harm.
+            owner: Whose it is no more.
+            put_before: By the store's clock. An image that was put, or renewed, since stays: somebody needs it.
+        """
+        await self._writer.run(lambda: self._release(digest, owner, put_before))
+
     async def get(self, digest: str) -> bytes | None:
         """The image, or None when it has gone. Raises DataLoss when it is not what it was: never wrong bytes."""
         reader = await self.reader(digest)
@@ -257,6 +267,18 @@ class ContentStore:
         owners = self._leave(digest)
         self._enter(digest, _Entry(owners=owners, size_bytes=entry.size_bytes, time=now, trusted=True))
         return True
+
+    def _release(self, digest: str, owner: str, put_before: float) -> None:
+        self._keep_in_place()
+        entry = self._entries.get(digest)
+        if entry is None or owner not in entry.owners or entry.time > put_before:
+            return
+        with os_errors.translated():
+            if len(entry.owners) == 1:
+                self._drop(digest)
+            else:
+                entry.owners.discard(owner)
+                self._disown(owner, digest, entry.size_bytes)
 
     def _read(self, digest: str, owner: str) -> ContentReader | None:
         self._check_opened()

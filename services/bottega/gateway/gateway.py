@@ -123,6 +123,7 @@ class Gateway:
             images=self._storage.images,
             fleet=fleet,
             traces=self._controller.traces,
+            addons=addons,
             default_deadline_s=config.server.default_deadline_s,
         )
         image_pb2_grpc.add_ImageServiceServicer_to_server(images, self.server.grpc)

@@ -144,6 +144,9 @@ def inscription(spec: GenerationSpec, index: int, model_hash: str) -> Mapping[st
     single.CopyFrom(spec)
     single.seed = spec.seed + index
     single.num_images = 1
+    if spec.prompts:
+        single.prompt = spec.prompts[index]
+        single.ClearField("prompts")
     as_json = json_format.MessageToJson(single, preserving_proto_field_name=True, indent=None, ensure_ascii=False)
     return {SPEC_KEYWORD: as_json, SUMMARY_KEYWORD: summary(single, model_hash)}
 

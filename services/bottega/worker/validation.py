@@ -116,6 +116,7 @@ def _check_spec(spec: GenerationSpec) -> Iterator[Violation]:
         if not spec.HasField(name):  # type: ignore[arg-type]
             yield Violation(field=f"spec.{name}", description="must be filled in")
     yield from rules.check_texts(spec)
+    yield from rules.check_prompts(spec)
     yield from rules.check_model_name(spec)
     yield from rules.check_ranges(spec)
     if spec.sampler:  # absent, it is the model's default, which is not known here

@@ -38,8 +38,8 @@ def test_a_picture_with_a_lora_is_another_one_and_the_same_again(client: Client)
     assert (use.name, use.digest, use.from_step) == ("strong", client.lora("strong").digest, 0)
     assert use.scale == pytest.approx(0.8)
     assert drawn.provenance.exact
-    parameters = drawn.provenance.parameters.loras[0]
-    assert (parameters.HasField("from_step"), parameters.digest) == (True, use.digest)
+    parameters = drawn.provenance.parameters.lora[0]
+    assert (parameters.from_step, parameters.digest) == (0, use.digest)
     assert client.generate(_PROMPT, lora=["strong"], **_DRAW).pil().tobytes() != drawn.pil().tobytes()
     assert client.generate(_PROMPT, lora=[("strong", 0.8)], **_DRAW).data == drawn.data
     assert client.generate(_PROMPT, **_DRAW).data == plain.data, "nothing of a LoRA stays in the weights"

@@ -65,7 +65,7 @@ def test_a_lora_that_is_late_goes_in_at_a_step_that_is_told_and_pinned_there_dra
     assert 0 < use.from_step <= _LATEST
     assert use.load_s > 0.5
     assert not drawn.provenance.exact
-    assert drawn.provenance.parameters.loras[0].from_step == use.from_step
+    assert drawn.provenance.parameters.lora[0].from_step == use.from_step
     pinned = draw(Lora("late", from_step=use.from_step, digest=use.digest))
     assert pinned.provenance.loras[0].from_step == use.from_step
     assert pinned.pil().tobytes() == drawn.pil().tobytes()

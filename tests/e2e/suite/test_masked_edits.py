@@ -152,7 +152,7 @@ def test_parameters_draw_an_edit_again_or_name_the_recording_it_took(masking: Cl
         for picture in drawn:
             taken = picture.provenance.mask.recording
             assert picture.provenance.exact == (not taken)
-            assert picture.provenance.parameters.techniques.recording == taken
+            assert picture.provenance.parameters.recording == (taken or None)
             again = _drawn_again(masking, picture.save(tmp_path / "drawn.png"), **sources)
             if isinstance(again, str):
                 assert again == taken != ""

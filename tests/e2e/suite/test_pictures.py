@@ -76,6 +76,16 @@ def test_an_identical_request_has_the_stored_picture_where_it_may(client: Client
     assert client.generate(PROMPT, **options).provenance.attempts == 1
 
 
+def test_several_prompts_in_one_request_are_the_pictures_of_stock_diffusers(client: Client, stock: Stock) -> None:
+    prompts = [PROMPT, "a small green circle on a white background"]
+    pictures = client.generate_many(prompts, seed=7, **OPTIONS)
+
+    assert [picture.seed for picture in pictures] == [7, 8]
+    for picture, prompt in zip(pictures, prompts, strict=True):
+        assert_same_image(pixels_of(picture.pil()), stock.draw(prompt, seed=picture.seed, **OPTIONS))
+        assert (picture.provenance.exact, picture.provenance.parameters.prompts) == (True, tuple(prompts))
+
+
 def test_a_prompt_beyond_the_tokenizer_is_cut_and_the_provenance_says_so(client: Client, stock: Stock) -> None:
     long = PROMPT + " and a small green circle" * 30
 

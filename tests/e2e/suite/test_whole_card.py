@@ -22,11 +22,11 @@ import pytest
 
 from bottega import kinds
 from bottega.client import Client, ControlNet, Picture
+from bottega.client.types.provenance import Provenance
 from bottega.miniature import WEIGHTS
 from bottega.v1.activations_pb2 import DropTemplateRequest, ListStoredTemplatesRequest, Template
 from bottega.v1.activations_pb2_grpc import ActivationServiceStub
 from bottega.v1.cache_pb2 import CacheLengthClass, CacheProfile, CacheThreshold
-from bottega.v1.generation_pb2 import Provenance
 from bottega.v1.worker_pb2_grpc import WorkerServiceStub
 from tests.like.replays import describe, draw_and_replay
 from tests.like.requests import RandomRequests

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega.errors import DeadlineUnmeetable
+from bottega.errors import DeadlineUnmeetable, JobNotFinished
 from bottega.v1 import generation_pb2, image_pb2
 from tests.fakes.scripted_gateway import SMALL, ScriptedGateway, completed, job, progress, queued
 from tests.support.terminal import NO_UNICODE, run
@@ -225,3 +225,14 @@ def test_who_runs_out_of_time_is_told_how_far_it_came_and_what_gives_more(
     assert result.exit_code == 1
     assert f"error: not done within 0.8 s: {what}" in result.stderr
     assert todo in result.stderr
+
+
+def test_deleting_names_each_job_and_stops_at_one_that_cannot_be(gateway: ScriptedGateway, address: str) -> None:
+    result = run("jobs", "delete", "job-1", "job-2", address=address)
+    assert (result.exit_code, result.stdout) == (0, "job-1 deleted\njob-2 deleted\n")
+    assert gateway.deleted == ["job-1", "job-2"]
+    gateway.failures.append(JobNotFinished("the job has not ended: cancel it first"))
+    result = run("jobs", "delete", "job-3", "job-4", address=address)
+    assert result.exit_code == 1
+    assert "cancel it first" in result.stderr
+    assert gateway.deleted == ["job-1", "job-2"]

@@ -269,7 +269,7 @@ def test_a_job_that_goes_on_when_time_runs_out_is_named(gateway: ScriptedGateway
             client.generate("a star", timeout_s=1.5, request_id="mine")
         assert "client.job('job-1')" in late.value.__notes__[0]
         with pytest.raises(DeadlinePassed, match=r"not done within 1\.5 s: .* job job-2 goes on"):
-            list(client.job("job-2").watch(timeout_s=1.5))
+            list(client.job("job-2").stream(timeout_s=1.5))
     assert gateway.cancelled == []
 
 
@@ -337,7 +337,7 @@ def test_a_watched_job_that_failed_raises_what_a_direct_call_would(gateway: Scri
     failed = image_pb2.JobEvent(job_id="job-1", failed=to_job_error(WorkerLost("it died twice")))
     gateway.scripts = [[progress(3), Unavailable("cut off")], [failed]]
     with Client(address, retry=HURRIED) as client:
-        events = client.job("job-1").watch()
+        events = client.job("job-1").stream()
         assert [type(next(events)) for _ in range(2)] == [Progress, Interrupted]
         with pytest.raises(WorkerLost, match="died twice"):
             next(events)
@@ -381,7 +381,7 @@ WRONG_CALLS: dict[str, Callable[[Any], object]] = {
     "index": lambda client: client.job("job-1").image(10**12),
     "job_id": lambda client: client.job(NO_UNICODE).status(),
     "job_id of cancel": lambda client: client.job(None).cancel(),
-    "job_id of watch": lambda client: list(client.job(NO_UNICODE).watch()),
+    "job_id of stream of a job": lambda client: list(client.job(NO_UNICODE).stream()),
     "preview": lambda client: list(client.stream("a star", preview="yes")),
     "prompt": lambda client: client.generate(None),
     "num_images": lambda client: client.generate_many("stars", None),
@@ -393,7 +393,7 @@ WRONG_CALLS: dict[str, Callable[[Any], object]] = {
     "deadline_s of generate": lambda client: client.generate("a star", deadline_s=float("nan")),
     "timeout_s": lambda client: client.generate("a star", timeout_s=1e15),
     "timeout_s of nothing": lambda client: client.generate("a star", timeout_s=0),
-    "timeout_s of watch": lambda client: list(client.job("job-1").watch(timeout_s=-1)),
+    "timeout_s of stream of a job": lambda client: list(client.job("job-1").stream(timeout_s=-1)),
     "timeout_s of image": lambda client: client.job("job-1").image(timeout_s=0),
     "timeout_s of a client": lambda client: Client(client.address, timeout_s=0),
     "address": lambda _: Client(NO_UNICODE),

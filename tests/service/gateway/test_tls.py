@@ -12,10 +12,13 @@ from bottega.client import AsyncClient, Tls
 from bottega.client.checkup.gateway import check_gateway
 from bottega.client.transport import tls as client_tls
 from bottega.client.types.checks import Level
+from bottega.rpc.channel import Channels, Target
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.security.api_keys import new_key
+from bottega.rpc.security.caller import Role
 from bottega.rpc.security.tenant_file import Tenant, change_tenants
-from bottega.v1 import fleet_pb2, image_pb2
+from bottega.rpc.security.tls import AuthorityFile
+from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.certificates import Authority
@@ -39,7 +42,7 @@ async def test_pictures_are_drawn_over_mutual_tls(authority: Authority, monkeypa
         async with AsyncClient(house.address, tls=tls) as client:
             picture = await client.generate("a star", num_inference_steps=20)
             assert picture.data == b"picture 0"
-            assert [status.spec.prompt for status in (await client.list_jobs()).jobs] == ["a star"]
+            assert [status.parameters.prompt for status in (await client.list_jobs()).jobs] == ["a star"]
         for name, value in zip(client_tls.VARIABLES, (shop.authority, shop.certificate, shop.key), strict=True):
             monkeypatch.setenv(name, value)
         async with AsyncClient(house.address, fleet_address=house.fleet_address) as client:
@@ -114,9 +117,20 @@ async def test_keys_go_over_tls_where_the_gateway_asks_for_no_certificates(
         await house.worker("w1", tls=authority.issue("worker/w1"))
         async with AsyncClient(house.address, api_key=key, tls=Tls(authority=config.authority)) as client:
             assert (await client.generate("a star", num_inference_steps=20)).data == b"picture 0"
+            assert await client.adapters() == ()
+            with pytest.raises(errors.Forbidden, match="needs an operator's certificate"):
+                await client.controlnets()
         async with AsyncClient(house.address, api_key="", tls=Tls(authority=config.authority)) as client:
             with pytest.raises(errors.Unauthenticated):
                 await client.models()
+        async with Channels(AuthorityFile(Path(config.authority))).open(
+            Target(address=house.address, role=Role.GATEWAY), api_key=key
+        ) as channel:
+            fleet: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
+            refused = await refusal(
+                lambda: fleet.ListMembers(fleet_pb2.ListMembersRequest(), timeout=5), errors.Forbidden
+            )
+            assert "needs an operator's certificate" in refused.message
         # In plain text nothing is said to it, the key least of all.
         plain = await refusal(lambda: house.images.ListModels(image_pb2.ListModelsRequest(), timeout=5))
         assert isinstance(plain, errors.Unavailable)
@@ -130,9 +144,11 @@ async def test_a_certificate_is_a_tenants_only_where_the_gateway_knows_it(author
         for name, known in (("shop", True), ("closed", False), ("stranger", False)):
             files = authority.issue(f"tenant/{name}")
             tls = Tls(authority=files.authority, certificate=files.certificate, key=files.key)
-            async with AsyncClient(house.address, tls=tls) as client:
+            async with AsyncClient(house.address, fleet_address=house.fleet_address, tls=tls) as client:
                 if known:
                     assert await client.models()
+                    with pytest.raises(errors.Forbidden, match="needs an operator's certificate"):
+                        await client.fleet()
                     continue
                 with pytest.raises(errors.Unauthenticated, match="no tenant of this gateway"):
                     await client.models()

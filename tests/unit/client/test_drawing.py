@@ -7,26 +7,27 @@ from typing import Any
 import pytest
 
 from bottega.client.cli.drawing import note_approximate, note_unknown_to_embedded_model
-from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_EXACT, Fidelity, GenerationSpec, Provenance
+from bottega.client.types.options import FidelityName
+from bottega.client.types.provenance import Parameters, Provenance
 
 
 @pytest.mark.parametrize(
     ("exact", "fidelity", "said"),
     [
-        (True, FIDELITY_BALANCED, ""),
-        (True, FIDELITY_EXACT, ""),
-        (False, FIDELITY_BALANCED, "the picture is approximate; --fidelity exact draws it as stock Diffusers does\n"),
+        (True, "balanced", ""),
+        (True, "exact", ""),
+        (False, "balanced", "the picture is approximate; --fidelity exact draws it as stock Diffusers does\n"),
         (
             False,
-            FIDELITY_EXACT,
+            "exact",
             "the picture is approximate in spite of --fidelity exact: an option of the request allows it\n",
         ),
     ],
 )
 def test_one_line_says_that_a_picture_is_approximate_and_how_to_have_it_exact(
-    exact: bool, fidelity: Fidelity.ValueType, said: str, capsys: pytest.CaptureFixture[str]
+    exact: bool, fidelity: FidelityName, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    note_approximate(Provenance(exact=exact, parameters=GenerationSpec(fidelity=fidelity)))
+    note_approximate(Provenance(exact=exact, parameters=Parameters(fidelity=fidelity)))
     assert capsys.readouterr().err == said
 
 
@@ -57,6 +58,6 @@ def test_one_line_says_what_the_embedded_model_was_not_trained_for(
     parameters: dict[str, Any], told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec: dict[str, Any] = {"model": "miniature", "width": 64, "height": 64, **parameters}
-    note_unknown_to_embedded_model(GenerationSpec(**spec))
+    note_unknown_to_embedded_model(Parameters(**spec))
     said = "the embedded model draws simple shapes; `bottega up --model FOLDER` serves yours\n"
     assert capsys.readouterr().err == (said if told else "")

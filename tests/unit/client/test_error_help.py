@@ -32,7 +32,7 @@ LORA_STORE = {"service": "loras"}
         (errors.ModelNotFound("no model sdxl; served: miniature"), "bottega models lists"),
         (errors.NoWorker("no worker serves miniature", retry_after_s=60), "bottega fleet shows who has joined"),
         (errors.QueueFull("256 jobs wait", retry_after_s=12), "Try again in 12 s"),
-        (errors.JobNotFound("no such job; it may have expired"), "bottega jobs lists"),
+        (errors.JobNotFound("no such job; it may have expired, or was deleted"), "bottega jobs lists"),
         (errors.ImageNotFound("the image has expired"), "bottega generate with the same seed"),
         (errors.JobCancelled("cancelled"), "bottega generate begins another one"),
         (errors.DeadlinePassed("too late"), "bottega generate begins another one; --timeout SECONDS gives it more"),

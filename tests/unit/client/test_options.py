@@ -22,9 +22,22 @@ from hypothesis import strategies as st
 from bottega.client import ControlNet, GenerationOptions, Lora, Picture, parameters_of
 from bottega.client.types.options import options_from, spec_from
 from bottega.client.types.picture import format_of
+from bottega.client.types.provenance import (
+    CacheUse,
+    ControlNetUse,
+    LoraUse,
+    MaskUse,
+    PairUse,
+    Provenance,
+    SourceUse,
+    StageTime,
+    Truncation,
+    parameters_from,
+    provenance_from,
+)
 from bottega.errors import InternalError, InvalidRequest
 from bottega.v1 import generation_pb2
-from bottega.v1.generation_pb2 import GenerationSpec, Provenance, Techniques
+from bottega.v1.generation_pb2 import GenerationSpec, Techniques
 from tests.samples.hostile_images import chunk, compressed_texts
 
 FULL: GenerationOptions = {
@@ -145,8 +158,77 @@ def test_all_wrong_arguments_are_listed_at_once() -> None:
     assert described["image"] == r"'a\x00b' cannot be the path of a file"
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("num_inference_step", "num_inference_steps"),
+        ("steps", "num_inference_steps"),
+        ("negativ_prompt", "negative_prompt"),
+        ("cfg_scale", "guidance_scale"),
+        ("loras", "lora"),
+        ("timeout", "timeout_s"),
+        ("zzz", ""),
+    ],
+)
+def test_an_unknown_keyword_is_told_the_one_that_was_meant(given: str, meant: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        spec_from("a star", {given: 1})  # type: ignore[misc]
+    (violation,) = caught.value.violations
+    said = f"; did you mean {meant}?" if meant else ""
+    assert (violation.field, violation.description) == (given, f"there is no such argument{said}")
+
+
+def test_several_prompts_are_a_list_and_come_back_with_their_parameters() -> None:
+    spec = spec_from(["a star", "a ring"], {"seed": 7})
+    assert (spec.prompt, list(spec.prompts), spec.HasField("num_images")) == ("", ["a star", "a ring"], False)
+    assert parameters_from(spec).prompts == ("a star", "a ring")
+    for wrong in ([], ["a star", 7], ["\ud800"]):
+        with pytest.raises(InvalidRequest, match="prompt"):
+            spec_from(wrong, {})  # type: ignore[arg-type]
+
+
+def test_the_parameters_of_a_provenance_are_typed_and_draw_the_same_again() -> None:
+    spec = spec_from("a red star", {**FULL, "controlnets": _with_images()}, num_images=3)
+    for net in spec.controlnets:
+        net.image = b""
+    parameters = parameters_from(spec)
+    assert (parameters.prompt, parameters.num_images, parameters.sampler) == ("a red star", 3, "euler_ancestral")
+    assert parameters.options() == FULL
+    again = spec_from(parameters.prompt, {**parameters.options(), "controlnets": _with_images()}, num_images=3)
+    assert options_from(again) == FULL
+    assert parameters_from(GenerationSpec(sampler=99, fidelity=98)).sampler is None  # type: ignore[arg-type]
+
+
+def test_a_provenance_has_a_typed_value_for_every_field_of_the_contract() -> None:
+    message = generation_pb2.Provenance(worker="w", exact=True, accelerations=["faster"])
+    message.loras.add(name="ink", similarities=[0.5, 0.25])
+    message.controlnets.add(name="edges", servers=["s1"], mode=generation_pb2.RESIDUAL_MODE_PIPELINED)
+    message.controlnets.add(similarity=0.9)
+    message.mask.digest = "d"
+    made = provenance_from(message)
+    assert (made.worker, made.exact, made.accelerations, made.mask.digest) == ("w", True, ("faster",), "d")
+    assert made.loras == (LoraUse(name="ink", similarities=(0.5, 0.25)),)
+    assert [(net.mode, net.similarity) for net in made.controlnets] == [("pipelined", None), (None, 0.9)]
+    assert provenance_from(generation_pb2.Provenance()) == Provenance()
+    for kind, descriptor in _TYPED.items():
+        fields = {known.name for known in dataclasses.fields(kind)}
+        assert fields == set(descriptor.fields_by_name) - {"cache"}, kind
+
+
+_TYPED: dict[Any, Any] = {
+    kind: getattr(generation_pb2, kind.__name__).DESCRIPTOR
+    for kind in (Provenance, LoraUse, ControlNetUse, PairUse, CacheUse, MaskUse, SourceUse, StageTime, Truncation)
+}
+
+
 def test_every_field_of_the_contract_has_an_argument() -> None:
-    arguments = GenerationOptions.__annotations__.keys() - {"lora"} | {"prompt", "num_images", "loras", "techniques"}
+    arguments = GenerationOptions.__annotations__.keys() - {"lora"} | {
+        "prompt",
+        "prompts",
+        "num_images",
+        "loras",
+        "techniques",
+    }
     techniques = set(Techniques.DESCRIPTOR.fields_by_name)
     assert set(GenerationSpec.DESCRIPTOR.fields_by_name) | techniques == arguments
 

@@ -11,6 +11,7 @@ from bottega.client.cli.models import models_table
 from bottega.client.cli.terminal import PlainTable, print_table
 from bottega.client.cli.top import top_table
 from bottega.client.types.jobs import status_from
+from bottega.client.types.models import model_from
 from bottega.v1.fleet_pb2 import Acceleration, Activity, ListMembersResponse, Load, Member, Registration
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED, Hosted
@@ -52,7 +53,7 @@ def _models() -> PlainTable:
     model = Model(name="bottega-shapes", workers=1, dtype="float32", model_hash="a" * 64, default_steps=50)
     model.default_width = model.default_height = 1024
     model.default_guidance_scale = 7.5
-    return models_table([model])
+    return models_table([model_from(model)])
 
 
 def _lines(table: PlainTable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -461,6 +461,26 @@ async def test_an_image_of_two_owners_stays_while_one_of_them_keeps_it(tmp_path:
         assert store.holds(shared)
 
 
+async def test_a_released_image_goes_at_once_but_not_from_another_owner_nor_if_it_was_put_again(tmp_path: Path) -> None:
+    clock = FakeTime()
+    async with _store(tmp_path, clock=clock) as store:
+        for digest, data in map(_picture, (1, 2, 3)):
+            await store.put(digest, data, owner="one")
+        await store.put(*_picture(2), owner="other")
+        began = store.steady()
+        clock.now += 1
+        await store.put(*_picture(3), owner="one")
+        for digest, _ in map(_picture, (1, 2, 3, 4)):
+            await store.release(digest, owner="one", put_before=began)
+            await store.release(digest, owner="nobody", put_before=began)
+        assert [await store.get(digest) is not None for digest, _ in map(_picture, (1, 2, 3))] == [False, True, True]
+        assert _everything(tmp_path).isdisjoint({_picture(1)[0]})
+        clock.now += 1
+        await store.release(_picture(2)[0], owner="other", put_before=store.steady())
+        assert await store.get(_picture(2)[0]) is None
+        assert store.size_bytes == 1000
+
+
 async def test_whose_an_image_is_counts_after_a_restart(tmp_path: Path) -> None:
     modest, greedy = _picture(0), [_picture(number, 2000) for number in range(100, 104)]
     time = FakeTime()

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from bottega.v1.generation_pb2 import GenerationSpec, Sampler
-from bottega.worker.image_codec import summary
+from bottega.worker.image_codec import inscription, summary
 
 # As AUTOMATIC1111's web UI has it (modules/infotext_utils.py).
 _SETTING = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
@@ -75,3 +75,14 @@ def test_no_line_of_a_prompt_passes_for_another(prompt: str) -> None:
     found = read(summary(drawn, ""))
     assert found["Prompt"] == found["Negative prompt"] == " ".join(prompt.split())
     assert (found["Steps"], found["Seed"], found["Size"]) == ("20", "7", "64x48")
+
+
+def test_the_text_of_one_of_several_prompts_draws_it_alone() -> None:
+    drawn = spec()
+    drawn.prompts[:], drawn.num_images = ["a star, red", "a ring"], 2
+    texts = inscription(drawn, 1, "0123456789abcdef")
+    assert json.loads(texts["bottega"]) | {"prompt": "a ring", "num_images": 1, "seed": "8"} == json.loads(
+        texts["bottega"]
+    )
+    assert "prompts" not in json.loads(texts["bottega"])
+    assert read(texts["parameters"])["Prompt"] == "a ring"

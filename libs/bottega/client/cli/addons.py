@@ -14,8 +14,8 @@ from typing import Any
 
 from bottega.client.addons import add_on_names
 from bottega.client.types.options import GenerationOptions
+from bottega.client.types.provenance import Provenance
 from bottega.errors import BottegaError, Violation
-from bottega.v1.generation_pb2 import Provenance
 
 
 def _no_warnings(_: Provenance) -> Iterator[str]:

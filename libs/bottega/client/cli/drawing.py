@@ -27,8 +27,8 @@ from bottega.client.sdk.clients import Client
 from bottega.client.types.events import Completed, Progress
 from bottega.client.types.jobs import Priority
 from bottega.client.types.options import GenerationOptions
+from bottega.client.types.provenance import MaskUse, Parameters, Provenance
 from bottega.errors import InvalidRequest, Violation
-from bottega.v1.generation_pb2 import FIDELITY_EXACT, IMAGE_FORMAT_JPEG, GenerationSpec, MaskUse, Provenance
 
 # In the order of a request's life, as the contract names them; those of add-ons are between the two.
 _FIRST_STAGES = ("validate", "queue", "route", "decode_image", "encode")
@@ -183,7 +183,7 @@ def _report(completed: Completed, output: OutputTarget, elapsed_s: float) -> Non
     say(f"{elapsed_s:.2f} s{f' ({stages})' if stages else ''}")
     for line in _source_lines(completed.provenance):
         note(line)
-    if completed.provenance.HasField("mask"):
+    if completed.provenance.mask.digest:
         say(f"mask: {', '.join(_mask_facts(completed.provenance.mask))}")
     for part in generation_parts():
         for line in part.describe(completed.provenance):
@@ -206,13 +206,13 @@ def note_approximate(provenance: Provenance) -> None:
     stock_vae_dtypes = {"", provenance.dtype, *(["float32"] if provenance.dtype == "float16" else [])}
     if provenance.vae_tiled or provenance.vae_dtype not in stock_vae_dtypes:
         note("the picture is approximate: it was decoded in tiles or in another type, as the operator configured it")
-    elif provenance.parameters.fidelity != FIDELITY_EXACT:
+    elif provenance.parameters.fidelity != "exact":
         note("the picture is approximate; --fidelity exact draws it as stock Diffusers does")
     else:
         note("the picture is approximate in spite of --fidelity exact: an option of the request allows it")
 
 
-def note_unknown_to_embedded_model(parameters: GenerationSpec) -> None:
+def note_unknown_to_embedded_model(parameters: Parameters) -> None:
     """Say on one line that the embedded model drew what it was not trained for: other words, or far another size."""
     if parameters.model != EMBEDDED_MODEL:
         return
@@ -239,11 +239,11 @@ def _mask_facts(use: MaskUse) -> Iterator[str]:
 def _source_lines(provenance: Provenance) -> Iterator[str]:
     """Say what of the source is not in the picture, and what had to be done with it first."""
     source, size = provenance.source, provenance.parameters
-    if source.resized and not provenance.HasField("mask"):  # of edits their command says what helps
+    if source.resized and not provenance.mask.digest:  # of edits their command says what helps
         yield f"the image is {source.width}x{source.height}, and was resized to {size.width}x{size.height}"
     if provenance.source.transparency_unread:
         said = provenance.parameters
-        kept_but_for_jpeg = said.keep_unmasked and said.format == IMAGE_FORMAT_JPEG
+        kept_but_for_jpeg = said.keep_unmasked and said.format == "jpeg"
         why = "a JPEG has no transparency; PNG and WebP keep it" if kept_but_for_jpeg else "what is drawn is opaque"
         yield f"the image is transparent in parts, and the picture is not: {why}"
     if provenance.source.scaled_from_16_bits:

@@ -31,13 +31,13 @@ _ABOUT_THE_FLEET = (
 _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
     {
         errors.Unauthenticated: "Its operator makes keys: bottega tenants add NAME. Show one with BOTTEGA_API_KEY.",
-        errors.Forbidden: "bottega certs show lists who is named; an operator's certificate may do the most.",
+        errors.Forbidden: "bottega certs issue operator/NAME makes one; BOTTEGA_TLS_CERTIFICATE and _KEY name it.",
         errors.ModelNotFound: "bottega models lists what is served.",
         errors.JobNotFound: "bottega jobs lists those that are remembered.",
         errors.TraceNotFound: "bottega jobs watch ID follows one that runs. Of those that have ended, a gateway has\n"
         "the last ones' traces, in memory: of jobs before its last start it has none.",
         errors.ImageNotFound: "bottega generate with the same seed draws the same picture again.",
-        errors.JobNotFinished: "bottega jobs watch ID follows it.",
+        errors.JobNotFinished: "bottega jobs watch ID follows it; bottega jobs cancel ID ends it.",
         errors.JobCancelled: "bottega generate begins another one.",
         errors.NotFinite: "Try another seed, a lower guidance scale or another sampler.",
         errors.NoWorker: "bottega fleet shows who has joined; bottega logs says why a worker has not.",

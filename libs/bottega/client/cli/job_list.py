@@ -88,7 +88,7 @@ def _row(job: JobStatus) -> tuple[str, ...]:
         f"{job.steps_done}/{job.steps_total}" if job.steps_total else "",
         f"{job.created.astimezone():%Y-%m-%d %H:%M:%S}",
         _duration_text(job),
-        escaped_and_cut(job.spec.prompt, _PROMPT_COLUMNS),
+        escaped_and_cut(job.parameters.prompt, _PROMPT_COLUMNS),
     )
 
 

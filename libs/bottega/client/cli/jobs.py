@@ -13,18 +13,18 @@ from bottega.client.cli.list_group import ListGroup
 from bottega.client.cli.output_files import choose_output, save_all
 from bottega.client.cli.terminal import fail, note, say
 from bottega.client.types.jobs import JobState, JobStatus
-from bottega.client.types.picture import format_of
 
 
 @click.group("jobs", cls=ListGroup)
 def command() -> None:
-    """Look after jobs: list, watch, cancel, get.
+    """Look after jobs: list, watch, cancel, get, delete.
 
     \b
       bottega generate "a big red star" --detach -o star.png     says the job's ID
       bottega jobs                                                the newest ones
       bottega jobs watch ID
       bottega jobs get ID -o star.png
+      bottega jobs delete ID                                      with its pictures
     """
 
 
@@ -41,7 +41,7 @@ def watch(*, job_id: str, timeout_s: float, address: str) -> None:
 
     with connect(address, timeout_s=timeout_s) as client:
         try:
-            completed = show_progress(client.job(job_id).watch())
+            completed = show_progress(client.job(job_id).stream())
         except KeyboardInterrupt:
             fail("no longer watched; the job goes on", f"bottega jobs cancel {job_id} would end it.")
     count = len(completed.images)
@@ -59,6 +59,17 @@ def cancel(*, job_id: str, address: str) -> None:
     if state is not JobState.CANCELLED:
         fail(f"{job_id} had ended already: {state}")
     say(f"{job_id} cancelled")
+
+
+@command.command("delete")
+@click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
+@address_option
+def delete(*, job_ids: tuple[str, ...], address: str) -> None:
+    """Delete jobs that have ended, with their pictures and all that is kept of them."""
+    with connect(address) as client:
+        for job_id in job_ids:
+            client.delete(job_id)
+            say(f"{job_id} deleted")
 
 
 @command.command("get")
@@ -79,11 +90,11 @@ def get(*, job_id: str, output: Path | None, wait: bool, timeout_s: float, addre
     with connect(address, timeout_s=timeout_s) as client:
         job = client.job(job_id)
         status = job.status()
-        target = choose_output(output, format_of(status.spec.format), status.spec.prompt)
+        target = choose_output(output, status.parameters.format or "png", status.parameters.prompt)
         if not status.state.ended and not wait:
             _refuse(status)
         try:
-            completed = show_progress(job.watch())
+            completed = show_progress(job.stream())
         except KeyboardInterrupt:
             fail("stopped; the job goes on", f"bottega jobs get {job_id} --wait")
     save_all(completed.images, target)

@@ -8,10 +8,7 @@ import click
 
 from bottega.client.cli.gateway_options import address_option, connect
 from bottega.client.cli.terminal import PlainTable, note, print_table
-from bottega.client.types.options import SAMPLERS
-from bottega.v1.image_pb2 import Model, SamplerChoice
-
-_NAMES = {number: name for name, number in SAMPLERS.items()}
+from bottega.client.types.models import Model, SamplerChoice
 
 
 @click.command("models")
@@ -67,14 +64,14 @@ def _default_sampler(model: Model) -> str:
     for choice in model.sampler_choices:
         if choice.is_default and choice.sampler == model.default_sampler:
             return _choice(choice)
-    return _NAMES.get(model.default_sampler, "")
+    return model.default_sampler or ""
 
 
 def _choice(choice: SamplerChoice) -> str:
-    return _NAMES.get(choice.sampler, str(choice.sampler)) + (" --karras" if choice.use_karras_sigmas else "")
+    return choice.sampler + (" --karras" if choice.use_karras_sigmas else "")
 
 
 def _guidance(model: Model) -> str:
-    plain = f"{model.default_guidance_scale:g}"
-    edits = f"{model.default_edit_guidance_scale:g}" if model.HasField("default_edit_guidance_scale") else plain
+    plain, edit = f"{model.default_guidance_scale:g}", model.default_edit_guidance_scale
+    edits = plain if edit is None else f"{edit:g}"
     return plain if edits == plain else f"{plain}, edits {edits}"

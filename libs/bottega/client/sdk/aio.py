@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from types import TracebackType
@@ -29,13 +29,16 @@ from bottega.client.types.image_source import ImageSource
 from bottega.client.types.jobs import JobPage, JobState, Priority, page_request, priority_to_wire, status_from
 from bottega.client.types.mask import MaskSource
 from bottega.client.types.messages import build_message
+from bottega.client.types.models import Adapter, AdapterKindName, Model, adapter_from, adapter_kind_to_wire, model_from
 from bottega.client.types.options import EditOptions, GenerationOptions, spec_from
 from bottega.client.types.picture import Picture
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, Violation
 from bottega.rules import refuse
 from bottega.v1 import image_pb2
 from bottega.v1.fleet_pb2 import ListMembersResponse
-from bottega.v1.image_pb2 import Model
+
+# Of at most 100 adapters each.
+_MAX_ADAPTER_PAGES = 2000
 
 
 class AsyncGatewayClient:
@@ -66,6 +69,11 @@ class AsyncGatewayClient:
         """host:port of the gateway."""
         return self._connection.address
 
+    @property
+    def shows_key(self) -> bool:
+        """Whether it shows an API key, by which the gateway knows a tenant."""
+        return self._connection.shows_key
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -89,10 +97,13 @@ class AsyncGatewayClient:
         priority: Priority = Priority.NORMAL,
         **options: Unpack[GenerationOptions],
     ) -> Picture:
-        """Draws one picture; GenerationOptions lists the keyword arguments.
+        """Draw one picture; GenerationOptions lists the keyword arguments.
 
         timeout_s, deadline_s, request_id, priority: as in stream().
         """
+        several: object = prompt
+        if isinstance(several, list | tuple):
+            refuse([Violation(field="prompt", description="must be one text; generate_many() draws a list of them")])
         images = await self.generate_many(
             prompt,
             1,
@@ -106,8 +117,8 @@ class AsyncGatewayClient:
 
     async def generate_many(
         self,
-        prompt: str,
-        num_images: int,
+        prompt: str | Sequence[str],
+        num_images: int = 1,
         *,
         timeout_s: float | None = None,
         deadline_s: float | None = None,
@@ -115,7 +126,17 @@ class AsyncGatewayClient:
         priority: Priority = Priority.NORMAL,
         **options: Unpack[GenerationOptions],
     ) -> tuple[Picture, ...]:
-        """Draws 1 to 8 pictures of one prompt together; picture i is drawn as a single one with seed + i."""
+        """Draw 1 to 8 pictures together; picture i is drawn as a single one with seed + i.
+
+        Args:
+            prompt: The prompt of all pictures, or a list with one for each.
+            num_images: Number of pictures of a single prompt; of a list there are as many as it has.
+            timeout_s: As in stream().
+            deadline_s: As in stream().
+            request_id: As in stream().
+            priority: As in stream().
+            **options: GenerationOptions lists them.
+        """
         stream = self.stream(
             prompt,
             num_images=num_images,
@@ -169,7 +190,7 @@ class AsyncGatewayClient:
 
     async def stream(
         self,
-        prompt: str,
+        prompt: str | Sequence[str],
         *,
         num_images: int = 1,
         preview: bool = False,
@@ -225,7 +246,7 @@ class AsyncGatewayClient:
 
     async def submit(
         self,
-        prompt: str,
+        prompt: str | Sequence[str],
         *,
         num_images: int = 1,
         deadline_s: float | None = None,
@@ -252,6 +273,10 @@ class AsyncGatewayClient:
         """The job of that id, wherever it began. Asks nobody: an unknown one is JobNotFound when it is used."""
         return AsyncJob(job_id, self._connection)
 
+    async def delete(self, job_id: str) -> None:
+        """Delete a job that has ended, with its pictures; the same as job(job_id).delete()."""
+        await self.job(job_id).delete()
+
     async def list_jobs(
         self,
         *,
@@ -270,9 +295,27 @@ class AsyncGatewayClient:
         return JobPage(jobs=tuple(status_from(job) for job in answer.jobs), next_page_token=answer.next_page_token)
 
     async def models(self) -> tuple[Model, ...]:
-        """The models that are served now, as the contract describes them."""
+        """Return the models that are served now and that requests may name, by name."""
         answer = await self._connection.call(self._connection.images.ListModels, image_pb2.ListModelsRequest())
-        return tuple(answer.models)
+        return tuple(map(model_from, answer.models))
+
+    async def adapters(self, kind: AdapterKindName | None = None) -> tuple[Adapter, ...]:
+        """Return the ControlNets and LoRAs that requests may name now, by kind and name.
+
+        A tenant needs no other right for this than its key. controlnets() and loras() say more, to operators.
+
+        Args:
+            kind: "controlnet" or "lora"; None is both.
+        """
+        request = image_pb2.ListAdaptersRequest(kind=adapter_kind_to_wire(kind))
+        found: list[Adapter] = []
+        for _ in range(_MAX_ADAPTER_PAGES):
+            answer = await self._connection.call(self._connection.images.ListAdapters, request)
+            found.extend(adapter for adapter in map(adapter_from, answer.adapters) if adapter is not None)
+            if not answer.next_page_token:
+                return tuple(found)
+            request.page_token = answer.next_page_token
+        raise InternalError(f"the gateway's list of adapters has not ended after {_MAX_ADAPTER_PAGES} pages")
 
     async def fleet(self) -> ListMembersResponse:
         """The services that have joined and how busy they are, as the contract describes them."""

@@ -14,9 +14,9 @@ from bottega.client.types.events import Event
 from bottega.client.types.jobs import JobStatus, status_from
 from bottega.client.types.messages import build_message
 from bottega.client.types.picture import Picture, picture_from
+from bottega.client.types.provenance import Provenance
 from bottega.client.types.trace import JobTrace, trace_from
 from bottega.v1 import image_pb2
-from bottega.v1.generation_pb2 import Provenance
 
 
 class AsyncJob:
@@ -37,11 +37,15 @@ class AsyncJob:
         request = build_message(image_pb2.GetJobRequest(), job_id=self.id)
         return status_from((await self._connection.call(self._connection.images.GetJob, request)).job)
 
-    async def watch(self, *, preview: bool = False, timeout_s: float | None = None) -> AsyncGenerator[Event, None]:
-        """Its events from its current state on, the last one Completed. Raises what ended it otherwise.
+    async def stream(self, *, preview: bool = False, timeout_s: float | None = None) -> AsyncGenerator[Event, None]:
+        """Yield its events from its current state on, as client.stream() does; the last one is Completed.
 
-        preview: Progress carries small JPEGs of the unfinished pictures.
-        timeout_s: stop watching after so many seconds; the client's own when absent.
+        Args:
+            preview: Whether Progress carries small JPEGs of the unfinished pictures.
+            timeout_s: Seconds after which it is not followed any more; None is the client's own.
+
+        Raises:
+            BottegaError: What ended the job otherwise.
         """
         images, terms = self._connection.images, self._connection.terms(timeout_s)
         request = build_message(image_pb2.WatchJobRequest(), job_id=self.id, preview=preview)
@@ -59,9 +63,9 @@ class AsyncJob:
     async def result(self, *, timeout_s: float | None = None) -> tuple[Picture, ...]:
         """Its pictures, in order, as soon as they are there. Raises what ended it otherwise.
 
-        timeout_s: as in watch(); DeadlinePassed then, and the job goes on.
+        timeout_s: as in stream(); DeadlinePassed then, and the job goes on.
         """
-        return (await wait_until_completed(self.watch(timeout_s=timeout_s))).images
+        return (await wait_until_completed(self.stream(timeout_s=timeout_s))).images
 
     async def image(self, index: int = 0, *, timeout_s: float | None = None) -> Picture:
         """One of its finished pictures. Raises JobNotFinished while there are none."""
@@ -76,6 +80,11 @@ class AsyncJob:
         request = build_message(image_pb2.GetJobTraceRequest(), job_id=self.id)
         answer = await self._connection.call(self._connection.images.GetJobTrace, request)
         return trace_from(self.id, answer.trace)
+
+    async def delete(self) -> None:
+        """Delete it with its pictures, its trace and its request_id. Raise JobNotFinished where it has not ended."""
+        request = build_message(image_pb2.DeleteJobRequest(), job_id=self.id)
+        await self._connection.call(self._connection.images.DeleteJob, request)
 
     async def cancel(self) -> JobStatus:
         """Cancels it, and says how it stands then; one that has ended stays as it is."""

@@ -37,11 +37,12 @@ class Job(OnLoop):
         return f"{type(self).__name__}({self.id!r})"
 
     status = blocking(AsyncJob.status)
-    watch = iterating(AsyncJob.watch)
+    stream = iterating(AsyncJob.stream)
     result = blocking(AsyncJob.result)
     image = blocking(AsyncJob.image)
     trace = blocking(AsyncJob.trace)
     cancel = blocking(AsyncJob.cancel)
+    delete = blocking(AsyncJob.delete)
 
 
 class GatewayClient(OnLoop):
@@ -77,6 +78,11 @@ class GatewayClient(OnLoop):
         """host:port of the gateway."""
         return str(self._async.address)
 
+    @property
+    def shows_key(self) -> bool:
+        """Whether it shows an API key, by which the gateway knows a tenant."""
+        return bool(self._async.shows_key)
+
     def __enter__(self) -> Self:
         return self
 
@@ -101,8 +107,10 @@ class GatewayClient(OnLoop):
     edit = blocking(AsyncGatewayClient.edit)
     stream = iterating(AsyncGatewayClient.stream)
     submit = blocking_as(_job, AsyncGatewayClient.submit)
+    delete = blocking(AsyncGatewayClient.delete)
     list_jobs = blocking(AsyncGatewayClient.list_jobs)
     models = blocking(AsyncGatewayClient.models)
+    adapters = blocking(AsyncGatewayClient.adapters)
     fleet = blocking(AsyncGatewayClient.fleet)
 
 

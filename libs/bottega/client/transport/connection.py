@@ -16,7 +16,7 @@ from bottega.client.transport.calls import CallTerms, RequestT, ResponseT, call_
 from bottega.client.transport.retry import CallDeadline, RetryPolicy
 from bottega.client.transport.tls import Tls, channels_of, tls_from_environment
 from bottega.client.types.messages import UNSENDABLE, describe
-from bottega.errors import InvalidRequest, Violation
+from bottega.errors import Forbidden, InvalidRequest, Violation
 from bottega.rpc.channel import Channels, Target
 from bottega.rpc.security.caller import Role
 from bottega.v1.fleet_pb2 import ListMembersRequest, ListMembersResponse
@@ -64,7 +64,9 @@ class GatewayConnection:
         self._fleet_channel: grpc.aio.Channel | None = None
         self._timeout_s = CallDeadline.after(timeout_s).allowed_s
         self._retry = retry
+        self._tls = tls
         self.channels = channels_of(tls)
+        self.shows_key = bool(checked_key(api_key))
         self._reported = False
         self._channel = self._open("address", address, api_key=checked_key(api_key))
         self.images = ImageServiceStub(self._channel)
@@ -89,7 +91,12 @@ class GatewayConnection:
         return await call_with_retries(method, request, self._short_terms(), before_try=before_try)
 
     async def fleet(self) -> ListMembersResponse:
-        """Who has joined. Nothing but this needs the fleet listener to be reached."""
+        """Who has joined. Nothing but this needs the fleet listener to be reached.
+
+        Raise Forbidden where the listener asks for a certificate, and the client has an API key alone.
+        """
+        if self.shows_key and self._tls is not None and self._tls.certificate is None:
+            raise Forbidden("this needs an operator's certificate; an API key is a tenant's")
         address = self._fleet_address
         if address is None:
             address = await asyncio.to_thread(default_fleet_address, self.address)

@@ -8,7 +8,7 @@ from bottega.client.transport.retry import CallTimeout
 from bottega.client.types.events import Event, Progress
 from bottega.errors import DeadlinePassed
 
-_GOES_ON = "The job goes on: client.job({job_id!r}).watch() follows it, and .result() has its pictures."
+_GOES_ON = "The job goes on: client.job({job_id!r}).stream() follows it, and .result() has its pictures."
 _ENDS = "Allow more time (timeout_s), or submit() a job that outlives the call and fetch its pictures later."
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from bottega.client.transport.calls import CallTerms, CarrierT_co, EventStream, check_digest, fetch_image, follow_events
 from bottega.client.types.events import Completed, Event, Interrupted, Preview, Progress, Queued
 from bottega.client.types.picture import picture_from
+from bottega.client.types.provenance import provenance_from
 from bottega.errors import InternalError
 from bottega.rpc.status import from_job_error
 from bottega.v1.image_pb2 import GetImageRequest, Image, JobEvent
@@ -64,7 +65,7 @@ def _progress(event: JobEvent) -> Progress:
 
 
 async def _completed(event: JobEvent, images: ImageServiceAsyncStub, terms: CallTerms) -> Completed:
-    provenance = event.completed.provenance
+    provenance = provenance_from(event.completed.provenance)
     pictures = []
     for image in event.completed.images:
         data = await _bytes_of(image, event.job_id, images, terms)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bottega.client.types.picture import Picture
+from bottega.client.types.provenance import Provenance
 from bottega.errors import BottegaError
-from bottega.v1.generation_pb2 import Provenance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ from enum import StrEnum
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega.client.types.messages import as_list, build_message, describe, set_timestamp
-from bottega.errors import Violation
+from bottega.client.types.provenance import Parameters, Provenance, parameters_from, provenance_from
+from bottega.errors import BottegaError, Violation
+from bottega.rpc.status import from_job_error
 from bottega.rules import refuse
 from bottega.v1 import image_pb2
-from bottega.v1.error_pb2 import JobError
-from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 
 
 class JobState(StrEnum):
@@ -47,29 +47,29 @@ _FIRST, _LAST = datetime(2, 1, 1, tzinfo=UTC), datetime(9998, 12, 31, tzinfo=UTC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """One look at a job.
-
-    spec: what is drawn, defaults filled in, seed drawn.
-    steps_done, steps_total: denoising steps over all images.
-    image_count: finished images; client.job(job_id).image(index) fetches them.
-    provenance: what really happened; None until completed.
-    error: why it failed, as the contract's message; None unless it failed or was cancelled.
-    priority: how urgent it is beside others of its tenant.
-    """
+    """One look at a job."""
 
     job_id: str
     request_id: str
+    """Idempotency key that the caller gave; empty without one."""
     state: JobState
-    spec: GenerationSpec = field(repr=False)
+    parameters: Parameters = field(repr=False)
+    """What is drawn, defaults filled in, seed drawn."""
     created: datetime
     started: datetime | None
     ended: datetime | None
     steps_done: int
+    """Denoising steps done, over all pictures."""
     steps_total: int
+    """Denoising steps in all, over all pictures."""
     image_count: int
+    """Finished pictures; client.job(job_id).image(index) fetches them."""
     provenance: Provenance | None = field(repr=False)
-    error: JobError | None
+    """What really happened; None until completed."""
+    error: BottegaError | None
+    """Why it failed, as job.result() raises it; None unless it failed or was cancelled."""
     priority: Priority
+    """How urgent it is beside others of its tenant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +86,15 @@ def status_from(job: image_pb2.Job) -> JobStatus:
         job_id=job.job_id,
         request_id=job.request_id,
         state=_state(job.state),
-        spec=job.spec,
+        parameters=parameters_from(job.spec),
         created=_time(job.create_time),
         started=_time(job.start_time) if job.HasField("start_time") else None,
         ended=_time(job.end_time) if job.HasField("end_time") else None,
         steps_done=job.steps_done,
         steps_total=job.steps_total,
         image_count=len(job.images),
-        provenance=job.provenance if job.HasField("provenance") else None,
-        error=job.error if job.HasField("error") else None,
+        provenance=provenance_from(job.provenance) if job.HasField("provenance") else None,
+        error=from_job_error(job.error) if job.HasField("error") else None,
         priority=_priority(job.priority),
     )
 

@@ -30,7 +30,7 @@ UNSENDABLE = (TypeError, ValueError, OverflowError)
 _RANGES: Mapping[str, tuple[int, int]] = {
     **rules.RANGES,
     "index": (0, rules.MAX_IMAGES - 1),
-    "page_size": (1, rules.MAX_JOBS_PAGE),
+    "page_size": (1, rules.MAX_PAGE),
     "from_step": (0, rules.MAX_STEPS),
     "max_step": (0, rules.MAX_STEPS),
     "similarity": (-1, 1),

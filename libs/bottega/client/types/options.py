@@ -6,6 +6,7 @@ checked by the gateway, which knows the model.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast
 
@@ -131,6 +132,30 @@ class GenerationOptions(EditOptions, total=False):
 
 _NAMED: dict[str, Mapping[Any, int]] = {"sampler": SAMPLERS, "fidelity": FIDELITIES, "format": FORMATS}
 _OPTIONS = tuple(GenerationOptions.__annotations__)
+# Of client.generate() and the like, where a misspelt one may stand.
+_ARGUMENTS = (*_OPTIONS, "num_images", "timeout_s", "deadline_s", "request_id", "priority", "preview")
+# What other tools call them, too far from our names to be found by their letters.
+_OTHER_NAMES = {
+    "steps": "num_inference_steps",
+    "num_steps": "num_inference_steps",
+    "cfg": "guidance_scale",
+    "cfg_scale": "guidance_scale",
+    "guidance": "guidance_scale",
+    "negative": "negative_prompt",
+    "scheduler": "sampler",
+    "karras": "use_karras_sigmas",
+    "denoising_strength": "strength",
+    "mask": "mask_image",
+    "loras": "lora",
+    "control": "controlnets",
+    "controlnet": "controlnets",
+    "generator": "seed",
+    "num_images_per_prompt": "num_images",
+    "n": "num_images",
+    "timeout": "timeout_s",
+    "deadline": "deadline_s",
+    "output_type": "format",
+}
 # Of the contract's Techniques, those that have an argument.
 _TECHNIQUES = (
     "bounded_lora_loading",
@@ -143,18 +168,20 @@ _TECHNIQUES = (
     "identical_results",
 )
 # Of a spec, what becomes of no argument, or of several.
-_LEFT_OUT = frozenset({"prompt", "num_images", "image", "mask_image", "loras", "techniques"})
+_LEFT_OUT = frozenset({"prompt", "prompts", "num_images", "image", "mask_image", "loras", "techniques"})
 
 
-def spec_from(prompt: str, options: GenerationOptions, *, num_images: int = 1) -> GenerationSpec:
-    """The request as the contract carries it. Reads the images that are paths.
+def spec_from(prompt: str | Sequence[str], options: GenerationOptions, *, num_images: int = 1) -> GenerationSpec:
+    """Return the request as the contract carries it. Reads the images that are paths.
 
     Raises InvalidRequest, listing every argument that cannot be sent.
     """
     spec = GenerationSpec()
-    unknown = sorted(options.keys() - set(_OPTIONS))
-    broken = [Violation(field=name, description="there is no such argument") for name in unknown]
-    broken.extend(set_field(spec, "prompt", prompt))
+    broken = [_unknown(name) for name in sorted(options.keys() - set(_OPTIONS))]
+    several = isinstance(prompt, list | tuple)
+    broken.extend(set_field(spec, "prompts" if several else "prompt", prompt))
+    if several and not prompt:
+        broken.append(Violation(field="prompt", description="must be a text, or a list of at least one"))
     if num_images != 1:
         broken.extend(set_field(spec, "num_images", num_images))
     for name in _OPTIONS:
@@ -180,6 +207,13 @@ def options_from(spec: GenerationSpec) -> GenerationOptions:
     if spec.loras:
         said["lora"] = tuple(map(lora_from, spec.loras))
     return cast("GenerationOptions", said)
+
+
+def _unknown(name: str) -> Violation:
+    """Return what is said of a keyword that there is not, with the one that was probably meant."""
+    near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, _ARGUMENTS, n=1)), None)
+    meant = f"; did you mean {near}?" if near else ""
+    return Violation(field=name, description=f"there is no such argument{meant}")
 
 
 def _name_of(argument: str, number: int) -> str:

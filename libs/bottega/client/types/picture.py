@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Literal
 from bottega.client.files import write_whole
 from bottega.errors import InternalError
 from bottega.v1 import generation_pb2
-from bottega.v1.generation_pb2 import ImageFormat, Provenance
+from bottega.v1.generation_pb2 import ImageFormat
 from bottega.v1.image_pb2 import Image
 
 if TYPE_CHECKING:
     import PIL.Image
+
+    from bottega.client.types.provenance import Provenance
 
 Format = Literal["png", "jpeg", "webp"]
 
@@ -43,7 +45,7 @@ class Picture:
     recording (`provenance.mask.recording`) cannot be drawn again.
     index: its place in the job, from 0.
     digest: SHA-256 of `data`, hex; checked when it arrived.
-    provenance: what really happened, as the contract's message (do not change it).
+    provenance: what really happened.
     """
 
     data: bytes = field(repr=False)

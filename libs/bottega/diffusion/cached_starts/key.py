@@ -15,11 +15,13 @@ from bottega.diffusion.spec import ControlSpec, ResolvedSpec
 def has_key(spec: ResolvedSpec) -> bool:
     """Whether its latents can be exchanged with others' at all.
 
-    Not from a picture, nor with a second prompt, which the embedding does not show; not with ControlNets whose weights
-    are not known by digest; not where something is measured from step to step.
+    Not from a picture, nor with a second prompt, which the embedding does not show; not with several prompts, of which
+    it shows one; not with ControlNets whose weights are not known by digest; not where something is measured from step
+    to step.
     """
     return (
         spec.strength is None
+        and not spec.prompts
         and not spec.prompt_2
         and not spec.loras_measured
         and all(control.digest and not control.measured for control in spec.controlnets)

@@ -66,7 +66,17 @@ class JobAddOn:
         return True
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
-        """The job's prompt is encoded, and its requests are made. Raises BottegaError where the job can never begin."""
+        """Take over what is needed of the job, whose prompt is encoded and whose requests are made.
+
+        Args:
+            job: The job.
+            conditions: Those of its first image. Only a job of several prompts has others; add-ons whose part depends
+                on the prompt are not open to it (rules.check_prompts).
+            now_s: Monotonic seconds.
+
+        Raises:
+            BottegaError: The job can never begin.
+        """
 
     def update(self, now_s: float) -> None:
         """Takes in what has come, and gives back what is not needed any more.

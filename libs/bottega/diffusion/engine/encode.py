@@ -6,7 +6,7 @@ Follows StableDiffusionXLPipeline.encode_prompt, one prompt at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from diffusers.loaders import TextualInversionLoaderMixin
@@ -46,25 +46,48 @@ class LatentDistribution:
     """bool, whether both are free of NaN and infinities."""
 
 
+def encode_all_prompts(model: Model, spec: ResolvedSpec) -> list[Conditions]:
+    """Return the conditions of each image of a spec, in order. Images with the same prompt share them."""
+    if not spec.prompts:
+        return [encode_prompts(model, spec)] * spec.num_images
+    encoded: dict[str, Conditions] = {}
+    negative: Embeds | None = None
+    for index, prompt in enumerate(spec.prompts):
+        if prompt not in encoded:
+            single = replace(spec, prompt=prompt, prompts=())
+            encoded[prompt] = encode_prompts(model, single, field=f"prompts[{index}]", negative=negative)
+            negative = encoded[prompt].unconditional
+    return [encoded[prompt] for prompt in spec.prompts]
+
+
 @torch.inference_mode()
-def encode_prompts(model: Model, spec: ResolvedSpec) -> Conditions:
-    """What the prompts of a spec condition on; without guidance there is no unconditional half."""
+def encode_prompts(
+    model: Model, spec: ResolvedSpec, *, field: str = "prompt", negative: Embeds | None = None
+) -> Conditions:
+    """Return what the prompt of a spec conditions on; without guidance there is no unconditional half.
+
+    Args:
+        model: Model whose text encoders read it.
+        spec: Spec with one prompt.
+        field: Name of the prompt's field, for its truncation.
+        negative: The unconditional half, where it is encoded already.
+    """
     truncations: dict[str, str] = {}
     # As in Diffusers, an empty second prompt means the first one.
     pair = (spec.prompt, spec.prompt_2 or spec.prompt)
-    names = ("prompt", "prompt_2" if spec.prompt_2 else "prompt")
+    names = (field, "prompt_2" if spec.prompt_2 else field)
     prompt, pooled = _encode_pair(model, pair, names, truncations)
     time_ids = torch.tensor([spec.height, spec.width, 0, 0, spec.height, spec.width], dtype=prompt.dtype)
     time_ids = model.runtime.to_device(time_ids)
     conditional = Embeds(prompt=prompt, pooled=pooled, time_ids=time_ids)
-    unconditional = None
-    if spec.guided:
+    unconditional = negative
+    if spec.guided and unconditional is None:
         if spec.negative_prompt is None and model.zeros_for_absent_negative:
             empty = torch.zeros_like(prompt), torch.zeros_like(pooled)
         else:
-            negative = spec.negative_prompt or ""
+            text = spec.negative_prompt or ""
             names = ("negative_prompt", "negative_prompt_2" if spec.negative_prompt_2 else "negative_prompt")
-            empty = _encode_pair(model, (negative, spec.negative_prompt_2 or negative), names, truncations)
+            empty = _encode_pair(model, (text, spec.negative_prompt_2 or text), names, truncations)
         unconditional = Embeds(prompt=empty[0], pooled=empty[1], time_ids=time_ids)
     embeds = [each for half in (conditional, unconditional) if half is not None for each in (half.prompt, half.pooled)]
     return Conditions(

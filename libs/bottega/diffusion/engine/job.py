@@ -14,7 +14,7 @@ from bottega.diffusion.device.span import Span
 from bottega.diffusion.editing.edit import latent_mask
 from bottega.diffusion.engine.addon import Parts
 from bottega.diffusion.engine.checkpoint import SavedJob, read_checkpoint
-from bottega.diffusion.engine.encode import Conditions, encode_image, encode_prompts
+from bottega.diffusion.engine.encode import Conditions, encode_all_prompts, encode_image
 from bottega.diffusion.engine.events import Decisions, EngineRecord, PairRecord
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.request import Request
@@ -273,21 +273,21 @@ def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float, cloc
     addons: its parts, which may be waiting for something still. clock: of the model's device. Raises what the first of
     the parts raises.
     """
-    conditions = encode_prompts(model, order.spec)
+    conditions = encode_all_prompts(model, order.spec)
     state = _resumed_state(model, order) if all(part.resumable for part in addons.values()) else None
     if state is None:
         requests, pinned = new_requests(model, order, conditions), order.decisions
     else:
         mask = _latent_mask(model, order)
         requests = [
-            Request(model, order.spec, conditions, index=index, mask=mask, resume=image)
+            Request(model, order.spec, conditions[index], index=index, mask=mask, resume=image)
             for index, image in enumerate(state.images)
         ]
         pinned = {**order.decisions, **state.decisions}
     job = EngineJob(
         order=order,
         requests=requests,
-        truncations=conditions.truncations,
+        truncations={field: text for each in conditions for field, text in each.truncations.items()},
         addons=addons,
         pinned=pinned,
         spans=SpanLog(clock),
@@ -296,16 +296,17 @@ def open_job(model: Model, order: EngineOrder, addons: Parts, now_s: float, cloc
     job.check_inputs()
     job.checkpoint_steps = job.steps_done
     for part in addons.values():
-        part.attach(job, conditions, now_s)
+        part.attach(job, conditions[0], now_s)
     job.remote_job = _remote_job(job, conditions)
     return job
 
 
 def _input_checks(
-    model: Model, spec: ResolvedSpec, conditions: Conditions, requests: Sequence[Request]
+    model: Model, spec: ResolvedSpec, conditions: Sequence[Conditions], requests: Sequence[Request]
 ) -> list[InputCheck]:
     of_prompt = not_finite(spec.loras) if spec.loras else prompt_not_finite(model.text_encoders[1].dtype)
-    checks = [InputCheck(finite=conditions.finite, error=of_prompt)]
+    distinct = {id(each): each for each in conditions}
+    checks = [InputCheck(finite=each.finite, error=of_prompt) for each in distinct.values()]
     source = next((request.source_finite for request in requests if request.source_finite is not None), None)
     if source is not None:  # all images of a job have the same source
         error = vae_not_finite("encoded the image", encode_dtype(model.vae))
@@ -313,14 +314,20 @@ def _input_checks(
     return checks
 
 
-def new_requests(model: Model, order: EngineOrder, conditions: Conditions) -> list[Request]:
-    """The order's images, before their first steps."""
+def new_requests(model: Model, order: EngineOrder, conditions: Sequence[Conditions]) -> list[Request]:
+    """Return the order's images, before their first steps.
+
+    Args:
+        model: Model that draws them.
+        order: What is drawn.
+        conditions: Conditions of each image.
+    """
     spec = order.spec
     if (spec.strength is None) != (order.image is None):
         raise InternalError("a strength came without an image, or an image without one")
     image = None if order.image is None else encode_image(model, order.image)
     mask = _latent_mask(model, order)
-    return [Request(model, spec, conditions, index=index, image=image, mask=mask) for index in range(spec.num_images)]
+    return [Request(model, spec, each, index=index, image=image, mask=mask) for index, each in enumerate(conditions)]
 
 
 def _latent_mask(model: Model, order: EngineOrder) -> Tensor | None:
@@ -357,12 +364,16 @@ def _resumed_state(model: Model, order: EngineOrder) -> SavedJob | None:
         return None
 
 
-def _remote_job(job: EngineJob, conditions: Conditions) -> RemoteJob | None:
-    """What another worker must know to compute rows of the job. Without guidance there is nothing to halve."""
-    if conditions.unconditional is None or not job.order.latent_parallelism:
+def _remote_job(job: EngineJob, conditions: Sequence[Conditions]) -> RemoteJob | None:
+    """Return what another worker must know to compute rows of the job; None where it computes none.
+
+    Without guidance there is nothing to halve. A job of several prompts stays here: the other worker knows one.
+    """
+    first = conditions[0]
+    if first.unconditional is None or not job.order.latent_parallelism or job.order.spec.prompts:
         return None
     if not all(part.offloadable for part in job.addons.values()):
         return None
-    halves = {Half.UNCONDITIONAL: conditions.unconditional, Half.CONDITIONAL: conditions.conditional}
+    halves = {Half.UNCONDITIONAL: first.unconditional, Half.CONDITIONAL: first.conditional}
     told = {addon.kind: part.offload() for addon, part in job.addons.items()}
     return RemoteJob(halves=halves, parts={kind: part for kind, part in told.items() if part is not None})

@@ -185,7 +185,9 @@ class EngineLoras(EngineAddOn):
 
     def shadows(self, order: EngineOrder, conditions: Conditions) -> Sequence[Request]:
         """The order's images once more, to be denoised without LoRAs in the UNet; none where none is measured."""
-        return new_requests(self._model, order, conditions) if order.spec.loras_measured else ()
+        return (
+            new_requests(self._model, order, [conditions] * order.spec.num_images) if order.spec.loras_measured else ()
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,9 @@ _LIMITS: Mapping[str, MessageLimits] = {
         "ImageService/ListJobs": _SMALL,
         "ImageService/WatchJob": _SMALL,
         "ImageService/CancelJob": _SMALL,
+        "ImageService/DeleteJob": _SMALL,
         "ImageService/ListModels": _SMALL,
+        "ImageService/ListAdapters": _SMALL,
         "ImageService/GetJobTrace": _SMALL,
         # The longest registration, and the longest load, are well below a MiB.
         "FleetService/Join": MessageLimits(max_bytes=PLAIN_BYTES, max_fields=_LIST_FIELDS),

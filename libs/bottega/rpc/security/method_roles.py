@@ -24,7 +24,9 @@ METHOD_ROLES: Mapping[str, frozenset[Role]] = {
         "ImageService/ListJobs": _CALLERS,
         "ImageService/WatchJob": _CALLERS,
         "ImageService/CancelJob": _CALLERS,
+        "ImageService/DeleteJob": _CALLERS,
         "ImageService/ListModels": _CALLERS,
+        "ImageService/ListAdapters": _CALLERS,
         "ImageService/GetJobTrace": _CALLERS,
         "FleetService/Join": _MEMBERS,
         "FleetService/ListMembers": _OPERATOR,
@@ -44,7 +46,7 @@ METHOD_ROLES: Mapping[str, frozenset[Role]] = {
         "LoraService/PrefetchLoras": _GATEWAY,
         "LoraService/UploadLora": _OPERATOR,
         "LoraService/RegisterLora": _OPERATOR,
-        "LoraService/ListLoras": _OPERATOR,
+        "LoraService/ListLoras": _GATEWAY_OR_OPERATOR,
         "LoraService/DeleteLora": _OPERATOR,
         "LoraService/PinLora": _OPERATOR,
         "LoraService/SetLoraProfile": _OPERATOR,
@@ -76,6 +78,7 @@ AUDITED: frozenset[str] = frozenset(
         "ImageService/Generate",
         "ImageService/SubmitJob",
         "ImageService/CancelJob",
+        "ImageService/DeleteJob",
         "FleetService/Join",
         "WorkerService/DropTemplate",
         "WorkerService/ProfileBlocks",
@@ -106,5 +109,5 @@ def check_method(method: str, caller: Caller) -> None:
     allowed = METHOD_ROLES.get(method, _OPERATOR)
     if caller.role is Role.LOCAL or caller.role in allowed:
         return
-    names = " or ".join(sorted(allowed))
-    raise Forbidden(f"{caller.role} {caller.name} may not do that: it is for {names}", metadata={"role": caller.role})
+    rule = "needs an operator's certificate" if Role.OPERATOR in allowed else f"is for {' or '.join(sorted(allowed))}"
+    raise Forbidden(f"{caller.role} {caller.name} may not do that: it {rule}", metadata={"role": caller.role})

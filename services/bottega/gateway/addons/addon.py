@@ -20,6 +20,7 @@ from bottega.gateway.tenants.access import Access
 from bottega.rpc.channel import Channels
 from bottega.v1 import image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
+from bottega.v1.image_pb2 import AdapterKind
 from bottega.v1.worker_pb2 import AttemptDecisions
 
 
@@ -146,6 +147,20 @@ class AddOn:
         """Hashes of what a complete request for the model names and does not give a hash of itself, in its order.
 
         None where it is not certain now what the names stand for.
+        """
+        return ()
+
+    # What callers may name.
+
+    adapter_kind: AdapterKind.ValueType = image_pb2.ADAPTER_KIND_UNSPECIFIED
+    """Kind of the adapters that it lists; UNSPECIFIED where it has none."""
+
+    async def adapters(self, access: Access, models: Sequence[image_pb2.Model]) -> Sequence[image_pb2.Adapter]:
+        """Return what requests may name now, in any order. Raise Unavailable where that cannot be found out.
+
+        Args:
+            access: Access of the caller.
+            models: Models that the caller may name.
         """
         return ()
 

@@ -25,8 +25,7 @@ def complete(spec: GenerationSpec, model: image_pb2.Model, resolutions: Sequence
 
     resolutions: of its add-ons.
     """
-    full = GenerationSpec()
-    full.CopyFrom(spec)
+    full = _copied(spec)
     # Only a caller who gave a seed wants to see the same picture again.
     exact = spec.HasField("seed") and not _asks_for_masked_blocks(spec)
     full.fidelity = spec.fidelity or (generation_pb2.FIDELITY_EXACT if exact else generation_pb2.FIDELITY_BALANCED)
@@ -40,7 +39,7 @@ def complete(spec: GenerationSpec, model: image_pb2.Model, resolutions: Sequence
     full.format = spec.format or generation_pb2.IMAGE_FORMAT_PNG
     full.width = spec.width if spec.HasField("width") else model.default_width
     full.height = spec.height if spec.HasField("height") else model.default_height
-    full.num_images = spec.num_images if spec.HasField("num_images") else 1
+    full.num_images = len(full.prompts) or (spec.num_images if spec.HasField("num_images") else 1)
     full.quality = spec.quality if spec.HasField("quality") else _QUALITY
     _complete_denoising(full, spec, model)
     _complete_edit(full)
@@ -54,8 +53,7 @@ def as_before(spec: GenerationSpec, drawn: GenerationSpec, addons: Sequence[AddO
 
     drawn: what came of the same spec at that time, its input images removed.
     """
-    full = GenerationSpec()
-    full.CopyFrom(spec)
+    full = _copied(spec)
     for field, value in drawn.ListFields():
         if not field.is_repeated and field.message_type is None:
             setattr(full, field.name, value)
@@ -63,6 +61,17 @@ def as_before(spec: GenerationSpec, drawn: GenerationSpec, addons: Sequence[AddO
         full.techniques.CopyFrom(drawn.techniques)
     for addon in addons:
         addon.complete_again(full, drawn)
+    return full
+
+
+def _copied(spec: GenerationSpec) -> GenerationSpec:
+    """Return a copy whose prompt is the first one of several; a single one is its prompt alone."""
+    full = GenerationSpec()
+    full.CopyFrom(spec)
+    if spec.prompts:
+        full.prompt = spec.prompts[0]
+    if len(spec.prompts) == 1:
+        full.ClearField("prompts")
     return full
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -11,6 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega import rules
 from bottega.errors import BottegaError, ImageNotFound, JobNotFinished, TraceNotFound
+from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.api import validation
 from bottega.gateway.api.admission import Admission, GenerateCommand
 from bottega.gateway.api.conversion import event_to_wire, image_to_wire, inline_bytes, job_to_wire, travels_inline
@@ -58,6 +59,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         images: ContentStore,
         fleet: Fleet,
         traces: JobTraces,
+        addons: Sequence[AddOn],
         default_deadline_s: float,
     ) -> None:
         self._admission = admission
@@ -66,6 +68,7 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         self._images = images
         self._fleet = fleet
         self._traces = traces
+        self._addons = addons
         self._default_deadline_s = default_deadline_s
 
     async def Generate(
@@ -171,6 +174,13 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         await self._controller.cancel_durably(job)
         return image_pb2.CancelJobResponse(job=job_to_wire(job))
 
+    async def DeleteJob(self, request: image_pb2.DeleteJobRequest, context: _Context) -> image_pb2.DeleteJobResponse:
+        """Deletes a job that has ended; returns when that is durable."""
+        job = await self._job(request.job_id)
+        await self._jobs.delete(job)
+        self._traces.remove(job.job_id)
+        return image_pb2.DeleteJobResponse()
+
     async def GetJobTrace(
         self, request: image_pb2.GetJobTraceRequest, context: _Context
     ) -> image_pb2.GetJobTraceResponse:
@@ -186,6 +196,25 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
     async def ListModels(self, request: image_pb2.ListModelsRequest, context: _Context) -> image_pb2.ListModelsResponse:
         """Models that are served now."""
         return image_pb2.ListModelsResponse(models=self._fleet.models(Access.of(caller())))
+
+    async def ListAdapters(
+        self, request: image_pb2.ListAdaptersRequest, context: _Context
+    ) -> image_pb2.ListAdaptersResponse:
+        """What requests of the caller may name."""
+        rules.refuse(list(validation.check_adapters_page(request)))
+        access = Access.of(caller())
+        models = self._fleet.models(access)
+        listed = [
+            (_adapter_token(adapter), adapter)
+            for addon in self._addons
+            if request.kind in (image_pb2.ADAPTER_KIND_UNSPECIFIED, addon.adapter_kind)
+            for adapter in await addon.adapters(access, models)
+        ]
+        after = sorted((each for each in listed if each[0] > request.page_token), key=lambda each: each[0])
+        page = after[: request.page_size or rules.MAX_PAGE]
+        return image_pb2.ListAdaptersResponse(
+            adapters=[adapter for _, adapter in page], next_page_token=page[-1][0] if len(after) > len(page) else ""
+        )
 
     def _caller_s(self, context: _Context) -> float:
         return self._default_deadline_s if context.time_remaining() is None else context.time_remaining()
@@ -217,6 +246,11 @@ class ImageService(image_pb2_grpc.ImageServiceServicer):
         if reader is None:
             raise ImageNotFound("the image has expired")
         return reader
+
+
+def _adapter_token(adapter: image_pb2.Adapter) -> str:
+    """Return the page token of the adapters after this one: its place in the order of the list."""
+    return f"{adapter.kind}/{adapter.name}/{adapter.digest}"
 
 
 def _chunk_bytes() -> int:

@@ -19,10 +19,11 @@ from bottega.gateway.api.image_sources import SeenImages
 from bottega.gateway.jobs.specs import input_images, latent_scale
 from bottega.rules import (
     MAX_ADAPTERS,
-    MAX_JOBS_PAGE,
+    MAX_PAGE,
     MAX_SIDE,
     check_edit,
     check_model_name,
+    check_prompts,
     check_ranges,
     check_sigmas,
     check_steps_left,
@@ -35,6 +36,8 @@ from bottega.v1.generation_pb2 import FIDELITY_EXACT, GenerationSpec, MaskUse
 from bottega.v1.image_pb2 import Priority
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# Of ListAdapters: a kind, a name and a hash.
+_MAX_TOKEN_CHARACTERS = 512
 # Of one ListJobs.
 _MAX_STATES = 16
 # Fields without which it is not known at which size a mask is read.
@@ -67,6 +70,7 @@ def check_priority(priority: Priority.ValueType) -> Iterator[Violation]:
 def check_spec(spec: GenerationSpec, addons: Sequence[AddOn], *, max_image_bytes: int) -> Iterator[Violation]:
     """What is wrong with a spec whatever the model."""
     yield from check_texts(spec)
+    yield from check_prompts(spec)
     yield from check_model_name(spec)
     yield from check_ranges(spec)
     yield from check_techniques(spec)
@@ -115,13 +119,23 @@ def _check_choice(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Viol
 
 def check_page(request: image_pb2.ListJobsRequest) -> Iterator[Violation]:
     """What is wrong with the paging and the filters of ListJobs, its token aside."""
-    if not 0 <= request.page_size <= MAX_JOBS_PAGE:
-        yield _violation("page_size", f"must be 1 to {MAX_JOBS_PAGE}, or 0 for the default", spec=False)
+    if not 0 <= request.page_size <= MAX_PAGE:
+        yield _violation("page_size", f"must be 1 to {MAX_PAGE}, or 0 for the default", spec=False)
     known = set(image_pb2.JobState.values()) - {image_pb2.JOB_STATE_UNSPECIFIED}
     if len(request.states) > _MAX_STATES or any(state not in known for state in request.states):
         yield _violation("states", f"must be known states, at most {_MAX_STATES}", spec=False)
     for name in ("created_after", "created_before"):
         yield from _moment(name, getattr(request, name))
+
+
+def check_adapters_page(request: image_pb2.ListAdaptersRequest) -> Iterator[Violation]:
+    """Yield what is wrong with the paging and the filter of ListAdapters."""
+    if request.kind not in image_pb2.AdapterKind.values():
+        yield _violation("kind", "must be ADAPTER_KIND_CONTROLNET or ADAPTER_KIND_LORA, or 0 for both", spec=False)
+    if not 0 <= request.page_size <= MAX_PAGE:
+        yield _violation("page_size", f"must be 1 to {MAX_PAGE}, or 0 for {MAX_PAGE}", spec=False)
+    if len(request.page_token) > _MAX_TOKEN_CHARACTERS:
+        yield _violation("page_token", "must be the next_page_token of an earlier answer", spec=False)
 
 
 class ImageInspector(Protocol):

@@ -17,6 +17,7 @@ from bottega.errors import (
     DataLoss,
     InternalError,
     JobCancelled,
+    JobNotFinished,
     JobNotFound,
     StorageUnavailable,
     TooLarge,
@@ -162,6 +163,27 @@ class JobRepository:
             del self._by_request_id[_request_key(job)]
         job.finish(outcome)
 
+    async def delete(self, job: Job) -> None:
+        """Forget a job that has ended, and its pictures, durably.
+
+        Raises:
+            JobNotFinished: It has not ended.
+            JobNotFound: It is gone already.
+            StorageUnavailable: The disk cannot be written now; the job or pictures of it may be there still.
+        """
+        if job.live:
+            raise JobNotFinished("the job has not ended: cancel it first")
+        began = self._storage.images.steady()
+        try:
+            unused = await self._store.delete(job.job_id)
+            if unused is None:
+                raise _not_found()
+            for content in unused:
+                await self._storage.images.release(content, owner=job.request.tenant, put_before=began)
+        except (StorageUnavailable, DataLoss) as error:
+            self._storage.report_failure(error)
+            raise
+
     def check_changeable(self, job: Job) -> None:
         """Raises StorageUnavailable for a live job that was only read: it cannot be changed here."""
         if job.live and self._live.get(job.job_id) is not job:
@@ -198,7 +220,7 @@ class JobRepository:
                 record = await self._store.get(job_id, tenant=tenant)
             job = await self._known(record) if record else None
         if job is None:
-            raise JobNotFound("no such job; it may have expired")
+            raise _not_found()
         return job
 
     async def of_request(self, request_id: str, *, tenant: str = "") -> Job | None:
@@ -364,6 +386,10 @@ def _first(records: Sequence[JobRecord], max_bytes: int) -> Iterator[JobRecord]:
         if room < 0 and place:
             return
         yield record
+
+
+def _not_found() -> JobNotFound:
+    return JobNotFound("no such job; it may have expired, or was deleted")
 
 
 def _request_key(job: Job) -> tuple[str, str]:

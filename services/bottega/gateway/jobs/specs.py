@@ -67,14 +67,20 @@ def without_images(spec: GenerationSpec) -> GenerationSpec:
 
 def with_short_texts(spec: GenerationSpec) -> GenerationSpec:
     """What is kept of a cancelled job's spec: `spec`, or a copy with only the beginnings of texts that are long."""
-    long = [name for name in _TEXTS if len(getattr(spec, name)) > KEPT_CHARACTERS + len(_CUT)]
-    if not long:
+    long = [name for name in _TEXTS if _shortened(getattr(spec, name)) != getattr(spec, name)]
+    prompts = [_shortened(prompt) for prompt in spec.prompts]
+    if not long and prompts == spec.prompts:
         return spec
     kept = GenerationSpec()
     kept.CopyFrom(spec)
     for name in long:
-        setattr(kept, name, getattr(spec, name)[:KEPT_CHARACTERS] + _CUT)
+        setattr(kept, name, _shortened(getattr(spec, name)))
+    kept.prompts[:] = prompts
     return kept
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= KEPT_CHARACTERS + len(_CUT) else text[:KEPT_CHARACTERS] + _CUT
 
 
 def _copy_fields(source: Message, target: Message) -> None:
@@ -83,6 +89,9 @@ def _copy_fields(source: Message, target: Message) -> None:
             continue
         value = getattr(source, field.name)
         if field.is_repeated:
+            if field.message_type is None:
+                getattr(target, field.name).extend(value)
+                continue
             for element in value:
                 _copy_fields(element, getattr(target, field.name).add())
         elif field.message_type is not None:

@@ -48,6 +48,10 @@ class Access:
         full_name = f"{name}{_OF}{self.tenant}"
         return full_name if self.tenant and rules.is_adapter_name(full_name) else ""
 
+    def short_name(self, full_name: str) -> str:
+        """Return what the caller calls something that it may name: a tenant's own goes without its owner."""
+        return full_name.removesuffix(f"{_OF}{self.tenant}") if self.tenant else full_name
+
     def _has(self, full_name: str, granted: Collection[str]) -> bool:
         name, of, owner = full_name.partition(_OF)
         return not self.tenant or (owner == self.tenant if of else _granted(name, granted))

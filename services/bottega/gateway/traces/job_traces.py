@@ -42,6 +42,12 @@ class JobTraces:
         """By beginnings; None where there is none."""
         return self._traces.get(job_id)
 
+    def remove(self, job_id: str) -> None:
+        """Forget the trace of a job, where there is one."""
+        trace = self._traces.pop(job_id, None)
+        if trace is not None:
+            self.size_bytes -= trace.ByteSize()
+
     def add_attempt(self, job: Job, attempt: AttemptTimes) -> None:
         """An attempt at a job is over."""
         said = f"attempt {attempt.number}"

@@ -85,6 +85,7 @@ def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:
     said = {field.name: value for field, value in spec.ListFields() if field.name in _OPTIONAL}
     return ResolvedSpec(
         prompt=spec.prompt,
+        prompts=tuple(spec.prompts),
         num_inference_steps=spec.num_inference_steps,
         width=spec.width,
         height=spec.height,

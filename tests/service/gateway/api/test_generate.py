@@ -213,6 +213,32 @@ async def test_a_cancelled_job_stops_its_worker_and_says_so_to_everybody(house: 
     assert again.job == answer.job
 
 
+async def test_a_deleted_job_is_gone_with_its_pictures_trace_and_request_id(house: Running) -> None:
+    worker = await house.worker()
+    worker.script.picture = lambda index: b"picture %d of request %d" % (index, len(worker.requests))
+    first = await house.draw("order-1", prompt="a star", seed=7)
+    job_id = (await house.submit("order-1", prompt="a star", seed=7)).job_id
+    again = await house.submit(prompt="a star", seed=7)  # completed by the same stored pictures
+    images, stored = house.images, house.gateway._storage.images
+
+    def delete(job_id: str) -> grpc.aio.UnaryUnaryCall[image_pb2.DeleteJobRequest, image_pb2.DeleteJobResponse]:
+        return images.DeleteJob(image_pb2.DeleteJobRequest(job_id=job_id), timeout=5)
+
+    await delete(job_id)
+    await refusal(lambda: images.GetJob(image_pb2.GetJobRequest(job_id=job_id), timeout=5), errors.JobNotFound)
+    await refusal(lambda: delete(job_id), errors.JobNotFound)
+    assert await house.image(again.job_id) == b"picture 0 of request 1", "another job has it as well"
+    await delete(again.job_id)
+    assert not stored.holds(first.images[0].digest)
+    assert await house.listed() == []
+    assert (await house.draw("order-1", prompt="a star", seed=7)).images[0].digest != first.images[0].digest
+    worker.script.hold_at = 1
+    running = (await house.submit(prompt="a square")).job_id
+    await refusal(lambda: delete(running), errors.JobNotFinished)
+    assert (await house.job(running)).state in (image_pb2.JOB_STATE_QUEUED, image_pb2.JOB_STATE_RUNNING)
+    worker.script.release.set()
+
+
 async def test_a_page_of_large_jobs_ends_early_enough_for_any_client_and_goes_on_with_its_token(house: Running) -> None:
     worker = await house.worker()
     worker.script.picture = lambda index: os.urandom(64)

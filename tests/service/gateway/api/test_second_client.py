@@ -32,10 +32,9 @@ def bytes_of(answer: Any) -> bytes:
 async def test_it_makes_every_public_call(house: Running, packages: Path) -> None:
     await house.worker()
     done = await house.ended((await house.submit(prompt="a star")).job_id)
-    planned = configurations("smoke", job_id=done.job_id).values()
-    ended, services = await make_calls(
-        packages, house.address, [(plan["call"], plan["data"], 10.0) for plan in planned]
-    )
+    planned = [(plan["call"], plan["data"], 10.0) for plan in configurations("smoke", job_id=done.job_id).values()]
+    deletion = (f"{SERVICE}/DeleteJob", {"job_id": done.job_id}, 10.0)
+    ended, services = await make_calls(packages, house.address, [*planned, deletion])
     by_method: dict[str, Called] = {call.call.removeprefix(f"{SERVICE}/"): call for call in ended}
     assert by_method.keys() == set(image_pb2.DESCRIPTOR.services_by_name["ImageService"].methods_by_name)
     assert {method: (call.code, call.details) for method, call in by_method.items()} == dict.fromkeys(
@@ -60,6 +59,8 @@ async def test_it_makes_every_public_call(house: Running, packages: Path) -> Non
     assert answers["SubmitJob"][0]["job"]["state"] in ("JOB_STATE_QUEUED", "JOB_STATE_RUNNING")
     assert done.job_id in [job["job_id"] for job in answers["ListJobs"][0]["jobs"]]
     assert [model["name"] for model in answers["ListModels"][0]["models"]] == ["miniature"]
+    assert answers["ListAdapters"][0].get("adapters", []) == []
+    assert done.job_id not in await house.listed()
 
 
 async def test_it_hears_why_a_call_was_refused(house: Running, packages: Path) -> None:

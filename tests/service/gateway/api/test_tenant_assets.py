@@ -133,6 +133,39 @@ async def test_a_tenant_has_what_it_was_given_and_its_own(shops: Shops, worker: 
         assert len(await _refused(shops.bound, spec, *names)) == 1
 
 
+async def test_a_tenant_is_told_what_it_may_name(shops: Shops, worker: ScriptedWorker) -> None:
+    nets = (hosted("edges"), hosted("depth"), hosted("depth@one"), hosted("pose@other"))
+    await shops.house.gateway.controlnets("s1", *nets)
+    everybodys = [("edges", "hash of edges"), ("ink", shops.house.ink.digest), ("wash", shops.house.wash.digest)]
+    own = {name: (await shops.house.store.store.catalogue.get(name)).digest for name in ("ink@one", "sketch@one")}
+    ones = [("depth", "hash of depth@one"), everybodys[0], ("ink", own["ink@one"]), ("sketch", own["sketch@one"])]
+    others = [("depth", "hash of depth"), everybodys[0], ("pose", "hash of pose@other"), *everybodys[1:]]
+    for shop, expected in ((shops.one, [*ones, everybodys[2]]), (shops.other, others)):
+        assert [(each.name, each.digest) for each in await _adapters(shop)] == expected
+    assert [each.name for each in await _adapters(shops.bound)] == ["edges", "ink", "wash"]
+    fitting = {each.name: list(each.models) for each in await _adapters(shops.other)}
+    assert (fitting["ink"], fitting["wash"], fitting["edges"]) == (["miniature"], [], ["miniature"])
+
+
+async def _adapters(shop: Running) -> list[image_pb2.Adapter]:
+    """Return the whole list, after a look at it page by page, and kind by kind."""
+    request = image_pb2.ListAdaptersRequest()
+    whole = list((await shop.images.ListAdapters(request, timeout=5)).adapters)
+    one_by_one = (image_pb2.ADAPTER_KIND_CONTROLNET, image_pb2.ADAPTER_KIND_LORA)
+    for kinds in ((image_pb2.ADAPTER_KIND_UNSPECIFIED,), one_by_one):
+        paged: list[image_pb2.Adapter] = []
+        for kind in kinds:
+            request = image_pb2.ListAdaptersRequest(kind=kind, page_size=1)
+            while True:
+                page = await shop.images.ListAdapters(request, timeout=5)
+                paged.extend(page.adapters)
+                if not page.next_page_token:
+                    break
+                request.page_token = page.next_page_token
+        assert paged == whole
+    return whole
+
+
 async def test_what_is_given_counts_within_a_second(shops: Shops, worker: ScriptedWorker) -> None:
     await shops.house.store.upload("pastel", lora_file(shops.file.parent, seed=9))
     await refusal(lambda: shops.bound.generate(**_with_lora("pastel")), errors.LoraNotFound)

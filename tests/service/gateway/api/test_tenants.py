@@ -20,9 +20,11 @@ from bottega.v1 import image_pb2
 from bottega.v1.cache_pb2 import CacheOrder
 from bottega.v1.image_pb2 import (
     CancelJobRequest,
+    DeleteJobRequest,
     GetImageRequest,
     GetJobRequest,
     GetJobTraceRequest,
+    ListAdaptersRequest,
     ListJobsRequest,
     ListModelsRequest,
     WatchJobRequest,
@@ -69,6 +71,7 @@ async def test_every_call_without_a_good_key_is_refused(shops: Shops) -> None:
 def _every_call(shop: Running) -> list[Callable[[], Any]]:
     of_jobs = [functools.partial(call, "j") for call in _calls(shop)]
     listing = [lambda: shop.listed(), lambda: shop.images.ListModels(ListModelsRequest(), timeout=5)]
+    listing.append(lambda: shop.images.ListAdapters(ListAdaptersRequest(), timeout=5))
     return [*of_jobs, *listing, lambda: shop.generate(**STAR), lambda: shop.submit(**STAR)]
 
 
@@ -96,6 +99,7 @@ def _calls(shop: Running) -> list[Callable[[str], Any]]:
         lambda job_id: shop.images.GetImage(GetImageRequest(job_id=job_id), timeout=5),
         lambda job_id: shop.images.GetJobTrace(GetJobTraceRequest(job_id=job_id), timeout=5),
         lambda job_id: shop.images.CancelJob(CancelJobRequest(job_id=job_id), timeout=5),
+        lambda job_id: shop.images.DeleteJob(DeleteJobRequest(job_id=job_id), timeout=5),
     ]
 
 

@@ -15,11 +15,12 @@ from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCach
 from bottega.client.addons.cache.prompt_pairs import PromptPair, miniature_pairs
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.types.picture import Picture
+from bottega.client.types.provenance import CacheUse, Parameters, Provenance
 from bottega.errors import CacheEntryGone, InvalidRequest, NoCache, Unavailable
 from bottega.latents import parse_start, recorded_steps
 from bottega.miniature.scenes import Scene, read_caption
 from bottega.v1.cache_pb2 import CacheEntry
-from bottega.v1.generation_pb2 import CacheUse, GenerationSpec, Provenance
+from bottega.v1.generation_pb2 import GenerationSpec
 from tests.support.waiting import EVENTUALLY_S
 
 HASH = "ab" * 32
@@ -47,13 +48,16 @@ class ScriptedSuite:
     async def generate(self, prompt: str, **options: Any) -> Picture:
         self.asked.append({"prompt": prompt, **options})
         await asyncio.sleep(0)
-        provenance = Provenance(model_hash=self.model_hash, worker="worker")
-        provenance.parameters.MergeFrom(GenerationSpec(prompt=prompt, seed=options["seed"], num_inference_steps=STEPS))
+        parameters = Parameters(prompt=prompt, seed=options["seed"], num_inference_steps=STEPS)
+        starts: list[CacheUse] = []
         shown = prompt
         if pin := options.get("cache_entry"):
-            shown = self._start(prompt, pin, provenance)
+            shown = self._start(prompt, pin, starts)
         elif options.get("approximate_cache") is not False:
             self._record(prompt, options["seed"])
+        provenance = Provenance(
+            parameters=parameters, model_hash=self.model_hash, worker="worker", cached_starts=tuple(starts)
+        )
         return _picture(shown, provenance)
 
     async def score(self, prompt: str, picture: bytes) -> float:
@@ -74,13 +78,13 @@ class ScriptedSuite:
         spec = GenerationSpec(prompt=prompt if steps else "lost", seed=seed, num_inference_steps=STEPS)
         self.entries.append(CacheEntry(entry=f"{len(self.entries):032x}", parameters=spec, steps=steps))
 
-    def _start(self, prompt: str, pin: str, provenance: Provenance) -> str:
+    def _start(self, prompt: str, pin: str, starts: list[CacheUse]) -> str:
         entry, step = parse_start(pin)
         if step in self.gone and not (self.gone_of_second and int(entry, 16) % 2):
             raise CacheEntryGone(f"{pin} is gone", metadata={"entry": pin})
         first = self.entries[int(entry, 16)].parameters.prompt
         similarity = 1.0 - 0.1 * _differences(_scene(first), _scene(prompt))
-        provenance.cached_starts.append(CacheUse(entry=pin, similarity=similarity, from_step=step - 1))
+        starts.append(CacheUse(entry=pin, similarity=similarity, from_step=step - 1))
         return prompt if similarity >= 0.5 + step / STEPS - 1e-9 else first
 
 

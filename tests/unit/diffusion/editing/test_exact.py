@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bottega.diffusion.controlnets import LocalControlNets
 from bottega.diffusion.engine.checkpoint import CheckpointMismatch, read_checkpoint
-from bottega.diffusion.engine.encode import encode_prompts
+from bottega.diffusion.engine.encode import encode_all_prompts
 from bottega.diffusion.engine.events import JobAdvanced, JobCheckpointed
 from bottega.diffusion.engine.job import EngineOrder, new_requests
 from bottega.diffusion.engine.limits import EngineLimits
@@ -214,7 +214,7 @@ def test_an_edit_without_its_mask_is_a_fault_of_ours(model: Model) -> None:
 def test_an_edit_can_begin_from_another_image_latent_and_noise(model: Model) -> None:
     """As edits of one template do that share what was recorded."""
     order, other = edit_order(SPEC, IMAGE, BOX), edit_order(replace(SPEC, seed=99), IMAGE, BOX)
-    conditions = encode_prompts(model, SPEC)
+    conditions = encode_all_prompts(model, SPEC)
     (request,), (theirs,) = (new_requests(model, each, conditions) for each in (order, other))
     assert request.edit is not None
     assert theirs.edit is not None
@@ -227,7 +227,7 @@ def test_an_edit_can_begin_from_another_image_latent_and_noise(model: Model) -> 
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 def test_a_trajectory_is_put_back_in_place_of_noise(model: Model, strength: float) -> None:
     order = edit_order(replace(SPEC, strength=strength), IMAGE, BOX)
-    (request,) = new_requests(model, order, encode_prompts(model, SPEC))
+    (request,) = new_requests(model, order, encode_all_prompts(model, SPEC))
     assert request.edit is not None
     steps = range(request.begin, request.end)
     trajectory = {step: torch.full_like(request.latent, 1.0 + step) for step in steps}

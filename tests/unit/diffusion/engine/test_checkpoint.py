@@ -90,6 +90,12 @@ def test_a_job_of_several_images_some_of_them_done_ends_as_an_unbroken_one(model
     assert len(resumed.pixels) == 3
 
 
+def test_a_job_of_several_prompts_ends_as_an_unbroken_one(model: Model, easel: ManualEngine) -> None:
+    order = EngineOrder(key=1, spec=replace(SPEC, prompts=(SPEC.prompt, "a green circle"), num_images=2))
+    resumed = assert_resumes(easel, order, cut(model, order, 11))
+    assert (resumed.pixels[0] != resumed.pixels[1]).any()
+
+
 @pytest.mark.parametrize("kind", [SamplerKind.EULER_ANCESTRAL, SamplerKind.DPMPP_2M], ids=["EULER_ANCESTRAL", "DPMPP"])
 def test_a_job_from_a_picture_ends_as_an_unbroken_one(
     model: Model, easel: ManualEngine, source: torch.Tensor, kind: SamplerKind

@@ -161,6 +161,26 @@ def test_image_i_of_a_job_is_a_single_run_with_the_seed_plus_i(model: Model, sto
     assert_as_stock(drawing, stock)
 
 
+@pytest.mark.parametrize("index", [0, 3, 5, 7], ids=lambda index: str(OPTIONS[index]))
+def test_several_prompts_are_drawn_as_stock_draws_a_list_of_them(model: Model, stock: Stock, index: int) -> None:
+    prompts = (*PROMPTS[:2], PROMPTS[0])
+    spec = replace(PLAIN, prompts=prompts, num_images=3, sampler=SamplerKind.EULER_ANCESTRAL, **OPTIONS[index])
+    drawing = ManualEngine(make_engine(model, TOGETHER)).draw(EngineOrder(key="list", spec=spec))
+    assert drawing.record.mean_group_requests == 3
+    together = stock.reference_list(spec)
+    for place, prompt in enumerate(prompts):
+        alone = stock.reference(replace(spec, prompt=prompt, prompts=(), num_images=1), index=place)
+        for theirs in (together[place], alone):
+            assert_close(drawing.latents[place], theirs.latent)
+            assert_same_image(drawing.pixels[place], theirs.pixels)
+
+
+def test_each_of_several_prompts_that_was_cut_is_named(easel: ManualEngine) -> None:
+    long = "a star " * 200
+    spec = replace(PLAIN, num_inference_steps=1, prompts=("a star", long, long), num_images=3)
+    assert set(easel.draw(EngineOrder(key="long", spec=spec)).record.truncations) == {"prompts[1]"}
+
+
 @pytest.mark.parametrize("strength", [0.3, 0.6, 1.0])
 @pytest.mark.parametrize("kind", SamplerKind, ids=lambda kind: str(kind.name))
 def test_image_to_image_begins_where_stock_does_and_ends_as_it_does(

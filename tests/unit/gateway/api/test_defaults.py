@@ -36,6 +36,17 @@ def _resolved(*stored: StoredLora) -> list[ResolvedLoras]:
     return [ResolvedLoras(stored=stored)]
 
 
+def test_of_several_prompts_each_is_one_image_and_a_single_one_is_the_prompt() -> None:
+    spec = GenerationSpec(prompts=["a star", "a ring"])
+    full = defaults.complete(spec, MODEL)
+    assert (full.prompt, list(full.prompts), full.num_images) == ("a star", ["a star", "a ring"], 2)
+    again = defaults.as_before(spec, full, sample_addons())
+    assert again == full
+    assert list(validation.check_spec(full, sample_addons(), max_image_bytes=1)) == []
+    single = defaults.complete(GenerationSpec(prompts=["a star"]), MODEL)
+    assert (single.prompt, list(single.prompts), single.num_images) == ("a star", [], 1)
+
+
 def test_every_default_is_filled_in() -> None:
     full = defaults.complete(GenerationSpec(prompt="a star"), MODEL)
     assert 0 <= full.seed < 2**32

@@ -16,7 +16,7 @@ from bottega.errors import BadImage, InvalidRequest, Violation
 from bottega.gateway.api import validation
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.fleet_pb2 import MaskTokens
-from bottega.v1.generation_pb2 import GenerationSpec, Lora, MaskUse, Techniques
+from bottega.v1.generation_pb2 import ControlNet, GenerationSpec, Lora, MaskUse, Techniques
 from tests.samples.addons import sample_addons
 
 MODEL = image_pb2.Model(
@@ -196,6 +196,31 @@ def test_an_exact_request_pins_no_step_after_the_first_that_is_made(image: dict[
 def test_a_request_id_has_128_characters_at_most() -> None:
     assert list(validation.check_request_id("x" * 128)) == []
     assert [violation.field for violation in validation.check_request_id("x" * 129)] == ["request_id"]
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({"prompts": ["a", "b"]}, []),
+        ({"prompt": "a", "prompts": ["a", "b"], "num_images": 2}, []),
+        ({"prompt": "b", "prompts": ["a", "b"]}, ["prompt"]),
+        ({"prompts": ["a", "b"], "num_images": 1}, ["num_images"]),
+        ({"prompts": ["a"] * 9}, ["prompts"]),
+        ({"prompts": ["a", "b"], "controlnets": [ControlNet(name="edges", image=PNG)]}, ["prompts"]),
+        ({"prompts": ["a"], "controlnets": [ControlNet(name="edges", image=PNG)]}, []),
+        ({"prompts": ["a", "b"], "image": PNG, "mask_image": PNG}, ["prompts"]),
+        ({"prompts": ["a", "b"], "keep_for_editing": True}, ["prompts"]),
+        ({"prompts": ["a", "b"], "image": PNG}, []),
+        ({"prompts": ["a", "b"], "loras": [Lora(name="ink")]}, []),
+        (
+            {"prompts": ["a", "b"], "loras": [Lora(name="ink", measure_similarity=True)]},
+            ["loras[0].measure_similarity"],
+        ),
+    ],
+    ids=str,
+)
+def test_what_several_prompts_cannot_be_used_with_is_named(said: dict[str, Any], found: list[str]) -> None:
+    assert _fields(GenerationSpec(**said)) == found
 
 
 def test_all_violations_come_at_once() -> None:

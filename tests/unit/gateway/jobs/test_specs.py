@@ -32,6 +32,7 @@ def test_only_input_images_are_left_out_of_what_is_shown() -> None:
         guidance_scale=4.0,
         use_karras_sigmas=True,
         sampler=generation_pb2.SAMPLER_DDIM,
+        prompts=["p", "q"],
         loras=[Lora(name="pastel", scale=0.5), Lora(name="ink")],
         controlnets=[ControlNet(name="edges", control_guidance_start=0)],
         techniques=Techniques(masked_blocks=False),
@@ -64,3 +65,10 @@ def test_a_latent_is_smaller_by_the_models_factor() -> None:
     spec = GenerationSpec(width=64, height=48)
     assert specs.latent_shape(spec, image_pb2.Model(size_multiple=8, vae_scale_factor=4)) == (12, 16)
     assert specs.latent_shape(spec, image_pb2.Model(size_multiple=8)) == (6, 8)
+
+
+def test_of_a_cancelled_job_only_the_beginnings_of_its_prompts_are_kept() -> None:
+    short = specs.with_short_texts(GenerationSpec(prompt="p" * 300, prompts=["p" * 300, "q"]))
+    assert [short.prompt, *short.prompts] == ["p" * 200 + "…", "p" * 200 + "…", "q"]
+    spec = GenerationSpec(prompt="p", prompts=["p", "q"])
+    assert specs.with_short_texts(spec) is spec

@@ -13,11 +13,11 @@ from bottega.client.addons.cache.prompt_pairs import PromptPair
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.picture import Picture
+from bottega.client.types.provenance import Parameters, parameters_from
 from bottega.errors import CacheEntryGone, Unavailable
 from bottega.latents import format_start
 from bottega.planning import fraction_of
 from bottega.v1.cache_pb2 import CacheEntry
-from bottega.v1.generation_pb2 import GenerationSpec
 
 ListEntries = Callable[[str, int], Awaitable[Sequence[CacheEntry]]]
 """The newest entries of the model with this hash, at most so many."""
@@ -57,7 +57,7 @@ class RecordedEntries:
         self._asked_s = 0.0
         self._failure: Unavailable | None = None
 
-    async def find(self, model_hash: str, parameters: GenerationSpec) -> CacheEntry | None:
+    async def find(self, model_hash: str, parameters: Parameters) -> CacheEntry | None:
         """Waits for it a while; None where it was not recorded. Raises Unavailable where the cache cannot be asked.
 
         parameters: of the picture, complete. A call that fails is made again: a measurement takes hours.
@@ -86,10 +86,10 @@ class RecordedEntries:
                 return
             self._failure = None
             for entry in reversed(entries):  # of those that are alike the newest is kept
-                self._known[_drawn(entry.parameters)] = entry
+                self._known[_drawn(parameters_from(entry.parameters))] = entry
 
 
-def _drawn(parameters: GenerationSpec) -> _Drawn:
+def _drawn(parameters: Parameters) -> _Drawn:
     return parameters.prompt, parameters.seed, parameters.num_inference_steps
 
 

@@ -10,7 +10,6 @@ from bottega.client.types.control import ControlNet
 from bottega.client.types.messages import as_list
 from bottega.client.types.picture import Picture
 from bottega.errors import InternalError, InvalidRequest, NoControlNet, Violation
-from bottega.v1.generation_pb2 import ControlNetUse
 
 
 async def measure_residuals(
@@ -27,7 +26,7 @@ async def measure_residuals(
     Raises InvalidRequest without cases, or where a picture has no two steps; NoControlNet where the servers do not all
     host the same; and what drawing raises.
     """
-    found: list[tuple[ControlNetUse, Picture]] = []
+    found: list[tuple[float, Picture]] = []
     for seed, case in enumerate(_checked(cases)):
         net = ControlNet(name, case.image, measure_similarity=True)
         picture = await client.generate(
@@ -36,22 +35,23 @@ async def measure_residuals(
         if len(picture.provenance.controlnets) != 1:
             raise InternalError(f"the picture's provenance has no entry for {name} by itself")
         use = picture.provenance.controlnets[0]
-        if not use.HasField("similarity"):
+        if use.similarity is None:
             raise _broken("num_inference_steps", "two steps are needed, to compare them")
-        found.append((use, picture))
+        found.append((use.similarity, picture))
         on_picture(use.similarity)
     if not found:
         raise _broken("cases", "at least one is needed")
-    if len({(use.digest, picture.provenance.model_hash) for use, picture in found}) > 1:
+    versions = {(picture.provenance.controlnets[0].digest, picture.provenance.model_hash) for _, picture in found}
+    if len(versions) > 1:
         raise NoControlNet(f"{name} or the model was replaced between two pictures: measure again")
-    use, picture = found[0]
-    pictures = tuple(use.similarity for use, _ in found)
+    picture = found[0][1]
+    pictures = tuple(similarity for similarity, _ in found)
     profile = ResidualProfile(
         model_hash=picture.provenance.model_hash,
         num_inference_steps=picture.provenance.parameters.num_inference_steps,
         similarity=min(pictures),
     )
-    return MeasuredProfile(digest=use.digest, profile=profile, pictures=pictures)
+    return MeasuredProfile(digest=picture.provenance.controlnets[0].digest, profile=profile, pictures=pictures)
 
 
 def _checked(cases: object) -> Iterator[ProfileCase]:

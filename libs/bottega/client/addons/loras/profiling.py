@@ -9,10 +9,10 @@ from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.types.lora import Lora
 from bottega.client.types.messages import as_list, describe
 from bottega.client.types.picture import Picture
+from bottega.client.types.provenance import LoraUse
 from bottega.errors import InternalError, LoraUnusable, Violation
 from bottega.planning import latest_step
 from bottega.rules import refuse
-from bottega.v1.generation_pb2 import LoraUse
 
 # One picture says little of the next one: the least that a profile is made of.
 LEAST_PROMPTS = 4

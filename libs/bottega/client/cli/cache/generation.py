@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import click
 
 from bottega.client.cli.addons import GenerationPart
+from bottega.client.types.provenance import Provenance
 from bottega.latents import parse_start
-from bottega.v1.generation_pb2 import Provenance
 
 
 class StartType(click.ParamType[str]):

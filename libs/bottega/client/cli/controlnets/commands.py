@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from bottega.client.addons.controlnets.types import AddedControlNet, ServedControlNet
+from bottega.client.cli.adapters import ask_as_operator
 from bottega.client.cli.controlnets.profile import command as profile_command
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.list_group import ListGroup
@@ -33,9 +34,11 @@ def command() -> None:
 @address_option
 @fleet_option
 def list_command(*, address: str) -> None:
-    """List the ControlNets that are served now."""
+    """List the ControlNets that are served now; for a tenant, those that it may use."""
     with connect(address) as client:
-        nets = client.controlnets()
+        nets = ask_as_operator(client, "controlnet", client.controlnets)
+    if nets is None:
+        return
     if not nets:
         note("Nobody hosts a ControlNet; bottega fleet shows whether a ControlNet server has joined.")
         return

@@ -11,8 +11,8 @@ import click
 from bottega.client.cli.addons import GenerationPart
 from bottega.client.cli.controlnets.option import ControlType, merged, name_as_given
 from bottega.client.types.options import GenerationOptions
+from bottega.client.types.provenance import ControlNetUse, Provenance
 from bottega.errors import Violation
-from bottega.v1.generation_pb2 import ControlNetUse, Provenance
 
 _SHORTEST_S = 0.0005
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from bottega.client.cli.adapters import ask_as_operator
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
 from bottega.client.cli.list_group import ListGroup
 from bottega.client.cli.loras.profile import command as profile_command
@@ -42,10 +43,12 @@ def command() -> None:
 @address_option
 @fleet_option
 def list_command(*, address: str) -> None:
-    """List the LoRAs that the suite has."""
+    """List the LoRAs that the suite has; for a tenant, those that it may use."""
     with connect(address) as client:
-        loras = client.loras()
-        quarantined = client.loras_in_quarantine()
+        listed = ask_as_operator(client, "lora", lambda: (client.loras(), client.loras_in_quarantine()))
+    if listed is None:
+        return
+    loras, quarantined = listed
     if quarantined:
         note(f"{quarantined} more in quarantine, unknown to the catalogue: bottega loras quarantine lists them.")
     if not loras:

@@ -10,7 +10,7 @@ import click
 from bottega import rules
 from bottega.client.cli.addons import GenerationPart
 from bottega.client.types.lora import Lora
-from bottega.v1.generation_pb2 import Provenance
+from bottega.client.types.provenance import Provenance
 
 
 class LoraType(click.ParamType[Lora]):

@@ -10,7 +10,7 @@ from bottega import kinds
 from bottega.client.cli.addons import GenerationPart
 from bottega.client.cli.terminal import share_text, short_hash
 from bottega.client.types.options import GenerationOptions
-from bottega.v1.generation_pb2 import Provenance
+from bottega.client.types.provenance import Provenance
 
 
 def _merge(options: GenerationOptions, given: dict[str, Any], like: Path | None) -> None:

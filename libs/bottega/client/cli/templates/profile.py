@@ -12,8 +12,8 @@ from bottega.client.addons.templates.block_worth import BlockGroup, BlockWorth, 
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option, timeout_option
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, share_text, short_hash, size_text
 from bottega.client.sdk.clients import Client
+from bottega.client.types.models import Model
 from bottega.v1.activations_pb2 import BlockProfile
-from bottega.v1.image_pb2 import Model
 
 _STEPS = 50
 _MOST_ROWS = 20

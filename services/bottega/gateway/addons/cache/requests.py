@@ -40,7 +40,7 @@ def check_cache(spec: GenerationSpec) -> Iterator[Violation]:
     if exact:
         rule = "must not be EXACT with techniques.cache_entry: a picture that starts from a cached latent is not"
         yield Violation(field="spec.fidelity", description=rule)
-    if spec.num_images > 1:
+    if spec.num_images > 1 or len(spec.prompts) > 1:
         rule = "must be 1 with techniques.cache_entry: a pin is for one picture; draw each with its own seed"
         yield Violation(field="spec.num_images", description=rule)
     if not has_enough_words(spec.prompt):

@@ -71,6 +71,8 @@ def create(context: AddOnContext) -> ControlNetAddOn:
 class ControlNetAddOn(AddOn):
     """All ControlNets of a gateway. connect: makes the client of a server."""
 
+    adapter_kind = image_pb2.ADAPTER_KIND_CONTROLNET
+
     def __init__(
         self, *, fleet: Fleet, connect: Callable[[Target], PrefetchClient], metrics: GatewayMetrics, clock: Clock
     ) -> None:
@@ -97,6 +99,17 @@ class ControlNetAddOn(AddOn):
         """Whether somebody hosts them depends on the model, and is checked with it."""
         names = tuple(self._full_name(net.name, access) for net in spec.controlnets)
         return ResolvedControlNets(names=names, access=access, hosts=self._hosts)
+
+    async def adapters(self, access: Access, models: Sequence[image_pb2.Model]) -> Sequence[image_pb2.Adapter]:
+        """Return the ControlNets that the caller may name, each version of them; its own come before those for all."""
+        named = [name for name in self._hosts.names() if access.has_controlnet(name)]
+        hidden = {access.short_name(name) for name in named if access.short_name(name) != name}
+        return [
+            image_pb2.Adapter(kind=self.adapter_kind, name=access.short_name(name), digest=digest, models=fitting)
+            for name in named
+            if name not in hidden
+            for digest, fitting in self._hosts.versions(name, models).items()
+        ]
 
     def complete_again(self, full: GenerationSpec, before: GenerationSpec) -> None:
         """The same names; their defaults are always the same."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from bottega import kinds
 from bottega.clocks import Clock
@@ -61,6 +61,19 @@ class ControlNetHosts:
         """The hash that jobs of a model are drawn with; empty where nobody hosts it, or not all in one version."""
         digests = {net.digest for net in self._hosted_for(name, model.name) if _fits(net.base, model.base)}
         return digests.pop() if len(digests) == 1 else ""
+
+    def names(self) -> list[str]:
+        """Return the names of all ControlNets that somebody hosts."""
+        return list(self._hosts)
+
+    def versions(self, name: str, models: Sequence[image_pb2.Model]) -> dict[str, list[str]]:
+        """Return the models that each version of a ControlNet can be used with, by the version's digest."""
+        found: dict[str, list[str]] = {net.digest: [] for net in self._hosts.get(name, {}).values()}
+        for model in models:
+            fitting = {net.digest for net in self._hosted_for(name, model.name) if _fits(net.base, model.base)}
+            for digest in fitting:
+                found[digest].append(model.name)
+        return found
 
     def sessions(self, member: Member) -> int:
         """Sessions that a member has reported, over all its ControlNets."""

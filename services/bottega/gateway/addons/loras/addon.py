@@ -24,6 +24,7 @@ from bottega.rpc.channel import PLAINTEXT, Channels
 from bottega.rules import check_lateness, check_lora_steps, check_loras, waits_for_loras
 from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
+from bottega.v1.image_pb2 import Adapter
 from bottega.v1.lora_pb2 import StoredLora
 
 
@@ -34,6 +35,8 @@ def create(context: AddOnContext) -> LoraAddOn:
 
 class LoraAddOn(AddOn):
     """All LoRAs of a gateway."""
+
+    adapter_kind = image_pb2.ADAPTER_KIND_LORA
 
     def __init__(self, fleet: Fleet, metrics: GatewayMetrics, channels: Channels = PLAINTEXT) -> None:
         self._resolver = LoraResolver(fleet, channels)
@@ -62,6 +65,22 @@ class LoraAddOn(AddOn):
         stored = await self._resolver.resolve(spec.loras, access)
         self._sizes.record(stored)
         return ResolvedLoras(stored=stored)
+
+    async def adapters(self, access: Access, models: Sequence[image_pb2.Model]) -> Sequence[Adapter]:
+        """Return the LoRAs that the caller may name; its tenant's own come before those for all."""
+        named = {lora.name: lora for lora in await self._resolver.list_all() if access.has_lora(lora.name)}
+        hidden = {access.short_name(name) for name in named if access.short_name(name) != name}
+        return [
+            Adapter(
+                kind=self.adapter_kind,
+                name=access.short_name(name),
+                digest=lora.digest,
+                models=[model.name for model in models if model.name == lora.base],
+                trigger_words=lora.trigger_words,
+            )
+            for name, lora in named.items()
+            if name not in hidden
+        ]
 
     def complete_again(self, full: GenerationSpec, before: GenerationSpec) -> None:
         """The same weights, and at the latest at the same step."""

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 import grpc
 
-from bottega.errors import NoLora
+from bottega.errors import InternalError, NoLora
 from bottega.rpc.channel import Channels, Target
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import lora_pb2, lora_pb2_grpc
 from bottega.v1.lora_pb2 import StoredLora
+
+_PAGE_SIZE = 1000
+_MAX_PAGES = 100
 
 
 class GrpcLoraClient:
@@ -29,6 +32,25 @@ class GrpcLoraClient:
                 raise NoLora(f"it said nothing for {deadline_s:g} s") from None
             raise from_rpc_error(error) from None
         return response.lora
+
+    async def list_all(self, *, deadline_s: float) -> list[StoredLora]:
+        """Return all that the store has. Raise InternalError for a list that does not end.
+
+        Args:
+            deadline_s: Deadline of each page.
+        """
+        request = lora_pb2.ListLorasRequest(page_size=_PAGE_SIZE)
+        found: list[StoredLora] = []
+        for _ in range(_MAX_PAGES):
+            try:
+                page = await self._store.ListLoras(request, timeout=deadline_s)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from None
+            found.extend(page.loras)
+            if not page.next_page_token:
+                return found
+            request.page_token = page.next_page_token
+        raise InternalError(f"the store lists more than {_MAX_PAGES * _PAGE_SIZE} LoRAs, or its list does not end")
 
     async def prefetch(self, names: Sequence[str], *, deadline_s: float) -> None:
         """Has it load these, by digest, the most wanted first, and delete none of them for a while."""

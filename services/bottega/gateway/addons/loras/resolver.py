@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from bottega import kinds
@@ -21,6 +22,9 @@ _log = logging.getLogger(__name__)
 
 # A store answers at once; a request waits for it.
 _GET_S = 2.0
+_LIST_S = 5.0
+# Lists of tenants are made from one list of the stores, however many ask.
+_LISTED_S = 2.0
 _KEEP_S = 2.0
 # A store comes back, or another one joins, within some seconds.
 _RETRY_AFTER_S = 3.0
@@ -38,6 +42,9 @@ class LoraResolver:
         self._channels = channels
         self._clients: dict[str, GrpcLoraClient] = {}
         self._calls = BackgroundTasks("calls of LoRA stores")
+        self._listing = asyncio.Lock()
+        self._listed: Sequence[StoredLora] = ()
+        self._listed_at = -math.inf
 
     def start(self, needed: Callable[[], Iterable[str]]) -> None:
         """From now on no store deletes what is needed. needed: digests of LoRAs of all jobs that have not ended."""
@@ -63,6 +70,18 @@ class LoraResolver:
                     metadata={"lora": lora.name, "digest": each.digest},
                 )
         return stored
+
+    async def list_all(self) -> Sequence[StoredLora]:
+        """Return the LoRAs of all stores, of each name that of the first, as they were within the last seconds.
+
+        Raise NoLora where a store does not answer.
+        """
+        loop = asyncio.get_running_loop()
+        async with self._listing:
+            if loop.time() - self._listed_at > _LISTED_S:
+                self._listed = await self._ask_all()
+                self._listed_at = loop.time()
+            return self._listed
 
     def stores(self) -> list[Member]:
         """Those that are here, one that is about to stop last."""
@@ -98,6 +117,18 @@ class LoraResolver:
         raise NoLora(
             f"no LoRA store can be asked for {name}{why}", metadata={"loras": name}, retry_after_s=_RETRY_AFTER_S
         )
+
+    async def _ask_all(self) -> Sequence[StoredLora]:
+        found: dict[str, StoredLora] = {}
+        for store in self.stores():
+            try:
+                loras = await self._client(store).list_all(deadline_s=_LIST_S)
+            except BottegaError as error:
+                why = f"LoRA store {store.name} cannot be asked for what it has: {error.message}"
+                raise NoLora(why, retry_after_s=_RETRY_AFTER_S) from None
+            for lora in loras:
+                found.setdefault(lora.name, lora)
+        return tuple(found.values())
 
     def _client(self, store: Member) -> GrpcLoraClient:
         address = store.registration.address

@@ -70,6 +70,14 @@ class JobStore(Protocol):
         that ends go.
         """
 
+    async def delete(self, job_id: str) -> list[str] | None:
+        """Forget a job that has ended, with its request_id.
+
+        Returns:
+            Digests of its pictures, and of what was kept of them, that no other job of its tenant has. None where there
+            is no such job, or it has not ended.
+        """
+
     async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
         """The job, or None. tenant: whose it has to be; None is anybody. Another tenant's job takes as
         long as none.

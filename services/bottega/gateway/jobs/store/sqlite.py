@@ -123,6 +123,10 @@ class SqliteJobStore:
         """Applies a change in a transaction of the next group."""
         return await self._write(lambda connection: sqlite_statements.update(connection, job_id, change))
 
+    async def delete(self, job_id: str) -> list[str] | None:
+        """Deletes an ended job."""
+        return await self._write(lambda connection: sqlite_statements.delete(connection, job_id))
+
     async def get(self, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
         """Reads the job of an id."""
         return await self._find(lambda connection: sqlite_statements.of_job(connection, job_id, tenant=tenant))

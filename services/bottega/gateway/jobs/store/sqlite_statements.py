@@ -85,6 +85,18 @@ def update(connection: sqlite3.Connection, job_id: str, change: Change) -> bool:
     return True
 
 
+def delete(connection: sqlite3.Connection, job_id: str) -> list[str] | None:
+    """Delete an ended job and return what no other job of its tenant has; see JobStore.delete."""
+    record = of_job(connection, job_id)
+    if record is None or record.live:
+        return None
+    _forget_one(connection, record.sequence, record.tenant, record.request_id)
+    unused = list(dict.fromkeys(digest for image in record.images for digest in image.contents))
+    query = "SELECT images FROM jobs WHERE tenant = ? AND picture_bytes > 0 AND instr(images, ?) LIMIT 1"
+    # There is no index of it: this reads the rows of the tenant's jobs, which are as many as max_jobs at most.
+    return [digest for digest in unused if not connection.execute(query, (record.tenant, digest)).fetchone()]
+
+
 def of_job(connection: sqlite3.Connection, job_id: str, *, tenant: str | None = None) -> JobRecord | None:
     """The job of an id. tenant: whose; of another one it is none, and is not read. None: whoever has it."""
     query = f"SELECT {_ALL} FROM jobs WHERE job_id = ?"

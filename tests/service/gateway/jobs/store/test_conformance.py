@@ -252,6 +252,21 @@ async def test_jobs_that_were_completed_when_they_were_added_are_forgotten_as_ot
     assert await _left(store, max_jobs=0) == []
 
 
+async def test_an_ended_job_is_deleted_with_its_request_and_says_what_nobody_else_has(store: JobStore) -> None:
+    kept = StoredImage(digest="c" * 64, size_bytes=5, latents="d" * 64, latents_bytes=7)
+    for job_id, tenant, images in (("j1", "", (*IMAGES, kept)), ("j2", "", IMAGES[:1]), ("j3", "other", IMAGES)):
+        await store.add(replace(record(job_id, request_id="r1" if job_id == "j1" else ""), tenant=tenant))
+        assert await store.delete(job_id) is None, "it has not ended"
+        await store.update(job_id, running(1, started_wall=101.0))
+        await store.update(job_id, completed(1, images=images, provenance=b"how", ended_wall=120.0))
+    assert await store.delete("j1") == ["b" * 64, "c" * 64, "d" * 64]
+    assert (await store.get("j1"), await store.of_request("r1")) == (None, None)
+    assert await store.with_kept_picture("c" * 64, limit=9) == []
+    assert (await store.usage("", now_wall=200.0)).stored_bytes == IMAGES[0].size_bytes
+    assert await store.delete("j1") is None
+    assert [found.job_id for found in await store.page(size=9)] == ["j2"]
+
+
 async def test_every_life_has_a_larger_generation(another: Opener) -> None:
     stores = [await another() for _ in range(3)]
     await stores[2].close()
