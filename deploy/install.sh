@@ -21,7 +21,7 @@ Usage: deploy/install.sh COMMAND [OPTION...]     as root, from a checkout
   --kernels          Triton kernels too, for a machine with a CUDA device; --no-kernels takes them out again
   --with PACKAGE     one that is installed too, as pip takes it: a requirement, a folder, a wheel; may be repeated
   --without PACKAGE  takes out what --with has put in, as status lists it
-  --python PATH      the Python 3.11 or 3.12 that releases are made with (python3.11, else python3)
+  --python PATH      the Python 3.11 to 3.13 that releases are made with (python3.11, else python3)
   --root FOLDER      installs below it instead of /, and asks no running systemd for anything
   --no-restart       leaves services that run in the release that they run in
   --keep N           releases that stay (3), and each that a process still runs in
@@ -170,8 +170,8 @@ release_name() {
 
 find_python() {
 	python=${python:-$(command -v python3.11 || command -v python3 || true)}
-	[ -n "$python" ] && "$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null ||
-		fail "Python 3.11 or 3.12 with venv is needed (Debian: apt install python3-venv); say where it is with --python PATH" 2
+	[ -n "$python" ] && "$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null ||
+		fail "Python 3.11 to 3.13 with venv is needed (Debian: apt install python3-venv); say where it is with --python PATH" 2
 }
 
 # A release is made at its final place, as scripts in it name that; without the mark it is no release.
@@ -188,7 +188,7 @@ build() {
 	echo "making release $1 (torch, where it is needed, is a large download)"
 	"$python" -m venv "$release"
 	# Where libs stand without an extra, too, pip knows them by their name, as in --with 'bottega-libs[otel]'.
-	packages=("$made/protos" "$made/libs" "$made/libs[client]" "$made/services[${services/#all/$all_services},sandbox]")
+	packages=("$made/protos" "$made/libs" "$made/libs[client]" "$made/libs/weights" "$made/services[${services/#all/$all_services},sandbox]")
 	[ "$kernels" = no ] || packages+=("$made/kernels")
 	"$release/bin/python" -m pip install --quiet --disable-pip-version-check -c "$source_folder/constraints.txt" \
 		"${packages[@]}" "${with[@]}" ||

@@ -66,6 +66,7 @@ BottegaError
 │   ├── MessageAborted      ABORTED              the sender took a message back
 │   └── BadFrame            DATA_LOSS            the peer broke the link's rules
 └── ConfigError             (never on the wire)  a configuration file that cannot be used
+    └── ServicesMissing     (never on the wire)  the SDK is installed alone, and services are asked for
 """
 
 from bottega.errors.access import *  # noqa: F403

@@ -91,3 +91,7 @@ class ConfigError(BottegaError, code=Code.FAILED_PRECONDITION):
 
     exit_status: ClassVar[int] = 2
     """Status of a process that ends with it. Supervisors do not start it again, as it would end with it again."""
+
+
+class ServicesMissing(ConfigError):
+    """The SDK was installed without the services, which what was asked for needs."""

@@ -1,6 +1,6 @@
 """Which services there are: each is one line of `services.txt`, and a `ServiceSpec` in its own package."""
 
-from bottega.manifest.reading import MANIFEST, VARIABLE, load_object, options_of, read_services
+from bottega.manifest.reading import MANIFEST, VARIABLE, load_object, missing_packages, options_of, read_services
 from bottega.manifest.spec import ServiceOption, ServiceSpec, SuiteSettings, UnitSettings
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "read_services",
     "options_of",
     "load_object",
+    "missing_packages",
     "MANIFEST",
     "VARIABLE",
 ]

@@ -10,10 +10,11 @@ import functools
 import importlib
 import os
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bottega.errors import ConfigError
+from bottega.errors import ConfigError, ServicesMissing
 from bottega.kinds import is_kind
 from bottega.manifest.spec import ServiceOption, ServiceSpec
 
@@ -25,7 +26,12 @@ VARIABLE = "BOTTEGA_SERVICES"
 
 
 def read_services() -> tuple[ServiceSpec, ...]:
-    """The services that a suite of this machine has. Raises ConfigError naming the manifest and the line."""
+    """Return the services that a suite of this machine has.
+
+    Raises:
+        ServicesMissing: Bottega's own are not installed.
+        ConfigError: A manifest cannot be used; it names the line.
+    """
     others = os.environ.get(VARIABLE, "").split(os.pathsep)
     return _read((MANIFEST, *(Path(path) for path in others if path)))
 
@@ -36,6 +42,11 @@ def options_of(services: tuple[ServiceSpec, ...]) -> Iterator[ServiceOption]:
         if service.count:
             yield service.count
         yield from service.options
+
+
+def missing_packages(service: ServiceSpec) -> list[str]:
+    """Return what a service requires and is not installed here."""
+    return [name for name in service.requires if not _is_installed(name)]
 
 
 def load_object(path: str) -> Any:
@@ -77,8 +88,23 @@ def _lines(manifests: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
 def _load(where: str, module: str) -> ServiceSpec:
     try:
         spec = importlib.import_module(module).SPEC
+    except ModuleNotFoundError as error:
+        if where.startswith(f"{MANIFEST},") and error.name and f"{module}.".startswith(f"{error.name}."):
+            raise ServicesMissing(
+                "this needs bottega-services, which is not installed: "
+                "pip install 'bottega-services[activations,cache,controlnet,gateway,loras,worker]'"
+            ) from None
+        raise ConfigError(f"{where}: {module} cannot be imported: {error}") from None
     except Exception as error:  # noqa: BLE001 - it may be anybody's module
         raise ConfigError(f"{where}: {module} cannot be imported: {error}") from None
     if not isinstance(spec, ServiceSpec):
         raise ConfigError(f"{where}: SPEC of {module} is no ServiceSpec")
     return spec
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,6 +1,19 @@
-"""The embedded default model family: weights small enough to live in the repository."""
+"""The embedded default model family: scenes, the prompts that describe them, and where the weights are."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
-WEIGHTS = Path(__file__).parent / "weights"
-"""Folder of the embedded model, in Diffusers' layout."""
+
+def _folder() -> Path:
+    """Return the folder of the weights, which are a distribution of their own, bottega-miniature.
+
+    In a checkout they lie beside this one, installed or not.
+    """
+    in_checkout = Path(__file__).parents[2] / "weights/bottega/miniature_weights"
+    if not in_checkout.is_dir() and (found := find_spec("bottega.miniature_weights")) is not None:
+        return Path(*list(found.submodule_search_locations or ())[:1])
+    return in_checkout
+
+
+WEIGHTS = _folder()
+"""Folder of the embedded model, in Diffusers' layout; it is not there where bottega-miniature is not installed."""

@@ -40,7 +40,9 @@ _NAMES = ("accelerate", "diffusers", "faiss-cpu", "numpy", "safetensors", "sciki
 NEEDED = dict.fromkeys(_NAMES, "1.0")
 
 
-@pytest.mark.parametrize(("version", "level"), [((3, 10), Level.FAIL), ((3, 11), Level.OK), ((3, 13), Level.FAIL)])
+@pytest.mark.parametrize(
+    ("version", "level"), [((3, 10), Level.FAIL), ((3, 11), Level.OK), ((3, 13), Level.OK), ((3, 14), Level.FAIL)]
+)
 def test_python_must_be_one_that_the_suite_supports(version: tuple[int, int], level: Level) -> None:
     assert [result.level for result in check_python(version)] == [level]
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import re
 import runpy
 import subprocess
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-DISTRIBUTIONS = ("protos", "libs", "services", "kernels")
+DISTRIBUTIONS = ("protos", "libs", "libs/weights", "services", "kernels")
 SERVICES = sorted(path.name for path in (ROOT / "services" / "bottega").iterdir() if (path / "__init__.py").exists())
 
 
@@ -55,13 +57,27 @@ def test_generated_stubs_are_not_in_git() -> None:
 def test_every_requirement_is_pinned_to_one_version() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {_name(line) for line in lines if re.fullmatch(r"[A-Za-z0-9._-]+==[^\s;]+", line)}
-    ours = {f"bottega-{distribution}" for distribution in DISTRIBUTIONS}
+    ours = {str(_project(distribution)["name"]) for distribution in DISTRIBUTIONS}
     assert _requirements() - ours - pinned == set()
     assert "torch==2.13.0" in lines, "without a local version, so that the CPU and the CUDA builds both satisfy it"
 
 
 def test_the_distributions_share_one_version() -> None:
     assert len({str(_project(distribution)["version"]) for distribution in DISTRIBUTIONS}) == 1
+
+
+def test_every_distribution_is_for_the_same_pythons() -> None:
+    assert {str(_project(distribution)["requires-python"]) for distribution in DISTRIBUTIONS} == {">=3.11,<3.14"}
+
+
+def test_the_libraries_wheel_is_below_2_mb() -> None:
+    """Who installs the SDK alone gets no weights of a model."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for path in (ROOT / "libs/bottega").rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                wheel.write(path)
+    assert len(packed.getvalue()) < 2_000_000
 
 
 def test_every_service_is_built_alike() -> None:

@@ -10,12 +10,12 @@ from importlib import metadata
 from pathlib import Path
 
 from bottega.client.types.checks import CheckResult, fail, ok, warn
-from bottega.errors import ConfigError
+from bottega.errors import ConfigError, ServicesMissing
 from bottega.manifest import VARIABLE, read_services
 from bottega.process.open_files import ENOUGH, LITTLE
 
 _OURS = ("bottega-protos", "bottega-libs", "bottega-services")
-_PYTHON = ((3, 11), (3, 13))
+_PYTHON = ((3, 11), (3, 14))
 # Logs of a suite take at most 16 MiB a service; a full disk stops more than the suite.
 _LITTLE_MIB, _TOO_LITTLE_MIB = 1024, 128
 # Of units: StateDirectory.
@@ -28,7 +28,7 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Ch
     if _PYTHON[0] <= version < _PYTHON[1]:
         yield ok(f"Python {text}")
     else:
-        yield fail(f"Python {text}", "Install Bottega into a virtual environment of Python 3.11 or 3.12.")
+        yield fail(f"Python {text}", "Install Bottega into a virtual environment of Python 3.11, 3.12 or 3.13.")
 
 
 def check_packages(installed: Mapping[str, str], pinned: Mapping[str, str]) -> Iterator[CheckResult]:
@@ -116,6 +116,8 @@ def pinned_versions(beside: Path = Path(__file__)) -> dict[str, str]:
 def _check_services(installed: Mapping[str, str]) -> Iterator[CheckResult]:
     try:
         services = read_services()
+    except ServicesMissing:
+        return  # which is said of Bottega's parts
     except ConfigError as error:
         yield fail(f"the manifest of services cannot be used: {error.message}", f"Correct it, or unset {VARIABLE}.")
         return
@@ -133,7 +135,8 @@ def _check_ours(installed: Mapping[str, str]) -> Iterator[CheckResult]:
         yield fail(f"Bottega's parts are of different versions: {listed}", "Install all of them from one release.")
     elif "bottega-services" not in ours:
         yield warn(
-            "no service can run here: bottega-services is not installed", "pip install 'bottega-services[worker]'"
+            "no service can run here: bottega-services is not installed",
+            "pip install 'bottega-services[activations,cache,controlnet,gateway,loras,worker]'",
         )
     else:
         yield ok(f"Bottega {ours['bottega-libs']}")

@@ -114,9 +114,11 @@ def command(
 
 def _check_model(model: str, name: str) -> None:
     """End the command where workers would not start with the model, or where no request could name it."""
-    from bottega.model_files import check_model_folder, folder_of
+    from bottega.model_files import MINIATURE, check_model_folder, folder_of
     from bottega.rules import MAX_MODEL_CHARACTERS
 
+    if model == MINIATURE and not folder_of(model).is_dir():
+        fail("the embedded model is not installed", "pip install bottega-miniature, or serve yours: --model FOLDER")
     report = check_model_folder(folder_of(model))
     if report.refusal:
         fail(report.refusal)

@@ -13,8 +13,8 @@ import yaml
 from bottega.client.instance import StateFolder
 from bottega.client.suite.ports import check_free, free_ports
 from bottega.client.transport.address import DEFAULT_PORT
-from bottega.errors import BottegaError, Code
-from bottega.manifest import ServiceSpec, SuiteSettings, options_of, read_services
+from bottega.errors import BottegaError, Code, ConfigError
+from bottega.manifest import ServiceSpec, SuiteSettings, missing_packages, options_of, read_services
 from bottega.model_files import MINIATURE, folder_of, name_of
 
 # People who press Ctrl-C wait for it; the services' own default is for machines in production.
@@ -71,15 +71,29 @@ class SuitePlan:
 
 
 def plan_suite(options: SuiteOptions, state: StateFolder) -> SuitePlan:
-    """Writes every service's configuration to the state folder and says how to start them. Raises PortTaken."""
+    """Write every service's configuration to the state folder and return how to start them.
+
+    Raises:
+        PortTaken: Another process has a port.
+        ConfigError: A service that is to run lacks packages.
+    """
     services = read_services()
     settings = _settings(options, services, state)
     named = [(service, service.names(settings.options)) for service in services]
+    _check_packages([service for service, names in named if names])
     return SuitePlan(
         settings=settings,
         processes=tuple(_process(name, service, settings, state.config) for service, names in named for name in names),
         counts=tuple((service, len(names)) for service, names in named),
     )
+
+
+def _check_packages(services: list[ServiceSpec]) -> None:
+    lacking = [(service, missing) for service in services if (missing := missing_packages(service))]
+    if lacking:
+        each = "; ".join(f"the {service.title} needs {', '.join(missing)}" for service, missing in lacking)
+        install = " ".join(f"'{service.install}'" for service, _ in lacking)
+        raise ConfigError(f"{each}, not installed here: pip install {install}")
 
 
 def _settings(options: SuiteOptions, services: tuple[ServiceSpec, ...], state: StateFolder) -> SuiteSettings:
