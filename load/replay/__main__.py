@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bottega.client import AsyncClient, Model
+from bottega.client import AsyncClient, ServedModel
 from bottega.errors import BottegaError, ConfigError
 from load.replay.command_line import Options, parse
 from load.replay.driver import replay
@@ -60,7 +60,7 @@ async def run(options: Options) -> int:
     return 1 if ran.void else 0
 
 
-async def _model(client: AsyncClient, name: str | None) -> Model:
+async def _model(client: AsyncClient, name: str | None) -> ServedModel:
     """The one of that name, or the only one."""
     models = {model.name: model for model in await client.models()}
     if name is None and len(models) == 1:
@@ -71,7 +71,7 @@ async def _model(client: AsyncClient, name: str | None) -> Model:
     return models[name]
 
 
-async def _adapters(client: AsyncClient, model: Model, mix: Mix, options: Options) -> dict[str, tuple[str, ...]]:
+async def _adapters(client: AsyncClient, model: ServedModel, mix: Mix, options: Options) -> dict[str, tuple[str, ...]]:
     """Names for the mix's ControlNets and LoRAs: those that were given, else as many as it has of those that are there.
 
     Raises BottegaError where the fleet does not say which there are.

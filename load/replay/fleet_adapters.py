@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from bottega import kinds
-from bottega.client import AsyncClient, Model
+from bottega.client import AsyncClient, ServedModel
 
 
-async def controlnets_for(client: AsyncClient, model: Model) -> tuple[str, ...]:
+async def controlnets_for(client: AsyncClient, model: ServedModel) -> tuple[str, ...]:
     """Names. Raises BottegaError where the fleet does not answer."""
     return tuple(dict.fromkeys(net.name for net in await client.controlnets() if model.name in net.models))
 
 
-async def loras_for(client: AsyncClient, model: Model) -> tuple[str, ...]:
+async def loras_for(client: AsyncClient, model: ServedModel) -> tuple[str, ...]:
     """Names; none where no store has joined. Raises BottegaError where the fleet or a store does not answer."""
     fleet = await client.fleet()
     if not any(member.registration.kind == kinds.LORAS for member in fleet.members):

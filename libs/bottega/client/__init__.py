@@ -37,7 +37,7 @@ from bottega.client.types.events import Completed, Event, Interrupted, Preview, 
 from bottega.client.types.jobs import JobPage, JobState, JobStatus, Priority
 from bottega.client.types.lora import Lora, LoraLike
 from bottega.client.types.mask import Box, Ellipse
-from bottega.client.types.models import Adapter, Model, SamplerChoice
+from bottega.client.types.models import Adapter, ServedModel, ServedSampler
 from bottega.client.types.options import EditOptions, GenerationOptions
 from bottega.client.types.picture import Picture
 from bottega.client.types.png_parameters import parameters_of
@@ -89,7 +89,6 @@ __all__ = [
     "MeasuredBlocks",
     "MeasuredCache",
     "MeasuredProfile",
-    "Model",
     "PairUse",
     "Parameters",
     "Picture",
@@ -103,8 +102,9 @@ __all__ = [
     "Readiness",
     "ResidualProfile",
     "RetryPolicy",
-    "SamplerChoice",
     "ServedControlNet",
+    "ServedModel",
+    "ServedSampler",
     "SilentService",
     "SourceUse",
     "StageTime",

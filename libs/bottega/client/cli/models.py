@@ -8,7 +8,7 @@ import click
 
 from bottega.client.cli.gateway_options import address_option, connect
 from bottega.client.cli.terminal import PlainTable, note, print_table
-from bottega.client.types.models import Model, SamplerChoice
+from bottega.client.types.models import ServedModel, ServedSampler
 
 
 @click.command("models")
@@ -23,7 +23,7 @@ def command(address: str) -> None:
     print_table(models_table(models))
 
 
-def models_table(models: Sequence[Model]) -> PlainTable:
+def models_table(models: Sequence[ServedModel]) -> PlainTable:
     """Return one row for each model; the samplers that it does not draw with stand below."""
     table = PlainTable(
         "model",
@@ -46,7 +46,7 @@ def models_table(models: Sequence[Model]) -> PlainTable:
     return table
 
 
-def _row(model: Model) -> tuple[str, ...]:
+def _row(model: ServedModel) -> tuple[str, ...]:
     return (
         model.name,
         str(model.workers),
@@ -59,7 +59,7 @@ def _row(model: Model) -> tuple[str, ...]:
     )
 
 
-def _default_sampler(model: Model) -> str:
+def _default_sampler(model: ServedModel) -> str:
     """Return what a request that names no sampler is drawn with."""
     for choice in model.sampler_choices:
         if choice.is_default and choice.sampler == model.default_sampler:
@@ -67,11 +67,11 @@ def _default_sampler(model: Model) -> str:
     return model.default_sampler or ""
 
 
-def _choice(choice: SamplerChoice) -> str:
+def _choice(choice: ServedSampler) -> str:
     return choice.sampler + (" --karras" if choice.use_karras_sigmas else "")
 
 
-def _guidance(model: Model) -> str:
+def _guidance(model: ServedModel) -> str:
     plain, edit = f"{model.default_guidance_scale:g}", model.default_edit_guidance_scale
     edits = plain if edit is None else f"{edit:g}"
     return plain if edits == plain else f"{plain}, edits {edits}"

@@ -29,7 +29,14 @@ from bottega.client.types.image_source import ImageSource
 from bottega.client.types.jobs import JobPage, JobState, Priority, page_request, priority_to_wire, status_from
 from bottega.client.types.mask import MaskSource
 from bottega.client.types.messages import build_message
-from bottega.client.types.models import Adapter, AdapterKindName, Model, adapter_from, adapter_kind_to_wire, model_from
+from bottega.client.types.models import (
+    Adapter,
+    AdapterKindName,
+    ServedModel,
+    adapter_from,
+    adapter_kind_to_wire,
+    model_from,
+)
 from bottega.client.types.options import EditOptions, GenerationOptions, spec_from
 from bottega.client.types.picture import Picture
 from bottega.errors import BottegaError, DeadlinePassed, InternalError, Violation
@@ -294,7 +301,7 @@ class AsyncGatewayClient:
         answer = await self._connection.call(self._connection.images.ListJobs, request)
         return JobPage(jobs=tuple(status_from(job) for job in answer.jobs), next_page_token=answer.next_page_token)
 
-    async def models(self) -> tuple[Model, ...]:
+    async def models(self) -> tuple[ServedModel, ...]:
         """Return the models that are served now and that requests may name, by name."""
         answer = await self._connection.call(self._connection.images.ListModels, image_pb2.ListModelsRequest())
         return tuple(map(model_from, answer.models))

@@ -22,7 +22,7 @@ _KIND_NAMES = {number: name for name, number in _KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerChoice:
+class ServedSampler:
     """A sampler with or without Karras' sigmas, as a model has it."""
 
     sampler: SamplerName
@@ -34,7 +34,7 @@ class SamplerChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class ServedModel:
     """A model that is served."""
 
     name: str
@@ -61,7 +61,7 @@ class Model:
     """Guidance scale of an edit without ControlNets when none is asked for; None is default_guidance_scale."""
     default_sampler: SamplerName | None
     """Sampler when none is asked for; None is one that this version does not know."""
-    sampler_choices: tuple[SamplerChoice, ...]
+    sampler_choices: tuple[ServedSampler, ...]
     """Every sampler that this version knows, with and without Karras' sigmas; empty is not known."""
     vae_scale_factor: int
     """Pixels that one element of the latent stands for, along each side."""
@@ -84,10 +84,10 @@ class Adapter:
     """Words that call the style of a LoRA in a prompt."""
 
 
-def model_from(model: image_pb2.Model) -> Model:
+def model_from(model: image_pb2.Model) -> ServedModel:
     """Return the model that the wire describes."""
     edit = model.default_edit_guidance_scale if model.HasField("default_edit_guidance_scale") else None
-    return Model(
+    return ServedModel(
         name=model.name,
         model_hash=model.model_hash,
         dtype=model.dtype,
@@ -101,7 +101,7 @@ def model_from(model: image_pb2.Model) -> Model:
         default_edit_guidance_scale=edit,
         default_sampler=_SAMPLER_NAMES.get(model.default_sampler),
         sampler_choices=tuple(
-            SamplerChoice(
+            ServedSampler(
                 sampler=_SAMPLER_NAMES[choice.sampler],
                 use_karras_sigmas=choice.use_karras_sigmas,
                 is_default=choice.is_default,

@@ -53,6 +53,9 @@ def _parts(spec: GenerationSpec) -> dict[str, Message]:
 def _change(message: Message, name: str) -> None:
     """Gives the field a value that it does not have. A switch that is absent differs from one that is off."""
     field, now = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
+    if field.is_repeated:
+        now.append("x")
+        return
     if isinstance(now, bytes):
         other: object = now + b"x"
     elif isinstance(now, str):

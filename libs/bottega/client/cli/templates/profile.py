@@ -12,7 +12,7 @@ from bottega.client.addons.templates.block_worth import BlockGroup, BlockWorth, 
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option, timeout_option
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say, share_text, short_hash, size_text
 from bottega.client.sdk.clients import Client
-from bottega.client.types.models import Model
+from bottega.client.types.models import ServedModel
 from bottega.v1.activations_pb2 import BlockProfile
 
 _STEPS = 50
@@ -149,7 +149,7 @@ def _budget(client: Client) -> int:
     return least.template_budget_bytes
 
 
-def _profiles_of(client: Client, model: str | None, served: Mapping[str, Model]) -> list[BlockProfile]:
+def _profiles_of(client: Client, model: str | None, served: Mapping[str, ServedModel]) -> list[BlockProfile]:
     found = [each for each in client.block_profiles() if model in (None, _name(each, served), each.model_hash)]
     if not found:
         whose = f"of {model} " if model else ""
@@ -157,7 +157,7 @@ def _profiles_of(client: Client, model: str | None, served: Mapping[str, Model])
     return found
 
 
-def _name(profile: BlockProfile, served: Mapping[str, Model]) -> str:
+def _name(profile: BlockProfile, served: Mapping[str, ServedModel]) -> str:
     known = served.get(profile.model_hash)
     return known.name if known else short_hash(profile.model_hash)
 
