@@ -43,6 +43,7 @@ BottegaError
 │   ├── NoCache             UNAVAILABLE          no approximate cache can be reached
 │   ├── NoActivationStore   UNAVAILABLE          no activation store can be reached
 │   ├── LinksFull           UNAVAILABLE          no room for another tensor link now; retry soon or elsewhere
+│   ├── EngineStarting      UNAVAILABLE          what tensor links end at is starting; retry soon
 │   ├── Draining            UNAVAILABLE          retry now, elsewhere or soon
 │   ├── WorkerLost          UNAVAILABLE
 │   ├── ReaderStalled       UNAVAILABLE          the caller did not read its answers; retry now

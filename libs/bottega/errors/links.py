@@ -18,6 +18,10 @@ class LinksFull(Unavailable, reason=error_pb2.ERROR_REASON_LINKS_FULL):
     """
 
 
+class EngineStarting(Unavailable, reason=error_pb2.ERROR_REASON_ENGINE_STARTING):
+    """A service lives, and is starting the engine at which its links end. Asking again helps."""
+
+
 class PeerDead(LinkError, reason=error_pb2.ERROR_REASON_PEER_DEAD):
     """The process at the other end is gone, or the connection to it is. What was received of a message is void."""
 

@@ -11,7 +11,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from bottega.errors import AuthFailed, BottegaError, LinkClosed, LinkError, LinksFull, PeerDead, Unavailable
+from bottega.errors import (
+    AuthFailed,
+    BottegaError,
+    EngineStarting,
+    LinkClosed,
+    LinkError,
+    LinksFull,
+    PeerDead,
+    Unavailable,
+)
 from bottega.transport.channel.counters import LinkCounters
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.device_links import DeviceLinks
@@ -56,7 +65,8 @@ class LinkClientSettings:
     """silence_s: after which a service is taken for dead. limits: of what comes in. send_s: for which the service may
     let a message wait; None: silence_s.
 
-    connect_s: for offer and connection; a service that lives takes milliseconds. retry_s: between two attempts at a
+    connect_s: for offer and connection; a service that lives takes milliseconds. start_s: for a service that says that
+    it is starting the engine at which its links end. retry_s: between two attempts at a
     service that cannot be reached. devices: of this process, where its links may be between devices.
     """
 
@@ -64,6 +74,7 @@ class LinkClientSettings:
     limits: Limits = field(default_factory=Limits)
     send_s: float | None = None
     connect_s: float = 5.0
+    start_s: float = 120.0
     retry_s: float = 0.5
     devices: DeviceLinks | None = None
 
@@ -166,7 +177,11 @@ class LinkClient:
         return self.connection.serve(link, self._handler)
 
     def _open(self, deadline: Deadline) -> Link:
-        """A service that has no room for links or offers is asked again while there is time: room becomes free."""
+        """Open a link. A service is asked again while there is time: room becomes free, and an engine starts.
+
+        deadline: of offer and connection, from the moment at which the service has what its links end at.
+        """
+        starting = Deadline.after(self._settings.start_s)
         while True:
             try:
                 offered = self._request(self.link_id).result(deadline.left_s())
@@ -182,6 +197,11 @@ class LinkClient:
                 if self.connection.cause is not None or deadline.left_s() <= wait_s:
                     raise
                 time.sleep(wait_s)
+            except EngineStarting as error:
+                wait_s = error.retry_after_s or _OFFER_RETRY_S
+                if self._stopped.wait(wait_s) or self.connection.cause is not None or starting.left_s() <= wait_s:
+                    raise
+                deadline = Deadline.after(self._settings.connect_s)
             else:
                 self.link_id, self.service = link.link_id, offered.service
                 return link

@@ -44,7 +44,8 @@ async def _lifespan(
     timeouts = EngineTimeouts(start_stall_s=settings.start_stall_s, hang_s=settings.hang_s, stall_s=settings.stall_s)
     engine = ControlNetEngineClient(_with_socket(settings.engine), timeouts=timeouts)
     try:
-        await engine.spawn()
+        if not settings.engine_on_demand:
+            await engine.spawn()
         server = Server("controlnet", settings.server)
         controlnets = ControlNetServer(
             settings,

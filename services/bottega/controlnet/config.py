@@ -64,7 +64,10 @@ class ControlNetConfig:
     """What a ControlNet server may be told.
 
     name: unique in the fleet; empty is "controlnet-" and the process's id. gateway: its fleet.listen, host:port;
-    empty joins no fleet. controlnets: by name, the folders of ControlNets that it hosts, in Diffusers' layout;
+    empty joins no fleet.
+    engine_on_demand: whether the first request that needs the engine starts it, and waits for that; false starts it
+    with the server. One that is idle takes 350 MiB. A server that hosts what callers have added starts it at once.
+    controlnets: by name, the folders of ControlNets that it hosts, in Diffusers' layout;
     miniature/edges and miniature/layout are the embedded model's own.
     left_out: by name, what is not hosted, and why: the fleet is told; bottega up says so of what lies beside the
     ControlNets in a model's folder.
@@ -83,6 +86,7 @@ class ControlNetConfig:
     gateway: OptionalAddress = "127.0.0.1:8472"
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: ControlNetEngineConfig = field(default_factory=ControlNetEngineConfig)
+    engine_on_demand: bool = False
     controlnets: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     root: str = ""

@@ -16,13 +16,13 @@ from bottega.diffusion.controlnets import (
     ControlNetLease,
     ControlNetSource,
     LoadedControlNet,
-    controlnet_digest,
     find_controlnet,
     load_controlnet,
 )
 from bottega.diffusion.heartbeat import call_after_blocks
 from bottega.diffusion.model.dtype import DTYPES, dtype_name
 from bottega.errors import ControlNetNotFound, ControlNetUnusable
+from bottega.model_files.digest import controlnet_digest
 from bottega.process import open_files
 from bottega.v1 import hosted_pb2
 from bottega.v1.hosted_pb2 import Hosted, HostedState

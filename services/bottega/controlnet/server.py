@@ -9,6 +9,7 @@ import asyncio
 import importlib.metadata
 import logging
 import os
+import time
 from pathlib import Path
 
 from bottega import kinds, rules
@@ -20,8 +21,17 @@ from bottega.controlnet.engine_client import MAX_HOSTING_S, ControlNetEngineClie
 from bottega.controlnet.inspector import ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.profiles import ProfileStore
-from bottega.errors import BottegaError, ConfigError, ControlNetNotFound, Draining, InternalError, Unavailable
+from bottega.errors import (
+    BottegaError,
+    ConfigError,
+    ControlNetNotFound,
+    Draining,
+    EngineStarting,
+    InternalError,
+    Unavailable,
+)
 from bottega.miniature import WEIGHTS
+from bottega.model_files.controlnet_facts import read_controlnet_facts
 from bottega.process import StartProgress
 from bottega.process.memory import MemoryMeter
 from bottega.rpc.fleet_membership import FleetMembership, StartingServer
@@ -29,11 +39,13 @@ from bottega.storage import SqliteDatabase, folders, os_errors
 from bottega.storage.process_lock import HeldElsewhere, ProcessLock
 from bottega.v1 import fleet_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
-from bottega.v1.hosted_pb2 import Hosted, ResidualProfile
+from bottega.v1.hosted_pb2 import HOSTED_STATE_ON_DISK, Hosted, ResidualProfile
 from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 
 _log = logging.getLogger(__name__)
 
+# Until a worker asks again for a link to an engine that is starting.
+_STARTING_S = 0.5
 # What a configuration may call the embedded model's own, wherever that is installed.
 _EMBEDDED = {f"miniature/{name}": str(WEIGHTS / "controlnets" / name) for name in ("edges", "layout")}
 
@@ -84,6 +96,9 @@ class ControlNetServer:
         self.failed: asyncio.Future[BottegaError] = asyncio.get_running_loop().create_future()
         """Has a result when the server cannot go on: it gets no engine any more."""
         self._tasks = BackgroundTasks("watching of the engine")
+        self._engine_wanted = False
+        self._on_demand = False
+        """Whether it serves without an engine until one is wanted."""
         self._hosting = BackgroundTasks("hosting of ControlNets")
         self._adding = asyncio.Lock()
         self._memory = MemoryMeter(self._pids)
@@ -98,16 +113,20 @@ class ControlNetServer:
         return list(self._hosted)
 
     async def start(self) -> None:
-        """Returns when the engine hosts all that it can.
+        """Return when the engine hosts all that it can, or, where it is started on demand, when that is known.
 
         Raises ConfigError, DataLoss, StorageUnavailable where the catalogue cannot be used, InternalError where the
         first engine does not start.
         """
-        self._server.extend_start("starting the engine", within_s=self._config.start_stall_s)
         await self._catalogue.open()
         await self._profiles.read()
-        self._tasks.start(self._watch_engine())
         self._tasks.start(self._memory.run())
+        # What strangers have added is looked at by processes of its own, and not here.
+        if self._config.engine_on_demand and not any(map(self._catalogue.root_of, self._catalogue.folders)):
+            await self._host_without_engine()
+            return
+        self._server.extend_start("starting the engine", within_s=self._config.start_stall_s)
+        self._start_engine()
         await self._first_hosting
 
     async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
@@ -117,6 +136,9 @@ class ControlNetServer:
         """
         if self._draining:
             raise Draining("the ControlNet server is stopping")
+        self._start_engine()
+        if not self._first_hosting.done():
+            raise EngineStarting("the ControlNet server is starting its engine", retry_after_s=_STARTING_S)
         return await self._engine.open_link(request, caller=caller)
 
     def prefetch(self, names: list[str]) -> list[str]:
@@ -124,7 +146,9 @@ class ControlNetServer:
         hosted = {net.name for net in self._beat.controlnets}
         accepted = [name for name in dict.fromkeys(names) if name in hosted]
         if accepted and not self._draining:
-            self._engine.prefetch(accepted)
+            self._start_engine()
+            if self._first_hosting.done():
+                self._engine.prefetch(accepted)
         return accepted
 
     async def add(self, name: str, folder: str) -> Hosted:
@@ -134,6 +158,8 @@ class ControlNetServer:
         """
         async with self._adding:
             path = await asyncio.to_thread(self._catalogue.checked, name, folder)
+            self._start_engine()
+            await asyncio.shield(self._first_hosting)
             hosted = await self._host(name, path)
             await self._catalogue.add(name, path)
         self._refused.pop(name, None)
@@ -194,14 +220,26 @@ class ControlNetServer:
         await self._engine.stop()
         await self._catalogue.close()
 
+    def _start_engine(self) -> None:
+        """Start the engine, if nobody has yet."""
+        if not self._engine_wanted:
+            self._engine_wanted = True
+            self._tasks.start(self._watch_engine())
+
     async def _watch_engine(self) -> None:
         try:
             await self._engine.watch(self)
         except (ConfigError, InternalError) as error:
-            if self._first_hosting.done():
+            serves = self._first_hosting.done() or self._on_demand
+            if not self._first_hosting.done():
+                self._fail_first_hosting(error)
+            if serves:
                 self.failed.set_result(error)
-            else:
-                self._first_hosting.set_exception(error)
+
+    def _fail_first_hosting(self, error: BottegaError) -> None:
+        self._first_hosting.set_exception(error)
+        if self._on_demand:
+            self._first_hosting.exception()  # perhaps nobody waits for it
 
     async def on_engine_starting(self, progress: StartProgress) -> None:
         """A ControlNet server's engine is ready as soon as its libraries are imported, and says nothing before."""
@@ -217,6 +255,8 @@ class ControlNetServer:
         if not event.HasField("beat"):
             self._engine.on_event(event)
             return
+        if self._on_demand and not self._first_hosting.done():
+            return  # it does not host all yet of what the fleet is told
         before, self._beat = self._beat, event.beat
         self._hosted = self._with_profiles(event.beat)
         self._metrics.on_beat(event.beat)
@@ -233,7 +273,7 @@ class ControlNetServer:
         self._hosting.cancel_soon()  # else it would say that an engine serves which is gone
         self._engine.fail_calls(Unavailable(f"the ControlNet server's engine was lost: {why}"))
         if not self._first_hosting.done():
-            self._first_hosting.set_exception(InternalError(f"the engine could not be started: {why}"))
+            self._fail_first_hosting(InternalError(f"the engine could not be started: {why}"))
             return
         await self._server.set_serving(False)
         await self._leave()
@@ -249,14 +289,37 @@ class ControlNetServer:
             try:
                 self._hosts_now(await self._host(name, folder))
             except BottegaError as error:
-                facts = {"controlnet": name, "folder": str(folder), "text": error.message}
-                _log.error("a ControlNet cannot be hosted", extra=facts)
-                self._refused[name] = error.message
+                self._refuse(name, folder, error)
         self._start_s = min(self._engine.age_s, rules.MAX_START_S)
         if not self._first_hosting.done():
             self._first_hosting.set_result(None)
         else:
             await self._server.set_serving(not self._draining)
+        self._join_fleet()
+
+    async def _host_without_engine(self) -> None:
+        """Find out what the engine would host, join the fleet and report what is left out."""
+        self._on_demand = True
+        began = time.monotonic()
+        for name, folder in self._catalogue.folders.items():
+            self._server.extend_start(f"reading ControlNet {name}", within_s=MAX_HOSTING_S)
+            try:
+                facts = await asyncio.to_thread(read_controlnet_facts, name, folder, dtype=self._config.engine.dtype)
+            except BottegaError as error:
+                self._refuse(name, folder, error)
+                continue
+            hosted = Hosted(kind=kinds.CONTROLNET, name=name, digest=facts.digest, base=facts.base)
+            hosted.size_bytes, hosted.state = facts.size_bytes, HOSTED_STATE_ON_DISK
+            self._hosts_now(hosted)
+        self._start_s = min(time.monotonic() - began, rules.MAX_START_S)
+        self._join_fleet()
+
+    def _refuse(self, name: str, folder: Path, error: BottegaError) -> None:
+        facts = {"controlnet": name, "folder": str(folder), "text": error.message}
+        _log.error("a ControlNet cannot be hosted", extra=facts)
+        self._refused[name] = error.message
+
+    def _join_fleet(self) -> None:
         if self._config.gateway and self._membership is None:
             self._membership = self._join()
             self._membership.start()

@@ -18,6 +18,7 @@ def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
         "name": name,
         "gateway": suite.fleet_address,
         "server": suite.server,
+        "engine_on_demand": True,
         "engine": {"device": suite.device, "dtype": suite.dtype, "threads": threads},
         "controlnets": own.hosted,
         "left_out": own.left_out,

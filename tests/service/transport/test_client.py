@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bottega.errors import BottegaError, LinkClosed, PeerDead, TooLarge, Unavailable
+from bottega.errors import BottegaError, EngineStarting, LinkClosed, PeerDead, TooLarge, Unavailable
 from bottega.transport import (
     BytesMessage,
     Connection,
@@ -132,6 +133,29 @@ def test_a_service_that_is_away_is_asked_again_until_it_is_there(worker: Worker)
     worker.away = None
     wait_until(lambda: worker.heard == [1], "an echo")
     assert {error.message for error in worker.ended} == {"the service is away"}
+
+
+def test_a_service_whose_engine_starts_is_waited_for_longer_than_one_that_is_away(worker: Worker) -> None:
+    """Else what waits for the link would be told that it is lost, and would go elsewhere."""
+    worker.client._settings = replace(worker.client._settings, connect_s=0.2, start_s=30.0)
+    worker.away = EngineStarting("the service is starting its engine", retry_after_s=0.05)
+    began = time.monotonic()
+    worker.want()
+    wait_until(lambda: len(worker.asked) >= 3 and time.monotonic() - began > 0.5, "further tries")
+    worker.away = None
+    wait_until(lambda: worker.heard == [1], "an echo")
+    assert not worker.ended
+
+
+def test_a_client_that_is_closed_while_an_engine_starts_asks_no_more(worker: Worker) -> None:
+    worker.away = EngineStarting("the service is starting its engine", retry_after_s=0.05)
+    worker.want()
+    wait_until(lambda: len(worker.asked) >= 2, "a second try")
+    worker.client.close()
+    wait_until(lambda: bool(worker.ended), "the client to end")
+    asked = len(worker.asked)
+    time.sleep(3 * RETRY_S)
+    assert len(worker.asked) == asked
 
 
 def test_a_message_that_cannot_be_sent_is_told_and_the_link_lives(linked: Worker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,14 +19,19 @@ from bottega.controlnet.inspector import ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.profiles import ProfileStore
 from bottega.controlnet.server import ControlNetServer
-from bottega.errors import BottegaError, ControlNetUnusable, Unavailable
+from bottega.errors import BottegaError, ControlNetUnusable, EngineStarting, InternalError, Unavailable
 from bottega.gateway.fleet.validation import check_load
+from bottega.miniature import WEIGHTS
+from bottega.model_files.controlnet_layout import read_base_layout
+from bottega.model_files.digest import controlnet_digest
 from bottega.process import EngineTimeouts
 from bottega.storage import SqliteDatabase
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineBeat, ControlNetEngineEvent, ControlNetEngineReady
 from bottega.v1.fleet_pb2 import Activity
-from bottega.v1.hosted_pb2 import Hosted
+from bottega.v1.hosted_pb2 import HOSTED_STATE_ON_DISK, Hosted
+from bottega.v1.link_pb2 import LinkOffer, OpenLinkRequest
 from tests.fakes.listening import FakeListening
+from tests.support.waiting import eventually
 
 
 class Engine(ControlNetEngineClient):
@@ -36,6 +42,7 @@ class Engine(ControlNetEngineClient):
         self.lives = asyncio.Event()
         self.asked: list[str] = []
         self.drains = 0
+        self.watched = 0
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.age = 0.0
         self.refused: dict[str, str] = {}
@@ -55,7 +62,14 @@ class Engine(ControlNetEngineClient):
         return Hosted(kind=kinds.CONTROLNET, name=name)
 
     async def watch(self, listener: object) -> None:
+        self.watched += 1
         await asyncio.Event().wait()
+
+    async def open_link(self, request: OpenLinkRequest, *, caller: str) -> LinkOffer:
+        return LinkOffer(link_id="one")
+
+    async def stop(self) -> int | None:
+        return None
 
     def fail_calls(self, error: BottegaError) -> None:
         if not self._gone.done():
@@ -167,6 +181,51 @@ async def test_the_fleet_is_told_which_controlnets_are_left_out_and_why(tmp_path
     assert [item.name for item in server.load().left_out] == ["pose.safetensors"]
 
 
+async def test_an_engine_on_demand_is_started_by_the_first_link_and_what_it_hosts_is_told(
+    tmp_path: Path,
+) -> None:
+    engine = Engine()
+    folder = WEIGHTS / "controlnets/edges"
+    nets = {"edges": str(folder), "none": str(tmp_path)}
+    server = _server(engine, tmp_path, controlnets=nets, engine_on_demand=True)
+    await server.start()
+    (net,) = server.hosted
+    assert (net.name, net.digest, net.state) == ("edges", controlnet_digest(folder), HOSTED_STATE_ON_DISK)
+    assert net.base == read_base_layout(WEIGHTS).base
+    assert net.size_bytes == pytest.approx((folder / "diffusion_pytorch_model.safetensors").stat().st_size, rel=0.02)
+    assert [item.name for item in server.load().left_out] == ["none"]
+    assert engine.watched == 0
+    for _ in range(2):
+        with pytest.raises(EngineStarting) as starting:
+            await server.open_link(OpenLinkRequest(), caller="")
+    assert starting.value.retry_after_s
+    await eventually(lambda: engine.watched == 1)
+    await server.on_engine_event(_beat(sessions=0))  # before it hosts all
+    assert server.hosted[0].digest == net.digest
+    await _serve(server, engine)
+    assert (await server.open_link(OpenLinkRequest(), caller="")).link_id == "one"
+    assert engine.watched == 1
+    await server.stop()
+
+
+async def test_an_engine_on_demand_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
+    engine = Engine()
+    server = _server(engine, tmp_path, controlnets={}, engine_on_demand=True)
+    await server.start()
+    assert server.prefetch(["edges"]) == []
+    assert not server.failed.done()
+
+    async def fail(listener: object) -> None:
+        raise InternalError("it could not be started 3 times")
+
+    engine.watch = fail  # type: ignore[method-assign]
+    with pytest.raises(EngineStarting):
+        await server.open_link(OpenLinkRequest(), caller="")
+    async with asyncio.timeout(5):
+        assert "3 times" in (await server.failed).message
+    await server.stop()
+
+
 def _beat(*, sessions: int, draining: bool = False) -> ControlNetEngineEvent:
     nets = [Hosted(kind=kinds.CONTROLNET, name="edges", sessions=sessions)]
     return ControlNetEngineEvent(beat=ControlNetEngineBeat(controlnets=nets, draining=draining))
@@ -187,9 +246,9 @@ def _server(
     engine: Engine,
     folder: Path,
     set_serving: Callable[[bool], Awaitable[None]] = _nobody_asks,
-    left_out: dict[str, str] | None = None,
+    **said: Any,
 ) -> ControlNetServer:
-    config = ControlNetConfig(gateway="", controlnets={"edges": "a", "depth": "b"}, left_out=left_out or {})
+    config = ControlNetConfig(**{"gateway": "", "controlnets": {"edges": "a", "depth": "b"}, **said})
     database = SqliteDatabase(folder / "catalogue.db", SCHEMA)
     return ControlNetServer(
         config,

@@ -14,7 +14,6 @@ from bottega.diffusion.controlnets.network import (
     load_controlnet,
 )
 from bottega.diffusion.controlnets.session import ControlSession, process_image
-from bottega.diffusion.controlnets.weights import controlnet_digest
 from bottega.model_files.controlnet_layout import ControlLayout, base_layout, read_base_layout
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "LocalControlNets",
     "base_layout",
     "check_weights",
-    "controlnet_digest",
     "find_controlnet",
     "load_controlnet",
     "process_image",

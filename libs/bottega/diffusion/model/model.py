@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,9 @@ from bottega.diffusion.start_reporter import StartReporter, silent_reporter
 from bottega.errors import ConfigError
 from bottega.model_files import ModelReport, check_model_folder
 from bottega.model_files.configuration_rules import INDEX_FILE
+from bottega.model_files.digest import file_digest, files_digest
 from bottega.model_files.presets import Preset, read_preset
 from bottega.plain_text import excerpt
-
-# Of a file that is hashed: as many as are read in far less than a second.
-_PIECE_BYTES = 4 << 20
 
 # StableDiffusionXLPipeline's own defaults.
 _DEFAULT_STEPS = 50
@@ -289,35 +287,10 @@ def digest(report: ModelReport, preset: Preset | None = None, reporter: StartRep
         place = report.folder / part.name
         paths |= {path for path in place.iterdir() if path.suffix in {".json", ".txt"} and path.is_file()}
         paths |= set(part.files)
-    total = files_digest(report.folder, paths, hashed=lambda path: _sha256(path, reporter.advance))
+    total = files_digest(report.folder, paths, hashed=lambda path: file_digest(path, reporter.advance))
     if preset is None or preset.timestep_spacing is None:
         return total
     return hashlib.sha256(f"{total}\0timestep_spacing={preset.timestep_spacing}".encode()).hexdigest()
-
-
-def files_digest(folder: Path, paths: Iterable[Path], *, hashed: Callable[[Path], str] | None = None) -> str:
-    """Return the SHA-256 over the names and contents of those files that have weights or configurations, as hex.
-
-    Args:
-        folder: That all paths lie in.
-        paths: Others than such files are passed over.
-        hashed: Of a file's content, SHA-256 as hex; without it all of the file is read, wherever links lead.
-    """
-    total = hashlib.sha256()
-    for path in sorted(paths):
-        if path.suffix in {".json", ".safetensors", ".txt"}:
-            content = (hashed or _sha256)(path)
-            total.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
-    return total.hexdigest()
-
-
-def _sha256(path: Path, on_read: Callable[[int], None] = lambda _: None) -> str:
-    total = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            total.update(piece)
-            on_read(len(piece))
-    return total.hexdigest()
 
 
 def _defaults(preset: Preset, size: int, config: dict[str, Any]) -> Defaults:

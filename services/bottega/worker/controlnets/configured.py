@@ -9,10 +9,10 @@ from bottega.diffusion.controlnets import (
     ControlNetCache,
     LocalControlNets,
     base_layout,
-    controlnet_digest,
     find_controlnet,
 )
 from bottega.diffusion.model.model import Model
+from bottega.model_files.digest import controlnet_digest
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADED as LOADED
 from bottega.v1.hosted_pb2 import HOSTED_STATE_LOADING as LOADING
 from bottega.v1.hosted_pb2 import HOSTED_STATE_ON_DISK as ON_DISK

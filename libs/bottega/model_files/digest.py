@@ -1,0 +1,83 @@
+"""Hashes of model folders: of the names and contents of their files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from io import BufferedReader
+from pathlib import Path
+
+from bottega import rules
+from bottega.model_files.controlnet_config import FILE
+from bottega.model_files.controlnet_folder import SUFFIX
+from bottega.storage.contained_paths import listed, open_below
+
+_PIECE_BYTES = 4 << 20
+# Of all files of a ControlNet, which take a minute to hash; SDXL's have 5 GB.
+_MAX_CONTROLNET_BYTES = 32 << 30
+
+
+def files_digest(folder: Path, paths: Iterable[Path], *, hashed: Callable[[Path], str] | None = None) -> str:
+    """Return the SHA-256 over the names and contents of those files that have weights or configurations, as hex.
+
+    Args:
+        folder: That all paths lie in.
+        paths: Others than such files are passed over.
+        hashed: Of a file's content, SHA-256 as hex; without it all of the file is read, wherever links lead.
+    """
+    total = hashlib.sha256()
+    for path in sorted(paths):
+        if path.suffix in {".json", ".safetensors", ".txt"}:
+            content = (hashed or file_digest)(path)
+            total.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
+    return total.hexdigest()
+
+
+def file_digest(path: Path, on_read: Callable[[int], None] = lambda _: None) -> str:
+    """Return the SHA-256 of a file, as hex.
+
+    Args:
+        path: The file.
+        on_read: Told the bytes of each piece that was read.
+    """
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            total.update(piece)
+            on_read(len(piece))
+    return total.hexdigest()
+
+
+def controlnet_digest(folder: Path, root: Path | None = None) -> str:
+    """Return the SHA-256 over the names and contents of a ControlNet's files, as hex.
+
+    Args:
+        folder: The ControlNet's.
+        root: Folder that all files must lie below; None for wherever they are.
+
+    Raises:
+        OSError: A file cannot be read, or lies outside of the root.
+        ValueError: The files are too large.
+    """
+    files = [folder / FILE, *listed(folder, SUFFIX, most=rules.MAX_CONTROLNET_FILES, deep=True)]
+    left = _MAX_CONTROLNET_BYTES
+
+    def hashed(path: Path) -> str:
+        nonlocal left
+        with open_below(path, root) as file:
+            left -= os.fstat(file.fileno()).st_size
+            if left < 0:
+                raise ValueError(f"its files have over {_MAX_CONTROLNET_BYTES} bytes")
+            return _sha256(file, os.fstat(file.fileno()).st_size)
+
+    return files_digest(folder, files, hashed=hashed)
+
+
+def _sha256(file: BufferedReader, size_bytes: int) -> str:
+    """Hash only so many bytes: a file that grows while it is read would have no end."""
+    total = hashlib.sha256()
+    while size_bytes > 0 and (chunk := file.read(min(size_bytes, _PIECE_BYTES))):
+        total.update(chunk)
+        size_bytes -= len(chunk)
+    return total.hexdigest()
