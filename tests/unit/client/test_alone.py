@@ -11,9 +11,11 @@ import pytest
 _SCRIPT = """
 import sys
 
+HIDDEN = sys.argv[1].split(",")
+
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if any(f"{name}.".startswith(f"{hidden}.") for hidden in sys.argv[1].split(",")):
+        if any(f"{name}.".startswith(f"{hidden}.") for hidden in HIDDEN):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Hidden())
