@@ -26,6 +26,7 @@ from bottega.client.suite.plan import PortTaken, SuiteOptions, plan_suite
 from bottega.client.suite.ports import free_ports
 from bottega.client.suite.service_log import ServiceLog, fields_of, lines_of
 from bottega.client.transport.address import default_address, default_fleet_address
+from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
 from bottega.model_files import name_of
 
@@ -103,6 +104,22 @@ def test_a_model_is_served_by_its_folders_or_repositorys_name(
     assert (worker["engine"]["model"], worker["engine"]["model_name"]) == (str(path), name)
     # As of a worker that is configured by hand.
     assert name_of(str(path), given) == name
+
+
+def test_services_that_lack_packages_are_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = {"torch", "faiss-cpu"}
+    monkeypatch.setattr(
+        "bottega.client.suite.plan.missing_packages",
+        lambda service: [name for name in service.requires if name in lacking],
+    )
+    with pytest.raises(ConfigError) as refusal:
+        plan_suite(SuiteOptions(services={"controlnet_servers": 0}, port=0), held(tmp_path))
+    assert refusal.value.message == (
+        "the approximate cache needs faiss-cpu; the worker needs torch, not installed here: "
+        "pip install 'bottega-services[cache]' 'bottega-services[worker]'"
+    )
 
 
 def test_the_models_own_controlnets_are_hosted_and_others_may_be_added(tmp_path: Path) -> None:
