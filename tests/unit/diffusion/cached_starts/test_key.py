@@ -107,6 +107,7 @@ def changed(spec: ResolvedSpec, draw: random.Random) -> ResolvedSpec:
 NO_KEY = {
     ResolvedSpec: {
         "prompt",
+        "prompts",
         "prompt_2",
         "seed",
         "num_images",
