@@ -219,7 +219,8 @@ def note_unknown_to_embedded_model(parameters: Parameters) -> None:
     from bottega.miniature.scenes import SIDE, unknown_words
 
     sides = (parameters.width, parameters.height)
-    if unknown_words(parameters.prompt) or max(sides) >= _FAR * SIDE or min(sides) * _FAR <= SIDE:
+    unknown = any(map(unknown_words, parameters.prompts or (parameters.prompt,)))
+    if unknown or max(sides) >= _FAR * SIDE or min(sides) * _FAR <= SIDE:
         note("the embedded model draws simple shapes; `bottega up --model FOLDER` serves yours")
 
 
