@@ -183,7 +183,7 @@ def _report(completed: Completed, output: OutputTarget, elapsed_s: float) -> Non
     say(f"{elapsed_s:.2f} s{f' ({stages})' if stages else ''}")
     for line in _source_lines(completed.provenance):
         note(line)
-    if completed.provenance.mask.digest:
+    if completed.provenance.mask != MaskUse():
         say(f"mask: {', '.join(_mask_facts(completed.provenance.mask))}")
     for part in generation_parts():
         for line in part.describe(completed.provenance):
@@ -240,7 +240,7 @@ def _mask_facts(use: MaskUse) -> Iterator[str]:
 def _source_lines(provenance: Provenance) -> Iterator[str]:
     """Say what of the source is not in the picture, and what had to be done with it first."""
     source, size = provenance.source, provenance.parameters
-    if source.resized and not provenance.mask.digest:  # of edits their command says what helps
+    if source.resized and provenance.mask == MaskUse():  # of edits their command says what helps
         yield f"the image is {source.width}x{source.height}, and was resized to {size.width}x{size.height}"
     if provenance.source.transparency_unread:
         said = provenance.parameters

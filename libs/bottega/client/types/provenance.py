@@ -284,17 +284,17 @@ class Provenance:
     encoder_s: float = 0.0
     """Seconds of the steps with ControlNets before the first residual was needed."""
     pair: PairUse = field(default_factory=PairUse, metadata={"kind": PairUse})
-    """The other worker of a pair; without a name where none took part."""
+    """The other worker of a pair; `PairUse()` where none took part."""
     cached_starts: tuple[CacheUse, ...] = field(default=(), metadata={"kind": CacheUse})
     """Cached latents that pictures started from; the others started from noise."""
     identical_job: str = ""
     """The job whose stored result this is; empty where it was drawn."""
     mask: MaskUse = field(default_factory=MaskUse, metadata={"kind": MaskUse})
-    """The mask of an edit; without a digest where there was none."""
+    """The mask of an edit; `MaskUse()` where there was none."""
     accelerations: tuple[str, ...] = ()
     """Accelerations that the worker's self-check had kept."""
     source: SourceUse = field(default_factory=SourceUse, metadata={"kind": SourceUse})
-    """The source of image-to-image or of an edit; without a size where there was none."""
+    """The source of image-to-image or of an edit; `SourceUse()` where there was none."""
     vae_dtype: str = ""
     """Element type that the VAE decoded in."""
     vae_tiled: bool = False
