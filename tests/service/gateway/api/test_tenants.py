@@ -123,8 +123,8 @@ async def test_identical_requests_are_answered_to_their_tenant_alone(shops: Shop
 
 
 async def test_an_attempt_says_whose_it_is_to_caches_and_templates(shops: Shops, worker: ScriptedWorker) -> None:
-    await shops.one.draw(prompt="a star")
-    await shops.other.draw(prompt="a star")
+    await shops.one.draw(prompt="a big red star")
+    await shops.other.draw(prompt="a big red star")
     orders = [CacheOrder.FromString(request.addons[kinds.CACHE]) for request in worker.requests]
     assert [order.tenant for order in orders] == ["one", "other"]
 
