@@ -1,8 +1,15 @@
-"""What one tenant feels of another that floods, and what tenants of different weight get: the whole suite, one worker.
+"""What one tenant feels of another that floods, and what tenants get by weight: the whole suite, one worker.
 
 Alone, then beside a tenant that sends twenty times as much, by turns: the same requests of the first tenant at the same
 random times. Then two tenants of weights 3 and 1 always have more waiting than can be drawn, and what is drawn of each
-is counted.
+is counted. Then the same two questions of seconds, with a tenant whose pictures are 16 times as large (fairness_heavy).
+
+- `victim_p95_ratio`: the p95 of the first tenant's requests beside the flood, over alone.
+- `share_error`: how far off its share by weight a tenant is at most, of all pictures that were drawn.
+- `seconds_share_error`: how far two saturated tenants of equal weight are from half of the worker's seconds, over that
+  half; one asks for large pictures, edits and ControlNets, one for small pictures.
+- `light_p95_ratio`: the p95 of the tenant of small pictures beside the saturated one over alone, where it asks for a
+  tenth of the worker's seconds, at random times.
 """
 
 from __future__ import annotations
@@ -19,13 +26,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest import mock
 
-from bottega.client import AsyncClient, AsyncJob
+from bottega.client import AsyncClient, AsyncJob, Client
 from bottega.client.transport.access import KEY_VARIABLE
 from bottega.errors import BottegaError, QueueFull
 from bottega.rpc.security.api_keys import new_key
 from bottega.rpc.security.tenant_file import Tenant, change_tenants
+from load.bench import fairness_heavy
 from load.bench.report import percentile, report
 from load.bench.scratch import scratch
 from load.bench.suite import running_gateway
@@ -71,16 +80,32 @@ class Felt:
 @contextmanager
 def suite(folder: Path) -> Iterator[Callable[[str], AsyncClient]]:
     """A gateway with a worker of one thread, and what makes a client of the tenant of a name."""
-    file, keys = folder / "tenants.json", dict[str, str]()
-    for name, weight in {"steady": 1.0, "flood": 1.0, **WEIGHTS}.items():
+    keys, settings = known_tenants(folder / "tenants.json", {"steady": 1.0, "flood": 1.0, **WEIGHTS})
+    with (
+        mock.patch.dict(os.environ, {KEY_VARIABLE: keys["steady"]}),  # for who waits until the worker is here
+        running_gateway("miniature", 1, folder / "suite", **settings) as gateway,
+    ):
+        yield lambda name: AsyncClient(gateway.address, api_key=keys[name], timeout_s=TIMEOUT_S)
+
+
+@contextmanager
+def heavy_suite(folder: Path) -> Iterator[Callable[[str], AsyncClient]]:
+    """The same with a ControlNet server, and the tenants of fairness_heavy."""
+    keys, settings = known_tenants(folder / "heavy.json", dict.fromkeys(fairness_heavy.TENANTS, 1.0))
+    with fairness_heavy.suite(folder / "heavy", settings) as gateway:
+        with Client(gateway.address, api_key=keys["light"]) as client:
+            fairness_heavy.wait_until_joined(client)
+        yield lambda name: AsyncClient(gateway.address, api_key=keys[name], timeout_s=TIMEOUT_S)
+
+
+def known_tenants(file: Path, weights: Mapping[str, float]) -> tuple[Mapping[str, str], dict[str, Any]]:
+    """Write the tenants of these weights; return the key of each and the settings of a gateway that knows them."""
+    keys = dict[str, str]()
+    for name, weight in weights.items():
         keys[name], parts = new_key()
         tenant = Tenant(name=name, weight=weight).rotated(parts, keep_old=False)
         change_tenants(file, lambda tenants, tenant=tenant: (*tenants, tenant))  # type: ignore[misc]
-    with (
-        mock.patch.dict(os.environ, {KEY_VARIABLE: keys["steady"]}),  # for who waits until the worker is here
-        running_gateway("miniature", 1, folder / "suite", tenants=str(file), max_queued=_MAX_QUEUED) as gateway,
-    ):
-        yield lambda name: AsyncClient(gateway.address, api_key=keys[name], timeout_s=TIMEOUT_S)
+    return keys, {"tenants": str(file), "max_queued": _MAX_QUEUED}
 
 
 async def felt(connect: Callable[[str], AsyncClient], options: argparse.Namespace) -> Felt:
@@ -183,27 +208,67 @@ def _sender(client: AsyncClient) -> Callable[[Call], Awaitable[Result]]:
 
 
 def main() -> None:
-    """Prints the table and the line of JSON."""
+    """Print the tables and lines of JSON: of tenants that ask for the same, and of one of large pictures."""
     options = _options()
-    with scratch() as folder, suite(folder) as connect:
-        found = asyncio.run(felt(connect, options))
-        error, drawn = asyncio.run(share_error(connect, options.pictures))
+    with scratch() as folder:
+        if options.only in ("", "equal"):
+            with suite(folder) as connect:
+                found = asyncio.run(felt(connect, options))
+                error, drawn = asyncio.run(share_error(connect, options.pictures))
+            _report_equal(found, error, drawn)
+        if options.only in ("", "heavy"):
+            tried = fairness_heavy.Tried()
+            with heavy_suite(folder) as connect:
+                asyncio.run(fairness_heavy.shares(connect, tried, seconds=options.seconds))
+                asyncio.run(
+                    fairness_heavy.light_beside_heavy(connect, tried, requests=options.requests, rounds=options.rounds)
+                )
+            _report_heavy(tried)
+
+
+def _report_equal(found: Felt, error: float, drawn: Counter[str]) -> None:
     values = {
         "victim_p95_ratio": found.ratio,
         "share_error": error,
-        **{f"{name}_p50_s": median(took_s) for name, took_s in found.took_s.items()},
-        **{f"{name}_p95_s": percentile(took_s, 0.95) for name, took_s in found.took_s.items()},
+        **_percentiles(found.took_s, ""),
         "flood_sent": float(found.sent),
         "flood_refused": float(found.refused),
     }
-    rows = [
-        (f"{name}: p50, p95", f"{values[f'{name}_p50_s']:.3f} s, {values[f'{name}_p95_s']:.3f} s", "")
-        for name in found.took_s
-    ]
-    rows.append(("p95 beside the flood over alone (victim_p95_ratio)", f"{found.ratio:.2f}", f"<= {WANTED_RATIO}"))
+    rows = _percentile_rows(found.took_s, "")
+    rows.append(("p95 beside the flood over alone (victim_p95_ratio)", f"{found.ratio:.2f}", f"at most {WANTED_RATIO}"))
     of = ", ".join(f"{drawn[name]} of weight {weight:g}" for name, weight in WEIGHTS.items())
-    rows.append((f"off the shares by weight: {of} (share_error)", f"{error:.1%}", f"<= {WANTED_SHARE_ERROR:.0%}"))
+    rows.append((f"off the shares by weight: {of} (share_error)", f"{error:.1%}", f"at most {WANTED_SHARE_ERROR:.0%}"))
     report("fairness", rows, values)
+
+
+def _report_heavy(tried: fairness_heavy.Tried) -> None:
+    values = {
+        "light_p95_ratio": tried.ratio,
+        "seconds_share_error": tried.share_error,
+        "light_share_of_seconds": tried.shares["light"],
+        "light_sent_late": float(tried.sent_late),
+        **{f"{name}_pictures": float(count) for name, count in tried.pictures.items()},
+        **_percentiles(tried.took_s, "light_"),
+    }
+    rows = _percentile_rows(tried.took_s, "light, ")
+    said = "p95 beside pictures of 16 times the pixels over alone (light_p95_ratio)"
+    rows.append((said, f"{tried.ratio:.2f}", f"at most {WANTED_RATIO}"))
+    of = ", ".join(f"{tried.shares[name]:.1%} {name}" for name in fairness_heavy.TENANTS)
+    said = f"off half of the worker's seconds: {of} (seconds_share_error)"
+    rows.append((said, f"{tried.share_error:.1%}", f"at most {WANTED_SHARE_ERROR:.0%}"))
+    report("fairness-heavy", rows, values)
+
+
+def _percentiles(took_s: Mapping[str, Sequence[float]], prefix: str) -> dict[str, float]:
+    p50 = {f"{prefix}{name}_p50_s": median(seconds) for name, seconds in took_s.items()}
+    return p50 | {f"{prefix}{name}_p95_s": percentile(seconds, 0.95) for name, seconds in took_s.items()}
+
+
+def _percentile_rows(took_s: Mapping[str, Sequence[float]], prefix: str) -> list[tuple[str, str, str]]:
+    return [
+        (f"{prefix}{name}: p50, p95", f"{median(seconds):.3f} s, {percentile(seconds, 0.95):.3f} s", "")
+        for name, seconds in took_s.items()
+    ]
 
 
 def _options() -> argparse.Namespace:
@@ -211,6 +276,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=40, help="of the first tenant, of each round (default: 40)")
     parser.add_argument("--rounds", type=int, default=3, help="alone and beside the flood (default: 3)")
     parser.add_argument("--pictures", type=int, default=200, help="that are drawn for shares (default: 200)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of shares of seconds (default: 120)")
+    parser.add_argument("--only", choices=("equal", "heavy"), default="", help="one part of it")
     return parser.parse_args()
 
 

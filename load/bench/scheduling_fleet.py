@@ -115,7 +115,7 @@ class SimulatedWorker:
     def turn(self) -> tuple[float, list[SimulatedEdit]]:
         """Makes the next turn: its seconds, and those whose last step it was."""
         self.turns += 1
-        group = self._batcher.next_group()
+        group = self._batcher.next_turn().requests
         seconds = self._costs.turn_s(group)
         ended = []
         for edit in group:
