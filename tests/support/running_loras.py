@@ -21,7 +21,7 @@ from bottega.loras.config import ImportConfig, LinksConfig, LoraConfig
 from bottega.loras.importing import process
 from bottega.loras.importing.import_processes import ImportProcesses
 from bottega.loras.store import LoraStore
-from bottega.process import PreparedCall
+from bottega.process import CallNeed, PreparedCall
 from bottega.rpc.channel import open_channel
 from bottega.rpc.server import Server, ServerConfig
 from bottega.rpc.status import from_job_error, from_rpc_error
@@ -73,7 +73,7 @@ class Running:
 class _ImportsInThread(ImportProcesses):
     """Imports as its processes do, without the time that Python takes to start in each, and without their limits."""
 
-    async def call(self, prepare: Callable[[], Awaitable[PreparedCall]], *, large: bool = False) -> bytes:
+    async def call(self, prepare: Callable[[], Awaitable[PreparedCall]], *, need: CallNeed | None = None) -> bytes:
         call = LoraImportCall.FromString((await prepare()).frame)
         return (await asyncio.to_thread(process._answer, call)).SerializeToString()
 

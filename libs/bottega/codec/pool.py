@@ -7,17 +7,28 @@ still has not: it was stopped, or the machine was busy with everything else. Thi
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from bottega.codec import structure
 from bottega.codec.limits import ADDRESS_SPACE_BYTES, LARGE_PIXELS
 from bottega.codec.pixels import Crop, DecodedEdit, DecodedImage, ImageFacts, ImageSize, MaskOrder, Overlay, Pixels
 from bottega.errors import BadImage, BottegaError, InternalError, Unavailable
-from bottega.process import Loss, PoolLimits, PreparedCall, ProcessLost, ProcessPool, ProcessSpec, copied
-from bottega.v1 import codec_pb2, tensor_pb2
+from bottega.fair_order import Share
+from bottega.process import CallNeed, Loss, PoolLimits, PreparedCall, ProcessLost, ProcessPool, ProcessSpec, copied
+from bottega.v1 import codec_pb2, generation_pb2, tensor_pb2
 from bottega.v1.generation_pb2 import ImageFormat, MaskUse
+
+# About what calls take on one x86-64 core: a tenant is charged so much when a call begins, and what it took when it
+# ends. Decoding takes 10 to 22 ns a pixel; a progressive JPEG counts four times, and may be made to take as much.
+_CALL_S = 0.002
+_DECODED_PIXEL_S = 15e-9
+_ENCODED_PIXEL_S: Mapping[ImageFormat.ValueType, float] = {
+    generation_pb2.IMAGE_FORMAT_PNG: 60e-9,
+    generation_pb2.IMAGE_FORMAT_WEBP: 200e-9,
+}
+_EVERYBODYS = Share()
 
 _LIMITS = {resource.RLIMIT_AS: ADDRESS_SPACE_BYTES, resource.RLIMIT_CORE: 0}
 
@@ -36,13 +47,18 @@ class EncodedImage:
 
 
 class CodecPool(ProcessPool):
-    """`processes` codec processes behind one queue. `start` before the first call, `stop` after the last.
+    """Codec processes that tenants share by the seconds that their images take; see `bottega.process.fair_lanes`.
 
-    deadline_s: seconds that a process may take over one call. A call whose process stood still for so long, or died,
-        gets a second one, and as long again.
-    max_waiting: calls that may wait, half of them with large images; a further one raises QueueFull, with the time
-        after which to ask again.
-    max_wait_s: that one may wait for its turn; then it gets the same error. None: as long as its caller does.
+    `start` before the first call, `stop` after the last. Each call has the share of the tenant whose images it is for.
+
+    Args:
+        processes: Number of codec processes.
+        deadline_s: Seconds that a process may take over one call. A call whose process stood still for so long, or
+            died, gets a second one, and as long again.
+        max_waiting: Calls that may wait, half of them with large images; a further one raises QueueFull, with the time
+            after which to ask again. One tenant gets fewer, so that others find room.
+        max_wait_s: Seconds that one may wait for its turn; then it gets the same error. None: as long as its caller
+            does.
     """
 
     def __init__(
@@ -65,40 +81,49 @@ class CodecPool(ProcessPool):
         )
         super().__init__(spec, limits)
 
-    async def inspect(self, image: bytes) -> ImageSize:
-        """Decodes the image completely and says its size. Raises BadImage, QueueFull, Unavailable."""
-        answer = await self._ask(
-            lambda: _inspect_call(image), len(image), large=structure.is_large(image), blame=BadImage
-        )
+    async def inspect(self, image: bytes, *, share: Share = _EVERYBODYS) -> ImageSize:
+        """Decode the image completely and return its size. Raises BadImage, QueueFull, Unavailable."""
+        need = _decoding_need(share, image)
+        answer = await self._ask(lambda: _inspect_call(image), len(image), need=need, blame=BadImage)
         return ImageSize(width=answer.width, height=answer.height)
 
-    async def inspect_mask(self, mask: bytes, order: MaskOrder) -> MaskUse:
-        """Decodes the mask of an edit and says what it redraws, without its digest.
+    async def inspect_mask(self, mask: bytes, order: MaskOrder, *, share: Share = _EVERYBODYS) -> MaskUse:
+        """Decode the mask of an edit and return what it redraws, without its digest.
 
         Raises BadImage, for a mask that redraws nothing too; QueueFull, Unavailable.
         """
-        large = structure.is_large(mask) or order.width * order.height > LARGE_PIXELS
-        answer = await self._ask(lambda: _inspect_mask_call(mask, order), len(mask), large=large, blame=BadImage)
+        need = _decoding_need(share, mask, made_pixels=order.width * order.height)
+        answer = await self._ask(lambda: _inspect_mask_call(mask, order), len(mask), need=need, blame=BadImage)
         return answer.mask_use
 
-    async def decode(self, image: bytes, width: int = 0, height: int = 0, *, crop: Crop | None = None) -> DecodedImage:
-        """Decodes the image, or a part of it, and resizes it; 0 and 0 keep its size. crop: needs a size.
+    async def decode(
+        self,
+        image: bytes,
+        width: int = 0,
+        height: int = 0,
+        *,
+        crop: Crop | None = None,
+        share: Share = _EVERYBODYS,
+    ) -> DecodedImage:
+        """Decode the image, or a part of it, and resize it; 0 and 0 keep its size. A crop needs a size.
 
         Raises BadImage, QueueFull, Unavailable.
         """
-        large = structure.is_large(image) or width * height > LARGE_PIXELS
+        need = _decoding_need(share, image, made_pixels=width * height)
         call = partial(_decode_call, image, width, height, crop)
-        answer = await self._ask(call, len(image), large=large, blame=BadImage)
+        answer = await self._ask(call, len(image), need=need, blame=BadImage)
         return await copied(answer.width * answer.height * 3, lambda: _decoded(answer))
 
-    async def decode_edit(self, image: bytes, mask: bytes, order: MaskOrder) -> DecodedEdit:
-        """Decodes an edit's image and mask to what is drawn. order: its image_size is not looked at.
+    async def decode_edit(
+        self, image: bytes, mask: bytes, order: MaskOrder, *, share: Share = _EVERYBODYS
+    ) -> DecodedEdit:
+        """Decode an edit's image and mask to what is drawn. The order's image_size is not looked at.
 
         Raises BadImage, for a mask that redraws nothing too; QueueFull, Unavailable.
         """
-        large = any(map(structure.is_large, (image, mask))) or order.width * order.height > LARGE_PIXELS
+        need = _decoding_need(share, image, mask, made_pixels=order.width * order.height)
         size_bytes = len(image) + len(mask)
-        answer = await self._ask(lambda: _decode_edit_call(image, mask, order), size_bytes, large=large, blame=BadImage)
+        answer = await self._ask(lambda: _decode_edit_call(image, mask, order), size_bytes, need=need, blame=BadImage)
         return await copied(order.width * order.height * 4, lambda: _decoded_edit(answer))
 
     async def encode(
@@ -110,6 +135,7 @@ class CodecPool(ProcessPool):
         *,
         overlay: Overlay | None = None,
         icc_profile: bytes = b"",
+        share: Share = _EVERYBODYS,
     ) -> EncodedImage:
         """Encode pixels, or the image that they are put into; see images.encode and edits.composed.
 
@@ -117,24 +143,25 @@ class CodecPool(ProcessPool):
 
         Args:
             icc_profile: Of the result; with an overlay its image's own counts.
+            share: Of the tenant whose picture it is.
         """
         beside = () if overlay is None else (overlay.image, overlay.mask)
         answer = await self._ask(
             lambda: _encode_call(pixels, image_format, quality, text, overlay=overlay, icc_profile=icc_profile),
             len(pixels.data) + len(icc_profile) + sum(map(len, beside)),
-            large=pixels.width * pixels.height > LARGE_PIXELS or any(map(structure.is_large, beside)),
+            need=_encoding_need(share, pixels, image_format, beside),
             blame=InternalError,
         )
         return await copied(len(pixels.data), lambda: _encoded(answer))
 
     async def _ask(
-        self, build: Callable[[], codec_pb2.CodecCall], size_bytes: int, *, large: bool, blame: type[BottegaError]
+        self, build: Callable[[], codec_pb2.CodecCall], size_bytes: int, *, need: CallNeed, blame: type[BottegaError]
     ) -> codec_pb2.CodecAnswer:
         async def prepare() -> PreparedCall:
             return PreparedCall(frame=await copied(size_bytes, lambda: build().SerializeToString()))
 
         try:
-            answered = await self.call(prepare, large=large)
+            answered = await self.call(prepare, need=need)
         except ProcessLost as lost:
             raise self._error(lost.loss, blame) from None
         answer = await copied(len(answered), lambda: codec_pb2.CodecAnswer.FromString(answered))
@@ -153,6 +180,24 @@ class CodecPool(ProcessPool):
                 return blame("the image needs more processor time than decoding or encoding one may take")
             case Loss.DIED:
                 return blame("the image made its decoder or encoder fail")
+
+
+def _decoding_need(share: Share, *images: bytes, made_pixels: int = 0) -> CallNeed:
+    """Return what decoding images takes, by their headers. made_pixels: of what is made of them."""
+    pixels = [*map(structure.claimed_pixels, images), made_pixels]
+    return CallNeed(share=share, expected_s=_CALL_S + sum(pixels) * _DECODED_PIXEL_S, large=max(pixels) > LARGE_PIXELS)
+
+
+def _encoding_need(
+    share: Share, pixels: Pixels, image_format: ImageFormat.ValueType, beside: Sequence[bytes]
+) -> CallNeed:
+    """Return what encoding pixels takes, and decoding the images that they are put into."""
+    decoding = _decoding_need(share, *beside)
+    made = pixels.width * pixels.height
+    per_pixel_s = _ENCODED_PIXEL_S.get(image_format, _DECODED_PIXEL_S)
+    return replace(
+        decoding, expected_s=decoding.expected_s + made * per_pixel_s, large=decoding.large or made > LARGE_PIXELS
+    )
 
 
 def _inspect_call(image: bytes) -> codec_pb2.CodecCall:

@@ -15,7 +15,6 @@ from bottega.planning.eviction import (
     Usage,
     decayed_lcbfu,
 )
-from bottega.planning.fair_order import FairOrder, Share
 from bottega.planning.lora_bounds import LEAST_LATENT_SIMILARITY, latest_step
 from bottega.planning.pairing import rows_to_offload
 from bottega.planning.predictor_use import PredictorRates, PredictorSwitch
@@ -56,7 +55,6 @@ __all__ = [
     "BlockCost",
     "EvictionHeap",
     "EvictionPolicy",
-    "FairOrder",
     "LengthClass",
     "StepPlan",
     "PredictorRates",
@@ -65,7 +63,6 @@ __all__ = [
     "RemainingWork",
     "RowFractions",
     "Shape",
-    "Share",
     "SkipProfile",
     "StepTable",
     "StepTimes",

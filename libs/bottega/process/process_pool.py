@@ -1,7 +1,6 @@
 """A pool of child processes behind limits, and the bounded queue before them. Each process serves one call at a time.
 
-Calls are served first come, first served. One of several processes never serves large calls, and large calls never fill
-the queue, so that small ones always get on, whatever is sent beside them.
+Which call is next is decided by `fair_lanes`: tenants share the processes by the seconds that their calls take.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from bottega.background_tasks import BackgroundTasks
 from bottega.errors import QueueFull, Unavailable
+from bottega.process.fair_lanes import CallNeed, FairLanes
 from bottega.process.limited_process import LimitedProcess, ProcessLost, ProcessSpec
 
 ResultT = TypeVar("ResultT")
@@ -64,7 +64,7 @@ class ProcessPool:
         self._spec = spec
         self._limits = limits
         self._processes = [LimitedProcess(spec) for _ in range(limits.processes)]
-        self._queue = _ProcessQueue(self._processes, limits.max_waiting)
+        self._queue = FairLanes(self._processes, limits.max_waiting)
         self._took_s: deque[float] = deque(maxlen=_PACE_CALLS)
         self._calls = BackgroundTasks(f"calls of the {spec.name}")
         self._idle: asyncio.TimerHandle | None = None
@@ -90,21 +90,22 @@ class ProcessPool:
         await self._calls.cancel()
         await asyncio.gather(*(process.stop() for process in self._processes))
 
-    async def call(self, prepare: Callable[[], Awaitable[PreparedCall]], *, large: bool = False) -> bytes:
-        """What a process answers to that which `prepare` makes when its turn has come.
+    async def call(self, prepare: Callable[[], Awaitable[PreparedCall]], *, need: CallNeed | None = None) -> bytes:
+        """Return what a process answers to that which `prepare` makes when its turn has come.
 
-        large: whether it may take a process for long. A caller that is cancelled leaves a call that was begun to run to
-        its end; a process of its own ends with it. Raises ProcessLost, QueueFull with the time after which to ask
-        again, Unavailable, InternalError, and what `prepare` does.
+        A caller that is cancelled leaves a call that was begun to run to its end; a process of its own ends with it.
+        Raises ProcessLost, QueueFull with the time after which to ask again, Unavailable, InternalError, and what
+        `prepare` does.
         """
         if self._stopped:
             raise _stopping()
+        need = need or CallNeed()
         try:
             async with asyncio.timeout(self._limits.max_wait_s):
-                process = await self._queue.acquire(large=large)
+                process = await self._queue.acquire(need)
         except (TimeoutError, asyncio.QueueFull):
             raise self._full() from None
-        return await self._until_stopped(self._serve(process, prepare), shielded=not self._limits.new_process)
+        return await self._until_stopped(self._serve(process, prepare, need), shielded=not self._limits.new_process)
 
     async def _until_stopped(self, work: Coroutine[Any, Any, ResultT], *, shielded: bool = False) -> ResultT:
         """What `work` returns. shielded: it outlives its caller. Raises Unavailable where the pool stops first."""
@@ -129,7 +130,9 @@ class ProcessPool:
         finally:
             self._queue.release(process)
 
-    async def _serve(self, process: LimitedProcess, prepare: Callable[[], Awaitable[PreparedCall]]) -> bytes:
+    async def _serve(
+        self, process: LimitedProcess, prepare: Callable[[], Awaitable[PreparedCall]], need: CallNeed
+    ) -> bytes:
         self._stay_awake()
         began_s = time.monotonic()
         try:
@@ -139,7 +142,9 @@ class ProcessPool:
                 if self._limits.new_process:
                     await process.stop()
             finally:
-                self._took_s.append(time.monotonic() - began_s)
+                took_s = time.monotonic() - began_s
+                self._took_s.append(took_s)
+                self._queue.settle(need, took_s)
                 self._queue.release(process)
                 self._rest()
 
@@ -186,74 +191,6 @@ class ProcessPool:
         finally:
             for process in free:
                 self._queue.release(process)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Waiter:
-    large: bool
-    process: asyncio.Future[LimitedProcess]
-
-
-class _ProcessQueue:
-    """Gives processes to calls, first come, first served; the first of several goes to small calls alone."""
-
-    def __init__(self, processes: Sequence[LimitedProcess], max_waiting: int) -> None:
-        self._for_small = processes[0] if len(processes) > 1 else None
-        self._free = list(processes)
-        self._waiting: deque[_Waiter] = deque()
-        self._max_waiting = max_waiting
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    async def acquire(self, *, large: bool) -> LimitedProcess:
-        """Release it. Raises asyncio.QueueFull, and what `fail_all` says."""
-        for process in self._free:
-            if self._may_serve(process, large):
-                self._free.remove(process)
-                return process
-        if not self._has_room(large):
-            raise asyncio.QueueFull
-        waiter = _Waiter(large=large, process=asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
-        try:
-            return await waiter.process
-        except asyncio.CancelledError:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
-            elif not waiter.process.cancelled() and waiter.process.exception() is None:
-                self.release(waiter.process.result())  # it came when its caller had gone
-            raise
-
-    def release(self, process: LimitedProcess) -> None:
-        """It goes to the first that waits for it."""
-        for waiter in self._waiting:
-            if self._may_serve(process, waiter.large) and not waiter.process.done():
-                self._waiting.remove(waiter)
-                waiter.process.set_result(process)
-                return
-        # Small calls take the process that no large one may have before they take another.
-        self._free.insert(0 if process is self._for_small else len(self._free), process)
-
-    def acquire_free(self) -> list[LimitedProcess]:
-        """Those that serve no call. Release them."""
-        free, self._free = self._free, []
-        return free
-
-    def fail_all(self, error: Callable[[], Exception]) -> None:
-        """All that wait fail."""
-        waiting, self._waiting = self._waiting, deque()
-        for waiter in waiting:
-            if not waiter.process.done():
-                waiter.process.set_exception(error())
-
-    def _may_serve(self, process: LimitedProcess, large: bool) -> bool:
-        return not large or process is not self._for_small
-
-    def _has_room(self, large: bool) -> bool:
-        if large and sum(waiter.large for waiter in self._waiting) >= max(1, self._max_waiting // 2):
-            return False
-        return len(self._waiting) < self._max_waiting
 
 
 def _stopping() -> Unavailable:

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import psutil
 
 from bottega.background_tasks import running
+from bottega.fair_order import fair_room
 from bottega.process import open_files
-from bottega.rpc.interceptor.call_limits import fair_room
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.peers import endpoint, host_of_address
 
@@ -85,7 +85,7 @@ class ConnectionGuard:
 
     Args:
         most: Of which each host has its share.
-        share: See `call_limits.fair_room`; of one host.
+        share: See `fair_order.fair_room`; of one host.
         busy: Returns the other ends (peers.endpoint) of connections that carry calls now. They may stay however many
             connections their host has.
         ledger: What the calls of each connection account for.

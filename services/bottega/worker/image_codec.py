@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from google.protobuf import json_format
 
 from bottega.codec import CodecPool, Crop, DecodedEdit, EncodedImage, ImageFacts, MaskOrder, Overlay, Pixels
+from bottega.fair_order import Share
 from bottega.process import copied
 from bottega.v1 import generation_pb2, tensor_pb2
 from bottega.v1.generation_pb2 import GenerationSpec, Lora, Sampler
@@ -64,16 +65,22 @@ class DecodedEditInput:
 
 
 class ImageCodec:
-    """Decodes and encodes with a pool of codec processes."""
+    """Decodes and encodes images of one tenant with a pool of codec processes.
 
-    def __init__(self, pool: CodecPool) -> None:
+    Args:
+        pool: The processes, which tenants share.
+        share: Of the tenant.
+    """
+
+    def __init__(self, pool: CodecPool, share: Share) -> None:
         self._pool = pool
+        self._share = share
 
     async def decode(self, image: bytes, spec: GenerationSpec, crop: Crop | None = None) -> DecodedImageInput:
         """The image, or a part of it, decoded and resized to the spec's size. Raises BadImage."""
         began_s = time.monotonic()
         digest = await _digest(image)
-        decoded = await self._pool.decode(image, spec.width, spec.height, crop=crop)
+        decoded = await self._pool.decode(image, spec.width, spec.height, crop=crop, share=self._share)
         seconds = time.monotonic() - began_s
         return DecodedImageInput(pixels=decoded.pixels, facts=decoded.facts, digest=digest, seconds=seconds)
 
@@ -82,7 +89,7 @@ class ImageCodec:
         began_s = time.monotonic()
         image_digest, mask_digest = await _digest(image), await _digest(mask)
         return DecodedEditInput(
-            decoded=await self._pool.decode_edit(image, mask, order),
+            decoded=await self._pool.decode_edit(image, mask, order, share=self._share),
             image_digest=image_digest,
             mask_digest=mask_digest,
             seconds=time.monotonic() - began_s,
@@ -109,14 +116,22 @@ class ImageCodec:
         pixels = await copied(height * width * 3, lambda: Pixels(width=width, height=height, data=tensor.data))
         text = inscription(spec, index, model_hash)
         return await self._pool.encode(
-            pixels, spec.format, spec.quality, text, overlay=overlay, icc_profile=icc_profile
+            pixels,
+            spec.format,
+            spec.quality,
+            text,
+            overlay=overlay,
+            icc_profile=icc_profile,
+            share=self._share,
         )
 
     async def preview(self, tensor: Tensor) -> bytes:
         """A small JPEG."""
         height, width, _channels = tensor.shape
         pixels = Pixels(width=width, height=height, data=tensor.data)
-        encoded = await self._pool.encode(pixels, generation_pb2.IMAGE_FORMAT_JPEG, _PREVIEW_QUALITY, {})
+        encoded = await self._pool.encode(
+            pixels, generation_pb2.IMAGE_FORMAT_JPEG, _PREVIEW_QUALITY, {}, share=self._share
+        )
         return encoded.data
 
 

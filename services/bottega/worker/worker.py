@@ -28,6 +28,7 @@ from bottega.errors import (
     StaleAttempt,
     WorkerLost,
 )
+from bottega.fair_order import Share
 from bottega.manifest import read_services
 from bottega.process import StartProgress
 from bottega.process.memory import resident_bytes
@@ -96,7 +97,7 @@ class Worker:
         self._config = config
         self._engine = engine
         self._pool = pool
-        self._images = ImageCodec(pool)
+        self._codec_processes = pool
         self._metrics = metrics
         self._link_resolver = LinkResolver(
             engine, server.channels, worker=self.name, names={config.engine.peer: config.engine.peer_name}
@@ -334,7 +335,7 @@ class Worker:
             order,
             attempt,
             engine=self._engine,
-            images=self._images,
+            images=ImageCodec(self._codec_processes, _share_of(order)),
             metrics=self._metrics,
             origin=PictureOrigin(
                 worker=self.name, version=self._version, model_hash=self._model.model_hash if self._model else ""
@@ -455,3 +456,7 @@ def _not_denoising(key: AttemptKey, runner: AttemptRunner) -> fleet_pb2.RunningA
 
 def _checkpoint(key: AttemptKey, event: engine_pb2.EngineCheckpoint) -> AttemptCheckpoint:
     return AttemptCheckpoint(key=key, steps_done=event.steps_done, data=event.checkpoint)
+
+
+def _share_of(order: AttemptOrder) -> Share:
+    return Share(tenant=order.share.tenant, weight=order.share.weight)

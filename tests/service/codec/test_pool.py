@@ -19,6 +19,7 @@ from PIL import Image
 
 from bottega.codec import CodecPool, ImageSize, Pixels
 from bottega.errors import BadImage, Code, InternalError, QueueFull, Unavailable
+from bottega.fair_order import Share
 from bottega.process import FramedPipe, open_pair
 from bottega.v1 import codec_pb2, generation_pb2
 from tests.samples import hostile_images as hostile
@@ -186,6 +187,20 @@ async def test_decoding_has_a_limit_of_processor_time_that_ends_the_process() ->
         channel.send(codec_pb2.CodecCall(decode=decode).SerializeToString())
         assert channel.recv() is None
         assert process.wait(10) == -signal.SIGPROF
+
+
+async def test_a_tenant_with_one_image_waits_for_one_of_a_tenant_that_floods() -> None:
+    async with running(processes=1) as pool:
+        large, ended = hostile.png_of(2064, 2048), list[str]()
+
+        async def look(tenant: str) -> None:
+            await pool.inspect(large, share=Share(tenant=tenant))
+            ended.append(tenant)
+
+        tasks = [asyncio.create_task(look("flood")) for _ in range(6)]
+        await asyncio.sleep(0)
+        await asyncio.gather(*tasks, look("one"))
+    assert ended[1] == "one"
 
 
 async def test_large_images_leave_a_process_to_small_ones() -> None:

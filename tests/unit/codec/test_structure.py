@@ -158,18 +158,18 @@ def test_scans_are_counted_whatever_stands_between_them(disguise: bytes) -> None
 def test_a_file_that_ends_early_is_left_to_its_decoder(data: bytes) -> None:
     with pytest.raises(BadImage):
         images.decode(data, 0, 0)
-    assert not structure.is_large(data)
+    assert structure.claimed_pixels(data) <= 1
 
 
 def test_large_images_are_told_by_their_header() -> None:
     for name, options in (("PNG", {}), ("JPEG", {}), ("WEBP", {}), ("WEBP", {"lossless": True})):
         small, large = (hostile.saved(Image.new("RGB", (side, 2048)), name, **options) for side in (2048, 2064))
-        assert not structure.is_large(small)
-        assert structure.is_large(large)
+        assert structure.claimed_pixels(small) == limits.LARGE_PIXELS
+        assert structure.claimed_pixels(large) > limits.LARGE_PIXELS
     progressive = hostile.saved(Image.new("RGB", (2048, 1024)), "JPEG", progressive=True)
-    assert structure.is_large(progressive)
-    assert not structure.is_large(b"")
-    assert not structure.is_large(b"GIF89a")
+    assert structure.claimed_pixels(progressive) == 4 * 2048 * 1024
+    assert structure.claimed_pixels(b"") == 0
+    assert structure.claimed_pixels(b"GIF89a") == 0
 
 
 def test_what_needs_more_memory_than_there_is_is_refused_and_no_more() -> None:

@@ -11,20 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bottega.errors import QueueFull
+from bottega.fair_order import fair_room
 from bottega.rpc.peers import Peer
 
 # Most requests are dealt with in less; and callers that were refused together should not come back together.
 _RETRY_S = (0.5, 1.5)
-
-
-def fair_room(*, free: float, held: int, share: float) -> float:
-    """How many more places a peer may take that holds `held`, while `free` are free; not more than 0 when none.
-
-    share: in (0, 1]; the part of all places that a peer may have when it is the only one. The room of each falls with
-    what is free, so that the last one still finds some; 1 lets each have all.
-    Source: Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet switches, 1998.
-    """
-    return share * free - (1 - share) * held
 
 
 @dataclass(slots=True)

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self, TypeVar
 
-from bottega.rpc.interceptor.call_limits import fair_room, full
+from bottega.fair_order import fair_room
+from bottega.rpc.interceptor.call_limits import full
 from bottega.rpc.interceptor.fair_queue import FairQueue
 from bottega.rpc.peers import Peer
 
@@ -61,7 +62,7 @@ class MemoryQuota:
     Args:
         max_bytes: Of all requests.
         message_bytes: The most that one of them may take while it is coming.
-        share: See `call_limits.fair_room`; of a host (or tenant), and for what is coming of that again of one of its
+        share: See `fair_order.fair_room`; of a host (or tenant), and for what is coming of that again of one of its
             connections. Whoever has nothing is let in wherever there is room.
         contended_s: How long a message may take to come while somebody waits for the room that it takes.
     """

@@ -25,6 +25,7 @@ from bottega.errors import (
     RequestIdReused,
     Unavailable,
 )
+from bottega.fair_order import Share
 from bottega.gateway.addons.addon import AddOn, RequiredModel, Resolution
 from bottega.gateway.api import defaults, validation
 from bottega.gateway.api.identical import IdenticalResult, IdenticalResults
@@ -327,15 +328,17 @@ class Admission:
         elif model is not None:
             found += model.violations
         if has_images(spec) and identical is None:
+            tenant = command.access.tenant
             if not found:
                 self._refuse_if_draining()
-                self._controller.queue.check_room(received.size_bytes, tenant=command.access.tenant)
+                self._controller.queue.check_room(received.size_bytes, tenant=tenant)
             images = await validation.check_images(
                 spec,
                 found,
                 self._inspector,
                 max_pixels=self._config.max_image_pixels,
                 model=model if isinstance(model, Model) else None,
+                share=Share(tenant=tenant, weight=self._controller.queue.weigh(tenant)),
                 tokens=self._fleet.mask_tokens(model.name) if isinstance(model, Model) else None,
             )
         rules.refuse(found)

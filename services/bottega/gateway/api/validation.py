@@ -13,6 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from bottega import rules
 from bottega.codec import ImageSize, MaskOrder
 from bottega.errors import BadImage, BottegaError, InvalidRequest, Violation
+from bottega.fair_order import Share
 from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.api.defaults import choice_of, strength_of
 from bottega.gateway.api.image_sources import SeenImages
@@ -141,11 +142,11 @@ def check_adapters_page(request: image_pb2.ListAdaptersRequest) -> Iterator[Viol
 class ImageInspector(Protocol):
     """Decodes images, in another process."""
 
-    async def inspect(self, image: bytes) -> ImageSize:
-        """Decodes it completely and returns its size. Raises BadImage."""
+    async def inspect(self, image: bytes, *, share: Share) -> ImageSize:
+        """Decode it completely and return its size. Raises BadImage."""
 
-    async def inspect_mask(self, mask: bytes, order: MaskOrder) -> MaskUse:
-        """Decodes the mask of an edit and says what it redraws. Raises BadImage, for one that redraws nothing too."""
+    async def inspect_mask(self, mask: bytes, order: MaskOrder, *, share: Share) -> MaskUse:
+        """Decode the mask of an edit and return what it redraws. Raises BadImage, for one that redraws nothing too."""
 
 
 async def check_images(
@@ -155,15 +156,22 @@ async def check_images(
     *,
     max_pixels: int,
     model: image_pb2.Model | None,
+    share: Share,
     tokens: MaskTokens | None = None,
 ) -> SeenImages:
-    """Decodes every input image that can be one. Raises what is wrong with them beside `found`.
+    """Decode every input image that can be one. Raise what is wrong with them beside `found`.
 
-    model: that draws, where it is known: else it is not known at which size a mask would be empty.
-    tokens: how masks become tokens in its network; None where masked blocks are not computed.
+    Args:
+        spec: Of the request.
+        found: What is wrong with the request, its images aside.
+        inspector: Decodes the images.
+        max_pixels: Of one image.
+        model: The one that draws, where it is known: else it is not known at which size a mask would be empty.
+        share: Of the tenant that asks.
+        tokens: How masks become tokens in its network; None where masked blocks are not computed.
     """
     known = {violation.field for violation in found}
-    looked = _Looked(inspector, max_pixels)
+    looked = _Looked(inspector, max_pixels, share)
     try:
         for path, image in islice(input_images(spec), _MAX_INPUT_IMAGES):
             if path not in known:
@@ -182,8 +190,9 @@ class _Looked:
     mask: what the mask redraws.
     """
 
-    def __init__(self, inspector: ImageInspector, max_pixels: int) -> None:
+    def __init__(self, inspector: ImageInspector, max_pixels: int, share: Share) -> None:
         self._inspector = inspector
+        self._share = share
         self._max_pixels = max_pixels
         self.sizes: dict[str, ImageSize] = {}
         self.mask = MaskUse()
@@ -193,9 +202,9 @@ class _Looked:
         """Decodes one. order: of a mask, where it is known how it is read. Raises BottegaError where it cannot."""
         try:
             if order is None:
-                size = await self._inspector.inspect(image)
+                size = await self._inspector.inspect(image, share=self._share)
             else:
-                self.mask = await self._inspector.inspect_mask(image, order)
+                self.mask = await self._inspector.inspect_mask(image, order, share=self._share)
                 size = ImageSize(width=self.mask.width, height=self.mask.height)
         except BadImage as error:
             self.bad.append(Violation(field=path, description=error.message))

@@ -13,6 +13,7 @@ import pytest
 from bottega import rules
 from bottega.codec import ImageSize, MaskOrder
 from bottega.errors import BadImage, InvalidRequest, Violation
+from bottega.fair_order import Share
 from bottega.gateway.api import validation
 from bottega.v1 import generation_pb2, image_pb2
 from bottega.v1.fleet_pb2 import MaskTokens
@@ -311,12 +312,14 @@ class _Inspector:
     def __init__(self) -> None:
         self.orders: list[MaskOrder] = []
 
-    async def inspect(self, image: bytes) -> ImageSize:
+    async def inspect(self, image: bytes, *, share: Share) -> ImageSize:
+        del share
         if image == b"broken":
             raise BadImage("the bytes are no image")
         return ImageSize(width=96, height=80)
 
-    async def inspect_mask(self, mask: bytes, order: MaskOrder) -> MaskUse:
+    async def inspect_mask(self, mask: bytes, order: MaskOrder, *, share: Share) -> MaskUse:
+        del share
         self.orders.append(order)
         if mask == b"empty":
             raise BadImage("redraws nothing")
@@ -327,7 +330,7 @@ async def _inspected(
     spec: GenerationSpec, *, found: Sequence[Violation] = (), model: image_pb2.Model | None = MODEL
 ) -> _Inspector:
     inspector = _Inspector()
-    await validation.check_images(spec, found, inspector, max_pixels=96 * 80, model=model)
+    await validation.check_images(spec, found, inspector, max_pixels=96 * 80, share=Share(), model=model)
     return inspector
 
 
@@ -343,7 +346,7 @@ async def test_a_mask_is_read_at_the_size_at_which_the_image_is_drawn() -> None:
 async def test_what_a_mask_leaves_to_compute_is_found_out_as_the_workers_say() -> None:
     tokens = MaskTokens(token_elements=2, margin_tokens=1)
     seen = await validation.check_images(
-        _edit(), [], inspector := _Inspector(), max_pixels=96 * 80, model=MODEL, tokens=tokens
+        _edit(), [], inspector := _Inspector(), max_pixels=96 * 80, share=Share(), model=MODEL, tokens=tokens
     )
     assert inspector.orders == [MaskOrder(width=64, height=64, latent_scale=8, token=2, margin=1)]
     assert (seen.size, seen.mask) == (ImageSize(width=96, height=80), MaskUse(width=48, height=40))
@@ -354,7 +357,9 @@ async def test_where_that_size_is_not_known_a_mask_is_only_decoded(field: str) -
     wrong = [Violation(field=f"spec.{field}", description="wrong")]
     inspector = _Inspector()
     with pytest.raises(InvalidRequest) as caught:
-        await validation.check_images(_edit(mask_image=b"broken"), wrong, inspector, max_pixels=96 * 80, model=MODEL)
+        await validation.check_images(
+            _edit(mask_image=b"broken"), wrong, inspector, max_pixels=96 * 80, share=Share(), model=MODEL
+        )
     assert [violation.field for violation in caught.value.violations] == [f"spec.{field}", "spec.mask_image"]
     assert inspector.orders == []
     assert (await _inspected(_edit(), model=None)).orders == []
@@ -368,4 +373,6 @@ async def test_all_that_is_wrong_with_image_and_mask_comes_at_once() -> None:
         "spec.mask_image": "redraws nothing",
     }
     with pytest.raises(BadImage, match="mask_image: is 48x40 pixels; at most 100 in all"):
-        await validation.check_images(GenerationSpec(mask_image=PNG), [], _Inspector(), max_pixels=100, model=MODEL)
+        await validation.check_images(
+            GenerationSpec(mask_image=PNG), [], _Inspector(), max_pixels=100, share=Share(), model=MODEL
+        )

@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
-import heapq
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.planning import FairOrder
+from bottega.fair_order import FairOrder
 
 
 class Line:
-    """Serves the least tag first; of equal ones the one that was asked for first."""
+    """Serves the tenant with the least tag; of equal ones the one that asked first. Work is charged when it begins."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._order = FairOrder()
         self._weights = weights
-        self._waiting: list[tuple[float, int, str, float]] = []
+        self._waiting: dict[str, deque[tuple[int, float]]] = {}
         self._asked = 0
 
     def ask(self, tenant: str, cost: float = 1.0) -> None:
         self._asked += 1
-        tag = self._order.tag(tenant, cost=cost, weight=self._weights.get(tenant, 1.0))
-        heapq.heappush(self._waiting, (tag, self._asked, tenant, cost))
+        self._waiting.setdefault(tenant, deque()).append((self._asked, cost))
 
     def serve(self) -> tuple[str, float]:
-        tag, _, tenant, cost = heapq.heappop(self._waiting)
-        self._order.served(tag)
+        tenant = min(self._waiting, key=lambda tenant: (self._order.next_tag(tenant), self._waiting[tenant][0]))
+        _, cost = self._waiting[tenant].popleft()
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
+        self._order.served(self._order.next_tag(tenant))
+        self._order.charge(tenant, cost=cost, weight=self._weights.get(tenant, 1.0))
         if not self._waiting:
             self._order.idle()
         return tenant, cost
 
+    def settle(self, tenant: str, more: float) -> None:
+        """Work has taken so much more than it was charged."""
+        self._order.charge(tenant, cost=more, weight=self._weights.get(tenant, 1.0))
+
     def __len__(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.1, 10.0)), max_size=60))
@@ -105,3 +111,16 @@ def test_nothing_is_kept_of_those_whose_work_is_done() -> None:
         line.serve()
     line.ask("last")
     assert len(line._order._done_at) <= 2
+
+
+def test_work_that_takes_more_than_it_was_charged_is_corrected() -> None:
+    line, used = Line({}), Counter[str]()
+    for _ in range(2000):
+        line.ask("liar", 0.1)
+        line.ask("honest", 0.1)
+    for _ in range(1000):
+        tenant, _ = line.serve()
+        more = 0.9 if tenant == "liar" else -0.05
+        line.settle(tenant, more)
+        used[tenant] += round(100 * (0.1 + more))
+    assert abs(used["liar"] / used.total() - 0.5) < 0.02

@@ -22,34 +22,53 @@ class Share:
 class FairOrder:
     """Tags of one line. With one tenant they are in the order of asking. Keeps a number for each tenant with work.
 
-    credit: how far a tenant that asked for less than its share may be behind and catch up, as cost over weight; a
-    tenant that comes anew is so far behind.
+    Attributes:
+        credit: How far a tenant that asked for less than its share may be behind and catch up, as cost over weight; a
+            tenant that comes anew is so far behind.
     """
 
     def __init__(self, *, credit: float = 0.0) -> None:
-        self._credit = credit
+        self.credit = credit
         self._now = 0.0
         self._done_at: dict[str, float] = {}
 
-    def tag(self, tenant: str, *, cost: float, weight: float = 1.0) -> float:
-        """Of a new piece of work. cost: in any unit, the same for all; weight: of the tenant, above 0."""
-        begins = self.next_tag(tenant)
-        self._done_at[tenant] = begins + cost / weight
-        return begins
+    def charge(self, tenant: str, *, cost: float, weight: float = 1.0) -> None:
+        """Charge a tenant for work that begins, or correct what it was charged for work that has ended.
+
+        Args:
+            tenant: Whose work it is.
+            cost: In any unit, the same for all; below 0 where work took less than it was charged.
+            weight: Of the tenant, above 0.
+        """
+        self._done_at[tenant] = self.next_tag(tenant) + cost / weight
 
     def next_tag(self, tenant: str) -> float:
-        """Which the tenant's next piece of work would have."""
-        least = self._now - self._credit
+        """Return the tag of the tenant's next piece of work."""
+        least = max(self._now - self.credit, 0.0)  # nobody was behind before the first work
         return max(least, self._done_at.get(tenant, least))
+
+    def begin_alone(self, tenant: str) -> None:
+        """Note that a tenant has work while no other has any: it is behind nobody."""
+        self._done_at[tenant] = max(self._now, self._done_at.get(tenant, self._now))
 
     def served(self, tag: float) -> None:
         """What has that tag is served now."""
         if tag > self._now:
             self._now = tag
-            least = tag - self._credit
+            least = tag - self.credit
             self._done_at = {tenant: at for tenant, at in self._done_at.items() if at > least}
 
     def idle(self) -> None:
         """Nothing waits any more: what was asked for until now counts for nobody."""
         self._now = max(self._done_at.values(), default=self._now)
         self._done_at.clear()
+
+
+def fair_room(*, free: float, held: int, share: float) -> float:
+    """Return how many more places a peer or tenant may take that holds `held`, while `free` are free; 0 or less: none.
+
+    share: in (0, 1]; the part of all places that one may have when it is the only one. The room of each falls with
+    what is free, so that the last one still finds some; 1 lets each have all.
+    Source: Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet switches, 1998.
+    """
+    return share * free - (1 - share) * held
