@@ -224,7 +224,7 @@ class AttemptRunner:
             self._encodes_preview = True
             self._spawn(self._encode_preview(progress))
         else:
-            self.attempt.advance(ProgressEvent(steps_done=progress.steps_done))
+            self.attempt.advance(ProgressEvent(steps_done=progress.steps_done, device_s=progress.device_s))
 
     async def _encode_preview(self, progress: engine_pb2.EngineProgress) -> None:
         try:
@@ -236,7 +236,12 @@ class AttemptRunner:
             self._encodes_preview = False
         steps_done = max(progress.steps_done, self.attempt.steps_done)
         self.attempt.advance(
-            ProgressEvent(steps_done=steps_done, preview_index=progress.preview_index, preview_jpeg=jpeg)
+            ProgressEvent(
+                steps_done=steps_done,
+                device_s=progress.device_s,
+                preview_index=progress.preview_index,
+                preview_jpeg=jpeg,
+            )
         )
 
     async def _encode(self, picture: engine_pb2.EnginePicture) -> None:

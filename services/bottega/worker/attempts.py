@@ -56,11 +56,15 @@ class StartedEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressEvent:
-    """Denoising goes on. preview_jpeg is empty without a preview."""
+    """Denoising goes on."""
 
     steps_done: int
+    """Number of steps over all images."""
+    device_s: float = 0.0
+    """Seconds of the device that the attempt has used."""
     preview_index: int = 0
     preview_jpeg: bytes = b""
+    """Empty without a preview."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,8 @@ class EngineConfig:
     self_check_s: after which it tries no more; what was measured by then decides.
     max_rows: of one group; a guided request has two. fixed_rows: runs groups of always so many rows, for images
     that are equal byte for byte whatever runs beside them; on a CPU a multiple of twice the threads; 0 is off.
-    max_wait_turns: that a request may be passed over; one that would make others wait longer waits to begin.
+    max_wait_turns: turns of its tenant in which a request may be passed over; one that would make others wait longer
+    waits to begin.
     max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
     sparse_convolutions: whether masked blocks of edits convolve around the mask alone: faster at small masks, for about
     as many bytes of each recording again.

@@ -152,8 +152,8 @@ def _responses(event: Event) -> Iterator[worker_pb2.RunAttemptResponse]:
             yield pb.RunAttemptResponse(started=pb.AttemptStarted(steps_total=total, steps_resumed=resumed))
         case pb.AttemptDecisions():
             yield pb.RunAttemptResponse(decided=event)
-        case ProgressEvent(steps_done=done, preview_index=index, preview_jpeg=jpeg):
-            progress = pb.AttemptProgress(steps_done=done, preview_index=index, preview_jpeg=jpeg)
+        case ProgressEvent(steps_done=done, device_s=device_s, preview_index=index, preview_jpeg=jpeg):
+            progress = pb.AttemptProgress(steps_done=done, device_s=device_s, preview_index=index, preview_jpeg=jpeg)
             yield pb.RunAttemptResponse(progress=progress)
         case PictureEvent():
             for index, chunk, last in _chunks(event):

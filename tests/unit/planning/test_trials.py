@@ -90,7 +90,7 @@ class Worker:
             self.batcher.add(asked)
 
     def turn(self) -> None:
-        group = self.batcher.next_group()
+        group = self.batcher.next_turn().requests
         rows = sum(asked.row_count for asked in group)
         if self.learns:
             self.times.observe(SHAPE, rows, self.cost(rows))

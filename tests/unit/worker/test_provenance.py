@@ -66,6 +66,16 @@ def test_a_picture_that_was_not_decoded_as_stock_decodes_is_not_exact(model: Mod
     record = EngineRecord(begin_step=0, truncations={}, seconds={}, mean_group_requests=1.0, vae_dtype="float32")
     whole = event_of(JobFinished(key=("job", 1), record=record), engine).done.provenance
     assert (whole.exact, whole.vae_tiled, whole.vae_dtype) == (True, False, "float32")
+    assert (
+        event_of(JobFinished(key=("job", 1), record=replace(record, device_s=1.5)), engine).done.provenance.device_s
+        == 1.5
+    )
     tiled_record = replace(record, vae_tiled=True, decoded_as_stock=False)
     tiled = event_of(JobFinished(key=("job", 1), record=tiled_record), engine).done.provenance
     assert (tiled.exact, tiled.vae_tiled) == (False, True)
+
+
+def test_what_a_job_has_used_of_the_device_is_said(model: Model) -> None:
+    record = EngineRecord(begin_step=0, truncations={}, seconds={}, mean_group_requests=1.0, device_s=1.5)
+    event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
+    assert event.done.provenance.device_s == 1.5

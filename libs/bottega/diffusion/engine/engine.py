@@ -138,7 +138,13 @@ class Engine:
                 self._forward.predict, peer, self.step_times, self.row_fractions, heartbeat or Heartbeat()
             )
         self._stepper = Stepper(
-            self._forward, self._batcher, self._jobs_by_request, self.addons, self._pair, device=model.runtime
+            self._forward,
+            self._batcher,
+            self._jobs_by_request,
+            self.addons,
+            self._pair,
+            device=model.runtime,
+            splits=not limits.fixed_rows,
         )
         self._beat = (heartbeat or Heartbeat()).beat
         self.remote_jobs = RemoteJobs(
@@ -282,9 +288,10 @@ class Engine:
         raise MethodNotServed("this worker computes no masked blocks")
 
     def _encode_next(self) -> Iterator[Event]:
-        """Encodes the oldest prompt that has all it needs; fails those that never will."""
+        """Encode the next prompt that has all it needs; fail those that never will."""
         now_s = self._clock()
-        for taken in self._waiting.take_ready(now_s):
+        ready = self._waiting.take_ready(now_s, used=self._batcher.used, may_begin=self._batcher.may_go_first)
+        for taken in ready:
             if isinstance(taken, JobFailed):
                 yield taken
             else:
@@ -329,8 +336,21 @@ class Engine:
     def _say_arrived(self) -> Iterator[Event]:
         """What has come from the device since the last turn."""
         self._stepper.note_times()
+        for job in self._jobs.values():
+            self._charge_encoding(job)
         for job in self._reporter.jobs:
             yield from self._say(job)
+
+    def _charge_encoding(self, job: EngineJob) -> None:
+        """Charge a job's tenant for its first stage once the device has done it."""
+        if not job.charged_encoding and job.encoding is not None and job.encoding.ready:
+            job.charged_encoding = True
+            self._charge(job, job.encoding.seconds)
+
+    def _charge(self, job: EngineJob, seconds: float) -> None:
+        """Charge a job's tenant for seconds of the device beside its turns."""
+        job.device_s += seconds
+        self._batcher.charge(job.order.share, seconds)
 
     def _say(self, job: EngineJob, *, to_the_end: bool = False) -> Iterator[Event]:
         """What there is to say of a job, see Reporter."""
@@ -340,13 +360,17 @@ class Engine:
             yield self._fail(job, error)
 
     def _decode_next(self) -> Iterator[Event]:
-        """Hands out what has been decoded, and has the oldest latent that is finished decoded."""
+        """Hand out what has been decoded, and have the next latent that is finished decoded.
+
+        Of the tenant that has used least of the device, the oldest is next. Where another one whose requests are
+        denoised has used less, its turns come before.
+        """
         yield from self._collect()
         if self._decoding is not None:
             return
-        for job in self._jobs.values():
+        for job in sorted(self._jobs.values(), key=lambda job: self._batcher.used(job.order.share.tenant)):
             request = job.undrawn()
-            if request is not None:
+            if request is not None and self._batcher.may_go_first(job.order.share.tenant):
                 try:
                     with self._bounded.covered(("decode", request.latent.shape)):
                         self._decoding = start_decoding(self.model, job, request)
@@ -367,6 +391,7 @@ class Engine:
 
     def _hand_out(self, decoding: Decoding) -> Iterator[Event]:
         job, request = decoding.job, decoding.request
+        self._charge(job, decoding.span.seconds)
         try:
             job.check_inputs(to_the_end=True)
             pixels = decoding.take(self.model)
@@ -404,6 +429,7 @@ class Engine:
         return self.model.memory.refusal(spec.width, spec.height)
 
     def _forget(self, job: EngineJob) -> None:
+        self._charge_encoding(job)
         del self._jobs[job.key]
         self._reporter.forget(job)
         if self._decoding is not None and self._decoding.job is job:
@@ -414,6 +440,7 @@ class Engine:
         for request in job.runs:
             del self._jobs_by_request[request]
             self._batcher.remove(request)
+            self._stepper.forget(request)
 
 
 def _masked_backbone(model: Model, limits: EngineLimits, heartbeat: Heartbeat | None) -> MaskedBackbone | None:

@@ -36,14 +36,17 @@ class JobDecided:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JobAdvanced:
-    """Denoising goes on. steps_done: over all images, those of a checkpoint included.
-
-    preview: uint8 [latent height, latent width, 3] of image preview_index, where previews were asked for."""
+    """Denoising goes on."""
 
     key: Hashable
     steps_done: int
+    """Number of steps over all images, those of a checkpoint included."""
+    device_s: float = 0.0
+    """Seconds of the device that the job has used, as far as they are known."""
     preview_index: int = 0
+    """The image that the preview shows."""
     preview: Tensor | None = None
+    """uint8 [latent height, latent width, 3], where previews were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +205,8 @@ class EngineRecord:
     """Whether one of its images was decoded in tiles."""
     decoded_as_stock: bool = True
     """Whether the VAE decoded as stock Diffusers does: in one piece, and in the same element type."""
+    device_s: float = 0.0
+    """Seconds of the device that it used: its part of shared turns, encoding and decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from bottega.diffusion.parallel.pair import PairPrediction
 from bottega.diffusion.rows import Half, Row
 from bottega.diffusion.spec import ResolvedSpec
 from bottega.errors import FieldNotServed, InternalError, NotFinite
-from bottega.planning import Share
+from bottega.fair_order import Share
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +97,10 @@ class EngineJob:
     extra: Sequence[Request] = ()
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     encoding: Span | None = None
+    device_s: float = 0.0
+    """Seconds of the device that it has used, as far as they are known: its part of shared turns."""
+    charged_encoding: bool = False
+    """Whether its encoding is part of `device_s`."""
     remote_job: RemoteJob | None = None
     pair: PairRecord | None = None
     inputs: list[InputCheck] = field(default_factory=list)
@@ -261,6 +265,7 @@ class EngineJob:
             vae_dtype=self.vae_dtype,
             vae_tiled=self.vae_tiled,
             decoded_as_stock=self.decoded_as_stock,
+            device_s=self.device_s,
         )
         for part in self.addons.values():
             record = part.report(record)

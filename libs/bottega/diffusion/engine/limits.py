@@ -24,7 +24,8 @@ class EngineLimits:
     """What an operator bounds.
 
     max_rows: of one group. fixed_rows: pads every group to so many rows, for images that are equal byte for
-    byte whatever runs beside them; 0 is off. max_wait_turns: that a request may be passed over.
+    byte whatever runs beside them; 0 is off. max_wait_turns: turns of its tenant in which a request may be
+    passed over.
     max_pixels: of one image; 0 is four times the model's own size, and 512 x 512 at least.
     checkpoint_interval_s: a job that runs has a checkpoint at least so often.
     progress_interval_s: progress is reported at most so often.

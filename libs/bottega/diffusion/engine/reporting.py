@@ -97,7 +97,13 @@ class Reporter:
 
     def _advanced(self, job: EngineJob, said: _Advance) -> JobAdvanced:
         preview = None if said.preview is None else self._preview.draw(said.preview.take())
-        return JobAdvanced(key=job.key, steps_done=said.steps_done, preview_index=said.preview_index, preview=preview)
+        return JobAdvanced(
+            key=job.key,
+            steps_done=said.steps_done,
+            device_s=job.device_s,
+            preview_index=said.preview_index,
+            preview=preview,
+        )
 
     def _checkpoint(self, job: EngineJob, snapshot: _Snapshot) -> JobCheckpointed:
         saved = snapshot.copy.take()

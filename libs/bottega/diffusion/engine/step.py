@@ -9,13 +9,14 @@ import logging
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from bottega.diffusion.device.device import Device
 from bottega.diffusion.device.span import Span
 from bottega.diffusion.engine.addon import EngineAddOn
-from bottega.diffusion.engine.batcher import Batcher
+from bottega.diffusion.engine.batcher import Batcher, BatchTurn
 from bottega.diffusion.engine.forward import Prediction
 from bottega.diffusion.engine.job import EngineJob
 from bottega.diffusion.engine.measured import MeasuredForward
@@ -35,15 +36,67 @@ class StepOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _EnqueuedTurn:
-    """One that was enqueued. jobs: with the steps that they make. sampler: guidance and samplers. whole: from the
-    choice of its group.
-    """
+class _HalfStep:
+    """A request whose step is made in two turns, after the first of them."""
 
+    rows: Sequence[Row]
+    """Those that are predicted in the second turn."""
+    noise: Mapping[Row, Tensor]
+    """What was predicted of the others."""
+
+
+class RequestCost(NamedTuple):
+    """What a turn does for one of its requests."""
+
+    rows: float
+    """Its rows, each as what it costs of a plain one."""
+    waits: bool
+    """Whether it has ControlNets in this step, for which all wait."""
+    patched: bool
+    """Whether it has LoRAs in this step."""
+
+
+def seconds_by_request(costs: Sequence[RequestCost], *, turn_s: float, waited_s: float, patch_s: float) -> list[float]:
+    """Return what of a turn each of its requests is charged, in seconds of the device.
+
+    Args:
+        costs: Of each request.
+        turn_s: Seconds of the turn.
+        waited_s: Of these, in which the device waited for ControlNets, or computed them: of the requests that have any.
+        patch_s: Before the turn, in which LoRAs went into the weights: of the requests that have any.
+    """
+    computed_s = turn_s - waited_s
+    parts = (
+        (computed_s, [cost.rows for cost in costs]),
+        (waited_s, [cost.rows * cost.waits for cost in costs]),
+        (patch_s, [cost.rows * cost.patched for cost in costs]),
+    )
+    seconds = [0.0] * len(costs)
+    for part_s, rows in parts:
+        whole = sum(rows)
+        for place, count in enumerate(rows if whole else ()):
+            seconds[place] += part_s * count / whole
+    return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _EnqueuedTurn:
+    """One that was enqueued."""
+
+    turn: BatchTurn[Request]
+    owners: Sequence[EngineJob]
+    """The job of each request."""
+    costs: Sequence[RequestCost]
+    """What the device does for each request."""
     jobs: Mapping[EngineJob, str]
+    """The jobs, with the steps that they make."""
     prediction: Prediction
+    preparation: Span
+    """In which add-ons changed weights."""
     sampler: Span
+    """Guidance and samplers."""
     whole: Span
+    """From the choice of its group."""
 
     @property
     def ready(self) -> bool:
@@ -52,9 +105,20 @@ class _EnqueuedTurn:
 
 
 class Stepper:
-    """jobs: by request, as they come and go. pair: shares rows with another worker, where there is one.
+    """Makes the turns of an engine.
 
-    turns: that ran a group, so far. steps: of requests, which these have made.
+    Attributes:
+        turns: Number of turns so far in which a group ran.
+        steps: Number of steps of requests that these have made.
+
+    Args:
+        forward: Predicts noise.
+        batcher: Chooses the group of each turn.
+        jobs: By request, as they come and go.
+        addons: Those of the engine.
+        pair: Shares rows with another worker, where there is one.
+        device: The engine's.
+        splits: Whether the rows of a request may be predicted in two turns, so that other tenants wait for one row.
     """
 
     def __init__(
@@ -66,6 +130,7 @@ class Stepper:
         pair: Pair | None,
         *,
         device: Device,
+        splits: bool = True,
     ) -> None:
         self._forward = forward
         self._batcher = batcher
@@ -73,39 +138,88 @@ class Stepper:
         self._addons = addons
         self._pair = pair
         self._device = device
+        self._splits = splits and pair is None
+        self._halves: dict[Request, _HalfStep] = {}
         self._unread: deque[_EnqueuedTurn] = deque()
         self.turns = 0
         self.steps = 0
 
     def step(self) -> StepOutcome | None:
         """One denoising step of the next group; None where no request is ready for one."""
+        preparing = self._device.record()
         self._prepare_weights()
         began = self._device.record()
-        group = self._batcher.next_group()
+        turn = self._batcher.next_turn()
+        group = turn.requests
         if not group:
             return None
         self.turns += 1
-        jobs = self._steps_of(group)
+        jobs, owners = self._steps_of(group), [self._jobs[request] for request in group]
+        halves = [self._halves.pop(request, None) for request in group]
         try:
-            rows = [row for request in group for row in request.rows()]
-            prediction = self._predict(rows, list(jobs))
+            rows_of = [
+                request.rows() if half is None else half.rows for request, half in zip(group, halves, strict=True)
+            ]
+            splits = turn.splits and self._splits and halves == [None] and len(rows_of[0]) > 1
+            if splits:
+                rows_of, rest = [rows_of[0][:1]], rows_of[0][1:]
+            costs = [self._cost(request, own) for request, own in zip(group, rows_of, strict=True)]
+            prediction = self._predict([row for own in rows_of for row in own], list(jobs))
         except Exception as error:  # noqa: BLE001 - the boundary of a turn: the next one may go well
             return self._forward_failed(group, error)
         predicted = self._device.record()
-        failed = self._advance(group, prediction.noise)
+        failed: dict[EngineJob, Exception] = {}
+        if splits:
+            if prediction.noise:  # else its residuals were late
+                self._halves[group[0]] = _HalfStep(rows=rest, noise=prediction.noise)
+        else:
+            known = {row: noise for half in halves if half is not None for row, noise in half.noise.items()}
+            failed = self._advance(group, {**known, **prediction.noise})
         sampler = Span(begin=predicted, end=self._device.record())
-        self._ask_ahead([request for request in group if self._jobs[request] not in failed])
+        if not splits:
+            self._ask_ahead([request for request in group if self._jobs[request] not in failed])
         whole = Span(begin=began, end=self._device.record())
-        self._unread.append(_EnqueuedTurn(jobs=jobs, prediction=prediction, sampler=sampler, whole=whole))
+        enqueued = _EnqueuedTurn(
+            turn=turn,
+            owners=owners,
+            costs=costs,
+            jobs=jobs,
+            prediction=prediction,
+            preparation=Span(begin=preparing, end=began),
+            sampler=sampler,
+            whole=whole,
+        )
+        self._unread.append(enqueued)
         self.note_times()
-        return StepOutcome(jobs=[job for job in jobs if job not in failed], failed=failed)
+        return StepOutcome(jobs=[job for job in jobs if job not in failed and not splits], failed=failed)
+
+    def forget(self, request: Request) -> None:
+        """Forget what was predicted for half a step. Harmless where nothing was."""
+        self._halves.pop(request, None)
 
     def note_times(self) -> None:
-        """Tells jobs what their turns took, of those turns that the device has finished."""
+        """Tell jobs and the batcher what turns took, of those turns that the device has finished."""
         while self._unread and self._unread[0].ready:
             turn = self._unread.popleft()
             for job, steps in turn.jobs.items():
                 job.note_turn(turn.prediction, sampler_s=turn.sampler.seconds, turn=turn.whole, steps=steps)
+            turn_s = turn.whole.seconds
+            seconds = seconds_by_request(
+                turn.costs,
+                turn_s=turn_s,
+                waited_s=min(turn_s, turn.prediction.times.waited_s),
+                patch_s=turn.preparation.seconds,
+            )
+            self._batcher.settle(turn.turn, seconds)
+            for job, took_s in zip(turn.owners, seconds, strict=True):
+                job.device_s += took_s
+
+    def _cost(self, request: Request, rows: Sequence[Row]) -> RequestCost:
+        return RequestCost(
+            rows=len(rows) * self._forward.cost(request),
+            waits=any(row.controls for row in rows),
+            patched=request.loras_now is not None,
+        )
 
     def _steps_of(self, group: Sequence[Request]) -> dict[EngineJob, str]:
         """The jobs of a group, with the steps that they make next."""
@@ -147,7 +261,7 @@ class Stepper:
         halves: dict[Hashable, dict[Half, Tensor]] = {}
         for row, predicted in noise.items():
             halves.setdefault(row.owner, {})[row.half] = predicted
-        stepped = [request for request in group if request in halves]
+        stepped = [request for request in group if len(halves.get(request, ())) == request.row_count]
         failed: dict[EngineJob, Exception] = {}
         for request in stepped:
             job = self._jobs[request]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bottega.diffusion.engine.addon import EngineAddOn, Parts, close_parts, open_parts
@@ -55,9 +55,18 @@ class WaitingOrders:
             for each in self._waiting
         )
 
-    def take_ready(self, now_s: float) -> Iterator[WaitingOrder | JobFailed]:
-        """Takes out the oldest one whose prompt has all that it needs, and those before it that never will have."""
-        for waiting in list(self._waiting):
+    def take_ready(
+        self, now_s: float, *, used: Callable[[str], float], may_begin: Callable[[str], bool]
+    ) -> Iterator[WaitingOrder | JobFailed]:
+        """Take out the next job whose prompt has all that it needs, and those before it that never will have.
+
+        Args:
+            now_s: The engine's clock.
+            used: What a tenant has used of the device: of that with least, the oldest job is next.
+            may_begin: Whether a tenant's job may be encoded now.
+        """
+        ordered = sorted(self._waiting, key=lambda each: used(each.order.share.tenant))
+        for waiting in ordered:
             try:
                 if not all(part.prompt_ready(now_s) for part in waiting.addons.values()):
                     continue
@@ -65,6 +74,8 @@ class WaitingOrders:
                 self._waiting.remove(waiting)
                 yield waiting.refuse(error)
                 continue
+            if not may_begin(waiting.order.share.tenant):
+                return  # nor may those that come after it
             self._waiting.remove(waiting)
             yield waiting
             return

@@ -61,7 +61,10 @@ def event_of(event: Event, engine: Engine) -> engine_pb2.EngineEvent:
             return engine_pb2.EngineEvent(decided=engine_pb2.EngineDecided(attempt=attempt, decisions=decisions))
         case JobAdvanced():
             progress = engine_pb2.EngineProgress(
-                attempt=attempt, steps_done=event.steps_done, preview_index=event.preview_index
+                attempt=attempt,
+                steps_done=event.steps_done,
+                device_s=event.device_s,
+                preview_index=event.preview_index,
             )
             if event.preview is not None:
                 progress.preview.CopyFrom(_pixels(event.preview))
@@ -249,6 +252,7 @@ def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance
         accelerations=[each.name for each in engine.accelerations if each.kept],
         vae_dtype=record.vae_dtype,
         vae_tiled=record.vae_tiled,
+        device_s=record.device_s,
     )
 
 

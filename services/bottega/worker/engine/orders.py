@@ -16,7 +16,7 @@ from bottega.diffusion.engine.job import EngineOrder
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
 from bottega.diffusion.spec import ControlSpec, EditSpec, LoraSpec, ResolvedSpec
-from bottega.planning import Share
+from bottega.fair_order import Share
 from bottega.v1 import engine_pb2, generation_pb2, tensor_pb2
 from bottega.v1.worker_pb2 import AttemptId
 
