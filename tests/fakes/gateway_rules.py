@@ -253,16 +253,16 @@ class Shop:
         self.controller.submit(job)
         return job
 
-    async def advance(self, job: Job, steps_done: int) -> None:
-        """The job's worker tells progress."""
-        progress = worker_pb2.AttemptProgress(steps_done=steps_done)
+    async def advance(self, job: Job, steps_done: int, *, device_s: float = 0.0) -> None:
+        """The job's worker tells progress. device_s: that it has used of its device; 0 is not said."""
+        progress = worker_pb2.AttemptProgress(steps_done=steps_done, device_s=device_s)
         await self._answer(job, worker_pb2.RunAttemptResponse(progress=progress))
 
-    async def complete(self, job: Job) -> None:
-        """The job's worker sends its picture."""
+    async def complete(self, job: Job, *, device_s: float = 0.0) -> None:
+        """The job's worker sends its picture. device_s: that it has used of its device; 0 is not said."""
         chunk = worker_pb2.AttemptImageChunk(index=0, chunk=b"picture", last=True)
         await self._answer(job, worker_pb2.RunAttemptResponse(image=chunk))
-        completed = worker_pb2.AttemptCompleted(provenance=Provenance(worker=job.worker))
+        completed = worker_pb2.AttemptCompleted(provenance=Provenance(worker=job.worker, device_s=device_s))
         await self._answer(job, worker_pb2.RunAttemptResponse(completed=completed))
         await asyncio.wait_for(job.ended.wait(), 2)
 

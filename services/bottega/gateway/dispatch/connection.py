@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -92,11 +93,23 @@ class DispatchedAttempt:
     traced: bool = False
     started: bool = False
     previewed: bool = False
+    device_s: float | None = None
+    """Seconds of the worker's device that it has used, as far as the worker has said; None where it has not."""
 
     @property
     def id(self) -> worker_pb2.AttemptId:
         """As the worker knows it."""
         return worker_pb2.AttemptId(job_id=self.job.job_id, number=self.number)
+
+    @property
+    def used_s(self) -> float | None:
+        """Seconds of the worker's device that it has used; None where that is not known."""
+        return 0.0 if self.device_s is None and not self.started else self.device_s
+
+    def note_device_s(self, device_s: float) -> None:
+        """Note what a worker says that it has used; what is no number of seconds says nothing."""
+        if 0.0 < device_s < math.inf:
+            self.device_s = device_s
 
     def append_chunk(self, chunk: worker_pb2.AttemptImageChunk, *, max_bytes: int) -> None:
         """Bytes of an image came. Raises TooLarge when there are more than max_bytes in all."""

@@ -62,6 +62,9 @@ class AttemptObserver(Protocol):
     def attempt_failed(self, job: Job, number: int, error: BottegaError) -> None:
         """The worker says that the job cannot be drawn."""
 
+    def attempt_over(self, job: Job, device_s: float | None) -> None:
+        """It is over, however it ended. device_s: seconds of the worker's device that it used; None is not known."""
+
     def attempt_completed(
         self, job: Job, number: int, pictures: tuple[StoredImage, ...], provenance: Provenance
     ) -> None:
@@ -294,11 +297,13 @@ class Dispatcher:
                 attempt.trace = event.trace
             case "completed":
                 attempt.provenance = _bounded(event.completed.provenance)
+                attempt.note_device_s(attempt.provenance.device_s)
             case "failed":
                 raise from_job_error(event.failed)
 
     def _apply_progress(self, attempt: DispatchedAttempt, progress: worker_pb2.AttemptProgress) -> None:
         attempt.job.set_steps_done(attempt.number, progress.steps_done)
+        attempt.note_device_s(progress.device_s)
         attempt.connection.revision += 1
         if progress.preview_jpeg:
             attempt.job.set_preview(attempt.number, progress.preview_index, progress.preview_jpeg)
@@ -385,6 +390,7 @@ class Dispatcher:
         attempt.connection.remove(attempt)
         for addon in self._addons:
             addon.end_attempt(job)
+        self._observer.attempt_over(job, attempt.used_s)
 
 
 def _bounded(provenance: Provenance) -> Provenance:

@@ -269,8 +269,14 @@ class JobController:
         elif job.fail(error, number):
             self._finish(job)
 
+    def attempt_over(self, job: Job, device_s: float | None) -> None:
+        """Its tenant is charged for what it used."""
+        self.queue.settle(job, device_s)
+
     def attempt_completed(self, job: Job, number: int, images: tuple[StoredImage, ...], provenance: Provenance) -> None:
         """All images are on the disk."""
+        if job.is_current(number):
+            self._snapshot.note_device_s(job, provenance)
         if job.complete(number, images, provenance):
             for addon in self._addons:
                 addon.job_completed(job, provenance)

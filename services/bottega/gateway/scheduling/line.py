@@ -1,10 +1,14 @@
 """The jobs that wait for one model, in the order in which their tenants' shares let them be served.
 
-A tenant has a place for each of its jobs, by its share. Its jobs have these by when they are due: earliest deadline
-first. A job is due a multiple of what it takes alone after it came, so that short ones do not wait for long ones that
-came shortly before; by its own deadline, if that is earlier. One of high priority is served as if it were due a fixed
-time earlier, one of low priority later. So neither length nor priority changes the places of other tenants, and every
-job is served in the end: those that come after it was due are due later still.
+Tenants share the workers by seconds of their devices (bottega.fair_order). A tenant is charged what a job is
+expected to take when it begins, and what it took when its attempt has ended: an estimate that is wrong, whoever made it
+so, gains nobody anything.
+
+A tenant's own jobs are served by when they are due: earliest deadline first. A job is due a multiple of what it takes
+alone after it came, so that short ones do not wait for long ones that came shortly before; by its own deadline, if that
+is earlier. One of high priority is served as if it were due a fixed time earlier, one of low priority later. So
+priority changes nothing between tenants, and every job is served in the end: those that come after it was due are due
+later still.
 
 Sources: Liu and Layland, "Scheduling Algorithms for Multiprogramming in a Hard-Real-Time Environment", JACM 1973
 (earliest deadline first); deadlines as multiples of the time alone are the "SLO scale" of AlpaServe (Li et al., OSDI
@@ -13,15 +17,17 @@ Sources: Liu and Layland, "Scheduling Algorithms for Multiprogramming in a Hard-
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 from typing import Protocol
 
+from bottega.fair_order import FairOrder
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.worker_state import ResourceRequest
-from bottega.planning import FairOrder
 from bottega.v1.image_pb2 import PRIORITY_HIGH, PRIORITY_LOW
 
 Weigh = Callable[[str], float]
@@ -60,25 +66,63 @@ class DuePolicy:
 
 # Kinds of jobs whose length is remembered.
 _KINDS = 1024
-# Of a place: of equal tags the job comes first that came first.
-_Place = tuple[float, int]
+# Seconds of a row and step while nothing was measured, as scheduling.worker_state has it.
+_UNMEASURED_S = 0.1
+# Seconds of devices, over weight, by which a tenant that was passed over, because no worker could have its jobs, is
+# served first afterwards: not for as long as that lasted.
+_MOST_BEHIND_S = 60.0
 # How much earlier a job is served, in head starts.
 _EARLIER = {PRIORITY_HIGH: 1.0, PRIORITY_LOW: -1.0}
 
+# What orders jobs of several tenants: the tag, and of equal ones the tenant that came first.
+_Place = tuple[float, int]
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, kw_only=True)
 class _OfTenant:
-    """What one tenant has in the line, each in its order: places, jobs, and by what these are ordered; see Line."""
+    """What one tenant has in the line."""
 
-    places: list[_Place] = field(default_factory=list)
+    number: int
+    """Counts the tenants that came to the line."""
     jobs: list[Job] = field(default_factory=list)
+    """In their order."""
     served_by: list[float] = field(default_factory=list)
+    """By what they are ordered; see Line."""
+    begins: list[float] = field(default_factory=list)
+    """When each job begins: the sum of what the jobs before it take over the tenant's weight, and of those served."""
+    end: float = 0.0
+    """When the last one has ended."""
+
+    def insert(self, at: int, job: Job, served_by: float, cost: float) -> None:
+        """Insert a job at a place."""
+        self.jobs.insert(at, job)
+        self.served_by.insert(at, served_by)
+        self.begins.insert(at, self.begins[at] if at < len(self.begins) else self.end)
+        self._shift(at + 1, cost)
+
+    def remove(self, at: int) -> None:
+        """Remove the job at a place."""
+        cost = self._cost(at)
+        del self.jobs[at], self.served_by[at], self.begins[at]
+        if at:  # else the others begin sooner by being first
+            self._shift(at, -cost)
+
+    def _cost(self, at: int) -> float:
+        return (self.begins[at + 1] if at + 1 < len(self.begins) else self.end) - self.begins[at]
+
+    def _shift(self, first: int, by: float) -> None:
+        for place in range(first, len(self.begins)):
+            self.begins[place] += by
+        self.end += by
 
 
 class Line:
-    """Of one tenant, the job first that is due first. A job costs its rows by its steps.
+    """The jobs that wait for one model. It iterates over them in their order.
 
-    sizes: how long jobs are; None counts all of them as equally long.
+    Args:
+        weigh: Says what tenants weigh.
+        policy: When jobs are due.
+        sizes: How long jobs are; None counts all of them as equally long, and charges rows by steps.
     """
 
     def __init__(self, weigh: Weigh, policy: DuePolicy, sizes: JobSizes | None = None) -> None:
@@ -88,93 +132,149 @@ class Line:
         # Jobs that need the same are equally long while some wait: none passes another because turns take less by now.
         self._alone_s: dict[ResourceRequest, float] = {}
         self._order = FairOrder()
-        self._places: list[_Place] = []
-        self._jobs: list[Job] = []
-        self._place_of: dict[str, _Place] = {}
+        self._lost: list[Job] = []
         self._tenants: dict[str, _OfTenant] = {}
-        self._added = 0
+        self._waiting: dict[str, Job] = {}
+        self._charged: dict[str, _Charge] = {}
+        self._came = 0
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Job]:
+        yield from tuple(self._lost)
+        for _, _, job in heapq.merge(*(self._placed(name, own) for name, own in self._tenants.items())):
+            yield job
 
     @property
-    def jobs(self) -> Sequence[Job]:
-        """In their order. Not to be changed; it changes with the line."""
-        return self._jobs
+    def idle(self) -> bool:
+        """Whether no job waits, and every one that began has been settled."""
+        return not self._waiting and not self._charged
+
+    @property
+    def unordered(self) -> Collection[Job]:
+        """The jobs in no particular order. Any thread may ask."""
+        return self._waiting.values()
 
     @property
     def tenants(self) -> Collection[str]:
         """Those whose jobs are here."""
-        return self._tenants.keys()
+        return self._tenants.keys() | {job.request.tenant for job in self._lost}
 
     def add(self, job: Job) -> None:
-        """Behind those of its tenant that are due no later."""
-        tenant = job.request.tenant
-        cost = float(max(1, job.rows * job.steps.total))
-        self._added += 1
-        place = self._order.tag(tenant, cost=cost, weight=self._weigh(tenant)), self._added
+        """Add a job behind those of its tenant that are due no later."""
         job.times.due_at = self._due_at(job)
         served_by = self._served_by(job, job.times.due_at)
-        own = self._tenants.setdefault(tenant, _OfTenant())
-        at = bisect_right(own.served_by, served_by)
-        own.served_by.insert(at, served_by)
-        own.jobs.insert(at, job)
-        own.places.append(place)
-        self._insert(place, job)
-        for index in range(at, len(own.jobs)):
-            self._put(own.places[index], own.jobs[index])
+        own = self._tenants.get(job.request.tenant)
+        if own is None:
+            self._came += 1
+            own = self._tenants[job.request.tenant] = _OfTenant(number=self._came)
+        cost = self._cost_s(job) / self._weigh(job.request.tenant)
+        own.insert(bisect_right(own.served_by, served_by), job, served_by, cost)
+        self._waiting[job.job_id] = job
 
     def add_first(self, job: Job) -> None:
-        """Before all others: it had its turn, and was lost."""
-        self._added += 1
-        place = -inf, -self._added
-        own = self._tenants.setdefault(job.request.tenant, _OfTenant())
-        own.served_by.insert(0, -inf)
-        own.jobs.insert(0, job)
-        own.places.insert(0, place)
-        self._insert(place, job)
-        self._put(place, job)
+        """Add a job before all others: it had its turn, and was lost."""
+        self._lost.insert(0, job)
+        self._waiting[job.job_id] = job
 
     def remove(self, job: Job) -> None:
-        """It is served, or does not wait any more."""
-        place = self._place_of.pop(job.job_id)
-        at = bisect_left(self._places, place)
-        del self._places[at], self._jobs[at]
-        own = self._tenants[job.request.tenant]
-        index = bisect_left(own.places, place)
-        del own.places[index], own.jobs[index], own.served_by[index]
-        if not own.jobs:
-            del self._tenants[job.request.tenant]
-        if not self._places:
+        """Remove a job that does not wait any more."""
+        if self._waiting.pop(job.job_id, None) is None:
+            return
+        if job in self._lost:
+            self._lost.remove(job)
+        else:
+            name, own = job.request.tenant, self._tenants[job.request.tenant]
+            own.remove(self._index(own, job))
+            if not own.jobs:
+                del self._tenants[name]
+        if self.idle:
             self._order.idle()
-        elif at == 0:  # else others may have to be served before what comes now
-            self._order.served(place[0])
+
+    def begin(self, job: Job) -> None:
+        """Remove a job that is served now, and charge its tenant what it is expected to take. `settle` it."""
+        tenant = job.request.tenant
+        least = min((self._order.next_tag(name) for name in self.tenants), default=0.0)
+        self._order.served(max(least, self._order.next_tag(tenant) - _MOST_BEHIND_S))
+        charge = _Charge(tenant=tenant, weight=self._weigh(tenant), seconds=self._cost_s(job))
+        self._charged[job.job_id] = charge
+        self._order.charge(tenant, cost=charge.seconds, weight=charge.weight)
+        self.remove(job)
+
+    def settle(self, job: Job, device_s: float | None) -> None:
+        """Charge what an attempt took instead of what it was expected to take.
+
+        Args:
+            job: One that began, or that another life of the gateway began.
+            device_s: Seconds of the worker's device; None where nobody knows: then the expectation stands.
+        """
+        tenant = job.request.tenant
+        charge = self._charged.pop(job.job_id, None) or _Charge(tenant=tenant, weight=self._weigh(tenant), seconds=0.0)
+        if device_s is not None:
+            self._order.charge(charge.tenant, cost=device_s - charge.seconds, weight=charge.weight)
+        if self.idle:
+            self._order.idle()
 
     def place(self, job: Job) -> int:
-        """Jobs that are before it."""
-        return bisect_left(self._places, self._place_of[job.job_id])
+        """Return how many jobs are before one that waits."""
+        if job in self._lost:
+            return self._lost.index(job)
+        return self._before(job.request.tenant, self._index(self._tenants[job.request.tenant], job))
 
     def before(self, job: Job) -> Sequence[Job]:
-        """Jobs that are before one that waits, or would be before one that does not."""
-        place = self._place_of.get(job.job_id) or self._place_if_added(job)
-        end = bisect_left(self._places, place)
-        return self._jobs[:end]
+        """Return the jobs that are before one that waits, or would be before one that does not."""
+        if job.job_id in self._waiting:
+            return list(islice(self, self.place(job)))
+        own = self._tenants.get(job.request.tenant)
+        at = bisect_right(own.served_by, self._served_by(job, self._due_at(job))) if own is not None else 0
+        return list(islice(self, self._before(job.request.tenant, at)))
+
+    def _placed(self, name: str, own: _OfTenant) -> Iterator[tuple[float, int, Job]]:
+        """Yield a tenant's jobs with what orders them."""
+        tag, begins = self._order.next_tag(name), tuple(own.begins)
+        for begin, job in zip(begins, tuple(own.jobs), strict=True):
+            yield tag + (begin - begins[0]), own.number, job
+
+    def _before(self, tenant: str, at: int) -> int:
+        """Return how many jobs are before a tenant's job at that place, or before one that came there now."""
+        own = self._tenants.get(tenant)
+        number = self._came + 1 if own is None else own.number
+        tag = self._order.next_tag(tenant)
+        if own is not None:
+            tag += (own.begins[at] if at < len(own.begins) else own.end) - own.begins[0]
+        others = [(name, other) for name, other in self._tenants.items() if other is not own]
+        return len(self._lost) + at + sum(self._before_tag(name, other, (tag, number)) for name, other in others)
+
+    def _before_tag(self, name: str, own: _OfTenant, place: _Place) -> int:
+        tag, first = self._order.next_tag(name), own.begins[0]
+        return bisect_left(own.begins, place, key=lambda begin: (tag + (begin - first), own.number))
+
+    def _index(self, own: _OfTenant, job: Job) -> int:
+        """Return the place of a waiting job among those of its tenant."""
+        served_by = self._served_by(job, job.times.due_at)
+        at = bisect_left(own.served_by, served_by)
+        return own.jobs.index(job, at)
+
+    def _cost_s(self, job: Job) -> float:
+        """Return the seconds of a device that a job is expected to use."""
+        return self._seconds(job) or _UNMEASURED_S * max(1, job.rows * job.steps.total)
 
     def _due_at(self, job: Job) -> float:
-        """On the monotonic clock; endless where its length is not known, or does not count."""
-        wait_s = self._policy.slo_scale * self._seconds(job)
+        """Return when a job is due, on the monotonic clock; endless where its length is unknown or does not count."""
+        wait_s = self._policy.slo_scale * self._seconds(job) if self._policy.slo_scale else 0.0
         if not wait_s:
             return inf
         due_at = job.times.created_at + wait_s
         return due_at if job.deadline is None else min(due_at, job.deadline)
 
     def _served_by(self, job: Job, due_at: float) -> float:
-        """By what its tenant's jobs are ordered: when it is due, or came, but for its priority."""
+        """Return by what its tenant's jobs are ordered: when it is due, or came, but for its priority."""
         earlier_s = self._policy.head_start_s * _EARLIER.get(job.request.priority, 0.0)
         return (job.times.created_at if due_at == inf else due_at) - earlier_s
 
     def _seconds(self, job: Job) -> float:
-        """What it takes alone; 0 where that is not known."""
+        """Return what a job takes alone; 0 where that is not known."""
         if self._sizes is None:
             return 0.0
         request = self._sizes.resource_request(job)
@@ -185,19 +285,11 @@ class Line:
             known = self._alone_s[request] = self._sizes.alone_s(job.bare.model, request)
         return known
 
-    def _place_if_added(self, job: Job) -> _Place:
-        own = self._tenants.get(job.request.tenant)
-        at = bisect_right(own.served_by, self._served_by(job, self._due_at(job))) if own is not None else 0
-        if own is not None and at < len(own.places):
-            return own.places[at]
-        return self._order.next_tag(job.request.tenant), self._added + 1
 
-    def _insert(self, place: _Place, job: Job) -> None:
-        at = bisect_left(self._places, place)
-        self._places.insert(at, place)
-        self._jobs.insert(at, job)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Charge:
+    """What a tenant was charged for a job that began."""
 
-    def _put(self, place: _Place, job: Job) -> None:
-        """The job has that place from now on."""
-        self._jobs[bisect_left(self._places, place)] = job
-        self._place_of[job.job_id] = place
+    tenant: str
+    weight: float
+    seconds: float

@@ -116,11 +116,11 @@ class PeriodicChecks:
             self._publishing.start(self._publish_estimates())
 
     def _check_addons(self, model: str, *, in_grace: bool) -> None:
-        line = self._queue.line(model)
         for addon in self._addons:
-            addon.prefetch(list(itertools.islice(line, PREFETCHED_JOBS)))
+            addon.prefetch(list(itertools.islice(self._queue.line(model), PREFETCHED_JOBS)))
             if not in_grace:
-                self._fail_all((job, error) for job in line if (error := addon.unavailable(job)) is not None)
+                waiting = self._queue.line(model)
+                self._fail_all((job, error) for job in waiting if (error := addon.unavailable(job)) is not None)
 
     def _fail_all(self, failures: Iterable[tuple[Job, BottegaError]]) -> None:
         for job, error in list(failures):  # which are read from the queue, and leave it

@@ -12,8 +12,8 @@ Three rules, in the order of `assign`:
    of the worker has a free place, or will have one within the lead time, in which the prompt is encoded. Until then it
    stays in the queue, and the worker's plan counts it in. Where turns become hardly cheaper by it, a job also stays in
    the queue while beside it one of the group would end after it is due, unless many wait. A job
-   of a tenant that has less than its share of what runs is bound to a worker whose group is full, if few are beyond it:
-   the worker's turns are shared.
+   of a tenant that has less than its share of what runs is bound to a worker whose group is full, if few are beyond it,
+   or if none of the tenant's runs: the worker's turns are shared by their seconds.
 
 The engine of a worker forms its groups by the same cost model (bottega.planning).
 """
@@ -55,6 +55,8 @@ class PendingJob:
     avoid: str = ""
     exclusive: bool = False
     within_share: bool = False
+    none_runs: bool = False
+    """No job of its tenant runs, and others have jobs."""
     eligible: frozenset[str] | None = None
     load_s: Mapping[str, float] = field(default_factory=dict)
     reduced: Mapping[str, ResourceRequest] = field(default_factory=dict)
@@ -167,7 +169,7 @@ class _Option:
         worker = plan.state.worker
         self.job, self.plan, self._behind = job, plan, behind
         self.request = job.request_at(worker)
-        self.has_slack = plan.has_slack(self.request, behind, within_share=job.within_share)
+        self.has_slack = plan.has_slack(self.request, behind, within_share=job.within_share, none_runs=job.none_runs)
         self._load_s = job.load_s.get(worker, 0.0)
 
     @property

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from bottega.clocks import Clock
 from bottega.errors import QueueFull
+from bottega.fair_order import fair_room
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.scheduling.line import DuePolicy, JobSizes, Line, Weigh, equal_weights
-from bottega.rpc.interceptor.call_limits import fair_room
 
 # Completed jobs, over which the rate is measured, and how old they may be; the newest few count whatever their age, as
 # where a picture takes minutes.
@@ -44,6 +44,7 @@ class JobQueue:
         self._completed_at: deque[float] = deque(maxlen=_RATE_JOBS)
         self._waited_for_since = clock.monotonic()
         self._held = Counter[str]()
+        self._held_bytes = Counter[str]()
         self._bytes: dict[str, int] = {}
         self._reserved: dict[str, int] = {}
         self._size_bytes = 0
@@ -60,15 +61,18 @@ class JobQueue:
         return dict(self._held)
 
     def check_room(self, size_bytes: int, *, tenant: str = "") -> None:
-        """Raises QueueFull, with the time after which to retry, when no job of that size fits.
+        """Raise QueueFull, with the time after which to retry, if no job of that size fits.
 
-        A named tenant gets no more than leaves room for others; see `fair_room`.
+        A named tenant gets no more places and no more bytes than leave room for others; see `fair_room`.
         """
-        free = self._max_jobs - len(self) - len(self._reserved)
-        if free < 1 or self._size_bytes + size_bytes > self._budget_bytes:
+        free, free_bytes = self._max_jobs - len(self) - len(self._reserved), self._budget_bytes - self._size_bytes
+        if free < 1 or size_bytes > free_bytes:
             raise QueueFull(f"{len(self)} jobs wait already", retry_after_s=self.retry_after_s())
-        if tenant and fair_room(free=free, held=self._held[tenant], share=_TENANT_SHARE) <= 0:
-            held = self._held[tenant]
+        if not tenant:
+            return
+        held = self._held[tenant]
+        room_bytes = fair_room(free=free_bytes, held=self._held_bytes[tenant], share=_TENANT_SHARE)
+        if fair_room(free=free, held=held, share=_TENANT_SHARE) <= 0 or (held and size_bytes > room_bytes):
             raise QueueFull(
                 f"{held} jobs of yours wait already, and the rest of the queue is for others",
                 retry_after_s=self.retry_after_s(),
@@ -78,24 +82,20 @@ class JobQueue:
         """Keeps room for a job until it lines up or is removed. Raises QueueFull."""
         self.check_room(job.request.size_bytes, tenant=job.request.tenant)
         self._reserved[job.job_id] = job.request.size_bytes
-        self._held[job.request.tenant] += 1
-        self._size_bytes += job.request.size_bytes
+        self._hold(job)
 
     def add(self, job: Job, *, first: bool = False) -> None:
         """Lines a job up. first: before the others, for one that had its turn and was lost."""
         self._release(job)
         if not self._bytes:
             self._skip_idleness()
-        line = self._lines.get(job.spec.model)
-        if line is None:
-            line = self._lines[job.spec.model] = Line(self.weigh, self._due, self.sizes)
+        line = self._line_of(job.spec.model)
         if first:
             line.add_first(job)
         else:
             line.add(job)
         self._bytes[job.job_id] = job.request.size_bytes
-        self._held[job.request.tenant] += 1
-        self._size_bytes += job.request.size_bytes
+        self._hold(job)
 
     def remove(self, job: Job) -> None:
         """Takes a job out, if it is in, and gives up the room that was reserved for it."""
@@ -103,26 +103,35 @@ class JobQueue:
         size = self._bytes.pop(job.job_id, None)
         if size is None:
             return
-        self._size_bytes -= size
-        self._let_go(job.request.tenant)
-        line = self._lines[job.bare.model]
-        line.remove(job)
-        if not line:
-            del self._lines[job.bare.model]
+        self._let_go(job.request.tenant, size)
+        self._lines[job.bare.model].remove(job)
+        self._drop_if_idle(job.bare.model)
+
+    def begin(self, job: Job) -> None:
+        """Take out a job that is served now, and charge its tenant what it is expected to take. `settle` it."""
+        self._lines[job.bare.model].begin(job)
+        self.remove(job)
+
+    def settle(self, job: Job, device_s: float | None) -> None:
+        """Charge a job's tenant what an attempt took of its worker's device; None where nobody knows."""
+        self._line_of(job.bare.model).settle(job, device_s)
+        self._drop_if_idle(job.bare.model)
 
     def models(self) -> list[str]:
-        """Models that jobs wait for."""
-        return list(self._lines)
+        """Return the models that jobs wait for."""
+        return [model for model, line in self._lines.items() if line]
 
     def waiting(self, model: str) -> int:
         """Jobs that wait for a model."""
         line = self._lines.get(model)
         return 0 if line is None else len(line)
 
-    def line(self, model: str) -> Sequence[Job]:
-        """Jobs that wait for a model, in the order in which they should be served."""
-        line = self._lines.get(model)
-        return () if line is None else line.jobs
+    def line(self, model: str) -> Iterator[Job]:
+        """Iterate over the jobs that wait for a model, in the order in which they should be served.
+
+        Jobs may come and go meanwhile; what has begun to be looked at stays as it was.
+        """
+        return iter(self._lines.get(model, ()))
 
     def tenants(self, model: str) -> Collection[str]:
         """Those whose jobs wait for a model."""
@@ -143,7 +152,7 @@ class JobQueue:
 
         Any thread may ask.
         """
-        queued_at = (job.times.queued_at for line in list(self._lines.values()) for job in list(line.jobs))
+        queued_at = (job.times.queued_at for line in list(self._lines.values()) for job in list(line.unordered))
         now = self._clock.monotonic()
         return now - min(queued_at, default=now)
 
@@ -158,17 +167,34 @@ class JobQueue:
         """
         return random.uniform(1.0, _SPREAD) * self._due_s()
 
+    def _line_of(self, model: str) -> Line:
+        line = self._lines.get(model)
+        if line is None:
+            line = self._lines[model] = Line(self.weigh, self._due, self.sizes)
+        return line
+
+    def _drop_if_idle(self, model: str) -> None:
+        if self._lines[model].idle:
+            del self._lines[model]
+
     def _release(self, job: Job) -> None:
         """Gives up the room that was reserved for a job, if any was."""
         size = self._reserved.pop(job.job_id, None)
         if size is not None:
-            self._size_bytes -= size
-            self._let_go(job.request.tenant)
+            self._let_go(job.request.tenant, size)
 
-    def _let_go(self, tenant: str) -> None:
+    def _hold(self, job: Job) -> None:
+        tenant, size_bytes = job.request.tenant, job.request.size_bytes
+        self._held[tenant] += 1
+        self._held_bytes[tenant] += size_bytes
+        self._size_bytes += size_bytes
+
+    def _let_go(self, tenant: str, size_bytes: int) -> None:
+        self._size_bytes -= size_bytes
         self._held[tenant] -= 1
+        self._held_bytes[tenant] -= size_bytes
         if not self._held[tenant]:
-            del self._held[tenant]
+            del self._held[tenant], self._held_bytes[tenant]
 
     def _skip_idleness(self) -> None:
         """Jobs wait again: a long time in which none did does not count for the rate."""

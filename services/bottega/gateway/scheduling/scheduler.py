@@ -147,7 +147,7 @@ class Scheduler:
                 late.append(job)
                 job.fail(unmeetable(assignment.estimate_s, left_s))
                 continue
-            self._queue.remove(job)
+            self._queue.begin(job)
             job.set_queue_position(0, assignment.estimate_s)
             worker = members[assignment.worker]
             self._dispatcher.start_attempt(job, worker, free_at=free_at, exclusive=assignment.exclusive)

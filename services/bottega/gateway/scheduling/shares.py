@@ -41,6 +41,10 @@ class RunningShares:
         self._left[tenant] = left - 1
         return left > 0
 
+    def has_none(self, tenant: str) -> bool:
+        """Return whether no job of a tenant runs while others have jobs."""
+        return self.contended and not self._running[tenant]
+
     def claim(self, tenant: str) -> bool:
         """Whether a tenant has at most its share with one job more, which counts from now on if so."""
         if not self.contended:

@@ -18,11 +18,13 @@ from bottega.gateway.fleet.members import Member
 from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.job import Job
 from bottega.gateway.jobs.repository import JobRepository
+from bottega.gateway.scheduling.addon_costs import AddOnCosts
 from bottega.gateway.scheduling.policy import PendingJob
 from bottega.gateway.scheduling.shares import RunningShares
 from bottega.gateway.scheduling.worker_state import Findings, ResourceRequest, WorkerState
 from bottega.planning import Shape, rounded_share
 from bottega.v1 import fleet_pb2
+from bottega.v1.generation_pb2 import Provenance
 
 # A worker that was lost with a job gets it again only if it reported this long afterwards.
 _TRUST_AFTER_S = 0.25
@@ -60,6 +62,7 @@ class FleetSnapshot:
         self._dispatcher = dispatcher
         self._addons = addons
         self._jobs = jobs
+        self._addon_costs = AddOnCosts()
         self._cache: dict[Member, _CachedState] = {}
 
     def workers_of(self, model: str) -> list[WorkerState]:
@@ -92,12 +95,14 @@ class FleetSnapshot:
         for job in line:
             costs = self._costs(job, members, known)
             if (costs.eligible is None or costs.eligible) and shares.begin(job.request.tenant):
+                none_runs = shares.has_none(job.request.tenant)
                 yield PendingJob(
                     job_id=job.job_id,
-                    request=_request_for(job, self._steps_left(job), costs.share),
+                    request=self._request_for(job, self._steps_left(job), costs.share),
                     avoid=job.losses.last_worker if _must_avoid(job, members) else "",
                     exclusive=job.quarantined,
                     within_share=shares.claim(job.request.tenant),
+                    none_runs=none_runs,
                     eligible=costs.eligible,
                     load_s=costs.load_s,
                     reduced=self._reduced(job, costs.shares),
@@ -106,7 +111,18 @@ class FleetSnapshot:
 
     def resource_request(self, job: Job) -> ResourceRequest:
         """What a pending job is expected to need, wherever it runs."""
-        return _request_for(job, self._steps_left(job), self._expected_share(job))
+        return self._request_for(job, self._steps_left(job), self._expected_share(job))
+
+    def note_device_s(self, job: Job, provenance: Provenance) -> None:
+        """Learn what a job's add-ons add, from what a finished attempt used of its worker's device."""
+        if job.attempts > 1 or job.steps.repeated or provenance.cached_starts:
+            return  # that attempt made other steps than the job has
+        request = _request_for(job, job.steps.total, self._expected_share(job), 1.0)
+        plain_s = self.alone_s(job.bare.model, request)
+        self._addon_costs.note(job, plain_s=plain_s, device_s=provenance.device_s)
+
+    def _request_for(self, job: Job, steps_left: float, share: float) -> ResourceRequest:
+        return _request_for(job, steps_left, share, self._addon_costs.slowdown(job))
 
     def alone_s(self, model: str, request: ResourceRequest) -> float:
         """Seconds of such a job on an idle worker: the fastest of some. 0 while none of them has measured a step."""
@@ -128,7 +144,7 @@ class FleetSnapshot:
         if not shares:
             return {}
         steps_left = self._steps_left(job)
-        by_share = {share: _request_for(job, steps_left, share) for share in set(shares.values())}
+        by_share = {share: self._request_for(job, steps_left, share) for share in set(shares.values())}
         return {worker: by_share[share] for worker, share in shares.items()}
 
     def _costs(
@@ -188,7 +204,8 @@ class FleetSnapshot:
         for job in ours:
             left = min(job.steps.total - job.steps.done, reported.pop(job.job_id, job.steps.total))
             if left > 0:
-                requests.append(_request_for(job, left, member.shares.get(job.job_id) or self._expected_share(job)))
+                share = member.shares.get(job.job_id) or self._expected_share(job)
+                requests.append(self._request_for(job, left, share))
                 due_s.append(job.due_s)
         for job_id, left in reported.items():
             if left > 0 and self._jobs.find_live(job_id) is None:
@@ -222,12 +239,12 @@ def _must_avoid(job: Job, members: Mapping[str, Member]) -> bool:
     return len(members) > 1 or lost.heard_at < job.losses.last_at + _TRUST_AFTER_S
 
 
-def _request_for(job: Job, steps_left: float, share: float = 1.0) -> ResourceRequest:
+def _request_for(job: Job, steps_left: float, share: float, slowdown: float) -> ResourceRequest:
     """steps_left: over all images; they run side by side. share: of the tokens, what is computed."""
     steps = math.ceil(max(0, steps_left) / job.num_images)
-    return _cached_request(job.rows, steps, job.request.shape, rounded_share(share))
+    return _cached_request(job.rows, steps, job.request.shape, rounded_share(share), slowdown)
 
 
 @functools.lru_cache(_REQUESTS)
-def _cached_request(rows: int, steps: int, shape: Shape, share: float) -> ResourceRequest:
-    return ResourceRequest(rows=rows, steps=steps, shape=shape, share=share)
+def _cached_request(rows: int, steps: int, shape: Shape, share: float, slowdown: float) -> ResourceRequest:
+    return ResourceRequest(rows=rows, steps=steps, shape=shape, share=share, slowdown=slowdown)

@@ -51,11 +51,19 @@ class WorkerPlan:
         """Whether nothing runs here, nor is planned."""
         return not self.state.running and not self._added and not self.state.finishing
 
-    def has_slack(self, request: ResourceRequest, behind: int, *, within_share: bool = False) -> bool:
-        """Whether a job may begin here now. Nobody overtakes one that is planned here and not bound yet.
+    def has_slack(
+        self, request: ResourceRequest, behind: int, *, within_share: bool = False, none_runs: bool = False
+    ) -> bool:
+        """Return whether a job may begin here now. Nobody overtakes one that is planned here and not bound yet.
 
-        within_share: whether its tenant has at most its share of what runs.
+        Args:
+            request: What it needs.
+            behind: How many jobs wait behind it.
+            within_share: Whether its tenant has at most its share of what runs.
+            none_runs: Whether none of its tenant's jobs runs. It may be beyond any number of those of others.
         """
+        if within_share and none_runs:
+            return True
         if self._has_unbound:
             return False
         typical = as_typical(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import ceil
 from typing import NamedTuple
 
 from bottega.planning import RemainingWork, RowFractions, Shape, StepTimes
@@ -16,16 +17,18 @@ _TURNS = 1024
 
 
 class ResourceRequest(NamedTuple):
-    """What a job needs of a worker. A tuple: what was found out is looked up by it, hundreds of times in a round.
-
-    rows: in each turn. steps: turns to go. shape: of its latent; (0, 0) is unknown. share: of the tokens of its rows,
-    what is computed; less than 1 of an edit whose template's activations are at hand.
-    """
+    """What a job needs of a worker. A tuple: what was found out is looked up by it, hundreds of times in a round."""
 
     rows: int
+    """In each turn."""
     steps: int
+    """Turns to go."""
     shape: Shape
+    """Of its latent; (0, 0) is unknown."""
     share: float = 1.0
+    """Of the tokens of its rows, what is computed; less than 1 of an edit whose template's activations are at hand."""
+    slowdown: float = 1.0
+    """How many times as long its turns take by its ControlNets and LoRAs."""
 
 
 # What was added since the state was made, the job in question, and how many are behind it, or may run together.
@@ -89,11 +92,15 @@ class WorkerState:
         rows = self.alone(request)[0]
         if request.shape != shape:
             rows *= _area_ratio(request.shape, shape)
-        return RemainingWork(request.steps, rows)
+        # As more turns, not as more rows: others wait no longer in each.
+        return RemainingWork(ceil(request.steps * request.slowdown), rows)
 
     def alone(self, request: ResourceRequest) -> tuple[float, float]:
-        """What the rows of one job cost, in plain ones, and the seconds of a turn with nothing else."""
-        rows, _, shape, share = request
+        """Return what the rows of one job cost, in plain ones, and the seconds of a turn with nothing else.
+
+        Without what add-ons add.
+        """
+        rows, shape, share = request.rows, request.shape, request.share
         known = self.findings.alone
         found = known.get((rows, shape, share))
         if found is None:
@@ -105,7 +112,7 @@ class WorkerState:
 
     def alone_s(self, request: ResourceRequest) -> float:
         """Seconds of the turns of one job, alone."""
-        return self.alone(request)[1] * request.steps
+        return self.alone(request)[1] * request.steps * request.slowdown
 
     @property
     def unmeasured(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Hashable, Mapping
 from dataclasses import dataclass
 
@@ -103,6 +104,33 @@ async def test_news_that_came_during_the_pause_after_a_look_count_when_it_is_ove
     assert waits.state == image_pb2.JOB_STATE_QUEUED
     await asyncio.sleep(0.1)
     assert waits.state == image_pb2.JOB_STATE_RUNNING
+
+
+@pytest.mark.parametrize("ends", ["completed", "cancelled", "failed"])
+async def test_a_job_that_used_more_than_was_expected_counts_for_its_tenant_however_it_ends(
+    shop: Shop, ends: str
+) -> None:
+    shop.worker()
+    first = shop.take(sample_job(shop.time, tenant="heavy"))
+    await shop.advance(first, 1)  # nothing is measured yet
+    for _ in range(10):
+        for tenant in ("heavy", "light"):
+            shop.take(sample_job(shop.time, tenant=tenant))
+    expected_s = 0.1 * first.rows * first.steps.total
+    if ends == "completed":
+        await shop.complete(first, device_s=6.5 * expected_s)
+    else:
+        await shop.advance(first, 5, device_s=6.5 * expected_s)
+        if ends == "cancelled":
+            shop.controller.cancel(first)
+        else:
+            await shop.fail(first, InternalError("it cannot be drawn"))
+    # Another of its jobs begins beside one of the other tenant, as each has one that runs, and is charged, too.
+    open_jobs = [job for job in shop.log.live() if job.open]
+    running = Counter(job.request.tenant for job in open_jobs if job.state == image_pb2.JOB_STATE_RUNNING)
+    assert running == {"heavy": 1, "light": 1}
+    waiting = [job.request.tenant for job in shop.controller.queue.line("m")]
+    assert 1 + waiting.index("heavy") == 8, "as many of the other tenant's come first as take as long as both"
 
 
 @pytest.mark.alone

@@ -150,6 +150,8 @@ def test_a_job_within_its_tenants_share_begins_beside_a_full_group_but_not_besid
     assert _pairs([within, *_line(2)[1:]], [full]) == [("j0", "w1")]
     assert _pairs([within], [_worker("w1", *[_request(20)] * 5)]) == [("j0", "w1")]
     assert _pairs([within], [_worker("w1", *[_request(20)] * 6)]) == []
+    first = replace(within, none_runs=True)
+    assert _pairs([first], [_worker("w1", *[_request(20)] * 9)]) == [("j0", "w1")], "none of its tenant's runs"
     many = [replace(within, job_id=f"j{number}") for number in range(9)]
     assert len(_pairs(many, [full])) == 5
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, deque
 from collections.abc import Callable
 
 import pytest
@@ -57,6 +58,16 @@ def test_a_tenant_that_floods_leaves_room_for_others() -> None:
     queue.check_room(1)
 
 
+def test_a_tenant_of_large_requests_leaves_bytes_to_others() -> None:
+    time = FakeTime()
+    queue = JobQueue(max_jobs=100, budget_bytes=1000, clock=time.clock())
+    for _ in range(7):
+        queue.reserve(sample_job(time, tenant="flood", size_bytes=100))
+    with pytest.raises(QueueFull, match="the rest of the queue is for others"):
+        queue.reserve(sample_job(time, tenant="flood", size_bytes=100))
+    queue.check_room(200, tenant="one")
+
+
 def test_a_lost_job_goes_before_the_others() -> None:
     time = FakeTime()
     queue = JobQueue(max_jobs=9, budget_bytes=1 << 20, clock=time.clock())
@@ -86,7 +97,7 @@ def test_who_asks_for_little_is_behind_few_of_who_asks_for_much_and_is_told_so()
     for job in flood:
         queue.add(job)
     for job in flood[:10]:
-        queue.remove(job)
+        queue.begin(job)
     victim = sample_job(time, tenant="victim")
     assert list(queue.before(victim)) == [], "it has had nothing yet"
     queue.add(victim)
@@ -98,6 +109,58 @@ def test_who_asks_for_little_is_behind_few_of_who_asks_for_much_and_is_told_so()
     assert len(queue.before(late)) == 42
     queue.add(late, first=True)
     assert (queue.place(late), queue.place(victim), queue.place(second)) == (0, 1, 3)
+
+
+def _served(time: FakeTime, took_s: Callable[[Job], float], costs: dict[str, int]) -> Counter[str]:
+    """Seconds of devices by tenant of equal weight, each with jobs of so many steps; a step is expected to take 1 s."""
+    queue = JobQueue(max_jobs=9999, budget_bytes=1 << 20, clock=time.clock())
+    queue.sizes = _Sizes(1.0)
+    for tenant, steps in costs.items():
+        for _ in range(1600):
+            queue.add(sample_job(time, tenant=tenant, steps=steps))
+    used_s: Counter[str] = Counter()
+    running: deque[Job] = deque()
+    while queue.waiting("m") and len(queue.tenants("m")) == len(costs):
+        job = next(queue.line("m"))
+        queue.begin(job)
+        running.append(job)
+        if len(running) > 2:
+            ended = running.popleft()
+            used_s[ended.request.tenant] += int(took_s(ended))
+            queue.settle(ended, took_s(ended))
+    return used_s
+
+
+def test_tenants_share_seconds_of_devices_whatever_their_jobs_take() -> None:
+    used_s = _served(FakeTime(), lambda job: job.steps.total, {"heavy": 160, "light": 10})
+    assert used_s["heavy"] / used_s.total() == pytest.approx(0.5, abs=0.02)
+
+
+def test_jobs_that_take_longer_than_was_expected_gain_their_tenant_nothing() -> None:
+    """As those with ControlNets do of which nothing was measured."""
+
+    def took_s(job: Job) -> float:
+        return job.steps.total * (16.0 if job.request.tenant == "liar" else 1.0)
+
+    used_s = _served(FakeTime(), took_s, {"liar": 10, "honest": 10})
+    assert used_s["liar"] / used_s.total() == pytest.approx(0.5, abs=0.02)
+
+
+def test_jobs_that_are_cancelled_or_returned_before_they_used_anything_cost_nothing() -> None:
+    time = FakeTime()
+    queue = JobQueue(max_jobs=99, budget_bytes=1 << 20, clock=time.clock())
+    queue.add(sample_job(time, tenant="other"))
+    for _ in range(20):
+        gone, returned = sample_job(time, tenant="one"), sample_job(time, tenant="one")
+        queue.add(gone)
+        queue.add(returned)
+        queue.remove(gone)
+        queue.begin(returned)
+        queue.settle(returned, 0.0)
+    queue.add(last := sample_job(time, tenant="one"))
+    assert queue.place(last) == 0 or next(queue.line("m")).request.tenant == "other"
+    queue.add(second := sample_job(time, tenant="other"))
+    assert queue.place(second) == 2, "of each tenant one is before it"
 
 
 def _urgency(time: FakeTime) -> tuple[JobQueue, Callable[..., Job]]:

@@ -39,3 +39,11 @@ def test_no_more_of_a_tenant_begins_than_may_run() -> None:
     assert [shares.begin("bounded") for _ in range(4)] == [True, True, False, False]
     assert not shares.begin("full")
     assert all(shares.begin("free") for _ in range(50))
+
+
+def test_a_tenant_of_which_nothing_runs_is_told_apart_until_it_has_begun_one() -> None:
+    shares = RunningShares({"flood": 3}, ("flood", "one"), equal_weights)
+    assert (shares.has_none("one"), shares.has_none("flood")) == (True, False)
+    assert shares.claim("one")
+    assert not shares.has_none("one")
+    assert not RunningShares({}, ("one",), equal_weights).has_none("one"), "nobody else has any"

@@ -1,0 +1,41 @@
+"""What ControlNets and LoRAs add is learnt from what jobs have used, and plain jobs are what it is compared with."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bottega.gateway.scheduling.addon_costs import AddOnCosts
+from bottega.gateway.scheduling.worker_state import ResourceRequest, WorkerState
+from bottega.planning import StepTimes
+from tests.samples.jobs import sample_job
+
+PLAIN, CONTROLLED = sample_job(), sample_job(controlnets=["edges"])
+
+
+def test_jobs_with_controlnets_are_expected_to_take_as_much_longer_as_they_did() -> None:
+    costs = AddOnCosts()
+    assert costs.slowdown(CONTROLLED) == 1.0, "nothing was measured"
+    for _ in range(20):
+        costs.note(PLAIN, plain_s=1.0, device_s=0.5)  # they share turns
+        costs.note(CONTROLLED, plain_s=1.0, device_s=1.0)
+    assert costs.slowdown(CONTROLLED) == pytest.approx(2.0)
+    assert costs.slowdown(PLAIN) == 1.0
+    assert costs.slowdown(sample_job(controlnets=["edges", "depth"])) == 1.0
+
+
+@pytest.mark.parametrize("device_s", [0.0, -1.0, math.nan, math.inf])
+def test_what_is_no_measurement_changes_nothing(device_s: float) -> None:
+    costs = AddOnCosts()
+    costs.note(CONTROLLED, plain_s=1.0, device_s=device_s)
+    costs.note(CONTROLLED, plain_s=0.0, device_s=1.0)
+    assert costs.slowdown(CONTROLLED) == 1.0
+
+
+def test_a_slowdown_makes_a_job_longer_and_its_turns_no_wider() -> None:
+    times = StepTimes.from_entries([((16, 16), 2, 0.5)])
+    state = WorkerState(worker="w", running=(), times=times, fixed_s=0.0, max_rows=16)
+    plain, slow = (ResourceRequest(rows=2, steps=10, shape=(16, 16), slowdown=factor) for factor in (1.0, 2.0))
+    assert state.alone_s(slow) == 2 * state.alone_s(plain) == pytest.approx(10.0)
+    assert (state.work(slow, (16, 16)).rows, state.work(slow, (16, 16)).steps) == (2.0, 20)
