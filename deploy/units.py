@@ -27,6 +27,7 @@ def unit_text(service: ServiceSpec) -> str:
         "joins": service.joins,
         "slow": bool(unit.start_s),
         "links": unit.links,
+        "tenants": unit.tenants,
         "device": unit.on_device,
         "reads": unit.reads_models,
     }

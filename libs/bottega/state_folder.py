@@ -1,5 +1,7 @@
 """Where Bottega keeps what outlives its processes: services, the command and the trainings all look there.
 
+What an operator writes for the units of a machine, its tenants and certificates, is beside their configurations.
+
 Prompts and pictures are nobody else's: folders are made for their owner alone, and files in them too. Light, so that a
 command that only lists something need not read what configuration needs.
 """
@@ -13,6 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 STATE_VARIABLE = "BOTTEGA_STATE"
+CONFIG_VARIABLE = "BOTTEGA_CONFIG"
+"""Names the folder of the units' configurations, where that is not UNITS_CONFIG_FOLDER."""
+UNITS_CONFIG_FOLDER = "/etc/bottega"
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -22,6 +27,15 @@ def state_folder() -> Path:
     if chosen := os.environ.get(STATE_VARIABLE):
         return Path(chosen)
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "bottega"
+
+
+def operator_folder() -> Path:
+    """Return where tenants and certificates are unless somebody says otherwise.
+
+    It is the folder of the units' configurations where this user may write there, else the state folder.
+    """
+    folder = Path(os.environ.get(CONFIG_VARIABLE) or UNITS_CONFIG_FOLDER)
+    return folder if folder.is_dir() and os.access(folder, os.W_OK) else state_folder()
 
 
 def make_private(folder: Path) -> None:

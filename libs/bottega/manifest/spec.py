@@ -57,12 +57,14 @@ class UnitSettings:
     """What a service's systemd unit has beyond those of all services.
 
     on_device: it computes with torch, on a device. links: services of the same machine, which are other users, open
-    links to it. reads_models: they may lie in a home. start_s: for it to become ready, or to ask for more time; 0 is
+    links to it. tenants: it reads the file of tenants that root writes; not together with links, as a unit has one
+    group. reads_models: they may lie in a home. start_s: for it to become ready, or to ask for more time; 0 is
     systemd's default.
     """
 
     on_device: bool = False
     links: bool = False
+    tenants: bool = False
     reads_models: bool = False
     start_s: int = 0
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
+from bottega.errors import ConfigError
 from bottega.gateway.fleet.join_limits import MAX_NAMELESS
 from bottega.gateway.jobs.job import MOST_ATTEMPTS
 from bottega.rpc.address import Address
+from bottega.rpc.security.tenant_file import read_tenants
 from bottega.rpc.server import ListenerConfig, ServerConfig
 from bottega.strict import STRICT
 
@@ -132,3 +135,12 @@ class GatewayConfig:
             raise ValueError(
                 f"max_result_bytes is {self.max_result_bytes}; at most results_bytes, which is {self.results_bytes}"
             )
+
+
+def check_tenants(config: GatewayConfig) -> None:
+    """Raise ConfigError where the file of tenants cannot be used."""
+    if config.tenants:
+        try:
+            read_tenants(Path(config.tenants))
+        except ConfigError as error:
+            raise ConfigError(f"tenants: {error.message}") from None

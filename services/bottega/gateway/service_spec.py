@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bottega.manifest import ServiceSpec, SuiteSettings
+from bottega.manifest import ServiceSpec, SuiteSettings, UnitSettings
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
@@ -20,6 +20,8 @@ SPEC = ServiceSpec(
     module="bottega.gateway",
     configure=_configure,
     config="bottega.gateway.config:GatewayConfig",
+    config_check="bottega.gateway.config:check_tenants",
     joins=False,
     install="bottega-services",
+    unit=UnitSettings(tenants=True),
 )

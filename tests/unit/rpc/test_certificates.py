@@ -118,7 +118,7 @@ def test_a_credential_of_systemd_that_an_access_list_opens_is_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "credential"
-    write_file(path, b"secret", private=True)
+    write_file(path, b"secret")
     path.chmod(0o440)
     with pytest.raises(ConfigError):
         read_private(path)

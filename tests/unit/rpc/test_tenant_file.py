@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from bottega.errors import ConfigError
+from bottega.rpc.security import tenant_file
 from bottega.rpc.security.api_keys import matches, new_key, parse_key, shown_key
 from bottega.rpc.security.tenant_file import Tenant, change_tenants, is_tenant_name, read_tenants
+from tests.support.other_user import GROUP, USER, needs_root
 
 # Of the right shape.
 KEY = f"btg_{16 * 'a'}_{64 * 'b'}"
@@ -61,13 +64,32 @@ def test_a_rotated_key_replaces_the_others_unless_the_last_is_kept() -> None:
     assert [key.key_id for key in tenant.rotated(third, keep_old=False).keys] == [third.key_id]
 
 
-def test_the_file_is_its_owners_alone_and_is_refused_otherwise(file: Path) -> None:
+def test_the_file_is_its_owners_alone_and_is_refused_otherwise(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenant_file, "GROUP", "no such group")
     _add(file, "shop")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    for mode in (0o640, 0o604, 0o620):
+    for mode in (0o604, 0o620, 0o660, 0o644):
         file.chmod(mode)
-        with pytest.raises(ConfigError, match=f"chmod 600 {file}"):
+        with pytest.raises(ConfigError, match=f"chmod 6.0 {file}"):
             read_tenants(file)
+
+
+@needs_root
+def test_a_group_that_root_lets_read_the_file_may_still_read_it_after_a_change(file: Path) -> None:
+    _add(file, "shop")
+    os.chown(file, 0, GROUP)
+    file.chmod(0o640)
+    _add(file, "press")
+    assert [tenant.name for tenant in read_tenants(file)] == ["shop", "press"]
+    assert (file.stat().st_gid, stat.S_IMODE(file.stat().st_mode)) == (GROUP, 0o640)
+
+
+@needs_root
+def test_a_file_that_is_another_users_is_not_believed(file: Path) -> None:
+    _add(file, "shop")
+    os.chown(file, USER, GROUP)
+    with pytest.raises(ConfigError, match="another user's"):
+        read_tenants(file)
 
 
 def test_a_file_that_cannot_be_used_says_what_to_do(file: Path) -> None:

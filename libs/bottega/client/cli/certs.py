@@ -14,7 +14,7 @@ import click
 
 from bottega.client.cli.list_group import ListGroup
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
-from bottega.state_folder import state_folder
+from bottega.state_folder import operator_folder
 
 if TYPE_CHECKING:
     from bottega.rpc.security.certificate_folder import CertificateFolder
@@ -32,9 +32,10 @@ def _folder_option(command: CommandT) -> CommandT:
         type=click.Path(file_okay=False, path_type=Path),
         envvar="BOTTEGA_CERTS",
         show_envvar=True,
-        default=lambda: state_folder() / "certs",
+        default=lambda: operator_folder() / "certs",
         metavar="FOLDER",
-        help="Where the authority and what it signs are; default: certs in the state folder.",
+        help="Where the authority and what it signs are; default: certs in /etc/bottega where you may write"
+        " there, else in the state folder.",
     )(command)
 
 

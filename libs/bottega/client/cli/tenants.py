@@ -13,7 +13,7 @@ from bottega.client.cli.list_group import ListGroup
 from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
 from bottega.rpc.security.grants import MAX_GRANTED, MAX_NAME_CHARACTERS
 from bottega.rpc.security.weights import LEAST_WEIGHT, MOST_WEIGHT
-from bottega.state_folder import state_folder
+from bottega.state_folder import operator_folder
 
 if TYPE_CHECKING:
     from bottega.rpc.security.tenant_file import Tenant
@@ -28,9 +28,10 @@ def _file_option(command: CommandT) -> CommandT:
         type=click.Path(dir_okay=False, path_type=Path),
         envvar="BOTTEGA_TENANTS",
         show_envvar=True,
-        default=lambda: state_folder() / "tenants.json",
+        default=lambda: operator_folder() / "tenants.json",
         metavar="FILE",
-        help="That of the gateway's configuration (tenants: FILE); default: tenants.json in the state folder.",
+        help="That of the gateway's configuration (tenants: FILE); default: tenants.json in /etc/bottega where you"
+        " may write there, else in the state folder.",
     )(command)
 
 

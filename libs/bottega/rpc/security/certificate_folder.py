@@ -12,7 +12,7 @@ from pathlib import Path
 from bottega.errors import ConfigError
 from bottega.rpc.security.certificates import CertificatePair, facts_of, new_authority, new_certificate
 from bottega.rpc.security.identity import Identity
-from bottega.rpc.security.private_files import read_private, read_public, write_file
+from bottega.rpc.security.private_files import PUBLIC, read_private, read_public, write_file
 from bottega.state_folder import make_missing
 
 _AUTHORITY = "authority"
@@ -111,5 +111,5 @@ class CertificateFolder:
 
 def _write(pair: CertificatePair, paths: CertificatePaths) -> None:
     """The key first: a certificate without its key is of no use, and whoever reads between the two keeps the old."""
-    write_file(paths.key, pair.key, private=True)
-    write_file(paths.certificate, pair.certificate, private=False)
+    write_file(paths.key, pair.key)
+    write_file(paths.certificate, pair.certificate, PUBLIC)

@@ -11,27 +11,34 @@ import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from bottega.errors import ConfigError
 
-# Of systemd's credentials the group's bits may say "read": an access list lets the service's user read them.
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_OF_CREDENTIALS = stat.S_IRGRP
+# Of systemd's credentials the group's bits may say "read", too: an access list lets the service's user read them.
+_BY_GROUP = stat.S_IRGRP
 _CREDENTIALS = "CREDENTIALS_DIRECTORY"
 
 FileState = tuple[int, int, int, int]
 """Changes when a file does."""
 
 
-def check_private(path: Path, status: os.stat_result) -> None:
-    """Raises ConfigError where others than root and this process's user may read or write a file, or own it."""
+def check_private(path: Path, status: os.stat_result, *, group_may_read: bool = False) -> None:
+    """Raise ConfigError where others than root and this process's user may read or write a file, or own it.
+
+    Args:
+        group_may_read: Whether the group of a file that is root's may read it, as root has chosen that group.
+    """
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(f"{path} is another user's: a service believes no one but its own user and root")
-    is_credential = status.st_uid == 0 and str(path.parent) == os.environ.get(_CREDENTIALS)
-    if status.st_mode & _OTHERS & ~(_OF_CREDENTIALS if is_credential else 0):
-        raise ConfigError(f"{path} can be read or written by others than its owner: chmod 600 {path}")
+    is_credential = str(path.parent) == os.environ.get(_CREDENTIALS)
+    by_group = _BY_GROUP if status.st_uid == 0 and (is_credential or group_may_read) else 0
+    if status.st_mode & _OTHERS & ~by_group:
+        mode = "640" if group_may_read and status.st_uid == 0 else "600"
+        raise ConfigError(f"{path} can be read or written by others than its owner: chmod {mode} {path}")
 
 
 def read_private(path: Path) -> bytes:
@@ -47,14 +54,33 @@ def read_public(path: Path) -> bytes:
         return path.read_bytes()
 
 
-def write_file(path: Path, data: bytes, *, private: bool) -> None:
-    """Durably, and whole or not at all. private: only its owner may read it. Raises OSError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileAccess:
+    """Who may use a file that is written."""
+
+    mode: int
+    """Permission bits."""
+    owner: int = -1
+    """User id; -1 is the user of this process."""
+    group: int = -1
+    """Group id; -1 is the group of this process."""
+
+
+PRIVATE = FileAccess(mode=0o600)
+"""Only the owner may read or write the file."""
+PUBLIC = FileAccess(mode=0o644)
+"""Everybody may read the file."""
+
+
+def write_file(path: Path, data: bytes, access: FileAccess = PRIVATE) -> None:
+    """Write a file durably, and whole or not at all. Raises OSError."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         file = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         with os.fdopen(file, "wb") as writer:
-            if not private:
-                os.fchmod(file, 0o644)
+            if (access.owner, access.group) != (-1, -1):
+                os.fchown(file, access.owner, access.group)
+            os.fchmod(file, access.mode)
             writer.write(data)
             writer.flush()
             os.fsync(file)
