@@ -25,6 +25,7 @@ SPEC = ServiceSpec(
     module="bottega.cache",
     configure=_configure,
     config="bottega.cache.config:CacheConfig",
+    config_check="bottega.cache.config:check_profiles",
     example={"name": "cache"},
     add_on="bottega.gateway.addons.cache.addon:create",
     engine_add_on="bottega.worker.cache.addon:create",

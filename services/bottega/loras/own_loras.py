@@ -21,8 +21,29 @@ MINIATURE = "miniature"
 _EMBEDDED = {f"{MINIATURE}/{name}": WEIGHTS / "loras" / name for name in ("striped", "checked", "dusk")}
 
 
+def base_folders(config: LoraConfig) -> dict[str, Path]:
+    """Return the folders of base models, by name. Raises ConfigError for one that is no model."""
+    folders = {
+        name: WEIGHTS if folder == MINIATURE else Path(folder).absolute() for name, folder in config.bases.items()
+    }
+    for name, folder in folders.items():
+        try:
+            (folder / "unet" / "config.json").read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise ConfigError(f"bases.{name}: {folder} is no model in Diffusers' layout") from None
+        except OSError as error:
+            raise ConfigError(f"bases.{name}: {folder} cannot be read: {error.strerror}") from None
+    return folders
+
+
+def check_configured(config: LoraConfig) -> None:
+    """Raise ConfigError where a base model cannot be found, or a LoRA is for none of them."""
+    base_folders(config)
+    check_own_loras(config)
+
+
 def check_own_loras(config: LoraConfig) -> None:
-    """Raises ConfigError for a name that is none, or a LoRA for none of the base models."""
+    """Raise ConfigError for a name that is none, or a LoRA for none of the base models."""
     for name, own in config.loras.items():
         if not rules.is_adapter_name(name):
             raise ConfigError(f"loras.{name}: cannot be the name of a LoRA")

@@ -19,19 +19,18 @@ from prometheus_client import Counter
 from bottega import kinds, rules
 from bottega.background_tasks import BackgroundTasks
 from bottega.caching import Tier, TieredCache
-from bottega.errors import ConfigError, Draining, LoraInUse, LoraNotFound, Unavailable
+from bottega.errors import Draining, LoraInUse, LoraNotFound, Unavailable
 from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.config import LoraConfig
 from bottega.loras.files import LoraFolder
 from bottega.loras.importer import LoraImporter
 from bottega.loras.importing.import_processes import ImportProcesses
 from bottega.loras.metrics import StoreStatistics
-from bottega.loras.own_loras import MINIATURE, check_own_loras, import_own_loras
+from bottega.loras.own_loras import base_folders, check_own_loras, import_own_loras
 from bottega.loras.pinning import PinnedLoras
 from bottega.loras.records import CatalogueRecord
 from bottega.loras.recovery import LoraRecovery, RestoredLora
 from bottega.loras.worker_link import LoraLinks
-from bottega.miniature import WEIGHTS
 from bottega.process import open_files
 from bottega.process.memory import MemoryMeter
 from bottega.rpc.fleet_membership import FleetMembership, Listening
@@ -61,7 +60,7 @@ class LoraStore:
 
     def __init__(self, config: LoraConfig, *, folder: Path, imports: Counter, listening: Listening) -> None:
         self.name = config.name or f"loras-{os.getpid()}"
-        self.bases = {name: _base(name, folder) for name, folder in config.bases.items()}
+        self.bases = base_folders(config)
         check_own_loras(config)
         self._config = config
         self._listening = listening
@@ -286,10 +285,3 @@ class LoraStore:
 def missing_lora(digest: str) -> LoraNotFound:
     """The error for weights that the store does not have."""
     return LoraNotFound("the store has no LoRA of that digest", metadata={"loras": digest})
-
-
-def _base(name: str, folder: str) -> Path:
-    path = WEIGHTS if folder == MINIATURE else Path(folder).absolute()
-    if not (path / "unet" / "config.json").is_file():
-        raise ConfigError(f"bases.{name}: {path} is no model in Diffusers' layout")
-    return path

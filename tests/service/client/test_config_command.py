@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import grp
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from bottega.rpc.security.tenant_file import GROUP
 from tests.samples.wrong_folders import WRONG_FOLDERS
+from tests.support.other_user import needs_root
+from tests.support.tenants import add_tenant
 from tests.support.terminal import run
 
 
@@ -62,7 +70,7 @@ def test_a_port_that_the_service_would_not_open_is_named(tmp_path: Path, text: s
     done = run("config", "check", file)
     assert (done.exit_code, named in done.output) == (1, True), done.output
     file.write_text("server: {listen: '0.0.0.0:8470', insecure: true}")
-    assert run("config", "check", file).output == f"{file}: a gateway can use it; it sets 2 keys\n"
+    assert run("config", "check", "--no-ports", file).output == f"{file}: a gateway can use it; it sets 2 keys\n"
 
 
 def test_a_model_that_cannot_be_served_is_named(worker: Path, tmp_path: Path) -> None:
@@ -71,6 +79,96 @@ def test_a_model_that_cannot_be_served_is_named(worker: Path, tmp_path: Path) ->
     done = run("config", "check", worker)
     assert done.exit_code == 1
     assert f"the model {given} cannot be served: {sentence}" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("service", "text", "named"),
+    [
+        ("gateway", "tenants: {folder}/tenants.json", "tenants: {folder}/tenants.json is not there"),
+        (
+            "cache",
+            "server: {{tls: {{certificate: {folder}/a.pem, key: {folder}/a.key, authority: {folder}/b.pem}}}}",
+            "server.tls: {folder}/a.pem is not there",
+        ),
+        ("loras", "bases: {{sdxl: {folder}}}", "bases.sdxl: {folder} is no model in Diffusers' layout"),
+        ("cache", "profiles: [{folder}/profile.json]", "profiles: {folder}/profile.json cannot be read"),
+        ("loras", "loras: {{ink: {{path: a, base: b}}}}", "loras.ink.base: b is none of the bases"),
+    ],
+)
+def test_what_a_start_would_not_find_is_named(tmp_path: Path, service: str, text: str, named: str) -> None:
+    file = tmp_path / f"{service}.yaml"
+    file.write_text(text.format(folder=tmp_path))
+    done = run("config", "check", "--no-ports", file)
+    assert (done.exit_code, named.format(folder=tmp_path) in " ".join(done.output.split())) == (1, True), done.output
+
+
+def test_a_port_in_use_is_named_with_who_uses_it_unless_that_is_the_service_itself(tmp_path: Path) -> None:
+    file = tmp_path / "cache.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        file.write_text(f"server: {{listen: '{address}'}}\n")
+        done = run("config", "check", file)
+        said = " ".join(done.output.split())
+        assert (done.exit_code, f"server.listen {address} is in use by process {os.getpid()} (" in said) == (1, True)
+        assert run("config", "check", file, "--no-ports").exit_code == 0
+    listening = (
+        "import socket, sys; held = socket.create_server(('127.0.0.1', 0)); print(held.getsockname()[1]); input()"
+    )
+    words = [sys.executable, "-uc", listening, "bottega.cache", "--config", str(file)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cache:
+        assert cache.stdin is not None
+        assert cache.stdout is not None
+        file.write_text(f"server: {{listen: '127.0.0.1:{int(cache.stdout.readline())}'}}\n")
+        assert run("config", "check", file).exit_code == 0
+        cache.stdin.close()
+
+
+def test_an_address_of_another_machine_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "cache.yaml"
+    file.write_text("links: {listen: '192.0.2.1:9000'}\n")
+    done = run("config", "check", file)
+    assert (done.exit_code, "links.listen 192.0.2.1:9000 cannot be opened" in done.output) == (1, True)
+
+
+@pytest.fixture
+def units(tmp_path: Path) -> Path:
+    """A root folder with the shipped unit of the gateway, whose groups this machine has and others may enter."""
+    units = tmp_path / "etc/systemd/system"
+    units.mkdir(parents=True)
+    (tmp_path / "etc/bottega").mkdir()
+    shipped = Path(__file__).resolve().parents[3] / "deploy/systemd/bottega-gateway.service"
+    text = shipped.read_text().replace(f"Group={GROUP}", f"Group={grp.getgrgid(1).gr_name}")
+    (units / shipped.name).write_text(text)
+    return tmp_path
+
+
+@needs_root
+def test_a_file_that_the_units_user_cannot_read_is_named(units: Path) -> None:
+    """pytest's folders are for their owner alone, so that nothing in them can be read by a unit."""
+    file, tenants = units / "etc/bottega/gateway.yaml", units / "etc/bottega/tenants.json"
+    add_tenant(tenants, "shop")
+    file.write_text(f"tenants: {tenants}\n")
+    (units / "etc/systemd/system/bottega-gateway.service.d").mkdir()
+    drop_in = units / "etc/systemd/system/bottega-gateway.service.d/override.conf"
+    drop_in.write_text("[Service]\nPrivateTmp=no\n")
+    done = run("config", "check", "--no-ports", file)
+    said = " ".join(done.output.split())
+    assert (done.exit_code, f"as the user of bottega-gateway.service: tenants: {tenants} cannot be read" in said) == (
+        1,
+        True,
+    ), said
+    assert os.geteuid() == 0
+    drop_in.write_text("[Service]\nPrivateTmp=no\nUser=root\n")
+    assert run("config", "check", "--no-ports", file).exit_code == 0
+
+
+@needs_root
+def test_a_file_in_a_folder_that_the_unit_does_not_see_is_named(units: Path) -> None:
+    file = units / "etc/bottega/gateway.yaml"
+    file.write_text("server: {audit: /home/anna/audit.jsonl}\n")
+    done = run("config", "check", "--no-ports", file)
+    said = " ".join(done.output.split())
+    assert "server.audit: /home/anna/audit.jsonl is in a folder that bottega-gateway.service does not see" in said
 
 
 def test_a_folder_is_answered_with_its_files(worker: Path) -> None:

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bottega.client.cli.terminal import PlainTable, fail, print_table, say
+from bottega.client.cli.terminal import PlainTable, fail, note, print_table, say
 from bottega.errors import ConfigError
 from bottega.manifest import ServiceSpec, load_object, read_services
+from bottega.state_folder import CONFIG_VARIABLE, UNITS_CONFIG_FOLDER
 
 if TYPE_CHECKING:
     from bottega.config_keys import KeyPath
-
-_FOLDER = "/etc/bottega"
 
 
 @click.group("config")
@@ -25,38 +24,52 @@ def command() -> None:
 @command.command("check")
 @click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="FILE...")
 @click.option("--service", "kind", help="Whose they are, where neither name nor folder says so.")
-def check(files: tuple[Path, ...], kind: str | None) -> None:
-    """Say whether services would start with these files."""
-    from bottega.config import load
-    from bottega.config_keys import keys_of, lines_of
-    from bottega.rpc.server import refused_ports
+@click.option(
+    "--ports/--no-ports",
+    default=True,
+    envvar="BOTTEGA_CHECK_PORTS",
+    show_envvar=True,
+    help="Whether to look who uses their ports now (default: yes).",
+)
+def check(files: tuple[Path, ...], kind: str | None, ports: bool) -> None:
+    """Say whether services would start with these files.
 
+    This looks at keys, and at what they name on this machine: models, tenants, certificates, ports. Where root asks and
+    the service's unit is installed, the unit's user must be able to read the files, too.
+    """
     wrong: list[ConfigError] = []
     for file in files:
         service = _named(kind) if kind else _service_of(file)
         try:
-            config = load(load_object(service.config), file)
-            if refused := refused_ports(config):
-                raise ConfigError("\n  ".join([f"{file} cannot be used:", *refused]))
-            _check_on_this_machine(service, config, file)
+            _check_file(service, file, ports=ports)
         except ConfigError as error:
             wrong.append(error)
-        else:
-            count = sum(key.path in lines_of(file) for key in keys_of(config))
-            article = "an" if service.title[0] in "aeiou" else "a"
-            keys = "key" if count == 1 else "keys"
-            say(f"{file}: {article} {service.title} can use it; it sets {count} {keys}")
     if wrong:
         raise ConfigError("\n".join(error.message for error in wrong))
 
 
-def _check_on_this_machine(service: ServiceSpec, config: object, file: Path) -> None:
-    if not service.config_check:
-        return
+def _check_file(service: ServiceSpec, file: Path, *, ports: bool) -> None:
+    from bottega.client.checkup.start import check_files, find_used_ports
+    from bottega.config import load
+    from bottega.config_keys import keys_of, lines_of
+    from bottega.rpc.server import refused_ports
+
+    config = load(load_object(service.config), file)
+    refused = refused_ports(config)
     try:
-        load_object(service.config_check)(config)
+        check_files(service, config, file)
     except ConfigError as error:
-        raise ConfigError(f"{file} cannot be used:\n  {error.message}") from None
+        refused.append(error.message)
+    for finding in find_used_ports(service, config, file) if ports else ():
+        if finding.certain:
+            refused.append(finding.text)
+        else:
+            note(f"{file}: {finding.text}")
+    if refused:
+        raise ConfigError("\n  ".join([f"{file} cannot be used:", *refused]))
+    count = sum(key.path in lines_of(file) for key in keys_of(config))
+    article = "an" if service.title[0] in "aeiou" else "a"
+    say(f"{file}: {article} {service.title} can use it; it sets {count} {'key' if count == 1 else 'keys'}")
 
 
 @command.command("show")
@@ -65,9 +78,9 @@ def _check_on_this_machine(service: ServiceSpec, config: object, file: Path) -> 
 @click.option(
     "--folder",
     type=click.Path(path_type=Path),
-    default=_FOLDER,
+    default=UNITS_CONFIG_FOLDER,
     show_default=True,
-    envvar="BOTTEGA_CONFIG",
+    envvar=CONFIG_VARIABLE,
     help="Where the units' configurations are.",
 )
 def show(service: str, file: Path | None, folder: Path) -> None:

@@ -1,0 +1,226 @@
+"""What a service would find on this machine when it starts: its files, its certificates and its ports.
+
+Files are looked at twice where root asks and the service's unit is installed: as root, and as the unit's user. What
+only a running unit can see, such as its credentials, is not looked at.
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import os
+import pwd
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import psutil
+
+from bottega.config_keys import keys_of
+from bottega.errors import ConfigError
+from bottega.manifest import ServiceSpec, load_object
+from bottega.rpc.address import split
+from bottega.rpc.security.tls import TlsConfig, TlsFiles
+from bottega.rpc.server import ServerConfig
+
+# A user whom no file is made for: what it may read, any user of DynamicUser= may.
+_NOBODY = 65_534
+_CREDENTIALS = "/run/credentials/"
+# What other users' homes and temporary files are to a unit that does not see them.
+_HOMES = ("/home/", "/root/", "/run/user/")
+_TEMPORARY = ("/tmp/", "/var/tmp/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortFinding:
+    """A port of a configuration that cannot be opened now."""
+
+    text: str
+    """What is said of it."""
+    certain: bool
+    """Whether a start would fail: False where the service itself may be what listens there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitUser:
+    """The user and the groups of an installed unit, and what it hides of the machine, as its files say."""
+
+    unit: str
+    user: int
+    groups: tuple[int, ...]
+    hidden: tuple[str, ...]
+    """Folders that the unit does not see, each with a slash at its end."""
+
+
+def check_files(service: ServiceSpec, config: object, file: Path) -> None:
+    """Raise ConfigError where the service could not use what its configuration names on this machine."""
+    look = _looks(service, config)
+    look()
+    user = unit_user(service, file)
+    if user is None:
+        return
+    for key in keys_of(config):
+        for path in _texts_in(key.value):
+            if path.startswith(user.hidden):
+                raise ConfigError(f"{key.name}: {path} is in a folder that {user.unit} does not see; move it elsewhere")
+    try:
+        with _acting_as(user):
+            look()
+    except ConfigError as error:
+        raise ConfigError(f"as the user of {user.unit}: {error.message}") from None
+
+
+def find_used_ports(service: ServiceSpec, config: object, file: Path) -> Iterator[PortFinding]:
+    """Yield ports that the configuration names and that cannot be opened, unless the service itself has them open."""
+    for key in keys_of(config):
+        if not key.path[-1].endswith("listen") or not key.value:
+            continue
+        address = str(key.value)
+        host, port = split(address)
+        try:
+            if port:
+                _try_to_bind(host.strip("[]"), port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                yield PortFinding(text=f"{key.name} {address} cannot be opened: {error.strerror}", certain=True)
+            elif (finding := _by_whom(f"{key.name} {address}", port, service, file)) is not None:
+                yield finding
+
+
+def unit_user(service: ServiceSpec, file: Path) -> UnitUser | None:
+    """Return the user of a configuration's unit, for root; None where there is no unit that this machine could run.
+
+    The unit of /etc/bottega/gateway.yaml is in /etc/systemd/system; below a root folder it is there as well.
+    """
+    folder, name = file.absolute().parent, ""
+    if service.count is not None:
+        folder, name = folder.parent, file.stem
+    template = f"bottega-{service.kind}{'@' if name else ''}.service"
+    units = folder.parent / "systemd" / "system"
+    if os.geteuid() != 0 or not (units / template).is_file():
+        return None
+    unit = template.replace("@", f"@{name}")
+    settings = _settings_of([units / template, *_drop_ins(units, template), *_drop_ins(units, unit)])
+    try:
+        user = _user_id(settings)
+        groups = tuple(grp.getgrnam(group).gr_gid for group in _groups(settings))
+    except KeyError:  # such as below a root folder that is for another machine
+        return None
+    if user is None:
+        return None
+    hidden = (*(_HOMES if _last(settings, "ProtectHome") in ("yes", "tmpfs") else ()),)
+    if _last(settings, "PrivateTmp") == "yes":
+        hidden += _TEMPORARY
+    return UnitUser(unit=unit, user=user, groups=groups or (_NOBODY,), hidden=hidden)
+
+
+def _looks(service: ServiceSpec, config: object) -> Callable[[], None]:
+    """Return what looks at the files of a configuration; everything that it needs is imported before it is called."""
+    named = [getattr(config, field.name) for field in fields(config)]  # type: ignore[arg-type]
+    tls = next((value.tls for value in named if isinstance(value, ServerConfig)), TlsConfig())
+    paths = [tls.certificate, tls.key, tls.authority]
+    own_check = load_object(service.config_check) if service.config_check else None
+
+    def look() -> None:
+        if tls.given and not any(path.startswith(_CREDENTIALS) for path in paths):
+            try:
+                TlsFiles(tls)
+            except ConfigError as error:
+                raise ConfigError(f"server.tls: {error.message}") from None
+        if own_check is not None:
+            own_check(config)
+
+    return look
+
+
+@contextmanager
+def _acting_as(user: UnitUser) -> Iterator[None]:
+    """Have this process read files as another user while the context lasts."""
+    group, groups = os.getegid(), os.getgroups()
+    os.setgroups(user.groups)
+    os.setegid(user.groups[0])
+    os.seteuid(user.user)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(group)
+        os.setgroups(groups)
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts_in(item)
+
+
+def _drop_ins(units: Path, unit: str) -> list[Path]:
+    return sorted((units / f"{unit}.d").glob("*.conf"))
+
+
+def _settings_of(files: list[Path]) -> dict[str, list[str]]:
+    """Return the values of each setting of a unit in their order, as far as one line of it says all."""
+    settings: dict[str, list[str]] = {}
+    for file in files:
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, equals, value = line.partition("=")
+            if equals and not line.startswith(("#", ";")):
+                settings.setdefault(name.strip(), []).append(value.strip())
+    return settings
+
+
+def _last(settings: Mapping[str, list[str]], name: str) -> str:
+    return settings.get(name, [""])[-1]
+
+
+def _user_id(settings: Mapping[str, list[str]]) -> int | None:
+    """Return the user that a unit runs as; None for root. Raises KeyError for one that is not there."""
+    if name := _last(settings, "User"):
+        return pwd.getpwnam(name).pw_uid or None
+    return _NOBODY if _last(settings, "DynamicUser") == "yes" else None
+
+
+def _groups(settings: Mapping[str, list[str]]) -> list[str]:
+    others: list[str] = []
+    for value in settings.get("SupplementaryGroups", []):
+        others = [*others, *value.split()] if value else []
+    own = _last(settings, "Group")
+    return [*([own] if own else []), *others]
+
+
+def _try_to_bind(host: str, port: int) -> None:
+    """Raise OSError where the port cannot be opened now."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise OSError(errno.EADDRNOTAVAIL, error.strerror) from None
+    with socket.socket(family, kind) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        tried.bind(address)
+
+
+def _by_whom(what: str, port: int, service: ServiceSpec, file: Path) -> PortFinding | None:
+    """Return who listens at a port that is in use; None where it is the service with this configuration."""
+    pids = {
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
+    }
+    for pid in filter(None, pids):
+        try:
+            words = psutil.Process(pid).cmdline()
+        except psutil.Error:
+            continue
+        named = [Path(words[at + 1]) for at, word in enumerate(words[:-1]) if word == "--config"]
+        if service.module in words and any(path.exists() and path.samefile(file) for path in named):
+            return None
+        program = service.module if service.module in words else " ".join(words[:3])
+        return PortFinding(text=f"{what} is in use by process {pid} ({program})", certain=True)
+    return PortFinding(text=f"{what} is in use by another user's process, which may be this service", certain=False)
