@@ -38,6 +38,11 @@ class Channels:
     def __init__(self, tls: TlsFiles | AuthorityFile | None = None) -> None:
         self._tls = tls
 
+    @property
+    def encrypted(self) -> bool:
+        """Whether channels use TLS."""
+        return self._tls is not None
+
     def open(self, target: Target, *, max_message_mib: int = MAX_MESSAGE_MIB, api_key: str = "") -> grpc.aio.Channel:
         """A channel that connects when it is first used and reconnects within a second. Close it.
 

@@ -20,6 +20,7 @@ from bottega.errors import BottegaError, InternalError, JobCancelled, MethodNotS
 from bottega.rpc.channel import PLAINTEXT, Channels, Target
 from bottega.rpc.security.caller import Role
 from bottega.rpc.security.identity import Identity
+from bottega.rpc.security.tls_probe import find_tls_mismatch
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -156,7 +157,7 @@ class FleetMembership:
                 self._on_response(response)
                 answered.set()
         except grpc.aio.AioRpcError as error:
-            self._on_failure(from_rpc_error(error), said=was_answered(error))
+            await self._on_failure(from_rpc_error(error), said=was_answered(error))
         finally:
             call.cancel()
             was_joined = self.joined.is_set()
@@ -165,14 +166,14 @@ class FleetMembership:
             await channel.close()
         return was_joined
 
-    def _on_failure(self, error: BottegaError, *, said: bool) -> None:
+    async def _on_failure(self, error: BottegaError, *, said: bool) -> None:
         """said: whether that is the gateway's word. gRPC loses it where a report is being written as a stream ends."""
         self._retry_after_s = error.retry_after_s
         text = self._not_the_fleet() if isinstance(error, MethodNotServed) else error.message
         facts = {"gateway": self._gateway, "reason": error.reason_name, "text": text}
         if isinstance(error, Unavailable | JobCancelled) or (isinstance(error, InternalError) and not said):
             self._refusal = None
-            self._log_unreachable(facts)
+            await self._log_unreachable(facts)
             return
         now = time.monotonic()
         self._logged = {said: at for said, at in self._logged.items() if at > now - _REPEAT_LOG_S}
@@ -181,14 +182,16 @@ class FleetMembership:
             self._logged[text] = now
         self._refusal = text
 
-    def _log_unreachable(self, facts: dict[str, str]) -> None:
-        """Once when it is lost; then, or from the start, when it has been away for a while, again and again."""
+    async def _log_unreachable(self, facts: dict[str, str]) -> None:
+        """Log a loss once; then, or from the start, an absence that lasts, again and again."""
         now = time.monotonic()
         if self.joined.is_set():
             _log.warning("fleet cannot be reached", extra=facts)
             self._log_absence_s = now + _REPEAT_LOG_S
         elif now >= self._log_absence_s:
-            todo = "is a gateway running, and is that its fleet.listen? This service serves nobody until it has joined"
+            mismatch = await find_tls_mismatch(self._gateway, encrypted=self._channels.encrypted)
+            todo = mismatch or "is a gateway running, and is that its fleet.listen?"
+            todo += "; this service serves nobody until it has joined"
             _log.warning("fleet cannot be reached", extra=facts | {"todo": todo})
             self._log_absence_s = now + _REPEAT_LOG_S
 

@@ -12,17 +12,19 @@ from bottega.client import AsyncClient, Tls
 from bottega.client.checkup.gateway import check_gateway
 from bottega.client.transport import tls as client_tls
 from bottega.client.types.checks import Level
-from bottega.rpc.channel import Channels, Target
+from bottega.rpc import fleet_membership
+from bottega.rpc.channel import PLAINTEXT, Channels, Target
 from bottega.rpc.fleet_membership import FleetMembership
 from bottega.rpc.security.api_keys import new_key
 from bottega.rpc.security.caller import Role
 from bottega.rpc.security.tenant_file import Tenant, change_tenants
-from bottega.rpc.security.tls import AuthorityFile
+from bottega.rpc.security.tls import AuthorityFile, TlsConfig
 from bottega.v1 import fleet_pb2, fleet_pb2_grpc, image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.support.certificates import Authority
 from tests.support.running_gateway import refusal, running_gateway
+from tests.support.terminal import run_at
 from tests.support.waiting import eventually
 
 
@@ -177,3 +179,48 @@ async def test_doctor_says_for_how_long_certificates_are_good(
             (Level.OK, "the gateway's certificate, of gateway/main, expires in 40 days"),
             (Level.WARN, "this client's certificate, of operator/anna, expires in 5 days"),
         ]
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain-text-to-tls", "tls-to-plain-text"])
+async def test_ends_that_do_not_agree_on_tls_are_told_so_at_once(
+    authority: Authority, encrypted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the SDK, the command, doctor, and a service that would join."""
+    monkeypatch.setattr(fleet_membership, "_SILENCE_S", 0.0)
+    shown = authority.issue("operator/anna")
+    operator = authority.channels("operator/anna")
+    server = TlsConfig() if encrypted else authority.issue("gateway/main")
+    async with running_gateway(tls=server, channels=PLAINTEXT if encrypted else operator) as house:
+        said = f"the server at {house.address} " + ("does not use TLS" if encrypted else "expects TLS")
+        tls = Tls(authority=shown.authority, certificate=shown.certificate, key=shown.key) if encrypted else None
+        async with AsyncClient(house.address, tls=tls) as client:
+            for call in (client.models(), client.generate("a star")):
+                with pytest.raises(errors.Unavailable, match=said):
+                    await asyncio.wait_for(call, 20)
+        if encrypted:
+            monkeypatch.setenv(client_tls.VARIABLES[0], shown.authority)
+        done = await run_at(house, "models")
+        assert (done.exit_code, said in " ".join(done.output.split())) == (1, True), done.output
+        (found,) = await asyncio.to_thread(lambda: list(check_gateway(house.address, house.fleet_address)))
+        assert (found.level, said in found.what) == (Level.FAIL, True)
+        member = FleetMembership(
+            house.fleet_address,
+            fleet_pb2.Registration(kind=kinds.WORKER, name="w1", address="127.0.0.1:1", instance="i" * 32),
+            load=fleet_pb2.Load,
+            channels=operator if encrypted else PLAINTEXT,
+        )
+        member.start()
+        of_fleet = said.replace(house.address, house.fleet_address)
+        await eventually(lambda: any(of_fleet in getattr(item, "todo", "") for item in caplog.records), "the log")
+        await member.stop()
+
+
+async def test_a_certificate_of_another_authority_is_named(authority: Authority, tmp_path: Path) -> None:
+    other = Authority(tmp_path / "other").issue("operator/anna")
+    async with running_gateway(
+        tls=authority.issue("gateway/main"), channels=authority.channels("operator/anna")
+    ) as house:
+        tls = Tls(authority=other.authority, certificate=other.certificate, key=other.key)
+        async with AsyncClient(house.address, tls=tls) as client:
+            with pytest.raises(errors.Unavailable, match="BOTTEGA_TLS_AUTHORITY has not signed"):
+                await asyncio.wait_for(client.models(), 20)

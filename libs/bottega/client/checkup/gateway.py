@@ -23,6 +23,7 @@ from bottega.manifest import read_services
 from bottega.plain_text import progress_text
 from bottega.rpc.channel import Target
 from bottega.rpc.security.caller import Role
+from bottega.rpc.security.tls_probe import find_tls_mismatch
 from bottega.v1 import fleet_pb2
 
 _ANSWER_S = 2.0
@@ -35,6 +36,11 @@ def check_gateway(address: str, fleet_address: str) -> Iterator[CheckResult]:
     try:
         status = _health(address)
     except grpc.RpcError:
+        encrypted = channels_of(tls_from_environment()).encrypted
+        if mismatch := asyncio.run(find_tls_mismatch(address, encrypted=encrypted)):
+            todo = "Unset BOTTEGA_TLS_AUTHORITY." if encrypted else "Set BOTTEGA_TLS_AUTHORITY to its authority's file."
+            yield fail(mismatch, todo)
+            return
         yield from _check_ports(address)
         return
     if status != health_pb2.HealthCheckResponse.SERVING:

@@ -11,6 +11,7 @@ from bottega.client.cli.addons import advice_for
 from bottega.client.cli.escaping import escaped
 from bottega.client.instance import StateFolderUnusable
 from bottega.client.suite.plan import PortTaken
+from bottega.client.transport.calls import TlsMismatch
 from bottega.client.transport.retry import CallTimeout
 from bottega.client.types.messages import SIZE_LIMIT
 from bottega.errors import BottegaError
@@ -51,6 +52,7 @@ _TODO: Mapping[type[BottegaError], str] = MappingProxyType(
         errors.DeadlinePassed: "bottega generate begins another one; --timeout SECONDS gives it more time.",
         errors.FleetFull: "Stop a service that is not needed, or raise max_members in the gateway's configuration.",
         errors.TooLarge: "Ask for a smaller picture or for fewer at once.",
+        TlsMismatch: "",
         StateFolderUnusable: "Name another one: --state FOLDER or BOTTEGA_STATE.",
         PortTaken: "bottega doctor says by whom; another one: bottega up --port PORT (0: any).",
     }

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from bottega.client.transport.retry import Backoff, CallDeadline, RetryPolicy
+from bottega.client.transport.tls import VARIABLES
 from bottega.client.types.events import Interrupted
 from bottega.errors import (
     BottegaError,
@@ -24,6 +25,7 @@ from bottega.errors import (
     Unavailable,
     WorkerLost,
 )
+from bottega.rpc.security.tls_probe import find_tls_mismatch
 from bottega.rpc.status import from_rpc_error, was_answered
 from bottega.v1.image_pb2 import GetImageRequest, GetImageResponse, Image, JobEvent
 
@@ -31,23 +33,35 @@ RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 CarrierT_co = TypeVar("CarrierT_co", bound="EventCarrier", covariant=True)
 
+# What gRPC says of a certificate that is not believed.
+_UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
+_TLS_ADVICE = {
+    False: f"name the authority of its certificate: {VARIABLES[0]}, or Client(tls=Tls(...))",
+    True: f"call it without: unset {VARIABLES[0]}, or leave tls out of Client(...)",
+}
+
 # A gateway that has told how a job ended ends the call itself, within this time.
 _END_S = 1.0
 # A caller wants to know within 2 s that nothing answers; a gateway that restarts is mostly back before.
 UNREACHED_S = 1.5
 
 
+class TlsMismatch(Unavailable):
+    """The two ends of a connection do not agree on TLS, or on a certificate: trying again does not help."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTerms:
     """Whom a call is for, how long it may take in all, and how it goes on when it is interrupted.
 
-    fleet: whether that is the gateway's fleet listener.
+    encrypted: whether the connection uses TLS. fleet: whether that is the gateway's fleet listener.
     report_unreached: logs a warning if there is no connection; called when there is no answer after UNREACHED_S.
     """
 
     address: str
     deadline: CallDeadline
     retry: RetryPolicy
+    encrypted: bool = False
     fleet: bool = False
     report_unreached: Callable[[], None] = lambda: None
 
@@ -85,7 +99,7 @@ async def call_with_retries(
             try:
                 return await method(request, timeout=terms.deadline.remaining_s())
             except grpc.RpcError as error:
-                failure = _retryable(error, terms)
+                failure = await _retryable(error, terms)
             await asyncio.sleep(backoff.wait_s(failure))
 
 
@@ -122,7 +136,7 @@ async def _follow_events(
                     return
             failure: BottegaError = Unavailable("the gateway ended the stream before the job had ended")
         except grpc.RpcError as error:
-            failure = _retryable(error, terms, accepted=accepted)
+            failure = await _retryable(error, terms, accepted=accepted)
         finally:
             call.cancel()
         if accepted:
@@ -160,7 +174,7 @@ async def fetch_image(
             try:
                 return await _read_image(call)
             except grpc.RpcError as error:
-                failure = _retryable(error, terms)
+                failure = await _retryable(error, terms)
             finally:
                 call.cancel()
             await asyncio.sleep(backoff.wait_s(failure))
@@ -183,8 +197,8 @@ async def _read_image(call: grpc.aio.UnaryStreamCall[GetImageRequest, GetImageRe
     return image, bytes(data)
 
 
-def _retryable(error: grpc.RpcError, terms: CallTerms, *, accepted: bool = False) -> Unavailable | QueueFull:
-    """What the gateway meant, where asking again may help. Raises it where it does not."""
+async def _retryable(error: grpc.RpcError, terms: CallTerms, *, accepted: bool = False) -> Unavailable | QueueFull:
+    """Return what the gateway meant, where asking again may help. Raises it where it does not."""
     failure: BottegaError = from_rpc_error(error)
     answered = was_answered(error)
     if isinstance(failure, DeadlinePassed) and not answered:
@@ -198,6 +212,13 @@ def _retryable(error: grpc.RpcError, terms: CallTerms, *, accepted: bool = False
         raise failure from error
     if not answered:
         # Here, too, gRPC's own words stay in the chain of causes.
+        if mismatch := await find_tls_mismatch(terms.address, encrypted=terms.encrypted):
+            raise TlsMismatch(f"{mismatch}; {_TLS_ADVICE[terms.encrypted]}") from error
+        if terms.encrypted and any(_UNTRUSTED in note for note in getattr(failure, "__notes__", ())):
+            raise TlsMismatch(
+                f"{VARIABLES[0]} has not signed the certificate of a gateway at {terms.address}, or it has expired;"
+                " bottega certs show lists what there is"
+            ) from error
         failure = _unanswered(terms)
         failure.__cause__ = error
     return failure

@@ -77,7 +77,11 @@ class GatewayConnection:
         """Those of a call that may take so long; None is as long as the connection says."""
         deadline = CallDeadline.after(self._timeout_s if timeout_s is None else timeout_s)
         return CallTerms(
-            address=self.address, deadline=deadline, retry=self._retry, report_unreached=self._report_unreached
+            address=self.address,
+            deadline=deadline,
+            retry=self._retry,
+            encrypted=self.channels.encrypted,
+            report_unreached=self._report_unreached,
         )
 
     async def call(
