@@ -172,6 +172,28 @@ find_python() {
 	python=${python:-$(command -v python3.11 || command -v python3 || true)}
 	[ -n "$python" ] && "$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null ||
 		fail "Python 3.11 to 3.13 with venv is needed (Debian: apt install python3-venv); say where it is with --python PATH" 2
+	check_python_is_for_all
+}
+
+# A release starts the interpreter that its environment was made with, and so does every service, as a user of its own.
+# Whoever is not root installs for themselves alone, and below a root folder services may all be of one user.
+check_python_is_for_all() {
+	local program what
+	[ "$(id -u)" = 0 ] || return 0
+	program=$("$python" -c 'import os, sys; print(os.path.realpath(sys._base_executable))')
+	"$python" - "$program" <<-'PYTHON' && return
+		import subprocess, sys
+		program = [sys.argv[1], "-I", "-c", "import ctypes, ssl, venv"]
+		nobody = {"user": 65534, "group": 65534, "extra_groups": []}
+		try:
+		    done = subprocess.run(program, cwd="/", stderr=subprocess.DEVNULL, check=False, **nobody)
+		except OSError:
+		    sys.exit(1)
+		sys.exit(done.returncode != 0)
+	PYTHON
+	what="other users cannot execute $program, and units are such users"
+	offline && [ -n "$root" ] && echo "note: $what" && return
+	fail "$what: name a Python outside of homes with --python PATH" 2
 }
 
 # A release is made at its final place, as scripts in it name that; without the mark it is no release.
@@ -223,7 +245,8 @@ check_configurations() {
 		[ "$(dirname "$file")" != "$etc/." ] || [ -e "$1/share/config/$(basename "$file")" ] || continue
 		ours+=("$file")
 	done
-	"$1/bin/bottega" config check "${ours[@]}" >/dev/null ||
+	# Services that run have their ports, and not all that have a configuration are for this machine.
+	BOTTEGA_CHECK_PORTS=no "$1/bin/bottega" config check "${ours[@]}" >/dev/null ||
 		fail "configurations that this release cannot use (above): mend them, and run it again; nothing was switched"
 }
 
@@ -268,12 +291,16 @@ remove_units() {
 	find "$units" -depth -type d -name '*bottega*' -empty -delete
 }
 
+# Before configurations are checked, which is also whether the units' groups may read what these name.
+make_groups() {
+	install -D -m 644 -t "$sysusers" "$1"/share/sysusers/*
+	# Below a root folder, as in a container, services may all be of one user, who needs no group for links or tenants.
+	! has_sysusers || systemd-sysusers ${root:+--root="$root"} bottega.conf
+}
+
 write_units() {
 	install -D -m 644 -t "$units" "$1"/share/systemd/*
-	install -D -m 644 -t "$sysusers" "$1"/share/sysusers/*
 	install -D -m 755 "$1/share/run" "$home/run"
-	# Below a root folder, as in a container, services may all be of one user, who needs no group for links.
-	! has_sysusers || systemd-sysusers ${root:+--root="$root"} bottega.conf
 	mkdir -p "$bin"
 	ln -sfn "$home/current/bin/bottega" "$bin/bottega"
 }
@@ -343,9 +370,10 @@ remove_old() {
 	done
 }
 
+# The folder itself is what is locked: a file in it might be a link, and opening that to write would empty what it names.
 lock() {
 	install -d -m 755 "$home" "$releases"
-	exec 9>"$home/.lock"
+	exec 9<"$home"
 	flock -n 9 || fail "another install.sh runs here"
 }
 
@@ -378,6 +406,7 @@ install)
 	was=$(link_of current)
 	build "$release"
 	write_configurations "$releases/$release"
+	make_groups "$releases/$release"
 	check_configurations "$releases/$release"
 	switch_to "$release"
 	remove_old
@@ -388,6 +417,7 @@ rollback)
 	lock
 	before=$(link_of previous)
 	[ -n "$before" ] && [ -e "$releases/$before/.complete" ] || fail "there is no release to go back to"
+	make_groups "$releases/$before"
 	check_configurations "$releases/$before"
 	switch_to "$before"
 	;;
@@ -410,7 +440,7 @@ uninstall)
 	stop_units 'bottega-*.service' 'bottega.*'
 	remove_units
 	rm -f "$sysusers/bottega.conf" "$bin/bottega"
-	rm -rf "$releases" "$home/current" "$home/previous" "$home/run" "$home/.lock"
+	rm -rf "$releases" "$home/current" "$home/previous" "$home/run"
 	rmdir --ignore-fail-on-non-empty "$home"
 	if [ -n "$purge" ]; then
 		rm -rf "$etc" "$state"/bottega-* "$state"/private/bottega-* "$root"/var/cache/bottega-* "$root"/var/cache/private/bottega-*

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.other_user import needs_root
 from tests.support.stubbed_machine import StubbedMachine
 
 
@@ -112,3 +115,28 @@ def test_an_option_of_pip_is_no_package(machine: StubbedMachine) -> None:
     done: subprocess.CompletedProcess[str] = machine.run("install", "--with", "--no-deps")
     assert (done.returncode, "settings of pip's own" in done.stdout) == (2, True)
     assert not machine.root.exists()
+
+
+@needs_root
+def test_a_python_that_other_users_cannot_execute_is_refused(machine: StubbedMachine, tmp_path: Path) -> None:
+    """As one in root's home: units are users of their own."""
+    closed = tmp_path / "closed/python3.11"
+    closed.parent.mkdir(mode=0o700)
+    shutil.copy2(Path(sys._base_executable).resolve(), closed)  # type: ignore[attr-defined]  # missing in its types
+    if subprocess.run([closed, "-c", "import venv, ensurepip"], check=False).returncode:
+        pytest.skip("an interpreter finds its library by where it is, here")
+    machine.online = True
+    done = machine.run("install", "--python", str(closed))
+    assert (done.returncode, f"other users cannot execute {closed}" in done.stdout) == (2, True), done.stdout
+    assert "--python PATH" in done.stdout
+    assert not list(machine.root.rglob("releases/*"))
+
+
+def test_what_a_link_in_the_folder_of_releases_names_stays_as_it_is(machine: StubbedMachine, tmp_path: Path) -> None:
+    """Whoever may write there must not have root empty another file."""
+    victim = tmp_path / "victim"
+    victim.write_text("important")
+    machine.home.mkdir(parents=True)
+    (machine.home / ".lock").symlink_to(victim)
+    machine.install()
+    assert victim.read_text() == "important"
