@@ -11,14 +11,17 @@ from google.protobuf import json_format
 from bottega.client.addons.cache.profiling import judge_name
 from bottega.client.addons.cache.prompt_pairs import miniature_pairs
 from bottega.client.addons.cache.samples import Method, PairSample, SampleFile
+from bottega.client.cli.cache import profile
 from bottega.latents.names import FRACTIONS
 from bottega.planning import count_words
 from bottega.v1.cache_pb2 import CacheProfile
+from bottega.v1.fleet_pb2 import ListMembersRequest
 from bottega.v1.generation_pb2 import FIDELITY_EXACT
 from tests.support.running_cache import MODEL_HASH, Running, joined_cache
 from tests.support.running_gateway import Running as RunningGateway
 from tests.support.running_gateway import running_gateway
 from tests.support.terminal import run_at
+from tests.support.waiting import eventually
 
 PAIRS = 40
 METHOD = Method(model_hash=MODEL_HASH, num_inference_steps=30, draws=2, judge=judge_name(None))
@@ -62,7 +65,7 @@ async def test_the_cache_keeps_what_was_measured_and_it_is_said_what_it_means(
     _measured(own_folder / "samples", lambda fraction: 1.0 if fraction < 0.25 else 0.85)
     files = ("--samples", own_folder / "samples", "--output", own_folder / "profile.json")
 
-    result = await run_at(gateway, "cache", "profile", "--pairs", PAIRS, "--draws", 2, *files)
+    result = await run_at(gateway, "cache", "profile", "--yes", "--pairs", PAIRS, "--draws", 2, *files)
 
     assert result.exit_code == 0, result.output
     (profile,) = cache.cache.store.profiles()
@@ -87,7 +90,7 @@ async def test_where_nothing_is_good_enough_that_is_said_and_nothing_is_reused(
     _measured(own_folder / "samples", lambda fraction: 0.5)
 
     files = ("--samples", own_folder / "samples", "--output", own_folder / "nowhere" / "profile.json")
-    result = await run_at(gateway, "cache", "profile", "--pairs", PAIRS, "--draws", 2, *files)
+    result = await run_at(gateway, "cache", "profile", "--yes", "--pairs", PAIRS, "--draws", 2, *files)
 
     assert result.exit_code == 0, result.output
     assert "cannot be written: No such file or directory; the caches have the profile" in result.stderr
@@ -108,12 +111,33 @@ async def test_other_models_need_prompts_and_somebody_who_scores(
     result = await run_at(gateway, "cache", "profile", "--model", "other")
     assert (result.exit_code, "--prompts FILE and --clip FOLDER" in result.stderr) == (2, True)
     (own_folder / "latin.txt").write_bytes("ein grüner Stern\n".encode("latin-1"))
-    result = await run_at(gateway, "cache", "profile", "--prompts", "latin.txt")
+    result = await run_at(gateway, "cache", "profile", "--yes", "--prompts", "latin.txt")
     assert (result.exit_code, "latin.txt is no text in UTF-8" in result.stderr) == (2, True)
-    result = await run_at(gateway, "cache", "profile", "--prompts", "prompts.txt")
+    result = await run_at(gateway, "cache", "profile", "--yes", "--prompts", "prompts.txt")
     assert (result.exit_code, "20 to 5000 different ones are needed; got 1" in result.stderr) == (2, True)
     (own_folder / "clip").mkdir()
-    result = await run_at(gateway, "cache", "profile", "--clip", own_folder / "clip")
+    result = await run_at(gateway, "cache", "profile", "--yes", "--clip", own_folder / "clip")
     assert (result.exit_code, "it has no config.json" in result.stderr) == (2, True)
 
+    assert not worker.requests
+
+
+async def _has_measured_steps(gateway: RunningGateway) -> bool:
+    fleet = await gateway.fleet.ListMembers(ListMembersRequest(), timeout=5)
+    return any(member.load.step_times for member in fleet.members)
+
+
+async def test_what_would_be_drawn_is_said_and_nothing_is_drawn_unless_somebody_says_yes(
+    gateway: RunningGateway, cache: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await gateway.worker()
+    await eventually(lambda: _has_measured_steps(gateway), "the worker's first report")
+
+    result = await run_at(gateway, "cache", "profile", "--pairs", PAIRS)
+    assert result.exit_code == 2, result.output
+    assert f"{PAIRS} pairs of prompts: {PAIRS * 2 * 7} pictures to draw, about " in result.stderr
+    assert "Say so with --yes." in result.stderr
+    monkeypatch.setattr(profile, "is_interactive", lambda: True)
+    result = await run_at(gateway, "cache", "profile", "--pairs", PAIRS)  # its stdin says nothing
+    assert (result.exit_code, "Draw them?" in result.stderr) == (1, True)
     assert not worker.requests

@@ -68,8 +68,13 @@ def fail(what: str, todo: str | Sequence[Line] = "", *, status: int = 1) -> NoRe
     sys.exit(status)
 
 
+def is_interactive() -> bool:
+    """Return whether somebody at a terminal can be asked."""
+    return sys.stdin.isatty()
+
+
 def confirm(question: str) -> None:
-    """Asks, and ends the command unless the answer is yes."""
+    """Ask, and end the command unless the answer is yes."""
     click.confirm(_line((question,)), abort=True, err=True)
 
 
@@ -188,6 +193,13 @@ def print_table(table: PlainTable) -> None:
     if not console.is_terminal and not os.environ.get("COLUMNS"):
         console = new_console(width=max(table.full_width, _WIDTH_OF_FILES))
     console.print(table)
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration that is known roughly, such as 40 s, 12 min or 3.5 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def size_text(size_bytes: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from bottega.client.addons.cache.drawing import PairDrawer
-from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCache, measure_cache
+from bottega.client.addons.cache.profiling import CacheMeasurement, MeasuredCache, estimate_drawing, measure_cache
 from bottega.client.addons.cache.prompt_pairs import PromptPair, miniature_pairs
 from bottega.client.sdk.aio import AsyncGatewayClient
 from bottega.client.types.picture import Picture
@@ -20,6 +20,7 @@ from bottega.errors import CacheEntryGone, InvalidRequest, NoCache, Unavailable
 from bottega.latents import parse_start, recorded_steps
 from bottega.miniature.scenes import Scene, read_caption
 from bottega.v1.cache_pb2 import CacheEntry
+from bottega.v1.fleet_pb2 import ListMembersResponse
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.support.waiting import EVENTUALLY_S
 
@@ -248,3 +249,22 @@ def _differences(one: Scene, other: Scene) -> int:
     for first, second in zip(one.things, other.things, strict=True):
         parts += [(first.shape, second.shape), (first.colour, second.colour)]
     return sum(first != second for first, second in parts)
+
+
+def test_what_is_drawn_is_estimated_from_the_steps_that_workers_have_measured() -> None:
+    """Two workers: of a turn of 8 rows each row takes .1 s, of which a picture has two in each step."""
+    fleet = ListMembersResponse()
+    for name in ("w1", "w2"):
+        member = fleet.members.add()
+        member.registration.name = name
+        member.registration.models.add(name="miniature", default_steps=10)
+        member.load.fixed_s = 0.5
+        member.load.step_times.add(rows=2, seconds=0.5)
+        member.load.step_times.add(rows=8, seconds=0.8)
+    wanted = CacheMeasurement(pairs=miniature_pairs(80)[:20], draws=2)
+    drawing = estimate_drawing(wanted, fleet)
+    assert drawing.pictures == 20 * 2 * 7
+    seconds = (20 * 2 * (2 + 0.9 + 0.8 + 0.7 + 0.6 + 0.5) * 10 * 2 * 0.1 + 280 * 0.5) / 2
+    assert drawing.seconds == pytest.approx(seconds)
+    other = CacheMeasurement(pairs=miniature_pairs(80)[:20], draws=2, model="other")
+    assert estimate_drawing(other, fleet).seconds is None

@@ -22,10 +22,12 @@ from bottega.client.addons.cache.samples import Method, PairSample, SampleFile
 from bottega.client.addons.cache.thresholds import profile_message
 from bottega.client.types.messages import as_list, describe
 from bottega.errors import Unavailable, Violation
+from bottega.latents.names import FRACTIONS
 from bottega.planning import count_words
 from bottega.planning.skip_profile import LEAST_SAMPLES
 from bottega.rules import refuse
 from bottega.v1.cache_pb2 import CacheProfile
+from bottega.v1.fleet_pb2 import ListMembersResponse
 
 MOST_PAIRS = 5_000
 MOST_DRAWS = 8
@@ -34,6 +36,8 @@ _PAIRS_AT_ONCE = 3
 # Of so many pairs, one in two has to have been recorded: else the store is too small, or records nothing.
 _LEAST_RECORDED = 0.5
 _TRIED = 10
+# Of a picture with guidance.
+_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,34 @@ class CacheMeasurement:
         if not 1 <= self.draws <= MOST_DRAWS:
             broken.append(Violation(field="draws", description=f"must be 1 to {MOST_DRAWS}; got {self.draws}"))
         refuse(broken)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawingEstimate:
+    """What a measurement draws at most: pairs that a file of samples has are not drawn again."""
+
+    pictures: int
+    """Number of pictures, those from latents included."""
+    seconds: float | None
+    """Seconds that the workers need for them while they do nothing else; None where none has measured its steps."""
+
+
+def estimate_drawing(wanted: CacheMeasurement, fleet: ListMembersResponse) -> DrawingEstimate:
+    """Return what a measurement draws, and how long that takes by what the workers of its model have measured."""
+    draws = len(set(wanted.pairs)) * wanted.draws
+    # Of each draw two pictures from noise, and one from each latent.
+    pictures = draws * (2 + len(FRACTIONS))
+    pictures_of_steps = draws * (2 + sum(1 - fraction for fraction in FRACTIONS))
+    rates = []
+    for member in fleet.members:
+        for model in member.registration.models:
+            turns = member.load.step_times
+            if wanted.model not in (None, model.name) or not turns:
+                continue
+            steps = pictures_of_steps * (wanted.num_inference_steps or model.default_steps)
+            row_s = min(turn.seconds / turn.rows for turn in turns if turn.rows)
+            rates.append(1 / (steps * _ROWS * row_s + pictures * member.load.fixed_s))
+    return DrawingEstimate(pictures=pictures, seconds=1 / sum(rates) if rates else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,13 @@ from pathlib import Path
 import click
 from google.protobuf import json_format
 
-from bottega.client.addons.cache.profiling import MOST_DRAWS, MOST_PAIRS, CacheMeasurement, MeasuredCache
+from bottega.client.addons.cache.profiling import (
+    MOST_DRAWS,
+    MOST_PAIRS,
+    CacheMeasurement,
+    MeasuredCache,
+    estimate_drawing,
+)
 from bottega.client.addons.cache.prompt_pairs import (
     EMBEDDED_MODEL,
     PromptPair,
@@ -19,7 +25,7 @@ from bottega.client.addons.cache.thresholds import ALPHAS, skip_profile, use_of
 from bottega.client.cli.cache.profiles import print_profiles
 from bottega.client.cli.cache.prompt_file import read_prompt_file
 from bottega.client.cli.gateway_options import address_option, connect, fleet_option
-from bottega.client.cli.terminal import note, say
+from bottega.client.cli.terminal import confirm, duration_text, fail, is_interactive, note, say
 from bottega.client.files import write_whole
 from bottega.client.sdk.clients import Client
 from bottega.planning.skip_profile import LEAST_SAMPLES, SHARE
@@ -52,6 +58,7 @@ _PAIRS, _DRAWS = click.IntRange(LEAST_SAMPLES, MOST_PAIRS), click.IntRange(1, MO
     help="File in which what was measured is kept as it comes; with it again, the command goes on where it stopped.",
 )
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write the profile to as well.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
 @address_option
 @fleet_option
 def command(
@@ -64,6 +71,7 @@ def command(
     model: str | None,
     samples: Path | None,
     output: Path | None,
+    yes: bool,
     address: str,
 ) -> None:
     """Measure from which similarity on a cached latent is good enough.
@@ -71,7 +79,8 @@ def command(
     Draws both prompts of each pair from noise, and the second one also from the latents of the first. From the least
     similarity at which 95 % of the pairs keep their quality (above .9 of it under --fidelity balanced, .8 under fast)
     latents are reused, by the share of the steps that they stand for and by the length of the prompt. The caches of the
-    suite keep that as the model's profile, instead of an earlier one.
+    suite keep that as the model's profile, instead of an earlier one. Before it draws, the command says how many
+    pictures it needs and about how long they take, and asks.
     """
     with connect(address) as client:
         pairs = thin_out(pairs_of_file(read_prompt_file(prompts)), most) if prompts else ()
@@ -83,11 +92,22 @@ def command(
             model=model,
             samples=samples,
         )
-        note(f"drawing {len(wanted.pairs)} pairs of prompts, about {7 * draws} pictures each ...")
+        _announce(wanted, client)
+        if not yes:
+            if not is_interactive():
+                fail("nobody can be asked here whether to draw all that", "Say so with --yes.", status=2)
+            confirm("Draw them?")
         measured = client.profile_cache(wanted, on_pair=_tell)
     if output is not None:
         _write(output, measured.profile)
     _report(measured, model or _MODEL)
+
+
+def _announce(wanted: CacheMeasurement, client: Client) -> None:
+    drawing = estimate_drawing(wanted, client.fleet())
+    again = " at most" if wanted.samples else ""
+    how_long = f", about {duration_text(drawing.seconds)}" if drawing.seconds is not None else ""
+    note(f"{len(set(wanted.pairs))} pairs of prompts:{again} {drawing.pictures} pictures to draw{how_long}")
 
 
 def _miniature(client: Client, model: str | None, most: int, clip: Path | None) -> list[PromptPair]:
