@@ -8,11 +8,16 @@ import importlib
 import logging
 import pkgutil
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from google.protobuf.descriptor import MethodDescriptor
 
 import bottega.v1
@@ -190,6 +195,48 @@ async def test_a_caller_believes_only_the_role_and_the_name_that_it_means(author
         await _cannot_call(channels, _to(impostor, name="w1"))
     async with serving(TlsConfig()) as plain:
         await _cannot_call(channels, _to(plain, name="w1"))
+
+
+def _with_names(authority: Authority, names: list[x509.GeneralName]) -> grpc.ChannelCredentials:
+    """Return credentials with a certificate of the authority that has these alternative names."""
+    folder = authority.folder
+    issuer = x509.load_pem_x509_certificate(folder.authority_path.read_bytes())
+    issuer_key = serialization.load_pem_private_key(folder.authority_key_path.read_bytes(), None)
+    assert isinstance(issuer_key, ec.EllipticCurvePrivateKey)
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "bottega://operator/me")]))
+        .issuer_name(issuer.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(minutes=5))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .sign(issuer_key, hashes.SHA256())
+    )
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    return grpc.ssl_channel_credentials(folder.authority_path.read_bytes(), secret, pem)
+
+
+async def test_a_uri_of_a_certificate_names_its_owner_and_nothing_else_of_it_does(authority: Authority) -> None:
+    """A DNS name, or an address of mail, may read like the URI of an operator."""
+    uri = "bottega://operator/me"
+    async with serving(authority.issue("worker/w1")) as server:
+        cases: tuple[tuple[list[x509.GeneralName], str], ...] = (
+            ([x509.UniformResourceIdentifier(uri)], "OK"),
+            ([x509.DNSName(uri)], "UNAUTHENTICATED"),
+            ([x509.RFC822Name(uri)], "UNAUTHENTICATED"),
+            ([x509.DNSName(uri), x509.UniformResourceIdentifier("bottega://tenant/shop")], "PERMISSION_DENIED"),
+        )
+        for names, outcome in cases:
+            options = [("grpc.ssl_target_name_override", "worker.bottega")]
+            credentials = _with_names(authority, names)
+            async with grpc.aio.secure_channel(server.address, credentials, options=options) as channel:
+                assert await _outcome(channel, "/bottega.v1.WorkerService/ListTemplates") == outcome
 
 
 async def test_what_is_not_for_a_role_is_said_so(authority: Authority) -> None:

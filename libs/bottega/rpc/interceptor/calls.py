@@ -295,6 +295,8 @@ class TenantCalls:
 
 
 def _identities(context: Context) -> Sequence[str]:
-    """The alternative names of the certificate that the peer has shown; none without one."""
-    names = context.auth_context().get("x509_subject_alternative_name", ())
-    return [name.decode(errors="replace") for name in names]
+    """Return the URIs of the certificate that the peer has shown; none without one.
+
+    Its DNS names, which may read like a URI of ours, name nobody.
+    """
+    return [name.decode(errors="replace") for name in context.auth_context().get("peer_uri", ())]

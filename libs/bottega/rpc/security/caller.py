@@ -62,7 +62,7 @@ class CallAuthenticator(Protocol):
     """How a listener knows its callers."""
 
     async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
-        """Who calls. identities: of the certificate that the peer has shown; none without one.
+        """Who calls. identities: URIs of the certificate that the peer has shown; none without one.
 
         Raises Unauthenticated.
         """

@@ -24,7 +24,7 @@ class CertificateAuthenticator:
 
 
 def caller_in(identities: Sequence[str]) -> Caller | None:
-    """Whom a certificate names, by its alternative names; a tenant's sees what is that tenant's."""
+    """Return whom a certificate names by its URIs; a tenant's sees what is that tenant's."""
     identity = identity_in(identities)
     if identity is None:
         return None

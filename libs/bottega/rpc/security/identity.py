@@ -56,7 +56,7 @@ def identity_from(text: str) -> Identity | None:
     return Identity(role=Role(role), name=name) if role in set(Role) - {Role.LOCAL} and is_name(name) else None
 
 
-def identity_in(alternative_names: Iterable[str]) -> Identity | None:
-    """The identity that a certificate has; None where it has none, or several."""
-    uris = [match for name in alternative_names if (match := _URI.fullmatch(name))]
-    return identity_from(f"{uris[0][1]}/{uris[0][2]}") if len(uris) == 1 else None
+def identity_in(uris: Iterable[str]) -> Identity | None:
+    """Return the identity that a certificate has by its URIs; None where it has none, or several."""
+    found = [match for uri in uris if (match := _URI.fullmatch(uri))]
+    return identity_from(f"{found[0][1]}/{found[0][2]}") if len(found) == 1 else None
