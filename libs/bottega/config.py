@@ -1,7 +1,8 @@
 """One way to read configuration: a YAML file into a service's one frozen dataclass.
 
 An unknown key, one that is there twice, or a bad value refuses to start and names itself. A section without keys is as
-if it were not there.
+if it were not there. A file is plain YAML: anchors, aliases, merges, and what is longer, deeper or larger than any
+configuration are refused before anything is made of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,17 @@ from bottega.config_keys import KeyPath, masked
 from bottega.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
+
+# Many times what a configuration with every key has: 16 KiB, 200 keys, 4 levels.
+_MAX_BYTES = 256 << 10
+_MAX_EVENTS = 20_000
+_MAX_DEPTH = 16
+_MAX_SCALAR_CHARACTERS = 4096
+_MAX_INTEGER = 2**63 - 1
+# Wrong keys that an error names, and characters of a value that it shows.
+_MAX_NAMED = 32
+_MAX_SHOWN_CHARACTERS = 200
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 def load(kind: type[ConfigT], path: Path | None) -> ConfigT:
@@ -37,32 +49,85 @@ def parse(kind: type[ConfigT], values: object, *, source: str) -> ConfigT:
     try:
         return pydantic.TypeAdapter(kind).validate_python(_without_empty_sections(kind, values))
     except pydantic.ValidationError as error:
-        lines = [f"  {_key(item['loc'])}: {_rule(kind, item)}" for item in error.errors()]
+        wrong = error.errors()
+        lines = [f"  {_key(item['loc'])}: {_rule(kind, item)}" for item in wrong[:_MAX_NAMED]]
+        if len(wrong) > _MAX_NAMED:
+            lines.append(f"  and {len(wrong) - _MAX_NAMED} more")
         raise ConfigError(f"{source} cannot be used:\n" + "\n".join(lines)) from None
 
 
 def _read(path: Path) -> object:
     try:
-        text = path.read_text(encoding="utf-8")
-        _check_for_doubles(path, yaml.compose(text), ())
-        return yaml.safe_load(text) or {}
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise _refused(path, f"is longer than {_MAX_BYTES >> 10} KiB, which no configuration is")
+        text = data.decode("utf-8")
+        _check_events(path, text)
+        _check_for_doubles(path, yaml.compose(text, yaml.SafeLoader), ())
+        values = yaml.safe_load(text) or {}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # of dates and digits, and of its encoding
         raise ConfigError(f"{path} is not YAML: {error}") from None
+    _check_numbers(path, values, ())
+    return values
+
+
+def _check_events(path: Path, text: str) -> None:
+    """Raise ConfigError for what YAML could make much of little with, before anything is made of it."""
+    depth = 0
+    for number, event in enumerate(yaml.parse(text, yaml.SafeLoader), 1):
+        line = event.start_mark.line + 1 if event.start_mark else 0
+        if getattr(event, "anchor", None) is not None:
+            raise _refused(path, f"has an anchor or alias (& or *) in line {line}: write out what it stands for")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > _MAX_DEPTH:
+            raise _refused(path, f"nests more than {_MAX_DEPTH} deep in line {line}, as no configuration does")
+        if isinstance(event, yaml.ScalarEvent) and len(event.value) > _MAX_SCALAR_CHARACTERS:
+            raise _refused(path, f"has a value of more than {_MAX_SCALAR_CHARACTERS} characters in line {line}")
+        if number > _MAX_EVENTS:
+            raise _refused(path, f"has more than {_MAX_EVENTS} keys and values, as no configuration has")
 
 
 def _check_for_doubles(path: Path, node: yaml.Node | None, section: KeyPath) -> None:
     """Of a key that is there twice YAML takes the last, and whoever edits the first wonders."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_for_doubles(path, item, section)
     if not isinstance(node, yaml.MappingNode):
         return
     lines: dict[str, int] = {}
     for key, value in node.value:
-        here, line = (*section, str(key.value)), key.start_mark.line + 1
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            raise _refused(path, f"has a key in line {line} that is no text")
+        if key.tag == _MERGE:
+            raise _refused(path, f"merges sections (<<) in line {line}: write out the keys")
+        here = (*section, key.value)
         if key.value in lines:
             raise ConfigError(f"{path} cannot be used:\n  {_key(here)}: twice, in lines {lines[key.value]} and {line}")
         lines[key.value] = line
         _check_for_doubles(path, value, here)
+
+
+def _check_numbers(path: Path, value: object, section: KeyPath) -> None:
+    """Raise ConfigError for an integer that no service can count with."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            _check_numbers(path, item, (*section, str(name)))
+    elif isinstance(value, list):
+        for item in value:
+            _check_numbers(path, item, section)
+    elif isinstance(value, int) and abs(value) > _MAX_INTEGER:
+        raise _refused(path, f"has a number beyond 64 bits: {_key(section)}")
+
+
+def _refused(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{path} {why}")
 
 
 def _without_empty_sections(kind: type[object], values: object) -> object:
@@ -88,9 +153,14 @@ def _rule(kind: type[object], item: Any) -> str:
             return f"is called {renamed} now"
         return f"unknown key; known {_known(kind, sections)}"
     if item["type"] == "dataclass_type":
-        return f"is a section: its keys stand below it, each in a line of its own (got {item['input']!r})"
+        return f"is a section: its keys stand below it, each in a line of its own (got {_clipped(item['input'])})"
     shown = masked(tuple(str(part) for part in item["loc"]), item["input"])
-    return f"{item['msg']} (got {shown!r})"
+    return f"{item['msg']} (got {_clipped(shown)})"
+
+
+def _clipped(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
 
 
 def _new_name(kind: type[object], sections: Sequence[int | str], name: str) -> str:

@@ -75,7 +75,7 @@ def explanations(kind: type[object]) -> dict[str, str]:
 
 def lines_of(file: Path) -> dict[KeyPath, int]:
     """The line of each key and section that a YAML file sets. Of a file that was loaded; raises OSError, YAMLError."""
-    node = yaml.compose(file.read_text(encoding="utf-8"))
+    node = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
     return dict(_lines(node, ())) if node else {}
 
 

@@ -144,7 +144,7 @@ def read_profile(path: Path) -> CacheProfile:
         rules.refuse(list(check_profile(profile)))
     except OSError as error:
         raise ConfigError(f"profiles: {path} cannot be read: {error.strerror}") from None
-    except (json_format.ParseError, UnicodeDecodeError) as error:
+    except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"profiles: {path} is no profile: {error}") from None
     except InvalidRequest as error:
         raise ConfigError(f"profiles: {path} cannot be used: {error.message}") from None

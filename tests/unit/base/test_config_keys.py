@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -93,3 +94,56 @@ def test_a_section_whose_keys_are_all_comments_has_its_defaults(tmp_path: Path) 
 def test_a_key_without_a_value_is_no_default(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="doors"):
         load(House, file_of(tmp_path, "doors:\n"))
+
+
+def _bomb(reference: str) -> str:
+    """Nine references to the line before in each line: 9^8 values if somebody follows them."""
+    lines = ["a: &a {x: 1}"]
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True):
+        lines.append(f"{name}: &{name} {reference.format(','.join([f'*{before}'] * 9))}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (_bomb("[{}]"), "has an anchor or alias"),
+        (_bomb("{{<<: [{}]}}"), "has an anchor or alias"),
+        ("rooms: &a {hall: *a}", "has an anchor or alias"),
+        ("<<: {doors: 3}\ndoors: 4", "merges sections"),
+        ("rooms: " + "[" * 20_000, "nests more than 16 deep"),
+        ("".join(f"{' ' * depth}a:\n" for depth in range(600)), "nests more than 16 deep"),
+        (f"doors: {'9' * 5000}", "a value of more than 4096 characters"),
+        (f"doors: {'9' * 4000}", "a number beyond 64 bits: doors"),
+        (f"front: {{width_m: 0x{'f' * 4000}}}", "a number beyond 64 bits: front.width_m"),
+        ("owner: 2020-13-45", "is not YAML: month must be in 1..12"),
+        (f"rooms: [{'1, ' * 50_000}]", "has more than 20000 keys and values"),
+        ("x" * 300_000, "is longer than 256 KiB"),
+        ("? [a]\n: 1", "has a key in line 1 that is no text"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_what_yaml_makes_much_of_little_with_is_refused_at_once_in_one_sentence(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    file = file_of(tmp_path, text)
+    began_s = time.process_time()
+    with pytest.raises(ConfigError) as error:
+        load(House, file)
+    assert said in error.value.message
+    assert "\n" not in error.value.message
+    assert error.value.exit_status == 2
+    assert time.process_time() - began_s < 3.0, "20,000 events take .3 s"
+
+
+def test_an_error_names_some_wrong_keys_and_shows_the_beginning_of_a_value(tmp_path: Path) -> None:
+    many = "".join(f"key_{number}: 1\n" for number in range(5000))
+    with pytest.raises(ConfigError) as error:
+        load(House, file_of(tmp_path, f"doors: [{'1, ' * 1000}]\n{many}"))
+    assert "and 4969 more" in error.value.message
+    assert len(error.value.message) < 10_000
+
+
+def test_a_key_that_is_there_twice_in_a_list_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="twice, in lines 2 and 3"):
+        load(House, file_of(tmp_path, "rooms:\n- hall: a\n  hall: b\n"))

@@ -63,7 +63,7 @@ def read_base(folder: Path) -> Base:
     try:
         config = json.loads((folder / BACKBONE / "config.json").read_text(encoding="utf-8"))
         return Base(_modules(folder), sgm=MappingProxyType(sgm_names(config)))
-    except (OSError, ValueError, KeyError, TypeError, BadLora) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, BadLora) as error:
         raise ConfigError(f"base model {folder} cannot be used: {error}") from None
 
 
