@@ -165,6 +165,7 @@ def _make_usable(message: Message, address: str, *, last: bool) -> None:
         case image_pb2.GetImageResponse():
             message.image.digest = hashlib.sha256(message.chunk * _STREAMS).hexdigest()
             message.image.format = IMAGE_FORMAT_PNG
+            message.image.size_bytes = len(message.chunk) * _STREAMS
         case image_pb2.GenerateResponse() | image_pb2.WatchJobResponse():
             _make_event_usable(message.event, last=last)
         case image_pb2.GetJobResponse() | image_pb2.SubmitJobResponse() | image_pb2.CancelJobResponse():
@@ -177,3 +178,4 @@ def _make_event_usable(event: image_pb2.JobEvent, *, last: bool) -> None:
     for image in event.completed.images:
         image.format = IMAGE_FORMAT_PNG
         image.digest = hashlib.sha256(image.data).hexdigest()
+        image.size_bytes = len(image.data)

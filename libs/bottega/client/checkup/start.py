@@ -28,6 +28,9 @@ from bottega.rpc.server import ServerConfig
 # A user whom no file is made for: what it may read, any user of DynamicUser= may.
 _NOBODY = 65_534
 _CREDENTIALS = "/run/credentials/"
+_UNITS = Path("/etc/systemd/system")
+_TLS = "server.tls"
+_GIVE_CREDENTIALS = "LoadCredential= gives a unit files that are root's (deploy/README.md, What the units do)"
 # What other users' homes and temporary files are to a unit that does not see them.
 _HOMES = ("/home/", "/root/", "/run/user/")
 _TEMPORARY = ("/tmp/", "/var/tmp/")
@@ -69,7 +72,8 @@ def check_files(service: ServiceSpec, config: object, file: Path) -> None:
         with _acting_as(user):
             look()
     except ConfigError as error:
-        raise ConfigError(f"as the user of {user.unit}: {error.message}") from None
+        todo = f"; {_GIVE_CREDENTIALS}" if error.message.startswith(_TLS) else ""
+        raise ConfigError(f"as the user of {user.unit}: {error.message}{todo}") from None
 
 
 def find_used_ports(service: ServiceSpec, config: object, file: Path) -> Iterator[PortFinding]:
@@ -92,7 +96,8 @@ def find_used_ports(service: ServiceSpec, config: object, file: Path) -> Iterato
 def unit_user(service: ServiceSpec, file: Path) -> UnitUser | None:
     """Return the user of a configuration's unit, for root; None where there is no unit that this machine could run.
 
-    The unit of /etc/bottega/gateway.yaml is in /etc/systemd/system; below a root folder it is there as well.
+    The unit of /etc/bottega/gateway.yaml is in /etc/systemd/system; below a root folder it is there as well. Raises
+    ConfigError where this machine lacks the user or a group of it.
     """
     folder, name = file.absolute().parent, ""
     if service.count is not None:
@@ -106,8 +111,12 @@ def unit_user(service: ServiceSpec, file: Path) -> UnitUser | None:
     try:
         user = _user_id(settings)
         groups = tuple(grp.getgrnam(group).gr_gid for group in _groups(settings))
-    except KeyError:  # such as below a root folder that is for another machine
-        return None
+    except KeyError as error:
+        if units != _UNITS:  # below a root folder, which is for another machine
+            return None
+        raise ConfigError(
+            f"{unit} is for a user or group that is not there ({error.args[0]}): deploy/install.sh install makes it"
+        ) from None
     if user is None:
         return None
     hidden = (*(_HOMES if _last(settings, "ProtectHome") in ("yes", "tmpfs") else ()),)
@@ -128,7 +137,7 @@ def _looks(service: ServiceSpec, config: object) -> Callable[[], None]:
             try:
                 TlsFiles(tls)
             except ConfigError as error:
-                raise ConfigError(f"server.tls: {error.message}") from None
+                raise ConfigError(f"{_TLS}: {error.message}") from None
         if own_check is not None:
             own_check(config)
 

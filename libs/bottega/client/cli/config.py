@@ -100,7 +100,7 @@ def show(service: str, file: Path | None, folder: Path) -> None:
     source = file or (usual if name or usual.exists() else None)
     config = load(load_object(spec.config), source)
     lines = lines_of(source) if source else {}
-    table = PlainTable("key", "value", "from", wraps=("key", "value"))
+    table = PlainTable("key", "value", "from", wraps=("value",))
     for key in keys_of(config):
         table.add_row(key.name, _text(key.shown()), _origin(key.path, source, lines))
     print_table(table)

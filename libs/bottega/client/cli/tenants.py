@@ -89,15 +89,15 @@ def list_tenants(*, file: Path) -> None:
         note("No tenant is there; bottega tenants add NAME adds one.")
         return
     table = PlainTable(
-        "tenant", "state", "weight", "quotas", "may use", "keys", wraps=("quotas", "may use"), optional=("weight",)
+        "tenant", "state", "weight", "keys", "quotas", "may use", wraps=("quotas",), optional=("weight", "keys")
     )
     for tenant in tenants:
-        keys = ", ".join(f"btg_{key.key_id}_..." for key in tenant.keys)
+        keys = ", ".join(f"btg_{key.key_id}" for key in tenant.keys)
         quotas = ", ".join(f"{name} {most}" for name, most in dataclasses.asdict(tenant.quotas).items() if most)
         state = "disabled" if tenant.disabled else "enabled"
         grants = dataclasses.asdict(tenant.grants).items()
         granted = ", ".join(f"{kind} {' '.join(names)}" for kind, names in grants if names)
-        table.add_row(tenant.name, state, f"{tenant.weight:g}", quotas or "none", granted or "all", keys)
+        table.add_row(tenant.name, state, f"{tenant.weight:g}", keys, quotas or "none", granted or "all")
     print_table(table)
 
 

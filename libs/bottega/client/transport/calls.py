@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
+from bottega.client.transport.answers import readable
 from bottega.client.transport.retry import Backoff, CallDeadline, RetryPolicy
 from bottega.client.transport.tls import VARIABLES
 from bottega.client.types.events import Interrupted
@@ -33,6 +34,8 @@ RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 CarrierT_co = TypeVar("CarrierT_co", bound="EventCarrier", covariant=True)
 
+# Twice what a gateway keeps of a whole job by default.
+_MAX_IMAGE_BYTES = 256 << 20
 # What gRPC says of a certificate that is not believed.
 _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 _TLS_ADVICE = {
@@ -97,7 +100,7 @@ async def call_with_retries(
         while True:
             before_try(request)
             try:
-                return await method(request, timeout=terms.deadline.remaining_s())
+                return readable(await method(request, timeout=terms.deadline.remaining_s()))
             except grpc.RpcError as error:
                 failure = await _retryable(error, terms)
             await asyncio.sleep(backoff.wait_s(failure))
@@ -166,7 +169,10 @@ async def fetch_image(
     request: GetImageRequest,
     terms: CallTerms,
 ) -> tuple[Image, bytes]:
-    """One finished image and its bytes. Raises InternalError when they do not match their digest."""
+    """Return one finished image and its bytes.
+
+    Raises InternalError where they do not match their digest, or are more than were announced or an image may have.
+    """
     backoff = Backoff(terms.retry, terms.deadline)
     with _unreached_timer(terms):
         while True:
@@ -191,6 +197,11 @@ async def _read_image(call: grpc.aio.UnaryStreamCall[GetImageRequest, GetImageRe
     async for response in call:
         if response.HasField("image"):
             image = response.image
+        if len(data) + len(response.chunk) > min(image.size_bytes, _MAX_IMAGE_BYTES):
+            raise InternalError(
+                f"image {image.index} has more bytes than the {image.size_bytes} that were announced, or than the"
+                f" {_MAX_IMAGE_BYTES >> 20} MiB that one may have"
+            )
         data += response.chunk
         digest.update(response.chunk)
     check_digest(image, digest.hexdigest())

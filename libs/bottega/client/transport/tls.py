@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from bottega.client.transport.answers import BoundedChannels
 from bottega.errors import ConfigError, InvalidRequest, Violation
-from bottega.rpc.channel import PLAINTEXT, Channels
+from bottega.rpc.channel import Channels
 from bottega.rpc.security.tls import AuthorityFile, TlsConfig, TlsFiles
 
 # In the order of Tls's fields.
@@ -40,14 +41,14 @@ def tls_from_environment() -> Tls | None:
 def channels_of(tls: Tls | None) -> Channels:
     """What opens the channels of a client. Raises InvalidRequest for files that cannot be used."""
     if tls is None:
-        return PLAINTEXT
+        return BoundedChannels()
     if (tls.certificate is None) != (tls.key is None):
         raise _refusal("a certificate and its key go together")
     try:
         if tls.certificate is None:
-            return Channels(AuthorityFile(Path(tls.authority)))
+            return BoundedChannels(AuthorityFile(Path(tls.authority)))
         files = TlsConfig(certificate=str(tls.certificate), key=str(tls.key), authority=str(tls.authority))
-        return Channels(TlsFiles(files))
+        return BoundedChannels(TlsFiles(files))
     except ConfigError as error:
         raise _refusal(error.message) from None
 

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from bottega.v1.image_pb2_grpc import ImageServiceAsyncStub
 
 
+# Far above what a request may ask for, and four times what a gateway keeps of a job by default.
+_MAX_IMAGES = 1024
+_MAX_RESULT_BYTES = 512 << 20
+
+
 async def watch_job(
     attach: Callable[[float], EventStream[CarrierT_co]], images: ImageServiceAsyncStub, terms: CallTerms
 ) -> AsyncGenerator[Event, None]:
@@ -65,9 +70,17 @@ def _progress(event: JobEvent) -> Progress:
 
 
 async def _completed(event: JobEvent, images: ImageServiceAsyncStub, terms: CallTerms) -> Completed:
+    images_of_job = event.completed.images
+    if not images_of_job:
+        raise InternalError("the gateway says that the job completed, and names no image of it")
+    if len(images_of_job) > _MAX_IMAGES or sum(image.size_bytes for image in images_of_job) > _MAX_RESULT_BYTES:
+        raise InternalError(
+            f"the gateway announces more than {_MAX_IMAGES} images of one job, or more than"
+            f" {_MAX_RESULT_BYTES >> 20} MiB of them: fetch those that you want one by one"
+        )
     provenance = provenance_from(event.completed.provenance)
     pictures = []
-    for image in event.completed.images:
+    for image in images_of_job:
         data = await _bytes_of(image, event.job_id, images, terms)
         pictures.append(picture_from(image, data, job_id=event.job_id, provenance=provenance))
     return Completed(job_id=event.job_id, images=tuple(pictures), provenance=provenance)

@@ -129,7 +129,9 @@ def change_tenants(path: Path, change: Callable[[tuple[Tenant, ...]], tuple[Tena
     """
     try:
         make_missing(path.parent)
-        lock = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        lock = os.open(
+            path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             before = read_tenants(path) if path.exists() else ()
