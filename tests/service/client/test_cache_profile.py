@@ -130,7 +130,7 @@ async def _has_measured_steps(gateway: RunningGateway) -> bool:
 async def test_what_would_be_drawn_is_said_and_nothing_is_drawn_unless_somebody_says_yes(
     gateway: RunningGateway, cache: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = await gateway.worker()
+    worker = await gateway.worker(step_s={2: 0.1})
     await eventually(lambda: _has_measured_steps(gateway), "the worker's first report")
 
     result = await run_at(gateway, "cache", "profile", "--pairs", PAIRS)
