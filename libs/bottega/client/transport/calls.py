@@ -35,7 +35,7 @@ ResponseT = TypeVar("ResponseT")
 CarrierT_co = TypeVar("CarrierT_co", bound="EventCarrier", covariant=True)
 
 # Twice what a gateway keeps of a whole job by default.
-_MAX_IMAGE_BYTES = 256 << 20
+MAX_IMAGE_BYTES = 256 << 20
 # What gRPC says of a certificate that is not believed.
 _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 _TLS_ADVICE = {
@@ -168,8 +168,10 @@ async def fetch_image(
     method: grpc.aio.UnaryStreamMultiCallable[GetImageRequest, GetImageResponse],
     request: GetImageRequest,
     terms: CallTerms,
+    *,
+    max_bytes: int = MAX_IMAGE_BYTES,
 ) -> tuple[Image, bytes]:
-    """Return one finished image and its bytes.
+    """Return one finished image and its bytes, of which there may be `max_bytes`.
 
     Raises InternalError where they do not match their digest, or are more than were announced or an image may have.
     """
@@ -178,7 +180,7 @@ async def fetch_image(
         while True:
             call = method(request, timeout=terms.deadline.remaining_s())
             try:
-                return await _read_image(call)
+                return await _read_image(call, max_bytes)
             except grpc.RpcError as error:
                 failure = await _retryable(error, terms)
             finally:
@@ -192,16 +194,16 @@ def check_digest(image: Image, digest: str) -> None:
         raise InternalError(f"the bytes of image {image.index} do not match their digest; fetch it again")
 
 
-async def _read_image(call: grpc.aio.UnaryStreamCall[GetImageRequest, GetImageResponse]) -> tuple[Image, bytes]:
+async def _read_image(
+    call: grpc.aio.UnaryStreamCall[GetImageRequest, GetImageResponse], max_bytes: int
+) -> tuple[Image, bytes]:
     image, data, digest = Image(), bytearray(), hashlib.sha256()
     async for response in call:
         if response.HasField("image"):
             image = response.image
-        if len(data) + len(response.chunk) > min(image.size_bytes, _MAX_IMAGE_BYTES):
-            raise InternalError(
-                f"image {image.index} has more bytes than the {image.size_bytes} that were announced, or than the"
-                f" {_MAX_IMAGE_BYTES >> 20} MiB that one may have"
-            )
+        bound = min(image.size_bytes, max_bytes)
+        if len(data) + len(response.chunk) > bound:
+            raise InternalError(f"image {image.index} has more than the {bound} bytes that were announced or may be")
         data += response.chunk
         digest.update(response.chunk)
     check_digest(image, digest.hexdigest())

@@ -7,7 +7,15 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from bottega.client.transport.calls import CallTerms, CarrierT_co, EventStream, check_digest, fetch_image, follow_events
+from bottega.client.transport.calls import (
+    MAX_IMAGE_BYTES,
+    CallTerms,
+    CarrierT_co,
+    EventStream,
+    check_digest,
+    fetch_image,
+    follow_events,
+)
 from bottega.client.types.events import Completed, Event, Interrupted, Preview, Progress, Queued
 from bottega.client.types.picture import picture_from
 from bottega.client.types.provenance import provenance_from
@@ -88,7 +96,9 @@ async def _completed(event: JobEvent, images: ImageServiceAsyncStub, terms: Call
 
 async def _bytes_of(image: Image, job_id: str, images: ImageServiceAsyncStub, terms: CallTerms) -> bytes:
     if not image.data:
-        _, data = await fetch_image(images.GetImage, GetImageRequest(job_id=job_id, index=image.index), terms)
+        request = GetImageRequest(job_id=job_id, index=image.index)
+        max_bytes = min(image.size_bytes, MAX_IMAGE_BYTES)
+        _, data = await fetch_image(images.GetImage, request, terms, max_bytes=max_bytes)
         return data
     check_digest(image, hashlib.sha256(image.data).hexdigest())
     return image.data
