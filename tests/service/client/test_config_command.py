@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bottega.client.checkup import start
 from bottega.rpc.security.tenant_file import GROUP
 from tests.samples.wrong_folders import WRONG_FOLDERS
 from tests.support.other_user import needs_root
@@ -131,9 +132,10 @@ def test_an_address_of_another_machine_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def units(tmp_path: Path) -> Path:
-    """A root folder with the shipped unit of the gateway, whose groups this machine has and others may enter."""
+def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the place of / with the shipped unit of the gateway, whose group this machine has."""
     units = tmp_path / "etc/systemd/system"
+    monkeypatch.setattr(start, "_UNITS", units)
     units.mkdir(parents=True)
     (tmp_path / "etc/bottega").mkdir()
     shipped = Path(__file__).resolve().parents[3] / "deploy/systemd/bottega-gateway.service"
@@ -169,6 +171,20 @@ def test_a_file_in_a_folder_that_the_unit_does_not_see_is_named(units: Path) -> 
     done = run("config", "check", "--no-ports", file)
     said = " ".join(done.output.split())
     assert "server.audit: /home/anna/audit.jsonl is in a folder that bottega-gateway.service does not see" in said
+
+
+@needs_root
+def test_a_unit_whose_group_is_not_there_is_named_and_one_of_another_machine_is_not_looked_at(
+    units: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, unit = units / "etc/bottega/gateway.yaml", units / "etc/systemd/system/bottega-gateway.service"
+    file.write_text("{}\n")
+    unit.write_text("[Service]\nDynamicUser=yes\nGroup=no-such-group\n")
+    done = run("config", "check", "--no-ports", file)
+    said = " ".join(done.output.split())
+    assert (done.exit_code, "bottega-gateway.service is for a user or group that is not there" in said) == (1, True)
+    monkeypatch.undo()
+    assert run("config", "check", "--no-ports", file).exit_code == 0
 
 
 def test_a_folder_is_answered_with_its_files(worker: Path) -> None:

@@ -94,17 +94,17 @@ def find_used_ports(service: ServiceSpec, config: object, file: Path) -> Iterato
 
 
 def unit_user(service: ServiceSpec, file: Path) -> UnitUser | None:
-    """Return the user of a configuration's unit, for root; None where there is no unit that this machine could run.
+    """Return the user of a configuration's unit, for root; None where this machine has no unit of it.
 
-    The unit of /etc/bottega/gateway.yaml is in /etc/systemd/system; below a root folder it is there as well. Raises
-    ConfigError where this machine lacks the user or a group of it.
+    The unit of /etc/bottega/gateway.yaml is in /etc/systemd/system. One below a root folder is for another machine, and
+    by hand its service may be of any user. Raises ConfigError where this machine lacks the user or a group of a unit.
     """
     folder, name = file.absolute().parent, ""
     if service.count is not None:
         folder, name = folder.parent, file.stem
     template = f"bottega-{service.kind}{'@' if name else ''}.service"
     units = folder.parent / "systemd" / "system"
-    if os.geteuid() != 0 or not (units / template).is_file():
+    if os.geteuid() != 0 or units != _UNITS or not (units / template).is_file():
         return None
     unit = template.replace("@", f"@{name}")
     settings = _settings_of([units / template, *_drop_ins(units, template), *_drop_ins(units, unit)])
@@ -112,8 +112,6 @@ def unit_user(service: ServiceSpec, file: Path) -> UnitUser | None:
         user = _user_id(settings)
         groups = tuple(grp.getgrnam(group).gr_gid for group in _groups(settings))
     except KeyError as error:
-        if units != _UNITS:  # below a root folder, which is for another machine
-            return None
         raise ConfigError(
             f"{unit} is for a user or group that is not there ({error.args[0]}): deploy/install.sh install makes it"
         ) from None
