@@ -112,8 +112,9 @@ def unit_user(service: ServiceSpec, file: Path) -> UnitUser | None:
         user = _user_id(settings)
         groups = tuple(grp.getgrnam(group).gr_gid for group in _groups(settings))
     except KeyError as error:
+        missing = str(error.args[0]).rpartition(": ")[2]  # Python's sentence ends in the name
         raise ConfigError(
-            f"{unit} is for a user or group that is not there ({error.args[0]}): deploy/install.sh install makes it"
+            f"{unit} is for a user or group that is not there, {missing}: deploy/install.sh install makes it"
         ) from None
     if user is None:
         return None
