@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
@@ -77,13 +76,3 @@ class CacheConfig:
     plain_for_loras: bool = False
     predictor: bool = True
     profiles: list[str] = field(default_factory=list)
-
-
-def check_profiles(config: CacheConfig) -> None:
-    """Raise ConfigError where a profile that the configuration names cannot be used."""
-    if not config.profiles:
-        return
-    from bottega.cache.server import read_profile  # seconds of imports, for what hardly anybody configures
-
-    for path in config.profiles:
-        read_profile(Path(path))

@@ -46,7 +46,7 @@ class CacheServer:
         self._config = config
         self._listening = listening
         self._version = importlib.metadata.version("bottega-services")
-        self._profiles = [read_profile(Path(path)) for path in config.profiles]
+        self._profiles = read_profiles(config)
         self.store = LatentStore(store_settings(config, folder))
         self._links = CacheLinks(config.links, store=self.store)
         self._membership: FleetMembership | None = None
@@ -137,8 +137,13 @@ def store_settings(config: CacheConfig, folder: Path) -> StoreSettings:
     )
 
 
+def read_profiles(config: CacheConfig) -> list[CacheProfile]:
+    """Return the profiles of the files that a configuration names. Raises ConfigError."""
+    return [read_profile(Path(path)) for path in config.profiles]
+
+
 def read_profile(path: Path) -> CacheProfile:
-    """A profile from a file. Raises ConfigError."""
+    """Return the profile of a file. Raises ConfigError."""
     try:
         profile = json_format.Parse(path.read_text(encoding="utf-8"), CacheProfile())
         rules.refuse(list(check_profile(profile)))
