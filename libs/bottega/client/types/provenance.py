@@ -299,6 +299,8 @@ class Provenance:
     """Element type that the VAE decoded in."""
     vae_tiled: bool = False
     """Whether the VAE decoded a picture in tiles."""
+    device_s: float = 0.0
+    """Seconds of the worker's device that the last attempt used, for which its tenant is charged."""
 
 
 def provenance_from(message: generation_pb2.Provenance) -> Provenance:
