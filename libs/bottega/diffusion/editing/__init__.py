@@ -1,1 +1,1 @@
-"""Edits: images of which a masked part is redrawn."""
+"""Edits: requests that redraw a masked part of an image."""

@@ -1,4 +1,4 @@
-"""Masked blocks as an add-on of the engine: which jobs have recordings, and what recordings they may share."""
+"""The engine add-on for edits: it gives jobs their recordings and decides which jobs may share one."""
 
 from __future__ import annotations
 
@@ -49,21 +49,20 @@ _log = logging.getLogger(__name__)
 
 EVENTS = ("blocks_reused", "blocks_total", "blocks_loaded", "blocks_recomputed", "load_wait_ms")
 
-# A store answers within some milliseconds; an edit that waits for one that does not could have computed a step. What an
-# earlier attempt has decided is worth more: without it, all of the picture is computed again.
+# A store usually answers within a few milliseconds. While an edit waits for a slow one, it could have computed a step.
+# The decision of an earlier attempt is worth a longer wait: without its recording, the whole picture is computed again.
 _ANSWER_S = 1.0
 _DECIDED_ANSWER_S = 5.0
 
 
 class EngineEdits(EngineAddOn):
-    """source: where recordings are. margin: see MaskLevels. fixed_rows: whether groups always have as many rows.
-    sparse: see EngineLimits.sparse_convolutions. template_budget_bytes: that one recording may take, 0 without bound;
-    what its source says counts beside it.
+    """The engine add-on that lets edits reuse recorded activations, and that records them.
 
-    It stands behind those of ControlNets and LoRAs: what they report says whether a recording is worth anything.
-    unusable: why masked blocks never are; empty where they may be. cosines: how far blocks follow the prompt; None
-    before the first template that would rely on it. step_table: planned seconds of steps that load what they do not
-    compute, for the gateway. planner: decides what is loaded. projections_room: of all recordings.
+    It must come after the ControlNet and LoRA add-ons: their reports decide whether a recording is usable.
+
+    Args:
+        fixed_rows: Whether every group has the same number of rows; edits then compute everything.
+        template_budget_bytes: Upper bound on one recording, in addition to the source's own; 0 for no bound.
     """
 
     kind = kinds.ACTIVATIONS
@@ -82,6 +81,7 @@ class EngineEdits(EngineAddOn):
         self.model = model
         self.source = source
         self.unusable = "fixed_rows is set" if fixed_rows else unsupported(unet)
+        """Why this worker never computes masked blocks, as a clause; empty if it may."""
         if not self.unusable and not source.budget_bytes:
             self.unusable = "this worker keeps no activations"
         self.blocks = () if self.unusable else transformer_blocks(unet)
@@ -92,22 +92,30 @@ class EngineEdits(EngineAddOn):
             blocks=frozenset(self.blocks),
         )
         self.cosines: PromptCosines | None = None
+        """How much blocks follow the prompt; None until an edit first needs to know."""
         self.step_table = StepTable()
+        """Planned seconds of steps that load activations, for the gateway."""
         self.template_budget_bytes = template_budget_bytes
         self.times = BlockTimes(unet, sparse=sparse)
         self.planner = LoadPlanner(source, self.times)
         self.projections_room = ProjectionsRoom()
+        """Memory that all recordings share for kept keys and values."""
         self._events: Counter[str] = Counter(dict.fromkeys(EVENTS, 0))
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The source's, and of edits: transformer blocks that they have reused, of all that they have had; blocks of
-        any kind that took what had to be loaded, and that were computed for want of it; and milliseconds of waiting.
+        """Counts of the source, and of edits by the names in `EVENTS`.
+
+        Reused and total blocks are transformer blocks. Loaded blocks, of any kind, used loaded activations; recomputed
+        ones did without because their activations were late.
         """
         return {**self.source.counts, **self._events}
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
-        """Raises InvalidRequest for an order that nobody could carry out."""
+        """Return the add-on's part of a job, or None if the job neither reads nor records activations.
+
+        Raise InvalidRequest if the order's part for activations, or an earlier attempt's decision, is malformed.
+        """
         spec = order.spec
         if spec.edit is None:
             return open_keeping(self, order) if spec.keep_for_editing else None
@@ -116,46 +124,46 @@ class EngineEdits(EngineAddOn):
         return JobEdits(self, order, read_decision(order.decisions))
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
-        """The stores."""
+        """Set the addresses of the activation stores."""
         self.source.set_stores(services)
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
-        """Returns when an answer is here, or after the timeout."""
+        """Wait until a store answers one of the jobs, or until the timeout."""
         parts_here = [part for part in parts if isinstance(part, JobEdits | JobKeeping)]
         asked = [part.waiting_for for part in parts_here if part.waiting_for is not None]
         wait(asked, timeout_s, FIRST_COMPLETED)
 
     def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
-        """Says how much room there is for projections, and plans what their next steps load."""
+        """Set the room for kept projections, and plan what the next steps load."""
         readers = {request: request.activations for request in requests if not request.done}
         reading = [reader for reader in readers.values() if isinstance(reader, ImageReader)]
         if reading:
-            # Once: adding up what all recordings take can be as long as a block.
+            # Once per group: adding up the sizes of all recordings can take as long as computing a block.
             self.projections_room.left_bytes = self.source.spare_bytes
         if self.source.load_bytes_per_s is None:
             return False
-        others = sum(request.row_count for request, each in readers.items() if not isinstance(each, ImageReader))
+        others = sum(request.row_count for request, reader in readers.items() if not isinstance(reader, ImageReader))
         for planned in self.planner.plan(reading, others):
             self.step_table.note(planned.size, planned.row_equivalents, planned.seconds)
         return False
 
     def after_forward(self, rows: Sequence[Row], seconds: float, plain_s: float | None) -> bool:
-        """Learns what whole rows take."""
+        """Learn the time of a forward over whole rows."""
         if not self.unusable:
             self.times.observe(rows, seconds)
         return True
 
     def after_masked_forward(self, rows: Sequence[Row], seconds: float) -> None:
-        """Learns what masked rows take."""
+        """Learn the time of a forward over masked rows."""
         if not self.unusable:
             self.times.observe(rows, seconds)
 
     def stop(self) -> None:
-        """Closes the links of the source."""
+        """Close the links of the source."""
         self.source.stop()
 
     def ask(self, order: EngineOrder, key: RecordingKey, recording: str = "") -> PendingAnswer:
-        """Whether a template is recorded. recording: this one alone, that an attempt has decided on."""
+        """Ask the source whether a template is recorded; a given `recording` is the only acceptable one."""
         origin = read_order(order).source
         query = TemplateQuery(
             key=key,
@@ -170,19 +178,16 @@ class EngineEdits(EngineAddOn):
     def begin(
         self, order: EngineOrder, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None
     ) -> Recording | None:
-        """A new recording of an order's template, see ActivationSource."""
+        """Begin a recording of an order's template; see `ActivationSource.begin`."""
         return self.source.begin(key, shape, drawn, origin=read_order(order).source)
 
     def use_profile(self, recording: Recording) -> None:
-        """Plans count with what was measured of the blocks elsewhere, as long as nobody has measured them here."""
+        """Plan with a recording's block profile, unless a profile for its size is in use."""
         if recording.profile is not None and self.times.profile(recording.shape) is None:
             self.times.use(recording.shape, recording.profile)
 
     def recorder(self, recording: Recording, request: Request, valid: Tensor) -> ImageRecorder:
-        """Records an image into a recording that was begun: as many blocks of each of its steps as it has room for.
-
-        valid: see ImageRecorder.
-        """
+        """Return a recorder for a recording that was begun, limited to the blocks that its budget has room for."""
         bounds = recording.budget_bytes, self.template_budget_bytes, self.source.budget_bytes
         recording.budget_bytes = min(bound for bound in bounds if bound)
         kept = kept_names(
@@ -194,7 +199,7 @@ class EngineEdits(EngineAddOn):
         return ImageRecorder(self.source, recording, request, valid, kept=kept)
 
     def profile_blocks(self, width: int, height: int, beat: Callable[[], None]) -> BlockProfile:
-        """Measures them here; plans count with it from now on. Raises MethodNotServed where none is ever masked."""
+        """Measure the blocks, and plan with the result. Raise MethodNotServed if this worker masks no blocks."""
         if self.unusable:
             raise MethodNotServed(f"this worker computes no masked blocks: {self.unusable}")
         scale = self.model.latent_scale
@@ -204,7 +209,7 @@ class EngineEdits(EngineAddOn):
         return profile
 
     def list_templates(self) -> ListTemplatesResponse:
-        """The one used last first."""
+        """Return the recorded templates, most recently used first."""
         recordings = self.source.recordings
         return ListTemplatesResponse(
             templates=[self._template(recording) for recording in recordings],
@@ -216,7 +221,7 @@ class EngineEdits(EngineAddOn):
         return self.source.drop(prefix)
 
     def key(self, order: EngineOrder, template: str = "") -> RecordingKey:
-        """What an order's recordings are found by. template: see RecordingKey; empty is that of the order's image."""
+        """Return the key of an order's recordings. An empty template is the digest of the order's image."""
         spec = order.spec
         return RecordingKey(
             tenant=read_order(order).tenant,
@@ -236,9 +241,9 @@ class EngineEdits(EngineAddOn):
         )
 
     def follow_prompts(self, spec: ResolvedSpec, conditions: Conditions, edit: Edit) -> bool:
-        """Whether blocks follow the prompt so far that an edit cannot take what was computed with another one.
+        """Return whether blocks follow the prompt so closely that an edit must not reuse another prompt's activations.
 
-        It is measured the first time, in one forward of two rows.
+        The first call measures it, in one forward of two rows.
         """
         if self.cosines is None:
             self.cosines = measure_prompts(self.model, spec, conditions, edit, self.blocks)
@@ -248,7 +253,7 @@ class EngineEdits(EngineAddOn):
 
     @property
     def said_cosine(self) -> str:
-        """How far blocks follow the prompt, in words."""
+        """How much blocks follow the prompt, in words."""
         if self.cosines is None:
             return "not measured"
         return f"cosine {self.cosines.mean:.2f}, below {LEAST_COSINE:g}"
@@ -272,19 +277,19 @@ class EngineEdits(EngineAddOn):
         )
 
     def note_loads(self, counts: StepLoadCounts) -> None:
-        """Of a step that was made."""
+        """Count the loads of a finished step."""
         self._events["blocks_loaded"] += counts.loaded
         self._events["blocks_recomputed"] += counts.recomputed
         self._events["load_wait_ms"] += round(counts.waited_s * 1000)
 
     def note_blocks(self, reused: int, total: int) -> None:
-        """An edit's step could have reused so many blocks in all, and did reuse some."""
+        """Count the blocks that a finished step reused, and those that it could have reused at most."""
         self._events["blocks_reused"] += reused
         self._events["blocks_total"] += total
 
 
 def _control_digest(order: EngineOrder, place: int) -> str:
-    """Of one ControlNet's image: the file's, or that of the part that is drawn, which the file does not say."""
+    """Return the digest of one ControlNet's image: the cropped image's if the edit crops, else the file's."""
     edit = order.spec.edit
     if edit is None or edit.padding_mask_crop is None:
         return order.spec.controlnets[place].image_digest
@@ -292,7 +297,7 @@ def _control_digest(order: EngineOrder, place: int) -> str:
 
 
 def _digest(image: Tensor) -> str:
-    """Of an image's pixels, uint8 [height, width, 3], hex."""
+    """Return the SHA-256, in hex, of an image's pixels, uint8 [height, width, 3]."""
     total = hashlib.sha256(repr(tuple(image.shape)).encode())
     total.update(image.contiguous().cpu().numpy().data)
     return total.hexdigest()

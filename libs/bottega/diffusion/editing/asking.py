@@ -1,4 +1,4 @@
-"""What a job has asked a source of recordings, waited for a bounded moment: without an answer all is computed."""
+"""A job's question to its source of recordings. Without an answer in time, the job computes everything."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from bottega.diffusion.engine.store_work import StoreWork
 
 
 class PendingAnswer:
-    """asked: what the source was asked; None once it has answered, or nobody waits for it any more.
-
-    timeout_s: counted from the first time that somebody looks, since_s. waited_s: that somebody has looked in vain.
-    work: what a store has done for the answer.
-    """
+    """A source's answer that a job waits for, for `timeout_s` from the first call of `ready`."""
 
     def __init__(self, asked: Future[StoreWork | None], timeout_s: float) -> None:
         self.asked: Future[StoreWork | None] | None = asked
+        """None once the answer has come or the job has stopped waiting."""
         self.waited_s = 0.0
+        """Seconds from the first call of `ready` to the last."""
         self.work: StoreWork | None = None
+        """The work that a store did for the answer."""
         self._timeout_s = timeout_s
         self.since_s: float | None = None
+        """The time of the first call of `ready`."""
 
     def ready(self, now_s: float) -> bool:
-        """Whether the job may go on."""
+        """Return whether the job may go on: the answer has come, or the timeout has passed."""
         if self.asked is None:
             return True
         self.since_s = now_s if self.since_s is None else self.since_s
@@ -33,7 +33,7 @@ class PendingAnswer:
         return True
 
     def close(self) -> None:
-        """Nobody waits for it any more. Harmless the second time."""
+        """Stop waiting. Later calls do nothing."""
         asked, self.asked = self.asked, None
         if asked is not None and not asked.cancel() and asked.done():
             self.work = asked.result()

@@ -1,7 +1,7 @@
-"""One image's edit: a part of it is redrawn, and the rest is put back after every step.
+"""One image's edit: a part of the image is redrawn, and the rest is put back after every step.
 
-As Diffusers' StableDiffusionXLInpaintPipeline does with a UNet of four input channels. Knows one request's latents;
-does not know who else is in its batch, nor what blocks compute.
+This follows Diffusers' StableDiffusionXLInpaintPipeline with a UNet of four input channels. The module handles the
+latents of one request; it does not know the rest of the batch or what blocks compute.
 """
 
 from __future__ import annotations
@@ -16,36 +16,38 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import Sampler
 
 Trajectory = Mapping[int, Tensor]
-"""The latents [1, channels, height, width] that a generation had, divided by its sampler's signal, by the step of the
-edit that they stand before."""
+"""Latents [1, channels, height, width] of an earlier generation, divided by its sampler's signal. The key is the step
+of the edit before which the latent is put back.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edit:
-    """image_latent: of the whole image, in the backbone's scale; noise: standard normal; [1, channels, height, width].
-
-    mask: [1, 1, height, width] in their element type, 1 where the image is redrawn, else 0.
-    trajectory: what is put back instead of the image with noise; has every step of the request.
-    """
+    """The inputs of one image's edit."""
 
     image_latent: Tensor
+    """The latent of the whole image, [1, channels, height, width], in the backbone's scale."""
     noise: Tensor
+    """Standard normal noise, in the shape of `image_latent`."""
     mask: Tensor
+    """[1, 1, height, width], 1 where the image is redrawn and 0 elsewhere, in the latents' dtype."""
     trajectory: Trajectory | None = None
+    """Latents to put back instead of the noised image; has every step of the request."""
 
     def start(self, sampler: Sampler, step: int, strength: float) -> Tensor:
-        """The latent before the first step that runs; of strength 1 nothing of the image is left in it."""
+        """Return the latent before the first step that runs. At strength 1 it starts from noise alone."""
         if strength == 1.0:
             latent = self.noise * sampler.init_noise_sigma
         else:
             latent = sampler.add_noise(self.image_latent, self.noise, step)
-        # In one layout whatever it came from: groups and checkpoints have one, and a sum's last bits follow the layout.
+        # Always contiguous: groups and checkpoints are, and the last bits of a sum depend on the memory layout.
         return (latent if self.trajectory is None else self.put_back(latent, sampler, step)).contiguous()
 
     def put_back(self, latent: Tensor, sampler: Sampler, step: int) -> Tensor:
-        """The latent before `step`, all that is not redrawn as the image has it there.
+        """Return the latent before `step`, with the image's own latent outside the mask.
 
-        sampler: has just made the step before. After its last step there is no noise any more.
+        After the last step, the image is put back without noise. `latent` is the result of the step before, which
+        `sampler` computed.
         """
         if step == sampler.steps:
             return self.paste(latent)
@@ -54,7 +56,7 @@ class Edit:
         return self._outside(sampler.add_noise(self.image_latent, self.noise, step), latent)
 
     def paste(self, latent: Tensor) -> Tensor:
-        """A latent without noise, within the image."""
+        """Put a latent without noise into the image."""
         return self._outside(self.image_latent, latent)
 
     def _outside(self, image: Tensor, drawn: Tensor) -> Tensor:
@@ -62,7 +64,7 @@ class Edit:
 
 
 def latent_mask(model: Model, mask: Tensor) -> Tensor:
-    """A mask of pixels, uint8 [height, width] of 0 and 1, as a model's latents need it: [1, 1, height, width]."""
+    """Resize a mask of pixels, uint8 [height, width] of 0 and 1, to a model's latents: [1, 1, height, width]."""
     size = mask.shape[0] // model.latent_scale, mask.shape[1] // model.latent_scale
-    # Nearest: of each latent element the first pixel decides, as in prepare_mask_latents.
+    # Nearest, as in prepare_mask_latents: the first pixel of each latent element decides.
     return model.runtime.to_device(functional.interpolate(mask[None, None].float(), size=size), model.dtype)

@@ -1,7 +1,8 @@
-"""The images of one edit that may compute masked blocks alone: a template's first edit records, later ones read.
+"""The add-on's part of an edit job: the first edit of a template records activations, and later ones reuse them.
 
-What an edit has in common with its recording outside the mask (the image's latent and the noise) is settled before its
-first step. It is the job's decision: a later attempt draws the same picture, from the recording or without it.
+An edit that reuses a recording also uses its image latent and noise outside the mask. The job decides this before its
+first step. A later attempt at the job keeps the decision, so that it draws the same picture with or without the
+recording.
 """
 
 from __future__ import annotations
@@ -44,27 +45,27 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FIRST = "it is the first edit of this image"
-# Of a trace.
+# The name of the track in a trace.
 _TRACK = "activation store"
 
 
 class JobEdits(JobAddOn):
-    """One job's part. decided: by earlier attempts; None where they have not."""
+    """The add-on's part of one edit job. `decided` is the decision of an earlier attempt."""
 
     def __init__(self, addon: EngineEdits, order: EngineOrder, decided: Decided | None) -> None:
         self._addon = addon
         self._order = order
         self._decided = decided
         self._because = addon.unusable or _unusable(order.spec)
-        self._kept_name = ""  # of the kept latents that are put back
-        self._kept_unused = ""  # why nothing of what was kept of the image is used, in words
+        self._kept_name = ""  # The name of the kept latents that are put back.
+        self._kept_unused = ""  # Why no kept latents are put back, as a clause.
         self._job: EngineJob | None = None
         self._found: Recording | None = None
         self._readers: dict[Request, ImageReader] = {}
         self._recorder: ImageRecorder | None = None
         self._readers_open = False
         self._any_prompt = False
-        self._common = False  # whether image latent and noise outside the mask are another edit's
+        self._common = False  # Whether the image latent and the noise outside the mask come from another edit.
         self._recorded = False
         self._reused = self._total = 0
         self._dilated_share = 0.0
@@ -83,7 +84,7 @@ class JobEdits(JobAddOn):
 
     @property
     def waiting_for(self) -> Future[StoreWork | None] | None:
-        """The answer that it waits for."""
+        """The answer that the job waits for."""
         return self._answer.asked if self._answer is not None else None
 
     @property
@@ -91,23 +92,24 @@ class JobEdits(JobAddOn):
         return self.waiting_for is not None
 
     def prompt_ready(self, now_s: float) -> bool:
-        """Whether it is known if the image is recorded, or not waited for any more."""
+        """Return whether the answer about the template's recording has come or timed out."""
         return self._answer is None or self._answer.ready(now_s)
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
-        """Finds the template's recording, or begins one. Raises InvalidRequest for a decision that nobody has made."""
+        """Find the template's recording, or begin one. Raise InvalidRequest if the pinned decision is malformed."""
         self._job = job
         levels = self._addon.levels
         self._dilated_share = share(levels.dilated(_edit(job.requests[0]).mask), levels.finest)
         decided = read_decision(job.pinned) or self._decided
         if decided is None and any(request.step > request.begin for request in job.requests):
-            decided = Decided()  # it has begun with what it has drawn itself
+            decided = Decided()  # The job has begun with its own noise.
         kept = self._use_kept(job)
         if kept is None and self._order.kept_latents and not self._because:
             self._key = self._addon.key(self._order)
         found = self._find(self._key, decided, job.requests[0].latent)
         if found is not None:
-            self._found, self._readers_open = found, True  # to be given back, whatever fails from here on
+            # `close` releases the recording, whatever fails from here on.
+            self._found, self._readers_open = found, True
             self._any_prompt = self._takes_any_prompt(job, conditions)
             self._read(found, job)
             decided = Decided(recording=found.id, seed=found.drawn.seed if found.drawn is not None else 0)
@@ -121,24 +123,24 @@ class JobEdits(JobAddOn):
 
     @property
     def decision(self) -> bytes | None:
-        """Return what stands outside the mask, as an EditDecision: another edit's noise, kept latents, or its own."""
+        """The serialized EditDecision: whose latents are used outside the mask. None before `attach`."""
         if self._job is None or self._decided is None:
             return None
         return self._taken(self._decided).SerializeToString()
 
     @property
     def offloadable(self) -> bool:
-        """The other worker of a pair has no recordings."""
+        """Whether the pair's other worker, which has no recordings, may compute rows of this job."""
         return not self._readers and self._recorder is None
 
     def after_forward(self, prediction: Prediction) -> float:
-        """What this job has waited for what was on its way."""
+        """Return how many seconds this job waited for pending loads."""
         waited_s = sum(wait_s for row, wait_s in prediction.load_waits_s.items() if row.owner in self._readers)
         self._waited_s += waited_s
         return waited_s
 
     def after_step(self, request: Request) -> None:
-        """Commits what the step has recorded, and counts what it has reused."""
+        """Commit what the step recorded, and count what it reused."""
         if self._recorder is not None and self._recorder.request is request:
             self._recorder.made_step()
         reader = self._readers.get(request)
@@ -152,7 +154,7 @@ class JobEdits(JobAddOn):
             self._addon.note_blocks(reused, total)
 
     def spans(self) -> Iterator[TracedSpan]:
-        """The question for the recording, and the loads of what it took, with what a store did for them."""
+        """Yield the spans of the look-up and of the loads, with the store's own spans for both."""
         if self._answer is not None and self._answer.since_s is not None:
             begin_s, waited_s = self._answer.since_s, self._answer.waited_s
             yield TracedSpan(name="look-up", track=_TRACK, begin_s=begin_s, seconds=waited_s)
@@ -180,7 +182,10 @@ class JobEdits(JobAddOn):
         self._loads += [*loads, *waits, *in_store][:room]
 
     def report(self, record: EngineRecord) -> EngineRecord:
-        """What was reused. Only here it is known whether residuals were stale: a recording with such ones is lost."""
+        """Add the edit's part to a record, and complete the recording.
+
+        Only now is it known whether residuals were stale; a recording that contains stale residuals is abandoned.
+        """
         if self._recorder is not None:
             if any(use.stale_steps for use in record.controlnets):
                 self._recorder.give_up("residuals of its ControlNets were stale")
@@ -203,7 +208,7 @@ class JobEdits(JobAddOn):
         return replace(record, edit=edit, exact=record.exact and not self._reused and not self._common)
 
     def close(self) -> None:
-        """Gives the recording back; one that was begun is lost where the job has not come to its end."""
+        """Release the recording that was read, and abandon a new one if the job did not finish."""
         if self._answer is not None:
             self._answer.close()
         for reader in self._readers.values():
@@ -215,9 +220,9 @@ class JobEdits(JobAddOn):
             self._recorder.give_up("the edit that recorded it did not come to its end")
 
     def _use_kept(self, job: EngineJob) -> KeptLatents | None:
-        """Has the images put back the latents that their template was generated with, where those are here and fit.
+        """Make the images put back the latents that their template was generated with, if those exist and fit.
 
-        Also where no block is masked: an attempt must put back what the others do, whichever worker it is in.
+        This also happens on workers that mask no blocks, so that every attempt draws the same picture.
         """
         if not self._order.kept_latents:
             return None
@@ -242,7 +247,7 @@ class JobEdits(JobAddOn):
         return EditDecision(recording=decided.recording, seed=decided.seed, kept_latents=self._kept_name)
 
     def _find(self, key: RecordingKey, decided: Decided | None, latent: Tensor) -> Recording | None:
-        """The recording to read, in use from now on; None for none. latent: of an image, [1, channels, ...]."""
+        """Return the recording to read, which is in use from now on, or None."""
         if self._because or (decided is not None and not decided.recording):
             return None
         found = self._addon.source.find(key, decided.recording if decided is not None else "")
@@ -254,7 +259,7 @@ class JobEdits(JobAddOn):
         return None
 
     def _takes_any_prompt(self, job: EngineJob, conditions: Conditions) -> bool:
-        """Whether what was computed with another prompt is good enough."""
+        """Return whether this edit may reuse activations of another prompt."""
         edit = self._spec.edit
         if edit is not None and edit.any_prompt:
             return True
@@ -262,7 +267,8 @@ class JobEdits(JobAddOn):
 
     def _read(self, found: Recording, job: EngineJob) -> None:
         self._addon.use_profile(found)
-        # What stale residuals have made is no part of the template; nobody knows at which steps they will be stale.
+        # Activations computed with stale residuals must not enter the template, and it is not known in advance at which
+        # steps residuals will be stale.
         completes = not (self._spec.stale_residuals and self._spec.controlnets)
         terms = ReadTerms(completes=completes, any_prompt=self._any_prompt)
         for request in job.requests:
@@ -282,9 +288,10 @@ class JobEdits(JobAddOn):
             request.activations = reader
 
     def _record(self, request: Request, decided: Decided | None, *, draws: bool) -> None:
-        """Begins a recording of the job's first image, where nobody else does, and there is anything to take from it.
+        """Begin a recording of the job's first image, unless another edit is recording the template.
 
-        decided: by an earlier attempt, which has not used one.
+        `decided` is the decision of an earlier attempt that used no recording. With `draws`, the recording keeps the
+        edit's own image latent and noise.
         """
         edit = _edit(request)
         redrawn = self._addon.levels.dilated(edit.mask)
@@ -304,7 +311,7 @@ class JobEdits(JobAddOn):
         request.activations = self._recorder
 
     def _draw_again(self, seed: int, job: EngineJob, conditions: Conditions) -> None:
-        """The image latent and noise of a recording that is not here, for images that are not resumed with them."""
+        """Draw the image latent and noise of a lost recording from its seed, for images that have not begun."""
         if self._order.image is None or all(request.step > request.begin for request in job.requests):
             self._common = True
             return
@@ -316,19 +323,19 @@ class JobEdits(JobAddOn):
             self._compose(request, drawn.image_latent, drawn.noise)
 
     def _compose(self, request: Request, image_latent: Tensor, noise: Tensor) -> None:
-        """The recording's outside the mask, its own noise inside. One that is resumed has it already."""
+        """Use the recording's noise outside the mask and the request's own inside. Resumed requests already do."""
         self._common = True
         edit = _edit(request)
         if request.step == request.begin:
             inside = edit.mask > 0
             composed = torch.where(inside, edit.noise, noise.to(edit.noise))
-            # Copies: a checkpoint has no two tensors in the same place.
+            # Copied, because a checkpoint must not contain two tensors that share memory.
             own_latent = image_latent.to(edit.image_latent, copy=True)
             request.use_edit(replace(edit, image_latent=own_latent, noise=composed))
 
     def _reason(self) -> str:
-        """Why all was computed, in words."""
-        return "; ".join(each for each in (self._own_reason(), self._kept_unused) if each)
+        """Return why the edit computed everything, in words."""
+        return "; ".join(reason for reason in (self._own_reason(), self._kept_unused) if reason)
 
     def _own_reason(self) -> str:
         if self._recorder is not None:
@@ -340,14 +347,14 @@ class JobEdits(JobAddOn):
 
 
 def _gone(requests: Sequence[Request]) -> str:
-    """Why this attempt has computed all, where an earlier one may have reused blocks."""
+    """Return why this attempt computed everything although an earlier one may have reused blocks."""
     gone = "the recording that an earlier attempt used is gone"
     resumed = [request.step - request.begin for request in requests if request.step > request.begin]
     return f"{gone}; step {min(resumed) + 1} is the first that was made without it" if resumed else gone
 
 
 def _unusable(spec: ResolvedSpec) -> str:
-    """Why an edit can neither read nor record; empty where it can."""
+    """Return why an edit can neither read nor record, as a clause; empty if it can."""
     if spec.loras_measured or any(control.measured for control in spec.controlnets):
         return "what a LoRA or ControlNet changes is measured"
     if not all(control.digest for control in spec.controlnets):
@@ -356,10 +363,10 @@ def _unusable(spec: ResolvedSpec) -> str:
 
 
 def _fits(recording: Recording, latent: Tensor) -> bool:
-    """What a store says need not be so."""
+    """Return whether a recording's tensors have the latent's shape. A store's data is not trusted."""
     drawn = recording.drawn
     tensors = () if drawn is None else (drawn.image_latent, drawn.noise)
-    return recording.shape == latent.shape[2:] and all(each.shape == latent.shape for each in tensors)
+    return recording.shape == latent.shape[2:] and all(tensor.shape == latent.shape for tensor in tensors)
 
 
 def _edit(request: Request) -> Edit:

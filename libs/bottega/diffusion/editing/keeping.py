@@ -1,4 +1,4 @@
-"""A generation whose pictures will be edited: the latents of its steps are kept, and its pictures are recorded."""
+"""The add-on's part of a generation whose pictures will be edited: keeps their latents, and records them."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ _TOO_LARGE = "nothing is kept of a picture whose latents are too large"
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Picture:
-    """One image. template: see KeptLatents. latents: before its steps, and the finished one, on their way to the host.
-
-    recorder: where it is recorded.
-    """
+    """An image whose latents are kept."""
 
     request: Request
     template: str
+    """See `KeptLatents.template`."""
     device: Device
     latents: dict[int, HostCopy] = field(default_factory=dict)
+    """Latents before each step and after the last one, being copied to the host."""
     recorder: ImageRecorder | None = None
+    """Records the image's activations; None if they are not recorded."""
 
     def row(self, half: Half) -> RowActivations | None:
-        """Asked before each step, however often it is tried: what the picture is then, is kept."""
+        """Keep the current latent, and return the activations of a row of the next step. A retry asks again."""
         self.keep_latent()
         return self.recorder.row(half) if self.recorder is not None else None
 
     @property
     def next_share(self) -> float:
-        """It computes all."""
+        """Share of the tokens that the next step computes: all."""
         return 1.0
 
     def keep_latent(self) -> None:
-        """As it is now."""
+        """Keep the current latent, unless this step's was kept."""
         request = self.request
         if request.step not in self.latents:
-            # One that goes on from a cached latent has not made the steps before it.
+            # A request that continues from a cached latent has skipped steps; drop latents from its other steps.
             self.latents = {step: latent for step, latent in self.latents.items() if step < request.step}
             self.latents[request.step] = self.device.to_host(request.latent[0])
 
     def kept(self) -> KeptLatents | None:
-        """Of the finished picture; None where some of its steps were not made here: what is left fits no edit."""
+        """Return the finished picture's latents; None if some of its steps ran elsewhere: edits need them all."""
         request = self.request
         self.keep_latent()
         steps = range(request.begin, request.end + 1)
@@ -78,7 +78,10 @@ class _Picture:
 
 
 def open_keeping(addon: EngineEdits, order: EngineOrder) -> JobKeeping | None:
-    """None where nothing can be kept: without its latents no edit would find what is recorded of a picture."""
+    """Return the part of a job that keeps latents, or None if they would be too large.
+
+    Recordings of a picture are found by the name that its kept latents carry, so that nothing is recorded without them.
+    """
     spec = order.spec
     if not are_too_large(addon.model, spec):
         return JobKeeping(addon, order)
@@ -87,7 +90,7 @@ def open_keeping(addon: EngineEdits, order: EngineOrder) -> JobKeeping | None:
 
 
 class JobKeeping(JobAddOn):
-    """One job's pictures. Recordings of them are found by the names that their latents have."""
+    """The add-on's part of one generation with `keep_for_editing`."""
 
     def __init__(self, addon: EngineEdits, order: EngineOrder) -> None:
         self._addon = addon
@@ -101,15 +104,15 @@ class JobKeeping(JobAddOn):
 
     @property
     def waiting_for(self) -> Future[StoreWork | None] | None:
-        """The answer that it waits for: a source says how much there is room for."""
-        return next((each.asked for each in self._answers if each.asked is not None), None)
+        """The first answer that the job still waits for; a source says how much room there is to record."""
+        return next((answer.asked for answer in self._answers if answer.asked is not None), None)
 
     @property
     def waiting(self) -> bool:
         return self.waiting_for is not None
 
     def prompt_ready(self, now_s: float) -> bool:
-        """Whether all answers are here, or not waited for any more."""
+        """Return whether all answers have come or timed out."""
         waiting = [answer for answer in self._answers if not answer.ready(now_s)]
         return not waiting
 
@@ -119,14 +122,14 @@ class JobKeeping(JobAddOn):
             picture = self._pictures[request.index] = _Picture(
                 request=request, template=self._templates[request.index], device=self._addon.model.runtime
             )
-            # Of one that began elsewhere nothing is kept, and no edit would find it recorded.
+            # A request that began elsewhere keeps no latents, so that no edit would find its recording.
             if not self._addon.unusable and request.step == request.begin:
                 picture.recorder = self._begin(picture)
             request.activations = picture
 
     @property
     def offloadable(self) -> bool:
-        """The other worker of a pair records nothing."""
+        """Whether the pair's other worker, which records nothing, may compute rows of this job."""
         return not any(picture.recorder is not None for picture in self._pictures.values())
 
     def after_step(self, request: Request) -> None:
@@ -134,7 +137,7 @@ class JobKeeping(JobAddOn):
         if picture is None or picture.request is not request:
             return
         if request.done:
-            picture.keep_latent()  # so that it has come when the picture is decoded
+            picture.keep_latent()  # Starts the copy now, so that it has ended when the picture is decoded.
         if picture.recorder is not None:
             picture.recorder.made_step()
 
@@ -150,7 +153,7 @@ class JobKeeping(JobAddOn):
         return kept
 
     def report(self, record: EngineRecord) -> EngineRecord:
-        """Only here it is known whether residuals were stale: recordings with such ones are lost."""
+        """Complete the recordings; abandon those with stale residuals, which are known only now."""
         for recorder in self._recorders():
             if any(use.stale_steps for use in record.controlnets):
                 recorder.give_up("residuals of its ControlNets were stale")

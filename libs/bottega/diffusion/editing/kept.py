@@ -1,6 +1,6 @@
-"""What keep_for_editing keeps of a picture, as bytes: the latents of its steps, for edits to put back.
+"""The latents that `keep_for_editing` keeps of a picture, for edits to put back, and their format as bytes.
 
-Safetensors with a JSON header. Does not know where they are kept, nor who may have them.
+The format is safetensors with a JSON header. This module does not know where the bytes are stored or who may read them.
 """
 
 from __future__ import annotations
@@ -30,34 +30,30 @@ _NAME = re.compile("[0-9a-f]{32}")
 
 
 class KeptLatentsMismatch(ValueError):
-    """They are of another model, another size or another version, or damaged."""
+    """Kept latents are damaged, or of another model, size or format version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptLatents:
-    """The latents of one picture.
-
-    latents: [steps + 1, channels, height, width]: before each step, and the finished one; divided by the sampler's
-    signal, so that edits with other samplers may put them back. noise_levels: see Sampler; of those steps, from high to
-    low.
-    seed: of the picture. template: 32 hex digits, which recordings of it are found by.
-    """
+    """The latents of one picture."""
 
     latents: Tensor
+    """[steps + 1, channels, height, width]: before each step, and the finished latent. They are divided by the
+    sampler's signal, so that edits with other samplers can put them back.
+    """
     noise_levels: tuple[float, ...]
+    """Noise level of each step, from high to low; see `Sampler`."""
     seed: int
     template: str
+    """32 hex digits that the picture's recordings are found by."""
 
     @property
     def image_latent(self) -> Tensor:
-        """The finished one, [1, channels, height, width]."""
+        """The finished latent, [1, channels, height, width]."""
         return self.latents[-1:]
 
     def trajectory(self, noise_levels: Sequence[float], begin: int) -> Trajectory | None:
-        """The latents before an edit's steps; None where one of them is not among those of the picture.
-
-        noise_levels: of its steps from `begin` on, from high to low.
-        """
+        """Return the latents before an edit's steps from `begin` on; None if the picture lacks a noise level."""
         trajectory: dict[int, Tensor] = {}
         places = iter(enumerate(self.noise_levels))
         for step, level in enumerate(noise_levels, begin):
@@ -69,14 +65,14 @@ class KeptLatents:
 
 
 def are_too_large(model: Model, spec: ResolvedSpec) -> bool:
-    """Whether no latents of a spec's pictures can be kept, in float16 neither."""
+    """Return whether the latents of a spec's pictures are too large to keep, even in float16."""
     height, width = spec.height // model.latent_scale, spec.width // model.latent_scale
     elements = (spec.steps + 1) * model.latent_channels * height * width
     return elements * torch.float16.itemsize > MAX_KEPT_LATENTS_BYTES
 
 
 def write_kept(model: Model, kept: KeptLatents) -> bytes | None:
-    """As bytes, in the model's element type, or in float16 where that is too much; None where that is, too."""
+    """Serialize latents in the model's dtype, or in float16 if that is too large; None if float16 is, too."""
     header = {
         "version": VERSION,
         "model_hash": model.digest,
@@ -94,7 +90,7 @@ def write_kept(model: Model, kept: KeptLatents) -> bytes | None:
 
 
 def template_of(data: bytes) -> str:
-    """The template of what was written; empty where it cannot be read."""
+    """Return the template's name in serialized latents; empty if they cannot be read."""
     try:
         return str(_header(data)["template"])
     except (KeyError, TypeError, ValueError):
@@ -102,14 +98,14 @@ def template_of(data: bytes) -> str:
 
 
 def read_kept(data: bytes, model: Model, shape: tuple[int, ...]) -> KeptLatents:
-    """What was written, on the model's device and in its element type. shape: [channels, height, width] that fits.
+    """Deserialize latents to the model's device and dtype. `shape` is the expected [channels, height, width].
 
-    Raises KeptLatentsMismatch.
+    Raise KeptLatentsMismatch if they are damaged, or do not fit the model, its dtype or the shape.
     """
     try:
         header = _header(data)
-        said = {"version": VERSION, "model_hash": model.digest, "dtype": model.dtype_name}
-        for name, value in said.items():
+        expected = {"version": VERSION, "model_hash": model.digest, "dtype": model.dtype_name}
+        for name, value in expected.items():
             if header[name] != value:
                 raise KeptLatentsMismatch(f"their {name} is {header[name]!r}, not {value!r}")
         latents = safetensors.torch.load(data)[_TENSOR]
@@ -131,7 +127,7 @@ def read_kept(data: bytes, model: Model, shape: tuple[int, ...]) -> KeptLatents:
 
 
 def _header(data: bytes) -> dict[str, Any]:
-    """What was written beside the latents. Raises KeyError, TypeError and ValueError for anything else."""
+    """Return the JSON header. Raise KeyError, TypeError or ValueError if there is none."""
     length = int.from_bytes(data[:8], "little")
     header: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_HEADER])
     return header

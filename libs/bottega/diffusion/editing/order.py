@@ -1,4 +1,4 @@
-"""What the gateway says of recorded activations in its part of an order, and what earlier attempts have decided."""
+"""The activations part of an order: what the gateway says, and what earlier attempts decided."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ _SOURCE = re.compile("([0-9a-f]{64})?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What an attempt has decided. recording: empty where the edit has a latent and noise of its own. seed: else, the
-    one that those of the recording were drawn with.
-    """
+    """The decision of an attempt: whose image latent and noise are used outside the mask."""
 
     recording: str = ""
+    """Id of the recording whose latent and noise are used; empty if the edit has its own."""
     seed: int = 0
+    """The seed that the recording's latent and noise were drawn with."""
 
 
 def read_order(order: EngineOrder) -> ActivationsOrder:
-    """What it says; nothing where the gateway says nothing of it. Raises InvalidRequest with all violations."""
+    """Return the gateway's ActivationsOrder, or an empty one. Raise InvalidRequest with all violations."""
     try:
-        said = ActivationsOrder.FromString(order.addons.get(kinds.ACTIVATIONS, b""))
+        order_part = ActivationsOrder.FromString(order.addons.get(kinds.ACTIVATIONS, b""))
     except DecodeError:
-        raise InvalidRequest(f"{_FIELD} is no ActivationsOrder") from None
+        raise InvalidRequest(f"{_FIELD} is not an ActivationsOrder") from None
     violations = []
-    if len(said.tenant) > _MAX_TENANT_CHARACTERS:
+    if len(order_part.tenant) > _MAX_TENANT_CHARACTERS:
         rule = f"must be at most {_MAX_TENANT_CHARACTERS} characters"
         violations.append(Violation(field=f"{_FIELD}.tenant", description=rule))
-    if not _SOURCE.fullmatch(said.source):
+    if not _SOURCE.fullmatch(order_part.source):
         violations.append(Violation(field=f"{_FIELD}.source", description="must be 64 hex digits, or empty"))
     rules.refuse(violations)
-    return said
+    return order_part
 
 
 def read_decision(decisions: Decisions) -> Decided | None:
-    """What an earlier attempt has decided; None where it has not. Raises InvalidRequest."""
+    """Return the decision of an earlier attempt, or None. Raise InvalidRequest if it is malformed."""
     if kinds.ACTIVATIONS not in decisions:
         return None
     try:
-        said = EditDecision.FromString(decisions[kinds.ACTIVATIONS])
+        decision = EditDecision.FromString(decisions[kinds.ACTIVATIONS])
     except DecodeError:
-        raise InvalidRequest(f"{_DECISION_FIELD} is no EditDecision") from None
-    if not _RECORDING.fullmatch(said.recording):
+        raise InvalidRequest(f"{_DECISION_FIELD} is not an EditDecision") from None
+    if not _RECORDING.fullmatch(decision.recording):
         rules.refuse([Violation(field=f"{_DECISION_FIELD}.recording", description="must be 32 hex digits, or empty")])
-    if said.seed > rules.MAX_SEED + rules.MAX_IMAGES:
+    if decision.seed > rules.MAX_SEED + rules.MAX_IMAGES:
         rules.refuse([Violation(field=f"{_DECISION_FIELD}.seed", description="must be a seed")])
-    return Decided(recording=said.recording, seed=said.seed)
+    return Decided(recording=decision.recording, seed=decision.seed)

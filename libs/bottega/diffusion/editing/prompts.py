@@ -1,7 +1,8 @@
-"""Whether what a model's blocks put out for a template follows the prompt: measured before recordings are relied on.
+"""Measures how much a model's blocks follow the prompt, before an edit relies on a recording.
 
-An edit takes the activations outside its mask from an edit with another prompt. That is right only where they hardly
-depend on it. InstGenIE (2025) reports it for its models; here each model is measured once, on the first template.
+An edit reuses activations outside its mask that were computed with another prompt. That is right only if they hardly
+depend on the prompt. InstGenIE (2025) reports this for its models; here each model is measured once, on its first
+template.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from bottega.diffusion.model.model import Model
 from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.diffusion.spec import ResolvedSpec
 
-# Of the cosine of blocks' outputs under two prompts, on average over tokens and blocks. The embedded model has .75 to
-# .9. There edits that took both halves from another prompt's recording had an SSIM of .994 with the full one (of 12),
-# those that took only the half without the prompt .998 (12), and those of a prompt and thing that was recorded .9998.
+# Lower bound on the mean cosine of block outputs under two prompts; the embedded model has .75 to .9. SSIM with the
+# fully computed edit there (12 edits each): .994 if both halves reuse another prompt's recording, .998 if only the half
+# without the prompt does, .9998 if prompt and subject are those of the recording.
 LEAST_COSINE = 0.95
 
-# A prompt that has nothing in common with what people ask for in edits.
+# A prompt unlike any that users give to edits.
 PROBE_PROMPT = "an empty blackboard in a classroom at night"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCosines:
-    """By block."""
+    """Mean cosines over tokens between block outputs under two prompts, by block."""
 
     cosines: Mapping[str, float]
 
     @property
     def mean(self) -> float:
-        """Over all blocks; 1 where there is none."""
+        """Mean over all blocks; 1 if there is none."""
         return sum(self.cosines.values()) / len(self.cosines) if self.cosines else 1.0
 
     @property
     def reliable(self) -> bool:
-        """Whether an edit may use what another prompt's edit has recorded."""
+        """Whether an edit may reuse what was recorded with another prompt."""
         return self.mean >= LEAST_COSINE
 
 
@@ -51,9 +52,9 @@ class PromptCosines:
 def measure_prompts(
     model: Model, spec: ResolvedSpec, conditions: Conditions, edit: Edit, blocks: Sequence[str]
 ) -> PromptCosines:
-    """Compares what blocks put out for an edit's template with its own prompt and with another one.
+    """Compare what blocks put out for an edit's template under its own prompt and under `PROBE_PROMPT`.
 
-    Both see the image with the noise of the middle of the steps. blocks: paths of modules.
+    Both rows see the image with the noise of the middle step. `blocks` are module paths.
     """
     step = (spec.begin_step + spec.num_inference_steps) // 2
     sampler = model.samplers.open(spec.sampling, steps=spec.num_inference_steps, begin=step)
@@ -83,7 +84,7 @@ def _compare(model: Model, rows: Sequence[Row], blocks: Sequence[str]) -> Prompt
 
 @contextmanager
 def _watched(network: nn.Module, names: Sequence[str], outputs: dict[str, Tensor]) -> Iterator[None]:
-    """Keeps what these modules put out, [rows, tokens, channels], with what it is added to."""
+    """Collect the outputs of these modules, [rows, tokens, channels], while the block runs."""
 
     def keep(name: str) -> Callable[[nn.Module, object, tuple[Tensor] | Tensor], None]:
         def hook(_module: nn.Module, _inputs: object, output: tuple[Tensor] | Tensor) -> None:
@@ -92,7 +93,8 @@ def _watched(network: nn.Module, names: Sequence[str], outputs: dict[str, Tensor
 
         return hook
 
-    # A projection out of a transformer is added to what came in: that is what the next layer reads.
+    # The output projection of a transformer is added to the transformer's input, and the next layer reads the sum. So
+    # the hook is on the transformer.
     handles = [
         network.get_submodule(name.removesuffix(".proj_out")).register_forward_hook(keep(name)) for name in names
     ]

@@ -1,5 +1,5 @@
-"""Which activations of coming steps are loaded, and when.
+"""Decides which recorded activations the coming steps load, and when.
 
-times    seconds of blocks, fitted to the turns that ran or as measured
-planner  the plan for all edits in hand; what it decides for a row is a `recordings.step_loads.StepLoads`
+times    seconds of each block, fitted to finished turns or measured planner  the plan for all running edits; its
+decision for a row is a `recordings.step_loads.StepLoads`
 """

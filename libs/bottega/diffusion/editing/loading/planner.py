@@ -1,7 +1,7 @@
-"""The plan for the edits in hand: which blocks of coming steps take what has to be loaded, and which are computed.
+"""Plans the loads of all running edits: which blocks of coming steps load activations, and which are computed in full.
 
-It is asked before each turn, and looks some turns ahead, so that the load stream never waits for a turn to begin. What
-it has decided for a step stays: its loads are on their way.
+The engine asks before each turn, and the plan covers a few turns, so that the load stream never waits for a turn to
+begin. A decision for a step is final, because its loads are under way.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from bottega.diffusion.editing.recordings.step import RecordedStep
 from bottega.diffusion.editing.recordings.step_loads import StepLoads
 from bottega.planning import BlockCost, StepPlan, plan_steps
 
-# Requests are made for so much at once, in the order of use of all rows: the tensors of one block of SDXL are some MiB.
+# Bytes per request, in the order of use over all rows: the tensors of one SDXL block are some MiB.
 _REQUEST_BYTES = 2 << 20
-# However long a block takes by what was measured elsewhere: the engine says nothing while it waits.
+# Upper bound on the wait for a block, even if its measured time is longer: the engine sends no heartbeat while it
+# waits.
 _MOST_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ComingRow:
-    """A row of a step that comes, which takes from a recording what it does not compute.
-
-    computed, share: see RowActivations. loads: its reader's decisions, by key of the row's step.
-    """
+    """A row of a coming step that reuses activations from a recording."""
 
     key: StepKey
     step: RecordedStep
     computed: Tensor
+    """See `RowActivations`."""
     share: float
     loads: dict[StepKey, StepLoads]
+    """The reader's decisions, by the key of the row's step; `decide` adds to it."""
 
     @property
     def decided(self) -> StepLoads | None:
-        """None where nothing was decided for the step as it is now."""
+        """The decision for the step; None if there is none, or if the step was replaced since."""
         known = self.loads.get(self.key)
         return known if known is not None and known.step is self.step else None
 
     def decide(self, seconds: Sequence[float]) -> StepLoads:
-        """Keeps what follows. seconds: that the row takes, by block."""
+        """Add an empty decision for the step, with the row's planned seconds by block."""
         loads = self.loads[self.key] = StepLoads(self.step, seconds)
         return loads
 
 
 Coming = tuple[Sequence[ComingRow], int]
-"""Rows of a step that read, and how many more there are, which are computed whole."""
+"""Rows of a step that reuse activations, and the number of the image's other rows, which are computed in full."""
 
 
 class EditReader(Protocol):
@@ -62,98 +62,100 @@ class EditReader(Protocol):
 
     @property
     def size(self) -> Size:
-        """Of its latent."""
+        """Height and width of the latent."""
         ...
 
     def coming(self, turn: int) -> Coming:
-        """Of the step that it makes in so many turns; 0 is the next one."""
+        """Return the rows of the step that the image makes in `turn` turns; 0 is the next one."""
         ...
 
     @property
     def outstanding(self) -> Iterable[StepLoads]:
-        """What was decided for it that keeps the load stream busy, as far as it is not here."""
+        """Decisions whose loads may still keep the load stream busy."""
         ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _New:
-    """A row that nothing was decided for. away: by block, names that were recorded and are not here.
-
-    full_s, masked_s: by block; equal where it cannot take it.
-    """
+    """A row without a decision. Lists are by block."""
 
     row: ComingRow
     away: Sequence[Sequence[str]]
+    """Recorded names that must be loaded; empty if the block is not reused or all is here."""
     full_s: Sequence[float]
     masked_s: Sequence[float]
+    """Seconds if the block is reused; equal to `full_s` if it cannot be."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Turn:
-    """seconds: by block, of all rows that are decided. new: those of which something has to be loaded."""
+    """The work of one coming turn."""
 
     seconds: list[float]
+    """Seconds of the decided rows, by block."""
     new: list[_New] = field(default_factory=list)
+    """Undecided rows that need loads."""
 
     def add(self, seconds: Sequence[float]) -> None:
-        """Of one more row that is decided."""
         self.seconds = [total + own for total, own in zip(self.seconds, seconds, strict=True)]
 
 
 def choose_plans(steps: Sequence[Sequence[BlockCost]], load_busy_s: float) -> list[StepPlan]:
-    """Those that end first."""
+    """Return the plans that end first; see `bottega.planning.plan_steps`."""
     return plan_steps(steps, load_busy_s=load_busy_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPolicy:
-    """How plans are chosen and followed.
-
-    choose: plans of steps whose load stream is busy for so many seconds, see `bottega.planning.plan_steps`.
-    turns: that are decided at once. The one that comes next and two behind it: the load stream has work while a turn is
-    chosen, and what it has loaded for an edit that ends or is cancelled is little.
-    outlook: turns behind these that count, as if they were like the last of these: without them nothing would be left
-    to be loaded ahead for the turns behind, which takes 2 to 5 % longer where loading takes two to six times as long as
-    computing what masks leave (simulated with the costs of the bench model; two turns are enough).
-    patience: how long a block is waited for, in times of what computing it takes.
-    """
+    """Parameters of choosing and following plans."""
 
     choose: Callable[[Sequence[Sequence[BlockCost]], float], list[StepPlan]] = choose_plans
+    """Plans the steps, given the seconds until the load stream is free; see `bottega.planning.plan_steps`."""
     turns: int = 3
+    """Turns that are decided at once: the next one and two more. The load stream then has work while a turn is planned,
+    and little is loaded in vain for an edit that ends or is cancelled.
+    """
     outlook: int = 2
+    """Further turns that a plan assumes to be like the last one. Without them it would not load ahead for later turns,
+    and edits would take 2 to 5 % longer if loading takes two to six times as long as the masked computation (simulated
+    with the costs of the bench model; two turns are enough).
+    """
     patience: float = 1.0
+    """How long to wait for a block, as a multiple of the time to compute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """A step that loads what it does not compute. size: of its latents. row_equivalents: its rows, each as what its
-    blocks would take of a whole one's if all of it were here. seconds: that it takes by the plan.
-    """
+    """A planned step that loads activations."""
 
     size: Size
     row_equivalents: float
+    """The step's rows, each as the fraction of a whole row's time that it takes with all loads done."""
     seconds: float
+    """Planned compute seconds of the step."""
 
 
-# Of a tensor that a step has recorded: the step's id, as steps have no names, and its own.
+# A recorded tensor: the id() of its step, as steps have no names, and its name.
 _Name = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOutlook:
-    """ends_s: when what is on its way will be here, from now. behind: turns behind those that are decided now."""
+    """The state of the load stream when a plan is made."""
 
     ends_s: Mapping[_Name, float]
+    """Seconds from now until each pending tensor is here."""
     behind: int
+    """Number of turns after the decided ones in which images still read."""
 
     @property
     def busy_s(self) -> float:
-        """Until the load stream is free."""
+        """Seconds until the load stream is free."""
         return max(self.ends_s.values(), default=0.0)
 
 
 class LoadPlanner:
-    """Plans for readers of recordings of `source`. times: what blocks take."""
+    """Plans the loads of the readers of one source."""
 
     def __init__(self, source: ActivationSource, times: BlockTimes, policy: LoadPolicy | None = None) -> None:
         self._source = source
@@ -162,9 +164,9 @@ class LoadPlanner:
         self._numbers = itertools.count()
 
     def plan(self, readers: Sequence[EditReader], others: int) -> list[PlannedStep]:
-        """Decides for the rows that come, and requests what they take. others: rows beside them, of whole pictures.
+        """Decide for the coming rows, next to `others` rows of other requests, and request what they load.
 
-        Returns of each size the last step for which something new has to be loaded.
+        Return for each latent size the last step for which a new load was planned.
         """
         rate, planned = self._source.load_bytes_per_s, list[PlannedStep]()
         if rate is None:
@@ -173,7 +175,7 @@ class LoadPlanner:
             same = [reader for reader in readers if reader.size == size]
             coming = [[reader.coming(turn) for reader in same] for turn in range(self._policy.turns)]
             if any(not row.step.writable for turn in coming for rows, _ in turn for row in rows):
-                # Before: what is decided here is not outstanding yet.
+                # Computed before deciding: the loads that are decided below are not pending yet.
                 ends_s = _on_their_way(readers, rate)
                 further = range(self._policy.turns, self._policy.turns + self._policy.outlook)
                 behind = sum(any(reader.coming(turn)[0] for reader in same) for turn in further)
@@ -189,7 +191,7 @@ class LoadPlanner:
     def _plan(
         self, size: Size, coming: Sequence[Sequence[Coming]], others: int, rate: float, outlook: LoadOutlook
     ) -> list[PlannedStep]:
-        """Of the readers of one size of pictures, by turn. Returns the last step that was planned now."""
+        """Plan the turns of all readers of one latent size, and return the last step that was planned now."""
         blocks = self._times.blocks(size)
         turns = [self._turn(size, of_turn, others) for of_turn in coming]
         last = max((place for place, turn in enumerate(turns) if turn.new), default=-1)
@@ -235,7 +237,7 @@ class LoadPlanner:
 
 
 def _on_their_way(readers: Sequence[EditReader], rate: float) -> Mapping[_Name, float]:
-    """What all readers wait for, once, in the order of the requests; and when each will be here, from now."""
+    """Return for each pending tensor the seconds until it is here, in the order of the requests."""
     waited = [
         (number, each.step, name)
         for reader in readers
@@ -252,17 +254,17 @@ def _on_their_way(readers: Sequence[EditReader], rate: float) -> Mapping[_Name, 
 
 
 def _costs(blocks: Sequence[BlockWork], turn: _Turn, rate: float, ends_s: Mapping[_Name, float]) -> list[BlockCost]:
-    """Of one turn: what is not here is taken, or not, by all rows alike."""
+    """Return the cost of each block in one turn; all rows of the turn either load a block or compute it."""
     costs = []
     for place, block in enumerate(blocks):
         least_s = turn.seconds[place] + sum(new.masked_s[place] for new in turn.new)
         away = [new for new in turn.new if new.away[place]]
         saved_s = sum(new.full_s[place] - new.masked_s[place] for new in away)
-        # Edits of one template at the same step take the same tensors, which are loaded once.
+        # Edits of one template at the same step need the same tensors, which are loaded once.
         loaded = {id(new.row.step): new for new in away if not new.row.step.mapped}.values()
         names = [(new.row.step, name) for new in loaded for name in new.away[place]]
         load_bytes = sum(step.bytes_of(name) for step, name in names if (id(step), name) not in ends_s)
-        # Of no account beside a load: what is requested now comes behind all that is on its way.
+        # Does not matter if the block also has new loads: those come after all pending ones.
         ready_s = max((ends_s.get((id(step), name), 0.0) for step, name in names), default=0.0)
         full_s, load_s = least_s + max(0.0, saved_s), load_bytes / rate
         costs.append(BlockCost(name=block.name, full_s=full_s, masked_s=least_s, load_s=load_s, ready_s=ready_s))
@@ -272,9 +274,7 @@ def _costs(blocks: Sequence[BlockWork], turn: _Turn, rate: float, ends_s: Mappin
 def _decide(
     blocks: Sequence[BlockWork], turn: _Turn, plan: StepPlan, patience_s: Sequence[float], numbers: Iterator[int]
 ) -> None:
-    """Keeps what the rows of a turn take, and requests it in the order of use. patience_s: by block. numbers: of
-    requests.
-    """
+    """Store what the rows of a turn load, and request it in the order of use. `patience_s` is by block."""
     wanted: list[tuple[RecordedStep, Sequence[str]]] = []
     loads = [new.row.decide(_seconds(new, plan)) for new in turn.new]
     for place, block in enumerate(blocks):
@@ -289,7 +289,6 @@ def _decide(
 
 
 def _seconds(new: _New, plan: StepPlan) -> list[float]:
-    """What a row takes by the plan, by block."""
     return [
         full_s if away and not takes else masked_s
         for away, takes, full_s, masked_s in zip(new.away, plan.takes, new.full_s, new.masked_s, strict=True)
@@ -297,7 +296,7 @@ def _seconds(new: _New, plan: StepPlan) -> list[float]:
 
 
 def _batches(wanted: Sequence[tuple[RecordedStep, Sequence[str]]]) -> Iterator[tuple[RecordedStep, Sequence[str]]]:
-    """The same, in pieces: those of one step that are used within so many bytes of all are requested together."""
+    """Group names by step, so that those used within about `_REQUEST_BYTES` of each other are requested together."""
     pieces: dict[int, tuple[RecordedStep, list[str]]] = {}
     size_bytes = 0
     for step, names in wanted:

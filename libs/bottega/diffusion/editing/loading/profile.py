@@ -1,4 +1,4 @@
-"""Measures what each block of a network takes on this device: computed in full, and of masked tokens alone."""
+"""Measures the seconds of each block of a network on this device, in full and for masked tokens."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ from bottega.diffusion.spec import ResolvedSpec
 from bottega.v1.activations_pb2 import BlockCost, BlockProfile
 
 SHARES = (0.05, 0.2, 0.4)
-"""Of the tokens, a square in the middle of the picture."""
+"""Measured shares of the tokens, each a square in the middle of the picture."""
 
-# Of forwards alike, after one that pays for what is made once: the median of each block's times. A slow device makes
-# do with fewer.
+# Repetitions of each forward, after a warm-up; each block's median counts. A slow device stops after `_ENOUGH_S`.
 _FORWARDS = 7
 _ENOUGH_S = 20.0
 
@@ -43,7 +42,7 @@ _ENOUGH_S = 20.0
 def measure_blocks(
     model: Model, blocks: Sequence[BlockWork], size: tuple[int, int], *, sparse: bool, beat: Callable[[], None]
 ) -> BlockProfile:
-    """One row. blocks: of a latent of this size, [height, width]. sparse: see SparseMaps. beat: see Heartbeat."""
+    """Measure the blocks of a network with one row, for latents of `size`, [height, width]."""
     measurement = _Measurement(model, blocks, size, sparse=sparse, beat=beat)
     in_full = measurement.forward(SHARES[0], recorded=False)
     of_shares = [measurement.forward(share, recorded=True) for share in SHARES]
@@ -71,10 +70,7 @@ def measure_blocks(
 
 
 class _Clock:
-    """RecordedActivations of a row that is measured. seconds: by module, of those that began since `start`.
-
-    synchronize: waits until the device has computed what it was given.
-    """
+    """RecordedActivations that times the blocks of the row that reads them."""
 
     def __init__(
         self,
@@ -85,6 +81,7 @@ class _Clock:
         beat: Callable[[], None],
     ) -> None:
         self.seconds: dict[str, float] = {}
+        """Seconds by module, since `start`."""
         self.waited_s = 0.0
         self.reused: Collection[str] = ()
         self.projections = None
@@ -96,11 +93,11 @@ class _Clock:
         self._since_s = 0.0
 
     def start(self) -> None:
-        """A forward begins."""
+        """Begin a forward."""
         self.seconds, self._running, self._since_s = {}, "", perf_counter()
 
     def mark(self, module: str) -> None:
-        """This one begins, and the one before has ended."""
+        """End the running module and begin this one."""
         self._beat()
         self._synchronize()
         now_s = perf_counter()
@@ -117,11 +114,11 @@ class _Clock:
         return self._outputs.get(name)
 
     def put(self, name: str, output: Tensor) -> None:
-        """Nothing is recorded."""
+        """Do nothing."""
 
 
 class _TimedMaps:
-    """FeatureMaps with a mark before each of their operations."""
+    """FeatureMaps that mark the clock before each operation."""
 
     def __init__(self, maps: FeatureMaps, clock: _Clock) -> None:
         self._maps = maps
@@ -167,7 +164,7 @@ class _TimedMaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Forward:
-    """Of the row that is measured, with its computed tokens. clock: of its blocks."""
+    """A kind of forward to measure: its row, and the clock of its blocks."""
 
     backbone: MaskedBackbone
     edit: RowActivations
@@ -175,7 +172,7 @@ class _Forward:
 
 
 class _Measurement:
-    """One measurement of a network's blocks, under way."""
+    """The measurement of one network's blocks."""
 
     def __init__(
         self,
@@ -198,17 +195,16 @@ class _Measurement:
         self._outputs = recorder.outputs
 
     def forward(self, share: float, *, recorded: bool) -> _Forward:
-        """recorded: whether anything can be taken; else all is computed, by the code that looks for what is
-        recorded."""
+        """Return a forward that computes a share of the tokens; all of them, by the same code, if none are recorded."""
         clock = _Clock(self._outputs if recorded else {}, self._blocks, synchronize=self._synchronize, beat=self._beat)
         backbone = MaskedBackbone(self._unet, maps=_TimedMaps(self._maps, clock))
         edit = RowActivations(computed=_square(self._size, share), share=share, recorded=clock)
         return _Forward(backbone=backbone, edit=edit, clock=clock)
 
     def by_turns(self, forwards: Sequence[_Forward]) -> list[tuple[dict[str, float], float]]:
-        """Seconds of each block and of the whole forward, for each of them: medians.
+        """Return each forward's median seconds by block, and of the whole forward.
 
-        By turns, so that a device that is slower for a while is slower for all of them.
+        The forwards take turns, so that a temporarily slow device slows all of them alike.
         """
         for forward in forwards:
             self._timed(forward)
@@ -238,7 +234,6 @@ class _Measurement:
 
 
 def _row(model: Model, size: tuple[int, int]) -> Row:
-    """Of a picture without a prompt."""
     height, width = (side * model.latent_scale for side in size)
     spec = ResolvedSpec(
         prompt="",
@@ -253,7 +248,7 @@ def _row(model: Model, size: tuple[int, int]) -> Row:
 
 
 def _square(size: tuple[int, int], share: float) -> Tensor:
-    """A map that computes about this share, in the middle: bool [height, width]."""
+    """Return a map, bool [height, width], of a centred square with about this share of the elements."""
     computed = torch.zeros(size, dtype=torch.bool)
     (top, rows), (left, columns) = (_middle(length, share) for length in size)
     computed[top : top + rows, left : left + columns] = True

@@ -1,4 +1,4 @@
-"""Seconds of a network's blocks on this device: fitted to the turns that ran, or as they were measured one by one."""
+"""Seconds of a network's blocks on this device, either fitted to finished turns or measured block by block."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from bottega.v1.activations_pb2 import BlockProfile
 Size = tuple[int, int]
 """Height and width of a latent."""
 
-# Until a turn was measured: about a core's. Only ratios count then.
+# Costs until the first turn is measured: about those of a CPU core. Only their ratios matter then.
 _FIRST_COST = WorkCost(per_flop_s=1e-11, per_map_flop_s=1e-11, per_byte_s=1e-10, fixed_s=0.0)
-# Beyond this, a profile was measured on another kind of device: its ratios are worth nothing here.
+# A larger factor means that the profile is from another kind of device, whose ratios do not apply here.
 _MOST_CALIBRATION = 100.0
 
 
 @dataclass(slots=True, kw_only=True)
 class _Done:
-    """What was computed: operations, those of feature maps apart, and bytes that were taken from recordings."""
+    """The work of a forward."""
 
     flops: float = 0.0
+    """Floating-point operations outside feature maps."""
     map_flops: float = 0.0
+    """Floating-point operations of feature maps."""
     size_bytes: int = 0
+    """Bytes read from recordings."""
 
     def add(self, block: BlockWork, flops: float) -> None:
-        """So many of a block."""
         if block.kind is BlockKind.MAPS:
             self.map_flops += flops
         else:
@@ -45,21 +47,21 @@ class _Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowWork:
-    """What a row has to do, by block. shares: of the tokens or elements of the block's level; 1 computes all.
-
-    share: see RowActivations. saved: what it did not compute in the last step, by the names that it took.
-    """
+    """The share of each block that a masked row computes."""
 
     shares: Sequence[float]
+    """Share of the tokens or elements at the block's level, by block; 1 computes all."""
     share: float
     saved: dict[frozenset[str], _Done] = field(default_factory=dict, repr=False)
+    """The work that was not done in the last step, by the set of reused names."""
 
 
 class BlockTimes:
-    """sparse: see SparseMaps. fit: seconds of whole turns."""
+    """Estimates how long each block takes for a whole or a masked row."""
 
     def __init__(self, unet: UNet2DConditionModel, *, sparse: bool) -> None:
         self.fit = WorkFit()
+        """Fitted seconds of whole turns."""
         self._unet = unet
         self.sparse = sparse
         self._maps = SparseMaps()
@@ -70,7 +72,7 @@ class BlockTimes:
         self._profiles: dict[Size, BlockProfile] = {}
 
     def blocks(self, size: Size) -> tuple[BlockWork, ...]:
-        """Those that are recorded, in order of execution."""
+        """Return the blocks that can be recorded, in order of execution."""
         if size not in self._blocks:
             if len(self._blocks) >= MAX_SHAPES:
                 self._blocks.clear()
@@ -81,12 +83,12 @@ class BlockTimes:
         return self._blocks[size]
 
     def shapes(self, size: Size) -> Mapping[str, tuple[int, ...]]:
-        """Of what is recorded, by name."""
+        """Return the shapes of recorded outputs, by name."""
         blocks = self.blocks(size)
         return {name: shape for block in blocks for name, shape in zip(block.names, block.shapes, strict=True)}
 
     def use(self, size: Size, profile: BlockProfile) -> None:
-        """What was measured of the blocks, on this device or on one that is like it."""
+        """Use a profile that was measured on this device or one like it; ignore it if it lacks a block."""
         known = {block.name for block in self.blocks(size)}
         if known <= {block.name for block in profile.blocks} and len(profile.shares):
             self._profiles[size] = profile
@@ -94,11 +96,11 @@ class BlockTimes:
                 del self._profiles[next(iter(self._profiles))]
 
     def profile(self, size: Size) -> BlockProfile | None:
-        """That which is used; None where there is none of this size."""
+        """Return the profile in use for a latent size, or None."""
         return self._profiles.get(size)
 
     def work(self, size: Size, computed: Tensor, share: float) -> RowWork:
-        """Of a masked row. computed: bool [height, width] of the latent. share: see RowActivations."""
+        """Return the work of a masked row with a computed area, bool [height, width] of the latent."""
         tokens = self._tokens.of(computed)
         known = self._works.get(tokens)
         if known is None:
@@ -107,7 +109,7 @@ class BlockTimes:
         return known
 
     def full_s(self, size: Size) -> list[float]:
-        """By block, of one whole row."""
+        """Return the seconds of one whole row, by block."""
         profile = self._profiles.get(size)
         if profile is not None:
             scale, measured = self._calibration(size, profile), {each.name: each.full_s for each in profile.blocks}
@@ -116,7 +118,7 @@ class BlockTimes:
         return [_flops_s(cost, block, block.flops) for block in self.blocks(size)]
 
     def masked_s(self, size: Size, work: RowWork) -> list[float]:
-        """By block, of one row that takes all that it does not compute from a recording."""
+        """Return the seconds of one row that reuses all that it does not compute, by block."""
         profile = self._profiles.get(size)
         if profile is not None:
             scale, measured = self._calibration(size, profile), {each.name: each for each in profile.blocks}
@@ -129,13 +131,13 @@ class BlockTimes:
         ]
 
     def step_s(self, size: Size, rows: float) -> float | None:
-        """Of a step of so many whole rows, fractions as what they cost of one; None before a turn was measured."""
+        """Return the seconds of a step of so many whole rows, or None before the first turn was measured."""
         self.blocks(size)
         full = self._full[size]
         return self.fit.seconds(rows * full.flops, 0.0, rows * full.map_flops)
 
     def observe(self, rows: Sequence[Row], seconds: float) -> None:
-        """A forward of these rows took so long. One that records says nothing: its copies are no block's work."""
+        """Learn the seconds of a forward. Forwards that record are ignored: their copies belong to no block."""
         if any(row.activations is not None and row.activations.sink is not None for row in rows):
             return
         _, *size = rows[0].sample.shape
@@ -146,7 +148,7 @@ class BlockTimes:
         self.fit.observe(flops=done.flops, map_flops=done.map_flops, size_bytes=float(done.size_bytes), seconds=seconds)
 
     def _add(self, done: _Done, size: Size, row: Row) -> None:
-        """A row that ran."""
+        """Add the work of a row that ran."""
         blocks, edit = self.blocks(size), row.activations
         done.flops += self._full[size].flops
         done.map_flops += self._full[size].map_flops
@@ -155,7 +157,7 @@ class BlockTimes:
         work, reused = self.work(size, edit.computed, edit.share), frozenset(edit.recorded.reused)
         saved = work.saved.get(reused)
         if saved is None:
-            work.saved.clear()  # of one edit all steps are alike, but for some whose loads were late
+            work.saved.clear()  # All steps of one edit are alike, except when loads came late.
             saved = work.saved[reused] = _Done()
             for block, share in zip(blocks, work.shares, strict=True):
                 if reused.issuperset(block.names):
@@ -176,7 +178,8 @@ class BlockTimes:
         cost = self.fit.cost
         if cost is None or min(cost.per_flop_s, cost.per_map_flop_s) > 0.0:
             return cost or _FIRST_COST
-        # Whole rows of one size do not tell the two kinds of operations apart: one rate then, as it is for such rows.
+        # Whole rows of one size cannot separate the two kinds of operations: use one rate, which is right for such
+        # rows.
         full = next(iter(self._full.values()), _Done())
         seconds = cost.seconds(full.flops, 0.0, full.map_flops)
         if seconds <= 0.0:
@@ -185,7 +188,7 @@ class BlockTimes:
         return replace(cost, per_flop_s=rate, per_map_flop_s=rate)
 
     def _calibration(self, size: Size, profile: BlockProfile) -> float:
-        """What a row takes here, of what it took where the profile was measured."""
+        """Return the ratio of a row's time here to its time on the profile's device."""
         here_s = self.step_s(size, 1.0)
         if here_s is None or not profile.forward_s:
             return 1.0
@@ -194,12 +197,12 @@ class BlockTimes:
 
 
 def _flops_s(cost: WorkCost, block: BlockWork, flops: float) -> float:
-    """Of so many operations of a block."""
+    """Return the seconds of a block's operations."""
     return (cost.per_map_flop_s if block.kind is BlockKind.MAPS else cost.per_flop_s) * flops
 
 
 def _along(shares: Sequence[float], masked_s: Sequence[float], full_s: float, share: float) -> float:
-    """Between what was measured, up to the whole row; below the least share, in proportion to nothing."""
+    """Interpolate between the measured shares and the whole row; below the least share, return its seconds."""
     points = [*zip(shares, masked_s, strict=False), (1.0, full_s)]
     place = bisect_left(points, (share, 0.0))
     if place == 0:

@@ -1,8 +1,8 @@
-"""The denoising network over masked rows: computed tokens alone in its transformers, the rest from recordings.
+"""The denoising network for masked rows: transformers compute only the masked tokens, and the rest is recorded.
 
-A second backbone over the same modules as UNetBackbone, with the same blocks and residual points. Rows of edits with
-different masks, rows that record and plain rows share a forward; a plain row's result is that of the other backbone.
-Source: InstGenIE (2025).
+It is a second backbone over the modules of UNetBackbone, with the same blocks and residual points. Rows of edits with
+different masks, rows that record, and plain rows share a forward. A plain row's result equals that of the plain
+backbone. Source: InstGenIE (2025).
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from bottega.diffusion.operations import Operations
 
 
 class UnsupportedNetwork(ValueError):
-    """The network has a part that is not known here. The message says which."""
+    """The network has a part that the masked backbone does not support. The message names it."""
 
 
 class MaskedBackbone(UNetBackbone):
-    """Raises UnsupportedNetwork for a network of other parts than Stable Diffusion's, with the reason.
+    """A UNet whose rows may reuse recorded activations. Raises UnsupportedNetwork if `unsupported` gives a reason.
 
-    caching: what recordings have of a transformer block. maps: computes feature maps; all of them in full without it.
-    beat: called after each block, see Heartbeat.
-    operations: moves tokens and tiles by what is in them. memory: of the device, in which it keeps keys and values.
-    spans: for hooks of layers. block_names: see `transformer_blocks`.
+    Args:
+        caching: What recordings contain of a transformer block.
+        maps: Computes feature maps; in full by default.
+        beat: Called after each block, see `Heartbeat`.
+        memory: The device's memory, in which keys and values of prompts are kept.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class MaskedBackbone(UNetBackbone):
         forward.hidden = self._maps.resnet(resnet, path, parts, forward)
 
     def _attend(self, path: str, forward: MaskedActivations) -> None:
-        """The transformer of that name, where there is one."""
+        """Run the transformer of that path, if there is one."""
         transformer = self._transformers.get(path)
         if transformer is None:
             return
@@ -145,7 +146,7 @@ class MaskedBackbone(UNetBackbone):
 
 
 def transformer_blocks(unet: UNet2DConditionModel) -> tuple[str, ...]:
-    """Under which names outputs are recorded, one for each transformer block, see MaskedTransformer.names."""
+    """Return the names of recorded outputs, one for each transformer block; see `MaskedTransformer.names`."""
     return tuple(
         name
         for path, module in _transformers(unet).items()
@@ -154,7 +155,7 @@ def transformer_blocks(unet: UNet2DConditionModel) -> tuple[str, ...]:
 
 
 def _transformers(unet: UNet2DConditionModel) -> dict[str, Transformer2DModel]:
-    """The network's transformers by path, in the order in which they run."""
+    """Return the network's transformers by path, in order of execution."""
     parts = (("down_blocks", unet.down_blocks), ("mid_block", [unet.mid_block]), ("up_blocks", unet.up_blocks))
     return {
         f"{name if name == 'mid_block' else f'{name}.{index}'}.attentions.{place}": transformer

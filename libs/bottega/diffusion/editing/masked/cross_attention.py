@@ -1,6 +1,6 @@
-"""Keys and values of cross-attention, kept from step to step: they are of a request's prompt alone, which stays.
+"""Keys and values of cross-attention, kept from step to step: they depend only on the prompt, which stays the same.
 
-Where few tokens are computed, projecting the prompt again in each step would take a sixth of a transformer's time.
+Projecting the prompt in each step would take a sixth of a transformer's time if few tokens are computed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from bottega.diffusion.device.memory_plan import MemoryPlan
 from bottega.diffusion.editing.masked.packing import adjacent
 from bottega.diffusion.model.backbone import PromptOrigin
 
-# Of SDXL in half precision a prompt's projections are 25 MB: twenty of them. Those in use stay while they are.
+# Room for twenty prompts of SDXL, whose projections take 25 MB in half precision. A running forward holds its own.
 _BUDGET_BYTES = 512 << 20
-# As others read it who find no room.
+# Name of the reservation, which others see when no memory is left.
 _HOLDER = "prompts of edits"
-# Of a device's memory that nothing else has been promised when the first edit comes; pictures need the rest.
+# Share of the device memory that is unreserved when the first edit comes; pictures need the rest.
 _MEMORY_SHARE = 0.1
 # Rows of a guided request.
 _HALVES = 2
@@ -30,24 +30,24 @@ _HALVES = 2
 
 @dataclass(slots=True, eq=False)
 class PromptProjections:
-    """Of one prompt, with one set of LoRAs. layers: keys and values [tokens, channels], by the path of a block."""
+    """The projections of one prompt with one set of LoRAs."""
 
     prompt: weakref.ref[Tensor]
     layers: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Keys and values [tokens, channels], by the path of a block."""
     size_bytes: int = 0
 
     def keep(self, path: str, keys: Tensor, values: Tensor) -> None:
-        """Of a block."""
-        if path not in self.layers:  # two rows may have one prompt
+        if path not in self.layers:  # Two rows may have the same prompt.
             self.layers[path] = keys, values
             self.size_bytes += keys.nbytes + values.nbytes
 
 
 class PromptCache:
-    """The projections of prompts in use, least recently used first; those of prompts that are gone go with them.
+    """An LRU cache of the projections of prompts in use. An entry is dropped when its prompt is freed.
 
-    memory: where room for them is set aside when the first are asked for, for good: what is kept of prompts that are
-    gone is found out only when the next ones are asked for.
+    Room in `memory` is reserved when the first entry is requested, permanently: entries of freed prompts are only found
+    when the next ones are requested.
     """
 
     def __init__(self, budget_bytes: int = _BUDGET_BYTES, memory: MemoryPlan | None = None) -> None:
@@ -57,11 +57,10 @@ class PromptCache:
 
     @property
     def size_bytes(self) -> int:
-        """Of all that is kept."""
         return sum(entry.size_bytes for entry in self._entries.values())
 
     def of(self, origins: Sequence[PromptOrigin]) -> list[PromptProjections]:
-        """By row; what was not known is empty, to be filled while the row is computed."""
+        """Return the entry of each row. New entries are empty and are filled while the row is computed."""
         if self._memory is not None:
             self._budget_bytes = self._memory.reserve_up_to(_HOLDER, self._budget_bytes, share=_MEMORY_SHARE)
             self._memory = None
@@ -86,14 +85,14 @@ class PromptCache:
 def project(
     attention: Attention, path: str, context: Tensor, known: Sequence[PromptProjections]
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [rows, tokens, channels] of a cross-attention. known: by row; empty where nothing is kept."""
+    """Return keys and values [rows, tokens, channels] of a cross-attention, from the cache entries or computed."""
     kept = [each.layers.get(path) for each in known]
     rows = [each for each in kept if each is not None]
     if known and len(rows) == len(kept):
         return _side_by_side([keys for keys, _ in rows]), _side_by_side([values for _, values in rows])
     keys, values = attention.to_k(context), attention.to_v(context)
     for first in range(0, len(known), _HALVES):
-        # Copies, because a group's tensors are as large as the group; of both halves of a request in one piece.
+        # Copied, because a view would keep the whole group's tensor alive; both halves of a request in one piece.
         pair = slice(first, first + _HALVES)
         copies = zip(known[pair], keys[pair].clone(), values[pair].clone(), strict=True)
         for each, of_keys, of_values in copies:
@@ -102,6 +101,6 @@ def project(
 
 
 def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
-    """[rows, ...]: without a copy where they lie in memory as they are wanted, as a lone request's halves do."""
+    """Stack rows, without a copy if they are adjacent in memory, as both halves of a lone request are."""
     joined = adjacent(rows)
     return torch.stack(list(rows)) if joined is None else joined

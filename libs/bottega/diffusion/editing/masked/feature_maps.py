@@ -1,7 +1,7 @@
-"""What happens to feature maps between a masked network's transformers: convolutions, norms, and the way to tokens.
+"""The feature-map operations between a masked network's transformers: convolutions, norms, and conversion to tokens.
 
-FeatureMaps is the interface; FullMaps computes everything for every row. All tensors have the row as their first
-dimension, and row i is the one of `forward.edits[i]`.
+`FeatureMaps` is the interface; `FullMaps` computes everything for every row. The first dimension of all tensors is the
+row, and row i belongs to `forward.edits[i]`.
 """
 
 from __future__ import annotations
@@ -25,53 +25,54 @@ from bottega.diffusion.editing.masked.rows import MaskedActivations
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedTokens:
-    """What a transformer block has computed.
-
-    items: [items, channels], of `packing`. recorded: by row [tokens, channels], what was recorded for the other tokens;
-    None for rows of which every token is computed. Of the last block it is the output projection's.
-    """
+    """The tokens that a transformer block computed."""
 
     items: Tensor
+    """[items, channels], as in `packing`."""
     packing: Packing
     recorded: Sequence[Tensor | None]
+    """Recorded tokens of each row, [tokens, channels]; None for rows that are computed whole. After the last block they
+    are recorded behind the output projection.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokensIn:
-    """A transformer's input. whole: [rows, tokens, channels], of all tokens.
-
-    as_recorded: by row, whether those that are not computed are what was recorded; False for rows computed whole.
-    """
+    """A transformer's input."""
 
     whole: Tensor
+    """All tokens, [rows, tokens, channels]."""
     as_recorded: Sequence[bool]
+    """Whether the tokens of each row that are not computed equal the recording; False for rows that
+    are computed whole.
+    """
 
 
 class FeatureMaps(Protocol):
-    """Operations on feature maps [rows, channels, height, width]. path: of the module, for names of what it records."""
+    """Operations on feature maps [rows, channels, height, width]; `path` begins the names of recordings."""
 
     def conv_in(self, unet: UNet2DConditionModel, sample: Tensor, forward: MaskedActivations) -> Tensor:
-        """The first convolution."""
+        """Apply the first convolution."""
         ...
 
     def resnet(self, resnet: ResnetBlock2D, path: str, parts: Sequence[Tensor], forward: MaskedActivations) -> Tensor:
-        """A residual block over feature maps that are joined over channels: what came last, and a skip connection."""
+        """Apply a residual block to the previous output and a skip connection, concatenated over channels."""
         ...
 
     def downsample(self, downsampler: Downsample2D, path: str, hidden: Tensor, forward: MaskedActivations) -> Tensor:
-        """To half of the size, rounded up."""
+        """Halve the size, rounding up."""
         ...
 
     def upsample(
         self, upsampler: Upsample2D, path: str, hidden: Tensor, forward: MaskedActivations, *, size: torch.Size | None
     ) -> Tensor:
-        """To `size`; to twice its own without one."""
+        """Enlarge to `size`, by default to twice the size."""
         ...
 
     def tokens_in(
         self, transformer: Transformer2DModel, path: str, hidden: Tensor, forward: MaskedActivations
     ) -> TokensIn:
-        """Norm and input projection."""
+        """Apply norm and input projection."""
         ...
 
     def tokens_out(
@@ -82,19 +83,16 @@ class FeatureMaps(Protocol):
         hidden: Tensor,
         forward: MaskedActivations,
     ) -> Tensor:
-        """Output projection of the last block's output, added to `hidden`, the feature map that tokens_in was given.
-
-        That may be changed.
-        """
+        """Project the last block's output, and add it to `hidden`, the input of `tokens_in`, possibly in place."""
         ...
 
     def conv_out(self, unet: UNet2DConditionModel, hidden: Tensor, forward: MaskedActivations) -> Tensor:
-        """The last norm and convolution: the prediction."""
+        """Apply the last norm and convolution, and return the prediction."""
         ...
 
 
 class FullMaps:
-    """All of every feature map is computed, for masked rows as well."""
+    """Computes whole feature maps, also for masked rows."""
 
     def conv_in(self, unet: UNet2DConditionModel, sample: Tensor, forward: MaskedActivations) -> Tensor:
         return _output(unet.conv_in(sample))
@@ -134,7 +132,7 @@ class FullMaps:
         whole = packed.packing.merge(project_out(transformer, packed, forward), packed.recorded)
         forward.put(f"{path}.proj_out", whole)
         rows, channels, height, width = hidden.shape
-        # In place: it is what a residual block has just made, and nobody else has it.
+        # In place: `hidden` is a residual block's output that nothing else refers to.
         return hidden.add_(whole.view(rows, height, width, channels).permute(0, 3, 1, 2))
 
     def conv_out(self, unet: UNet2DConditionModel, hidden: Tensor, forward: MaskedActivations) -> Tensor:
@@ -144,20 +142,20 @@ class FullMaps:
 
 
 def project_out(transformer: Transformer2DModel, packed: PackedTokens, forward: MaskedActivations) -> Tensor:
-    """The output projection of computed tokens: [items, channels]."""
+    """Apply the output projection to computed tokens: [items, channels]."""
     with forward.spans.packed(packed.packing.offsets):
         if transformer.use_linear_projection:
             return _output(transformer.proj_out(packed.items))
-        # The layer is a convolution of single elements: each token is a tile of that size.
+        # The layer is a 1 x 1 convolution: each token is a tile of one element.
         return _output(transformer.proj_out(packed.items[:, :, None, None])).flatten(1)
 
 
 def _tokens(feature_map: Tensor) -> Tensor:
-    """[rows, channels, height, width] as [rows, tokens, channels], row-major."""
+    """Return [rows, channels, height, width] as [rows, tokens, channels], row-major."""
     return feature_map.flatten(2).transpose(1, 2)
 
 
 def _output(made: Any) -> Tensor:
-    """Diffusers' modules have no types."""
+    """Cast the output of a Diffusers module, which has no types."""
     tensor: Tensor = made
     return tensor

@@ -1,7 +1,7 @@
-"""Rows' computed tokens side by side, so that rows with different masks share the calls of a network's layers.
+"""Packs the computed tokens of all rows, so that rows with different masks share a network's layer calls.
 
-"Whole" tensors are [rows, tokens, channels], packed ones [items, channels]: the computed tokens of the first row, then
-those of the second, and so on. Padding would not do: one row that is computed in full would make all rows full.
+"Whole" tensors are [rows, tokens, channels]. Packed ones are [items, channels]: the computed tokens of the first row,
+then those of the second, and so on. Padding would not do: one row that is computed in full would make all rows full.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ from bottega.diffusion.operations import Moves
 
 
 class RowSpans:
-    """Where the rows of a forward lie in dimension 0 of the layer call in hand, for hooks that treat rows unlike.
-
-    offsets: rows + 1 numbers; row i is [offsets[i], offsets[i + 1]). None: dimension 0 is the rows.
-    """
+    """The offsets of each row in dimension 0 of the current layer call, for hooks that treat rows differently."""
 
     __slots__ = ("_next", "offsets")
 
     def __init__(self) -> None:
         self.offsets: tuple[int, ...] | None = None
+        """Row i is [offsets[i], offsets[i + 1]); None if dimension 0 is the rows."""
         self._next: tuple[int, ...] | None = None
 
     def packed(self, offsets: tuple[int, ...]) -> Self:
-        """In the block, layers are called with packed items: tokens [items, channels], or tiles of feature maps."""
+        """Return a context in which layers get packed items: tokens [items, channels], or tiles of feature maps."""
         self._next = offsets
         return self
 
-    # A context manager itself: one is entered for each layer, and a generator's would take as long as a small layer.
+    # Written as a class, because one is entered for each layer, and a generator would take as long as a small layer.
     def __enter__(self) -> None:
         self.offsets = self._next
 
@@ -45,7 +43,7 @@ class RowSpans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Rows [first, last) side by side that have `count` items each."""
+    """Adjacent rows [first, last) that have `count` items each."""
 
     first: int
     last: int
@@ -54,32 +52,32 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing:
-    """What is computed of each row, at one resolution.
-
-    rows, tokens: of whole tensors. offsets: see RowSpans. runs: rows in groups of equally many items.
-    index: int64 [items], the place of each item among rows * tokens; None where every token of every row is computed.
-    moves: in place of the plain ways, with slots: see Moves.
-    """
+    """The computed tokens of each row at one resolution."""
 
     rows: int
+    """Number of rows of whole tensors."""
     tokens: int
+    """Number of tokens of each row of whole tensors."""
     offsets: tuple[int, ...]
     runs: tuple[Run, ...]
+    """Rows grouped by equal numbers of items."""
     index: Tensor | None
+    """Place of each item among rows * tokens, int64 [items]; None if every token is computed."""
     moves: Moves | None = None
+    """Kernels that pack and merge; None for plain torch."""
     slots: Tensor | None = None
 
     def pack(self, whole: Tensor) -> Tensor:
-        """The items of a whole tensor."""
+        """Return the items of a whole tensor."""
         if self.index is not None and self.moves is not None:
             return self.moves.pack(whole, self.index)
         flat = whole.reshape(self.rows * self.tokens, -1)
         return flat if self.index is None else flat.index_select(0, self.index)
 
     def merge(self, items: Tensor, recorded: Sequence[Tensor | None]) -> Tensor:
-        """The whole tensor of computed items and, for the rest of each row, what was recorded.
+        """Return the whole tensor of computed items and the recorded rest of each row.
 
-        recorded: by row [tokens, channels] of any element type; None for rows of which every token is computed.
+        `recorded` is [tokens, channels] of any dtype for each row, or None for rows that are computed whole.
         """
         if self.index is None:
             return items.view(self.rows, self.tokens, -1)
@@ -101,7 +99,7 @@ class Packing:
 def pack_rows(
     sets: Sequence[TokenSet | None], tokens: int, device: torch.device, moves: Moves | None = None
 ) -> Packing:
-    """sets: by row; None computes all of its `tokens`. moves: see Packing."""
+    """Return the packing of rows with these token sets; None computes all `tokens` of a row."""
     counts = [tokens if each is None else each.count for each in sets]
     offsets = [0]
     for count in counts:
@@ -126,7 +124,7 @@ def pack_rows(
 
 
 def adjacent(rows: Sequence[Tensor]) -> Tensor | None:
-    """Tensors of one shape as one, [rows, ...], where they lie in memory one behind the other; None elsewhere."""
+    """Return tensors of one shape as one view [rows, ...] if they are adjacent in memory, else None."""
     first = rows[0]
     storage, begin, size = first.untyped_storage().data_ptr(), first.storage_offset(), first.numel()
     if not first.is_contiguous():
@@ -138,7 +136,7 @@ def adjacent(rows: Sequence[Tensor]) -> Tensor | None:
 
 
 def _slots(index: Tensor, places: int) -> Tensor:
-    """int32 [places]: the item of each, -1 where it has none."""
+    """Return the item at each place, int32 [places], or -1 if it has none."""
     slots = torch.full((places,), -1, dtype=torch.int32)
     slots[index] = torch.arange(len(index), dtype=torch.int32)
     return slots

@@ -1,8 +1,8 @@
-"""Keys and values of tokens that are not computed, from one edit of a template to the next.
+"""Self-attention keys and values of tokens that are not computed, kept from one edit of a template to the next.
 
-What a block attends to follows from the recording alone where a token is not computed: the same weights, of what the
-block before has put out. Of a transformer's first block that is the recorded input, where there is one: convolutions in
-full mix what is computed into it.
+They depend only on the recording: the same weights are applied to the recorded output of the block before. A
+transformer's first block uses its recorded input instead, if there is one; full convolutions mix computed elements into
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HALVES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowProjections:
-    """By row [tokens, channels], what packed keys and values are merged into; None for rows that are computed whole."""
+    """Kept tensors of each row, [tokens, channels], to merge packed ones into; None for rows computed whole."""
 
     keys: Sequence[Tensor | None]
     values: Sequence[Tensor | None]
@@ -33,10 +33,10 @@ class RowProjections:
 def kept_projections(
     path: str, size: tuple[int, int], made: PackedTokens | None, packing: Packing, forward: MaskedActivations
 ) -> RowProjections | None:
-    """Those of a block for all rows of a forward; None where one of them needs all of its tokens projected.
+    """Return a block's kept projections for all rows, or None if any row needs all of its tokens projected.
 
-    size: height and width in tokens. made: by the block before; the input, of the first one. packing: of its
-    items. A row that records what the block before puts out needs all of that, too.
+    Rows that record the output of the block before also need all tokens. `made` is that output, or the first block's
+    input; `packing` is that of the block's items.
     """
     if made is None or made.packing is not packing or any(edit and edit.sink for edit in forward.edits):
         return None
@@ -61,7 +61,7 @@ def keep_projections(
     projected: tuple[Tensor, Tensor],
     forward: MaskedActivations,
 ) -> None:
-    """Keeps what follows from recordings of a block's keys and values, [rows, tokens, channels] each."""
+    """Keep those of a block's keys and values, [rows, tokens, channels] each, that depend only on recordings."""
     if made is None:
         return
     size_bytes = sum(each[0].nbytes for each in projected)
@@ -71,8 +71,8 @@ def keep_projections(
     ]
     if not any(stores):
         return
-    # Copies, as a group's tensors are as large as the group; of a lone request's halves in one piece, so that they are
-    # merged by one copy.
+    # Copied, because a view would keep the whole group's tensor alive. Both halves of a lone request are one piece, so
+    # that one copy merges them.
     lone = len(stores) <= _HALVES
     copies = [each.clone() if lone else each for each in projected]
     for store, keys, values in zip(stores, *copies, strict=True):
@@ -84,7 +84,7 @@ def keep_projections(
             keys=keys if lone else keys.clone(), values=values if lone else values.clone(), unknown=computed.bits
         )
         if before is not None:
-            # What an earlier edit did not compute is known of its tokens, whatever this one has in their place.
+            # Tokens that an earlier edit did not compute keep its values.
             inside = computed.mask.flatten()
             found.keys[inside], found.values[inside] = before.keys[inside], before.values[inside]
             found = replace(found, unknown=computed.bits & before.unknown)
@@ -94,8 +94,7 @@ def keep_projections(
 def _stores(
     size: tuple[int, int], made: PackedTokens, forward: MaskedActivations
 ) -> Iterator[tuple[TokenSet, KeptProjections] | None]:
-    """By row, which tokens are computed, and where projections of the others are; None for a row of which the block
-    before has taken nothing, or of which none are kept."""
+    """Yield each row's computed tokens and the kept projections of the others; None for a row without these."""
     for row, rest in enumerate(made.recorded):
         edit, tokens = forward.edits[row], forward.tokens_of(row)
         if rest is None or tokens is None or edit is None or edit.recorded is None or edit.recorded.projections is None:

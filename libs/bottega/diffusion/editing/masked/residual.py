@@ -1,8 +1,4 @@
-"""Residual blocks of which all is computed, on a CPU: the module's own layers, and in between nothing is copied.
-
-Between two convolutions every small operation reads and writes a feature map of megabytes. Diffusers' block writes a
-new one each time, and divides by a scale that is 1.
-"""
+"""Residual blocks on a CPU, with the module's own layers and in-place operations between them."""
 
 from __future__ import annotations
 
@@ -12,19 +8,19 @@ from torch.nn import functional
 
 
 def is_plain(resnet: ResnetBlock2D) -> bool:
-    """One that adds the time's embedding, and does not change the size."""
+    """Return whether a block adds the time embedding and keeps the size."""
     return resnet.time_embedding_norm == "default" and not (resnet.upsample or resnet.downsample)
 
 
 def computes_in_place(resnet: ResnetBlock2D, hidden: Tensor) -> bool:
-    """Whether `residual` computes it, bit for bit as the module does. On other devices that has kernels of its own."""
+    """Return whether `residual` supports a block, bit for bit. Other devices than CPUs have kernels of their own."""
     return is_plain(resnet) and type(resnet.nonlinearity) is nn.SiLU and hidden.device.type == "cpu"
 
 
 def residual(resnet: ResnetBlock2D, hidden: Tensor, embedding: Tensor) -> Tensor:
-    """What the block makes of a feature map [rows, channels, height, width], which stays as it is.
+    """Compute a residual block of a feature map [rows, channels, height, width], which is not changed.
 
-    embedding: [rows, channels] of the timestep. Layers are called as modules, so that what is hooked to them counts.
+    Layers are called as modules, so that their hooks run. `embedding` is the time's, [rows, channels].
     """
     made: Tensor = resnet.conv1(functional.silu(resnet.norm1(hidden), inplace=True))
     if resnet.time_emb_proj is not None:

@@ -1,4 +1,4 @@
-"""The rows of one masked forward: what of each is computed, what was recorded of it, and what it records."""
+"""The rows of one masked forward: which tokens are computed, what is recorded, and what they record."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from bottega.diffusion.rows import RowActivations
 
 @dataclass(slots=True, kw_only=True)
 class MaskedActivations(Activations):
-    """What the blocks of a masked backbone pass on.
-
-    edits: by row; None for a plain one. cache: of token sets. spans: where rows lie in the layer call in hand.
-    prompts: by row, what is kept of its prompt; empty where nothing is.
-    reused: by row, how many transformer blocks took what they did not compute from the recording.
-    moves: of tokens and tiles; None: the plain ways.
-    """
+    """The state that the blocks of a masked backbone pass on."""
 
     edits: list[RowActivations | None]
+    """By row; None for a plain one."""
     cache: TokenCache
+    """Token sets of the maps in use."""
     spans: RowSpans
+    """Where rows lie in the current layer call."""
     prompts: list[PromptProjections]
+    """Kept projections of each row's prompt; empty if none are kept."""
     moves: Moves | None = None
+    """Kernels that move tokens and tiles; None for plain torch."""
     reused: list[int] = field(init=False)
+    """Number of transformer blocks that reused activations, by row."""
     _packings: dict[tuple[int, int, tuple[bool, ...]], Packing] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reused = [0] * len(self.edits)
 
     def select(self, rows: Sequence[int], index: Tensor) -> None:
-        """Keeps only these rows, in this order. index: the same, int64 on their device."""
+        """Keep only these rows, in this order. `index` is the same as int64 on their device."""
         Activations.select(self, rows, index)
         self.edits = [self.edits[row] for row in rows]
         self.reused = [self.reused[row] for row in rows]
@@ -45,7 +45,7 @@ class MaskedActivations(Activations):
         self._packings.clear()
 
     def tokens_of(self, row: int) -> MaskTokens | None:
-        """What is computed of a row; None where that is all of it."""
+        """Return the computed tokens of a row; None if all are computed."""
         edit = self.edits[row]
         if edit is None or edit.computed is None or edit.recorded is None:
             return None
@@ -53,25 +53,25 @@ class MaskedActivations(Activations):
         return None if tokens.full else tokens
 
     def recorded(self, name: str) -> list[Tensor | None]:
-        """By row, what was recorded under a name; None for a row that has to be computed in full without it."""
+        """Return what is recorded under a name, by row; None for rows that must be computed in full."""
         return [
             edit.recorded.get(name) if edit and edit.recorded is not None and self.tokens_of(row) else None
             for row, edit in enumerate(self.edits)
         ]
 
     def put(self, name: str, outputs: Tensor) -> None:
-        """Records outputs [rows, ...], of those rows that record."""
+        """Record outputs [rows, ...] of those rows that record."""
         for edit, output in zip(self.edits, outputs, strict=True):
             if edit is not None and edit.sink is not None:
                 edit.sink.put(name, output)
 
     def count(self, reuses: Sequence[bool]) -> None:
-        """A transformer block took these rows' other tokens from their recordings."""
+        """Count a transformer block for the rows that reused activations."""
         for row, reused in enumerate(reuses):
             self.reused[row] += reused
 
     def packing(self, size: tuple[int, int], masked: Sequence[bool]) -> Packing:
-        """Of the computed tokens of masked rows, and of all tokens of the others. size: height and width in tokens."""
+        """Return the packing of masked rows' computed tokens and of all tokens of the others, at a size in tokens."""
         height, width = size
         key = (height, width, tuple(masked))
         known = self._packings.get(key)

@@ -1,4 +1,4 @@
-"""Whether a network is made of parts whose arithmetic the masked backbone knows: those of SDXL and its relatives."""
+"""Checks that a network has only parts that the masked backbone knows: those of SDXL and its relatives."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _PARTS = {
     "downsamplers": Downsample2D,
     "upsamplers": Upsample2D,
 }
-# Of FreeU, which changes skip connections in the forward of up blocks.
+# Attributes of FreeU, which changes skip connections in the forward of up blocks.
 _FREEU = ("s1", "s2", "b1", "b2")
-# What an attention layer may have beside its four projections.
+# Optional parts of an attention layer besides its four projections.
 _ADDITIONS = ("group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "added_kv_proj_dim")
 
 
 def unsupported(unet: UNet2DConditionModel) -> str:
-    """Why masked blocks cannot be computed for a network, as a clause; empty where they can."""
+    """Return why masked blocks cannot be computed for a network, as a clause; empty if they can."""
     return next(_reasons(unet), "")
 
 

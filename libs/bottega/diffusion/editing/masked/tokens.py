@@ -1,6 +1,6 @@
 """Which tokens are computed at each resolution of a network, from a map of a latent's computed elements.
 
-It knows neither packing nor a network's blocks. A map is bool [height, width] at latent size.
+A map is bool [height, width] at latent size. The module knows neither packing nor a network's blocks.
 """
 
 from __future__ import annotations
@@ -18,41 +18,40 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSet:
-    """The computed tokens of one map at one resolution.
-
-    mask: bool [height, width], on the CPU. index: int64 [count], row-major and ascending, on the CPU.
-    """
+    """The computed tokens of one map at one resolution."""
 
     mask: Tensor
+    """bool [height, width], on the CPU."""
     index: Tensor
+    """int64 [count], row-major and ascending, on the CPU."""
 
     @property
     def count(self) -> int:
-        """How many are computed."""
+        """Number of computed tokens."""
         return len(self.index)
 
     @functools.cached_property
     def bits(self) -> int:
-        """The mask as a number, its first token being the highest bit: for comparisons that take no tensor."""
+        """The mask as a number whose highest bit is the first token, for comparisons without tensors."""
         return int.from_bytes(np.packbits(self.mask.numpy()).tobytes())
 
     @property
     def total(self) -> int:
-        """Of the whole picture."""
+        """Number of tokens of the whole picture."""
         return self.mask.numel()
 
 
 class MaskTokens:
-    """The token sets of one map. A token is computed where any latent element under it is, so sets are nested."""
+    """The token sets of one map. A token is computed if any latent element under it is, so sets are nested."""
 
     def __init__(self, computed: Tensor) -> None:
-        # Once for a mask: it is here that a GPU is waited for.
+        # Copied once per mask, because this waits for the GPU.
         self._mask = computed.detach().to("cpu").bool()
         self._sets: dict[tuple[int, int], TokenSet] = {}
         self.full = bool(self._mask.all())
 
     def at(self, height: int, width: int) -> TokenSet:
-        """The set of a feature map of this size. Raises ValueError where halving the latent never leads there."""
+        """Return the set of a feature map of this size. Raise ValueError if halving the latent never gives it."""
         known = self._sets.get((height, width))
         if known is None:
             mask = self._mask
@@ -65,13 +64,12 @@ class MaskTokens:
 
 
 class TokenCache:
-    """The token sets of the maps in use, by their tensors, which nobody may write to: they live as long as those."""
+    """The token sets of the maps in use, by the identity of their tensors, which must not be written to."""
 
     def __init__(self) -> None:
         self._known: MutableMapping[Tensor, MaskTokens] = WeakIdKeyDictionary()
 
     def of(self, computed: Tensor) -> MaskTokens:
-        """Of this map."""
         tokens = self._known.get(computed)
         if tokens is None:
             tokens = self._known[computed] = MaskTokens(computed)
@@ -79,7 +77,7 @@ class TokenCache:
 
 
 def finest_stride(unet: UNet2DConditionModel) -> int:
-    """Latent elements a side of a token of the finest attention level; 1 where nothing attends."""
+    """Return the latent elements a side of a token at the finest attention level; 1 without attention."""
     levels = [level for level, block in enumerate(unet.down_blocks) if getattr(block, "has_cross_attention", False)]
     if getattr(unet.mid_block, "has_cross_attention", False):
         levels.append(len(unet.down_blocks) - 1)
@@ -87,11 +85,7 @@ def finest_stride(unet: UNet2DConditionModel) -> int:
 
 
 def dilate(mask: Tensor, margin: int, stride: int) -> Tensor:
-    """The map that computes all of a mask, and so many tokens around it.
-
-    mask: bool [height, width]. margin: in tokens of `stride` latent elements a side; what comes back is made of
-    whole ones.
-    """
+    """Return the map, bool [height, width], that computes a mask and `margin` tokens of `stride` elements around it."""
     height, width = mask.shape
     tokens = _pooled(mask, stride)[None].float()
     grown = functional.max_pool2d(tokens, 2 * margin + 1, stride=1, padding=margin)[0] > 0
@@ -99,10 +93,10 @@ def dilate(mask: Tensor, margin: int, stride: int) -> Tensor:
 
 
 def share(computed: Tensor, stride: int) -> float:
-    """The share of tokens that a map computes, at the level of `stride` latent elements a token."""
+    """Return the share of tokens that a map computes, at the level of `stride` latent elements a token."""
     return float(_pooled(computed, stride).float().mean())
 
 
 def _pooled(mask: Tensor, stride: int) -> Tensor:
-    """Whether any element under a token is set. Rounds up, as downsampling convolutions with padding do."""
+    """Return whether any element under each token is set. Rounds up, as padded downsampling convolutions do."""
     return functional.max_pool2d(mask[None].float(), stride, ceil_mode=True)[0] > 0

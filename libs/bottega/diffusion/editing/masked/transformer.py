@@ -1,7 +1,7 @@
-"""A transformer's blocks for computed tokens alone (InstGenIE): they attend to all tokens of their row.
+"""A transformer's blocks that compute only some tokens, which attend to all tokens of their row (InstGenIE).
 
-Layers are called one by one, with the computed tokens of all rows at once, so that LoRAs count whether they are in the
-weights or beside them; attention goes row by row.
+Each layer is called once with the computed tokens of all rows, so that LoRAs apply whether they are merged into the
+weights or added by hooks. Attention is computed row by row.
 """
 
 from __future__ import annotations
@@ -23,38 +23,34 @@ from bottega.diffusion.editing.masked.rows import MaskedActivations
 
 
 class Caching(Enum):
-    """What is recorded of a transformer block, for the tokens that are not computed.
-
-    OUTPUTS: what it puts out; the next block projects keys and values from it. KEYS_VALUES: the keys and values of its
-    self-attention, for twice the bytes and less work.
-    """
+    """The tensors that are recorded of a transformer block, for tokens that are not computed."""
 
     OUTPUTS = "outputs"
+    """Its output, from which the next block projects keys and values."""
     KEYS_VALUES = "keys_values"
+    """The keys and values of its self-attention, for twice the bytes and less work."""
 
 
 class MaskedTransformer:
-    """The blocks of one Transformer2DModel. path: of its module, the beginning of the names of what it records.
-
-    names: under which outputs are recorded, one for each block.
-    """
+    """The blocks of one Transformer2DModel. Names of recordings begin with `path`, the module's path."""
 
     def __init__(self, transformer: Transformer2DModel, path: str, caching: Caching) -> None:
         self.module = transformer
         self._blocks: Sequence[BasicTransformerBlock] = list(transformer.transformer_blocks)
         self._caching = caching
         self._paths = [f"{path}.transformer_blocks.{index}" for index in range(len(self._blocks))]
-        # Nothing but the output projection reads the last block: what is recorded behind it need not be projected.
+        # Only the output projection reads the last block, so it is recorded behind the projection.
         self.names = [*self._paths[:-1], f"{path}.proj_out"]
+        """Names of recorded outputs, one for each block."""
 
     def run(self, tokens: TokensIn, size: tuple[int, int], forward: MaskedActivations) -> PackedTokens:
-        """tokens: the input of the first block. size: height and width in tokens."""
+        """Run the blocks; `size` is height and width in tokens."""
         if self._caching is Caching.KEYS_VALUES:
             return self._run_on_keys_values(tokens.whole, size, forward)
         return self._run_on_outputs(tokens, size, forward)
 
     def _run_on_outputs(self, tokens: TokensIn, size: tuple[int, int], forward: MaskedActivations) -> PackedTokens:
-        """Each block by itself: a row that has no recording of one is computed in full there."""
+        """Run each block on its own: a row without a recording of a block computes it in full."""
         whole = tokens.whole
         made: PackedTokens | None = None
         for place, block in enumerate(self._blocks):
@@ -86,7 +82,7 @@ class MaskedTransformer:
         return made
 
     def _run_on_keys_values(self, whole: Tensor, size: tuple[int, int], forward: MaskedActivations) -> PackedTokens:
-        """All blocks alike: a row that lacks keys or values of one is computed in full in all of them."""
+        """Run all blocks alike: a row that lacks keys or values of one block computes all in full."""
         recorded = forward.recorded(self.names[-1])
         keys = [forward.recorded(f"{path}:keys") for path in self._paths]
         values = [forward.recorded(f"{path}:values") for path in self._paths]
@@ -110,7 +106,7 @@ class MaskedTransformer:
     def _behind_attention(
         self, place: int, items: Tensor, attended: Tensor, packing: Packing, forward: MaskedActivations
     ) -> Tensor:
-        """All of a block behind its self-attention, of items [items, channels]. attended: what that has put out."""
+        """Run the rest of a block after its self-attention, whose output is `attended`; both are [items, channels]."""
         block = self._blocks[place]
         cross = block.attn2
         items = items + _packed(block.attn1.to_out[0], attended, packing, forward)
@@ -123,14 +119,14 @@ class MaskedTransformer:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, packing: Packing, *, heads: int) -> Tensor:
-    """Attention of each row's items to all that the row has: [items, channels].
+    """Compute the attention of each row's items to all tokens of the row: [items, channels].
 
-    queries: [items, channels]; keys, values: [rows, length, channels].
+    `queries` is [items, channels]; `keys` and `values` are [rows, length, channels].
     """
     made: list[Tensor] = []
     for run in packing.runs:
         if not run.count:
-            continue  # nothing of these rows is computed
+            continue  # No tokens of these rows are computed.
         rows, span = run.last - run.first, slice(packing.offsets[run.first], packing.offsets[run.last])
         attended = functional.scaled_dot_product_attention(
             _by_head(queries[span].view(rows, run.count, -1), heads),
@@ -144,15 +140,14 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, packing: Packing, *, h
 
 
 def _packed(layer: nn.Module, items: Tensor, packing: Packing, forward: MaskedActivations) -> Tensor:
-    """What a layer makes of items of all rows."""
+    """Apply a layer to the items of all rows."""
     with forward.spans.packed(packing.offsets):
         made: Tensor = layer(items)
     return made
 
 
 def _packed_input(tokens: TokensIn, masked: Sequence[bool], packing: Packing) -> PackedTokens | None:
-    """What the first block computes of its input, as if a block before had made it; None where what a row does not
-    compute there is not what was recorded."""
+    """Return the first block's input as packed tokens; None if tokens that are not computed are not as recorded."""
     pairs = list(zip(masked, tokens.as_recorded, strict=True))
     if not any(masked) or (True, False) in pairs:
         return None
@@ -160,11 +155,11 @@ def _packed_input(tokens: TokensIn, masked: Sequence[bool], packing: Packing) ->
 
 
 def _where(recorded: Sequence[Tensor | None], masked: Sequence[bool]) -> list[Tensor | None]:
-    """What masked rows take, and None for the others."""
+    """Return what is recorded for masked rows, and None for the others."""
     return [rest if reads else None for rest, reads in zip(recorded, masked, strict=True)]
 
 
 def _by_head(tensor: Tensor, heads: int) -> Tensor:
-    """[rows, length, channels] as [rows, heads, length, channels of a head]."""
+    """Return [rows, length, channels] as [rows, heads, length, channels per head]."""
     rows, length, _ = tensor.shape
     return tensor.view(rows, length, heads, -1).transpose(1, 2)

@@ -1,7 +1,7 @@
-"""What each block of a masked network takes: the names that it records, their bytes, and its floating-point operations.
+"""The work of each block of a masked network: its recorded names, their bytes, and its floating-point operations.
 
-A block is what is taken from a recording or computed as a whole: one transformer block, or the convolutions of one
-layer over feature maps. It knows no device: seconds are fitted to these numbers, or measured.
+A block is the unit that is either reused or computed: one transformer block, or the convolutions of one layer over
+feature maps. Times on a device are fitted to these numbers, or measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLOAT16_BYTES = 2
 
 
 class BlockKind(Enum):
-    """TRANSFORMER: over tokens. MAPS: convolutions over feature maps."""
+    """The kind of a block: a transformer block over tokens, or convolutions over feature maps."""
 
     TRANSFORMER = "transformer"
     MAPS = "maps"
@@ -35,37 +35,38 @@ class BlockKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWork:
-    """One block of one row.
-
-    name: path of its module. names: under which it is recorded, in the order in which it puts them out; shapes: of
-    what is recorded under each, in float16. size: height and width of its level, in tokens or elements.
-    flops: of the whole row. fixed_flops: of these, what is computed for every token, whatever is masked.
-    """
+    """The work of one block for one row."""
 
     name: str
+    """Path of its module."""
     names: tuple[str, ...]
+    """Names of its recorded outputs, in the order of execution."""
     kind: BlockKind
     size: _Size
+    """Height and width of its level, in tokens or elements."""
     shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the recorded outputs, which are float16."""
     flops: float
+    """Floating-point operations of a whole row."""
     fixed_flops: float = 0.0
+    """The part of `flops` that is computed for every token, whatever the mask."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all that is recorded of it."""
+        """Bytes of its recorded outputs."""
         return sum(map(math.prod, self.shapes)) * _FLOAT16_BYTES
 
     def flops_at(self, share: float) -> float:
-        """Where this share of the tokens or elements of its level is computed."""
+        """Return the operations if this share of its tokens or elements is computed."""
         return self.fixed_flops + (self.flops - self.fixed_flops) * min(1.0, share)
 
 
 def blocks_of(
     unet: UNet2DConditionModel, size: _Size, *, prompt_tokens: int = 77, sparse: bool = True
 ) -> tuple[BlockWork, ...]:
-    """The blocks in order of execution. size: height and width of the latent. sparse: see SparseMaps.
+    """Return a network's blocks in order of execution for a latent of this size; only transformer blocks if not sparse.
 
-    Raises ValueError for a network in which two blocks have one name, which no recording could tell apart.
+    Raise ValueError if two blocks have the same name.
     """
     made = tuple(_Walk(size=size, prompt_tokens=prompt_tokens).blocks(unet))
     kept = tuple(block for block in made if sparse or block.kind is BlockKind.TRANSFORMER)
@@ -78,9 +79,10 @@ def blocks_of(
 
 @dataclass(slots=True, kw_only=True)
 class _Walk:
-    """Goes through a network as a forward does. size: of the feature maps where it is."""
+    """Walks through a network in the order of a forward."""
 
     size: _Size
+    """Size of the current feature maps."""
     prompt_tokens: int
 
     def blocks(self, unet: UNet2DConditionModel) -> Iterator[BlockWork]:
@@ -157,10 +159,11 @@ class _Walk:
             )
 
     def _block(self, path: str, block: BasicTransformerBlock, *, recorded: str, behind: Any) -> BlockWork:
-        """recorded: its name; the last one's is that of the projection behind it."""
+        """Return a transformer block's work; the last one is recorded behind the output projection."""
         tokens, channels = self._elements, int(block.attn1.to_q.in_features)
         inner = int(block.attn1.inner_dim)
-        # Keys and values of self-attention are of every token; those of the prompt are kept from step to step.
+        # Keys and values of self-attention are computed for every token; those of the prompt are kept from step to
+        # step.
         fixed = 2 * tokens * channels * 2 * inner
         attention = 4 * tokens * tokens * inner + 2 * tokens * channels * 2 * inner
         cross = 4 * tokens * self.prompt_tokens * inner + 2 * tokens * channels * 2 * inner
@@ -180,7 +183,7 @@ class _Walk:
         )
 
     def _maps(self, path: str, recorded: dict[str, int], flops: float) -> BlockWork:
-        """recorded: channels by name. flops: of an element."""
+        """Return the work of convolutions, from the channels of recorded outputs and the operations per element."""
         return BlockWork(
             name=path,
             names=tuple(recorded),
@@ -196,5 +199,5 @@ class _Walk:
 
 
 def _flops(layer: Any) -> float:
-    """Of a convolution or a projection, for each element that it puts out."""
+    """Return the operations of a convolution or projection, per output element."""
     return 2.0 * float(layer.weight.numel())

@@ -1,1 +1,1 @@
-"""Recordings of templates: what blocks put out where an image is not redrawn, by whom it is recorded, read and kept."""
+"""Recordings of templates: block outputs outside the mask, their readers and writers, and where they are kept."""

@@ -1,4 +1,4 @@
-"""Areas of a latent: the levels of a network at which they are seen, and the whole cells in them."""
+"""Areas of a latent at the levels of a network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.nn import functional
 
 
 def level_of(shape: tuple[int, ...], tokens: int) -> tuple[int, int]:
-    """Height and width of the level of a latent of this shape that has so many tokens. Raises ValueError."""
+    """Return the size of the level of a latent that has this number of tokens. Raise ValueError if there is none."""
     height, width = shape[-2:]
     while height * width > tokens:
         height, width = -(-height // 2), -(-width // 2)
@@ -17,7 +17,7 @@ def level_of(shape: tuple[int, ...], tokens: int) -> tuple[int, int]:
 
 
 def whole_cells(area: Tensor, cell: int) -> Tensor:
-    """What of an area, bool [height, width], is made of whole cells of so many elements a side."""
+    """Return the part of an area, bool [height, width], that consists of whole cells of `cell` elements a side."""
     outside = functional.max_pool2d((~area)[None].float(), cell, ceil_mode=True)[0] > 0
     height, width = area.shape
     return ~outside.repeat_interleave(cell, 0).repeat_interleave(cell, 1)[:height, :width]

@@ -1,6 +1,6 @@
-"""What one image's steps take from a recording, and what they complete of it.
+"""Reads activations for one image's steps from a recording, and adds to the recording what it lacks.
 
-It is asked for the activations of a row as often as its step is tried, and told when the step is made.
+The engine asks for a row's activations each time that it tries a step, and reports when the step is done.
 """
 
 from __future__ import annotations
@@ -30,26 +30,20 @@ FULL_MASK = "it redraws the whole image, its mask's margin included"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadTerms:
-    """What an image may do with its recording.
-
-    completes: whether it may write. any_prompt: whether it takes what was computed with another prompt; else it
-    computes that half in full, and puts it in place of the other. The unconditional half has the same prompt in most
-    edits.
-    """
+    """The permissions of an image on its recording."""
 
     completes: bool
+    """Whether it may write."""
     any_prompt: bool
+    """Whether it may reuse another prompt's activations. If not, it computes that half of guidance in full and replaces
+    its recording. The unconditional half has the same prompt in most edits.
+    """
 
 
 class ImageReader:
-    """Takes what one image does not redraw from a recording, and completes that.
+    """Reads what one image does not redraw from a recording, and completes the recording.
 
-    shapes: see StepReader. room: see StepProjections. mask: what the edit redraws, dilated; bool [height, width] of the
-    latent.
-    reused: transformer blocks that took what they did not compute from it. most_share: the largest share of the tokens
-    that a step has computed, of those that took anything. wrote: whether it has completed anything. other_prompt:
-    whether it has met another prompt that it does not take. computed_all_because: why the newest row that took nothing
-    did not, in words. loads: what was decided about steps that come.
+    `mask` is dilated, bool [height, width] of the latent.
     """
 
     def __init__(
@@ -66,11 +60,17 @@ class ImageReader:
     ) -> None:
         self.recording = recording
         self.other_prompt = False
+        """Whether a step was recorded with another prompt and not reused."""
         self.computed_all_because = ""
+        """Why the newest row that reused nothing did not, in words."""
         self.reused = 0
+        """Number of transformer blocks that reused activations so far."""
         self.most_share = 0.0
+        """Largest share of the tokens that a step computed, among steps that reused any."""
         self.wrote = False
+        """Whether it added to the recording."""
         self.loads: dict[StepKey, StepLoads] = {}
+        """Load decisions for coming steps."""
         self._source = source
         self._request = request
         self._mask = mask
@@ -79,7 +79,7 @@ class ImageReader:
         self._room = room
         self._shapes = shapes
         self._prompts = {half: prompt_of(request.spec, half) for half in Half}
-        # A recording has the same blocks in all of its steps.
+        # All steps of a recording have the same blocks.
         self._kept = next((frozenset(step.names) for step in recording.steps.values()), None)
         self._plans = ValidPlans(mask, levels, completes=terms.completes)
         self._readers: dict[StepKey, tuple[StepReader, ValidPlan]] = {}
@@ -90,9 +90,9 @@ class ImageReader:
         recording.users.add(self)
 
     def row(self, half: Half) -> RowActivations | None:
-        """Of the step that comes next; asked again where that is tried again."""
+        """Return the activations of a row of the next step. A step that is retried asks again."""
         if lacks_loras(self._request):
-            return None  # of another set of weights than the recording
+            return None  # The recording was made with other weights.
         if begins_with_noise(self._request):
             self.computed_all_because = "with strength 1 it begins with nothing of the image"
             return None
@@ -121,7 +121,7 @@ class ImageReader:
         return RowActivations(computed=plan.computed, share=plan.share, recorded=reader, sink=sink)
 
     def made_step(self) -> StepLoadCounts:
-        """The step is made. What of it had to be loaded."""
+        """Finish the step: write what it adds to the recording, and return the counts of its loads."""
         counts = StepLoadCounts()
         readers, self._readers = self._readers, {}
         sinks, self._sinks = self._sinks, {}
@@ -148,7 +148,7 @@ class ImageReader:
 
     @property
     def next_share(self) -> float:
-        """The share of the tokens that the next step computes, at the finest level of attention."""
+        """Share of the tokens that the next step computes, at the finest attention level."""
         if self._request.done or lacks_loras(self._request) or begins_with_noise(self._request):
             return 1.0
         halves = tuple(Half) if self._request.spec.guided else (Half.CONDITIONAL,)
@@ -157,11 +157,11 @@ class ImageReader:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of its latent."""
+        """Height and width of the latent."""
         return self.recording.shape
 
     def coming(self, turn: int) -> Coming:
-        """Its rows of the step that it makes in so many turns, for the planner."""
+        """Return the rows of the step that the image makes in `turn` turns, for the planner."""
         request = self._request
         if request.step + turn >= request.end:
             return (), 0
@@ -182,34 +182,34 @@ class ImageReader:
 
     @property
     def outstanding(self) -> Iterable[StepLoads]:
-        """What was decided for it and may not be here; what a host's store maps takes no time of the load stream."""
+        """Decisions whose loads may be pending. Tensors that a store on this host maps need no load."""
         return (loads for loads in self.loads.values() if not loads.step.mapped)
 
     def close(self) -> None:
-        """The job is over: what was requested for it is not needed any more."""
+        """Drop the image's pending requests."""
         self.recording.users.discard(self)
         while self.loads:
             self._drop_requests(self.loads.popitem()[1])
 
     def _projections(self, step: RecordedStep) -> KeptProjections | None:
-        """On a CPU alone: a device computes them sooner than it is given them."""
+        """Return the step's kept keys and values. A GPU computes them faster than it copies them."""
         if self._request.latent.device.type != "cpu":
             return None
         return self.recording.projections(step, self._room)
 
     def _loads_of(self, key: StepKey, step: RecordedStep) -> StepLoads | None:
-        """What was decided for a step, as it is now."""
+        """Return the decision for a step, unless the step was replaced since."""
         loads = self.loads.get(key)
         return loads if loads is not None and loads.step is step else None
 
     def _drop_requests(self, loads: StepLoads) -> None:
-        """What has not come is of no use to this image. Others that read the recording may still wait for it."""
+        """Drop pending requests, unless another image that reads the recording may wait for them."""
         alone = self.recording.readers <= 1 and self._request.spec.num_images == 1
         if alone and loads.outstanding:
             loads.step.drop_requests()
 
     def _step(self, key: StepKey) -> RecordedStep | None:
-        """What it may take; None where that was not recorded, or with another prompt."""
+        """Return the recorded step that may be reused, or None."""
         step = self.recording.step(key, self._prompts[key.half])
         if step is None or self._terms.any_prompt or step.prompt == self._prompts[key.half]:
             return step
@@ -217,14 +217,14 @@ class ImageReader:
         return None
 
     def _new_row(self, key: StepKey) -> RowActivations | None:
-        """Of a step that the recording does not have, or with another prompt: computed in full."""
+        """Return a fully computed row that records a step which the recording lacks for this prompt."""
         if not self._terms.completes:
             return None
         sink = self._sinks[key] = StepRecorder(self._kept)
         return RowActivations(sink=sink)
 
     def _add(self, key: StepKey, sink: StepRecorder) -> None:
-        """Takes a step into the recording, where there is room; it may be there by now."""
+        """Add a new step to the recording, if there is room and it was not added meanwhile."""
         if not sink.outputs or self._step(key) is not None or not sink.finite:
             return
         if self._make_room(key, sink.size_bytes):
@@ -233,7 +233,7 @@ class ImageReader:
             self.wrote = True
 
     def _make_room(self, key: StepKey, size_bytes: int) -> bool:
-        """Whether there is room for so much more, of a step; what it has of other prompts may have to go for it."""
+        """Return whether a step fits, after removing its recordings with other prompts if necessary."""
         recording, before = self.recording, self.recording.steps.get(key)
         recording.forget_other(key)
         if self._has_room(size_bytes, size_bytes):
@@ -244,14 +244,14 @@ class ImageReader:
         return True
 
     def _has_room(self, more_bytes: int, more_held_bytes: int) -> bool:
-        """more_bytes: of the template. more_held_bytes: of this process's memory."""
+        """Return whether the recording may grow by so many bytes in all, and in this process's memory."""
         recording, budget_bytes = self.recording, self.recording.budget_bytes
         if budget_bytes and recording.recorded_bytes + more_bytes > budget_bytes:
             return False
         return self._source.reserve(recording, recording.held_bytes + more_held_bytes)
 
     def _writable(self, key: StepKey, step: RecordedStep) -> RecordedStep | None:
-        """The step to complete; None where it may not be written to, and there is no copy or no room for one."""
+        """Return a step that may be written to; None if it needs a copy that cannot be made or has no room."""
         if step.writable:
             return step
         if not self._has_room(0, step.size_bytes - step.held_bytes):

@@ -1,6 +1,6 @@
-"""What one image's steps give to a new recording.
+"""Records one image's activations into a new recording.
 
-It is asked for the activations of a row as often as its step is tried, and told when the step is made.
+The engine asks for a row's activations each time that it tries a step, and reports when the step is done.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from bottega.diffusion.rows import Half, RowActivations
 
 
 class ImageRecorder:
-    """Records one image into a recording that was begun. lost: why that came to nothing; empty while it goes well.
-
-    valid: bool [height, width] of the latent, where the template stands. kept: see StepRecorder.
-    """
+    """Records one image into a new recording; `valid`, bool [height, width], marks where the template stands."""
 
     def __init__(
         self,
@@ -32,6 +29,7 @@ class ImageRecorder:
         kept: frozenset[str] | None = None,
     ) -> None:
         self.lost = ""
+        """Why the recording was given up; empty while it was not."""
         self._kept = kept
         self.request = request
         self.recording = recording
@@ -40,7 +38,7 @@ class ImageRecorder:
         self._pending: dict[StepKey, StepRecorder] = {}
 
     def row(self, half: Half) -> RowActivations | None:
-        """Of the step that comes next; asked again where that is tried again."""
+        """Return the activations of a row of the next step. A step that is retried asks again."""
         if not self.lost and lacks_loras(self.request):
             self.give_up("a LoRA came late")
         if not self.lost and self._kept is not None and not self._kept:
@@ -51,9 +49,9 @@ class ImageRecorder:
         return RowActivations(sink=sink)
 
     def made_step(self) -> None:
-        """The step is made."""
+        """Add the step to the recording."""
         pending, self._pending = self._pending, {}
-        # Asked ahead, rows of a step that was not made are pending, too: they have put out nothing.
+        # Rows of a step that did not run may be pending as well; they have no outputs.
         made = {key: sink for key, sink in pending.items() if sink.outputs}
         if self.lost or not made:
             return
@@ -70,11 +68,11 @@ class ImageRecorder:
 
     @property
     def next_share(self) -> float:
-        """It computes all."""
+        """Share of the tokens that the next step computes: all."""
         return 1.0
 
     def complete(self) -> bool:
-        """The image is finished: others may read its recording. Whether there is one."""
+        """Publish the recording, and return whether there is one."""
         if not self.lost and not self.recording.steps:
             self.give_up("no block was recorded")
         if not self.lost:
@@ -82,11 +80,11 @@ class ImageRecorder:
         return not self.lost
 
     def give_up(self, why: str) -> None:
-        """The recording is worth nothing. Harmless the second time."""
+        """Abandon the recording. Later calls do nothing."""
         if not self.lost:
             self.lost = why
             self._source.abandon(self.recording)
 
     def _expected(self, step_bytes: int) -> int:
-        """Of the whole recording, when a step of so many bytes was just made."""
+        """Return the expected bytes of the whole recording, from those of the step that just ended."""
         return self.recording.held_bytes + step_bytes * (1 + self.request.steps_left)

@@ -1,4 +1,4 @@
-"""What a template's recording and its steps are found by."""
+"""The keys by which recordings and their steps are found."""
 
 from __future__ import annotations
 
@@ -12,61 +12,63 @@ from bottega.diffusion.spec import ResolvedSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedControl:
-    """A ControlNet whose residuals are in the outputs. digest: of its weights; image_digest: of its image; hex."""
+    """A ControlNet whose residuals are part of the recorded outputs."""
 
     digest: str
+    """SHA-256 of the weights, hex."""
     image_digest: str
+    """SHA-256 of the control image, hex."""
     scale: float
     guess_mode: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingKey:
-    """What two edits have in common where one uses the other's activations: all but prompt, seed, mask and sampler.
+    """The properties that two edits must share to use the same recording: all but prompt, seed, mask and sampler.
 
-    A step's model input is a function of latent, noise, timestep and noise level alone, the same one for all samplers
-    that are served; see StepKey.
-    model_hash: hex. dtype: of the model. template: hex digest of the pixels as they are drawn, crop included, or the
-    name that a generation gave its latents. weights: of the LoRAs. tenant: whose it is; empty where nobody says so.
+    The sampler does not matter: for every sampler that is served, a step's model input is the same function of latent,
+    noise, timestep and noise level. See `StepKey`.
     """
 
     model_hash: str
     dtype: str
     template: str
+    """Digest of the pixels as drawn, crop included, in hex; or the name that a generation gave its latents."""
     weights: SetKey = ()
+    """Digests and scales of the LoRAs."""
     controls: tuple[RecordedControl, ...] = ()
     tenant: str = ""
+    """The owner; empty if the gateway names none."""
 
     @property
     def digest(self) -> str:
-        """64 hex digits."""
-        said = [
+        """SHA-256 of the key, hex."""
+        parts = [
             self.model_hash,
             self.dtype,
             self.template,
             [[digest, scale] for digest, scale in self.weights],
-            [[each.digest, each.image_digest, each.scale, each.guess_mode] for each in self.controls],
+            [[control.digest, control.image_digest, control.scale, control.guess_mode] for control in self.controls],
             self.tenant,
         ]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKey:
-    """One forward of a template. controls: places of the ControlNets that are active in it.
-
-    noise_level: see Sampler: several levels may have one timestep, even in one schedule.
-    """
+    """Identifies one forward of a template."""
 
     timestep: float
     noise_level: float
+    """See `Sampler`. One timestep may have several noise levels, even within one schedule."""
     half: Half
     controls: tuple[int, ...] = ()
+    """Places of the ControlNets that are active in it."""
 
 
 def prompt_of(spec: ResolvedSpec, half: Half) -> str:
-    """What one half's activations follow beside the picture: a digest of its prompts, hex."""
-    said: tuple[str | None, str | None] = (spec.negative_prompt, spec.negative_prompt_2)
+    """Return a digest of one half's prompts, hex."""
+    prompts: tuple[str | None, str | None] = (spec.negative_prompt, spec.negative_prompt_2)
     if half is Half.CONDITIONAL:
-        said = (spec.prompt, spec.prompt_2)
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        prompts = (spec.prompt, spec.prompt_2)
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()

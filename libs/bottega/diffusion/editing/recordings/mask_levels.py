@@ -1,4 +1,4 @@
-"""How masks become tokens in one network. Knows no request and no recording."""
+"""How masks map to tokens in a network."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from bottega.diffusion.editing.masked.tokens import dilate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskLevels:
-    """How masks become tokens in a network.
-
-    finest: latent elements a side of a token at its finest level of attention. deepest: of one at its deepest level.
-    margin: tokens of the finest level around a mask that are computed, too.
-    blocks: names of what its transformer blocks put out.
-    """
+    """Sizes that decide how a mask becomes tokens."""
 
     finest: int
+    """Latent elements a side of a token at the finest attention level."""
     deepest: int
+    """Latent elements a side of a token at the deepest level."""
     margin: int
+    """Tokens around the mask, at the finest level, that are computed as well."""
     blocks: frozenset[str]
+    """Names of the transformer blocks' outputs."""
 
     def dilated(self, mask: Tensor) -> Tensor:
-        """What an edit computes. mask: [1, 1, height, width] of the latent, 1 where it is redrawn; returns bool."""
+        """Return the area that an edit computes, bool [height, width], from its mask [1, 1, height, width]."""
         return dilate(mask[0, 0].cpu() > 0, self.margin, self.finest)

@@ -1,4 +1,4 @@
-"""Recordings in the worker's memory, within a budget of bytes: the template used longest ago goes first, as a whole."""
+"""Recordings in the worker's memory, within a budget. Whole templates are evicted, least recently used first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bottega.v1.fleet_pb2 import ServiceAddress
 
 
 class MemoryActivations:
-    """An ActivationSource of this process alone."""
+    """An ActivationSource that keeps recordings in this process only."""
 
     load_bytes_per_s: float | None = None
 
@@ -43,7 +43,7 @@ class MemoryActivations:
         return self._events
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        """It needs none."""
+        """Do nothing: this source uses no stores."""
 
     def ask(self, query: TemplateQuery) -> Future[StoreWork | None]:
         known: Future[StoreWork | None] = Future()
@@ -51,22 +51,22 @@ class MemoryActivations:
         return known
 
     def get(self, key: RecordingKey) -> Recording | None:
-        """What is here of a template, in whatever state; it is not used by that."""
+        """Return a template's recording in any state, without marking it as used."""
         return self._cache.get(key.digest)
 
     def adopt(self, recording: Recording) -> None:
-        """Takes in a complete one that comes from elsewhere. There must be none of its template."""
+        """Add a complete recording from elsewhere. The template must have none here."""
         recording.complete = True
         recording.used_s = self._clock()
         self._cache.add(recording.key.digest, recording)
 
     def forget(self, recording: Recording) -> None:
-        """It is not needed here. Harmless where it is not here."""
+        """Remove a recording, if it is here."""
         if self._cache.get(recording.key.digest) is recording:
             self._cache.remove(recording.key.digest)
 
     def make_room(self, size_bytes: int) -> bool:
-        """Whether there is room for so much more, what follows from recordings and idle ones having gone for it."""
+        """Make room by dropping kept projections and idle recordings; return whether there is enough."""
         lack_bytes = size_bytes - self.spare_bytes
         for recording in self.recordings[::-1]:
             if lack_bytes <= 0:
@@ -78,7 +78,7 @@ class MemoryActivations:
 
     @property
     def used_bytes(self) -> int:
-        """Of all. Any thread may ask."""
+        """Bytes of all recordings. Thread-safe."""
         return self._cache.used_bytes
 
     def find(self, key: RecordingKey, recording: str = "") -> Recording | None:
@@ -104,7 +104,7 @@ class MemoryActivations:
         return begun
 
     def changed(self, recording: Recording, key: StepKey) -> None:
-        """Nobody else is given it."""
+        """Do nothing: recordings are not shared with other processes."""
 
     def reserve(self, recording: Recording, size_bytes: int) -> bool:
         more_bytes = size_bytes - recording.size_bytes
@@ -131,14 +131,14 @@ class MemoryActivations:
             recording.reserved_bytes = 0
 
     def drop(self, prefix: str) -> int:
-        idle = [key for key, each in self._cache.items() if each.is_idle and each.id.startswith(prefix)]
+        idle = [key for key, kept in self._cache.items() if kept.is_idle and kept.id.startswith(prefix)]
         for key in idle:
             self._cache.remove(key)
         self._events["dropped"] += len(idle)
         return len(idle)
 
     def stop(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: this source has no links."""
 
     def _note_eviction(self, _key: str, _recording: Recording) -> None:
         self._events["evictions"] += 1

@@ -1,8 +1,8 @@
-"""Keys and values that follow from a recorded step, in memory that nothing else needs.
+"""Attention keys and values of recorded tokens, kept in spare memory.
 
-Blocks attend to all tokens; what a recording has of those that are not computed is the blocks' output, from which keys
-and values are projected in every edit anew. Kept, they save a third of what a masked block costs on a CPU, for four
-times the bytes of what they follow from (twice as many tensors, of the model's element type).
+Masked blocks attend to all tokens. For tokens that are not computed, keys and values are projected from the recorded
+output of the block before, in every edit anew. Keeping them saves a third of a masked block's time on a CPU and takes
+four times the bytes of the recorded outputs (two tensors in the model's dtype).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from bottega.diffusion.rows import Projections
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ProjectionsRoom:
-    """What may still be kept of all steps together; whoever has them says it anew before each turn."""
+    """Memory that all steps share for projections; set before each turn."""
 
     left_bytes: int = 0
 
 
 class StepProjections:
-    """KeptProjections of one step. room: that all steps share."""
+    """The KeptProjections of one step."""
 
     def __init__(self, room: ProjectionsRoom) -> None:
         self.size_bytes = 0

@@ -1,4 +1,4 @@
-"""Which steps of a request a template is in, and by what key they are recorded and read."""
+"""The step keys of a request, and which of its steps cannot be reused."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from bottega.diffusion.editing.recordings.keys import StepKey
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.rows import Half
 
-# Of a noise level, of those that count: it is computed in float32, whose last bits are others on other processors, and
-# their workers may share a store. No two steps of a schedule are as near to each other.
+# Significant digits of a noise level in keys. The last bits of its float32 value differ between processors, whose
+# workers may share a store. No two steps of a schedule are that close.
 _DIGITS = 5
 
 
 def step_key(request: Request, half: Half, turn: int = 0) -> StepKey:
-    """Of the step that comes in so many turns; 0 is the next one."""
+    """Return the key of the step in `turn` turns; 0 is the next one."""
     spec, step = request.spec, request.step + turn
     active = []
     for place, control in enumerate(spec.controlnets):
@@ -24,19 +24,19 @@ def step_key(request: Request, half: Half, turn: int = 0) -> StepKey:
 
 
 def rounded(noise_level: float) -> float:
-    """As keys have it."""
+    """Round a noise level as keys do."""
     return float(f"{noise_level:.{_DIGITS}g}")
 
 
 def lacks_loras(request: Request) -> bool:
-    """Whether the next step is made without LoRAs that the request has."""
+    """Return whether the next step runs without the request's LoRAs."""
     return bool(request.spec.loras) and request.loras_now is None
 
 
 def begins_with_noise(request: Request, turn: int = 0) -> bool:
-    """Whether nothing of the template is in the latent before the step that comes in so many turns, see Edit.start.
+    """Return whether the latent before the step in `turn` turns is pure noise; see `Edit.start`.
 
-    Other edits make steps of that key with the template outside their masks.
+    Other edits make steps with the same key from the template.
     """
     edit = request.edit
     full = edit is not None and edit.trajectory is None and request.spec.strength == 1.0

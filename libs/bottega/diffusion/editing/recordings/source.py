@@ -1,4 +1,4 @@
-"""Where recordings come from and go to, as the engine sees it: this worker's memory, or a store behind it."""
+"""The interface to recordings that the engine sees: this worker's memory, or a store behind it."""
 
 from __future__ import annotations
 
@@ -17,106 +17,104 @@ EVENTS = ("hits", "misses", "recorded", "given_up", "evictions", "dropped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateQuery:
-    """Is this template recorded? key: of its recordings. recording: this one alone, 32 hex digits; empty is any.
-
-    would_record: whether the job would record it, if nobody has. origin: see Recording. width, height: of what the job
-    draws, in pixels; 0 where nobody says.
-    """
+    """A question whether a template is recorded."""
 
     key: RecordingKey
     recording: str = ""
+    """Id of the only acceptable recording, 32 hex digits; empty for any."""
     would_record: bool = True
+    """Whether the job would record the template if nobody has."""
     origin: str = ""
+    """See `Recording`."""
     width: int = 0
+    """Of the picture, in pixels; 0 if not known."""
     height: int = 0
 
 
 class ActivationSource(Protocol):
-    """All calls come from the engine's thread, but for `stop` and what operators see, and none waits.
+    """Finds, makes and keeps recordings. No method blocks.
 
-    A recording that it hands out is in use until it is released: it is not evicted, and what its steps hold stays where
-    it is. A source may hand out one of which parts are elsewhere, to be requested: what a step does not have is
-    computed. What was loaded may go again for what its users, or others, need sooner.
+    The engine's thread makes all calls except `stop` and those for operators. A recording that was handed out is in use
+    until it is released: it is not evicted, and tensors that its steps hold stay valid. Parts of it may be elsewhere
+    and must be requested; what a step does not have is computed. Loaded parts may be dropped for others that are needed
+    sooner.
     """
 
     @property
     def load_bytes_per_s(self) -> float | None:
-        """How fast what is requested comes, as it was measured of late; None where nothing is ever loaded: what there
-        is is here. Positive.
-        """
+        """Recent load rate, positive; None if nothing is ever loaded because all is here."""
         ...
 
     def set_stores(self, stores: Sequence[ServiceAddress]) -> None:
-        """The stores that there are now, the best first."""
+        """Set the stores that exist now, the best first."""
         ...
 
     def ask(self, query: TemplateQuery) -> Future[StoreWork | None]:
-        """Finds out, in the background, what `find` and `begin` say of a template.
+        """Find out in the background what `find` and `begin` need to know about a template.
 
-        Done when they know, with what a store has done for that, where one had to. It never fails. Whoever does not
-        wait for it any more cancels it.
+        The future never fails. It yields the work of the store that was asked, if any. Cancel it to stop waiting.
         """
         ...
 
     def find(self, key: RecordingKey, recording: str = "") -> Recording | None:
-        """A template's complete recording, in use from now on; None where there is none. recording: only this one."""
+        """Return a template's complete recording, now in use, or None. `recording` is the only acceptable id."""
         ...
 
     def begin(
         self, key: RecordingKey, shape: tuple[int, int], drawn: DrawnTemplate | None = None, *, origin: str = ""
     ) -> Recording | None:
-        """A new recording of a template, in use from now on, until it is completed or abandoned; see Recording.
+        """Begin a template's recording, which is in use until it is completed or abandoned; see `Recording`.
 
-        None where somebody is recording the template, and where it has a recording already.
+        Return None if the template has a recording or somebody is making one.
         """
         ...
 
     def changed(self, recording: Recording, key: StepKey) -> None:
-        """A step of it was added, replaced or grown: others may be given it, too, but not before it is complete."""
+        """Note that a step was added, replaced or extended. Others get it once the recording is complete."""
         ...
 
     def reserve(self, recording: Recording, size_bytes: int) -> bool:
-        """Makes room, so that the recording may take so many bytes in all; whether there is room."""
+        """Make room for a recording of so many bytes in all, and return whether there is enough."""
         ...
 
     def complete(self, recording: Recording) -> None:
-        """A recording that was begun is whole: others may use it. It is not in use any more."""
+        """Publish a recording that was begun, and release it."""
         ...
 
     def abandon(self, recording: Recording) -> None:
-        """A recording that was begun is worth nothing, and is forgotten."""
+        """Forget a recording that was begun."""
         ...
 
     def release(self, recording: Recording) -> None:
-        """One that was found is not used any more."""
+        """Release a recording that was found."""
         ...
 
-    # What operators see.
+    # For operators.
 
     @property
     def budget_bytes(self) -> int:
-        """That all recordings may take."""
+        """Upper bound on the bytes of all recordings."""
         ...
 
     @property
     def spare_bytes(self) -> int:
-        """Of the budget, what nothing takes."""
+        """Unused bytes of the budget."""
         ...
 
     @property
     def recordings(self) -> Sequence[Recording]:
-        """Those that are here, the one used last first."""
+        """The recordings that are here, most recently used first."""
         ...
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How often what has happened since the start, by EVENTS."""
+        """Number of events since the start, by the names in `EVENTS`."""
         ...
 
     def drop(self, prefix: str) -> int:
-        """Forgets the recordings whose ids begin so, but for those in use. Returns how many."""
+        """Forget the idle recordings whose ids begin with `prefix`, and return how many."""
         ...
 
     def stop(self) -> None:
-        """The process ends: closes links. From any thread; harmless the second time."""
+        """Close the links. Thread-safe; later calls do nothing."""
         ...

@@ -1,7 +1,4 @@
-"""What one forward of a template has put out, as its readers see it: it may be in this process, or on its way here.
-
-Whose it is, and who brings it, the source of its recording says.
-"""
+"""The recorded outputs of one forward, which may be in this process or still on their way here."""
 
 from __future__ import annotations
 
@@ -16,36 +13,37 @@ from bottega.diffusion.engine.store_work import StoreWork
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTime:
-    """How long something was on its way. began_s: when it was requested, on CLOCK_MONOTONIC. work: of the store."""
+    """How long a load took."""
 
     began_s: float
+    """When it was requested, on CLOCK_MONOTONIC."""
     seconds: float
     size_bytes: int
     work: StoreWork | None = None
+    """The store's part of it."""
 
 
 class RecordedStep(Protocol):
-    """One forward's outputs by name, float16, on the CPU; see StepActivations. All calls come from the engine's thread.
-
-    valid: see Recording. prompt: what it was computed with, see `prompt_of`; empty where that was more than one.
-    """
+    """The outputs of one forward by name, float16 on the CPU; see `StepActivations`. Not thread-safe."""
 
     valid: Tensor
+    """See `Recording`."""
     prompt: str
+    """Digest of the prompt, see `prompt_of`; empty if parts were computed with different prompts."""
 
     @property
     def names(self) -> Collection[str]:
-        """Of all that was recorded, in the order in which the network puts it out."""
+        """Names of all recorded outputs, in the order of execution."""
         ...
 
     @property
     def size_bytes(self) -> int:
-        """Of all that was recorded, wherever it is."""
+        """Bytes of all recorded outputs, wherever they are."""
         ...
 
     @property
     def held_bytes(self) -> int:
-        """What it takes of this process's memory; none of what it shares with a store."""
+        """Bytes of this process's memory, without what is shared with a store."""
         ...
 
     @property
@@ -55,36 +53,36 @@ class RecordedStep(Protocol):
 
     @property
     def mapped(self) -> bool:
-        """Whether what is requested is memory of this host, which comes at once and keeps no stream of loads busy."""
+        """Whether requested tensors are memory of this host, which comes at once and does not use the load stream."""
         ...
 
     def bytes_of(self, name: str) -> int:
-        """Of one of its names, wherever it is; 0 for another one."""
+        """Return the bytes of an output, wherever it is; 0 for an unknown name."""
         ...
 
     def get(self, name: str) -> Tensor | None:
-        """What is here now; None where that is not recorded, or not here yet. Nobody writes to it, but see writable."""
+        """Return an output that is here, or None. It must not be written to unless the step is writable."""
         ...
 
     def request(self, names: Sequence[str]) -> None:
-        """Has these loaded, in this order, behind what was requested before. Harmless for what is here or requested."""
+        """Load these outputs in this order, after earlier requests. Skip those that are here or requested."""
         ...
 
     def wait(self, name: str, timeout_s: float) -> bool:
-        """Waits for one that was requested. Whether it is here; at once where it will not come."""
+        """Wait for a requested output, and return whether it is here. Returns at once if it will not come."""
         ...
 
     def drop_requests(self) -> None:
-        """What was requested and has not come is not needed any more. Harmless the second time."""
+        """Cancel the pending requests. Later calls do nothing."""
         ...
 
     def take_load_times(self) -> Sequence[LoadTime]:
-        """Of what has come since this was last asked, whoever requested it."""
+        """Return the loads that ended since the last call, including those that others requested."""
         ...
 
 
 class MemoryStep:
-    """All of a forward in this process. outputs: by name, float16, on the CPU, in the order of `names`."""
+    """A forward whose outputs are all in this process."""
 
     writable = True
     mapped = False
@@ -111,20 +109,20 @@ class MemoryStep:
         return self.outputs.get(name)
 
     def request(self, names: Sequence[str]) -> None:
-        """It is here."""
+        """Do nothing: everything is here."""
 
     def wait(self, name: str, timeout_s: float) -> bool:
         return name in self.outputs
 
     def drop_requests(self) -> None:
-        """There are none."""
+        """Do nothing: there are no requests."""
 
     def take_load_times(self) -> Sequence[LoadTime]:
         return ()
 
 
 def copy_step(step: RecordedStep) -> MemoryStep | None:
-    """A copy that may be written to; None where not all of it is here."""
+    """Return a writable copy, or None if parts of the step are elsewhere."""
     outputs = {name: step.get(name) for name in step.names}
     whole = {name: output.clone() for name, output in outputs.items() if output is not None}
     if len(whole) < len(outputs):

@@ -1,4 +1,4 @@
-"""What a row of an edit reads from a recorded step, records of a new one, or adds to one."""
+"""How a row of an edit reads a recorded step, records a new one, or completes one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from bottega.diffusion.rows import KeptProjections
 
 
 class StepReader:
-    """The RecordedActivations of a row that takes from a recorded step.
+    """The RecordedActivations of a row that reads a recorded step.
 
-    loads: what was planned of what is not here; without a plan that is computed. shapes: that the network puts out, by
-    name: what has another one, from a store that lies, would fail its whole batch, and is computed; None trusts it.
-    projections: that are kept of the step; None keeps none.
+    Args:
+        loads: The plan for outputs that are elsewhere; without a plan they are computed.
+        shapes: Expected shapes, by name. An output of another shape, from a faulty store, is computed, because it would
+            fail the whole batch. None skips the check.
+        projections: The step's kept keys and values; None keeps none.
     """
 
     def __init__(
@@ -50,13 +52,13 @@ class StepReader:
         self.reused.add(name)
         if output.is_pinned():
             return output.to(self._device, non_blocking=True)
-        return open_device(self._device).to_device(output)  # a view of a store's file is memory that is not pinned
+        return open_device(self._device).to_device(output)  # A view of a store's file is not pinned.
 
     def stored(self, name: str) -> Tensor | None:
         return self._step.get(name)
 
     def put(self, name: str, output: Tensor) -> None:
-        """Nothing: who reads gives to another one."""
+        """Do nothing: another object records the row's outputs."""
 
     def _awaited(self, name: str, loads: StepLoads) -> Tensor | None:
         before_s = loads.waited_s
@@ -66,19 +68,17 @@ class StepReader:
 
 
 class StepRecorder:
-    """The StepActivations that a row gives to which is computed in full; the forward may fail.
-
-    kept: names of what there is room for; None keeps all. size_bytes: of what it was given so far.
-    """
+    """The StepActivations of a row that is computed in full; discarded if the forward fails."""
 
     def __init__(self, kept: frozenset[str] | None = None) -> None:
         self.size_bytes = 0
+        """Bytes recorded so far."""
         self._copies: dict[str, HostCopy] = {}
         self._kept = kept
 
     @property
     def outputs(self) -> dict[str, Tensor]:
-        """On the CPU, float16. Waits for the device where it has not computed them."""
+        """The outputs by name, float16 on the CPU. Waits until the device has computed them."""
         return {name: copy.take() for name, copy in self._copies.items()}
 
     def get(self, name: str) -> Tensor | None:
@@ -87,7 +87,7 @@ class StepRecorder:
 
     def put(self, name: str, output: Tensor) -> None:
         if self._kept is None or name in self._kept:
-            # Of its own, because blocks that follow may write to the output while it leaves.
+            # Copied, because later blocks may write to the output while it is being transferred.
             own = output.detach().to(torch.float16, copy=True, memory_format=torch.contiguous_format)
             before = self._copies.get(name)
             self.size_bytes += own.nbytes - (0 if before is None else before.take().nbytes)
@@ -95,15 +95,14 @@ class StepRecorder:
 
     @property
     def finite(self) -> bool:
-        """Whether float16 has room for all of it."""
+        """Whether all outputs fit in float16."""
         return _finite(self.outputs.values())
 
 
 class StepCompleter:
-    """The StepActivations of a row that computes parts of the template which a recorded step lacks.
+    """The StepActivations of a row that computes parts of the template which a recorded, writable step lacks.
 
-    step: writable. area: bool [height, width] of the latent: cells that are computed, and wholly the template's.
-    Whatever happens to the forward, what it has put out there is the template's. Whether it is all of it, `grow` says.
+    All outputs inside `area`, bool [height, width] of the latent, are the template's, even if the forward fails.
     """
 
     def __init__(self, step: RecordedStep, area: Tensor) -> None:
@@ -118,18 +117,18 @@ class StepCompleter:
     def put(self, name: str, output: Tensor) -> None:
         stored = self.step.get(name)
         if stored is None or stored.shape != output.shape:
-            return  # what was not recorded is computed in full, and remains so
+            return  # Outputs that were not recorded are computed in full by every edit.
         device = open_device(output.device)
         _, index = self._inside(output, device)
-        # Places by their numbers: a GPU would have to be waited for to know how many a map of them has.
+        # Selected by index: a boolean mask would make the CPU wait for a GPU to count its elements.
         cut = output.detach().index_select(0, index) if output.ndim == 2 else output.flatten(1).index_select(1, index)
         self._copies[name] = device.to_host(cut.to(torch.float16))
 
     @torch.inference_mode()
     def write(self) -> bool:
-        """Writes what was put out, and waits for it where it has not come. Whether it has written anything.
+        """Write the outputs into the step, waiting for the device, and return whether any were written.
 
-        All of it or nothing: what float16 has no room for would spoil the edits of everyone who reads the step.
+        All or nothing: values beyond float16 would spoil every edit that reads the step.
         """
         outputs = {name: copy.take() for name, copy in self._copies.items()}
         self._copies = {}
@@ -143,7 +142,7 @@ class StepCompleter:
         return True
 
     def _inside(self, output: Tensor, device: Device) -> tuple[Tensor, Tensor]:
-        """The area at an output's level, bool [height, width] on the CPU, and its places by number on the device."""
+        """Return the area at an output's level: bool [height, width] on the CPU, and its indices on the device."""
         # Cells are whole tokens of every level.
         size = level_of(self.area.shape, output.shape[0]) if output.ndim == 2 else (output.shape[1], output.shape[2])
         if size not in self._within:
@@ -156,5 +155,5 @@ class StepCompleter:
 
 
 def _finite(outputs: Iterable[Tensor]) -> bool:
-    """Whether float16 had room for all of it. outputs: on the CPU."""
+    """Return whether all outputs, on the CPU, fit in float16."""
     return all(bool(torch.isfinite(output).all()) for output in outputs)

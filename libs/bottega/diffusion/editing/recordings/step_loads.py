@@ -1,4 +1,4 @@
-"""What one row takes at one step that was not in this process when that was planned."""
+"""The planned loads of one row in one step."""
 
 from __future__ import annotations
 
@@ -10,33 +10,36 @@ from time import monotonic
 from bottega.diffusion.editing.masked.work import BlockWork
 from bottega.diffusion.editing.recordings.step import LoadTime, RecordedStep
 
-# Shorter ones are looks at what is here.
+# Shorter waits are mere look-ups.
 _LEAST_WAIT_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWait:
-    """That the engine waited for what a block takes. began_s: on CLOCK_MONOTONIC."""
+    """A wait of the engine for a block's activations."""
 
     block: str
     began_s: float
+    """On CLOCK_MONOTONIC."""
     seconds: float
 
 
 @dataclass(slots=True, kw_only=True)
 class StepLoadCounts:
-    """loaded: blocks that took what had to be loaded. recomputed: that were computed, though they were recorded, for
-    want of it. waited_s: for what was on its way. waits: of that, those that took a while. came: when it was.
-    """
+    """Counts of the loads of finished steps."""
 
     loaded: int = 0
+    """Blocks that used loaded activations."""
     recomputed: int = 0
+    """Recorded blocks that were computed because their activations were not loaded."""
     waited_s: float = 0.0
+    """Seconds of waiting for loads."""
     waits: list[LoadWait] = field(default_factory=list)
+    """The waits that were not mere look-ups."""
     came: list[LoadTime] = field(default_factory=list)
+    """The loads that ended."""
 
     def add(self, other: StepLoadCounts) -> None:
-        """Of another step."""
         self.loaded += other.loaded
         self.recomputed += other.recomputed
         self.waited_s += other.waited_s
@@ -45,10 +48,7 @@ class StepLoadCounts:
 
 
 class StepLoads:
-    """step: whose. seconds: by block of the network, what the plan says that the row takes in it.
-
-    Somebody who waits for a block's tensors does so for its patience at most, as computing it would take: see `take`.
-    """
+    """The load decision for one row of one step, with the row's planned seconds by block."""
 
     def __init__(self, step: RecordedStep, seconds: Sequence[float] = ()) -> None:
         self.step = step
@@ -61,13 +61,13 @@ class StepLoads:
         self._outstanding: deque[tuple[int, str]] = deque()
 
     def compute(self, block: BlockWork) -> None:
-        """A block whose tensors are not here is computed."""
+        """Compute a block although its activations are recorded elsewhere."""
         self._away.append(block)
 
     def take(self, block: BlockWork, names: Sequence[str], patience_s: float, number: int) -> None:
-        """A block takes what is requested now, or was before. names: of its tensors, those that are not here.
+        """Reuse a block whose missing outputs, `names`, have been requested; wait for them for `patience_s` in all.
 
-        number: of the request, in the order of all that whoever plans has made.
+        `number` is the place of the request among all requests of the planner.
         """
         self._away.append(block)
         self._blocks |= dict.fromkeys(names, block.name)
@@ -76,13 +76,13 @@ class StepLoads:
 
     @property
     def outstanding(self) -> Collection[tuple[int, str]]:
-        """Number and name of what was requested, from the first one that is not here on: it comes in that order."""
+        """Request numbers and names of pending outputs. They come in this order; the first one is not here."""
         while self._outstanding and self.step.get(self._outstanding[0][1]) is not None:
             self._outstanding.popleft()
         return self._outstanding
 
     def wait_for(self, name: str) -> bool:
-        """Waits for one that was planned, as long as its block's patience lasts. Whether it is here."""
+        """Wait for a planned output as long as its block's patience lasts, and return whether it is here."""
         block = self._blocks.get(name)
         if block is None or self._patience_s[block] <= 0.0:
             return False
@@ -92,12 +92,12 @@ class StepLoads:
         self.waited_s += waited_s
         if waited_s >= _LEAST_WAIT_S:
             self._waits.append(LoadWait(block=block, began_s=began_s, seconds=waited_s))
-        # What has not come by now: the block's other tensors would be of no use.
+        # If one output is late, the block is computed, and its others are not needed.
         self._patience_s[block] = self._patience_s[block] - waited_s if here else 0.0
         return here
 
     def counts(self, reused: Collection[str]) -> StepLoadCounts:
-        """When the step is made. reused: names that the row has taken."""
+        """Return the counts of the finished step, in which the row reused these names."""
         loaded = sum(all(name in reused for name in block.names) for block in self._away)
         return StepLoadCounts(
             loaded=loaded,

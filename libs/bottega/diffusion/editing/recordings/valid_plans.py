@@ -1,4 +1,4 @@
-"""What one image computes, takes and completes of a recorded step, by where the template stands in it."""
+"""Which areas one image computes, reuses and completes, given where a recorded step is valid."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ from bottega.diffusion.editing.recordings.mask_levels import MaskLevels
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ValidPlan:
-    """What follows from a map of what is valid. The map is kept: plans are found by the tensor itself.
-
-    computed: bool [height, width]; None computes all. missing: whole cells that this edit completes; None for none.
-    """
+    """The areas that follow from one map of valid elements."""
 
     valid: Tensor
+    """The map. Kept because plans are found by the identity of this tensor."""
     computed: Tensor | None
+    """Elements to compute, bool [height, width]; None for all."""
     share: float
     missing: Tensor | None
+    """Whole cells that this edit adds to the recording; None for none."""
 
 
 class ValidPlans:
-    """Those of one image, by the maps of the steps that it takes from.
-
-    mask: what it redraws, dilated; bool [height, width] of the latent. completes: whether it may write.
-    """
+    """The plans of one image, by map of valid elements. `mask` is dilated, bool [height, width] of the latent."""
 
     def __init__(self, mask: Tensor, levels: MaskLevels, *, completes: bool) -> None:
         self._mask = mask
@@ -38,7 +35,7 @@ class ValidPlans:
         self._plans: dict[int, ValidPlan] = {}
 
     def plan(self, valid: Tensor) -> ValidPlan:
-        """What follows from a map, which was made once."""
+        """Return the plan for a map; it is made once."""
         plan = self._plans.get(id(valid))
         if plan is None:
             plan = self._plans[id(valid)] = self._made(valid)
@@ -46,7 +43,8 @@ class ValidPlans:
 
     def _made(self, valid: Tensor) -> ValidPlan:
         computed = self._mask | ~valid
-        # A cell of the deepest level has whole tokens of all levels in it, so that these are the template's alone.
+        # A cell of the deepest level consists of whole tokens of all levels, so these tokens lie wholly outside the
+        # mask.
         clean = whole_cells(~self._mask, self._levels.deepest)
         missing = clean & _cells_with(~valid, self._levels.deepest)
         return ValidPlan(
@@ -58,5 +56,5 @@ class ValidPlans:
 
 
 def _cells_with(area: Tensor, cell: int) -> Tensor:
-    """The cells of so many elements a side in which any element of an area is, bool [height, width]."""
+    """Return the cells of `cell` elements a side that contain any element of an area, bool [height, width]."""
     return torch.logical_not(whole_cells(~area, cell))

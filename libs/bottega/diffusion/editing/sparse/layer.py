@@ -1,4 +1,4 @@
-"""One layer of a masked forward over feature maps: its pieces, what was recorded of it, and what it records."""
+"""One layer of a masked forward over feature maps: its pieces, their recorded surroundings, and what it records."""
 
 from __future__ import annotations
 
@@ -24,49 +24,50 @@ from bottega.diffusion.rows import StepActivations
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layer:
-    """Lists of tensors are by piece. recorded: by name, of every row; None for rows that are computed whole.
+    """Applies one layer's operations to the pieces of a batch. Lists of tensors are by piece.
 
-    statistics: of what was recorded. margin: of tiles, the elements around a rectangle that a list's tensors have.
+    A tile's tensors include `margin` elements around its rectangle on each side.
     """
 
     forward: MaskedActivations
     pieces: Sequence[Piece]
     recorded: Mapping[str, Sequence[Tensor | None]]
+    """Recorded tensors by name and row; None for rows that are computed whole."""
     statistics: RecordedStatistics
+    """Cached statistics of the recorded moments."""
 
     def take(self, parts: Sequence[Tensor], margin: int) -> list[Tensor]:
-        """Of feature maps that are joined over channels."""
+        """Cut the pieces out of feature maps that are concatenated over channels."""
         return [piece.take(parts, margin) for piece in self.pieces]
 
     def core(self, maps: Sequence[Tensor], margin: int) -> list[Tensor]:
-        """Without the margin."""
+        """Remove the margins."""
         return [piece.core(each, margin) for piece, each in zip(self.pieces, maps, strict=True)]
 
     def convolve(self, convolution: nn.Conv2d, maps: Sequence[Tensor], margin: int) -> list[Tensor]:
-        """A convolution of stride 1 takes as much of the margin as its kernel reads on each side."""
+        """Apply a convolution of stride 1, which uses up as much of the margin as its kernel reads on each side."""
         return [
             self.convolve_piece(convolution, piece, each, margin) for piece, each in zip(self.pieces, maps, strict=True)
         ]
 
     def convolve_piece(self, convolution: nn.Conv2d, piece: Piece, maps: Tensor, margin: int) -> Tensor:
-        """Of one piece."""
         with self.forward.spans.packed(piece.offsets):
             return piece.convolve(convolution, maps, margin)
 
     def call(self, module: nn.Module, piece: Piece, *inputs: object) -> Tensor:
-        """Any module, with the items of a piece as the first dimension."""
+        """Call a module with a piece's items as the first dimension."""
         with self.forward.spans.packed(piece.offsets):
             made: Tensor = module(*inputs)
         return made
 
     def add(self, maps: Sequence[Tensor], addends: Tensor) -> list[Tensor]:
-        """To every element what its row has: [rows, channels]."""
+        """Add a row's vector to each of its elements. `addends` is [rows, channels]."""
         return [
             each + of_rows(addends, piece.rows)[:, :, None, None] for piece, each in zip(self.pieces, maps, strict=True)
         ]
 
     def project(self, linear: nn.Linear, maps: Sequence[Tensor]) -> list[Tensor]:
-        """A linear layer over the channels."""
+        """Apply a linear layer over the channels."""
         made: list[Tensor] = []
         for piece, each in zip(self.pieces, maps, strict=True):
             items, channels, height, width = each.shape
@@ -77,7 +78,7 @@ class Layer:
         return made
 
     def norm(self, norm: nn.GroupNorm, name: str, maps: Sequence[Tensor], margin: int) -> list[Tensor]:
-        """With the statistics of whole maps: see norms. name: of the recorded moments."""
+        """Apply a GroupNorm with the statistics of whole maps, see `norms`; `name` is that of the recorded moments."""
         self._record_moments(norm, name, maps, margin)
         parts = self._parts(norm, name, maps, margin)
         scale, shift = scale_and_shift(norm, list(parts.values())) if parts else (None, None)
@@ -92,7 +93,7 @@ class Layer:
         return made
 
     def join(self, name: str, maps: Sequence[Tensor], size: Sequence[int]) -> Tensor:
-        """Whole feature maps of all rows, without margins before: the recorded ones, and in them what was computed."""
+        """Return and record whole feature maps of all rows: the recorded maps, with the pieces pasted in."""
         first = maps[0]
         rests = self.recorded[name]
         whole = first.new_empty(len(rests), first.shape[1], *size)
@@ -105,7 +106,7 @@ class Layer:
         return whole
 
     def _parts(self, norm: nn.GroupNorm, name: str, maps: Sequence[Tensor], margin: int) -> dict[int, list[Statistics]]:
-        """Of the parts of whole maps as they are now, by row with tiles."""
+        """Return the statistics of the parts that make up the current whole map, for each row with tiles."""
         tiles: dict[int, list[tuple[Rectangle, Statistics]]] = {}
         for piece, each in zip(self.pieces, maps, strict=True):
             if isinstance(piece, Tiles):
@@ -123,7 +124,7 @@ class Layer:
         return parts
 
     def _record_moments(self, norm: nn.GroupNorm, name: str, maps: Sequence[Tensor], margin: int) -> None:
-        """Of whole maps as they are now, of those rows that record."""
+        """Record the moments of the current whole maps, for rows that record."""
         recording = {row for row in range(len(self.forward.edits)) if self._sink(row) is not None}
         known = {
             row: rest.to(torch.float32, copy=True)

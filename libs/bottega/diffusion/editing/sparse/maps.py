@@ -1,8 +1,8 @@
-"""Feature maps of which masked rows compute rectangles alone: convolutions and norms in them, the rest recorded.
+"""Feature maps of which masked rows compute only rectangles; the rest comes from a recording.
 
-What a layer puts out is always whole: the recorded map, and in it what was computed. So the next layer reads what lies
-around a rectangle as everybody does, ControlNets add to all of it, and a row that lacks a recording of one layer
-computes that layer in full. Source: SIGE (NeurIPS'22), whose blocks of one size are rectangles here.
+Each layer outputs a whole map: the recorded map with the computed rectangles pasted in. So the next layer can read
+around a rectangle, ControlNets can add to the whole map, and a row that lacks the recording of one layer computes that
+layer in full. Source: SIGE (NeurIPS'22), with rectangles in place of blocks of one size.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from bottega.diffusion.editing.sparse.norms import RecordedStatistics
 from bottega.diffusion.editing.sparse.pieces import Whole, pieces
 from bottega.diffusion.editing.sparse.rectangles import Rectangle, cover, pays
 
-# Of some tens of edits in hand, at each level of their networks.
+# Enough for some tens of running edits, at each level of their networks.
 _KNOWN_COVERS = 256
 
 
 class SparseMaps(FullMaps):
-    """Computes rectangles around masks, where that costs less than all of a map."""
+    """Computes rectangles around masks if that costs less than whole maps."""
 
     def __init__(self) -> None:
         self._covers: WeakKeyDictionary[MaskTokens, dict[tuple[int, int], tuple[Rectangle, ...]]] = WeakKeyDictionary()
@@ -45,8 +45,8 @@ class SparseMaps(FullMaps):
         layer = self._layer((f"{path}:map", f"{path}.norm1:moments", f"{path}.norm2:moments"), size, forward)
         if layer is None or not is_plain(resnet):
             return super().resnet(resnet, path, parts, forward)
-        # The second convolution reads one element around the rectangle of what the first one puts out, so the first one
-        # is computed there, too: recording it would take as many bytes again as recording what the block puts out.
+        # The second convolution reads one element around the rectangle, so the first one also computes that border.
+        # Recording the border instead would take as many bytes again as recording the block's output.
         taken = layer.take(parts, margin=2)
         hidden = layer.norm(resnet.norm1, f"{path}.norm1:moments", taken, margin=2)
         hidden = layer.convolve(resnet.conv1, _each(resnet.nonlinearity, hidden), margin=2)
@@ -126,12 +126,12 @@ class SparseMaps(FullMaps):
         return layer.join("conv_out:map", layer.convolve(unet.conv_out, _each(unet.conv_act, made), margin=1), size)
 
     def computed_share(self, tokens: MaskTokens, size: tuple[int, int]) -> float:
-        """What convolutions over a level of this size cost for a row with this mask, of what all of it costs."""
+        """Return the cost of convolutions at a level for a row with this mask, as a share of a whole row's cost."""
         covered = self._cover(tokens, size)
         return 1.0 if covered is None else sum(each.cost for each in covered) / (size[0] * size[1])
 
     def _layer(self, names: Sequence[str], size: Sequence[int], forward: MaskedActivations) -> Layer | None:
-        """None where every row is computed whole and none records. names: of what a row with tiles needs recorded."""
+        """Return the layer, or None if no row has tiles or records. A row has tiles if all `names` are recorded."""
         recorded: dict[str, list[Tensor | None]] = {name: [None] * len(forward.edits) for name in names}
         rectangles: list[Sequence[Rectangle] | None] = [None] * len(forward.edits)
         for row, edit in enumerate(forward.edits):
@@ -150,14 +150,14 @@ class SparseMaps(FullMaps):
         return Layer(forward=forward, pieces=cut, recorded=recorded, statistics=self._statistics)
 
     def _covers_exactly(self, tokens: MaskTokens | None, size: tuple[int, int]) -> bool:
-        """Whether rectangles hold nothing beside the mask."""
+        """Return whether the rectangles contain only masked elements."""
         covered = None if tokens is None else self._cover(tokens, size)
         if tokens is None or covered is None:
             return False
         return sum(each.height * each.width for each in covered) == tokens.at(*size).count
 
     def _cover(self, tokens: MaskTokens, size: tuple[int, int]) -> tuple[Rectangle, ...] | None:
-        """None where all of a map costs no more."""
+        """Return the rectangles, or None if a whole map costs no more."""
         covers = self._covers.setdefault(tokens, {})
         if size not in covers:
             covers[size] = _covered(tokens.at(*size).mask.numpy().tobytes(), size)
@@ -166,7 +166,7 @@ class SparseMaps(FullMaps):
 
 @functools.lru_cache(maxsize=_KNOWN_COVERS)
 def _covered(mask: bytes, size: tuple[int, int]) -> tuple[Rectangle, ...]:
-    """Of a mask's elements. Kept by content: forwards and those who count their costs look for the same ones."""
+    """Cover a mask given as bytes. Cached by content, because forwards and cost estimates ask for the same masks."""
     return cover(np.frombuffer(mask, dtype=np.bool_).reshape(size))
 
 
@@ -175,12 +175,12 @@ def _each(activation: nn.Module, maps: Sequence[Tensor]) -> list[Tensor]:
 
 
 def convolves_plainly(downsampler: Downsample2D) -> bool:
-    """By a convolution alone, as in SDXL."""
+    """Return whether the downsampler is just a convolution, as in SDXL."""
     return downsampler.norm is None and isinstance(downsampler.conv, nn.Conv2d)
 
 
 def upsamples_plainly(upsampler: Upsample2D) -> bool:
-    """By repeating elements, then a convolution, as in SDXL."""
+    """Return whether the upsampler repeats elements and then convolves, as in SDXL."""
     return (
         bool(upsampler.interpolate and upsampler.use_conv and not upsampler.use_conv_transpose)
         and upsampler.norm is None

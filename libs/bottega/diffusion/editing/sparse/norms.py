@@ -1,8 +1,8 @@
 """GroupNorm over feature maps of which only tiles are computed.
 
-Its statistics are of the whole map. What is recorded of its input, in place of the input itself, is the mean and the
-standard deviation of each group's channels at each element, its moments: those outside the tiles, joined with the
-tiles' own, give the statistics of the map as it is now, for a fraction of the map's bytes.
+The norm needs the statistics of the whole map. Instead of its input, only the moments are recorded: mean and standard
+deviation over the channels of each group, at each element. The recorded moments outside the tiles and the tiles' own
+values give the statistics of the current map, for a fraction of the map's bytes.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.editing.sparse.rectangles import Rectangle
 
-# Masks of one template that are edited by turns. Half a kilobyte for each, norm and forward.
+# Masks per template that are cached. Each takes half a kilobyte for each norm and forward.
 _KNOWN_MASKS = 8
 _KNOWN_WEIGHTS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Statistics:
-    """Of each group over some elements of a feature map. mean, variance: float32 [groups]. elements: how many."""
+    """Mean and variance of each group over some elements of a feature map, float32 [groups]."""
 
     mean: Tensor
     variance: Tensor
     elements: int
+    """Number of elements that they were taken over."""
 
 
 def moments(feature_map: Tensor, groups: int) -> Tensor:
-    """Of [rows, channels, height, width]: [rows, 2 * groups, height, width], the means, then the deviations."""
+    """Return the moments of [rows, channels, height, width]: [rows, 2 * groups, height, width], means first."""
     rows, channels, height, width = feature_map.shape
     grouped = feature_map.float().reshape(rows, groups, channels // groups, height, width)
     # torch.var_mean takes several times as long on a CPU.
@@ -42,17 +43,18 @@ def moments(feature_map: Tensor, groups: int) -> Tensor:
 
 
 class RecordedStatistics:
-    """What recorded moments say of the elements outside the tiles: the same for every edit with a mask, so that it is
-    kept for as long as the record, wherever that is stored. What is added to a record later lies inside of all masks
-    that there were before."""
+    """Caches the statistics of recorded moments outside the tiles, as long as the stored tensor lives.
+
+    They are the same for every edit with a mask. What is added to a record later lies inside all earlier masks.
+    """
 
     def __init__(self) -> None:
         self._known: MutableMapping[Tensor, dict[tuple[Rectangle, ...], Statistics]] = WeakIdKeyDictionary()
 
     def outside(self, recorded: Tensor, rectangles: tuple[Rectangle, ...], *, stored: Tensor) -> Statistics:
-        """recorded: moments [2 * groups, height, width] of any element type. rectangles: without overlap.
+        """Return the statistics of moments [2 * groups, height, width] outside the rectangles, which must not overlap.
 
-        stored: what `recorded` is a copy of, or itself: see RecordedActivations.
+        `stored` is the tensor that `recorded` was copied from, or `recorded` itself; see `RecordedActivations`.
         """
         of_masks = self._known.setdefault(stored, {})
         found = of_masks.get(rectangles)
@@ -78,10 +80,10 @@ def _outside(recorded: Tensor, rectangles: Sequence[Rectangle]) -> Statistics:
 
 
 def of_tiles(norm: nn.GroupNorm, tiles: Tensor) -> list[Statistics]:
-    """Of each of [tiles, channels, height, width]."""
+    """Return the statistics of each of [tiles, channels, height, width]."""
     count, channels, height, width = tiles.shape
     elements = height * width
-    # Its norm is not needed; it is the one call that gives both numbers of every group.
+    # The normalized output is discarded; this is the only call that returns mean and variance of every group.
     _, mean, inverse = torch.native_group_norm(
         tiles.float().contiguous(), None, None, count, channels, elements, norm.num_groups, norm.eps
     )
@@ -93,12 +95,9 @@ def of_tiles(norm: nn.GroupNorm, tiles: Tensor) -> list[Statistics]:
 
 
 def scale_and_shift(norm: nn.GroupNorm, rows: Sequence[Sequence[Statistics]]) -> tuple[Tensor, Tensor]:
-    """What the norm multiplies by and adds: each float32 [rows, channels, 1, 1].
-
-    rows: of each row the parts that make up its whole map.
-    """
+    """Return factor and addend of the norm, float32 [rows, channels, 1, 1], from the parts of each row's whole map."""
     parts = max(map(len, rows))
-    # Of rows with fewer parts than others one counts again, as nothing.
+    # Rows with fewer parts than others repeat their first one, with weight 0.
     padded = [part for row in rows for part in [*row, *[row[0]] * (parts - len(row))]]
     means = torch.stack([part.mean for part in padded]).view(len(rows), parts, -1)
     variances = torch.stack([part.variance for part in padded]).view(len(rows), parts, -1)
@@ -115,12 +114,12 @@ def scale_and_shift(norm: nn.GroupNorm, rows: Sequence[Sequence[Statistics]]) ->
 
 @functools.lru_cache(maxsize=_KNOWN_WEIGHTS)
 def _weights(elements: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """The share of a map that each part is: float32 [rows, parts, 1]."""
+    """Return each part's share of the whole map: float32 [rows, parts, 1]."""
     parts = max(map(len, elements))
     shares = [[each / sum(row) for each in row] + [0.0] * (parts - len(row)) for row in elements]
     return open_device(device).to_device(torch.tensor(shares)[:, :, None])
 
 
 def scaled(tiles: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """tiles: [tiles, channels, height, width]; scale and shift: of each tile. In the tiles' element type."""
+    """Apply each tile's scale and shift to [tiles, channels, height, width], in the tiles' dtype."""
     return torch.addcmul(shift, tiles.float(), scale).to(tiles.dtype)

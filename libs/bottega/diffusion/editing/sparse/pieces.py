@@ -1,7 +1,7 @@
-"""Pieces of a layer's work: whole feature maps of some rows, or tiles, the rectangles of one shape of others.
+"""Pieces of a layer's work: whole feature maps of some rows, or tiles, which are rectangles of one shape.
 
-Both are cut out, convolved and put back by the same calls, so that a layer is written once. A tile is cut out with a
-margin, zeros beyond the picture, and convolved without padding: right inside the picture and at its borders.
+Both kinds have the same methods, so that a layer is written once. A tile is cut with a margin, filled with zeros beyond
+the picture, and convolved without padding. That is correct inside the picture and at its borders.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from bottega.diffusion.operations import Moves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """All of some rows' feature maps. rows: ascending. offsets: see RowSpans."""
+    """The whole feature maps of some rows."""
 
     rows: tuple[int, ...]
+    """Ascending."""
     offsets: tuple[int, ...]
 
     def take(self, parts: Sequence[Tensor], margin: int = 0) -> Tensor:
-        """Of feature maps [rows, channels, height, width], joined over channels."""
+        """Return these rows of feature maps [rows, channels, height, width], concatenated over channels."""
         taken = [of_rows(part, self.rows) for part in parts]
         return taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)
 
     def core(self, maps: Tensor, margin: int) -> Tensor:
-        """They have no margin."""
+        """Return the maps, which have no margin."""
         return maps
 
     def convolve(self, convolution: nn.Conv2d, maps: Tensor, margin: int) -> Tensor:
-        """With the convolution's own padding."""
+        """Convolve with the convolution's own padding."""
         made: Tensor = convolution(maps)
         return made
 
     def paste(self, whole: Tensor, maps: Tensor) -> None:
-        """Writes them to the rows of [rows, channels, height, width]."""
+        """Write the maps to their rows of [rows, channels, height, width]."""
         first = 0
         for run in _runs(self.rows):
             last = first + run.stop - run.start
@@ -51,30 +52,30 @@ class Whole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """Rectangles of one shape. rows: whose each is, ascending. size: of whole maps. offsets: see RowSpans.
-
-    moves: cuts and pastes; None: the plain ways.
-    """
+    """Rectangles of one shape."""
 
     rows: tuple[int, ...]
+    """The row of each rectangle, ascending."""
     rectangles: tuple[Rectangle, ...]
     size: tuple[int, int]
+    """Height and width of whole maps."""
     offsets: tuple[int, ...]
     moves: Moves | None = None
+    """Cuts and pastes with kernels; None for plain torch."""
 
     def take(self, parts: Sequence[Tensor], margin: int = 0) -> Tensor:
-        """Cut out with `margin` elements more on each side: [tiles, channels, height + 2 * margin, ...]."""
+        """Cut the tiles with a margin: [tiles, channels, height + 2 * margin, width + 2 * margin]."""
         corners = [(each.top - margin, each.left - margin) for each in self.rectangles]
         shape = self.shape[0] + 2 * margin, self.shape[1] + 2 * margin
         return self.cut(parts, corners, shape)
 
     def cut(self, parts: Sequence[Tensor], corners: Sequence[tuple[int, int]], shape: tuple[int, int]) -> Tensor:
-        """A window of that shape for each rectangle, see `windows`."""
+        """Cut a window of this shape for each rectangle; see `windows`."""
         cut = windows if self.moves is None else self.moves.cut
         return cut(parts, self.rows, corners, shape)
 
     def take_enlarged(self, hidden: Tensor, margin: int) -> Tensor:
-        """Cut out of smaller maps as they are when their elements have been repeated to the size of whole ones."""
+        """Cut the tiles out of smaller maps, as if these were enlarged to `size` by repeating elements."""
         size = hidden.shape[2:]
         down, across = (_sources(*lengths) for lengths in zip(size, self.size, strict=True))
         shape = self.shape[0] + 2 * margin, self.shape[1] + 2 * margin
@@ -88,22 +89,22 @@ class Tiles:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Height and width of each."""
+        """Height and width of each tile."""
         return self.rectangles[0].height, self.rectangles[0].width
 
     def core(self, maps: Tensor, margin: int) -> Tensor:
-        """The rectangles alone."""
+        """Remove the margin."""
         return maps[:, :, margin:-margin, margin:-margin] if margin else maps
 
     def convolve(self, convolution: nn.Conv2d, maps: Tensor, margin: int) -> Tensor:
-        """Without padding: what comes out has a margin less by what the kernel reads on each side."""
+        """Convolve without padding; the margin shrinks by what the kernel reads on each side."""
         self._clear_beyond(maps, margin)
         with _unpadded(convolution):
             made: Tensor = convolution(maps)
         return made
 
     def paste(self, whole: Tensor, maps: Tensor) -> None:
-        """Writes them to their places in [rows, channels, height, width]."""
+        """Write the tiles to their places in [rows, channels, height, width]."""
         if self.moves is not None:
             corners = [(each.top, each.left) for each in self.rectangles]
             self.moves.paste(whole, maps, self.rows, corners)
@@ -112,7 +113,7 @@ class Tiles:
             whole[row, :, rectangle.rows, rectangle.columns] = tile
 
     def _clear_beyond(self, maps: Tensor, margin: int) -> None:
-        """Zeros beyond the picture, in place: what a convolution with padding sees there."""
+        """Zero the elements beyond the picture in place, which is what a convolution with padding sees there."""
         for tile, rectangle in zip(maps, self.rectangles, strict=True):
             for dim, first, length, total in (
                 (1, rectangle.top, rectangle.height, self.size[0]),
@@ -131,10 +132,7 @@ Piece = Whole | Tiles
 def pieces(
     rectangles: Sequence[Sequence[Rectangle] | None], size: tuple[int, int], moves: Moves | None = None
 ) -> tuple[Piece, ...]:
-    """rectangles: of each row; None for one that is computed whole. size: height and width of whole maps.
-
-    moves: see Tiles.
-    """
+    """Split a layer into pieces, from each row's rectangles, or None for a row that is computed whole."""
     whole = tuple(row for row, of_row in enumerate(rectangles) if of_row is None)
     shapes: dict[tuple[int, int], list[tuple[int, Rectangle]]] = {}
     for row, of_row in enumerate(rectangles):
@@ -149,7 +147,7 @@ def pieces(
 
 
 def of_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Of [rows, ...]; a view where they stand side by side."""
+    """Return these rows of [rows, ...]; a view if they are adjacent."""
     parts = [tensor[run] for run in _runs(rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -157,9 +155,10 @@ def of_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
 def windows(
     parts: Sequence[Tensor], rows: Sequence[int], corners: Sequence[tuple[int, int]], shape: tuple[int, int]
 ) -> Tensor:
-    """Windows of one shape, cut out of feature maps that are joined over channels; zeros beyond the picture.
+    """Cut windows [windows, channels, *shape] out of feature maps that are concatenated over channels.
 
-    rows, corners: of each window; its top and left may be negative. Returns [windows, channels, *shape].
+    The window at `corners[i]`, top and left, is cut from row `rows[i]`. Corners may be negative; elements beyond the
+    picture are zero.
     """
     height, width = parts[0].shape[2:]
     channels = sum(part.shape[1] for part in parts)
@@ -174,18 +173,18 @@ def windows(
 
 
 def _sources(length: int, target: int) -> Tensor:
-    """Which of `length` elements each of `target` repeats, as torch counts them: int64 [target]."""
+    """Return which of `length` elements each of `target` repeats, rounded as torch does: int64 [target]."""
     places = torch.arange(length, dtype=torch.float32)[None, None]
     return functional.interpolate(places, size=target, mode="nearest")[0, 0].long()
 
 
 def _beside(sources: Tensor, first: int, length: int) -> Tensor:
-    """[first, first + length) of them; anything for places beyond the picture, which the convolution clears."""
+    """Return [first, first + length) of the sources, with arbitrary values beyond the picture."""
     return sources[torch.arange(first, first + length).clamp_(0, len(sources) - 1)]
 
 
 def _runs(rows: Sequence[int]) -> Iterator[slice]:
-    """The rows in their order, as slices: a list as an index would be copied to a GPU, and the thread would wait."""
+    """Return the rows as slices in order. Indexing with a list would copy it to the GPU, and the thread would wait."""
     first = 0
     for place in range(1, len(rows) + 1):
         if place == len(rows) or rows[place] != rows[place - 1] + 1:
@@ -194,14 +193,13 @@ def _runs(rows: Sequence[int]) -> Iterator[slice]:
 
 
 def _offsets(owners: Sequence[int], rows: int) -> tuple[int, ...]:
-    """owners: the row of each item, ascending."""
+    """Return the rows' offsets, see `RowSpans`, from the row of each item, ascending."""
     return tuple(sum(owner < row for owner in owners) for row in range(rows + 1))
 
 
 @contextmanager
 def _unpadded(convolution: nn.Conv2d) -> Iterator[None]:
-    """In the block the convolution does not pad. Its hooks, by which LoRAs beside the weights count, read from it
-    that they must not, either."""
+    """Switch off the convolution's padding in the `with` block. Hooks of LoRAs read the setting as well."""
     padding = convolution.padding
     convolution.padding = (0, 0)
     try:

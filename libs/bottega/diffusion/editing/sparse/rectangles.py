@@ -1,4 +1,4 @@
-"""Rectangles that cover a mask, so that convolutions over them cost as little as may be. Plain geometry."""
+"""Covers a mask with rectangles, so that convolutions over them cost as little as possible."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# A 3 x 3 convolution over a rectangle reads one element more on each side; of a residual block's two, the first also
-# computes one more on each side. As elements of a side, what both cost beside the rectangle's own.
+# Extra elements per side in the cost of a rectangle. A 3 x 3 convolution reads one more element on each side; the first
+# of a residual block's two also computes one more.
 _HALO = 2
-# What a rectangle costs beside its elements, in elements: calls, and copies of small pieces.
+# Fixed cost of a rectangle, in elements: calls, and copies of small pieces.
 _CALLS = 32
 
 _Mask = npt.NDArray[np.bool_]
@@ -19,7 +19,7 @@ _Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rectangle:
-    """Elements [top, top + height) x [left, left + width) of a feature map."""
+    """The elements [top, top + height) x [left, left + width) of a feature map."""
 
     top: int
     left: int
@@ -28,37 +28,36 @@ class Rectangle:
 
     @property
     def cost(self) -> int:
-        """Of convolutions over it, in elements."""
+        """Cost of convolutions over it, in elements."""
         return (self.height + _HALO) * (self.width + _HALO) + _CALLS
 
     @property
     def rows(self) -> slice:
-        """Of a feature map."""
         return slice(self.top, self.top + self.height)
 
     @property
     def columns(self) -> slice:
-        """Of a feature map."""
         return slice(self.left, self.left + self.width)
 
 
 def cover(mask: _Mask) -> tuple[Rectangle, ...]:
-    """Rectangles without overlap that hold all set elements of mask [height, width]; none for an empty one.
+    """Return disjoint rectangles that contain all set elements of a mask [height, width]; none for an empty mask.
 
-    The bounding box is cut in two wherever the two boxes of what it holds cost least, as long as that is less.
+    The bounding box is split recursively, at the place where the bounding boxes of both halves cost least, as long as
+    the split lowers the cost.
     """
     box = _bounding_box(mask, 0, 0)
     return () if box is None else tuple(_cut(mask, box))
 
 
 def pays(rectangles: Sequence[Rectangle], height: int, width: int) -> bool:
-    """Whether convolutions over these cost less than over all of a feature map of that size."""
+    """Return whether convolutions over these rectangles cost less than over a whole feature map."""
     return sum(each.cost for each in rectangles) < height * width
 
 
 def _cut(mask: _Mask, box: Rectangle) -> Iterator[Rectangle]:
     held = mask[box.rows, box.columns]
-    # Cuts of the columns are cuts of the transposed mask's rows.
+    # Splitting columns is splitting rows of the transposed mask.
     halves = [*_halves(held, box), *([_turned(pair) for pair in _halves(held.T, _turn(box))])]
     best = min(halves, key=_cost, default=None)
     if best is None or _cost(best) >= box.cost:
@@ -69,7 +68,7 @@ def _cut(mask: _Mask, box: Rectangle) -> Iterator[Rectangle]:
 
 
 def _halves(held: _Mask, box: Rectangle) -> Iterator[tuple[Rectangle, Rectangle]]:
-    """What lies above and below every row of `held`, the content of `box`, boxed. Neither is ever empty."""
+    """Yield the bounding boxes above and below every row of `held`, the content of `box`. Neither is ever empty."""
     for row in range(1, len(held)):
         above = _bounding_box(held[:row], box.top, box.left)
         below = _bounding_box(held[row:], box.top + row, box.left)
@@ -78,7 +77,7 @@ def _halves(held: _Mask, box: Rectangle) -> Iterator[tuple[Rectangle, Rectangle]
 
 
 def _bounding_box(mask: _Mask, top: int, left: int) -> Rectangle | None:
-    """Of what is set. top, left: where the mask's own corner lies."""
+    """Return the bounding box of the set elements, or None. `top` and `left` locate the mask's own corner."""
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     if not len(rows):
         return None
