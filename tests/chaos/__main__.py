@@ -22,14 +22,14 @@ from tests.chaos.caches import kill_cache_stores
 from tests.chaos.cancels import flood_cancels
 from tests.chaos.controlnets import kill_controlnets
 from tests.chaos.edits import kill_editing_workers
-from tests.chaos.floods import flood_connections, flood_messages, flood_streams
-from tests.chaos.gateways import fill_disks, kill_gateways
+from tests.chaos.floods import cancel_within_quota, flood_connections, flood_messages, flood_strangers, flood_streams
+from tests.chaos.gateways import fill_disks, kill_gateways, lose_job_stores
 from tests.chaos.loras import kill_lora_stores
 from tests.chaos.masked_edits import kill_reusing_workers
 from tests.chaos.peers import ENGINE, kill_peers
 from tests.chaos.restarts import roll
 from tests.chaos.rogues import join_rogues
-from tests.chaos.scene import Scene
+from tests.chaos.scene import TENANTS, Scene
 from tests.chaos.tally import Tally
 from tests.chaos.workers import MOST_REPEATED, freeze_engines, freeze_fronts, freeze_workers, kill_workers
 from tests.support.worker_pair import WorkerPair
@@ -48,11 +48,12 @@ class Play(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """times: unless it is said otherwise. workers: that the suite has."""
+    """times: unless it is said otherwise. workers: that the suite has. tenants: whether its gateway has some."""
 
     play: Play
     times: int
     workers: int = 2
+    tenants: bool = False
 
 
 PARTS: Mapping[str, Part] = {
@@ -69,11 +70,14 @@ PARTS: Mapping[str, Part] = {
     "kill-recording-stores": Part(play=kill_recording_stores, times=50, workers=0),
     "kill-gateways": Part(play=kill_gateways, times=60),
     "full-disks": Part(play=fill_disks, times=5),
+    "lost-job-stores": Part(play=lose_job_stores, times=6),
     "rogue-joins": Part(play=join_rogues, times=5),
     "cancel-flood": Part(play=flood_cancels, times=2500),
     "idle-connections": Part(play=flood_connections, times=5),
     "watch-streams": Part(play=flood_streams, times=5),
     "large-messages": Part(play=flood_messages, times=3),
+    "strangers": Part(play=flood_strangers, times=2, tenants=True),
+    "cancels-within-quota": Part(play=cancel_within_quota, times=2, tenants=True),
     "restarts": Part(play=roll, times=10),
 }
 
@@ -95,7 +99,10 @@ def main() -> int:
 
 def _play(part: Part, times: int, rng: random.Random) -> Tally:
     workers = WORKERS[: part.workers]
-    with tempfile.TemporaryDirectory(prefix="bottega-chaos-") as folder, Scene(Path(folder), workers) as scene:
+    with (
+        tempfile.TemporaryDirectory(prefix="bottega-chaos-") as folder,
+        Scene(Path(folder), workers, tenants=TENANTS if part.tenants else None) as scene,
+    ):
         try:
             part.play(scene, times=times or part.times, rng=rng)
         except AssertionError as error:  # something was waited for, and never was

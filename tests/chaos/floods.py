@@ -5,6 +5,7 @@ Everybody else must get the same pictures meanwhile, and short calls their answe
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import time
@@ -14,14 +15,17 @@ from collections.abc import Iterator
 import grpc
 import psutil
 
+from bottega.client import Client
 from bottega.errors import QueueFull
-from bottega.rpc.channel import channel_options
+from bottega.rpc.channel import channel_options, open_channel
 from bottega.rpc.status import from_rpc_error
-from bottega.v1.image_pb2 import WatchJobRequest
+from bottega.v1 import image_pb2_grpc
+from bottega.v1.generation_pb2 import GenerationSpec
+from bottega.v1.image_pb2 import GenerateRequest, WatchJobRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
-from tests.chaos.scene import Scene
+from tests.chaos.scene import TENANTS, Scene
 from tests.support.crowds import alive, connections
-from tests.support.flooders import flooding
+from tests.support.flooders import cancel_at_once, flooding
 
 SEEDS = (31, 32, 33)
 STEPS = 30
@@ -37,10 +41,15 @@ STREAMS = 2_100
 STREAMS_OF_CONNECTION = 700
 # Half of max_streams, for one host, where others have none.
 ADMITTED = 1_024
-ATTACKS = ("empty_loras", "nested", "large_images", "large_id", "silent:5")
+ATTACKS = ("empty_loras", "nested", "large_images", "large_id", "silent:5", "pings:45000")
+# Calls a second without a key over two connections of another host.
+STRANGERS = "strangers:10000:2:0"
+STRANGERS_FROM = "127.0.0.2"
+# Calls that are cancelled within milliseconds.
+CANCELLED = 200
 ATTACK_S = 20.0
-# Of the gateway beside them.
-MOST_MIB = 768.0
+# Of the gateway beside them, and beside strangers.
+MOST_MIB, MOST_STRANGE_MIB = 768.0, 1024.0
 # Of a short call, on busy cores.
 SHORT_CALL_S = 5.0
 
@@ -91,6 +100,43 @@ def flood_messages(scene: Scene, *, times: int, rng: random.Random) -> None:
         scene.tally.count("floods")
     scene.tally.check("MiB of the gateway", scene.tally.figures.get("gateway_mib", 0.0), MOST_MIB)
     scene.tally.reached("floods", times)
+
+
+def flood_strangers(scene: Scene, *, times: int, rng: random.Random) -> None:
+    """Callers without a key come by the ten thousand, while a tenant draws and asks how its jobs stand."""
+    scene.look_first(SEEDS, STEPS)
+    gateway = psutil.Process(scene.gateway.process.pid)
+    for _ in range(times):
+        with flooding(scene.address, [STRANGERS], seconds=ATTACK_S, source=STRANGERS_FROM):
+            ends = time.monotonic() + ATTACK_S
+            while time.monotonic() < ends:
+                _draw_meanwhile(scene, rng)
+                scene.tally.most("gateway_mib", gateway.memory_info().rss >> 20)
+        scene.tally.count("floods")
+    scene.tally.check("MiB of the gateway", scene.tally.figures.get("gateway_mib", 0.0), MOST_STRANGE_MIB)
+    scene.tally.reached("floods", times)
+
+
+def cancel_within_quota(scene: Scene, *, times: int, rng: random.Random) -> None:
+    """A tenant cancels its calls within milliseconds, so as not to be counted, while another one draws."""
+    scene.look_first(SEEDS, STEPS)
+    for _ in range(times):
+        asyncio.run(_cancel_calls(scene, scene.keys["rash"]))
+        _draw_meanwhile(scene, rng)
+    with Client(scene.address, api_key=scene.keys["rash"]) as rash:
+        jobs = len(rash.list_jobs(page_size=100).jobs)
+    scene.tally.figures["jobs_of_the_rash"] = jobs
+    # A minute may begin anew meanwhile.
+    scene.tally.check("jobs of a tenant that cancels", jobs, 2 * (TENANTS["rash"].per_minute or 0))
+    scene.tally.reached("jobs_of_the_rash", 1)
+
+
+async def _cancel_calls(scene: Scene, key: str) -> None:
+    async with open_channel(scene.address, api_key=key) as channel:
+        images: image_pb2_grpc.ImageServiceAsyncStub = image_pb2_grpc.ImageServiceStub(channel)
+        await cancel_at_once(
+            lambda prompt: images.Generate(GenerateRequest(spec=GenerationSpec(prompt=prompt))), CANCELLED
+        )
 
 
 def _draw_meanwhile(scene: Scene, rng: random.Random) -> None:

@@ -22,6 +22,7 @@ from bottega.v1.generation_pb2 import SAMPLER_EULER_ANCESTRAL, GenerationSpec
 from bottega.v1.image_pb2 import SubmitJobRequest
 from bottega.v1.image_pb2_grpc import ImageServiceStub
 from tests.chaos.scene import DRAW_TIMEOUT_S, OPTIONS, PROMPT, Scene
+from tests.support import lost_files
 from tests.support.waiting import wait_until
 
 STEPS = 4
@@ -35,6 +36,8 @@ READY_S = 3.0
 LEAST_SHARE = 0.1
 # A disk that is back is found out about within this time, and taken up.
 HEALED_S = 5.0
+# What happens to the job store's file.
+LOSSES = (lost_files.unlink_all, lost_files.replace_by_nothing, lost_files.truncate_all)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,42 @@ def fill_disks(scene: Scene, *, times: int, rng: random.Random) -> None:
         scene.tally.count("times")
     scene.tally.reached("refused_while_full", len(SEEDS) * times)
     scene.tally.reached("ended_while_full", times / 2)
+
+
+def lose_job_stores(scene: Scene, *, times: int, rng: random.Random) -> None:
+    """The file of the job store is deleted, replaced or truncated under load, and the gateway killed after that.
+
+    What was acknowledged from then on, and what was being drawn, must end.
+    """
+    look_first(scene)
+    for number in range(times):
+        scene.wait_for_workers(1)
+        drawing = scene.draw(seed=SEEDS[0], steps=LONG_STEPS)
+        drawing.wait_for_step(rng.randint(1, LONG_STEPS // 2))
+        LOSSES[number % len(LOSSES)](scene.folder / "state" / "jobs.sqlite")
+        with ThreadPoolExecutor(len(SEEDS)) as callers:
+            orders = list(callers.map(lambda seed: _submit_until_taken(scene, seed), SEEDS))
+        scene.gateway.kill()
+        scene.start_gateway()
+        for order in orders:
+            check_order(scene, order)
+        scene.check(drawing)
+        scene.tally.count("losses")
+    scene.tally.reached("losses", times)
+    scene.tally.reached("refused_while_lost", times / 2)
+
+
+def _submit_until_taken(scene: Scene, seed: int) -> Order:
+    order = Order(request_id=new_id(), seed=seed)
+    ends = time.monotonic() + DRAW_TIMEOUT_S
+    while not order.job_id and time.monotonic() < ends:
+        order = submit(scene, order)
+        if order.refusal is not None:
+            if not isinstance(order.refusal, StorageUnavailable):
+                scene.tally.faults.append(f"without its job store the gateway said: {order.refusal.message}")
+            scene.tally.count("refused_while_lost")
+            time.sleep(0.1)
+    return order
 
 
 def look_first(scene: Scene) -> None:

@@ -17,9 +17,11 @@ from bottega import kinds
 from bottega.client import Client, JobState, JobStatus, Picture
 from bottega.client.suite.ports import free_ports
 from bottega.errors import BottegaError
+from bottega.rpc.security.quotas import UNBOUNDED, Quotas
 from bottega.v1 import fleet_pb2
 from tests.chaos.tally import Tally
 from tests.support.services import FREE_PORTS, Service, Services, gateway_config, worker_config
+from tests.support.tenants import add_tenant
 from tests.support.waiting import wait_until
 
 PROMPT = "a big yellow square on a black background"
@@ -37,6 +39,8 @@ ENGINE = {
     "lora_budget_bytes": 1,
 }
 HANG_S = 3.0
+# Of the scenes with tenants: who draws, and one that may have few jobs.
+TENANTS = {"shop": UNBOUNDED, "rash": Quotas(per_minute=5)}
 # Of the promises in services/bottega/gateway/README.md: a worker is out of the fleet within this time. Asking takes
 # more on busy cores.
 NOTICED_S = 2.0
@@ -110,10 +114,11 @@ class Drawing:
 class Scene:
     """The suite. Use it in a `with` block.
 
-    workers: their names. options: of every picture. additions: what those of a seed have besides.
+    workers: their names. tenants: the gateway asks for API keys, those of `keys`, and the scene's client has one.
+    options: of every picture. additions: what those of a seed have besides.
     """
 
-    def __init__(self, folder: Path, workers: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, workers: tuple[str, ...], *, tenants: Mapping[str, Quotas] | None = None) -> None:
         self.folder = folder
         self.options = dict(OPTIONS)
         self.additions: dict[int, Mapping[str, Any]] = {}
@@ -126,7 +131,16 @@ class Scene:
         self._booting = ThreadPoolExecutor(max_workers=2)
         self._undisturbed: dict[tuple[int, int], bytes] = {}
         self.workers = workers
-        self.client = Client(self.address, fleet_address=self.fleet_address, timeout_s=DRAW_TIMEOUT_S)
+        self._tenants = folder / "tenants.yaml"
+        self.keys = {
+            name: add_tenant(self._tenants, name, quotas=quotas) for name, quotas in {**(tenants or {})}.items()
+        }
+        self.client = Client(
+            self.address,
+            fleet_address=self.fleet_address,
+            api_key=next(iter(self.keys.values()), None),
+            timeout_s=DRAW_TIMEOUT_S,
+        )
 
     @property
     def address(self) -> str:
@@ -160,7 +174,8 @@ class Scene:
         """Starts the gateway where it was; returns when it serves."""
         server = {"listen": self.address, "metrics_listen": "127.0.0.1:0"}
         fleet = {"listen": self.fleet_address}
-        config = gateway_config(server=server, fleet=fleet, state=str(self.folder / "state"))
+        tenants = str(self._tenants) if self.keys else ""
+        config = gateway_config(server=server, fleet=fleet, state=str(self.folder / "state"), tenants=tenants)
         service = self._services.start("gateway", config, name=self._name("gateway"))
         self._gateways.append(service)
         return service

@@ -20,9 +20,11 @@ from tests.fuzz.jobs import deletion_corpus, job_corpus, list_corpus
 from tests.fuzz.joining import joining_corpus
 from tests.fuzz.links import link_corpus
 from tests.fuzz.lora_store import lora_store_corpus
+from tests.support.flooders import empty_loras, large_id, nested
 
 # One past what a message may have.
 TOO_LARGE_BYTES = (24 << 20) + 1
+_MIB = 1 << 20
 
 
 def corpus(job_id: str, digest: str, lora_digest: str) -> Iterator[Case]:
@@ -74,3 +76,8 @@ def _bytes() -> Iterator[Case]:
     for method in ("SubmitJob", "RunAttempt"):
         huge = bytes(TOO_LARGE_BYTES)
         yield Case(method=method, name="beyond the limit", raw=(huge,), code=grpc.StatusCode.RESOURCE_EXHAUSTED)
+    for name, (path, raw) in (("a million empty messages", empty_loras(_MIB)), ("messages in messages", nested(_MIB))):
+        for method in (path.rpartition("/")[2], "Generate"):
+            yield Case(method=method, name=name, raw=(raw,), code=grpc.StatusCode.RESOURCE_EXHAUSTED)
+    for method in ("GetJob", "ListJobs"):
+        yield Case(method=method, name="large", raw=(large_id(3 * _MIB)[1],), code=grpc.StatusCode.RESOURCE_EXHAUSTED)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
@@ -52,10 +53,10 @@ def empty_loras(size_bytes: int = _LARGE_BYTES) -> Message:
     return f"{_IMAGES}/SubmitJob", tagged(2, b"\x8a\x01\x00" * (size_bytes // 3))
 
 
-def nested() -> Message:
+def nested(size_bytes: int = _LARGE_BYTES) -> Message:
     """The same, each message with one in it, in a message that says itself again and again."""
     net = tagged(18, tagged(1, b""))  # a ControlNet with an empty name
-    return f"{_IMAGES}/SubmitJob", tagged(2, tagged(21, b"") + net) * (_LARGE_BYTES // 14)
+    return f"{_IMAGES}/SubmitJob", tagged(2, tagged(21, b"") + net) * (size_bytes // 14)
 
 
 def large_images() -> Message:
@@ -72,9 +73,9 @@ def unknown_fields(size_bytes: int = _LARGE_BYTES) -> Message:
     return f"{_IMAGES}/SubmitJob", tagged(2, spec)
 
 
-def large_id() -> Message:
+def large_id(size_bytes: int = _LARGE_BYTES) -> Message:
     """A small method with a large message."""
-    return f"{_IMAGES}/GetJob", tagged(1, b"x" * _LARGE_BYTES)
+    return f"{_IMAGES}/GetJob", tagged(1, b"x" * size_bytes)
 
 
 def large_check() -> Message:
@@ -248,6 +249,14 @@ def attack(address: str, name: str, seconds: float) -> int:
     if kind in MEANINGLESS:
         return _send_meaningless(address, name, seconds)
     return {"silent": _say_nothing, "strangers": _call_unknown}[kind](address, name, seconds)
+
+
+async def cancel_at_once(begin: Callable[[str], Any], count: int) -> None:
+    """Begin so many calls, and cancel each within milliseconds. begin: returns a call for a prompt."""
+    for number in range(count):
+        call = begin(f"a star {number}")
+        await asyncio.sleep(0.0005 * (number % 12))
+        call.cancel()
 
 
 @contextlib.contextmanager

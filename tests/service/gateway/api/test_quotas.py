@@ -18,6 +18,7 @@ from bottega.rpc.security.quotas import UNBOUNDED, Quotas
 from bottega.rpc.security.tenant_file import Tenant, change_tenants
 from bottega.rpc.status import from_rpc_error
 from bottega.v1 import image_pb2, image_pb2_grpc
+from tests.support.flooders import cancel_at_once
 from tests.support.running_gateway import Running, running_gateway
 from tests.support.waiting import eventually
 
@@ -143,10 +144,7 @@ async def test_jobs_whose_callers_leave_at_once_count(tmp_path: Path) -> None:
         acknowledged = functools.partial(
             at.house.gateway.server.registry.get_sample_value, "bottega_jobs_acknowledged_total"
         )
-        for number in range(60):
-            call = at.shop.generate(prompt=f"a star {number}")
-            await asyncio.sleep(0.0005 * (number % 12))
-            call.cancel()
+        await cancel_at_once(lambda prompt: at.shop.generate(prompt=prompt), 60)
         await eventually(lambda: (acknowledged() or 0) >= 5)
         await asyncio.sleep(0.5)  # whatever is still on its way
         assert acknowledged() == 5
