@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from bottega.v1 import image_pb2
 from tests.support.ghz_configurations import configurations
 from tests.support.running_gateway import Running
-from tests.support.second_client import Called, installed, make_calls, missing
+from tests.support.second_client import Called, hold_idle, installed, make_calls, missing
 
 SERVICE = "bottega.v1.ImageService"
 PICTURE = b"picture 0"
@@ -89,3 +91,27 @@ async def test_its_deadline_ends_a_picture_that_nobody_waits_for(house: Running,
     assert [answer["event"]["event"] for answer in call.answers][:1] == ["queued"]
     cancelled = await worker.cancelled.get()
     assert cancelled.job_id == call.answers[0]["event"]["job_id"]
+
+
+@pytest.mark.slow  # a server counts pings over minutes
+async def test_its_idle_connection_with_keepalive_stays_while_the_gateway_is_busy(
+    house: Running, packages: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Connections are looked at one by one while the process works; it pings as often as a server allows."""
+    worker = await house.worker(hold_at=3)
+    job = await house.submit(prompt="a star")
+    await asyncio.wait_for(worker.arrived.wait(), 5)
+
+    async def call_on() -> None:
+        while True:
+            await house.job(job.job_id)
+
+    calling = asyncio.create_task(call_on())
+    try:
+        held = await hold_idle(packages, house.address, job.job_id, keepalive_s=10.0, idle_s=45.0)
+    finally:
+        calling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await calling
+    assert held == {"states": ["READY"], "watch": None, "code": "OK"}
+    assert not [line.message for line in caplog.records if "connections were ended" in line.message]
