@@ -37,8 +37,8 @@ HALF_REQUESTS = 300
 HALF = b"GET /metrics HTTP/1.1\r\nHost: x\r\n"
 # Over all streams that a service has open at once.
 STREAMS = 2_100
-# A connection has at most 1,024 calls at once: a client waits with more.
-STREAMS_OF_CONNECTION = 700
+# A connection has at most 640 calls at once: a client waits with more.
+STREAMS_OF_CONNECTION = 525
 # Half of max_streams, for one host, where others have none.
 ADMITTED = 1_024
 ATTACKS = ("empty_loras", "nested", "large_images", "large_id", "silent:5", "pings:45000")

@@ -260,8 +260,13 @@ async def cancel_at_once(begin: Callable[[str], Any], count: int) -> None:
 
 
 @contextlib.contextmanager
-def flooding(address: str, attacks: Sequence[str], *, seconds: float, source: str = "127.0.0.1") -> Iterator[list[int]]:
-    """Attackers at work in the block, which ends after them. Yields what they return, once it has ended."""
+def flooding(
+    address: str, attacks: Sequence[str], *, seconds: float, source: str = "127.0.0.1", to_the_end: bool = True
+) -> Iterator[list[int]]:
+    """Attackers at work in the block. Yields what they return, once it has ended.
+
+    to_the_end: the block ends after them; otherwise they end with it.
+    """
     command = [sys.executable, "-m", "tests.support.flooders", address]
     environment = {**os.environ, "FLOOD_FROM": source}
     processes = [
@@ -270,13 +275,13 @@ def flooding(address: str, attacks: Sequence[str], *, seconds: float, source: st
     results: list[int] = []
     try:
         yield results
-        for process in processes:
+        for process in processes if to_the_end else ():
             out, _ = process.communicate(timeout=seconds + _STOP_S)
             results.append(int(out))
     finally:
         for process in processes:
             process.kill()
-            process.wait(_STOP_S)
+            process.communicate(timeout=_STOP_S)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ gRPC bounds all connections, not those of one host, which could have all and do 
 that carry no call are ended where their host has more than its share. Two kinds are ended whatever they carry, since
 gRPC does not end them: those of a host that calls again and again without being known, and those that bring far more
 than their calls, such as pings. (gRPC ends one that pings too often, but not before its last answer has gone out, and
-while pings come there is always another answer.)
+while pings come there is always another answer.) Such a host is kept out for some time, unless somebody who is known
+has called from there, too: each new connection would bring new calls, and gRPC hands out those of all hosts in one
+line.
 """
 
 from __future__ import annotations
@@ -29,14 +31,19 @@ from bottega.fair_order import fair_room
 from bottega.process import open_files
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.peers import endpoint, host_of_address
+from bottega.rpc.source_filter import SourceFilter
 
 # Of the descriptors: a service may listen on two ports, and the rest is for files, links and child processes.
 _PART_OF_OPEN_FILES = 3
 # Between two looks. What comes in meanwhile has to fit between our bound and gRPC's.
 _LOOK_S = 0.25
+# The same while a host floods: it has made some hundred calls more by then.
+_FLOOD_LOOK_S = 0.05
+# For which a host is kept out.
+_BANNED_S = 10.0
 # gRPC's bound in times ours: one host's excess is ended before others find no room.
 _GRPC_SHARE = 1.25
-# Connections of a host of strangers that are left: those have a bound of their calls, and new ones would bring more.
+# Connections of strangers that are left where their host cannot be kept out: new ones would bring more calls.
 _STRANGE_CONNECTIONS = 2
 # Of a core, in which connections are looked at one by one for what they bring beside calls.
 _BUSY_SHARE = 0.25
@@ -99,6 +106,7 @@ class ConnectionGuard:
         self._share = share
         self._busy = busy
         self._ledger = ledger
+        self._banned: SourceFilter | None = None
         self._traffic: dict[InboundConnection, _Traffic] = {}
         self._processor_s, self._looked_at = time.process_time(), time.monotonic()
         self._ended = Counter[str]()
@@ -111,14 +119,18 @@ class ConnectionGuard:
             yield
 
     async def _look_on(self, port: int) -> None:
+        self._banned = SourceFilter(port, banned_s=_BANNED_S)
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_FLOOD_LOOK_S)
+            await self._ledger.wait_for_flood(_LOOK_S - _FLOOD_LOOK_S)
             try:
                 await asyncio.to_thread(self._look, port, frozenset(self._busy()), self._ledger.floods())
             except (OSError, psutil.Error) as error:
                 _log.warning("connections cannot be looked at", extra={"why": str(error)})
 
     def _look(self, port: int, busy: Collection[str], floods: Collection[str]) -> None:
+        if self._banned is not None:
+            self._banned.lift()
         # With fewer files and sockets open no host can have more than its share.
         crowded = psutil.Process().num_fds() > self._share * self._most
         working = self._is_working()
@@ -130,19 +142,26 @@ class ConnectionGuard:
                 "connections without calls were ended: a host had more than its share", self._too_many(found, busy)
             )
         for host in floods:
+            left = 0 if self._keep_out(host) else _STRANGE_CONNECTIONS
             strange = [each for each in found if each.host == host and not self._ledger.found(each.peer).known]
-            self._end(
-                "connections were ended: a host called again and again without being known",
-                strange[_STRANGE_CONNECTIONS:],
-            )
-        self._end(
-            "connections were ended: they brought far more than their calls",
-            self._idle_talkers(found) if working else (),
-        )
+            self._end("connections were ended: a host called again and again without being known", strange[left:])
+        talkers = list(self._idle_talkers(found)) if working else []
+        for host in {each.host for each in talkers} - set(floods):
+            self._keep_out(host)
+        self._end("connections were ended: they brought far more than their calls", talkers)
         self._log()
 
+    def _keep_out(self, host: str) -> bool:
+        """Keep a host out from which nobody has called of late who is known. Return whether that was done."""
+        return self._banned is not None and not self._ledger.knows(host) and self._banned.ban(host)
+
     def _end(self, event: str, ended: Iterable[InboundConnection]) -> None:
-        self._ended[event] += sum(end(connection) for connection in ended)
+        for connection in ended:
+            if end(connection):
+                self._ended[event] += 1
+                if self._banned is not None and self._banned.has(connection.host):
+                    # No other connection has its name as long as the host is kept out.
+                    self._ledger.found(connection.peer).ended_at = time.monotonic()
 
     def _log(self) -> None:
         if not self._ended.total() or time.monotonic() - self._logged_at < _LOG_S:

@@ -53,8 +53,8 @@ _MOST_CALLS, _MOST_STREAMS = 5, 2
 _LEAST_PENDING = 4_096
 # Calls of one connection that are open at once, beside the streams that it may have, and at least: a client waits with
 # more, and what comes all the same gRPC refuses itself. So calls of one connection are never long in the way of others.
-_CALLS_BESIDE_STREAMS = 512
-_LEAST_CALLS = 1024
+_CALLS_BESIDE_STREAMS = 128
+_LEAST_CALLS = 640
 # Of one call, as gRPC counts them: a key, ids of traces, and whatever else a proxy adds.
 _METADATA_BYTES = 16 << 10
 # Small requests that are coming in: each is here within a millisecond, and one that is not may turn out to be large.
@@ -94,9 +94,10 @@ class ListenerConfig:
         has any: 1,024 and 512 of 2,048 streams. Each has less when others have many, so that some are left for a host
         that has none. A host with a gateway of its own before this one, or with hundreds of callers that wait, needs
         more max_streams, or 1.0: then one host may have all.
-    max_connections: open at once, each with some 1,024 calls; at most a quarter of the limit of open files. Where one
+    max_connections: open at once, each with some 640 calls; at most a quarter of the limit of open files. Where one
         host has more than peer_share of them, those that carry no call are ended; so is every one without a call after
-        some minutes, and, at once, those of a host that makes more than 1,000 calls a second without being known.
+        some minutes, and, at once, those of a host that makes more than 250 calls a second without being known. Such
+        a host is kept out for 10 s, unless somebody who is known has called from there within the last hour.
     max_answers_mib: of large answers, such as images that travel with the news of them, that their callers have not
         read yet; the service grows by up to four times that. Beyond it images are only sent to those who ask for them.
     insecure: listen where the network can reach it though nobody who calls is asked who they are: without TLS, or with

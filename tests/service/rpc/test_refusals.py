@@ -105,10 +105,11 @@ async def test_each_of_a_crowd_that_comes_at_once_is_told_why_it_is_refused() ->
     crowd = 1_500  # gRPC itself would cut off what is beyond a thousand, as if somebody had cancelled it
     async with (
         scripted_images(max_calls=1024, max_streams=1, peer_share=1.0) as (server, _, channel),
-        open_channel(server.address) as beside,  # each connection has 1,024 calls at most
+        open_channel(server.address) as beside,  # each connection has 640 calls at most
+        open_channel(server.address) as third,
     ):
         request = image_pb2.WatchJobRequest(job_id="wait")
-        watches = [stub(each).WatchJob(request) for each in (channel, beside) for _ in range(crowd // 2)]
+        watches = [stub(each).WatchJob(request) for each in (channel, beside, third) for _ in range(crowd // 3)]
         firsts = await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
         refused = [from_rpc_error(first) for first in firsts if isinstance(first, grpc.aio.AioRpcError)]
         assert len(refused) == crowd - 1

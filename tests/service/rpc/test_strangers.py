@@ -7,24 +7,31 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import pytest
 
+from bottega.errors import Unauthenticated
 from bottega.rpc.channel import open_channel
 from bottega.rpc.connection_limits import connection_bounds
 from bottega.rpc.interceptor.connection_ledger import ConnectionLedger
 from bottega.rpc.peers import Peer
-from bottega.v1 import image_pb2
-from tests.fakes.scripted_images import scripted_images, stub
+from bottega.rpc.security.caller import Caller, Metadata, Role
+from bottega.rpc.server import Server, ServerConfig
+from bottega.v1 import image_pb2, image_pb2_grpc
+from tests.fakes.scripted_images import ScriptedImages, scripted_images, stub
 from tests.support.crowds import connections
 from tests.support.cut_cable import laid
-from tests.support.flooders import MEANINGLESS, PREFACE
+from tests.support.flooders import MEANINGLESS, PREFACE, flooding
+from tests.support.waiting import eventually
 
 OTHER = "127.0.0.2"
 # On busy cores, for a MiB of pings and two looks at it.
 PINGED_S = 30.0
+# Longer than it takes to notice a flood; it ends with its test.
+FLOOD_S = 60.0
 SUBMIT = "/bottega.v1.ImageService/SubmitJob"
 
 
@@ -113,14 +120,62 @@ async def test_large_metadata_is_refused_and_that_of_an_honest_caller_is_not() -
             await call(image_pb2.GetJobRequest(), metadata=(("baggage", "x" * 40_000),), timeout=5)
 
 
+class _OneKey:
+    """A CallAuthenticator that knows whoever shows a key."""
+
+    async def authenticate(self, identities: Sequence[str], metadata: Metadata) -> Caller:
+        if any(key == "authorization" for key, _ in metadata):
+            return Caller(role=Role.TENANT, name="shop", tenant="shop")
+        raise Unauthenticated("who are you?")
+
+
+async def test_a_host_of_strangers_that_floods_is_kept_out_and_a_tenant_is_answered() -> None:
+    server = Server("scripted", ServerConfig(insecure=True), authenticator=_OneKey())
+    image_pb2_grpc.add_ImageServiceServicer_to_server(ScriptedImages(), server.grpc)  # type: ignore[abstract]
+    await server.start()
+    host, _, port = server.address.rpartition(":")
+
+    def is_kept_out() -> bool:
+        try:
+            with socket.create_connection((host, int(port)), timeout=0.2, source_address=(OTHER, 0)):
+                return False
+        except TimeoutError:
+            return True
+
+    async with open_channel(server.address, api_key="btg") as channel:
+        with flooding(server.address, ["strangers:5000:2:0"], seconds=FLOOD_S, source=OTHER, to_the_end=False):
+            while not await asyncio.to_thread(is_kept_out):
+                await stub(channel).GetJob(image_pb2.GetJobRequest(), timeout=10)
+            await stub(channel).GetJob(image_pb2.GetJobRequest(), timeout=10)
+            async with open_channel(server.address, api_key="btg") as another:
+                await stub(another).GetJob(image_pb2.GetJobRequest(), timeout=10)
+    await server.stop()
+
+
+async def test_a_host_from_which_a_tenant_calls_too_is_not_kept_out(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server("scripted", ServerConfig(insecure=True), authenticator=_OneKey())
+    image_pb2_grpc.add_ImageServiceServicer_to_server(ScriptedImages(), server.grpc)  # type: ignore[abstract]
+    await server.start()
+    async with open_channel(server.address, api_key="btg") as channel:
+        await stub(channel).GetJob(image_pb2.GetJobRequest(), timeout=10)
+        with flooding(server.address, ["strangers:2000:4:0"], seconds=FLOOD_S, to_the_end=False):
+            await eventually(lambda: "a host called again and again" in caplog.text)
+            async with open_channel(server.address, api_key="btg") as another:
+                await stub(another).GetJob(image_pb2.GetJobRequest(), timeout=20)
+        await stub(channel).GetJob(image_pb2.GetJobRequest(), timeout=20)
+    await server.stop()
+
+
 def test_a_host_floods_by_calls_a_second_and_a_connection_of_somebody_known_is_remembered() -> None:
     ledger = ConnectionLedger()
     flood, lost = Peer(connection="a 1", host="a"), Peer(connection="b 1", host="b")
-    for _ in range(2000):
+    for _ in range(300):
         ledger.refused(flood)
     ledger.refused(lost)
-    ledger.account(lost).known = True
+    ledger.account(lost)
+    ledger.recognized(lost)
     assert ledger.floods() == {"a"}
     assert ledger.floods() == frozenset()
     assert ledger.found(lost.connection).known
     assert not ledger.found(flood.connection).known
+    assert (ledger.knows("a"), ledger.knows("b")) == (False, True)

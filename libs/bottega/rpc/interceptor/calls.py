@@ -140,6 +140,9 @@ class CallGuard:
     async def __aenter__(self) -> CallGuard:
         self.peer = self.account = peer_of(self._context.peer())
         self.connection = self._calls.ledger.account(self.peer)
+        if self.connection.has_ended:
+            # gRPC still hands out the calls that a flood has left behind, before those of others.
+            raise asyncio.CancelledError
         self.responses = self._calls.enter(self._limit, self._context)
         return self
 
@@ -159,7 +162,7 @@ class CallGuard:
         except Unauthenticated:
             self._calls.ledger.refused(self.peer)
             raise
-        self.connection.known = True
+        self._calls.ledger.recognized(self.peer)
         if known.tenant:
             self.account = replace(self.peer, host=f"tenant {known.tenant}")
         check_method(self._method, known)

@@ -1,0 +1,84 @@
+"""Hosts that a port takes no connections from, by the system's own filter."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from bottega.rpc.source_filter import Instruction, SourceFilter, program
+from tests.support.waiting import wait_until
+
+BANNED, OTHER = "127.0.0.2", "127.0.0.3"
+
+
+@pytest.fixture(params=["127.0.0.1", "::"])
+def port(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Of IPv4, and of both families."""
+    family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
+    with socket.create_server((request.param, 0), family=family, dualstack_ipv6=family is socket.AF_INET6) as server:
+        yield server.getsockname()[1]
+
+
+def _connects(port: int, source: str) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=0.2, source_address=(source, 0)):
+            return True
+    except TimeoutError:
+        return False
+
+
+def test_a_banned_host_cannot_connect_until_its_time_is_over_and_others_can(port: int) -> None:
+    banned = SourceFilter(port, banned_s=0.3)
+    assert _connects(port, BANNED)
+    began = time.monotonic()
+    assert banned.ban(BANNED)
+    assert not _connects(port, BANNED)
+    assert _connects(port, OTHER)
+
+    def lifted() -> bool:
+        banned.lift()
+        return _connects(port, BANNED)
+
+    wait_until(lifted, "the host to be let in")
+    assert time.monotonic() - began > 0.3
+
+
+def test_hosts_are_bounded_and_what_is_none_is_not_banned(port: int) -> None:
+    banned = SourceFilter(port, banned_s=60.0)
+    assert not banned.ban("")
+    assert all(banned.ban(f"10.0.0.{number}") for number in range(64))
+    assert not banned.ban("10.0.1.0")
+    assert banned.ban("10.0.0.3")
+
+
+def _drops(instructions: tuple[Instruction, ...], address: str) -> bool:
+    """What the filter says of a packet, by the rules of classic BPF."""
+    packed = ipaddress.ip_address(address).packed
+    header = b"\x45" + bytes(11) + packed if len(packed) == 4 else b"\x60" + bytes(7) + packed
+    place = value = 0
+    while True:
+        operation, if_true, if_false, operand = instructions[place]
+        place += 1
+        at = operand - 0xFFF00000
+        if operation == 0x30:
+            value = header[at]
+        elif operation == 0x20:
+            value = int.from_bytes(header[at : at + 4], "big")
+        elif operation == 0x54:
+            value &= operand
+        elif operation == 0x15:
+            place += if_true if value == operand else if_false
+        else:
+            return operand == 0
+
+
+def test_of_ipv6_a_host_is_a_network_of_64_bits() -> None:
+    instructions = program([BANNED, "2001:db8:0:7::", "10.1.2.3"])
+    for address in (BANNED, "10.1.2.3", "2001:db8:0:7::1", "2001:db8:0:7:1:2:3:4"):
+        assert _drops(instructions, address), address
+    for address in (OTHER, "10.1.2.4", "2001:db8:0:8::1", "2001:db9:0:7::1", "::1"):
+        assert not _drops(instructions, address), address
