@@ -10,7 +10,6 @@ import contextlib
 import ssl
 
 from bottega.errors import ConfigError
-from bottega.rpc.address import split
 
 # A port of this suite answers a greeting within milliseconds.
 _ANSWER_S = 1.0
@@ -35,6 +34,8 @@ async def find_tls_mismatch(address: str, *, encrypted: bool) -> str:
 
 async def _expects_tls(address: str) -> bool | None:
     """Return whether what answers a TLS greeting speaks TLS; None where nothing answers."""
+    from bottega.rpc.address import split  # with pydantic, for which every command would wait
+
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
