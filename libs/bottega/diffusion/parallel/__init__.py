@@ -1,3 +1,1 @@
-"""Latent parallelism: rows of one worker's group that the other worker of a pair computes, on both sides, and the
-messages between them.
-"""
+"""Latent parallelism: the other worker of a pair computes some of a group's rows. Both sides, and their messages."""

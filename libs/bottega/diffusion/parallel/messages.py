@@ -1,13 +1,13 @@
-"""What the engines of a pair say to each other over a link: each message as tensors.
+"""Messages between the engines of a pair, as tensors over a link.
 
-The first tensor of a message has the name of its kind. The receiver checks it here, from a copy, before anything is
-done with it; what breaks a rule raises ValueError. Jobs go by number.
+The first tensor of a message is named after its kind. The receiver checks a copy of the message before using it, and
+raises ValueError if it breaks a rule. Jobs are identified by number.
 
-    leader -> follower    job: its conditions, and what its add-ons say    ready, or refused: with add-ons, and again
+    leader -> follower    job: conditions, and the parts of add-ons        ready, or refused; with add-ons, again
                                                                            whenever that changes
                           step: latents and timesteps of rows              noise, or declined
                           leave: a job has ended                           -
-    follower -> leader    state: whether it has something of its own to do
+    follower -> leader    state: whether it has work of its own
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from bottega.diffusion.tensor_messages import DTYPES, TensorMessage, message_of,
 from bottega.transport import Layout, Part
 
 _MAX_NUMBER = 2**53
-# Tensors of a step before its samples: the table, and the timesteps.
+# Tensors of a step before its samples: the table and the timesteps.
 _STEP_HEADERS = 2
-# Add-ons that have a part in one job.
+# Add-ons with a part in one job.
 _MOST_PARTS = 8
-# What a step's table says of a row, before what is active in it.
+# Columns of a step's table for a row, before `active`.
 _FACTS = 4
-# Times go as microseconds.
+# Times are sent as microseconds.
 _PER_S = 1_000_000
-# Of one step; a group of any size that is run has some tens.
+# Rows of one step; the largest groups in use have some tens.
 _MOST_ROWS = 512
 
 
 def _check_kind(text: str) -> str:
     if not kinds.is_kind(text):
-        raise ValueError("is no kind")
+        raise ValueError("is not a kind of add-on")
     return text
 
 
@@ -53,7 +53,7 @@ _Number = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
 
 
 class PairMessageKind(StrEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     JOB = "job"
     READY = "ready"
@@ -67,16 +67,18 @@ class PairMessageKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JobHeader:
-    """What a job message says beside its tensors. halves: of the conditions, in the tensors' order. parts: kinds."""
+    """The header of a job message."""
 
     number: _Number
     halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
+    """Halves of the conditions, in the order of the tensors."""
     parts: Annotated[tuple[_Kind, ...], Field(max_length=_MOST_PARTS)]
+    """Kinds of the add-ons with a part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteStep:
-    """Rows that share a forward. samples: [rows, channels, height, width]; timesteps: [rows]."""
+    """Rows that share a forward, with samples [rows, channels, height, width] and timesteps [rows]."""
 
     number: int
     rows: tuple[RemoteRow, ...]
@@ -86,19 +88,19 @@ class RemoteStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteNoise:
-    """The answer to a step. places: of its rows that were computed; noise: [places, channels, height, width].
-
-    waited_s: for residuals.
-    """
+    """The answer to a step."""
 
     number: int
     places: tuple[int, ...]
+    """Places of the rows that were computed."""
     noise: Tensor
+    """[places, channels, height, width]."""
     waited_s: float = 0.0
+    """Seconds of waiting for residuals."""
 
 
 def job_message(number: int, remote_job: RemoteJob) -> TensorMessage:
-    """The message that tells the other worker of a job."""
+    """Return the message that introduces a job to the other worker."""
     embeds = list(remote_job.halves.values())
     header = _JobHeader(number=number, halves=tuple(remote_job.halves), parts=tuple(remote_job.parts))
     parts: dict[str, Tensor] = {}
@@ -117,18 +119,18 @@ def job_message(number: int, remote_job: RemoteJob) -> TensorMessage:
 
 
 def read_job(layout: Layout, views: Sequence[Part]) -> tuple[int, RemoteJob]:
-    """A job's number, and the job; its tensors are copies."""
+    """Parse a job message into the job's number and the job, with copies of the tensors."""
     parts = parts_of(layout, views)
     try:
         header = _HEADER.validate_json(unpacked(parts[PairMessageKind.JOB.value]))
     except pydantic.ValidationError as error:
         raise ValueError(f"a job message's header: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from None
-    told = {kind: _part(kind, parts) for kind in header.parts}
-    return header.number, RemoteJob(halves=_conditions(header, parts), parts=told)
+    addon_parts = {kind: _part(kind, parts) for kind in header.parts}
+    return header.number, RemoteJob(halves=_conditions(header, parts), parts=addon_parts)
 
 
 def step_message(number: int, rows: Sequence[OffloadedRow], remote_jobs: Mapping[RemoteJob, int]) -> TensorMessage:
-    """A step message. remote_jobs: the numbers of their jobs."""
+    """Return a step message. `remote_jobs` maps the rows' jobs to their numbers."""
     parts = max(len(each.active) for each in rows)
     table = [[number, *[0] * (_FACTS - 1 + parts)]]
     for each in rows:
@@ -145,20 +147,20 @@ def step_message(number: int, rows: Sequence[OffloadedRow], remote_jobs: Mapping
 
 
 def read_step(layout: Layout, views: Sequence[Part]) -> RemoteStep:
-    """What a step message says; its tensors are copies."""
+    """Parse a step message, with copies of the tensors."""
     parts = parts_of(layout, views, headers=_STEP_HEADERS)
     table, samples, timesteps = parts[PairMessageKind.STEP.value], parts.get("samples"), parts.get("timesteps")
     if table.dtype != torch.int64 or table.dim() != 2 or not 2 <= len(table) <= _MOST_ROWS:
-        raise ValueError("a step's table is no int64 [1 + rows, facts]")
+        raise ValueError("a step's table must be int64 [1 + rows, columns]")
     if not _FACTS <= table.shape[1] <= _FACTS + _MOST_PARTS:
-        raise ValueError(f"a step's table has {table.shape[1]} facts of a row")
+        raise ValueError(f"a step's table has {table.shape[1]} columns")
     if samples is None or samples.dim() != 4 or samples.dtype not in DTYPES or len(samples) != len(table) - 1:
-        raise ValueError("a step's samples are not [rows, channels, height, width]")
+        raise ValueError("a step's samples must be [rows, channels, height, width]")
     if timesteps is None or timesteps.dtype != torch.float32 or timesteps.shape != samples.shape[:1]:
-        raise ValueError("a step has not one float32 timestep for each row")
+        raise ValueError("a step must have one float32 timestep for each row")
     (number, *_), *rows = table.tolist()
     if any(min(row) < 0 or row[2] > 1 for row in rows):
-        raise ValueError("a step's table has a number that is out of its bounds")
+        raise ValueError("a step's table has a number out of range")
     return RemoteStep(
         number=number,
         rows=tuple(
@@ -171,20 +173,19 @@ def read_step(layout: Layout, views: Sequence[Part]) -> RemoteStep:
 
 
 def noise_message(answer: RemoteNoise) -> TensorMessage:
-    """A noise message."""
     table = [answer.number, round(answer.waited_s * _PER_S), *answer.places]
     return message_of({PairMessageKind.NOISE.value: torch.tensor(table), "rows": answer.noise}, headers=1)
 
 
 def read_noise(layout: Layout, views: Sequence[Part]) -> RemoteNoise:
-    """What a noise message says; its tensor is a copy."""
+    """Parse a noise message, with a copy of the tensor."""
     parts = parts_of(layout, views, headers=1)
     table, noise = parts[PairMessageKind.NOISE.value], parts.get("rows")
     if table.dtype != torch.int64 or table.dim() != 1 or noise is None or len(noise) != len(table) - 2:
-        raise ValueError("a noise message has not one number for each row")
+        raise ValueError("a noise message must have one place for each row")
     number, waited, *places = table.tolist()
     if not 0 <= waited <= _MAX_NUMBER:
-        raise ValueError(f"a noise message says that {waited} microseconds were waited")
+        raise ValueError(f"a noise message has a waiting time of {waited} microseconds, which is out of range")
     return RemoteNoise(number=number, places=tuple(places), noise=noise.clone(), waited_s=waited / _PER_S)
 
 
@@ -192,7 +193,7 @@ def _conditions(header: _JobHeader, parts: Mapping[str, Tensor]) -> dict[Half, E
     for name, dimensions in (("prompt", 3), ("pooled", 2), ("time_ids", 2)):
         part = parts.get(name)
         if part is None or part.dim() != dimensions or len(part) != len(header.halves) or part.dtype not in DTYPES:
-            raise ValueError(f"a job message's {name} is not there for each half")
+            raise ValueError(f"a job message must have {name} for each half")
     prompt, pooled, time_ids = (parts[name].clone() for name in ("prompt", "pooled", "time_ids"))
     return {
         half: Embeds(prompt=prompt[place], pooled=pooled[place], time_ids=time_ids[place])
@@ -201,10 +202,10 @@ def _conditions(header: _JobHeader, parts: Mapping[str, Tensor]) -> dict[Half, E
 
 
 def _part(kind: str, parts: Mapping[str, Tensor]) -> OffloadedPart:
-    """What the message says of an add-on; its tensors are copies."""
+    """Return an add-on's part of a job message, with copies of the tensors."""
     own = {name.removeprefix(f"{kind}."): tensor for name, tensor in parts.items() if name.startswith(f"{kind}.")}
     if "" not in own:
-        raise ValueError(f"a job message has nothing of {kind}")
+        raise ValueError(f"a job message lacks the part of {kind}")
     header = unpacked(own.pop(""))
     return OffloadedPart(header=header, tensors={name: tensor.clone() for name, tensor in own.items()})
 

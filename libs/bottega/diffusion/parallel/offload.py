@@ -1,4 +1,4 @@
-"""The other worker of a pair, as the engine that leads sees it: what it is told of a job, and of a row."""
+"""The leading engine's view of the other worker of a pair: what it sends about a job and a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bottega.diffusion.rows import Embeds, Half, Row
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OffloadedPart:
-    """What an add-on tells the one of its kind at the follower about a job. header: JSON. tensors: by name."""
+    """An add-on's data about a job for the same kind of add-on at the follower: a JSON header, and tensors by name."""
 
     header: bytes
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -21,70 +21,65 @@ class OffloadedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteJob:
-    """A job whose rows may be offloaded. The follower is told of it once, and keeps it.
-
-    halves: its conditions. parts: what its add-ons tell those of the follower, by kind.
-    """
+    """A job whose rows may be offloaded. The follower receives it once and keeps it."""
 
     halves: Mapping[Half, Embeds]
     parts: Mapping[str, OffloadedPart] = field(default_factory=dict)
+    """Data of the job's add-ons, by kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OffloadedRow:
-    """A row that the follower is to compute. image: its place among the job's.
-
-    active: of each part, see JobAddOn.active_in.
-    """
+    """A row for the follower to compute."""
 
     row: Row
     remote_job: RemoteJob
     image: int
+    """Place of the image in the job."""
     active: tuple[int, ...] = ()
+    """One number for each part, see `JobAddOn.active_in`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OffloadResult:
-    """The follower's result for the rows that were offloaded to it.
-
-    noise: [channels, height, width] by row; those whose residuals were late there are missing. seconds: from lending to
-    the answer, without waiting for residuals there: this engine waits for its own meanwhile.
-    """
+    """The follower's result for offloaded rows."""
 
     noise: Mapping[Row, Tensor]
+    """[channels, height, width] by row, without rows whose residuals were late at the follower."""
     seconds: float
+    """Time from offloading to the answer, except waiting for residuals, during which this engine waits for its own."""
 
 
 class OffloadTarget(Protocol):
-    """The engine that computes rows for this one. All calls come from the engine's thread, and none waits long."""
+    """The engine that computes rows for this one. Only the engine's thread calls it, and no call waits long."""
 
     @property
     def name(self) -> str:
-        """Of its worker."""
+        """Name of its worker."""
         ...
 
     @property
     def free(self) -> bool:
-        """Whether rows can be offloaded to it now: it is linked, has nothing of its own to do, and owes no answer."""
+        """Whether it can take rows now: it is linked, has no work of its own, and owes no answer."""
         ...
 
     def accepts(self, remote_job: RemoteJob) -> bool:
-        """Whether rows of this job can be offloaded; the job is sent to it first where it was not."""
+        """Return whether rows of this job can be offloaded. The job is sent first if it is new."""
         ...
 
     def forget(self, remote_job: RemoteJob) -> None:
-        """The job has ended. Harmless when it was not told of it."""
+        """End a job, if it was sent."""
         ...
 
     def offload(self, rows: Sequence[OffloadedRow]) -> bool:
-        """Sends rows of one group to be computed; whether they are on their way."""
+        """Send rows of one group, and return whether they were sent."""
         ...
 
     def result(self, timeout_s: float) -> OffloadResult | None:
-        """The result of the rows that were offloaded last; None where that has not come within the timeout."""
+        """Return the result of the last rows, or None if it does not come within the timeout."""
         ...
 
     @property
     def awaits_result(self) -> bool:
-        """Whether its answer to the rows that were offloaded last may still come."""
+        """Whether the answer to the last rows may still come."""
         ...

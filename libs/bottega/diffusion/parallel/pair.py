@@ -1,7 +1,7 @@
-"""Latent parallelism: one forward of a group, with some of its rows computed by the other worker of the pair.
+"""Latent parallelism: a forward of a group, of which the other worker of the pair computes some rows.
 
-The leader decides, and keeps latents, samplers and generators. Rows that do not come back are computed here in the same
-turn, so that the follower's death costs time and nothing else.
+The leader decides, and keeps latents, samplers and generators. It computes rows that do not come back in the same turn,
+so that the follower's death costs only time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from bottega.diffusion.parallel.offload import OffloadedRow, OffloadResult, Offl
 from bottega.diffusion.rows import Row
 from bottega.planning import RowFractions, Shape, StepTimes, rows_to_offload
 
-# How long the leader waits for rows when its own are done: so many times what they should take, and this at least.
-# A follower that is dead is noticed sooner; this is for one that is stopped, or slowed down by others on its cores.
+# How long the leader waits for rows after finishing its own, as a multiple of the expected time, and at least. A dead
+# follower is noticed sooner; this is for one that is stopped, or slowed down by other processes.
 _PATIENCE = 4.0
 _LEAST_PATIENCE_S = 1.0
-# Between two signs of life while it waits.
+# Seconds between two heartbeats while waiting.
 _LOOK_S = 0.1
-# Turns without the follower after which it is tried again in so many, whatever was measured: others on the cores may
-# have gone, and what fewer rows take here is only measured while they are shared. Doubled each time in vain.
+# Turns without the follower after which it is tried again, whatever was measured: other processes may have ended, and
+# the time of fewer rows here is measured only while rows are shared. Doubled after each failed attempt.
 _LEAST_PAUSE_TURNS = 2
 _MOST_PAUSE_TURNS = 32
 _TRIES = 2
@@ -34,31 +34,35 @@ _TRIES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Offloadable:
-    """A request whose rows may be offloaded. image: its place in its job. active: of a row, see OffloadedRow."""
+    """A request whose rows may be offloaded."""
 
     remote_job: RemoteJob
     image: int
+    """Place of the image in the job."""
     active: Callable[[Row], tuple[int, ...]]
+    """Returns the `active` of an `OffloadedRow`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PairPrediction(Prediction):
-    """What a turn of a pair made, see Prediction; its seconds are all but the waiting for residuals.
-
-    offloaded: owners of rows that the follower computed. taken_back: of rows that were offloaded and did not come back.
-    peer_wait_s: for them, when everything else was done.
-    """
+    """The prediction of a turn that was shared. Its seconds exclude waiting for residuals."""
 
     offloaded: frozenset[Hashable] = frozenset()
+    """Owners of rows that the follower computed."""
     taken_back: frozenset[Hashable] = frozenset()
+    """Owners of offloaded rows that did not come back."""
     peer_wait_s: float = 0.0
+    """Seconds of waiting for offloaded rows after everything else was done."""
 
 
 class Pair:
-    """predict: a forward here. times: of those, and fractions: what rows cost of which a part is computed, both kept by
-    their runner. heartbeat: beats while it waits.
+    """Shares forwards with the other worker of the pair.
 
-    backlog: requests that wait elsewhere for a worker.
+    Args:
+        predict: A forward on this worker.
+        times: Measured seconds of such forwards; their runner updates it.
+        fractions: Cost of masked rows; their runner updates it.
+        heartbeat: Beats while the leader waits.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Pair:
         heartbeat: Heartbeat,
     ) -> None:
         self.backlog = 0
+        """Number of requests that wait elsewhere for a worker."""
         self._here = predict
         self._target = target
         self._heartbeat = heartbeat
@@ -82,24 +87,24 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """Of the follower's worker."""
+        """Name of the follower's worker."""
         return self._target.name
 
     def forget(self, remote_job: RemoteJob) -> None:
-        """A job has ended."""
+        """End a job."""
         self._target.forget(remote_job)
 
     def predict(self, rows: Sequence[Row], offloadable: Mapping[Hashable, Offloadable]) -> Prediction:
-        """One turn's noise. offloadable: by owner, those whose rows the follower may compute.
+        """Return one turn's noise. The follower may compute rows of the owners in `offloadable`.
 
-        Raises as `predict` does.
+        Raise the errors of `predict`.
         """
         offloaded = self._offload(rows, offloadable)
         if not offloaded:
             return self._here(rows)
         began_s = perf_counter()
         own = self._here([row for row in rows if row not in offloaded])
-        own.times.wait()  # nothing goes on before both are done, and how long the other may take follows from it
+        own.times.wait()  # Both must finish, and the wait for the other depends on this time.
         waiting_s = perf_counter()
         returned = self._wait(_shape(rows[0]), len(offloaded), own.waited_s)
         if returned is not None:
@@ -120,12 +125,12 @@ class Pair:
         )
 
     def _offload(self, rows: Sequence[Row], offloadable: Mapping[Hashable, Offloadable]) -> list[Row]:
-        """Sends away what the other should compute; those rows."""
+        """Send rows for the follower to compute, and return them."""
         free = self._target.free
         able = [
             OffloadedRow(row=row, remote_job=known.remote_job, image=known.image, active=known.active(row))
             for row in rows
-            # What it takes from a recording, and what it gives to one, is here.
+            # Rows that read or write a recording stay here, because the recording is here.
             if free
             and row.activations is None
             and (known := offloadable.get(row.owner))
@@ -135,7 +140,7 @@ class Pair:
         offloaded = able[len(able) - count :]
         if not offloaded or not self._target.offload(offloaded):
             return []
-        return [each.row for each in offloaded]
+        return [sent.row for sent in offloaded]
 
     def _count(self, rows: Sequence[Row], able: int) -> int:
         trying, shape = self._tries > 0, _shape(rows[0])
@@ -155,16 +160,16 @@ class Pair:
         return count
 
     def _saved(self, rows: Sequence[Row]) -> float:
-        """What masked rows, which stay here, cost less than plain ones, in rows."""
+        """Return how much less masked rows, which stay here, cost than plain ones, in rows."""
         shares = (row.activations.share for row in rows if row.activations is not None and row.activations.recorded)
         return sum(1.0 - self._fractions.fraction(_shape(rows[0]), share) for share in shares)
 
     def _wait(self, shape: Shape, rows: int, residuals_s: float) -> OffloadResult | None:
-        """What was offloaded; None when it does not come. residuals_s: that this engine has waited for residuals."""
+        """Wait for the follower's result, or return None. This engine has waited `residuals_s` for residuals."""
         expected_s = self._theirs.seconds(shape, rows) or self._times.seconds(shape, rows) or 0.0
         until_s = perf_counter() + max(_LEAST_PATIENCE_S, _PATIENCE * (expected_s + residuals_s))
         while (left_s := until_s - perf_counter()) > 0:
-            owed = self._target.awaits_result  # asked first: what comes in between is still taken
+            owed = self._target.awaits_result  # Read first, so that an answer that comes in between is not lost.
             returned = self._target.result(min(left_s, _LOOK_S))
             if returned is not None:
                 self._learn(shape, rows, returned.seconds)
@@ -176,15 +181,16 @@ class Pair:
         return None
 
     def _judge(self, shape: Shape, rows: int, seconds: float) -> None:
-        """A turn of so many rows was shared. Whether that paid decides how soon one that is given up is tried again."""
+        """Reset the pause before the next attempt if sharing this turn was faster than computing it alone."""
         alone_s = self._times.seconds(shape, rows)
         if alone_s is None or seconds < alone_s:
             self._pause_turns = _LEAST_PAUSE_TURNS
 
     def _learn(self, shape: Shape, rows: int, seconds: float) -> None:
-        """Takes in an answer. Before the first one of a shape it is taken to be as quick as this worker.
+        """Note the follower's time. Before the first one of a shape, it is assumed to be as fast as this worker.
 
-        So a slow first answer, which most are, counts as at most twice that, and does not end the pair by itself.
+        A slow first answer, which is common, then counts as at most twice that time, and does not end the pair by
+        itself.
         """
         own_s = self._times.seconds(shape, rows)
         if own_s is not None and all(known != shape for known, _, _ in self._theirs.entries()):
@@ -193,7 +199,7 @@ class Pair:
 
 
 def _whole(rows: Sequence[Row], noise: Mapping[Row, Tensor]) -> dict[Row, Tensor]:
-    """Of owners that miss no row: one whose residuals were late here or there repeats its step."""
+    """Return the noise of owners all of whose rows were computed. An owner with late residuals repeats its step."""
     late = {row.owner for row in rows if row not in noise}
     return {row: noise[row] for row in rows if row.owner not in late}
 

@@ -1,7 +1,7 @@
-"""What this engine computes for the other worker of its pair: rows of jobs that are not its own.
+"""Computes rows for the other worker of a pair, the leader.
 
-It keeps their conditions, and what their add-ons need; latents, samplers and steps are the other's. All calls come from
-the engine's thread.
+This engine keeps the conditions of the leader's jobs and what their add-ons need. The leader keeps latents, samplers
+and steps. Only the engine's thread makes calls.
 """
 
 from __future__ import annotations
@@ -22,44 +22,46 @@ from bottega.errors import BottegaError, InvalidRequest, Unavailable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteRow:
-    """One row of a step. active: of each part of its job, see RemoteAddOn.activate."""
+    """A row of a step."""
 
     remote_job: int
     image: int
     half: Half
     step: int
     active: tuple[int, ...] = ()
+    """One number for each part of its job, see `RemoteAddOn.activate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ComputedRows:
-    """What became of a step's rows.
-
-    places: of those that were not late for their residuals. noise: [places, channels, height, width], in that order.
-    waited_s: for residuals.
-    """
+    """The computed rows of a step."""
 
     places: tuple[int, ...]
+    """Places of the rows whose residuals were not late."""
     noise: Tensor
+    """[places, channels, height, width], in the same order."""
     waited_s: float
+    """Seconds of waiting for residuals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteJobStatus:
-    """Whether a job's rows can be computed, when that has changed. error: why they never will be; it is forgotten."""
+    """A change in whether a job's rows can be computed."""
 
     remote_job: int
     ready: bool
     error: BottegaError | None = None
+    """Why they never can be; the job is then forgotten."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _AdmittedJob:
-    """A job of the peer. opened: whether its rows can be computed, as the peer was told."""
+    """A job of the leader."""
 
     halves: Mapping[Half, Embeds]
     parts: list[RemoteAddOn]
     opened: bool
+    """Whether its rows can be computed, as last reported to the leader."""
 
     def close(self) -> None:
         for part in self.parts:
@@ -67,7 +69,10 @@ class _AdmittedJob:
 
 
 class RemoteJobs:
-    """predict: a forward of this engine. device, dtype: of its model. addons: of this engine."""
+    """The jobs of the leader whose rows this engine computes.
+
+    `device` and `dtype` are of this engine's model; `addons` and `predict` are the engine's own.
+    """
 
     def __init__(
         self,
@@ -87,16 +92,16 @@ class RemoteJobs:
 
     @property
     def count(self) -> int:
-        """How many are here."""
+        """Number of jobs."""
         return len(self._admitted)
 
     @property
     def opening(self) -> bool:
-        """Whether `changed_statuses` has something to look at."""
+        """Whether any job is not ready, so that `changed_statuses` must be called."""
         return any(not admitted.opened for admitted in self._admitted.values())
 
     def admit(self, number: int, remote_job: RemoteJob) -> None:
-        """Takes a job in. Raises BottegaError where what its add-ons need can never be here."""
+        """Add a job. Raise BottegaError if its add-ons can never get what they need."""
         halves = {half: self._here(embeds) for half, embeds in remote_job.halves.items()}
         job = _AdmittedJob(halves=halves, parts=[], opened=not remote_job.parts)
         try:
@@ -108,9 +113,7 @@ class RemoteJobs:
         self._admitted[number] = job
 
     def changed_statuses(self) -> list[RemoteJobStatus]:
-        """What has changed since the last call: what add-ons need has come, or never will, or was lost and has to come
-        again.
-        """
+        """Return the changes since the last call: a job became ready, never will be, or must load something again."""
         news: list[RemoteJobStatus] = []
         for number, admitted in list(self._admitted.items()):
             before = admitted.opened
@@ -125,21 +128,21 @@ class RemoteJobs:
         return news
 
     def dismiss(self, number: int) -> None:
-        """Forgets a job. Harmless when it is not here."""
+        """Forget a job, if it is here."""
         admitted = self._admitted.pop(number, None)
         if admitted is not None:
             admitted.close()
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forget all jobs."""
         for number in list(self._admitted):
             self.dismiss(number)
 
     def compute(self, rows: Sequence[RemoteRow], samples: Tensor, timesteps: Tensor) -> ComputedRows | None:
-        """One forward. samples: [rows, channels, height, width]; timesteps: [rows].
+        """Run one forward; return None if the residuals of all rows were late.
 
-        Returns None where all rows were late for their residuals. Raises ValueError for a row of a job that is not
-        here, and as Denoiser.predict does.
+        `samples` is [rows, channels, height, width] and `timesteps` [rows]. Raise ValueError for a row of an unknown
+        job, or the errors of `Denoiser.predict`.
         """
         samples = self._device.to_device(samples, self._dtype)
         made = [self._row(row, samples[place], timesteps[place]) for place, row in enumerate(rows)]
@@ -152,26 +155,26 @@ class RemoteJobs:
     def _open(self, kind: str, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
         addon = self._addons.get(kind)
         if addon is None:
-            raise Unavailable(f"this worker has no {kind}")
+            raise Unavailable(f"this worker has no add-on for {kind}")
         try:
             return addon.open_remote(part, halves)
         except ValueError as error:
-            raise InvalidRequest(f"what the peer says of {kind} breaks a rule: {error}") from None
+            raise InvalidRequest(f"the peer's part for {kind} is malformed: {error}") from None
 
-    def _row(self, said: RemoteRow, sample: Tensor, timestep: Tensor) -> Row:
-        admitted = self._admitted.get(said.remote_job)
-        if admitted is None or said.half not in admitted.halves or len(said.active) < len(admitted.parts):
-            raise ValueError(f"a row is of job {said.remote_job}, which is not here as it says")
+    def _row(self, remote: RemoteRow, sample: Tensor, timestep: Tensor) -> Row:
+        admitted = self._admitted.get(remote.remote_job)
+        if admitted is None or remote.half not in admitted.halves or len(remote.active) < len(admitted.parts):
+            raise ValueError(f"a row does not fit job {remote.remote_job}, or the job is unknown")
         row = Row(
-            # Rows of one image belong together, and no other engine's do.
-            owner=(id(self), said.remote_job, said.image),
-            step=said.step,
-            half=said.half,
+            # Rows of one image have the same owner, which no other engine's rows have.
+            owner=(id(self), remote.remote_job, remote.image),
+            step=remote.step,
+            half=remote.half,
             sample=sample,
             timestep=timestep,
-            embeds=admitted.halves[said.half],
+            embeds=admitted.halves[remote.half],
         )
-        for part, active in zip(admitted.parts, said.active, strict=False):
+        for part, active in zip(admitted.parts, remote.active, strict=False):
             row = part.activate(row, active)
         return row
 
