@@ -217,7 +217,7 @@ class JobEdits(JobAddOn):
         if readers and self._found is not None:
             self._addon.source.release(self._found)
         if self._recorder is not None and not (self._job is not None and self._job.finished):
-            self._recorder.give_up("the edit that recorded it did not come to its end")
+            self._recorder.give_up("the edit that recorded it did not finish")
 
     def _use_kept(self, job: EngineJob) -> KeptLatents | None:
         """Make the images put back the latents that their template was generated with, if those exist and fit.
@@ -230,12 +230,12 @@ class JobEdits(JobAddOn):
         try:
             kept = read_kept(self._order.kept_latents, self._addon.model, tuple(first.latent.shape[1:]))
         except KeptLatentsMismatch as error:
-            _log.warning("kept latents do not fit; the edit does without them", extra={"why": str(error)})
-            self._kept_unused = "what was kept of it does not fit"
+            _log.warning("kept latents do not fit, and the edit ignores them", extra={"why": str(error)})
+            self._kept_unused = "its kept latents do not fit"
             return None
         trajectory = kept.trajectory(first.noise_levels, first.begin)
         if trajectory is None:
-            self._kept_unused = "what was kept of it has not all of its steps"
+            self._kept_unused = "its kept latents lack some of its steps"
             return None
         for request in job.requests:
             image_latent = kept.image_latent.clone()
@@ -253,9 +253,9 @@ class JobEdits(JobAddOn):
         found = self._addon.source.find(key, decided.recording if decided is not None else "")
         if found is None or _fits(found, latent):
             return found
-        _log.warning("a recording has another size than its image; the edit does without it")
+        _log.warning("a recording has another size than its image, and the edit ignores it")
         self._addon.source.release(found)
-        self._because = "what is recorded of this image does not fit it"
+        self._because = "the recording of this image has another size"
         return None
 
     def _takes_any_prompt(self, job: EngineJob, conditions: Conditions) -> bool:
@@ -304,7 +304,7 @@ class JobEdits(JobAddOn):
         _, _, height, width = request.latent.shape
         begun = self._addon.begin(self._order, self._key, (height, width), drawn if draws else None)
         if begun is None:
-            began = "an earlier attempt has begun without what is recorded"
+            began = "an earlier attempt began without the recording"
             self._because = "another edit is recording this image" if decided is None else began
             return
         self._recorder = self._addon.recorder(begun, request, ~redrawn)
@@ -356,7 +356,7 @@ def _gone(requests: Sequence[Request]) -> str:
 def _unusable(spec: ResolvedSpec) -> str:
     """Return why an edit can neither read nor record, as a clause; empty if it can."""
     if spec.loras_measured or any(control.measured for control in spec.controlnets):
-        return "what a LoRA or ControlNet changes is measured"
+        return "the effect of a LoRA or ControlNet is being measured"
     if not all(control.digest for control in spec.controlnets):
         return "the version of a ControlNet is not known"
     return ""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_TOO_LARGE = "nothing is kept of a picture whose latents are too large"
+_TOO_LARGE = "no latents are kept: those of the picture are too large"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -146,10 +146,10 @@ class JobKeeping(JobAddOn):
         latents = picture.kept()
         kept = None if latents is None else write_kept(self._addon.model, latents)
         if kept is None:
-            why = "nothing is kept of a picture that did not begin here" if latents is None else _TOO_LARGE
+            why = "no latents are kept: the picture did not begin on this worker" if latents is None else _TOO_LARGE
             _log.warning(why, extra={"image": index})
             if picture.recorder is not None:
-                picture.recorder.give_up("nothing is kept of its latents")
+                picture.recorder.give_up("its latents are not kept")
         return kept
 
     def report(self, record: EngineRecord) -> EngineRecord:
@@ -165,7 +165,7 @@ class JobKeeping(JobAddOn):
             answer.close()
         for recorder in self._recorders():
             if self._job is None or not self._job.finished:
-                recorder.give_up("the job that recorded it did not come to its end")
+                recorder.give_up("the job that recorded it did not finish")
 
     def _recorders(self) -> Iterator[ImageRecorder]:
         return (picture.recorder for picture in self._pictures.values() if picture.recorder is not None)

@@ -146,8 +146,8 @@ def test_what_one_sampler_has_drawn_another_one_puts_back(
 @pytest.mark.parametrize(
     ("why", "said"),
     [
-        ("other steps", "it is the first edit of this image; what was kept of it has not all of its steps"),
-        ("damaged", "it is the first edit of this image; what was kept of it does not fit"),
+        ("other steps", "it is the first edit of this image; its kept latents lack some of its steps"),
+        ("damaged", "it is the first edit of this image; its kept latents do not fit"),
         ("exact", None),
     ],
 )
@@ -198,7 +198,7 @@ def test_of_a_generation_that_began_elsewhere_nothing_is_kept(model: Model, capl
     assert resumed.pixels
     assert not resumed.all(JobKept)
     assert not other.source.recordings, "no edit would find it"
-    assert "nothing is kept of a picture that did not begin here" in caplog.messages
+    assert "no latents are kept: the picture did not begin on this worker" in caplog.messages
 
 
 @pytest.mark.parametrize(("room_bytes", "given_up"), [(-1, 0), (0, 1)], ids=["latents", "what is said of them"])
@@ -214,7 +214,7 @@ def test_of_latents_that_are_too_large_nothing_is_kept_or_recorded(
     assert not kept
     assert not desk.source.recordings
     assert desk.source.counts["given_up"] == given_up
-    assert caplog.messages.count("nothing is kept of a picture whose latents are too large") == 1
+    assert caplog.messages.count("no latents are kept: those of the picture are too large") == 1
 
 
 def test_a_generation_that_is_cancelled_leaves_no_recording(model: Model) -> None:

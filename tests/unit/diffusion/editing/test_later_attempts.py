@@ -85,7 +85,7 @@ def test_an_attempt_that_began_with_its_own_noise_never_turns_to_a_recording(mod
     assert torch.equal(edited(again).noise, edited(whole).noise)
     assert again.record.exact
     assert again.record.edit is not None
-    assert again.record.edit.computed_all_because == "an earlier attempt has begun without what is recorded"
+    assert again.record.edit.computed_all_because == "an earlier attempt began without the recording"
 
 
 @pytest.mark.parametrize("decision", [b"\xff", EditDecision(recording="x").SerializeToString()])

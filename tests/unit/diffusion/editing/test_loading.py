@@ -93,7 +93,7 @@ def test_what_does_not_come_is_waited_for_no_longer_than_its_computation_and_the
     record = drawn.record
     assert record.edit is not None
     assert record.edit.blocks_reused == 0
-    assert record.edit.computed_all_because == "what is recorded of it did not come in time"
+    assert record.edit.computed_all_because == "its recorded activations did not come in time"
     assert load_counts(desk)[0] == 0
     assert load_counts(desk)[1] > 36
     assert any(step.requested for step in steps)
@@ -243,7 +243,7 @@ def test_a_recording_of_another_size_is_not_used(desk: LoadingDesk) -> None:
     recording.shape = (8, 8)
     drawn = desk.draw(replace(FIRST, key="again"))
     assert drawn.record.edit is not None
-    assert drawn.record.edit.computed_all_because == "what is recorded of this image does not fit it"
+    assert drawn.record.edit.computed_all_because == "the recording of this image has another size"
     assert recording.is_idle
 
 

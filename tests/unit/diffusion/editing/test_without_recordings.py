@@ -86,7 +86,7 @@ def test_where_nothing_of_what_an_edit_does_not_redraw_is_recorded_it_says_so(mo
     desk.draw(masked_order(mask=box_mask((0, 0, 64, 48)), key="first"))
     record = edit_record(desk, masked_order(mask=box_mask((0, 40, 64, 64)), key="below"))
     assert record.blocks_reused == 0
-    assert record.computed_all_because == "the recording has nothing of what it does not redraw"
+    assert record.computed_all_because == "the recording has nothing of the part that it does not redraw"
 
 
 def test_the_first_step_with_strength_1_is_neither_recorded_nor_taken(model: Model) -> None:
@@ -105,7 +105,7 @@ def test_the_first_step_with_strength_1_is_neither_recorded_nor_taken(model: Mod
     again = edit_record(desk, replace(full, key="again"))
     assert again.blocks_reused == again.blocks_total * 3 / 4
     alone = edit_record(desk, masked_order(replace(SPEC, strength=1.0, num_inference_steps=1), key="alone"))
-    assert alone.computed_all_because == "with strength 1 it begins with nothing of the image"
+    assert alone.computed_all_because == "at strength 1 it begins with noise alone"
 
 
 class _StaleJob(JobAddOn):

@@ -57,7 +57,7 @@ def _reasons(unet: UNet2DConditionModel) -> Iterator[str]:
                         yield from _of_transformer(module)
             for downsampler in getattr(block, "downsamplers", None) or ():
                 if not downsampler.use_conv or downsampler.padding != 1:
-                    yield "a downsampler is no convolution with padding of 1"
+                    yield "a downsampler is not a convolution with padding 1"
 
 
 def _of_transformer(transformer: Transformer2DModel) -> Iterator[str]:
@@ -72,10 +72,10 @@ def _of_transformer(transformer: Transformer2DModel) -> Iterator[str]:
         if block.norm_type != "layer_norm" or block.pos_embed is not None or hasattr(block, "fuser"):
             yield f"a transformer block has {block.norm_type} and more than attention and feed-forward"
         if block.only_cross_attention or block.double_self_attention or block.attn2 is None:
-            yield "a transformer block has not one self-attention and one cross-attention"
+            yield "a transformer block does not have one self-attention and one cross-attention"
             return
         if type(block.ff.net[0]) is not GEGLU or block._chunk_size is not None:
-            yield "a feed-forward layer is no GEGLU in one piece"
+            yield "a feed-forward layer is not a GEGLU in one piece"
         for attention in (block.attn1, block.attn2):
             yield from _of_attention(attention)
 

@@ -94,7 +94,7 @@ class ImageReader:
         if lacks_loras(self._request):
             return None  # The recording was made with other weights.
         if begins_with_noise(self._request):
-            self.computed_all_because = "with strength 1 it begins with nothing of the image"
+            self.computed_all_because = "at strength 1 it begins with noise alone"
             return None
         key = step_key(self._request, half)
         step = self._step(key)
@@ -108,7 +108,9 @@ class ImageReader:
             self._completers[key] = sink
         if plan.computed is None:
             full = bool(self._mask.all())
-            self.computed_all_because = FULL_MASK if full else "the recording has nothing of what it does not redraw"
+            self.computed_all_because = (
+                FULL_MASK if full else "the recording has nothing of the part that it does not redraw"
+            )
             return None if sink is None else RowActivations(sink=sink)
         reader = StepReader(
             step,
@@ -132,7 +134,7 @@ class ImageReader:
             if blocks:
                 self.most_share = max(self.most_share, plan.share)
             else:
-                self.computed_all_because = "what is recorded of it did not come in time"
+                self.computed_all_because = "its recorded activations did not come in time"
             if (loads := self.loads.pop(key, None)) is not None:
                 counts.add(loads.counts(reader.reused))
                 self._drop_requests(loads)
