@@ -109,7 +109,11 @@ def main() -> int:
     """Boots it; the exit status."""
     kept_bytes = int(os.environ.get(KEPT_VARIABLE, "0")) << 20
     return boot(
-        "scripted", ScriptedConfig, lifespan_of, description="A service that is scripted", kept_bytes=kept_bytes
+        "scripted",
+        ScriptedConfig,
+        lifespan_of,
+        description="A service that is scripted",
+        kept_bytes=lambda _: kept_bytes,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from bottega.v1.generation_pb2 import Sampler, Techniques
@@ -111,12 +112,13 @@ def spec_ranges(case: Any) -> Iterator[Case]:
 
 
 def _several_prompts(case: Any) -> Iterator[Case]:
+    star = partial(case, prompt="a star")
     for count in (1, 2, 8):
-        yield case(f"{count} prompts", prompts=["a star", *["a ring"] * (count - 1)], num_images=count)
-    yield case("9 prompts", INVALID, "spec.prompts", prompts=["a star"] * 9, num_images=8)
-    yield case("a long prompt of two", INVALID, "spec.prompts[1]", prompts=["a star", "x" * 16_385], num_images=2)
-    yield case("prompts beside another prompt", INVALID, "spec.prompt", prompts=["a ring"] * 2, num_images=2)
-    yield case("3 images of 2 prompts", INVALID, "spec.num_images", prompts=["a star"] * 2, num_images=3)
+        yield star(f"{count} prompts", prompts=["a star", *["a ring"] * (count - 1)], num_images=count)
+    yield star("9 prompts", INVALID, "spec.prompts", prompts=["a star"] * 9, num_images=8)
+    yield star("a long prompt of two", INVALID, "spec.prompts[1]", prompts=["a star", "x" * 16_385], num_images=2)
+    yield star("prompts beside another prompt", INVALID, "spec.prompt", prompts=["a ring"] * 2, num_images=2)
+    yield star("3 images of 2 prompts", INVALID, "spec.num_images", prompts=["a star"] * 2, num_images=3)
     two: dict[str, Any] = {"prompts": ["a star", "a ring"], "num_images": 2}
-    yield case("two prompts to keep", INVALID, "spec.prompts", **two, keep_for_editing=True)
-    yield case("two prompts of an edit", INVALID, "spec.prompts", **edit(), **two)
+    yield star("two prompts to keep", INVALID, "spec.prompts", **two, keep_for_editing=True)
+    yield star("two prompts of an edit", INVALID, "spec.prompts", **edit(), **two)

@@ -59,10 +59,17 @@ class CodecPool(ProcessPool):
             after which to ask again. One tenant gets fewer, so that others find room.
         max_wait_s: Seconds that one may wait for its turn; then it gets the same error. None: as long as its caller
             does.
+        idle_s: See PoolLimits.
     """
 
     def __init__(
-        self, *, processes: int = 2, deadline_s: float = 10.0, max_waiting: int = 64, max_wait_s: float | None = None
+        self,
+        *,
+        processes: int = 2,
+        deadline_s: float = 10.0,
+        max_waiting: int = 64,
+        max_wait_s: float | None = None,
+        idle_s: float | None = None,
     ) -> None:
         self._deadline_s = deadline_s
         spec = ProcessSpec(
@@ -76,6 +83,7 @@ class CodecPool(ProcessPool):
             processes=processes,
             max_waiting=max_waiting,
             max_wait_s=max_wait_s,
+            idle_s=idle_s,
             limit="codec_queue",
             waiting="images wait to be decoded or encoded",
         )

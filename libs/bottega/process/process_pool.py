@@ -36,7 +36,7 @@ class PoolLimits:
     people.
 
     attempts: at a call whose process was lost by chance. new_process: each call has one of its own. idle_s: without a
-    call, after which processes end; None is never.
+    call, after which processes end, and the next one starts its own; None is never, and `start` starts all.
     """
 
     processes: int
@@ -76,11 +76,13 @@ class ProcessPool:
         return [process.pid for process in self._processes if process.pid is not None]
 
     async def start(self) -> None:
-        """Returns when all processes are ready but those that serve a call already, which starts its own.
+        """Returns when all processes are ready but those that serve a call already, which starts its own. Nothing for
+        those that end when they are idle.
 
         Raises InternalError when one does not start, Unavailable.
         """
-        await self._until_stopped(self._start_all())
+        if self._limits.idle_s is None:
+            await self._until_stopped(self._start_all())
 
     async def stop(self) -> None:
         """Ends the processes; calls that wait or run fail with Unavailable."""

@@ -57,7 +57,7 @@ def boot(
     lifespan: Callable[[ConfigT], AbstractAsyncContextManager[ServiceHooks]],
     *,
     description: str,
-    kept_bytes: int = 0,
+    kept_bytes: Callable[[ConfigT], int] = lambda _: 0,
 ) -> int:
     """Runs the service `bottega.NAME` as its command line says, until SIGTERM or SIGINT. Returns the exit status.
 
@@ -70,9 +70,10 @@ def boot(
     open_files.raise_limit()  # before anything reads it; engine and codec processes inherit it
     keep_files_private()
     try:
-        hooks = lifespan(load(kind, arguments.config))
+        config = load(kind, arguments.config)
+        hooks = lifespan(config)
         with telemetry.exporting(name):
-            asyncio.run(_live(hooks, kept_bytes=kept_bytes, stop_with_stdin=arguments.stop_with_stdin))
+            asyncio.run(_live(hooks, kept_bytes=kept_bytes(config), stop_with_stdin=arguments.stop_with_stdin))
     except BottegaError as error:
         logs.last_words(f"bottega.{name}: {error.message}")
         return error.exit_status if isinstance(error, ConfigError) else _FAILED

@@ -93,6 +93,7 @@ class GatewayConfig:
         the stored pictures of that; a request may say otherwise.
     codec_processes, max_image_bytes, max_image_pixels: for input images. Of several processes (17 MiB each at rest) one
         looks at small images only, so that large ones hold up nobody else.
+    codec_idle_s: without an input image, after which codec processes end, until the next one; null keeps them.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -123,6 +124,7 @@ class GatewayConfig:
     codec_processes: AtLeastOne = 2
     max_image_bytes: AtLeastOne = 8 << 20
     max_image_pixels: AtLeastOne = 4096 * 4096
+    codec_idle_s: Seconds | None = None
 
     def __post_init__(self) -> None:
         # Members, as many that come back, and those that have not said yet who they are.

@@ -105,7 +105,9 @@ class Gateway:
             worker_grace_s=config.model_grace_s,
             clock=clock,
         )
-        self._codec = CodecPool(processes=config.codec_processes, max_wait_s=_INSPECTION_WAIT_S)
+        self._codec = CodecPool(
+            processes=config.codec_processes, idle_s=config.codec_idle_s, max_wait_s=_INSPECTION_WAIT_S
+        )
         admission = Admission(
             config=config,
             fleet=fleet,

@@ -11,6 +11,7 @@ def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
         "server": {**suite.server, "listen": suite.address, "metrics_listen": suite.metrics_address},
         "fleet": {"listen": suite.fleet_address},
         "state": str(suite.state / "gateway"),
+        "codec_idle_s": 300.0,
     }
 
 

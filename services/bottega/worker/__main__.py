@@ -36,7 +36,11 @@ _IMAGES_PER_ATTEMPT = 8
 def main() -> int:
     """Returns the exit status, see `boot`."""
     title = "Bottega's base-model worker"
-    return boot("worker", WorkerConfig, _lifespan, description=title, kept_bytes=IMAGE_AT_WORK_BYTES)
+    return boot("worker", WorkerConfig, _lifespan, description=title, kept_bytes=_kept_bytes)
+
+
+def _kept_bytes(settings: WorkerConfig) -> int:
+    return IMAGE_AT_WORK_BYTES if settings.codec_idle_s is None else 0
 
 
 def build(settings: WorkerConfig, engine: WorkerEngineClient, pool: CodecPool) -> tuple[Server, Worker]:
@@ -70,6 +74,7 @@ async def _lifespan(settings: WorkerConfig) -> AsyncIterator[ServiceHooks]:
     pool = CodecPool(
         processes=settings.codec_processes,
         deadline_s=settings.codec_deadline_s,
+        idle_s=settings.codec_idle_s,
         max_waiting=settings.max_attempts * (_IMAGES_PER_ATTEMPT + 1),
     )
     try:

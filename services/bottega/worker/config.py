@@ -151,6 +151,8 @@ class WorkerConfig:
     name: unique in the fleet; empty is "worker-", the host's name and the process's id. gateway: its
     fleet.listen, host:port; empty joins no fleet.
     codec_processes: that encode pictures and decode input images. codec_deadline_s: of one image in them.
+    codec_idle_s: without an image, after which they end, until the next one; null keeps them, and
+    64 MiB of memory for the first image that comes.
     start_stall_s: without progress of the engine's start, after which it is taken for hung and replaced; loading,
     hashing and warming up make progress all the time, however long they take, and systemd waits as long. hang_s:
     without a word of an engine that is ready, after which the same happens. stall_s: the same without a step though
@@ -169,6 +171,7 @@ class WorkerConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     codec_processes: AtLeastOne = 2
     codec_deadline_s: Seconds = 20.0
+    codec_idle_s: Seconds | None = None
     start_stall_s: Seconds = 120.0
     hang_s: Seconds = 30.0
     stall_s: Seconds = 120.0

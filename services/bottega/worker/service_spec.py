@@ -13,6 +13,7 @@ def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
         "name": name,
         "gateway": suite.fleet_address,
         "server": suite.server,
+        "codec_idle_s": 300.0,
         "engine": {
             "model": suite.model,
             "model_name": suite.model_name,

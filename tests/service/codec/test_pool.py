@@ -23,6 +23,7 @@ from bottega.fair_order import Share
 from bottega.process import FramedPipe, open_pair
 from bottega.v1 import codec_pb2, generation_pb2
 from tests.samples import hostile_images as hostile
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -118,6 +119,15 @@ async def test_nothing_is_kept_of_an_image_until_the_next_one(pool: CodecPool) -
         await pool.inspect(noise)
     gc.collect()  # the exception leads to the frames that it came through
     assert sys.getrefcount(noise) == here
+
+
+async def test_processes_that_end_when_idle_start_with_the_first_call_and_again_with_the_next() -> None:
+    async with running(idle_s=0.2) as pool:
+        assert not pool.pids
+        for _ in range(2):
+            assert await pool.inspect(png(3, 2)) == ImageSize(width=3, height=2)
+            assert len(pool.pids) == 1
+            await eventually(lambda: not pool.pids)
 
 
 async def test_a_process_killed_while_idle_costs_no_call(pool: CodecPool) -> None:
