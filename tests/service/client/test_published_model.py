@@ -6,13 +6,9 @@ in Diffusers' layout, and of all three in kohya's. Two more ControlNets cannot b
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +24,19 @@ from diffusers import (
 )
 
 from bottega.client import Client, ControlNet, Picture
-from bottega.client.instance import StateFolder
 from tests.samples.controlnets import control_image
 from tests.samples.published import Layout, published_model, write_controlnet, write_lora
 from tests.samples.published_configs import TINY
+from tests.support.running_up import Up, running_up
 from tests.support.stock import Pixels, assert_same_image, load_stock, pixels_of, variant
 from tests.support.terminal import run
-from tests.support.waiting import wait_until
 
-START_S = 90.0
 LAYOUT = Layout(variants=("fp16",), shards=2)
 PROMPT = "a big red star on the left on a blue background"
 DRAW: Mapping[str, Any] = {"num_inference_steps": 4, "guidance_scale": 5.0}
 IMAGES = {name: PIL.Image.fromarray(control_image(seed).numpy()) for seed, name in enumerate(("canny", "depth"), 1)}
 SCALES = {"canny": 0.7, "depth": 0.5}
 LORAS = {"style": 0.8, "words": 1.0, "trained": 0.6}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suite:
-    """A running `bottega up`: its model's folder, its gateway's and its fleet's address, and what it printed."""
-
-    model: Path
-    address: str
-    fleet: str
-    printed: str
 
 
 @pytest.fixture(scope="module")
@@ -69,34 +53,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def suite(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
-    folder = tmp_path_factory.mktemp("up")
-    state, printed = StateFolder(folder / "state"), folder / "printed"
-    command = ["up", "--model", model, "--state", state.root, "--port", "0", "--threads", "1", "--device", "cpu"]
-    environment = {key: text for key, text in os.environ.items() if key not in ("BOTTEGA_ADDRESS", "BOTTEGA_FLEET")}
-    with printed.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bottega.client.cli", *map(str, command), "--dtype", "float32"],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environment,
-        )
-    try:
-        ready = lambda: "Ready after" in printed.read_text() or process.poll() is not None  # noqa: E731
-        wait_until(ready, "the suite to be ready", within_s=START_S)
-        assert process.poll() is None, printed.read_text()
-        record = state.read()
-        assert record is not None
-        yield Suite(model=model, address=record.address, fleet=record.fleet_address, printed=printed.read_text())
-    finally:
-        process.terminate()
-        process.wait(30)
+def suite(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    options = ("--model", model, "--threads", 1, "--device", "cpu", "--dtype", "float32")
+    with running_up(tmp_path_factory.mktemp("up"), *options) as up:
+        yield up
 
 
 @pytest.fixture(scope="module")
-def client(suite: Suite) -> Iterator[Client]:
-    with Client(suite.address, fleet_address=suite.fleet) as client:
+def client(suite: Up) -> Iterator[Client]:
+    with Client(suite.record().address, fleet_address=suite.record().fleet_address) as client:
         yield client
 
 
@@ -121,9 +86,10 @@ def nets(model: Path) -> dict[str, ControlNetModel]:
     }
 
 
-def test_what_cannot_be_used_is_named_when_the_suite_is_ready(suite: Suite) -> None:
-    shown = [suite.printed, run("fleet", "--once", address=suite.address, fleet=suite.fleet).stdout]
-    shown.append(run("doctor", "--model", suite.model, address=suite.address, fleet=suite.fleet).stdout)
+def test_what_cannot_be_used_is_named_when_the_suite_is_ready(suite: Up, model: Path) -> None:
+    addresses = {"address": suite.record().address, "fleet": suite.record().fleet_address}
+    shown = [suite.printed.read_text(), run("fleet", "--once", **addresses).stdout]
+    shown.append(run("doctor", "--model", model, **addresses).stdout)
     for text in shown:
         words = " ".join(text.split())  # a table is cut into lines
         assert "num_class_embeds is 4: it needs class labels" in words
@@ -179,7 +145,7 @@ def test_image_to_image_with_a_controlnet_and_a_lora_is_stocks(
 
 
 def test_lines_on_transparency_are_drawn_from_as_by_stock_and_it_is_said(
-    client: Client, suite: Suite, stock: Any, nets: Mapping[str, ControlNetModel], tmp_path: Path
+    client: Client, suite: Up, stock: Any, nets: Mapping[str, ControlNetModel], tmp_path: Path
 ) -> None:
     """A control image of black lines on transparency is a black one."""
     lines = PIL.Image.new("RGBA", (64, 64))
@@ -190,7 +156,9 @@ def test_lines_on_transparency_are_drawn_from_as_by_stock_and_it_is_said(
     assert [use.transparency_unread for use in drawn.provenance.controlnets] == [True]
     lines.save(tmp_path / "lines.png")
     arguments = ("generate", PROMPT, "--steps", "2", "--control", f"canny={tmp_path / 'lines.png'}")
-    said = run(*arguments, "-o", tmp_path / "star.png", address=suite.address, fleet=suite.fleet)
+    said = run(
+        *arguments, "-o", tmp_path / "star.png", address=suite.record().address, fleet=suite.record().fleet_address
+    )
     assert "the image of control canny is transparent in parts" in said.stderr, said.output
 
 

@@ -7,22 +7,19 @@ import queue
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import PIL.Image
-import psutil
 import pytest
 from click.testing import CliRunner
 
 from bottega import kinds
 from bottega.client import Client
 from bottega.client.cli import main
-from bottega.client.instance import InstanceRecord, StateFolder
+from bottega.client.instance import StateFolder
 from bottega.errors import BottegaError
 from bottega.manifest import VARIABLE
 from bottega.miniature.scenes import STYLES, Placed, SceneLayout, Thing, draw_edges
@@ -43,60 +40,23 @@ from bottega.v1.fleet_pb2 import Member
 from bottega.v1.hosted_pb2 import HOSTED_STATE_APPLIED, HOSTED_STATE_LOADED
 from tests.added_service.calls import ASK, COLOURS
 from tests.added_service.service_spec import KIND
+from tests.support.running_up import BOTTEGA, START_S, Up, running_up
 from tests.support.services import runs
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
-BOTTEGA = [sys.executable, "-m", "bottega.client.cli"]
-
-# A worker of the miniature is warm in 7 s with free cores; tests share theirs.
-START_S = 90.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Up:
-    """A `bottega up` in the foreground with the added service of the tests, and what it printed."""
-
-    process: subprocess.Popen[bytes]
-    state: StateFolder
-    environment: dict[str, str]
-    printed: Path
-
-    def record(self) -> InstanceRecord:
-        found = self.state.read()
-        assert found is not None
-        return found
-
-    def family(self) -> list[psutil.Process]:
-        members: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
-        return members
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    folder = tmp_path_factory.mktemp("up")
-    state = StateFolder(folder / "state")
     environment = {
-        **{name: value for name, value in os.environ.items() if name not in ("BOTTEGA_ADDRESS", "BOTTEGA_FLEET")},
         VARIABLE: str(ROOT / "tests" / "added_service" / "services.txt"),
         # A user would have installed it.
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        "BOTTEGA_STATE": str(state.root),
     }
-    printed = folder / "printed"
-    options = ["--port", "0", "--threads", "1", "--device", "cpu"]
-    with printed.open("wb") as output:
-        process = subprocess.Popen(
-            [*BOTTEGA, "up", *options], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
-        )
-    try:
-        started = lambda: "Ready after" in printed.read_text() or process.poll() is not None  # noqa: E731
-        wait_until(started, "the suite to be ready", within_s=START_S)
-        assert process.poll() is None, printed.read_text()
-        yield Up(process=process, state=state, environment=environment, printed=printed)
-    finally:
-        process.terminate()
-        process.wait(30)
+    options = ("--threads", 1, "--device", "cpu")
+    with running_up(tmp_path_factory.mktemp("up"), *options, environment=environment) as up:
+        yield up
 
 
 @pytest.fixture(scope="module")
