@@ -116,6 +116,7 @@ class ScriptedGateway(image_pb2_grpc.ImageServiceServicer, fleet_pb2_grpc.FleetS
             image_pb2.SamplerChoice(sampler=ddim, is_default=True, refused_because="beta_schedule is odd"),
         ]
         model = image_pb2.Model(name="miniature", workers=2, default_sampler=euler, sampler_choices=choices)
+        model.edits_refused_because = "model miniature edits no pictures"
         return image_pb2.ListModelsResponse(models=[model])
 
     def ListAdapters(

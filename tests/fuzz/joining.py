@@ -38,6 +38,7 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
             [_EULER],
             [_EULER, _KARRAS],
             [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_because="x" * 512)],
+            [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_steps={1: "x", 200: "x" * 512})],
         ),
         (
             [_KARRAS],
@@ -46,8 +47,13 @@ _MODELS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
             [SamplerChoice(sampler=SAMPLER_UNSPECIFIED, is_default=True)],
             [SamplerChoice(sampler=99, is_default=True)],  # type: ignore[arg-type]
             [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_because="x" * 513)],
+            [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_steps={0: "x"})],
+            [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_steps={201: "x"})],
+            [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_steps={1: ""})],
+            [SamplerChoice(sampler=SAMPLER_EULER, is_default=True, refused_steps={1: "x" * 513})],
         ),
     ),
+    "edits_refused_because": (("", "x" * 512), ("x" * 513,)),
     "workers": ((-1, 2**31 - 1), ()),
 }
 

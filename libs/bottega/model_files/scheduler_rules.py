@@ -180,6 +180,11 @@ SCHEDULER_RULES: Mapping[str, Sequence[FieldRule]] = MappingProxyType(
 """By class, the rules for its fields."""
 
 
+def takes_karras_sigmas(class_name: str) -> bool:
+    """Return whether a served class has a choice of Karras' sigmas."""
+    return any(rule.name == "use_karras_sigmas" for rule in SCHEDULER_RULES[class_name])
+
+
 def check_scheduler_config(config: Mapping[str, object], *, sampler: str = "") -> Iterator[str]:
     """Yield a sentence for the class and for each field of scheduler_config.json that is not served.
 
@@ -217,7 +222,7 @@ def sampler_problems(
         use_karras_sigmas: What a request says of it; None leaves it to the configuration.
     """
     table = SCHEDULER_RULES[class_name]
-    if use_karras_sigmas is not None and any(rule.name == "use_karras_sigmas" for rule in table):
+    if use_karras_sigmas is not None and takes_karras_sigmas(class_name):
         config = {**config, "use_karras_sigmas": use_karras_sigmas}
     problems = list(broken_fields(table, config))
     # Rules between fields rely on the fields' own.

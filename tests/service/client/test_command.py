@@ -332,6 +332,7 @@ def test_models_and_fleet_are_tables(gateway: ScriptedGateway, address: str) -> 
     assert "miniature" in models
     assert "euler --karras" in models, "what a request that names no sampler gets"
     assert "miniature does not draw with ddim: beta_schedule is odd" in models
+    assert "model miniature edits no pictures" in models
     fleet = run("fleet", "--once", address=address)
     assert fleet.exit_code == 0
     assert "4 waiting in the queue" in fleet.stdout

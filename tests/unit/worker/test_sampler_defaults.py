@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bottega.diffusion.engine.limits import EngineLimits
+from bottega.diffusion.model.sampler_choices import SamplerChoice
+from bottega.diffusion.model.samplers import SamplerKind
 from bottega.gateway.api import defaults
 from bottega.v1 import engine_pb2, generation_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from bottega.worker.engine.messages import ready_of
 from bottega.worker.engine.orders import SAMPLERS, order_of
 from tests.samples.model_folders import with_scheduler
+from tests.samples.small_model import small_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.stock import assert_close, latent_of, load_stock
@@ -59,4 +64,32 @@ def test_what_a_model_cannot_draw_with_is_told_with_the_reason(tmp_path: Path) -
     refused = {choice.sampler: choice.refused_because for choice in model.sampler_choices if choice.refused_because}
     assert refused == {
         generation_pb2.SAMPLER_EULER_ANCESTRAL: 'prediction_type must be "epsilon" or "v_prediction", not "sample"'
+    }
+
+
+def test_steps_that_a_spacing_cannot_make_are_told_with_the_engines_reasons(tmp_path: Path) -> None:
+    folder = with_scheduler(tmp_path / "model", "EulerDiscreteScheduler", timestep_spacing="trailing")
+    engine = make_engine(load(folder), EngineLimits())
+    samplers = engine.model.samplers
+    for told in ready_of(engine).ready.model.sampler_choices:
+        choice = SamplerChoice(kind=SAMPLERS[told.sampler], karras=told.use_karras_sigmas)
+        # By numpy's rounding; Karras' sigmas are as many as steps.
+        assert set(told.refused_steps) == (set() if choice.karras else {61, 103, 121, 122})
+        tried = {steps: samplers.refusal(choice, steps) for steps in (1, 60, 61, 62, 103)}
+        assert {steps: reason for steps, reason in tried.items() if reason} == {
+            steps: reason for steps, reason in told.refused_steps.items() if steps in tried
+        }
+    assert "makes 62 steps of 61" in samplers.refused_steps(SamplerChoice(kind=SamplerKind.EULER))[61]
+
+
+def test_that_a_model_edits_no_pictures_is_told_with_the_engines_reason() -> None:
+    model = load(small_model())
+    statistics = torch.zeros(1, 4, 1, 1), torch.ones(1, 4, 1, 1)
+    told = {
+        ready_of(make_engine(each, EngineLimits())).ready.model.edits_refused_because
+        for each in (model, replace(model, decoder=replace(model.decoder, statistics=statistics)))
+    }
+    assert told == {
+        "",
+        f"model {model.name} edits no pictures, because its VAE has latents_mean and latents_std; use another",
     }

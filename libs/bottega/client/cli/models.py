@@ -24,7 +24,7 @@ def command(address: str) -> None:
 
 
 def models_table(models: Sequence[ServedModel]) -> PlainTable:
-    """Return one row for each model; the samplers that it does not draw with stand below."""
+    """Return one row for each model; what it does not do, and why, stands below."""
     table = PlainTable(
         "model",
         ">workers",
@@ -40,9 +40,10 @@ def models_table(models: Sequence[ServedModel]) -> PlainTable:
     for model in models:
         table.add_row(*_row(model))
     refused = [(model, choice) for model in models for choice in model.sampler_choices if choice.refused_because]
-    if refused:
-        told = "{} does not draw with {}: {}"
-        table.add_caption(*(told.format(model.name, _choice(each), each.refused_because) for model, each in refused))
+    told = [f"{model.name} does not draw with {_choice(each)}: {each.refused_because}" for model, each in refused]
+    told += [model.edits_refused_because for model in models if model.edits_refused_because]
+    if told:
+        table.add_caption(*told)
     return table
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from bottega.client.types.messages import describe
@@ -31,6 +33,8 @@ class ServedSampler:
     """Whether a request with this sampler that says nothing of Karras' sigmas is drawn with this choice."""
     refused_because: str
     """Why the model's scheduler configuration rules it out; empty where it draws."""
+    refused_steps: Mapping[int, str]
+    """Numbers of steps that it cannot make, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,8 @@ class ServedModel:
     """Pixels that one element of the latent stands for, along each side."""
     base: str
     """What its ControlNets must have been made for; empty is not known, and fits all."""
+    edits_refused_because: str
+    """Why edits with a mask are refused; empty where they are drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +112,14 @@ def model_from(model: image_pb2.Model) -> ServedModel:
                 use_karras_sigmas=choice.use_karras_sigmas,
                 is_default=choice.is_default,
                 refused_because=choice.refused_because,
+                refused_steps=MappingProxyType(dict(choice.refused_steps)),
             )
             for choice in model.sampler_choices
             if choice.sampler in _SAMPLER_NAMES
         ),
         vae_scale_factor=model.vae_scale_factor,
         base=model.base,
+        edits_refused_because=model.edits_refused_because,
     )
 
 

@@ -349,12 +349,8 @@ def _latent_mask(model: Model, order: EngineOrder) -> Tensor | None:
         raise InternalError("an edit came without its mask or its image, or a mask without an edit")
     if order.mask.shape != (spec.height, spec.width):
         raise InternalError("the mask of an edit came in another size than its picture's")
-    if model.decoder.statistics is not None:
-        # Diffusers' inpainting pipeline applies them when it decodes, and not when it encodes: its colours shift.
-        raise FieldNotServed(
-            f"model {model.name} edits no pictures, because its VAE has latents_mean and latents_std; use another",
-            metadata={"field": "mask_image"},
-        )
+    if reason := model.edits_refused_because:
+        raise FieldNotServed(reason, metadata={"field": "mask_image"})
     return latent_mask(model, order.mask)
 
 

@@ -111,10 +111,23 @@ class Model:
         """What width and height of a picture must be multiples of: Diffusers takes multiples of 8."""
         return math.lcm(8, self.latent_scale)
 
+    def is_tiled(self, area: int) -> bool:
+        """Return whether a latent of so many elements is decoded in tiles, as far as is known."""
+        if area <= self.decoder.tile_area:
+            return False  # without a look at the memory, which takes time on a CPU
+        return self.decoder.is_tiled(area, fits=self.memory.fits_decoding(area))
+
     def decoded_area(self, area: int) -> int:
         """Return how many elements of a latent of so many are decoded at once."""
-        tiled = self.decoder.is_tiled(area, fits=self.memory.fits_decoding(area))
-        return self.decoder.tile_area if tiled else area
+        return self.decoder.tile_area if self.is_tiled(area) else area
+
+    @property
+    def edits_refused_because(self) -> str:
+        """Return why edits with a mask are refused; empty where they are drawn."""
+        if self.decoder.statistics is None:
+            return ""
+        # Diffusers' inpainting pipeline applies them when it decodes, and not when it encodes: its colours shift.
+        return f"model {self.name} edits no pictures, because its VAE has latents_mean and latents_std; use another"
 
     @property
     def dtype_name(self) -> str:

@@ -9,13 +9,22 @@ from typing import Any
 
 import torch
 
-from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind, draws_noise, first_step_from
+from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind, draws_noise, make_scheduler
 from bottega.model_files.scheduler_rules import sampler_problems
 from bottega.plain_text import excerpt
+from bottega.rules import MAX_STEPS
 
 # Steps do the same to each element of a latent, but for thresholds that look at all of one.
 _TRIED_SHAPE = (1, 4, 4, 4)
 _REASON_CHARACTERS = 200
+# Fields of a scheduler's configuration with which Diffusers makes its own sigmas, one for each step.
+_CONVERTED_SIGMAS = (
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "use_flow_sigmas",
+    "use_lu_lambdas",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +72,13 @@ class ModelSamplers:
         """Return what a request gets that names a sampler and does not mention Karras' sigmas."""
         return SamplerChoice(kind=kind, karras=kind in KARRAS and bool(self.config.get("use_karras_sigmas")))
 
-    def draws_noise(self, kind: SamplerKind) -> bool:
-        """Return whether each step of a sampler draws noise."""
-        return draws_noise(kind, self.config)
-
     def first_step_from(self, kind: SamplerKind, steps: int) -> int:
-        """Return the first step of a picture that begins with another picture's latent after `steps` steps."""
-        return first_step_from(kind, self.config, steps)
+        """Return the first step of a picture that begins with another picture's latent after `steps` steps.
+
+        A sampler that draws no noise would repeat the other picture's composition. Such a picture gets one step of
+        noise back and makes that step again.
+        """
+        return steps if draws_noise(kind, self.config) else steps - 1
 
     def open(self, choice: SamplerChoice, *, steps: int, begin: int = 0) -> Sampler:
         """Return a sampler for one request."""
@@ -82,17 +91,49 @@ class ModelSamplers:
             self._refusals[key] = next(self._problems(choice, steps), "")
         return self._refusals[key]
 
+    def refused_steps(self, choice: SamplerChoice) -> Mapping[int, str]:
+        """Return which numbers of steps a choice cannot make, up to MAX_STEPS, each with its reason.
+
+        It looks at timesteps alone, some 10 ms for a choice; `refusal` also looks at what one number of steps gives.
+        Converted sigmas, such as Karras', are as many as the steps, and would take a second.
+        """
+        karras = {"use_karras_sigmas": choice.karras} if choice.kind in KARRAS else {}
+        scheduler = make_scheduler(choice.kind, self.config, karras)
+        if any(scheduler.config.get(name) for name in _CONVERTED_SIGMAS):
+            return {}
+        refused: dict[int, str] = {}
+        for steps in range(1, MAX_STEPS + 1):
+            try:
+                scheduler.set_timesteps(steps)
+            except Exception as error:  # noqa: BLE001 - as in a trial
+                refused[steps] = _impossible(steps, error)
+            else:
+                if reason := _miscounted(len(scheduler.timesteps), steps):
+                    refused[steps] = reason
+        return refused
+
     def _problems(self, choice: SamplerChoice, steps: int) -> Iterator[str]:
         karras = choice.karras if choice.kind in KARRAS else None
         yield from sampler_problems(choice.kind.value.__name__, self.config, use_karras_sigmas=karras)
         try:
             sampler = self.open(choice, steps=steps)
-            if sampler.steps != steps:
-                yield f"the model's timestep spacing makes {sampler.steps} steps of {steps}: ask for another number"
+            if reason := _miscounted(sampler.steps, steps):
+                yield reason
             if not _stays_finite(sampler):
                 yield f"{steps} steps with the model's scheduler configuration give values that are not finite"
         except Exception as error:  # noqa: BLE001 - the boundary of a trial: it may be anything that Diffusers raises
-            yield f"Diffusers cannot make {steps} steps: {excerpt(str(error), _REASON_CHARACTERS)}"
+            yield _impossible(steps, error)
+
+
+def _miscounted(made: int, steps: int) -> str:
+    """Return why a schedule of `made` steps is refused where `steps` are asked for; empty where these are the same."""
+    if made == steps:
+        return ""
+    return f"the model's timestep spacing makes {made} steps of {steps}: ask for another number"
+
+
+def _impossible(steps: int, error: Exception) -> str:
+    return f"Diffusers cannot make {steps} steps: {excerpt(str(error), _REASON_CHARACTERS)}"
 
 
 @torch.inference_mode()

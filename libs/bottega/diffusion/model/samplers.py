@@ -22,6 +22,7 @@ from torch import Tensor
 from bottega.diffusion.device.pick import open_device
 from bottega.diffusion.model.ancestral import ancestral_step
 from bottega.diffusion.operations import EulerStep
+from bottega.model_files.scheduler_rules import takes_karras_sigmas
 
 
 class SamplerKind(Enum):
@@ -33,8 +34,8 @@ class SamplerKind(Enum):
     DPMPP_2M = DPMSolverMultistepScheduler
 
 
-# Those whose Diffusers class takes use_karras_sigmas.
-KARRAS = frozenset({SamplerKind.EULER, SamplerKind.DPMPP_2M})
+KARRAS = frozenset(kind for kind in SamplerKind if takes_karras_sigmas(kind.value.__name__))
+"""Samplers whose Diffusers class takes use_karras_sigmas."""
 
 # Of two samplers one computes the noise of a timestep in another order than the other: they differ by some 1e-6.
 _SAME_NOISE = 1e-5
@@ -67,15 +68,6 @@ def draws_noise(kind: SamplerKind, config: Mapping[str, Any]) -> bool:
 def same_noise(level: float, other: float) -> bool:
     """Return whether two results of `Sampler.noise_level` differ only by the order in which samplers compute them."""
     return math.isclose(level, other, rel_tol=_SAME_NOISE)
-
-
-def first_step_from(kind: SamplerKind, config: Mapping[str, Any], steps: int) -> int:
-    """Return the first step of a picture that begins with another picture's latent after `steps` steps.
-
-    A sampler that draws no noise would repeat the other picture's composition. Such a picture gets one step of noise
-    back and makes that step again.
-    """
-    return steps if draws_noise(kind, config) else steps - 1
 
 
 def default_kind(config: Mapping[str, Any]) -> SamplerKind:
@@ -132,7 +124,7 @@ class Sampler:
     ) -> None:
         overrides: dict[str, Any] = {"use_karras_sigmas": karras} if karras is not None and kind in KARRAS else {}
         self._kind = kind
-        self._scheduler = _make_scheduler(kind, config, overrides)
+        self._scheduler = make_scheduler(kind, config, overrides)
         self._scheduler.set_timesteps(steps)
         self._begin_at(begin)
         # Diffusers counts in timesteps; all kinds served here are of order 1: one timestep a step.
@@ -315,6 +307,7 @@ class Sampler:
             self._scheduler.set_begin_index(step)
 
 
-def _make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+def make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    """Return Diffusers' scheduler as `Kind.from_config(pipe.scheduler.config, **overrides)` makes it."""
     with ignored_algorithm_advice():
         return kind.value.from_config(dict(config), **overrides)

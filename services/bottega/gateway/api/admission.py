@@ -137,13 +137,15 @@ class Admission:
         self._storing = BackgroundTasks("storing of jobs")
 
     async def admit(self, command: GenerateCommand) -> Admitted:
-        """The job of a request. A new one is durable.
+        """Return the job of a request; a new one is durable.
 
-        Raises QuotaExceeded, RequestIdReused, InvalidRequest or BadImage, Draining, ModelNotFound or NoWorker,
-        ControlNetNotFound or ControlNetUnusable or NoControlNet, QueueFull, DeadlineUnmeetable, StorageUnavailable, in
-        this order, and of a known request_id no QuotaExceeded; LoraNotFound, LoraUnusable, NoLora and RecordingNotKept
-        come before what is wrong because of the model. Except that without room no image is decoded, and that a
-        request_id cannot be looked for where the disk cannot be read.
+        Raises:
+            QuotaExceeded: Not of a known request_id.
+            BottegaError: RequestIdReused, InvalidRequest, FieldNotServed or BadImage, Draining, ModelNotFound or
+                NoWorker, ControlNetNotFound, ControlNetUnusable or NoControlNet, QueueFull, DeadlineUnmeetable,
+                StorageUnavailable, in this order. LoraNotFound, LoraUnusable, NoLora and RecordingNotKept come before
+                what is wrong because of the model. Without room no image is decoded, and a request_id cannot be looked
+                for where the disk cannot be read.
         """
         try:
             return await self._admit(command)
@@ -324,6 +326,8 @@ class Admission:
         images = SeenImages()
         if isinstance(model, Model):
             found += validation.check_model(spec, model, self._addons)
+            if not found:
+                validation.check_served(spec, model)
             identical = None if found else await self._find_identical(command, before, model, resolutions)
         elif model is not None:
             found += model.violations

@@ -12,7 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega import rules
 from bottega.codec import ImageSize, MaskOrder
-from bottega.errors import BadImage, BottegaError, InvalidRequest, Violation
+from bottega.errors import BadImage, BottegaError, FieldNotServed, InvalidRequest, Violation
 from bottega.fair_order import Share
 from bottega.gateway.addons.addon import AddOn
 from bottega.gateway.api.defaults import choice_of, strength_of
@@ -98,8 +98,8 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
         rule = f"width x height is {width * height} pixels; this model takes at most {model.max_pixels}"
         yield _violation("width", rule)
     yield from check_sigmas(spec, spec.sampler or model.default_sampler)
-    yield from _check_choice(spec, model)
     steps = spec.num_inference_steps if spec.HasField("num_inference_steps") else model.default_steps
+    yield from _check_choice(spec, model, steps)
     strength = strength_of(spec)
     if strength is not None:
         yield from check_steps_left(steps, strength)
@@ -107,10 +107,20 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
         yield from addon.check_steps(spec, steps=steps, strength=strength)
 
 
-def _check_choice(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violation]:
-    """Yield a violation if the model's scheduler configuration rules out the sampler or its sigmas."""
+def check_served(spec: GenerationSpec, model: image_pb2.Model) -> None:
+    """Raise FieldNotServed for an edit by a model that edits no pictures."""
+    if model.edits_refused_because and spec.HasField("mask_image"):
+        raise FieldNotServed(model.edits_refused_because, metadata={"field": "mask_image"})
+
+
+def _check_choice(spec: GenerationSpec, model: image_pb2.Model, steps: int) -> Iterator[Violation]:
+    """Yield a violation if the model's scheduler configuration rules out the sampler, its sigmas or so many steps."""
     choice = choice_of(spec, model)
-    if choice is None or not choice.refused_because:
+    if choice is None:
+        return
+    if not choice.refused_because:
+        if steps in choice.refused_steps:
+            yield _violation("num_inference_steps", choice.refused_steps[steps])
         return
     others = [each for each in model.sampler_choices if each.sampler == choice.sampler and not each.refused_because]
     # Where the sampler draws without what the request says of Karras' sigmas, that is what it has to change.

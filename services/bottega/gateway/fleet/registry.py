@@ -338,16 +338,18 @@ def _merge_workers(models: list[image_pb2.Model]) -> image_pb2.Model:
     whole.CopyFrom(models[0])
     whole.workers = len(models)
     whole.max_pixels = min((model.max_pixels for model in models if model.max_pixels), default=0)
+    whole.edits_refused_because = next(filter(None, (model.edits_refused_because for model in models)), "")
     for choice in whole.sampler_choices:
-        choice.refused_because = next(filter(None, (_refusal(choice, model) for model in models)), "")
+        same = [each for model in models for each in model.sampler_choices if _named(each) == _named(choice)]
+        # A library may be missing, or of another version, at one worker alone.
+        choice.refused_because = next((each.refused_because for each in same if each.refused_because), "")
+        for each in same:
+            choice.refused_steps.update(each.refused_steps)
     return whole
 
 
-def _refusal(choice: image_pb2.SamplerChoice, model: image_pb2.Model) -> str:
-    """Return why one worker refuses a choice of its model; a library may be missing there alone."""
-    named = choice.sampler, choice.use_karras_sigmas
-    same = (each for each in model.sampler_choices if (each.sampler, each.use_karras_sigmas) == named)
-    return next((each.refused_because for each in same), "")
+def _named(choice: image_pb2.SamplerChoice) -> tuple[int, bool]:
+    return choice.sampler, choice.use_karras_sigmas
 
 
 def _identity(model: image_pb2.Model) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from bottega import kinds, rules
 from bottega.errors import ConfigError, Violation
@@ -205,6 +205,7 @@ def _can_be_drawn_with(model: image_pb2.Model) -> bool:
         and 0 <= model.default_edit_guidance_scale <= rules.MAX_GUIDANCE_SCALE
         and model.default_sampler in Sampler.values()
         and model.max_pixels >= 0
+        and len(model.edits_refused_because) <= _MAX_REASON
         and _are_choices(model.sampler_choices)
     )
 
@@ -218,7 +219,13 @@ def _are_choices(choices: Sequence[image_pb2.SamplerChoice]) -> bool:
         and all(choice.sampler and choice.sampler in Sampler.values() for choice in choices)
         and len(defaults) == len(set(defaults)) == len({choice.sampler for choice in choices})
         and all(len(choice.refused_because) <= _MAX_REASON for choice in choices)
+        and all(_are_refused_steps(choice.refused_steps) for choice in choices)
     )
+
+
+def _are_refused_steps(reasons: Mapping[int, str]) -> bool:
+    """Return whether they are numbers that requests may have, each with a reason of a bounded length."""
+    return all(1 <= steps <= rules.MAX_STEPS and 0 < len(reason) <= _MAX_REASON for steps, reason in reasons.items())
 
 
 def _is_address(address: str) -> bool:

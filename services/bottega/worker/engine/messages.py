@@ -114,6 +114,7 @@ def ready_of(engine: Engine) -> engine_pb2.EngineEvent:
         default_edit_guidance_scale=defaults.edit_guidance_scale,
         default_sampler=_NUMBERS[defaults.sampler],
         sampler_choices=_sampler_choices(model.samplers),
+        edits_refused_because=model.edits_refused_because[:MAX_REASON_CHARACTERS],
         vae_scale_factor=model.latent_scale,
         base=base_layout(model.backbone.unet.config, model.latent_scale).base,
     )
@@ -139,6 +140,7 @@ def _sampler_choices(samplers: ModelSamplers) -> Iterator[image_pb2.SamplerChoic
             use_karras_sigmas=choice.karras,
             is_default=choice == samplers.default_choice(choice.kind),
             refused_because=reason[:MAX_REASON_CHARACTERS],
+            refused_steps={} if reason else samplers.refused_steps(choice),
         )
 
 

@@ -17,7 +17,7 @@ from bottega.gateway.dispatch import dispatcher
 from bottega.gateway.jobs.storage import Storage
 from bottega.v1 import generation_pb2, image_pb2, worker_pb2
 from bottega.v1.generation_pb2 import Techniques
-from tests.fakes.scripted_worker import ScriptedWorker
+from tests.fakes.scripted_worker import MODEL, ScriptedWorker
 from tests.samples.hostile_images import saved
 from tests.support.running_gateway import Running, refusal, running_gateway
 from tests.support.waiting import eventually
@@ -110,6 +110,19 @@ async def test_what_is_wrong_with_an_edit_is_said_at_once(
     found = {violation.field.removeprefix("spec."): violation.description for violation in error.violations}
     assert found == texts
     assert worker.requests == []
+
+
+async def test_an_edit_by_a_model_that_edits_no_pictures_is_refused_before_it_waits() -> None:
+    model, reason = image_pb2.Model(), "model miniature edits no pictures, because of its VAE; use another"
+    model.CopyFrom(MODEL)
+    model.edits_refused_because = reason
+    async with running_gateway(codec_processes=1) as house:
+        worker = await house.worker(model=model)
+        error = await refusal(lambda: house.generate(**edit()), errors.FieldNotServed)
+        assert (error.message, error.metadata["field"]) == (reason, "mask_image")
+        await refusal(lambda: house.generate(**edit(strength=2.0)), errors.InvalidRequest)
+        assert not worker.requests
+        assert [event async for event in house.generate(prompt="a star", image=PICTURE)]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.sampler_choices import ModelSamplers
-from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind, draws_noise, first_step_from
+from bottega.diffusion.model.samplers import KARRAS, Sampler, SamplerKind, draws_noise
 from bottega.diffusion.spec import ResolvedSpec
 from tests.fakes.scripted_latents import Cached, cached, entry
 from tests.samples.small_model import small_model
@@ -146,9 +146,9 @@ def test_fresh_noise_brings_a_latent_to_the_level_of_the_step_before(
 
 
 def test_samplers_that_draw_no_noise_make_one_step_again() -> None:
-    assert [first_step_from(kind, {}, 5) for kind in SamplerKind] == [4, 5, 4, 4]
-    stochastic = {"algorithm_type": "sde-dpmsolver++"}
-    assert [first_step_from(kind, stochastic, 5) for kind in SamplerKind] == [4, 5, 4, 5]
+    plain, stochastic = (ModelSamplers(config, steps=5) for config in ({}, {"algorithm_type": "sde-dpmsolver++"}))
+    assert [plain.first_step_from(kind, 5) for kind in SamplerKind] == [4, 5, 4, 4]
+    assert [stochastic.first_step_from(kind, 5) for kind in SamplerKind] == [4, 5, 4, 5]
 
 
 def test_an_ancestral_picture_goes_on_from_its_own_latent_as_if_it_had_not_stopped(model: Model) -> None:

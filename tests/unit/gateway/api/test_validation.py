@@ -108,6 +108,20 @@ def test_a_sampler_that_the_model_rules_out_is_refused_with_its_reason() -> None
     assert _fields(GenerationSpec(sampler=99), model) == ["sampler"], "once"  # type: ignore[arg-type]
 
 
+def test_a_number_of_steps_that_the_sampler_cannot_make_is_refused_with_its_reason() -> None:
+    model = _with_refusals()
+    for choice in model.sampler_choices:
+        if choice.sampler == generation_pb2.SAMPLER_EULER and not choice.use_karras_sigmas:
+            choice.refused_steps[61] = "62 steps of 61"
+    (violation,) = validation.check_model(GenerationSpec(num_inference_steps=61), model, ADDONS)
+    assert (violation.field, violation.description) == ("spec.num_inference_steps", "62 steps of 61")
+    assert _fields(GenerationSpec(num_inference_steps=60), model) == []
+    assert _fields(GenerationSpec(num_inference_steps=61, use_karras_sigmas=True), model) == []
+    assert _fields(GenerationSpec(num_inference_steps=61, sampler=generation_pb2.SAMPLER_DDIM), model) == []
+    model.default_steps = 61
+    assert _fields(GenerationSpec(), model) == ["num_inference_steps"], "the model's own number counts as well"
+
+
 def _ink(*, steps: int = 10, **facts: Any) -> GenerationSpec:
     return GenerationSpec(num_inference_steps=steps, loras=[Lora(name="ink", **facts)])
 

@@ -196,6 +196,18 @@ def test_a_sampler_is_refused_where_one_of_the_workers_refuses_it() -> None:
     assert [choice.refused_because for choice in fleet.resolve("m").sampler_choices] == ["", "scipy is missing"]
 
 
+def test_steps_and_edits_are_refused_where_one_of_the_workers_refuses_them() -> None:
+    fleet, _ = _fleet()
+    for name, port, steps, reason in (("w1", 1, {61: "62 steps"}, ""), ("w2", 2, {103: "104 steps"}, "its VAE")):
+        registration = worker(name, port=port)
+        registration.models[0].edits_refused_because = reason
+        registration.models[0].sampler_choices.add(sampler=1, is_default=True, refused_steps=steps)
+        fleet.join(registration)
+    model = fleet.resolve("m")
+    assert model.edits_refused_because == "its VAE"
+    assert dict(model.sampler_choices[0].refused_steps) == {61: "62 steps", 103: "104 steps"}
+
+
 def _end_with(fleet: Fleet, name: str, reason: str) -> None:
     """A worker that cannot serve its model joins, says why, and leaves."""
     registration = worker(name)
