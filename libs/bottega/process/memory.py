@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
 
 import psutil
 
@@ -45,6 +46,8 @@ _YOUNG_OBJECTS = 10_000
 _AT_REST = 0.1
 _REST_S = 5.0
 _WORTH_BYTES = 2**20
+# What /proc/PID/clear_refs takes for: the highest resident memory is that of now.
+_RESET_PEAK = "5"
 
 
 def keep_freed_memory(*, at_once_bytes: int = 0) -> None:
@@ -96,6 +99,24 @@ def resident_bytes(pids: Iterable[int]) -> int:
     return total
 
 
+def measure_peak_bytes(run: Callable[[], object]) -> int | None:
+    """Return how much more memory of this process was resident at a time while `run` ran than before it.
+
+    Memory that was freed and kept is given back first, because `run` would use it again. The process's own record of
+    its highest memory (`VmHWM`) begins anew. Returns None where the kernel has no such record.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
+        before = _status_bytes("VmRSS")
+    except OSError:
+        run()
+        return None
+    run()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
 class MemoryMeter:
     """Resident memory of a service's processes, as it was at the last look. pids: called for each look."""
 
@@ -111,6 +132,11 @@ class MemoryMeter:
             except Exception:  # noqa: BLE001 - the boundary of the task: without it the figure would stay for ever
                 _log.exception("memory could not be measured")
             await asyncio.sleep(_LOOK_S)
+
+
+def _status_bytes(name: str) -> int:
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return 1024 * int(status.partition(f"{name}:")[2].split()[0])
 
 
 class _RestDetector:

@@ -146,7 +146,7 @@ class BatchExecutor:
 
     def _most_rows(self, row: ControlRow) -> int:
         """Of a forward with that one."""
-        fitting = None if self._fixed_rows else self._memory.most_rows(_area(row))
+        fitting = None if self._fixed_rows else self._memory.most_rows(_area(row), decoded_area=0)
         return self._max_rows if fitting is None else min(fitting, self._max_rows)
 
     def _splits(self, group: Sequence[tuple[StepRequest, int]], error: Exception) -> bool:

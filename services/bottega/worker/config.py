@@ -35,9 +35,10 @@ class EngineConfig:
     name it where their devices are unlike. threads: 0 leaves the number to torch.
     vae_dtype: that latents are decoded in; auto is what stock Diffusers takes: dtype, but float32 for a float16 model
     whose VAE has force_upcast. Another one makes pictures that say that they are not exact; half precision is faster,
-    and taken only where a trial at the start shows that pictures are nearly the same. vae_tile_pixels: pictures of more
-    pixels are decoded in tiles, which needs less memory, blends their edges, and is said with each picture; 0 is none,
-    but for those for which a GPU has no memory.
+    and taken only where a trial at the start shows that pictures are nearly the same. vae_tile_pixels: the
+    largest picture, in pixels, that is decoded in one piece. Larger ones are decoded in tiles, which takes less memory
+    and blends the edges of tiles; their provenance says so, and they are not exact. 0 sets no such size: then only
+    pictures for which there is not enough memory are decoded in tiles.
     device_memory_mib: of a GPU, for all that this worker keeps and computes there; 0 is what is free at its start, less
     a reserve. compile_s: that the first forward of a kind may take on a GPU before a silent engine counts as hung.
     exclusive_cores: whether nothing else computes on the cores that this engine may use; its threads wait for each

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bottega.diffusion.device.device import Event
+from bottega.process.memory import measure_peak_bytes
 
 
 class CpuEvent:
@@ -85,5 +86,4 @@ class CpuDevice:
         """The host's is bounded by whoever runs the process."""
 
     def measure_peak(self, run: Callable[[], object]) -> int | None:
-        run()
-        return None
+        return measure_peak_bytes(run)

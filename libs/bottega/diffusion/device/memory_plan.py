@@ -1,18 +1,23 @@
 """One budget for all that a device's memory holds: who has how much of it, and what a picture needs beside them.
 
 What forwards and decodings need is measured once and is in proportion to the elements of the latents that they work on;
-attention takes no more than that in any of torch's fused kernels. On a CPU nothing is counted and nothing is refused.
+attention takes no more than that in any of torch's fused kernels.
+
+A CPU has no budget: whoever keeps something there may, and forwards are not measured. Decoding, which takes by far the
+most, is compared with what is available to the process at that moment, because the kernel ends a process where an
+allocator would have raised an error.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from bottega.diffusion.device.device import Device
 from bottega.errors import TooLarge
+from bottega.process.available_memory import available_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +25,8 @@ _MIB = 1 << 20
 # Left to the device's libraries, whose workspaces torch does not allocate, where no budget is configured.
 _LEAST_RESERVE_BYTES = 512 * _MIB
 _RESERVE_SHARE = 0.05
+# Left to whatever else the host does meanwhile.
+_HOST_RESERVE_BYTES = 64 * _MIB
 # After so many forwards of a size whose groups were made smaller, larger ones are tried again: what was in the way may
 # be gone.
 _FORGET_AFTER = 500
@@ -28,13 +35,18 @@ _MOST_SIZES = 64
 
 
 class MemoryPlan:
-    """budget_bytes: of the device, for this process; None where nothing is counted.
+    """The plan of one device's memory.
 
     Links reserve and release from threads of their own; all else is of the one that computes.
+
+    Args:
+        budget_bytes: Of the device, for this process; None where nothing that is kept there is counted.
+        available: Without a budget, what the process can have at this moment; without it nothing is counted at all.
     """
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
+    def __init__(self, budget_bytes: int | None = None, *, available: Callable[[], int | None] = lambda: None) -> None:
         self.budget_bytes = budget_bytes
+        self._available = available
         self._lock = threading.Lock()  # of what is reserved
         self._reserved: dict[str, int] = {}
         self._row_bytes = 0.0
@@ -50,7 +62,10 @@ class MemoryPlan:
     @property
     def left_bytes(self) -> int | None:
         """For activations, beside what is reserved; None where nothing is counted."""
-        return None if self.budget_bytes is None else max(0, self.budget_bytes - sum(self.reserved.values()))
+        if self.budget_bytes is not None:
+            return max(0, self.budget_bytes - sum(self.reserved.values()))
+        available = self._available()
+        return None if available is None else max(0, available - _HOST_RESERVE_BYTES)
 
     def reserve(self, name: str, size_bytes: int) -> None:
         """Sets so many bytes aside, instead of what that name had. Raises TooLarge where they are not left."""
@@ -93,27 +108,44 @@ class MemoryPlan:
         self._decoding_bytes = max(self._decoding_bytes, (peak_bytes or 0) / area)
 
     def fits_decoding(self, area: int) -> bool:
-        """Return whether a latent of so many elements can be decoded in one piece, as far as is known."""
-        return self.left_bytes is None or self._decoding_bytes * area <= self.left_bytes
+        """Return whether so many elements of a latent can be decoded at once, as far as is known."""
+        needed, left = self._decoding_bytes * area, self.left_bytes
+        return left is None or needed <= left
 
     def needed_bytes(self, area: int, *, decoded_area: int) -> int:
         """For a picture by itself, its rows one by one. decoded_area: of what is decoded at once."""
         return round(max(self._row_bytes * area, self._decoding_bytes * decoded_area))
 
     def check_picture(self, width: int, height: int, *, area: int, decoded_area: int) -> None:
-        """Raises TooLarge for a picture that does not fit by itself. width, height: in pixels."""
-        needed = self.needed_bytes(area, decoded_area=decoded_area)
-        if self.left_bytes is not None and needed > self.left_bytes:
-            raise TooLarge(
-                f"{width}x{height} need about {needed // _MIB} MiB of the device's memory, and {self._said_left()}; "
-                "ask for fewer pixels",
-                metadata=self._facts(needed),
-            )
+        """Raise TooLarge for a picture that does not fit by itself.
 
-    def leaves_room(self, area: int, rows: int) -> bool:
-        """Whether what is reserved leaves so many rows of such latents a forward, and each of them its decoding."""
-        needed = max(self._row_bytes * rows, self._decoding_bytes) * area
-        return self.left_bytes is None or needed <= self.left_bytes
+        Args:
+            width: In pixels.
+            height: In pixels.
+            area: Elements of its latent's height and width.
+            decoded_area: Of what is encoded or decoded at once.
+        """
+        needed, left = self.needed_bytes(area, decoded_area=decoded_area), self.left_bytes
+        if left is None or needed <= left:
+            return
+        whose, have = "the device's memory", self._said_left()
+        if self.budget_bytes is None:
+            whose, have = "memory", f"{left // _MIB} MiB are available to this worker"
+        raise TooLarge(
+            f"{width}x{height} need about {needed // _MIB} MiB of {whose}, and {have}; ask for fewer pixels",
+            metadata=self._facts(needed),
+        )
+
+    def leaves_room(self, area: int, rows: int, *, decoded_area: int) -> bool:
+        """Return whether what is reserved leaves so many rows of such latents a forward, and each of them its decoding.
+
+        Args:
+            area: Elements of a latent's height and width.
+            rows: Of the forward.
+            decoded_area: Of what is decoded at once of such a latent.
+        """
+        needed, left = max(self._row_bytes * rows * area, self._decoding_bytes * decoded_area), self.left_bytes
+        return left is None or needed <= left
 
     def refusal(self, width: int, height: int) -> TooLarge:
         """Of a picture for which the device had no memory when it was its turn."""
@@ -123,14 +155,18 @@ class MemoryPlan:
             metadata={"limit": "device_memory", "size": f"{width}x{height}"},
         )
 
-    def most_rows(self, area: int) -> int | None:
-        """Rows of such latents that fit into one forward beside a decoding, one at least; None: as many as there are.
+    def most_rows(self, area: int, *, decoded_area: int) -> int | None:
+        """Return how many rows of such latents fit into one forward beside a decoding, one at least.
 
-        To be asked before each forward: it counts them.
+        None is as many as there are. To be asked before each forward: it counts them.
+
+        Args:
+            area: Elements of a latent's height and width.
+            decoded_area: Of what is decoded at once of such a latent.
         """
         bounds = []
-        if self.left_bytes is not None and self._row_bytes:
-            free = self.left_bytes - self._decoding_bytes * area
+        if self._row_bytes and (left := self.left_bytes) is not None:
+            free = left - self._decoding_bytes * decoded_area
             bounds.append(max(1, int(free // (self._row_bytes * area))))
         if area in self._refused:
             rows, forwards = self._refused.pop(area)
@@ -172,7 +208,9 @@ class MemoryPlan:
 
     def _facts(self, needed_bytes: int) -> dict[str, str]:
         facts = {"limit": "device_memory", "needed_mib": str(needed_bytes // _MIB)}
-        return facts | {"device_memory_mib": str((self.budget_bytes or 0) // _MIB)}
+        if self.budget_bytes is None:
+            return facts
+        return facts | {"device_memory_mib": str(self.budget_bytes // _MIB)}
 
 
 def open_memory_plan(device: Device, budget_mib: int) -> MemoryPlan:
@@ -184,7 +222,7 @@ def open_memory_plan(device: Device, budget_mib: int) -> MemoryPlan:
     if free_bytes is None:
         if budget_mib:
             raise ValueError("device_memory_mib bounds the memory of a GPU; that of a CPU's process, its unit bounds")
-        return MemoryPlan()
+        return MemoryPlan(available=available_bytes)
     if budget_mib * _MIB > free_bytes:
         raise ValueError(
             f"device_memory_mib is {budget_mib}, and {device.torch_device} has {free_bytes // _MIB} MiB free"

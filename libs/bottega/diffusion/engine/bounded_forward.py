@@ -6,7 +6,7 @@ What a part computes is what the whole group would have, but for the last bits o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,10 +67,15 @@ class _Parts:
 
 
 class BoundedForward:
-    """forward: runs what fits. memory: says what does. splits: whether parts need less than the whole group.
+    """Forwards of groups of rows, in parts where all of a group does not fit.
 
-    heartbeat: beats while the first forward of a kind runs, which may compile, for compile_s seconds at most; 0 where
-    nothing compiles.
+    Args:
+        forward: Runs what fits.
+        memory: Says what does.
+        decoded_area: Of a latent of so many elements, how many are decoded at once.
+        splits: Whether parts need less than the whole group.
+        heartbeat: Beats while the first forward of a kind runs, which may compile.
+        compile_s: For which it beats at most; 0 where nothing compiles.
     """
 
     def __init__(
@@ -78,12 +83,14 @@ class BoundedForward:
         forward: Forward,
         memory: MemoryPlan,
         *,
+        decoded_area: Callable[[int], int] = lambda area: area,
         splits: bool = True,
         heartbeat: Heartbeat | None = None,
         compile_s: float = 0.0,
     ) -> None:
         self._forward = forward
         self._memory = memory
+        self._decoded_area = decoded_area
         self._splits = splits
         self._heartbeat = heartbeat or Heartbeat()
         self._compile_s = compile_s
@@ -94,7 +101,9 @@ class BoundedForward:
 
         Raises torch.OutOfMemoryError, or what stands for it, where not even one row does.
         """
-        most = self._memory.most_rows(_area(rows)) if self._splits else None
+        area, most = _area(rows), None
+        if self._splits:
+            most = self._memory.most_rows(area, decoded_area=self._decoded_area(area))
         most = most or len(rows)
         parts = [rows[begin : begin + most] for begin in range(0, len(rows), most)]
         return _joined(rows, [each for part in parts for each in self._fitting(part)])

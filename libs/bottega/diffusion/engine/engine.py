@@ -47,6 +47,7 @@ from bottega.diffusion.engine.waiting import WaitingOrder, WaitingOrders
 from bottega.diffusion.engine.warm_up import measure_stages, sample_job
 from bottega.diffusion.errors import to_job_failure
 from bottega.diffusion.heartbeat import Heartbeat, call_after_blocks
+from bottega.diffusion.model.decode import check_decodable
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.parallel.offload import OffloadTarget
 from bottega.diffusion.parallel.pair import Pair
@@ -125,6 +126,7 @@ class Engine:
         self._bounded = BoundedForward(
             denoiser,
             model.memory,
+            decoded_area=model.decoded_area,
             splits=not limits.fixed_rows,
             heartbeat=heartbeat,
             compile_s=0.0 if model.device.type == "cpu" else limits.compile_s,
@@ -372,6 +374,7 @@ class Engine:
             request = job.undrawn()
             if request is not None and self._batcher.may_go_first(job.order.share.tenant):
                 try:
+                    check_decodable(self.model, request.latent)
                     with self._bounded.covered(("decode", request.latent.shape)):
                         self._decoding = start_decoding(self.model, job, request)
                 except Exception as error:  # noqa: BLE001 - the boundary of a job: its failure is not the others'

@@ -20,7 +20,8 @@ from bottega.diffusion.spec import ResolvedSpec
 
 # A side of the small picture's latent: of SDXL 128 of 1024 pixels, a 64th of the work.
 _SMALL_SIDE = 16
-# For which the stages of the model's own size are run: they run twice.
+# A picture of the model's own size is encoded and decoded only where that is expected to take at most so long, because
+# it is done twice.
 _LONGEST_S = 5.0
 
 
@@ -29,11 +30,9 @@ class MeasuredStages:
     """What the stages of a picture took, beside its steps."""
 
     job: EngineJob
-    """Its job, whose rows the steps are measured by."""
+    """A job by whose rows the steps are measured: of the model's own size, or small where that takes too long."""
     fixed_s: float
-    """Seconds for encoding and decoding one image of the model's own size."""
-    own_size: bool
-    """Whether it was one of that size."""
+    """Seconds for encoding and decoding one image of the model's own size; estimated where `job` is small."""
 
 
 @torch.inference_mode()
@@ -54,7 +53,7 @@ def sample_job(model: Model, device_clock: DeviceClock, *, small: bool = False) 
 
 @torch.inference_mode()
 def measure_stages(model: Model, device_clock: DeviceClock) -> MeasuredStages:
-    """Run the stages of a small picture and, where they are quick enough, of one of the model's own size.
+    """Run the stages of a small picture and, where they are quick enough and fit, of one of the model's own size.
 
     On a device whose memory is counted it is always the model's own: decoding says what it takes there.
     """
@@ -64,11 +63,12 @@ def measure_stages(model: Model, device_clock: DeviceClock) -> MeasuredStages:
         for _ in range(2):  # the first time pays for what is made once
             job, encode_s, decode_s = _run_stages(model, device_clock, small=True)
         expected_s = encode_s + growth * decode_s
-        if expected_s > _LONGEST_S:
-            return MeasuredStages(job=job, fixed_s=expected_s, own_size=False)
+        area = defaults.width * defaults.height // model.latent_scale**2
+        if expected_s > _LONGEST_S or not model.memory.fits_decoding(area):
+            return MeasuredStages(job=job, fixed_s=expected_s)
     for _ in range(2):
         job, encode_s, decode_s = _run_stages(model, device_clock, small=False)
-    return MeasuredStages(job=job, fixed_s=encode_s + decode_s, own_size=True)
+    return MeasuredStages(job=job, fixed_s=encode_s + decode_s)
 
 
 def _run_stages(model: Model, device_clock: DeviceClock, *, small: bool) -> tuple[EngineJob, float, float]:

@@ -23,15 +23,24 @@ class DecodedLatent:
     """Whether it was decoded in tiles, which stock Diffusers does not do by itself."""
 
 
+def check_decodable(model: Model, latent: Tensor) -> None:
+    """Raise MemoryError where a CPU has no memory to decode a latent, [1, channels, height, width], not even in tiles.
+
+    Of a GPU the allocator says so itself; of a CPU nobody does, and the kernel ends a process.
+    """
+    area = model.decoded_area(latent.shape[-2] * latent.shape[-1])
+    if model.device.type == "cpu" and not model.memory.fits_decoding(area):
+        raise MemoryError("less memory is available to the process than decoding takes")
+
+
 @torch.inference_mode()
 def decode_image(model: Model, latent: Tensor) -> DecodedLatent:
     """Decode a latent, [1, channels, height, width], as StableDiffusionXLPipeline does.
 
     One latent at a time: a VAE gains nothing from a batch, and alone its result depends on nobody. It is decoded in
-    tiles only where an operator wants it so, or where the device has no memory for all of it.
+    tiles only where an operator wants it so, or where there is no memory for all of it.
     """
-    area = latent.shape[-2] * latent.shape[-1]
-    tiled = model.decoder.is_tiled(area, fits=model.memory.fits_decoding(area))
+    tiled = model.is_tiled(latent.shape[-2] * latent.shape[-1])
     image = None if tiled else _decode_whole(model, latent)
     if image is None:
         image, tiled = model.decoder.decode(latent, tiled=True), True

@@ -31,12 +31,13 @@ def test_reservations_share_one_budget_and_are_named_when_it_is_not_enough() -> 
 
 def test_rows_that_fit_follow_from_the_peaks_and_one_always_may_try() -> None:
     plan = MemoryPlan(100 * MIB)
-    assert plan.most_rows(16) is None  # nothing is known
+    assert plan.most_rows(16, decoded_area=16) is None  # nothing is known
     plan.observe_forward(16, 2, 20 * MIB)
     plan.observe_decoding(16, 30 * MIB)
-    assert plan.most_rows(16) == 7
-    assert plan.most_rows(32) == 2
-    assert plan.most_rows(1000) == 1
+    assert plan.most_rows(16, decoded_area=16) == 7
+    assert plan.most_rows(32, decoded_area=32) == 2
+    assert plan.most_rows(32, decoded_area=16) == 3, "where it is decoded in tiles"
+    assert plan.most_rows(1000, decoded_area=1000) == 1
     assert plan.needed_bytes(32, decoded_area=16) == 30 * MIB
     assert plan.needed_bytes(64, decoded_area=16) == 40 * MIB
 
@@ -44,10 +45,10 @@ def test_rows_that_fit_follow_from_the_peaks_and_one_always_may_try() -> None:
 def test_a_size_whose_group_found_no_memory_is_tried_again_after_a_while() -> None:
     plan = MemoryPlan()
     plan.note_out_of_memory(16, 8)
-    bounds = [plan.most_rows(16) for _ in range(600)]
+    bounds = [plan.most_rows(16, decoded_area=16) for _ in range(600)]
     assert bounds[:2] == [4, 4]
     assert bounds[-1] is None
-    assert plan.most_rows(32) is None
+    assert plan.most_rows(32, decoded_area=32) is None
 
 
 def test_without_a_budget_it_is_what_is_free_less_a_reserve_and_a_configured_one_binds_the_allocator() -> None:
@@ -112,12 +113,42 @@ def test_what_grows_bit_by_bit_is_bounded_with_the_rest() -> None:
 
 def test_room_is_left_for_a_forward_and_its_decodings() -> None:
     plan = MemoryPlan(100 * MIB)
-    assert plan.leaves_room(16, 8), "nothing is known"
+    assert plan.leaves_room(16, 8, decoded_area=16), "nothing is known"
     plan.observe_forward(16, 1, 10 * MIB)
     plan.observe_decoding(16, 30 * MIB)
     plan.reserve("graphs", 65 * MIB)
-    assert plan.leaves_room(16, 3)
-    assert not plan.leaves_room(16, 4)
+    assert plan.leaves_room(16, 3, decoded_area=16)
+    assert not plan.leaves_room(16, 4, decoded_area=16)
     plan.reserve("graphs", 75 * MIB)
-    assert not plan.leaves_room(16, 1)
-    assert MemoryPlan().leaves_room(1 << 20, 64)
+    assert not plan.leaves_room(16, 1, decoded_area=16)
+    assert plan.leaves_room(16, 1, decoded_area=8), "where it is decoded in tiles"
+    assert MemoryPlan().leaves_room(1 << 20, 64, decoded_area=1 << 20)
+
+
+def test_on_a_cpu_decoding_is_compared_with_what_the_process_can_have_at_that_moment() -> None:
+    available: list[int | None] = [1000 * MIB]
+    plan = MemoryPlan(available=lambda: available[0])
+    plan.reserve("model", 1 << 40)
+    plan.observe_decoding(16, 400 * MIB)
+    assert plan.fits_decoding(32)
+    assert not plan.fits_decoding(40), "the host's reserve counts"
+    with pytest.raises(TooLarge, match="640x64 need about 1000 MiB of memory, and 936 MiB are available") as caught:
+        plan.check_picture(640, 64, area=40, decoded_area=40)
+    assert caught.value.metadata == {"limit": "device_memory", "needed_mib": "1000"}
+    plan.check_picture(640, 64, area=40, decoded_area=16)
+    assert plan.most_rows(1 << 20, decoded_area=1 << 20) is None, "forwards are not measured"
+    available[0] = 100 * MIB
+    assert not plan.fits_decoding(16)
+    available[0] = None
+    assert plan.fits_decoding(1 << 20)
+
+
+def test_a_cpu_measures_what_something_takes_for_a_moment() -> None:
+    def run() -> None:
+        for size_bytes in (64 * MIB, 8 * MIB):
+            torch.ones(size_bytes, dtype=torch.uint8)
+
+    for _ in range(2):  # what was freed and kept is not taken for nothing
+        peak_bytes = CpuDevice().measure_peak(run)
+        assert peak_bytes is not None
+        assert 60 * MIB <= peak_bytes <= 90 * MIB

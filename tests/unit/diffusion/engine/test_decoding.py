@@ -21,7 +21,7 @@ from bottega.diffusion.engine.preview import LatentPreview
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.vae import VaeSettings, make_decoder
 from bottega.diffusion.spec import ResolvedSpec
-from bottega.errors import NotFinite
+from bottega.errors import NotFinite, TooLarge
 from tests.samples.edits import box_mask, edit_order
 from tests.samples.published import published_model
 from tests.samples.small_model import SIZE, small_model
@@ -74,6 +74,7 @@ def test_an_operator_may_have_large_pictures_decoded_in_tiles_which_is_said(mode
 # The small model's latents have 8 x 8 elements; a decoding takes 16 KiB of a device for each element so.
 DECODING_BYTES = 16 << 10
 OWN_DECODING = 64 * DECODING_BYTES
+GIB = 1 << 30
 
 
 @pytest.mark.parametrize("measured", [True, False], ids=["as the warm-up measured", "as the allocator says"])
@@ -90,6 +91,42 @@ def test_what_the_device_has_no_memory_for_is_decoded_in_tiles_which_is_said(mod
     assert drawing.record.vae_tiled
     assert not drawing.record.decoded_as_stock
     assert own.record.decoded_as_stock
+
+
+def cpu_with(model: Model, available: list[int]) -> ManualEngine:
+    """An engine on a CPU of whose memory the process can have so much: decoding takes 1 GiB at the model's own size."""
+    plan = MemoryPlan(available=lambda: available[0])
+    plan.observe_decoding(64, GIB)
+    return ManualEngine(make_engine(replace(model, memory=plan), NO_LIMIT))
+
+
+def test_what_a_cpu_has_no_memory_for_is_decoded_in_tiles_which_is_said(model: Model, stock: Stock) -> None:
+    easel = cpu_with(model, [2 * GIB])
+    drawing = easel.draw(EngineOrder(key=1, spec=LARGE))
+    assert drawing.record.vae_tiled
+    assert not drawing.record.decoded_as_stock
+    own = easel.draw(EngineOrder(key=2, spec=SPEC))
+    assert own.record.decoded_as_stock
+    assert_same_image(own.pixels[0], stock.reference(SPEC).pixels)
+
+
+def test_what_a_cpu_has_no_memory_for_even_so_is_refused_when_it_comes_or_before_it_is_decoded(model: Model) -> None:
+    available = [GIB // 2]
+    easel = cpu_with(model, available)
+    with pytest.raises(TooLarge, match="32x32 need about 1024 MiB of memory, and 448 MiB are available"):
+        easel.submit(EngineOrder(key=1, spec=SPEC))
+    available[0] = 2 * GIB
+    drawing = easel.submit(EngineOrder(key=2, spec=SPEC))
+    available[0] = GIB // 2
+    easel.run()
+    assert isinstance(drawing.error, TooLarge)
+    assert "has not enough memory for 32x32" in drawing.error.message
+
+
+def test_a_source_that_a_cpu_has_no_memory_to_encode_at_once_is_refused(model: Model) -> None:
+    image = torch.zeros(LARGE.height, LARGE.width, 3, dtype=torch.uint8)
+    with pytest.raises(TooLarge, match="136x128 need about"):
+        cpu_with(model, [2 * GIB]).submit(EngineOrder(key=1, spec=replace(LARGE, strength=0.5), image=image))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ class Graphs:
 
     def enable(self, model: Model) -> None:
         left = model.memory.left_bytes
-        recordings = RecordedForwards(budget_bytes=_BYTES if left is None else left // _SHARE, memory=model.memory)
+        budget_bytes = _BYTES if left is None else left // _SHARE
+        recordings = RecordedForwards(budget_bytes=budget_bytes, memory=model.memory, decoded_area=model.decoded_area)
         self._operations, self._recordings = model.operations, recordings
         model.operations.backbone = GraphedBackbone(model.backbone, recordings, self._capture(model.device))
 

@@ -23,10 +23,25 @@ _MOST_COUNTED = 256
 
 
 class RecordedForwards:
-    """budget_bytes: of the device's memory that recordings may take; most: of them. memory: where that is set aside."""
+    """The recorded forwards of a backbone.
 
-    def __init__(self, *, budget_bytes: int, most: int = 16, memory: MemoryPlan | None = None) -> None:
+    Args:
+        budget_bytes: Of the device's memory, that recordings may take.
+        most: Recordings.
+        memory: Where their bytes are set aside.
+        decoded_area: Of a latent of so many elements, how many are decoded at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget_bytes: int,
+        most: int = 16,
+        memory: MemoryPlan | None = None,
+        decoded_area: Callable[[int], int] = lambda area: area,
+    ) -> None:
         self._memory = memory or MemoryPlan()
+        self._decoded_area = decoded_area
         self._budget_bytes = budget_bytes
         self._most = most
         self._recorded: OrderedDict[Key, RecordedForward] = OrderedDict()
@@ -79,7 +94,8 @@ class RecordedForwards:
             self._memory.reserve(_HOLDER, self.used_bytes)
         except TooLarge:
             return False
-        return not self._recorded or self._memory.leaves_room(height * width, rows)
+        area = height * width
+        return not self._recorded or self._memory.leaves_room(area, rows, decoded_area=self._decoded_area(area))
 
     def _often(self, key: Key) -> bool:
         if len(self._uses) >= _MOST_COUNTED and key not in self._uses:
