@@ -52,7 +52,7 @@ def _check_parts(folder: Path, index: Mapping[str, object], pipeline_class: str)
     problems += broken
     if not problems:
         problems += _check_contents(folder, configs, weights)
-    proposed = None if problems or preset else propose_preset(name_of(str(folder)), configs["scheduler"])
+    proposal = None if problems or preset else propose_preset(name_of(str(folder)), configs["scheduler"])
     return ModelReport(
         folder=folder,
         family=SDXL,
@@ -61,7 +61,7 @@ def _check_parts(folder: Path, index: Mapping[str, object], pipeline_class: str)
         variant=next((part.variant for part in weights.values() if part.variant), ""),
         default_size=0 if problems else _default_size(configs),
         problems=tuple(problems),
-        proposed_preset=proposed,
+        proposal=proposal,
     )
 
 

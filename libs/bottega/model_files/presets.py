@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,13 +19,11 @@ from bottega.strict import STRICT
 
 PRESET_FILE = "bottega.json"
 
-# Words in a repository's or folder's name by which people tell few-step models, each with its usual steps.
-# Source: the model cards of stabilityai/sdxl-turbo (1 to 4 steps) and ByteDance/SDXL-Lightning (2, 4 or 8 steps).
-_STEPS_BY_WORD = {"turbo": 1, "lightning": 4}
-
-# A schedule that ends its steps at the last training timestep is what few-step models are published with.
-_FEW_STEP_SPACING = "trailing"
-_FEW_STEPS = {"EulerAncestralDiscreteScheduler": 1, "EulerDiscreteScheduler": 4}
+_TRAILING: Literal["trailing"] = "trailing"
+"""The spacing that ends a schedule at the last training timestep: few-step models are published with it."""
+_TURBO_CLASS, _LIGHTNING_CLASS = "EulerAncestralDiscreteScheduler", "EulerDiscreteScheduler"
+# The number of steps in the name of a Lightning checkpoint, such as sdxl_lightning_4step.
+_NAMED_STEPS = re.compile(r"(?<![0-9])([1248])[ _-]?steps?(?![a-z])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,21 +64,58 @@ def read_preset(folder: Path) -> Preset | None:
         raise ValueError("; ".join(rule.strip() for rule in rules) or first) from None
 
 
-def propose_preset(name: str, scheduler_config: Mapping[str, Any]) -> Preset | None:
-    """Return a preset for a model that looks like a few-step model, or None.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A preset for a model that looks like a few-step model."""
+
+    preset: Preset
+    uncertain: str = ""
+    """What neither its scheduler's configuration nor its name settles, in words; empty where they settle all."""
+
+
+def propose_preset(name: str, scheduler_config: Mapping[str, Any]) -> Proposal | None:
+    """Return a proposal for a model that looks like a few-step model, or None.
+
+    Its scheduler's configuration says more than its name: fine-tunes are called "turbo" and "lightning", too.
 
     Args:
-        name: The model's name or its repository's; people write "turbo" and "lightning" there.
-        scheduler_config: The model's `scheduler_config.json`. Few-step models are published with trailing timesteps.
+        name: The model's name or its repository's.
+        scheduler_config: The model's `scheduler_config.json`.
+
+    Source: the model cards of stabilityai/sdxl-turbo (1 to 4 steps), ByteDance/SDXL-Lightning (checkpoints for 1, 2, 4
+    and 8 steps) and Lykon/dreamshaper-xl-v2-turbo (4 to 8 steps, guidance 2).
     """
-    spacing = scheduler_config.get("timestep_spacing")
-    steps = next((count for word, count in _STEPS_BY_WORD.items() if word in name.lower()), None)
-    if steps is None and spacing == _FEW_STEP_SPACING:
-        steps = _FEW_STEPS.get(str(scheduler_config.get("_class_name")))
-    if steps is None:
-        return None
-    fix_spacing: Literal["trailing"] | None = None if spacing == _FEW_STEP_SPACING else "trailing"
-    return Preset(num_inference_steps=steps, guidance_scale=0.0, timestep_spacing=fix_spacing)
+    words, class_name = name.lower(), scheduler_config.get("_class_name")
+    trailing = scheduler_config.get("timestep_spacing") == _TRAILING
+    # Models with these were trained anew, and draw with many steps; they are published with trailing timesteps, too.
+    v_prediction = scheduler_config.get("prediction_type") == "v_prediction"
+    few_steps = trailing and not (v_prediction or scheduler_config.get("rescale_betas_zero_snr"))
+    if "lightning" in words or (few_steps and class_name == _LIGHTNING_CLASS and "turbo" not in words):
+        return _propose_lightning(words, trailing=trailing)
+    if few_steps and class_name == _TURBO_CLASS:
+        if words == "sdxl-turbo":
+            return Proposal(preset=Preset(num_inference_steps=1, guidance_scale=0.0))
+        why = "SDXL-Turbo draws with 1 to 4 steps and without guidance, its fine-tunes with 4 to 8 and guidance up to 2"
+        return Proposal(preset=Preset(num_inference_steps=4, guidance_scale=0.0), uncertain=why)
+    if "turbo" in words:
+        why = (
+            "its name says turbo and its scheduler is not SDXL-Turbo's; most such models take 4 to 8 steps, guidance 2"
+        )
+        return Proposal(preset=Preset(num_inference_steps=6, guidance_scale=2.0), uncertain=why)
+    return None
+
+
+def _propose_lightning(words: str, *, trailing: bool) -> Proposal:
+    found = _NAMED_STEPS.search(words)
+    preset = Preset(
+        num_inference_steps=int(found[1]) if found else 4,
+        guidance_scale=0.0,
+        timestep_spacing=None if trailing else _TRAILING,
+    )
+    if found and "lightning" in words:
+        return Proposal(preset=preset)
+    why = "checkpoints of SDXL-Lightning are for 2, 4 or 8 steps each, and fine-tunes of it may want guidance up to 2"
+    return Proposal(preset=preset, uncertain=why)
 
 
 def preset_text(preset: Preset) -> str:

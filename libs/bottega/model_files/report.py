@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bottega.model_files.presets import PRESET_FILE, Preset, preset_text
+from bottega.model_files.presets import PRESET_FILE, Proposal, preset_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +51,19 @@ class ModelReport:
     """Pixels of a side of a picture where a request does not say; 0 where it is not known."""
     problems: tuple[str, ...] = ()
     """Why it cannot be served: one sentence each, which names a file or field and says what to do."""
-    proposed_preset: Preset | None = None
+    proposal: Proposal | None = None
     """Defaults that suit it, where it looks like a few-step model and its folder has no `bottega.json`."""
 
     @property
     def advice(self) -> str:
         """Return what would serve the model better, in one sentence; empty where nothing would."""
-        if self.proposed_preset is None:
+        if self.proposal is None:
             return ""
-        path, content = self.folder / PRESET_FILE, preset_text(self.proposed_preset)
-        return f"it looks like a few-step model; to make that its default, write {content} to {path}"
+        path, content = self.folder / PRESET_FILE, preset_text(self.proposal.preset)
+        advice = f"it looks like a few-step model; to make that its default, write {content} to {path}"
+        if uncertain := self.proposal.uncertain:
+            return f"{advice}, with the steps and guidance of its model card, because these are a guess: {uncertain}"
+        return advice
 
     @property
     def refusal(self) -> str:

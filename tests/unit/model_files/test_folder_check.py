@@ -102,15 +102,16 @@ def test_a_folder_that_is_read_only_can_be_served(tmp_path: Path) -> None:
 
 
 def test_a_few_step_model_without_a_preset_is_advised_one(tmp_path: Path) -> None:
-    folder = tmp_path / "sdxl-turbo"
+    folder = tmp_path / "sdxl-lightning-8step"
     link_model(folder)
     change_json(folder / "scheduler" / "scheduler_config.json", timestep_spacing="trailing")
-    assert check_model_folder(folder).advice == (
-        "it looks like a few-step model; to make that its default, write "
-        f'{{"num_inference_steps": 1, "guidance_scale": 0.0}} to {folder / "bottega.json"}'
-    )
-    (folder / "bottega.json").write_text('{"num_inference_steps": 2, "guidance_scale": 0.0}')
-    assert check_model_folder(folder).advice == ""
+    advice = "it looks like a few-step model; to make that its default, write {} to {}"
+    preset = '{"num_inference_steps": 8, "guidance_scale": 0.0}'
+    assert check_model_folder(folder).advice == advice.format(preset, folder / "bottega.json")
+    other = folder.rename(tmp_path / "my-turbo")
+    assert "guidance of its model card, because these are a guess: its name says" in check_model_folder(other).advice
+    (other / "bottega.json").write_text('{"num_inference_steps": 2, "guidance_scale": 0.0}')
+    assert check_model_folder(other).advice == ""
 
 
 def test_a_preset_that_cannot_be_used_keeps_a_model_from_being_served(tmp_path: Path) -> None:
