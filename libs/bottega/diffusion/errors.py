@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from bottega.diffusion.device.out_of_memory import is_out_of_memory
-from bottega.diffusion.spec import LoraSpec
+from bottega.diffusion.spec import ControlSpec, LoraSpec
 from bottega.errors import BottegaError, InternalError, NotFinite, TooLarge
 
 _log = logging.getLogger(__name__)
@@ -25,15 +25,27 @@ def to_job_failure(error: Exception) -> BottegaError:
     return InternalError("the engine failed; its log says more")
 
 
-def not_finite(loras: Sequence[LoraSpec]) -> NotFinite:
-    """Return the error of a job whose latents are not finite. loras: its own, the likely cause where it has some."""
+def not_finite(loras: Sequence[LoraSpec], controlnets: Sequence[ControlSpec] = ()) -> NotFinite:
+    """Return the error of a job whose values are not finite.
+
+    Args:
+        loras: Of the job, where they had a part in these values: a likely cause.
+        controlnets: Likewise.
+    """
     what = "the model computed values that are no numbers"
-    if not loras:
+    scales = {
+        "LoRAs": [(lora.name, lora.scale) for lora in loras],
+        "ControlNets": [(net.name, net.controlnet_conditioning_scale) for net in controlnets],
+    }
+    causes = {kind: uses for kind, uses in scales.items() if uses}
+    if not causes:
         return NotFinite(f"{what}; another seed or more steps may help")
-    listed = ", ".join(f"{lora.name} at scale {lora.scale:g}" for lora in loras)
+    listed = " or its ".join(
+        f"{kind} ({', '.join(f'{name} at scale {scale:g}' for name, scale in uses)})" for kind, uses in causes.items()
+    )
     return NotFinite(
-        f"{what}, most likely because of its LoRAs ({listed}); try scales nearer to 0, or other LoRA files",
-        metadata={"loras": ",".join(lora.name for lora in loras)},
+        f"{what}, most likely because of its {listed}; try scales nearer to 0, or other {' or '.join(causes)}",
+        metadata={kind.lower(): ",".join(name for name, _ in uses) for kind, uses in causes.items()},
     )
 
 

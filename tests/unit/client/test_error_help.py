@@ -51,6 +51,7 @@ LORA_STORE = {"service": "loras"}
         (errors.NoLora("no LoRA store has joined"), "bottega fleet shows whether a LoRA store has joined"),
         (DataLoss("ink's file is damaged", metadata={"loras": "ink"}), "Bring it again as it was, which replaces it"),
         (NotFinite("no numbers", metadata={"loras": "ink"}), "Try scales nearer to 0 (--lora NAME:SCALE)"),
+        (NotFinite("no numbers", metadata={"controlnets": "edges"}), "Try scales nearer to 0 (--control NAME=IMAGE"),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
 )

@@ -62,7 +62,7 @@ class Decoding:
         Raises NotFinite where the latent, or what the VAE made of it, is not finite.
         """
         if self.pixels is None or self.image_finite is None or not bool(self.finite.take()):
-            raise not_finite(self.job.order.spec.loras)
+            raise not_finite(self.job.order.spec.loras, self.job.order.spec.controlnets)
         if not bool(self.image_finite.take()):
             raise vae_not_finite("decoded a latent", model.decoder.dtype)
         return self.pixels.take()

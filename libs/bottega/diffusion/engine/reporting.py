@@ -108,6 +108,6 @@ class Reporter:
     def _checkpoint(self, job: EngineJob, snapshot: _Snapshot) -> JobCheckpointed:
         saved = snapshot.copy.take()
         if not all(bool(torch.isfinite(image.latent).all()) for image in saved.images):
-            raise not_finite(job.order.spec.loras)
+            raise not_finite(job.order.spec.loras, job.order.spec.controlnets)
         data = write_checkpoint(self._model, job.order.spec, saved)
         return JobCheckpointed(key=job.key, steps_done=snapshot.steps_done, data=data)

@@ -23,6 +23,7 @@ from bottega.diffusion.engine.limits import EngineLimits
 from bottega.diffusion.engine.request import Request
 from bottega.diffusion.model.model import Model
 from bottega.diffusion.model.samplers import SamplerKind
+from bottega.errors import NotFinite
 from tests.samples.controlnets import (
     control_image,
     control_spec,
@@ -125,6 +126,13 @@ def test_a_forward_that_finds_no_memory_behind_its_residuals_is_split_and_ends_t
 def test_one_controlnet_may_take_part_twice(easel: ManualEngine, reference: Reference) -> None:
     order = controlled((1, 0.4), (1, 0.9))  # both sessions share its forward: not to the last bit
     assert_close(easel.draw(order).latents[0], reference(order))
+
+
+def test_a_controlnet_that_yields_nan_is_named_with_its_scale(easel: ManualEngine) -> None:
+    drawing = easel.draw(controlled((0, 0.5), (1, 3e38)))
+    assert isinstance(drawing.error, NotFinite)
+    assert "its ControlNets (edges at scale 0.5, depth at scale 3e+38); try scales nearer to 0" in drawing.error.message
+    assert drawing.error.metadata == {"controlnets": "edges,depth"}
 
 
 def test_the_images_and_the_scales_matter(easel: ManualEngine) -> None:

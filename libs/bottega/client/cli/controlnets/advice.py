@@ -21,4 +21,6 @@ def advice_for(error: BottegaError) -> str | None:
     """None where the error is about no ControlNet."""
     if isinstance(error, errors.TooLarge):
         return _BY_LIMIT.get(error.metadata.get("limit", ""))
+    if isinstance(error, errors.NotFinite) and error.metadata.get("controlnets"):
+        return "Try scales nearer to 0 (--control NAME=IMAGE:SCALE), or each ControlNet by itself, or none of them."
     return _BY_CLASS.get(type(error))
