@@ -10,7 +10,7 @@ from bottega.model_files.field_rules import FLAG, OFF, FieldRule, Values, broken
 from bottega.model_files.presets import Preset
 from bottega.model_files.scheduler_rules import check_scheduler_config
 from bottega.model_files.text_encoder_rules import TEXT_ENCODER_RULES, check_text_encoder_config
-from bottega.model_files.unet_rules import UNET_RULES, check_unet_config
+from bottega.model_files.unet_rules import TIME_IDS, UNET_RULES, check_unet_config
 from bottega.model_files.vae_rules import VAE_RULES, check_vae_config, latent_scale
 from bottega.plain_text import excerpt
 
@@ -29,8 +29,6 @@ CONFIG_FILES = {
 """By part, the file of its configuration."""
 
 _SHOWN_CHARACTERS = 40
-# Of an added time embedding: original size, crop and target size.
-_TIME_IDS = 6
 # Widths and heights of pictures are multiples of it, as in Diffusers.
 _SIZE_MULTIPLE = 8
 
@@ -147,13 +145,13 @@ def _broken_widths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield "text_encoder_2/config.json: projection_dim must be a whole number from 1, not null"
         return
     context = first["hidden_size"] + second["hidden_size"]
-    added = second["projection_dim"] + _TIME_IDS * unet["addition_time_embed_dim"]
+    added = second["projection_dim"] + TIME_IDS * unet["addition_time_embed_dim"]
     for name, width, why in (
         ("cross_attention_dim", context, "hidden_size of text_encoder and of text_encoder_2 together"),
         (
             "projection_class_embeddings_input_dim",
             added,
-            f"projection_dim of text_encoder_2 and {_TIME_IDS} times addition_time_embed_dim",
+            f"projection_dim of text_encoder_2 and {TIME_IDS} times addition_time_embed_dim",
         ),
     ):
         if unet[name] != width:

@@ -15,13 +15,12 @@ import pydantic_core
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from bottega.errors import InvalidRequest, Violation
+from bottega.model_files.unet_rules import TIME_IDS
 from bottega.plain_text import excerpt
 
 FILE = "config.json"
 # Real ones have 2 KB.
 MAX_CONFIG_BYTES = 64 << 10
-TIME_IDS = 6
-"""Numbers in SDXL's time_ids: original size, crop and target size."""
 TEXT_TIME = "text_time"
 # Of all transformers together: SDXL's have 34. Each takes dozens of objects before it has a byte of weights.
 _MAX_BLOCKS = 256

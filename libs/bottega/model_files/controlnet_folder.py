@@ -50,10 +50,11 @@ _LISTED = 3
 # Enough to tell a pointer of Git LFS from a header's length.
 _BEGINNING_BYTES = 64
 _POINTER = "{} is a Git LFS pointer in place of the file; run `git lfs pull` in its folder"
-_SINGLE_FILE = (
+SINGLE_FILE = (
     "it is a single file; give a folder with config.json and diffusion_pytorch_model.safetensors, as Diffusers' "
     "ControlNetModel.save_pretrained writes it"
 )
+"""Why a file in place of a ControlNet's folder is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,7 @@ def _config_text(folder: Path, root: Path | None) -> bytes:
         with open_below(folder / FILE, root) as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
     except NotADirectoryError:
-        raise ValueError(_SINGLE_FILE) from None
+        raise ValueError(SINGLE_FILE) from None
     if is_lfs_pointer(text):
         raise ValueError(_POINTER.format(FILE))
     return text

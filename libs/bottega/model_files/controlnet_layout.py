@@ -10,7 +10,8 @@ from itertools import groupby, repeat
 from pathlib import Path
 from typing import Any
 
-from bottega.model_files.controlnet_config import TEXT_TIME, TIME_IDS, NetworkConfig
+from bottega.model_files.controlnet_config import TEXT_TIME, NetworkConfig
+from bottega.model_files.unet_rules import TIME_IDS
 
 # By the contract.
 _MAX_BASE_CHARACTERS = 128

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bottega import rules
+from bottega.model_files.controlnet_folder import SINGLE_FILE
 from bottega.plain_text import excerpt
 
 _SAFETENSORS = ".safetensors"
 _PICKLES = frozenset({".bin", ".ckpt", ".pt", ".pth"})
-_SINGLE_FILE = (
-    "it is a single file; give it a folder with config.json and diffusion_pytorch_model.safetensors, as Diffusers' "
-    "ControlNetModel.save_pretrained writes it"
-)
 _PICKLE = "it is pickled, and only safetensors are opened; convert it"
 _BAD_NAME = f"nobody can ask for its name; rename it: {rules.ADAPTER_NAMES}"
 _SAME_NAME = "it has the name of another file or folder here; rename one of them"
@@ -35,7 +32,7 @@ def own_controlnets(model: Path) -> OwnFiles:
     """Return the folders in a model's folder `controlnets`; whether they are good is for who hosts them."""
     entries = _entries(model / "controlnets")
     found = [(path.name, path) for path in entries if path.is_dir()]
-    files = {path: _SINGLE_FILE for path in entries if path.is_file() and path.suffix in {_SAFETENSORS, *_PICKLES}}
+    files = {path: SINGLE_FILE for path in entries if path.is_file() and path.suffix in {_SAFETENSORS, *_PICKLES}}
     return _own_files(found, files)
 
 

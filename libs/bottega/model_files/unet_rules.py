@@ -23,6 +23,9 @@ from bottega.model_files.field_rules import (
 )
 from bottega.rules import MAX_SIDE
 
+TIME_IDS = 6
+"""Numbers in SDXL's time_ids: original size, crop and target size."""
+
 _ACTIVATIONS = ("silu", "swish", "mish", "gelu", "relu")
 _DOWN_BLOCKS = ("DownBlock2D", "CrossAttnDownBlock2D")
 _UP_BLOCKS = ("UpBlock2D", "CrossAttnUpBlock2D")
