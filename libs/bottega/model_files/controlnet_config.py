@@ -15,6 +15,7 @@ import pydantic_core
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from bottega.errors import InvalidRequest, Violation
+from bottega.model_files.field_rules import NULL, OFF, FieldRule, broken_fields, only
 from bottega.model_files.unet_rules import TIME_IDS
 from bottega.plain_text import excerpt
 
@@ -27,16 +28,25 @@ _MAX_BLOCKS = 256
 _MAX_VIOLATIONS = 8
 _SHOWN_CHARACTERS = 60
 
-_CLASS = "ControlNetModel"
-# Fields that are not implemented, each with what other values than null mean.
-_NULL_ONLY: Mapping[str, str] = {
-    "class_embed_type": "it needs class labels",
-    "num_class_embeds": "it needs class labels",
-    "encoder_hid_dim": "it projects the prompt's embeddings",
-    "encoder_hid_dim_type": "it projects the prompt's embeddings",
+_LABELS, _PROJECTS = "it needs class labels", "it projects the prompt's embeddings"
+_NOT_IMPLEMENTED = (
+    FieldRule(
+        name="_class_name",
+        default="ControlNetModel",
+        values=only("ControlNetModel"),
+        why="it is another kind of network",
+    ),
+    FieldRule(name="conditioning_channels", default=3, values=only(3), why="its control images are not RGB"),
+    FieldRule(name="class_embed_type", default=None, values=NULL, why=_LABELS),
+    FieldRule(name="num_class_embeds", default=None, values=NULL, why=_LABELS),
+    FieldRule(name="encoder_hid_dim", default=None, values=NULL, why=_PROJECTS),
+    FieldRule(name="encoder_hid_dim_type", default=None, values=NULL, why=_PROJECTS),
     # Of ControlNet unions, some of which call themselves ControlNetModel.
-    "num_control_type": "it is a union of several kinds of control",
-}
+    FieldRule(name="num_control_type", default=None, values=NULL, why="it is a union of several kinds of control"),
+    FieldRule(
+        name="global_pool_conditions", default=False, values=OFF, why="it averages its residuals over the picture"
+    ),
+)
 
 # Bounds are several times SDXL's values.
 _Channels = Annotated[int, Field(ge=1, le=8192)]
@@ -130,18 +140,8 @@ def not_served(fields: Mapping[str, object]) -> Iterator[str]:
 
     A missing `_class_name` is a ControlNetModel, as in Diffusers.
     """
-    if (kind := fields.get("_class_name", _CLASS)) != _CLASS:
-        yield f"{FILE}: _class_name is {_shown(kind)}: it is another kind of network; only {_CLASS} is served"
-    if (channels := fields.get("conditioning_channels", 3)) != 3:
-        yield f"{FILE}: conditioning_channels is {_shown(channels)}: its control images are not RGB; only 3 is served"
-    for name, meaning in _NULL_ONLY.items():
-        if (value := fields.get(name)) is not None:
-            yield f"{FILE}: {name} is {_shown(value)}: {meaning}; only null is served"
-    if pooled := fields.get("global_pool_conditions"):  # null is false
-        yield (
-            f"{FILE}: global_pool_conditions is {_shown(pooled)}: it averages its residuals over the picture; "
-            "only false is served"
-        )
+    for sentence in broken_fields(_NOT_IMPLEMENTED, fields):
+        yield f"{FILE}: {sentence}"
 
 
 def read_network_config(text: bytes) -> NetworkConfig:
@@ -157,10 +157,6 @@ def read_network_config(text: bytes) -> NetworkConfig:
     if broken := list(_broken(config)):
         raise _refused(broken)
     return config
-
-
-def _shown(value: object) -> str:
-    return excerpt(repr(value), _SHOWN_CHARACTERS)
 
 
 def _broken(config: NetworkConfig) -> Iterator[tuple[str, str]]:

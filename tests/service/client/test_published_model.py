@@ -92,7 +92,7 @@ def test_what_cannot_be_used_is_named_when_the_suite_is_ready(suite: Up, model: 
     shown.append(run("doctor", "--model", model, **addresses).stdout)
     for text in shown:
         words = " ".join(text.split())  # a table is cut into lines
-        assert "num_class_embeds is 4: it needs class labels" in words
+        assert "num_class_embeds must be null, not 4: it needs class labels" in words
         assert "pose.safetensors" in words
     assert "2 ControlNets of" in shown[-1]
 

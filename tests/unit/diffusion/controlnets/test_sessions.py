@@ -341,7 +341,7 @@ MISFITS = {
     "layers": (with_config(layers_per_block=3), r"its residual points are .*, the model's "),
     "another kind of network": (with_config(_class_name="ControlNetUnionModel"), "another kind of network"),
     "pooled residuals": (with_config(global_pool_conditions=True), "averages its residuals"),
-    "images of one channel": (with_config(conditioning_channels=1), "conditioning_channels is 1"),
+    "images of one channel": (with_config(conditioning_channels=1), "conditioning_channels must be 3, not 1"),
     "no configuration": (without("config.json"), r"config\.json.*No such file"),
     "no weights": (without(WEIGHTS_FILE), "has no diffusion_pytorch_model.safetensors"),
     "a pickle": (with_pickle, "only pickled weights"),
