@@ -1,41 +1,39 @@
 """Links: pairwise, ordered connections that move tensors between processes, beside the gRPC that opens them.
 
-Services use LinkServer and workers LinkClient: they open links, open them again when they are lost, and hand each
-message to the LinkHandler of its pair. Below them a listener makes an offer, gRPC carries it, and the other process
-connects; then both have a Link:
+Services use LinkServer and workers use LinkClient. Both open links, reopen lost ones, and hand each message to a
+LinkHandler. Below them, a listener makes an offer, gRPC carries the offer, and the other process connects. Then both
+processes have a Link:
 
     with LinkListener(Endpoints(unix_path=path, tcp=("127.0.0.1", 0))) as listener:
-        offer = listener.offer()                        # offer_to_wire(offer) goes by gRPC
-        link = listener.accept(offer, deadline)         # there: link = connect(offer_from_wire(message), deadline)
+        offer = listener.offer()                        # gRPC carries offer_to_wire(offer)
+        link = listener.accept(offer, deadline)         # peer: link = connect(offer_from_wire(message), deadline)
 
     with link.start_message(layout, deadline) as outgoing:      # waits for a credit
-        fill(outgoing.views[0]); outgoing.ready(1)      # the receiver may have the first tensor now
+        fill(outgoing.views[0]); outgoing.ready(1)      # the receiver may use the first tensor now
         fill(outgoing.views[1]); outgoing.finish()
 
     with link.recv(deadline, expected=layout) as incoming:
         incoming.wait(1, deadline); use(incoming.view(0))       # torch.frombuffer(incoming.view(0), dtype=...)
         incoming.wait(2, deadline); use(incoming.view(1))
 
-Every backend promises this, and one suite tests all of them (tests/service/transport/test_conformance.py):
+Every backend keeps these promises, and one suite tests all backends (tests/service/transport/test_conformance.py):
 
 - Each direction is ordered and has its own credit: a message needs a free slot, and only the receiver frees slots.
-- A layout is registered before its first message, and a message's header is checked before its first byte moves.
-- Every call ends by its deadline. A message counts as whole only when all of it has arrived; if it never does, the
-  tensors that have arrived are void.
-- Within a host a message may carry a file (sealed memory, memory/sealed_file.py): both ends then read the same pages,
-  and no byte is copied. Link.passes_files says whether a link can. A file counts as its message does, and is no larger
-  than a slot may be.
-- A link ends once, for one cause, without ending any other. Nothing is sent twice. What it brought stays valid memory
-  while it is referred to.
-- Between hosts all that follows the handshake is sealed in records (backends/records.py), unless the listener is told
-  that the network is trusted. Within a host bytes are neither encrypted nor signed. What is done to records between two
-  hosts is tried in tests/service/transport/test_between_hosts.py.
-- Within a host links are for processes of one user and root, or of a group that shares them
-  (handshake/credentials.py). Both ends check it: a socket of another user is never used, even if that user has the
-  token.
+- A layout is registered before its first message. The header of a message is checked before its first byte moves.
+- Every call ends by its deadline. If a message never arrives completely, the tensors that did arrive are void.
+- Within a host, a message may carry a file in sealed memory (memory/sealed_file.py). Both ends read the same pages and
+  no byte is copied. Link.passes_files tells whether a link supports this. A file is at most as large as a slot.
+- A link ends once, for one cause, and does not end other links. Nothing is sent twice. Received memory stays valid as
+  long as something refers to it.
+- Between hosts, everything after the handshake is sealed in records (backends/records.py), unless the listener is
+  configured to trust the network. Within a host, bytes are neither encrypted nor signed.
+  tests/service/transport/test_between_hosts.py tests attacks on records.
+- Within a host, links accept processes of one user and root, or of a group that shares them (handshake/credentials.py).
+  Both ends check this: a socket of another user is never used, even if that user has the token.
 
-Between devices (bottega.device_links, which imports torch) the tensors of a message lie in memory of a device, all but
-those that are its header: Outgoing.parts and Incoming.part have them. channel/backend.py says what a backend must do.
+Between devices (bottega.device_links, which imports torch) the tensors of a message lie in device memory, except those
+of its header. Outgoing.parts and Incoming.part give access to them. channel/backend.py specifies what a backend must
+do.
 """
 
 from bottega.transport.channel.backend import Backend, BackendChoice

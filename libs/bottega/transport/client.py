@@ -1,4 +1,4 @@
-"""The client of links: opens a link to a service, and opens it again with the next epoch when it is lost."""
+"""The client of links: it opens a link to a service, and reopens it with the next epoch when it is lost."""
 
 from __future__ import annotations
 
@@ -32,67 +32,72 @@ from bottega.transport.link import Link
 
 _log = logging.getLogger(__name__)
 
-# Until a new offer is requested after one that could not be used, where the service does not say when.
+# Pause before a new offer is requested after one that could not be used, if the service gives no retry time.
 _OFFER_RETRY_S = 0.5
-# For the thread to send the end of the link; without it the service notices that the connection is gone.
+# How long `join` lets the thread send the link's end. The service notices a closed connection anyway.
 _END_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOffer:
-    """An offer of a link. service: name of the service that made it."""
+    """An offer of a link."""
 
     offer: Offer
     service: str
+    """Name of the service that made the offer."""
 
 
 class OfferSource(Protocol):
-    """Gets offers of links from other services."""
+    """A source of offers of links from other services."""
 
     def request(
         self, kind: str, address: str, link_id: str, terms: Mapping[str, str] | None = None
     ) -> Future[ServiceOffer]:
-        """An offer of the service of that kind at host:port.
+        """Return an offer of the service of that kind at host:port. The future fails with a BottegaError.
 
-        link_id: of the lost link that it replaces, or empty. terms: what the service must agree to, by name. The
-        future fails with a BottegaError.
+        Args:
+            link_id: Id of the lost link that is replaced, or "".
+            terms: What the service must agree to, by name.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkClientSettings:
-    """silence_s: after which a service is taken for dead. limits: of what comes in. send_s: for which the service may
-    let a message wait; None: silence_s.
-
-    connect_s: for offer and connection; a service that lives takes milliseconds. start_s: for a service that says that
-    it is starting the engine at which its links end. retry_s: between two attempts at a
-    service that cannot be reached. devices: of this process, where its links may be between devices.
-    """
+    """Timeouts and limits of a LinkClient."""
 
     silence_s: float = 5.0
+    """A service that is silent this long counts as dead."""
     limits: Limits = field(default_factory=Limits)
+    """Limits of what is received."""
     send_s: float | None = None
+    """How long the service may let a message wait; None means silence_s."""
     connect_s: float = 5.0
+    """Timeout of offer and connection together. A healthy service takes milliseconds."""
     start_s: float = 120.0
+    """Timeout while the service reports that it is starting the engine in which its links end."""
     retry_s: float = 0.5
+    """Pause between two attempts to reach a service."""
     devices: DeviceLinks | None = None
+    """The devices of this process, if its links may be between devices."""
 
 
 class LinkClientHandler(LinkHandler):
-    """The messages and rules of a pair, at its client."""
+    """The messages and rules of a pair of services, at the client."""
 
     @property
     @abstractmethod
     def wants_link(self) -> bool:
-        """Whether there should be a link; after a change to True, call LinkClient.wake. It must not wait."""
+        """Whether there should be a link. It must not wait. After a change to True, call LinkClient.wake."""
 
 
 class LinkClient:
-    """`start` it; it opens a link whenever its handler wants one and there is none.
+    """A client that opens a link whenever its handler wants one and there is none.
 
-    peer: name of the service in texts. request: requests an offer, given the id of the link that it replaces. link_id:
-    of a link that another client had before.
+    Args:
+        peer: Name of the service in texts.
+        request: Requests an offer, given the id of the link that it replaces.
+        link_id: Id of a link that an earlier client had.
     """
 
     def __init__(
@@ -118,22 +123,22 @@ class LinkClient:
         self._thread = threading.Thread(target=self._run, name="link-client", daemon=True)
 
     def start(self) -> None:
-        """Opens links in the background from now on."""
+        """Start to open links in the background."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Checks again whether a link is wanted."""
+        """Check again whether a link is wanted."""
         with self._changed:
             self._changed.notify_all()
 
     def close(self, cause: LinkError | None = None) -> None:
-        """Ends the link, of which the service is told, and opens no other one."""
+        """End the link, tell the service, and open no other link."""
         self._stopped.set()
         self.wake()
         self.connection.close(cause or LinkClosed("the worker is stopping"))
 
     def join(self) -> None:
-        """Waits for the end of the link after `close`, for a moment at most."""
+        """Wait briefly for the end of the link after `close`."""
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_END_S)
 
@@ -158,13 +163,13 @@ class LinkClient:
                 self.connection = self._new_connection()
 
     def _wait_until_wanted(self) -> bool:
-        """False at the end."""
+        """Wait until a link is wanted; return False when the client is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped.is_set() or self._handler.wants_link)
         return not self._stopped.is_set()
 
     def _serve_once(self) -> BottegaError:
-        """Opens a link and serves it to its end; returns why it ended, or why it could not be opened."""
+        """Open a link and serve it to its end; return why it ended or could not be opened."""
         try:
             link = self._open(Deadline.after(self._settings.connect_s))
         except TimeoutError:
@@ -177,9 +182,10 @@ class LinkClient:
         return self.connection.serve(link, self._handler)
 
     def _open(self, deadline: Deadline) -> Link:
-        """Open a link. A service is asked again while there is time: room becomes free, and an engine starts.
+        """Open a link. A service without room, or with an engine that is starting, is asked again while there is time.
 
-        deadline: of offer and connection, from the moment at which the service has what its links end at.
+        Args:
+            deadline: For offer and connection, from the moment at which the service's engine has started.
         """
         starting = Deadline.after(self._settings.start_s)
         while True:
@@ -192,7 +198,7 @@ class LinkClient:
                     counters=self._counters,
                     devices=self._settings.devices,
                 )
-            except (LinksFull, AuthFailed) as error:  # the offer may have been given up for others' before it was used
+            except (LinksFull, AuthFailed) as error:  # the offer may have been dropped for others before its use
                 wait_s = error.retry_after_s or _OFFER_RETRY_S
                 if self.connection.cause is not None or deadline.left_s() <= wait_s:
                     raise

@@ -1,6 +1,6 @@
-"""A link as a process uses it: one thread receives, another sends what any thread has put into the outbox.
+"""A link as a process uses it: one thread receives, another sends what any thread put into the outbox.
 
-A LinkHandler gives the messages their meaning; pings are answered here.
+A LinkHandler gives the messages their meaning. This module answers pings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bottega.transport.messages import WholeMessage, kind_of, number_message, re
 
 _log = logging.getLogger(__name__)
 
-# The most that waits to be sent: a worker has some tens of requests, with at most eight add-ons each.
+# Maximum number of waiting messages. A worker has some tens of requests with at most eight add-ons each.
 MAX_OUTBOX = 4096
 _PING, _PONG = "ping", "pong"
 
@@ -33,65 +33,69 @@ SendTask = Callable[[Link], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
-    """here, peer: names of the two ends in texts, such as "the worker". silence_s: after which the peer is given up.
-    send_s: for which it may let a message wait. receive_s: for which its own message may take to arrive; None: as long
-    as bytes come. pings: whether this end sends pings, and so checks the link several times a second.
-    """
+    """Names and timeouts of a connection."""
 
     here: str
+    """Name of this end in texts, such as "the worker"."""
     peer: str
+    """Name of the other end in texts."""
     silence_s: float
+    """A peer that is silent this long is given up."""
     send_s: float
+    """How long the peer may let a message wait."""
     receive_s: float | None
+    """How long a message of the peer may take to arrive; None means as long as bytes keep coming."""
     pings: bool
+    """Whether this end sends pings, and so checks the link several times a second."""
 
 
 class LinkHandler(ABC):
-    """One pair's messages and rules, at one end of its links."""
+    """The messages and rules of a pair of services, at one end of its links."""
 
     def on_open(self, connection: Connection) -> None:  # noqa: B027 - a hook
-        """The link is open, and nothing has come yet. By the thread that receives."""
+        """React to the open link, before anything has come. Called by the receiving thread."""
 
     @abstractmethod
     def on_message(self, connection: Connection, incoming: Incoming) -> None:
-        """A message has begun: wait for it by Connection.wait, and release it. By the thread that receives.
+        """Process a message that has begun to arrive. Called by the receiving thread.
 
-        Raises ValueError for one that breaks the rules, which ends the link.
+        Wait for its tensors with Connection.wait, and release it. Raises ValueError for a message that breaks the
+        rules, which ends the link.
         """
 
     def on_disconnect(self) -> None:  # noqa: B027 - a hook
-        """The link has just ended; `on_end` follows when nothing is being sent. By the thread that receives."""
+        """React to the end of the link; `on_end` follows when nothing is being sent. Called by the receiving thread."""
 
     @abstractmethod
     def on_end(self, cause: BottegaError) -> None:
-        """The link has ended, or could not be opened; nothing is sent any more."""
+        """React to a link that has ended or could not be opened. Nothing is sent any more."""
 
     def check(self) -> None:  # noqa: B027 - a hook
-        """Called while nothing comes. Raises LinkError to give up a peer that answers pings and does nothing else."""
+        """Check the peer while nothing comes. Raises LinkError for one that answers pings but does nothing else."""
 
     @property
     def progress(self) -> int:
-        """A count that grows while this end works; answers to pings carry it."""
+        """A count that grows while this end works. Answers to pings carry it."""
         return 0
 
     def on_pong(self, progress: int) -> None:  # noqa: B027 - a hook
-        """The peer's count. By the thread that receives."""
+        """Take the peer's progress. Called by the receiving thread."""
 
     @property
     def idle_s(self) -> float | None:
-        """How long the outbox must be empty for `send_idle` to be called; None: never. By the thread that sends."""
+        """How long the outbox must be empty before `send_idle` is called; None means never."""
         return None
 
     def send_idle(self, link: Link) -> None:  # noqa: B027 - a hook
-        """Sends what can wait. By the thread that sends."""
+        """Send what can wait. Called by the sending thread."""
 
 
 class Connection:
-    """Any thread may call it. Messages may be sent before the link is open; they wait in the outbox."""
+    """A link with an outbox. Any thread may call it; messages sent before the link is open wait in the outbox."""
 
     def __init__(self, settings: ConnectionSettings) -> None:
         self._settings = settings
-        # SimpleQueue, because it wakes its reader quickest; None is the end.
+        # SimpleQueue wakes its reader fastest. None marks the end.
         self._outbox: queue.SimpleQueue[SendTask | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended = False
@@ -101,25 +105,26 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a link that lives."""
+        """Whether there is a link that has not ended."""
         return self.link is not None and self.link.cause is None
 
     @property
     def cause(self) -> LinkError | None:
-        """Why it was closed here, or what the link died of."""
+        """Why the connection was closed here, or why the link ended."""
         return self._cause or (self.link.cause if self.link is not None else None)
 
     def send(self, message: WholeMessage, *, on_failure: Callable[[BottegaError], None] | None = None) -> bool:
-        """Puts a whole message into the outbox; returns False where the link has ended.
+        """Put a whole message into the outbox; return False if the link has ended.
 
-        on_failure: called when there is no memory for it, or it is too large for the peer; without it that ends the
-        link.
+        Args:
+            on_failure: Called if there is no memory for the message or it is too large for the peer. Without it, that
+                ends the link.
         """
 
         def send(link: Link) -> None:
             try:
                 self.send_now(link, message)
-            except (NoSharedMemory, TooLarge) as error:  # nothing of it was sent, and the link lives
+            except (NoSharedMemory, TooLarge) as error:  # nothing of the message was sent, and the link lives
                 if on_failure is None:
                     raise
                 on_failure(error)
@@ -127,8 +132,10 @@ class Connection:
         return self.post(send)
 
     def post(self, task: SendTask) -> bool:
-        """Puts a task for the thread that sends into the outbox; returns False where the link has ended. It runs even
-        if the link ends before its turn, so that it frees what it holds."""
+        """Put a task for the sending thread into the outbox; return False if the link has ended.
+
+        The task runs even if the link ends before its turn, so that it frees what it holds.
+        """
         with self._lock:
             if self._ended or self._cause is not None:
                 return False
@@ -139,11 +146,11 @@ class Connection:
         return False
 
     def send_now(self, link: Link, message: WholeMessage, *, file: SealedFile | None = None) -> None:
-        """Sends a whole message, by the thread that sends. Raises as Link.send does."""
+        """Send a whole message, in the sending thread. Raises like Link.send."""
         link.send(message.layout, message.buffers, Deadline.after(self._settings.send_s), file=file)
 
     def wait(self, incoming: Incoming, count: int) -> None:
-        """Waits for the first `count` tensors of a message. Raises LinkError."""
+        """Wait for the first `count` tensors of a message. Raises LinkError."""
         if self._settings.receive_s is not None:
             incoming.wait(count, Deadline.after(self._settings.receive_s))
         else:
@@ -151,19 +158,19 @@ class Connection:
             self._keepalive.wait(incoming, count)
 
     def wait_all(self, incoming: Incoming) -> list[memoryview]:
-        """Waits for all of a message; its tensors, in memory of the host. Raises LinkError, ValueError."""
+        """Wait for a whole message; return its tensors in host memory. Raises LinkError, ValueError."""
         count = len(incoming.layout.specs)
         self.wait(incoming, count)
         return [incoming.view(index) for index in range(count)]
 
     def wait_all_parts(self, incoming: Incoming) -> list[Part]:
-        """Waits for all of a message; its tensors, where they lie. Raises LinkError."""
+        """Wait for a whole message; return its tensors where they lie. Raises LinkError."""
         count = len(incoming.layout.specs)
         self.wait(incoming, count)
         return [incoming.part(index) for index in range(count)]
 
     def close(self, cause: LinkError) -> None:
-        """Ends it, without waiting; the peer is told."""
+        """End the connection without waiting. The peer is told."""
         with self._lock:
             self._cause = self._cause or cause
             link = self.link
@@ -171,7 +178,7 @@ class Connection:
             link.end(cause)
 
     def serve(self, link: Link, handler: LinkHandler) -> LinkError:
-        """Receives from the link until it ends; returns why it did. The link is closed then."""
+        """Receive from the link until it ends, close it, and return why it ended."""
         with link:
             with self._lock:
                 self.link, cause = link, self._cause
@@ -186,7 +193,7 @@ class Connection:
             with self._lock:
                 self._ended = True
                 self._outbox.put(None)
-            sending.join()  # ends: the link is dead, and so is every wait in it
+            sending.join()  # it ends, because every wait on a dead link does
             assert link.cause is not None, "what ends the loop ends the link"
             return link.cause
 
@@ -221,7 +228,7 @@ class Connection:
 
     @contextmanager
     def _boundary(self, link: Link) -> Iterator[None]:
-        """Where a fault on a link stops: it ends that link, and nothing else of its process."""
+        """Stop faults of a link here: they end this link and nothing else of the process."""
         here, peer = self._settings.here, self._settings.peer
         try:
             yield

@@ -1,4 +1,4 @@
-"""Receiving from a peer that must not fall silent: it is pinged when nothing comes, and given up in the end."""
+"""Receives from a peer that must not fall silent: it is pinged when nothing comes, and given up in the end."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.receiver import Incoming
 from bottega.transport.link import Link
 
-# How often a quiet link is checked by the end that pings, and by one that only listens.
+# How often a quiet link is checked, by the end that pings and by one that only listens.
 _CHECK_S = 0.25
 _LISTENING_CHECK_S = 2.0
-# After this share of silence_s without a message, a peer is pinged.
+# A peer is pinged after this share of silence_s without a message,
 _PING_SHARE = 0.2
-# And after so many seconds in any case: the other end gives up a peer that is silent for half a minute.
+# and after this time in any case: the other end gives up a peer that is silent for half a minute.
 _PING_S = 5.0
 
 
 class Keepalive:
-    """One thread receives by it. Time in which this process itself was stopped does not count as silence of the peer.
+    """A receiver that pings a silent peer. One thread uses it.
 
-    peer: its name in errors. silence_s: after which it is given up. ping: sends it a ping; None where the peer sends
-    something every few seconds by itself. check: called while nothing comes; raises why a peer that answers pings is
-    given up all the same.
+    Time during which this process itself was stopped does not count as silence of the peer.
+
+    Args:
+        peer: Its name in errors.
+        silence_s: A peer that is silent this long is given up.
+        ping: Sends a ping; None if the peer sends something every few seconds anyway.
+        check: Called while nothing comes; raises if a peer that answers pings must be given up all the same.
     """
 
     def __init__(
@@ -46,8 +50,10 @@ class Keepalive:
         self._last_s = self._pinged_s = self._awake()
 
     def next(self) -> Incoming:
-        """The next message. Raises DeadlineExceeded when the peer has been silent for too long, or as `check` and
-        Link.recv do."""
+        """Return the next message.
+
+        Raises DeadlineExceeded if the peer has been silent for too long, and like `check` and Link.recv.
+        """
         while True:
             try:
                 incoming = self._link.recv(Deadline.after(self._check_s))
@@ -58,7 +64,7 @@ class Keepalive:
                 return incoming
 
     def wait(self, incoming: Incoming, count: int) -> None:
-        """Waits for the first `count` tensors of a message, as long as bytes come. Raises as `next` does."""
+        """Wait for the first `count` tensors of a message, as long as bytes keep coming. Raises like `next`."""
         while True:
             filled = incoming.filled
             try:
@@ -72,7 +78,7 @@ class Keepalive:
         self._last_s = self._awake()
 
     def _check_silence(self, error: DeadlineExceeded) -> None:
-        """Nothing has come for a moment."""
+        """Ping a quiet peer, or raise if it has been silent for too long."""
         if self._link.cause is not None:
             raise self._link.cause
         now_s = self._awake()

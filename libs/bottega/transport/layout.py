@@ -1,10 +1,10 @@
-"""What one message consists of: named tensors, where each of them lies in a slot, and the description of it as bytes.
+"""Layouts: the named tensors of a message, their places in a slot, and their encoding.
 
-A layout is registered once for a link and reused for every message. Offsets are computed, never transmitted, so that
-they cannot lie. An element type is a name and a number of bytes.
+A layout is registered once for a link and reused for every message. Offsets are computed and never transmitted, so they
+cannot be forged. An element type is a name and a number of bytes.
 
-The first tensors of a message may be its header: whatever is read before the rest can be used. A header lies in memory
-of the host, also where the rest is moved between devices.
+The first tensors of a message may be its header, which is read before the rest can be used. A header lies in host
+memory, even if the rest moves between devices.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ALIGNMENT_BYTES = 64
 MAX_TENSORS = 4096
 MAX_RANK = 8
 MAX_NAME_BYTES = 200
-# Far above any device's memory, far below where 64-bit sums could overflow.
+# Far above any device's memory, far below an overflow of 64-bit sums.
 MAX_LAYOUT_BYTES = 1 << 40
-# Of a description: a layout with as many tensors as there may be, and names of common lengths, has a quarter of this.
+# Maximum size of a description. One with MAX_TENSORS tensors and names of common lengths has a quarter of this.
 MAX_ENCODED_BYTES = 1 << 20
 
-# A description is little-endian: the numbers of tensors and of headers, and of each tensor the bytes of its name, its
-# element type and its dimensions; its name; its extents.
+# A description is little-endian: the numbers of tensors and of headers; then for each tensor the length of its name,
+# its element type and its rank; its name; its extents.
 _COUNTS = struct.Struct("<HH")
 _TENSOR = struct.Struct("<BBB")
 _EXTENT_BYTES = 8
@@ -55,15 +55,12 @@ _ITEM_BYTES = MappingProxyType({DType.FLOAT32: 4, DType.FLOAT16: 2, DType.BFLOAT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One tensor of a layout, row-major without gaps.
-
-    shape: extents, outermost first, each at least 1; () is a single element.
-    Raises ValueError when a field is out of bounds.
-    """
+    """A tensor of a layout, row-major and contiguous. Raises ValueError if a field is out of bounds."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
+    """Extents, outermost first, each at least 1; () is a single element."""
 
     def __post_init__(self) -> None:
         if not (0 < len(self.name.encode()) <= MAX_NAME_BYTES and self.name.isprintable()):
@@ -77,7 +74,7 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all elements."""
+        """Number of bytes of all elements."""
         return math.prod(self.shape) * self.dtype.item_bytes
 
 
@@ -85,19 +82,22 @@ class TensorSpec:
 class Layout:
     """Tensors in the order in which they are sent: those that are needed first come first.
 
-    headers: how many of them, from the first, are the message's header. header_bytes: of the slot, which those take.
-    offsets, ends: where each begins in the slot, and the first byte behind it. size_bytes: of all, a multiple of 64.
-    digest: SHA-256 of the encoding; equal digests are equal layouts.
-    Raises ValueError when there is no tensor, too many, two of one name, or fewer of them than headers.
+    Raises ValueError if there is no tensor, too many, two of one name, or fewer tensors than headers.
     """
 
     specs: tuple[TensorSpec, ...]
     headers: int = 0
+    """How many tensors, from the first, are the message's header."""
     header_bytes: int = field(init=False)
+    """Bytes of the slot that the header takes."""
     offsets: tuple[int, ...] = field(init=False)
+    """Where each tensor begins in the slot."""
     ends: tuple[int, ...] = field(init=False)
+    """The first byte after each tensor."""
     size_bytes: int = field(init=False)
+    """Size of the whole message, a multiple of 64."""
     digest: bytes = field(init=False)
+    """SHA-256 of the encoding; equal digests mean equal layouts."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.specs) <= MAX_TENSORS:
@@ -124,19 +124,19 @@ class Layout:
 
     @classmethod
     def of(cls, *specs: TensorSpec, headers: int = 0) -> Layout:
-        """The layout of these tensors, in this order."""
+        """Return the layout of these tensors, in this order."""
         return cls(specs=specs, headers=headers)
 
     def span(self, start: int, stop: int) -> tuple[int, int]:
-        """Where the tensors `start` to `stop` - 1 lie in the slot: first byte, and first byte behind the last."""
+        """Return the first byte of tensor `start` in the slot, and the first byte after tensor `stop` - 1."""
         return self.offsets[start], self.ends[stop - 1]
 
     def views(self, slot: memoryview) -> tuple[memoryview, ...]:
-        """Each tensor's bytes in a slot."""
+        """Return each tensor's bytes in a slot."""
         return tuple(slot[offset:end] for offset, end in zip(self.offsets, self.ends, strict=True))
 
     def encode(self) -> bytes:
-        """The description that is registered with a peer."""
+        """Return the description that is registered with a peer."""
         parts = [_COUNTS.pack(len(self.specs), self.headers)]
         for spec in self.specs:
             name, rank = spec.name.encode(), len(spec.shape)
@@ -145,9 +145,10 @@ class Layout:
 
     @classmethod
     def decode(cls, encoded: bytes) -> Layout:
-        """What `encode` was given. Raises ValueError naming the rule that the bytes break.
+        """Return the layout of a description. Raises ValueError that names the rule which the bytes break.
 
-        encoded: bytes of our own, not memory that the peer may still change.
+        Args:
+            encoded: A copy, not memory that the peer may still change.
         """
         if len(encoded) > MAX_ENCODED_BYTES:
             raise ValueError(f"a layout's description has {len(encoded)} bytes; at most {MAX_ENCODED_BYTES} are read")
@@ -168,7 +169,7 @@ def _read_spec(stream: io.BytesIO) -> TensorSpec:
     name_bytes, dtype, rank = _TENSOR.unpack(_read(stream, _TENSOR.size))
     if rank > MAX_RANK:
         raise ValueError(f"a layout's description has {rank} dimensions; at most {MAX_RANK} can be sent")
-    name = _read(stream, name_bytes).decode()  # what is no UTF-8 is a ValueError too
+    name = _read(stream, name_bytes).decode()  # invalid UTF-8 is a ValueError too
     if dtype not in _KNOWN:
         raise ValueError(f"tensor {name[:80]!r} has the unknown element type {dtype}")
     shape = struct.unpack(f"<{rank}Q", _read(stream, rank * _EXTENT_BYTES))

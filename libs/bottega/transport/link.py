@@ -24,25 +24,29 @@ LEASE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTerms:
-    """What both ends agreed on. ours, theirs: limits of what each receives. lease_s: of messages after its end."""
+    """The terms that both ends of a link agreed on."""
 
     link_id: str
     epoch: int
     backend_choice: BackendChoice
     ours: Limits
+    """Limits of what this end receives."""
     theirs: Limits
+    """Limits of what the other end receives."""
     counters: LinkCounters
     lease_s: float = LEASE_S
+    """How long messages stay readable after the link's end."""
 
 
 class Link:
-    """One thread may send while another receives; `close`, `end`, `cause` and an Incoming's `release` are for any.
+    """A link to another process. One thread may send while another receives.
 
-    A link ends once, for one cause; every later call raises that. Nothing is sent again by itself: the caller opens a
-    link of the next epoch and decides what to send. Use it as a context, or close it: that frees its memory.
+    Any thread may use `close`, `end`, `cause` and Incoming.release. A link ends once, for one cause, and every later
+    call raises it. Nothing is sent again automatically: the caller opens a link of the next epoch and decides what to
+    send. Use it as a context manager or close it to free its memory.
 
-    A peer that dies is noticed at once by a call that waits, else by the next one. One that only stops (a debugger,
-    SIGSTOP, an endless loop) looks like a slow one: calls end at their deadlines, and the caller may end the link.
+    A waiting call notices a dead peer at once, any other call does when it is made. A peer that is only stopped (by a
+    debugger, SIGSTOP or an infinite loop) looks slow: calls end at their deadlines, and the caller may end the link.
     """
 
     def __init__(self, terms: LinkTerms, sender_backend: SenderBackend, receiver_backend: ReceiverBackend) -> None:
@@ -62,65 +66,71 @@ class Link:
 
     @property
     def cause(self) -> LinkError | None:
-        """Why it has ended, once a call has noticed it; None while it is open."""
+        """Why the link has ended, once a call has noticed it; None while it is open."""
         return self._lifecycle.cause
 
     def prepare(self, layout: Layout, deadline: Deadline) -> None:
-        """Registers a layout and makes memory for it, so that its first message is as quick as the others.
+        """Register a layout and allocate memory for it, so that its first message is as fast as later ones.
 
-        Raises as `start_message` does, except NoCredit.
+        Raises like `start_message`, except NoCredit.
         """
         self._sender.prepare(layout, deadline)
 
     def start_message(self, layout: Layout, deadline: Deadline) -> Outgoing:
-        """Takes a credit for a message whose tensors the caller writes in place (Outgoing).
+        """Take a credit for a message whose tensors the caller writes in place (see Outgoing).
 
-        deadline: for the credit, and for all of the message.
-        Raises NoCredit, NoSharedMemory and TooLarge, after which the link lives; else what it died of.
+        Raises NoCredit, NoSharedMemory and TooLarge, after which the link lives, or the cause of its end.
+
+        Args:
+            deadline: For the credit, and for the whole message.
         """
         return self._sender.start_message(layout, deadline)
 
     @property
     def passes_files(self) -> bool:
-        """Whether a message that is sent here may carry a file: both ends are on one host."""
+        """Whether a message sent here may carry a file, because both ends are on one host."""
         return self._sender.passes_files
 
     def send(
         self, layout: Layout, buffers: Sequence[SentBuffer], deadline: Deadline, *, file: SealedFile | None = None
     ) -> None:
-        """Sends a whole message from buffers of the caller's, one for each tensor.
+        """Send a whole message from the caller's buffers, one for each tensor.
 
-        They are handed over: a device's backend may still read them, so they must not be written before `drain`.
-        file: goes with the message, and none of its bytes are copied: the receiver reads the same memory, and may keep
-        it for longer than message and link. Raises ValueError unless passes_files.
-        Raises as `start_message` and Outgoing.finish do.
+        A device backend may read the buffers later, so do not write them before `drain`. Raises like `start_message`
+        and Outgoing.finish.
+
+        Args:
+            file: Goes with the message without a copy: the receiver reads the same memory, and may keep it longer than
+                message and link. Raises ValueError unless passes_files.
         """
         self._sender.send(layout, buffers, deadline, file)
 
     def drain(self, deadline: Deadline) -> None:
-        """Returns when the receiver has released every message, and buffers that were handed over may be written again.
+        """Wait until the receiver has released every message. Buffers that were sent may then be written again.
 
-        Raises DeadlineExceeded, after which the link lives; else what it died of.
+        Raises DeadlineExceeded, after which the link lives, or the cause of its end.
         """
         self._sender.drain(deadline)
 
     def recv(self, deadline: Deadline, expected: Layout | None = None) -> Incoming:
-        """The next message, as soon as its header is here; wait on it for its tensors.
+        """Return the next message as soon as its header has arrived; wait on it for its tensors.
 
-        expected: the only layout that is accepted. It is checked before the first byte moves; another one ends the
-        link with LayoutMismatch, at both ends.
-        Raises DeadlineExceeded, after which the link lives; else what it died of.
+        Raises DeadlineExceeded, after which the link lives, or the cause of its end.
+
+        Args:
+            expected: The only accepted layout, checked before the first byte moves. Another one ends the link with
+                LayoutMismatch at both ends.
         """
         return self._receiver.recv(deadline, expected)
 
     def end(self, cause: LinkError) -> None:
-        """Ends the link, from any thread, without waiting; calls that wait raise the cause. Close it too."""
+        """End the link from any thread, without waiting. Waiting calls raise the cause. Close the link too."""
         self._lifecycle.end(cause)
 
     def close(self) -> None:
-        """Ends the link if it is open, and frees what it has; the peer's calls raise LinkClosed.
+        """End the link if it is open, and free its memory. The peer's calls raise LinkClosed.
 
-        Messages under way may arrive or not: `drain` first where it matters.
+        Messages under way may get lost: call `drain` first if they matter.
         """
         self._lifecycle.end(LinkClosed("the link was closed here"))
         self._sender.close()

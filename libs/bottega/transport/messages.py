@@ -1,6 +1,6 @@
-"""What messages of links have in common: a kind, which their first tensor's name says, numbers, and plain bytes.
+"""Common parts of link messages: a kind, which is the name of their first tensor, numbers, and plain bytes.
 
-Messages of torch's tensors are made beside these (bottega.diffusion.tensor_messages).
+bottega.diffusion.tensor_messages makes messages of torch tensors.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ class BytesMessage:
 
 
 def kind_of(layout: Layout) -> str:
-    """What a message of this layout is."""
+    """Return the kind of a message with this layout."""
     return layout.specs[0].name
 
 
 def number_message(kind: str, number: int = 0) -> BytesMessage:
-    """A message that is its kind and a number."""
+    """Return a message that consists of a kind and a number."""
     return BytesMessage(layout=Layout.of(number_spec(kind), headers=1), buffers=(pack_number(number),))
 
 
 def number_spec(kind: str) -> TensorSpec:
-    """The first tensor of a message that begins with a number."""
+    """Return the first tensor of a message that begins with a number."""
     return TensorSpec(name=kind, dtype=DType.INT64, shape=(1,))
 
 
 def pack_number(number: int) -> bytes:
-    """What such a tensor holds."""
+    """Return the bytes of the tensor of `number_spec`."""
     return number.to_bytes(_NUMBER_BYTES, "little", signed=True)
 
 
 def read_number(layout: Layout, parts: Sequence[Part]) -> int:
-    """The number that a message begins with. Raises ValueError where it begins with something else."""
+    """Return the number that a message begins with. Raises ValueError if it begins with something else."""
     spec = layout.specs[0]
     if (spec.dtype, spec.shape) != (DType.INT64, (1,)):
         raise ValueError(f"a {spec.name} message does not begin with a number")

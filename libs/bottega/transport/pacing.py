@@ -1,19 +1,23 @@
-"""How quickly something large is sent in pieces: within a rate, and so that others may speak between them.
+"""Pacing of large transfers that are sent in pieces: they keep to a rate and let other messages pass in between.
 
-Knows neither links nor what the pieces are.
+This module knows neither links nor the content of the pieces.
 """
 
 from __future__ import annotations
 
 import time
 
-# What a piece should take: whoever wants to speak waits for those that are under way.
+# Target duration of a piece: other messages wait for the pieces that are under way.
 _PIECE_S = 0.01
 _FIRST_BYTES, _LEAST_BYTES = 64 << 10, 4 << 10
 
 
 class RateLimiter:
-    """Keeps a link to so many bytes a second; 0 does not. most_bytes: of a piece, whatever the rate."""
+    """A limiter that keeps a link to a number of bytes a second; 0 means no limit.
+
+    Args:
+        most_bytes: Maximum size of a piece, whatever the rate.
+    """
 
     def __init__(self, bytes_per_s: int, *, most_bytes: int) -> None:
         self._bytes_per_s = bytes_per_s
@@ -22,27 +26,28 @@ class RateLimiter:
 
     @property
     def wait_s(self) -> float:
-        """Until more may be sent."""
+        """Seconds until more may be sent."""
         return max(0.0, self._until - time.monotonic())
 
     @property
     def most_bytes(self) -> int:
-        """Of a piece."""
+        """Maximum size of the next piece."""
         if not self._bytes_per_s:
             return self._most_bytes
         return min(self._most_bytes, max(_LEAST_BYTES, int(self._bytes_per_s * _PIECE_S)))
 
     def spend(self, size_bytes: int) -> None:
-        """They were sent."""
+        """Record that bytes were sent."""
         if self._bytes_per_s:
             self._until = max(self._until, time.monotonic()) + size_bytes / self._bytes_per_s
 
 
 class PieceSize:
-    """Bytes of the next piece: as many as the link carries in a moment, as far as its earlier pieces have shown.
+    """Chooses the size of the next piece: what the link moves in _PIECE_S, measured on earlier pieces.
 
-    slots: messages that the receiver takes in at once. So many pieces more than those cannot all be under way: what
-    they take is what the link carries, and not what its ends have room for.
+    Args:
+        slots: How many messages the receiver can hold. The time of slots + 1 pieces is measured: not all of them fit
+            into the receiver, so it shows the speed of the link instead of free buffers.
     """
 
     def __init__(self, *, slots: int, most_bytes: int) -> None:
@@ -53,7 +58,7 @@ class PieceSize:
         self._since_s = 0.0
 
     def next(self) -> int:
-        """Called before each piece."""
+        """Return the size of the next piece in bytes. Call it before each piece."""
         now_s = time.monotonic()
         if self._pieces == self._measured_pieces:
             took_s = (now_s - self._since_s) / self._measured_pieces

@@ -1,4 +1,4 @@
-"""The server of links: offers them to workers, serves those that workers open, and ends them together."""
+"""The server of links: it offers links to workers, serves those that workers open, and ends them together."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from bottega.transport.handshake.binding import Endpoints
 from bottega.transport.handshake.listener import LinkListener
 from bottega.transport.handshake.offer import Offer, TcpEndpoint
 
-# For the rest of a message whose beginning has come, and for a worker to read an answer.
+# For the rest of a message that has begun to arrive, and for a worker to read an answer.
 MESSAGE_S = 20.0
 # A worker uses an offer at once, or not at all.
 _TOKEN_S = 5.0
-# The listener ends the wait.
+# Longer than an offer lives, so the listener ends the wait.
 _ACCEPT_S = 2 * _TOKEN_S
-# A worker sends a ping every few seconds (keepalive.py), or is gone.
+# A worker sends a ping every few seconds (keepalive.py), or it is gone.
 _SILENCE_S = 30.0
-# Of workers: each has one link. The listener bounds offers that nobody has used yet.
+# Each worker has one link. The listener bounds unused offers.
 _MAX_LINKS = 256
-# Most suites have all their workers on a few hosts; some links are left for another one.
+# Most suites run all their workers on a few hosts; some links are left for another host.
 _MAX_LINKS_PER_HOST = 192
-# A link may end at any moment; workers that were refused together should not come back together.
+# A link may end at any moment. The spread keeps refused workers from returning together.
 _RETRY_S = (0.5, 1.5)
 
 _log = logging.getLogger(__name__)
-# Any process that may request offers could cause as many of these lines as it likes.
+# Sampled, because any process that may request offers could cause any number of these lines.
 _NOT_USED = SampledLog(
     _log, "an offer of a link was not used", more="more offers of links were not used", counted="offers"
 )
@@ -48,35 +48,43 @@ H = TypeVar("H", bound=LinkHandler)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkServerSettings:
-    """limits: of what comes in. send_s: for which a worker may let a message wait. receive_s: for which its own may
-    take to come, once begun. max_links, max_links_per_host: how many links there may be at once. devices: of this
-    process, where its links may be between devices.
-    """
+    """Limits and timeouts of a LinkServer."""
 
     limits: Limits
+    """Limits of what is received."""
     send_s: float = MESSAGE_S
+    """How long a worker may let a message wait."""
     receive_s: float = MESSAGE_S
+    """How long a message of a worker may take to arrive, once begun."""
     max_links: int = _MAX_LINKS
+    """Maximum number of links at once."""
     max_links_per_host: int = _MAX_LINKS_PER_HOST
+    """Maximum number of links with one host at once."""
     devices: DeviceLinks | None = None
+    """The devices of this process, if its links may be between devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _OpenLink(Generic[H]):
-    """caller: host of the worker."""
+    """A link that is open, with its thread."""
 
     connection: Connection
     handler: H
     caller: str
+    """Host of the worker."""
     thread: threading.Thread
 
 
 class LinkServer(ABC, Generic[H]):
-    """Any thread may call it.
+    """A server of links. Any thread may call it.
 
-    service, peer: what the two ends are, as texts name them. counters: of all links. advertised: the address that
-    offers name instead of the listener's own.
-    Raises ConfigError when an address cannot be bound.
+    Args:
+        service: Name of this end in texts.
+        peer: Name of the other end in texts.
+        counters: Counters of all links.
+        advertised: Address that offers name instead of the listener's own.
+
+    Raises ConfigError if an address cannot be bound.
     """
 
     def __init__(
@@ -104,18 +112,22 @@ class LinkServer(ABC, Generic[H]):
 
     @abstractmethod
     def new_handler(self, connection: Connection) -> H:
-        """What serves one link."""
+        """Return the handler that serves one link."""
 
     @property
     def handlers(self) -> list[H]:
-        """Handlers of the links that are open."""
+        """Handlers of the open links."""
         with self._lock:
             return [link.handler for link in self._open]
 
     def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
-        """An offer for a worker. link_id: of the link that it replaces, or empty. caller: host of the worker.
+        """Return an offer for a worker.
 
-        Raises Draining, LinksFull, InvalidRequest for what is no name of a link.
+        Args:
+            link_id: Id of the link that it replaces, or "".
+            caller: Host of the worker.
+
+        Raises Draining, LinksFull, or InvalidRequest for a malformed link_id.
         """
         if self.draining:
             raise Draining(f"{self._service} is stopping")
@@ -126,11 +138,11 @@ class LinkServer(ABC, Generic[H]):
         return offer if self._advertised is None else replace(offer, tcp=self._advertised)
 
     def drain(self) -> None:
-        """Makes no offers from now on."""
+        """Make no more offers."""
         self.draining = True
 
     def close(self) -> None:
-        """Opens no more links, and ends those that there are. It may wait for messages that are being sent."""
+        """Open no more links, and end the open ones. It may wait for messages that are being sent."""
         self._listener.close()
         with self._lock:
             self._closed = True
@@ -142,7 +154,7 @@ class LinkServer(ABC, Generic[H]):
         sum_up_logs()
 
     def _check_room(self, caller: str) -> None:
-        """Raises LinksFull. One host gets a part of the links only, so that some are left for another one."""
+        """Raise LinksFull if there are too many links, in total or with one host."""
         with self._lock:
             callers = [link.caller for link in self._open]
         for count, most, whose in (
@@ -157,7 +169,7 @@ class LinkServer(ABC, Generic[H]):
                 )
 
     def _serve(self, offer: Offer, worker: str, caller: str) -> None:
-        """Waits for the worker to use the offer, and serves the link to its end. In a thread of its own."""
+        """Wait for the worker to use the offer, and serve the link to its end. Runs in a thread of its own."""
         facts = {"service": self._service, "worker": worker}
         try:
             link = self._listener.accept(offer, Deadline.after(_ACCEPT_S))
@@ -193,6 +205,6 @@ class LinkServer(ABC, Generic[H]):
 
 
 def sum_up_logs() -> None:
-    """Logs how many lines about links were left out."""
+    """Log how many log lines about links were left out."""
     for lines in (_NOT_USED, _LINKED, _ENDED):
         lines.sum_up()

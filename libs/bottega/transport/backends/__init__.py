@@ -1,4 +1,4 @@
-"""What carries links: sealed memory that two processes of one host share, and sealed records over TCP between hosts."""
+"""The backends of links: sealed shared memory within a host, and sealed records over TCP between hosts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from bottega.transport.channel.limits import Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proven:
-    """A connection whose ends have proved themselves. keys: by which it is sealed; None where it is not."""
+    """A connection on which both ends have proved themselves."""
 
     connection: socket.socket
     keys: SealKeys | None = None
+    """Keys that seal the connection; None if it is not sealed."""
 
     @property
     def records(self) -> Records | None:
-        """What seals it."""
+        """Records that seal the connection, or None."""
         return Records(self.keys) if self.keys is not None else None
 
 
 def backend_ends(
     backend: Backend, sending: Proven, receiving: Proven, limits: Limits
 ) -> tuple[SenderBackend, ReceiverBackend]:
-    """This process's ends of both directions. limits: of what it receives."""
+    """Return this process's ends of both directions.
+
+    Args:
+        limits: Limits of what this process receives.
+    """
     if backend == Backend.MEMFD:
         return MemfdSender(sending.connection), MemfdReceiver(receiving.connection, limits)
     return TcpSender(sending.connection, sending.records), TcpReceiver(receiving.connection, receiving.records)

@@ -1,7 +1,7 @@
-"""Frames over a connected stream socket, with deadlines: what the memfd and TCP backends share.
+"""Frames over a connected stream socket, with deadlines. The memfd and TCP backends share this code.
 
-The socket stays in blocking mode. Frames are read and written without waiting, with poll before where there is
-something to wait for; bulk bytes are left to the system in one call, which ends by the socket's own time limits.
+The socket stays in blocking mode. Frames are read and written without waiting, after a poll if there may be a wait.
+Bulk bytes are left to the system in one call, which ends by the socket's own timeouts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from bottega.transport.backends.records import Records
 from bottega.transport.channel.deadline import Deadline
 from bottega.transport.channel.frames import HEADER_BYTES, Frame, FrameKind, bye, unpack
 
-# The system takes 1024 pieces a call (IOV_MAX).
+# IOV_MAX allows 1024 pieces in a call.
 _PIECES = 512
 _TIMEVAL = struct.Struct("@ll")
 _SHORTEST_S = 1e-4
-# The most that poll takes: 24 days.
+# The longest timeout that poll accepts: 24 days.
 _LONGEST_MS = 2**31 - 1
-# A reader of bulk bytes sleeps until that many are there: woken for each segment, it takes a third longer.
+# A reader of bulk bytes sleeps until this many have arrived. Waking for each segment takes a third longer.
 _COARSE_BYTES = 256 << 10
 
-# For a thread that is writing a frame, which never waits, to get on.
+# How long `shut_down` lets a thread finish writing a frame, which never waits.
 _NOTICE_S = 0.1
 
 _DESCRIPTOR_BYTES = array.array("i").itemsize
@@ -35,9 +35,10 @@ _Rights = tuple[int, int, "array.array[int]"]
 
 
 class FrameStream:
-    """One end of one direction's connection: the part of a BackendEnd that is the same for all.
+    """An end of one direction's connection: the part of a BackendEnd that all backends share.
 
-    records: seals what goes out, and opens what comes in; None where bytes go as they are.
+    Args:
+        records: Seals outgoing and opens incoming bytes; None for plain bytes.
     """
 
     def __init__(self, connection: socket.socket, records: Records | None = None) -> None:
@@ -54,7 +55,7 @@ class FrameStream:
         self._torn = False
 
     def receive_frame(self, deadline: Deadline) -> Frame | None:
-        """The next frame, or None by the deadline. Raises PeerDead, BadFrame."""
+        """Return the next frame, or None at the deadline. Raises PeerDead, BadFrame."""
         if self._frame is None:
             header = self._read_header(deadline)
             if header is None:
@@ -69,7 +70,7 @@ class FrameStream:
         return frame
 
     def send_frame(self, frame: Frame, deadline: Deadline) -> None:
-        """Sends a frame with its payload. Raises DeadlineExceeded, PeerDead."""
+        """Send a frame with its payload. Raises DeadlineExceeded, PeerDead."""
         with self._writing:
             encoded = self._sealed(frame.pack() + frame.payload)
             sent = self._send_at_once(encoded)
@@ -79,9 +80,9 @@ class FrameStream:
                 self._torn = False
 
     def write(self, pieces: Sequence[memoryview], deadline: Deadline) -> None:
-        """Sends bytes, gathered from the pieces. Raises DeadlineExceeded (the stream is then torn), PeerDead."""
+        """Send bytes, gathered from the pieces. Raises DeadlineExceeded, which leaves the stream torn, and PeerDead."""
         with self._writing:
-            self._torn = True  # until all is out
+            self._torn = True  # until everything is sent
             if self._records is not None:
                 for record in self._records.seal_all(pieces):
                     self._write([record], deadline)
@@ -91,18 +92,21 @@ class FrameStream:
             self._torn = False
 
     def send_frame_with_descriptor(self, frame: Frame, descriptor: int, deadline: Deadline) -> None:
-        """Sends a frame, and behind it one byte that carries a file descriptor. Raises as `write` does."""
+        """Send a frame, followed by one byte that carries a file descriptor. Raises like `write`."""
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
         with self._writing:
             self._torn = True
-            # Two calls: what is read together with a descriptor by one who does not ask for it is lost.
+            # Two calls: a plain read that also covers the descriptor's byte would lose the descriptor.
             self._write([memoryview(frame.pack())], deadline)
             self._write([memoryview(b"\0")], deadline, rights)
             self._torn = False
 
     def receive_descriptor(self) -> int:
-        """The descriptor that comes with the next byte, which is there. Raises PeerDead, BadFrame, NoSharedMemory."""
-        room = socket.CMSG_LEN(_DESCRIPTOR_BYTES)  # for one; the system drops what is more
+        """Return the descriptor that comes with the next byte, which has already arrived.
+
+        Raises PeerDead, BadFrame, NoSharedMemory.
+        """
+        room = socket.CMSG_LEN(_DESCRIPTOR_BYTES)  # for one descriptor; the system drops any more
         try:
             data, extra, flags, _ = self.socket.recvmsg(1, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -119,9 +123,9 @@ class FrameStream:
         raise BadFrame("the peer announced shared memory and sent none")
 
     def send_credit(self, frame: Frame) -> None:
-        """Sends a CREDIT without waiting. Raises PeerDead, BadFrame when the peer reads nothing.
+        """Send a CREDIT frame without waiting. Raises PeerDead, or BadFrame if the peer reads nothing.
 
-        What a peer may have unread here is bounded by its credit; only one that breaks the rules fills the pipe.
+        Credit bounds what a peer may leave unread here, so only a peer that breaks the rules fills the pipe.
         """
         with self._writing:
             encoded = self._sealed(frame.pack())
@@ -130,9 +134,10 @@ class FrameStream:
                 raise BadFrame("the peer sends messages and never reads its credit")
 
     def read_bulk(self, target: memoryview, deadline: Deadline) -> int:
-        """Reads into `target` as far as bytes come before the deadline; returns how many. Raises PeerDead.
+        """Read into `target` until it is full or the deadline passes; return how many bytes were read. Raises PeerDead.
 
-        It is woken for large pieces only, by poll: a recv that sleeps for more than it has would sleep through the end.
+        Poll wakes this thread for large pieces only. A recv that sleeps for more bytes than there are left would miss
+        the end.
         """
         done, asked = 0, 1
         try:
@@ -149,30 +154,29 @@ class FrameStream:
         return done
 
     def shut_down(self, cause: LinkError) -> None:
-        """Sends BYE unless half a message is in the way, and ends the connection both ways; waiting threads wake up."""
-        # A thread that is writing a frame is done in a moment, on a busy machine even after the peer has answered it.
-        # Behind half of a message a BYE would be read as a part of that message.
+        """Send BYE unless half a message is in the way, end the connection, and wake the waiting threads."""
+        # A thread that is writing a frame finishes soon. After half a message, the peer would read a BYE as part of it.
         if self._writing.acquire(timeout=0.0 if self._torn else _NOTICE_S):
             try:
                 if not self._torn:
                     self.socket.send(self._sealed(bye(cause).pack()), socket.MSG_DONTWAIT)
             except OSError:
-                pass  # the peer is gone or reads nothing: then it needs no BYE
+                pass  # the peer is gone or reads nothing, so it needs no BYE
             finally:
                 self._writing.release()
         try:
             self.socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # ended already
+            return  # already ended
 
     def close(self) -> None:
-        """Gives the descriptor back."""
+        """Close the descriptor."""
         self.socket.close()
 
     def wait_readable(self, deadline: Deadline) -> bool:
-        """Whether there is something to read before the deadline, the connection's end included.
+        """Return whether something can be read before the deadline; the end of the connection counts.
 
-        Raises BadFrame at once for what is here already and is no record.
+        Raises BadFrame at once if the received bytes are not a record.
         """
         if self._records is not None:
             if self._records.waiting:
@@ -181,7 +185,7 @@ class FrameStream:
         return bool(self._readable.poll(_milliseconds(deadline)))
 
     def _read_header(self, deadline: Deadline) -> bytes | bytearray | None:
-        """A whole header: nearly always in one piece, else going on where it stopped; None by the deadline."""
+        """Return a whole header, or None at the deadline. A partly read header is continued."""
         if self._have == 0 and self._records is None:
             if not self._readable.poll(_milliseconds(deadline)):
                 return None
@@ -200,7 +204,7 @@ class FrameStream:
         return self._header if self._gather(self._header, deadline) else None
 
     def _gather(self, target: bytearray, deadline: Deadline) -> bool:
-        """Fills `target`, going on where it stopped; False by the deadline."""
+        """Fill `target`, continuing where the last call stopped; return False at the deadline."""
         while self._have < len(target):
             if not self.wait_readable(deadline):
                 return False
@@ -209,7 +213,7 @@ class FrameStream:
         return True
 
     def _receive(self, target: memoryview) -> int:
-        """Reads what is there; returns how many bytes that was."""
+        """Read what has arrived; return how many bytes that was."""
         if self._records is None:
             return self._receive_raw(target)
         if self._records.waiting:
@@ -228,17 +232,17 @@ class FrameStream:
         return got
 
     def _wanted_bytes(self, missing: int) -> int:
-        """How many must be there for it to be worth while to wake up, of so many that are missing."""
-        if self._records is not None:  # which wait in whole records alone
+        """Return how many of the missing bytes must arrive before waking up is worth it."""
+        if self._records is not None:  # bytes wait here only as whole records
             return 1 if self._records.waiting else self._records.missing
         return min(missing, _COARSE_BYTES)
 
     def _sealed(self, data: bytes) -> bytes | memoryview:
-        """As it goes out. With `_writing`: records have an order."""
+        """Return the data as it goes out. Call it with `_writing`, because records are ordered."""
         return data if self._records is None else self._records.seal(data)
 
     def _send_at_once(self, encoded: bytes | memoryview) -> int:
-        """Sends what the system takes without waiting; returns how many bytes that is."""
+        """Send what the system accepts without waiting; return how many bytes that was."""
         try:
             return self.socket.send(encoded, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -247,7 +251,7 @@ class FrameStream:
             raise gone(error) from error
 
     def _write(self, pieces: list[memoryview], deadline: Deadline, *rights: _Rights) -> None:
-        flags: int = socket.MSG_DONTWAIT  # the first time, so that what has room needs no limits set
+        flags: int = socket.MSG_DONTWAIT  # at first; if everything fits, no timeout needs to be set
         while pieces:
             try:
                 sent = self.socket.sendmsg(pieces, rights, flags)
@@ -265,7 +269,7 @@ class FrameStream:
 
 
 def gone(error: OSError | None = None) -> PeerDead:
-    """The peer is dead, as far as a connection can tell."""
+    """Return the error for a peer that is gone, as far as a connection can tell."""
     why = f" ({error.strerror})" if error and error.strerror else ""
     return PeerDead(f"the process at the other end of the link is gone{why}")
 
@@ -281,13 +285,12 @@ def _milliseconds(deadline: Deadline) -> float:
 
 
 def _timeval(deadline: Deadline) -> bytes:
-    # 0 would mean no limit at all.
+    # 0 would mean no limit.
     left_s = max(deadline.left_s(), _SHORTEST_S)
     return _TIMEVAL.pack(int(left_s), int(left_s % 1 * 1e6))
 
 
 def _drop(pieces: list[memoryview], sent: int) -> None:
-    """Takes `sent` bytes from the front of the pieces."""
     done = 0
     while done < len(pieces) and sent >= len(pieces[done]):
         sent -= len(pieces[done])

@@ -1,8 +1,8 @@
 """Links between processes of one host: bytes lie in sealed shared memory, frames go over a unix socket.
 
-The sender owns the slots and writes them in place or copies into them; the receiver looks at the same pages and cannot
-write them. A slot's memory goes over once, when it is first used or has to grow; a file with its message. Either is
-mapped as it comes, and its descriptor closed: none is kept here.
+The sender owns the slots and writes them in place or copies into them. The receiver maps the same pages and cannot
+write them. The memory of a slot is passed once, when it is first used or has to grow; a file is passed with its
+message. Both are mapped on arrival and their descriptors are closed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WITH_DESCRIPTOR = frozenset({FrameKind.SEGMENT, FrameKind.FILE})
 
 
 class MemfdSender(FrameStream):
-    """The sender's end."""
+    """The sender's end of a memfd link."""
 
     passes_files = True
 
@@ -50,7 +50,7 @@ class MemfdSender(FrameStream):
         self.send_frame_with_descriptor(frame, file.descriptor, deadline)
 
     def send_data(self, frame: Frame, pieces: Sequence[Part], deadline: Deadline) -> None:
-        # The bytes are where they shall be. The system call orders them before the frame for other processors.
+        # The bytes are in place already. The system call orders them before the frame for other processors.
         self.send_frame(frame, deadline)
 
     def close(self) -> None:
@@ -68,13 +68,13 @@ class MemfdSender(FrameStream):
 
 
 class MemfdReceiver(FrameStream):
-    """The receiver's end."""
+    """The receiver's end of a memfd link."""
 
     def __init__(self, connection: socket.socket, limits: Limits) -> None:
         super().__init__(connection)
         self._limits = limits
         self._slots: dict[int, Slot] = {}
-        # By slot, of its next message.
+        # The file of the next message, by slot.
         self._files: dict[int, memoryview] = {}
         self._expected: Frame | None = None
 
@@ -100,7 +100,7 @@ class MemfdReceiver(FrameStream):
         return self._files.pop(index, None)
 
     def receive_data(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
-        return stop - start  # they are there
+        return stop - start  # the bytes are in place already
 
     def close(self) -> None:
         super().close()
@@ -108,7 +108,6 @@ class MemfdReceiver(FrameStream):
         self._files.clear()
 
     def _map_memory(self, announced: Frame) -> None:
-        """Maps the memory that comes with the next byte."""
         descriptor = self.receive_descriptor()
         try:
             if announced.slot >= self._limits.slots or not 0 < announced.size <= self._limits.segment_bytes:

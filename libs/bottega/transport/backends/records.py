@@ -1,8 +1,9 @@
-"""Bytes in sealed records: what crosses a network between hosts. Knows no sockets.
+"""Sealed records, in which bytes cross a network between hosts. This module knows no sockets.
 
-A record is its length (4 bytes), and then what AES-256-GCM makes of up to 256 KiB. Each direction of a connection has a
-key of its own, made of the offer's token and both ends' nonces, and counts its records: one that was changed, left out,
-repeated or moved does not open. Where a connection just ends, its frames say so: without BYE the peer is lost.
+A record is its length (4 bytes), followed by up to 256 KiB encrypted with AES-256-GCM. Each direction of a connection
+has its own key, derived from the offer's token and both ends' nonces, and counts its records. A record that was
+changed, omitted, repeated or moved does not open. A truncated connection is detected by its frames: without a BYE the
+peer counts as lost.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from bottega.errors import BadFrame
 
-# In a record. Larger ones leave the processor's cache before they are sent; smaller ones cost more calls.
+# Larger records leave the processor's cache before they are sent; smaller ones cost more calls.
 RECORD_BYTES = 256 << 10
 _HEADER_BYTES = 4
 _TAG_BYTES = 16
@@ -26,22 +27,24 @@ _WHOLE_BYTES = _HEADER_BYTES + RECORD_BYTES + _TAG_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealKeys:
-    """Of one connection, 32 bytes each. ours: of what this end sends. theirs: of what it receives."""
+    """The keys of one connection, 32 bytes each."""
 
     ours: bytes
+    """Key of what this end sends."""
     theirs: bytes
+    """Key of what this end receives."""
 
 
 class Records:
-    """Seals what this end sends, and opens what it receives. One thread at a time for each of both."""
+    """Seals what this end sends and opens what it receives, with at most one thread at a time for each."""
 
     def __init__(self, keys: SealKeys) -> None:
         self._sealing, self._opening = AESGCM(keys.ours), AESGCM(keys.theirs)
         self._sealed = self._opened = 0
-        # Of what comes in: bytes that are here, and of the whole record, 0 until its header is here.
+        # Incoming bytes that have arrived, and the size of their whole record, which is 0 until its header has arrived.
         self._have = self._due = 0
         self._plain = memoryview(b"")
-        # Given back to the system as soon as nobody has it, which memory of this size from the C library is not always.
+        # A mapping goes back to the system when nothing refers to it; C library memory of this size sometimes does not.
         room_bytes = _WHOLE_BYTES + _HEADER_BYTES
         memory = memoryview(mmap.mmap(-1, 3 * room_bytes))
         self._outgoing, self._incoming, self._room = (
@@ -49,7 +52,7 @@ class Records:
         )
 
     def seal(self, data: bytes | memoryview) -> memoryview:
-        """The record of at most RECORD_BYTES. It is good until the next one is sealed."""
+        """Return a record of at most RECORD_BYTES. It is valid until the next one is sealed."""
         size = len(data) + _TAG_BYTES
         record = self._outgoing[: _HEADER_BYTES + size]
         record[:_HEADER_BYTES] = size.to_bytes(_HEADER_BYTES, "little")
@@ -59,7 +62,7 @@ class Records:
         return record
 
     def seal_all(self, pieces: Sequence[memoryview]) -> Iterator[memoryview]:
-        """The records of the pieces, one after the other, each good until the next is asked for."""
+        """Yield the records of the pieces in order. Each is valid until the next one is requested."""
         small: list[memoryview] = []
         size = 0
         for piece in pieces:
@@ -77,11 +80,11 @@ class Records:
 
     @property
     def waiting(self) -> int:
-        """Bytes that were opened, and not taken yet."""
+        """Number of bytes that were opened and not taken yet."""
         return len(self._plain)
 
     def take(self, target: memoryview) -> int:
-        """Moves what waits into `target`; returns how many bytes that was."""
+        """Move waiting bytes into `target`; return how many were moved."""
         count = min(len(target), len(self._plain))
         target[:count] = self._plain[:count]
         self._plain = self._plain[count:]
@@ -89,20 +92,24 @@ class Records:
 
     @property
     def wanted(self) -> memoryview:
-        """Where what comes over the connection goes next: what is missing of a record, and the next one's header, so
-        that it need not be read alone. Raises BadFrame where what is here is no record."""
+        """Buffer for the next received bytes: the rest of a record, and the next header.
+
+        Raises BadFrame if the received bytes are not a record.
+        """
         self.read_header()
         return self._incoming[self._have : self._due + _HEADER_BYTES]
 
     @property
     def missing(self) -> int:
-        """How many bytes of the record are. Raises as `wanted` does."""
+        """Number of bytes that the current record lacks. Raises like `wanted`."""
         self.read_header()
         return (self._due or _HEADER_BYTES) - self._have
 
     def received(self, count: int, target: memoryview) -> int:
-        """So many bytes were put where they were wanted. Returns how many of a whole record went into `target`; where
-        that has no room for it, it waits. Raises BadFrame for one that is none, or not the next.
+        """Count bytes received into `wanted`; return how many bytes of a complete record went into `target`.
+
+        A record that does not fit into `target` waits. Raises BadFrame for bytes that are not a record, or not the next
+        one.
         """
         self._have += count
         if not self._due or self._have < self._due:
@@ -116,7 +123,7 @@ class Records:
         return self.take(target)
 
     def read_header(self) -> None:
-        """Of the record that comes next, once it is here. Raises BadFrame where it is none's."""
+        """Read the header of the next record once it has arrived. Raises BadFrame if it is not a record's."""
         if self._due or self._have < _HEADER_BYTES:
             return
         size = int.from_bytes(self._incoming[:_HEADER_BYTES], "little")
@@ -132,6 +139,6 @@ class Records:
         except InvalidTag:
             raise BadFrame("a sealed record was changed, left out, repeated or moved on its way") from None
         self._opened += 1
-        ahead = self._have - self._due  # of the next record's header
+        ahead = self._have - self._due  # bytes of the next record's header
         incoming[:ahead] = incoming[self._due : self._have]
         self._have, self._due = ahead, 0

@@ -1,7 +1,7 @@
 """Links between hosts: frames and bytes share one TCP connection for each direction, sealed in records.
 
-The sender gathers from its own buffers or from a slot of its own; the receiver's slots take the bytes as they come, so
-they are copied by the system alone.
+The sender gathers from the caller's buffers or from its own slots. The receiver reads straight into its slots, so only
+the system copies the bytes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from bottega.transport.layout import Layout
 from bottega.transport.memory.sealed_file import SealedFile
 from bottega.transport.memory.slots import GrowingSlots, Slot
 
-# A host that vanished without a word is noticed after about 10 + 3 x 3 seconds.
+# A host that vanished silently is noticed after about 10 + 3 x 3 seconds.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3))
 
 
 def tune(connection: socket.socket) -> None:
-    """Sets what a link's connection needs: no waiting for more to send, and keepalive.
+    """Set TCP_NODELAY and keepalive on a link's connection.
 
-    The buffers are left to the system: it makes them as large as the way is long. Fixed ones of 4 MiB took half as long
-    again on one host, because the bytes leave the processor's cache meanwhile.
+    The system sizes the buffers by the path's delay. Fixed buffers of 4 MiB took half as long again on one host,
+    because the bytes leave the processor's cache meanwhile.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -35,7 +35,7 @@ def tune(connection: socket.socket) -> None:
 
 
 class TcpSender(FrameStream):
-    """The sender's end."""
+    """The sender's end of a TCP link."""
 
     passes_files = False
 
@@ -68,7 +68,7 @@ class TcpSender(FrameStream):
 
 
 class TcpReceiver(FrameStream):
-    """The receiver's end."""
+    """The receiver's end of a TCP link."""
 
     def __init__(self, connection: socket.socket, records: Records | None = None) -> None:
         super().__init__(connection, records)

@@ -1,3 +1,1 @@
-"""One direction of a link: sender and receiver, the frames that they exchange, credit and limits, and the interface
-that backends implement.
-"""
+"""One direction of a link: sender, receiver, frames, credit, limits, and the interface of backends."""

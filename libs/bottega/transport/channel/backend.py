@@ -1,20 +1,21 @@
-"""The interface between a link and what carries it: in each direction a sender backend and a receiver backend.
+"""The interface between a link and its backends: a sender backend and a receiver backend in each direction.
 
-A link decides which frames are sent and when; a backend moves frames and bytes, and owns the slots.
+A link decides which frames are sent and when. A backend moves frames and bytes, and owns the slots.
 
-What backends of devices (bottega.device_links) rely on:
+Backends of devices (bottega.device_links) rely on these rules:
 
-- Frames go over a connection of the backend's own, one for each direction, and so do the tensors that are a message's
-  header: nothing is parsed in memory of a device. What moves the other bytes belongs to one direction of one link.
-- Sender and Receiver never read a slot's bytes: they hand on what `slot`, `open_slot` and `stage` return.
+- The backend has its own connection for each direction. Frames and the tensors of a message's header go over it,
+  because nothing is parsed in device memory. The mechanism that moves the other bytes belongs to one direction of one
+  link.
+- Sender and Receiver never read a slot's bytes: they pass on what `slot`, `open_slot` and `stage` return.
 - Slots are few, long-lived, and known by index.
 - `send_data` may be called when the work that fills the tensors is only enqueued, in the stream that is current then.
-- `open_slot` is called when a message's header frame has been checked and before any byte is needed, `receive_data`
-  after that: its DATA frame shows that the sender is there.
-- Every call has a deadline, but a stuck device returns by none: `shut_down` may come at any time from any thread, by
-  Link.end, and frees a thread that is stuck.
-- `send_credit` is called when the consumer is done with a slot, or has enqueued in the stream that is current then all
-  that reads it.
+- `open_slot` is called after a message's header frame was checked and before any byte is needed. `receive_data` is
+  called after that: its DATA frame shows that the sender is there.
+- Every call has a deadline, but a stuck device may miss it. Any thread may call `shut_down` at any time, through
+  Link.end, which frees a stuck thread.
+- `send_credit` is called when the consumer has finished with a slot, or has enqueued all its reads in the current
+  stream.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ from bottega.transport.memory.sealed_file import SealedFile
 
 
 class Backend(StrEnum):
-    """What carries a link, the quickest first: pools of slots in memory of a device that two processes of a host share,
-    a process group of NCCL or of Gloo, memory of the host that they share, and TCP."""
+    """A backend of links, the fastest first.
+
+    In this order: a pool of slots in device memory shared within a host, a process group of NCCL or Gloo, shared host
+    memory, and TCP.
+    """
 
     CUDA_IPC = "cuda-ipc"
     NCCL = "nccl"
@@ -44,116 +48,120 @@ class Backend(StrEnum):
 
     @property
     def of_devices(self) -> bool:
-        """Whether bottega.device_links has it."""
+        """Whether bottega.device_links implements the backend."""
         return self not in {Backend.MEMFD, Backend.TCP}
 
     @property
     def within_host(self) -> bool:
-        """Whether it links processes of one host only, which may share memory."""
+        """Whether the backend links only processes of one host, which may share memory."""
         return self in {Backend.CUDA_IPC, Backend.MEMFD}
 
     @property
     def over_network(self) -> bool:
-        """Whether its connections may be of TCP."""
+        """Whether the backend can use TCP connections."""
         return not self.within_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendChoice:
-    """What carries the link, and why that."""
+    """The backend that was chosen for a link, and the reason."""
 
     backend: Backend
     reason: str
 
 
 class SentSlot(Protocol):
-    """A slot of the sender's: its memory, which one message after the other is written to."""
+    """A slot of the sender, whose memory holds one message after another."""
 
     def views(self, layout: Layout) -> tuple[Part, ...]:
-        """Where each tensor of the layout lies; the slot is large enough."""
+        """Return the memory of each tensor of the layout. The slot is large enough."""
         ...
 
     def pieces(self, layout: Layout, start: int, stop: int) -> Sequence[Part]:
-        """The bytes `start` to `stop` - 1 of a message of this layout, as `send_data` takes them."""
+        """Return bytes `start` to `stop` - 1 of a message of this layout, in the form that `send_data` takes."""
         ...
 
 
 class BackendEnd(Protocol):
-    """What both ends of a direction can do. All but `shut_down` is called by one thread at a time."""
+    """The operations that both ends of a direction share. One thread at a time calls all but `shut_down`."""
 
     def receive_frame(self, deadline: Deadline) -> Frame | None:
-        """The peer's next frame, with its payload; None when there is none by the deadline.
+        """Return the peer's next frame with its payload, or None at the deadline.
 
-        It can be called again after that: what has come of a frame is kept. Raises PeerDead at the end of the
-        connection, BadFrame for what is no frame.
+        It can be called again after None: a partly received frame is kept. Raises PeerDead at the end of the
+        connection, and BadFrame for bytes that are not a frame.
         """
         ...
 
     def shut_down(self, cause: LinkError) -> None:
-        """Sends the peer a BYE if that takes hardly any waiting, and wakes threads that wait here; then `receive_frame`
-        raises PeerDead.
+        """Send the peer a BYE if that needs almost no waiting, and wake the threads that wait here.
 
-        Any thread may call it, at any time: a monitor ends links whose own thread is stuck in a call.
+        `receive_frame` then raises PeerDead. Any thread may call this at any time: a monitor ends links whose own
+        thread is stuck.
         """
         ...
 
     def close(self) -> None:
-        """Gives descriptors and slots back, after `shut_down`; memory that somebody looks at stays."""
+        """Release descriptors and slots, after `shut_down`. Memory that is still referenced stays valid."""
         ...
 
 
 class SenderBackend(BackendEnd, Protocol):
-    """The sender's end."""
+    """The sender's end of a backend."""
 
     @property
     def passes_files(self) -> bool:
-        """Whether `attach_file` does anything but raise."""
+        """Whether `attach_file` is supported."""
         ...
 
     def slot(self, index: int, size_bytes: int, deadline: Deadline) -> SentSlot:
-        """Writable memory of at least that size, the same for an index as long as it is large enough.
+        """Return writable memory of at least that size. An index keeps its memory as long as that is large enough.
 
-        Raises NoSharedMemory, and DeadlineExceeded where the receiver has to be told.
+        Raises NoSharedMemory, and DeadlineExceeded if the receiver could not be told in time.
         """
         ...
 
     def stage(self, index: int, layout: Layout, parts: Sequence[Part], deadline: Deadline) -> list[Part]:
-        """Takes a whole message from the sender's own memory; returns what `send_data` has to be given.
+        """Take a whole message from the sender's own memory; return the parts that `send_data` needs.
 
-        It must not change until the slot's credit is back.
+        The memory must not change until the slot's credit is back.
         """
         ...
 
     def attach_file(self, index: int, file: SealedFile, deadline: Deadline) -> None:
-        """Makes a file part of the slot's next message. Raises as `send_frame` does, and ValueError where none can be
-        passed."""
+        """Attach a file to the slot's next message.
+
+        Raises like `send_frame`, and ValueError if the backend passes no files.
+        """
         ...
 
     def send_frame(self, frame: Frame, deadline: Deadline) -> None:
-        """Sends a frame with its payload. Raises DeadlineExceeded, after which the direction cannot be used."""
+        """Send a frame with its payload. Raises DeadlineExceeded, after which the direction cannot be used."""
         ...
 
     def send_data(self, frame: Frame, pieces: Sequence[Part], deadline: Deadline) -> None:
-        """Sends a DATA frame and moves the bytes that are ready now. Raises as `send_frame` does."""
+        """Send a DATA frame and move the bytes that are ready. Raises like `send_frame`."""
         ...
 
 
 class ReceiverBackend(BackendEnd, Protocol):
-    """The receiver's end."""
+    """The receiver's end of a backend."""
 
     def open_slot(self, index: int, layout: Layout) -> tuple[Part, ...]:
-        """Where each tensor of the message in this slot will be. Called once a message, before any byte moves."""
+        """Return the memory of each tensor of this slot's message. Called once per message, before any byte moves."""
         ...
 
     def pop_file(self, index: int) -> memoryview | None:
-        """The bytes of the file that is part of the message in this slot; None where there is none. Called once a
-        message, after `open_slot`."""
+        """Return the bytes of the file of the message in this slot, or None if it has none.
+
+        Called once per message, after `open_slot`.
+        """
         ...
 
     def receive_data(self, index: int, start: int, stop: int, deadline: Deadline) -> int:
-        """Brings the slot's bytes `start` to `stop` - 1, as far as they come in time; returns how many did."""
+        """Receive the slot's bytes `start` to `stop` - 1 until the deadline; return how many arrived."""
         ...
 
     def send_credit(self, frame: Frame) -> None:
-        """Sends a CREDIT. It never waits; any thread may call it."""
+        """Send a CREDIT frame without waiting. Any thread may call it."""
         ...

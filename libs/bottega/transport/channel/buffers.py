@@ -1,4 +1,4 @@
-"""What messages consist of: parts, one for each tensor, in memory of the host or of a device, and a file."""
+"""The parts of messages: one for each tensor, in host or device memory, and an optional file."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from bottega.transport.memory.sealed_file import SealedFile
 
 
 class Buffer(Protocol):
-    """Flat or shaped memory without gaps: bytes, bytearray, memoryview, mmap, a numpy array."""
+    """Contiguous memory, flat or shaped: bytes, bytearray, memoryview, mmap, a numpy array."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 
 class DeviceBuffer(Protocol):
-    """Flat bytes in memory of a device. What it is, those know who use devices (bottega.device_links)."""
+    """Flat bytes in device memory. Its implementation is in bottega.device_links."""
 
     @property
     def nbytes(self) -> int: ...
 
     def to_host(self) -> memoryview:
-        """A copy in memory of the host, when what is enqueued to write the bytes is done. It waits for that."""
+        """Return a copy in host memory, after waiting for the enqueued work that writes the bytes."""
         ...
 
 
 Part: TypeAlias = memoryview | DeviceBuffer
-"""One tensor's bytes in a message, where they lie. A header's are a memoryview, whatever carries the link."""
+"""The bytes of one tensor of a message, where they lie. Tensors of a header are always a memoryview."""
 
 SentBuffer: TypeAlias = Buffer | DeviceBuffer
-"""What a tensor of a whole message is sent from."""
+"""A buffer from which a tensor of a whole message is sent."""
 
 
 def checked(layout: Layout, buffers: Sequence[SentBuffer]) -> list[Part]:
-    """Flat bytes of every buffer; a header's are brought to the host. Raises ValueError when they do not fit the
-    layout."""
+    """Return the flat bytes of every buffer, with a header's copied to the host.
+
+    Raises ValueError if the buffers do not fit the layout.
+    """
     if len(buffers) != len(layout.specs):
         raise ValueError(f"{len(buffers)} buffers for a layout of {len(layout.specs)} tensors")
     parts = [_flat(buffer) for buffer in buffers]
@@ -48,19 +50,22 @@ def checked(layout: Layout, buffers: Sequence[SentBuffer]) -> list[Part]:
 
 
 def on_host(parts: Sequence[Part]) -> list[memoryview]:
-    """All of them in memory of the host: those of a device are copied."""
+    """Return all parts in host memory; those in device memory are copied."""
     return [part if isinstance(part, memoryview) else part.to_host() for part in parts]
 
 
 def in_host_memory(part: Part) -> memoryview:
-    """A part that must be there already. Raises ValueError where it is not: nothing is parsed in memory of a device."""
+    """Return a part that must be in host memory already.
+
+    Raises ValueError if it is not: nothing is parsed in device memory.
+    """
     if not isinstance(part, memoryview):
         raise ValueError("what should be a message's header lies in memory of a device")
     return part
 
 
 def check_file(file: SealedFile, *, passes: bool, most_bytes: int) -> None:
-    """passes: whether the link does. Raises ValueError where it does not, or there is nothing in the file; TooLarge."""
+    """Raise ValueError if the link passes no files or the file is empty, and TooLarge if it exceeds `most_bytes`."""
     if not passes:
         raise ValueError("this link passes no files: check passes_files first")
     if file.size_bytes < 1:
@@ -76,5 +81,5 @@ def _flat(buffer: SentBuffer) -> Part:
     if isinstance(buffer, (bytes, bytearray, memoryview)):
         return memoryview(buffer).cast("B")
     if hasattr(buffer, "to_host"):
-        return buffer  # type: ignore[return-value] # a protocol that is checked at run time is slow
+        return buffer  # type: ignore[return-value] # checking a protocol at run time is slow
     return memoryview(buffer).cast("B")

@@ -1,4 +1,4 @@
-"""What links have moved, waited and died of, for a service to export."""
+"""Counters of what links moved, how long they waited and why they ended, for a service to export."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStatistics:
-    """One direction: whole messages, their bytes, and the seconds that they took altogether and at most.
-
-    file_bytes: of files that messages carried; they were not moved, and are in none of the others.
-    seconds: of a sender from the credit to the last tensor handed over, of a receiver from the first frame to the
-    last tensor there; both hold what the sender computed in between.
-    """
+    """Counters of the complete messages of one direction."""
 
     messages: int = 0
     size_bytes: int = 0
     file_bytes: int = 0
+    """Bytes of files that messages carried. They were not moved and are not in the other counters."""
     seconds: float = 0.0
+    """Total transfer time, which includes what the sender computed meanwhile.
+
+    A sender counts from the credit to the last tensor sent, a receiver from the first frame to the last tensor.
+    """
     longest_s: float = 0.0
 
     def plus(self, size_bytes: int, file_bytes: int, seconds: float) -> TransferStatistics:
-        """With one message more."""
+        """Return the counters with one more message."""
         return TransferStatistics(
             messages=self.messages + 1,
             size_bytes=self.size_bytes + size_bytes,
@@ -36,7 +36,7 @@ class TransferStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkStatistics:
-    """The counters at one moment. deaths: by the error's name, orderly closes as LinkClosed."""
+    """The counters at one moment."""
 
     sent: TransferStatistics
     received: TransferStatistics
@@ -44,10 +44,11 @@ class LinkStatistics:
     no_credit: int
     aborted: int
     deaths: Mapping[str, int]
+    """Number of ended links by error name; an orderly close counts as LinkClosed."""
 
 
 class LinkCounters:
-    """Counts for one link, or for as many as it is given to: a service exports one for each kind of link."""
+    """Counters of one link, or of all links that share them. A service exports one for each kind of link."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,33 +60,33 @@ class LinkCounters:
         self._deaths: Counter[str] = Counter()
 
     def sent(self, size_bytes: int, seconds: float, *, file_bytes: int = 0) -> None:
-        """Counts a message that was sent whole."""
+        """Count a message that was sent completely."""
         with self._lock:
             self._sent = self._sent.plus(size_bytes, file_bytes, seconds)
 
     def received(self, size_bytes: int, seconds: float, *, file_bytes: int = 0) -> None:
-        """Counts a message that has arrived whole."""
+        """Count a message that has arrived completely."""
         with self._lock:
             self._received = self._received.plus(size_bytes, file_bytes, seconds)
 
     def waited(self, seconds: float, *, in_vain: bool) -> None:
-        """Counts a wait for credit."""
+        """Count a wait for credit; `in_vain` if none came."""
         with self._lock:
             self._credit_wait_s += seconds
             self._no_credit += in_vain
 
     def aborted(self) -> None:
-        """Counts a message that its sender took back."""
+        """Count a message that its sender aborted."""
         with self._lock:
             self._aborted += 1
 
     def died(self, cause: str) -> None:
-        """Counts the end of a link."""
+        """Count a link that ended."""
         with self._lock:
             self._deaths[cause] += 1
 
     def snapshot(self) -> LinkStatistics:
-        """All counters, of one moment."""
+        """Return all counters, read at one moment."""
         with self._lock:
             return LinkStatistics(
                 sent=self._sent,

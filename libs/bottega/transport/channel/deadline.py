@@ -1,4 +1,4 @@
-"""Until when a call may wait."""
+"""Deadlines: the moment until which a call may wait."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """A moment of time.monotonic(); one deadline may cover several calls.
-
-    at: seconds. Finite, because every wait ends.
-    """
+    """A moment of time.monotonic(). One deadline may cover several calls."""
 
     at: float
+    """Seconds of time.monotonic(). It is finite, because every wait ends."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.at):
@@ -22,13 +20,13 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
-        """The moment `seconds` from now. 0 does not wait at all."""
+        """Return the deadline `seconds` from now; 0 does not wait at all."""
         return cls(at=time.monotonic() + seconds)
 
     def left_s(self) -> float:
-        """Seconds until then, never below 0."""
+        """Return the seconds that are left, never below 0."""
         return max(self.at - time.monotonic(), 0.0)
 
     def sooner(self, seconds: float) -> Deadline:
-        """This, or the moment `seconds` from now if that is earlier."""
+        """Return this deadline, or the one `seconds` from now if that is earlier."""
         return Deadline(at=min(self.at, time.monotonic() + seconds))

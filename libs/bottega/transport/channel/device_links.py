@@ -1,4 +1,4 @@
-"""What links ask of the devices of their process: the interface of bottega.device_links, which imports torch."""
+"""The interface between links and the devices of their process. bottega.device_links implements it with torch."""
 
 from __future__ import annotations
 
@@ -13,52 +13,51 @@ from bottega.transport.channel.limits import Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEndpoint:
-    """The device in whose memory an end of a link receives messages, and sends them from.
-
-    host: identity of the running system. device: of the device, the same for all processes. version: of what moves
-    bytes; both ends must have the same one. backends: those that this end has.
-    """
+    """The device in whose memory one end of a link sends and receives messages."""
 
     host: str
+    """Identity of the running system."""
     device: str
+    """Identity of the device, the same for all processes."""
     version: str
+    """Version of the software that moves bytes. Both ends must have the same."""
     backends: tuple[Backend, ...]
+    """Backends that this end supports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvenConnections:
-    """The connections of a link that is being opened, one for each direction. connecting: whether this end connected.
-
-    limits: of what this end receives.
-    """
+    """The connections of a link that is being opened, one for each direction."""
 
     sending: socket.socket
     receiving: socket.socket
     connecting: bool
+    """Whether this end connected."""
     limits: Limits
+    """Limits of what this end receives."""
 
 
 class DeviceLinks(Protocol):
-    """One process's device, as links use it."""
+    """The device of a process, as links use it."""
 
     @property
     def endpoint(self) -> DeviceEndpoint:
-        """What offers say of it."""
+        """The endpoint that offers contain."""
         ...
 
     def misfit(self, backend: Backend, listener: DeviceEndpoint) -> str:
-        """Why a backend cannot carry a link to a listener, or nothing. It does not wait."""
+        """Return why a backend cannot carry a link to a listener, or "". It does not wait."""
         ...
 
     def open(
         self, backend: Backend, connections: ProvenConnections, deadline: Deadline
     ) -> tuple[SenderBackend, ReceiverBackend]:
-        """Sets up both directions, while the other end does the same.
+        """Set up both directions, while the other end does the same.
 
-        Raises LinkError with the reason, and has closed the connections then.
+        Raises LinkError with the reason; the connections are closed then.
         """
         ...
 
     def remember_failure(self, backend: Backend, listener: DeviceEndpoint, why: str) -> None:
-        """A link to that listener came to nothing: `misfit` says so for a while, so that another backend is tried."""
+        """Remember that a link to the listener failed. `misfit` reports it for a while."""
         ...

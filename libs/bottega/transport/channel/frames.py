@@ -1,8 +1,8 @@
 """The frames of a link: 28 bytes each, little-endian, some followed by bytes.
 
-Each direction has a stream of its own. The sender sends LAYOUT (a description follows), SEGMENT (a slot's memory comes
-with it), FILE (a file comes with it, and is part of the slot's next message) and DATA (tensors are there; TCP sends
-them right behind); the receiver answers CREDIT. Both may send BYE.
+Each direction has its own stream. The sender sends LAYOUT (a description follows), SEGMENT (the memory of a slot comes
+with it), FILE (a file of the slot's next message comes with it) and DATA (tensors are ready; TCP sends their bytes
+next). The receiver answers with CREDIT. Both may send BYE.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     LAYOUT = 1
     SEGMENT = 2
@@ -38,33 +38,33 @@ class FrameKind(IntEnum):
 
 
 class Frame(NamedTuple):
-    """One frame. A plain tuple, because one is made for every message and frozen dataclasses take four times as long.
-
-    flag: of DATA 1 where the sender aborts the message; of BYE the reason.
-    slot: which one, counted from 0. ready: of DATA how many tensors are there now, counted from the first.
-    layout: its number on this link. sequence: of DATA and CREDIT the message's number, counted from 1.
-    size: bytes that belong to the frame.
-    payload: of LAYOUT the description; never part of the header.
-    """
+    """A frame. It is a plain tuple because every message needs one and frozen dataclasses take four times as long."""
 
     kind: int
     flag: int = 0
+    """Of DATA: 1 if the sender aborts the message. Of BYE: the reason."""
     slot: int = 0
+    """Index of the slot, from 0."""
     ready: int = 0
+    """Of DATA: how many tensors are ready, counted from the first."""
     layout: int = 0
+    """Number of the layout on this link."""
     sequence: int = 0
+    """Of DATA and CREDIT: number of the message, from 1."""
     size: int = 0
+    """Number of bytes that belong to the frame."""
     payload: bytes = b""
+    """Of LAYOUT: the description. It is not part of the header."""
 
     def pack(self) -> bytes:
-        """The header."""
+        """Return the header's bytes."""
         return _HEADER.pack(_MAGIC, *self[:-1])
 
 
 def unpack(header: bytes | bytearray) -> Frame:
-    """The frame in a copy of 28 received bytes. Raises BadFrame when it is none.
+    """Return the frame in a copy of 28 received bytes. Raises BadFrame if they are not a frame.
 
-    Numbers of slots, layouts and messages are checked by sender and receiver, which know what there is.
+    Sender and receiver check the numbers of slots, layouts and messages, because they know the valid ones.
     """
     fields = _HEADER.unpack(header)
     frame = Frame(*fields[1:])
@@ -77,7 +77,7 @@ def unpack(header: bytes | bytearray) -> Frame:
 
 _KINDS = frozenset(int(kind) for kind in FrameKind)
 
-# Why an end sends BYE, and what the peer says then. To the peer a reason that is not here is a plain close.
+# The reasons for a BYE, and the message at the peer. Any other reason is a plain close to the peer.
 _BYE_MESSAGES: dict[type[LinkError], str] = {
     LinkClosed: "the peer closed the link",
     LayoutMismatch: "the peer expects messages of another layout than ours, and closed the link",
@@ -89,12 +89,12 @@ _REASONS = tuple(_BYE_MESSAGES)
 
 
 def bye(cause: LinkError) -> Frame:
-    """The frame that tells the peer why the link ends."""
+    """Return the frame that tells the peer why the link ends."""
     kind = type(cause)
     return Frame(FrameKind.BYE, flag=_REASONS.index(kind) if kind in _REASONS else 0)
 
 
 def cause_of_bye(frame: Frame) -> LinkError:
-    """Why the peer ended the link, by its BYE."""
+    """Return the reason that the peer's BYE gives for the end of the link."""
     kind = _REASONS[frame.flag] if frame.flag < len(_REASONS) else LinkClosed
     return kind(_BYE_MESSAGES[kind])

@@ -13,22 +13,22 @@ from bottega.transport.channel.counters import LinkCounters
 
 
 class Lifecycle:
-    """Whether a link is open, and what ended it."""
+    """State of a link: open, or ended by a cause."""
 
     def __init__(self, ends: Sequence[BackendEnd], counters: LinkCounters) -> None:
         self._ends = ends
         self._counters = counters
         self._lock = threading.Lock()
-        self.cause: LinkError | None = None  # what it died of, or None while it lives
+        self.cause: LinkError | None = None  # None while the link is open
         self._died_at = 0.0
 
     def check(self) -> None:
-        """Raises what the link died of, if it did."""
+        """Raise the cause if the link has ended."""
         if self.cause is not None:
             raise _copy(self.cause)
 
     def end(self, cause: LinkError) -> None:
-        """Ends the link; every call that waits on it wakes up. The first cause counts."""
+        """End the link and wake every call that waits on it. Only the first cause counts."""
         with self._lock:
             if self.cause is not None:
                 return
@@ -39,16 +39,16 @@ class Lifecycle:
             end.shut_down(cause)
 
     def fail(self, error: LinkError) -> NoReturn:
-        """Ends the link with this error, and raises what it died of: that may have been something else before."""
+        """End the link with this error, and raise its cause, which may be an earlier error."""
         self.end(error)
         assert self.cause is not None
         raise _copy(self.cause) from error
 
     def dead_for_s(self) -> float:
-        """Seconds since it died; 0 while it lives."""
+        """Return the seconds since the link ended; 0 while it is open."""
         return time.monotonic() - self._died_at if self.cause is not None else 0.0
 
 
 def _copy(cause: LinkError) -> LinkError:
-    """Tracebacks of several threads would grow into one if they raised the same object."""
+    """Return a copy: if several threads raised the same object, their tracebacks would grow into one."""
     return type(cause)(cause.message, metadata=cause.metadata)

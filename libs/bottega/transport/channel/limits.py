@@ -1,4 +1,4 @@
-"""The most that an end of a link receives."""
+"""The limits of what an end of a link receives."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ MAX_LAYOUTS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of what is received; together slots x slot_bytes of memory at most, taken only as messages need it, and
-    once more of files that messages carry.
+    """Limits of what an end of a link receives: at most slots x slot_bytes of memory, and as much again for files.
 
-    slots: messages under way or held at once, the credit. slot_bytes: of one message, and of its file.
-    layouts: how many are remembered; the sender forgets the one that it has not used for longest.
-    Raises ValueError for values that no link can have.
+    The memory is allocated only as messages need it. Raises ValueError for values out of range.
     """
 
     slots: int = 2
+    """How many messages may be under way or held at once: the sender's credit."""
     slot_bytes: int = 256 << 20
+    """Maximum size of one message, and of its file."""
     layouts: int = 64
+    """How many layouts are remembered. The sender forgets the least recently used one."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= MAX_SLOTS:
@@ -35,5 +35,5 @@ class Limits:
 
     @property
     def segment_bytes(self) -> int:
-        """A slot in whole pages."""
+        """Size of a slot in whole pages."""
         return -(-self.slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

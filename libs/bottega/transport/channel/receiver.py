@@ -1,4 +1,4 @@
-"""The receiver's half of a link: receives messages, tensor by tensor, checks all frames of the peer, and gives credit.
+"""The receiver's half of a link: it receives messages tensor by tensor, checks the peer's frames, and gives credit.
 
 Every number that a check depends on is read once, from a copy, because the peer can still write shared memory.
 """
@@ -29,7 +29,7 @@ from bottega.transport.layout import Layout, TensorSpec
 
 
 class Receiver:
-    """One direction's receiver, as Link describes it. One thread at a time; any may call `release` and `close`."""
+    """The receiver of one direction (see Link). One thread at a time uses it; any may call `release` and `close`."""
 
     def __init__(
         self, backend: ReceiverBackend, limits: Limits, lifecycle: Lifecycle, counters: LinkCounters, lease_s: float
@@ -43,7 +43,8 @@ class Receiver:
         self._layouts: dict[int, Layout] = {}
         self._started: deque[Incoming] = deque()
         self._current: Incoming | None = None
-        # Slots whose message has not been given back, under a lock of their own: release never waits for a receive.
+        # Slots whose message is not released yet. They have their own lock, so that a release never waits for a
+        # receive.
         self._held: set[int] = set()
         self._giving = threading.Lock()
         self._sequence = 0
@@ -60,7 +61,7 @@ class Receiver:
             return incoming
 
     def wait(self, incoming: Incoming, count: int, deadline: Deadline) -> None:
-        """Returns when the message's first `count` tensors are there."""
+        """Wait until the message's first `count` tensors have arrived."""
         with self.lock:
             while incoming.arrived < count:
                 if incoming.aborted:
@@ -72,7 +73,7 @@ class Receiver:
                     )
 
     def pump(self, deadline: Deadline) -> bool:
-        """Processes one frame, or some of the bytes that belong to the last; False when nothing came in time."""
+        """Process one frame, or some bytes that belong to the last one; return False if nothing came in time."""
         try:
             if self._current is not None and self._current.awaited:
                 return self._fill(self._current, deadline)
@@ -85,7 +86,7 @@ class Receiver:
         return True
 
     def release(self, incoming: Incoming) -> None:
-        """Gives the slot back, now or when the sender has sent the rest of the message."""
+        """Free the slot, now or when the sender has sent the rest of the message."""
         with self._giving:
             if incoming.index not in self._held or incoming.released:
                 return
@@ -94,12 +95,12 @@ class Receiver:
                 self._grant(incoming)
 
     def check_lease(self) -> None:
-        """Raises LeaseExpired when the link has been dead for longer than messages may be kept."""
+        """Raise LeaseExpired if the link ended longer ago than messages may be kept."""
         if self.lifecycle.dead_for_s() > self._lease_s:
             raise LeaseExpired(f"the link ended more than {self._lease_s:g} s ago; its messages are no longer valid")
 
     def close(self) -> None:
-        """Gives memory and descriptors back, after the link's end."""
+        """Release memory and descriptors, after the link's end."""
         with self.lock, self._giving:
             self._started.clear()
             self._current = None
@@ -143,7 +144,7 @@ class Receiver:
         start, stop = current.layout.span(current.arrived, frame.ready)
         if frame.size != stop - start:
             raise BadFrame(f"the sender announces {frame.size} bytes for tensors of {stop - start} bytes")
-        # Left for the next pump: a new message's layout is checked by `recv` before its first byte moves.
+        # The next pump receives the bytes, because `recv` checks a new message's layout before its first byte moves.
         current.awaited = frame.ready
         current.filled, current.stop = start, stop
 
@@ -175,7 +176,7 @@ class Receiver:
         return got > 0
 
     def _end(self, current: Incoming) -> None:
-        """The message is whole, or aborted."""
+        """Record that the message is complete or aborted."""
         self._current = None
         with self._giving:
             current.ended = True
@@ -189,21 +190,19 @@ class Receiver:
         try:
             self._backend.send_credit(Frame(FrameKind.CREDIT, slot=incoming.index, sequence=incoming.sequence))
         except LinkError as error:
-            self.lifecycle.end(
-                error
-            )  # not raised here: the caller is done with the link's message; its next call raises it
+            # Not raised here: the caller has finished with the message. The next call on the link raises it.
+            self.lifecycle.end(error)
 
 
 class Incoming:
-    """A message that is coming in, or has. Use it as a context: leaving it gives it back.
+    """A message that is arriving or has arrived. Use it as a context manager, which releases it.
 
-    The parts of what has arrived may be used by any thread until then, however many more messages come; the memory
-    stays valid for as long as somebody refers to it, but after `release` the next message may be written to it.
-    When a wait raises, the message will never be whole: whatever was computed from its first tensors is void too, and
-    has to be thrown away.
+    Until then, any thread may use the parts that have arrived. Their memory stays valid as long as something refers to
+    it, but after `release` the next message may overwrite it. If a wait raises, the message will never be complete:
+    discard everything that was computed from its first tensors.
 
-    file: the bytes of the one that came with it, there from the beginning; None without one, and after `release`. To
-    read, like `view`; it may be kept for longer, and nobody ever writes to it.
+    `file` holds the read-only bytes of the file that came with the message, complete from the beginning. It is None
+    without a file and after `release`. The bytes may be kept longer, and nothing ever writes to them.
     """
 
     __slots__ = (
@@ -232,9 +231,9 @@ class Incoming:
         self.layout = layout
         self.index = index
         self.sequence = sequence
-        self.arrived = 0  # tensors
-        self.awaited = 0  # tensors that the last frame spoke of, until they are here
-        self.filled = self.stop = 0  # bytes of the slot: where they go, and up to where
+        self.arrived = 0  # number of tensors
+        self.awaited = 0  # number of tensors that the last frame announced, until they have arrived
+        self.filled = self.stop = 0  # byte offsets in the slot: received up to, and announced up to
         self.ended = self.aborted = self.released = False
         self.file: memoryview | None = None
         self.file_bytes = 0
@@ -247,9 +246,9 @@ class Incoming:
         self.release()
 
     def wait(self, count: int, deadline: Deadline) -> None:
-        """Returns when the first `count` tensors are there. The receiver's thread calls it.
+        """Wait until the first `count` tensors have arrived. Only the receiver's thread calls it.
 
-        Raises DeadlineExceeded, after which one may wait again; MessageAborted; what the link died of.
+        Raises DeadlineExceeded, after which waiting again is possible; MessageAborted; or the cause of the link's end.
         """
         if count > len(self.layout.specs):
             raise ValueError(f"{count} tensors will never be there: the message has {len(self.layout.specs)}")
@@ -257,27 +256,27 @@ class Incoming:
             self._receiver.wait(self, count, deadline)
 
     def wait_all(self, deadline: Deadline) -> None:
-        """Returns when the message is whole. Raises as `wait` does."""
+        """Wait until the message is complete. Raises like `wait`."""
         self.wait(len(self.layout.specs), deadline)
 
     def view(self, index: int) -> memoryview:
-        """One tensor's bytes in memory of the host, to read. Python takes them for writable, so that torch.frombuffer
-        does not warn; they are not: between processes writing ends this process, within one it changes what the sender
-        may still have.
+        """Return the read-only bytes of one tensor in host memory.
 
-        Raises as `part` does, and ValueError where they are in memory of a device.
+        Python treats them as writable, so that torch.frombuffer does not warn, but they are not. Between processes a
+        write ends this process with SIGSEGV; within one process it changes the sender's data.
+
+        Raises like `part`, and ValueError if the bytes are in device memory.
         """
         return in_host_memory(self.part(index))
 
     def part(self, index: int) -> Part:
-        """One tensor's bytes where they lie, to read.
+        """Return the read-only bytes of one tensor where they lie.
 
-        Raises IndexError when the tensor has not arrived, LeaseExpired when the message was given back, or its link
-        died longer ago than its lease_s.
+        Raises IndexError if the tensor has not arrived, and LeaseExpired if the message was released or its link ended
+        longer ago than its lease_s.
         """
-        parts = (
-            self._parts
-        )  # read first: a thread that releases the message meanwhile sets `released` before it drops them
+        # Read first: a thread that releases the message meanwhile sets `released` before it drops the parts.
+        parts = self._parts
         if self._lifecycle.cause is not None:
             self._receiver.check_lease()
         if self.released:
@@ -287,8 +286,10 @@ class Incoming:
         return parts[index]
 
     def release(self) -> None:
-        """Gives the message back: the sender has its credit again, once it is done with the message. Any thread may
-        call it, more than once."""
+        """Release the message, which gives the sender its credit back once it has sent the message.
+
+        Any thread may call it, more than once.
+        """
         self._receiver.release(self)
         self._parts = ()
         self.file = None

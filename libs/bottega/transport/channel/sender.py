@@ -26,7 +26,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class Sender:
-    """One direction's sender, as Link describes it. One thread at a time; any thread may call `close`."""
+    """The sender of one direction (see Link). One thread at a time uses it; any thread may call `close`."""
 
     def __init__(self, backend: SenderBackend, limits: Limits, lifecycle: Lifecycle, counters: LinkCounters) -> None:
         self.lock = threading.RLock()
@@ -35,7 +35,7 @@ class Sender:
         self._lifecycle = lifecycle
         self._counters = counters
         self._free = deque(range(limits.slots))
-        # By slot, the number of the message that is in it.
+        # Number of the message that is in each slot.
         self._under_way: dict[int, int] = {}
         self._layouts: OrderedDict[bytes, int] = OrderedDict()
         self._sequence = 0
@@ -95,7 +95,7 @@ class Sender:
                     raise DeadlineExceeded(f"the receiver still holds {len(self._under_way)} messages")
 
     def publish(self, outgoing: Outgoing, count: int) -> None:
-        """Moves an open message's tensors up to `count`."""
+        """Send an open message's tensors up to `count`."""
         with self.lock:
             self._lifecycle.check()
             layout, index = outgoing.layout, outgoing.index
@@ -107,7 +107,7 @@ class Sender:
                 self._counters.sent(layout.size_bytes, time.monotonic() - outgoing.began)
 
     def abort(self, outgoing: Outgoing) -> None:
-        """Aborts an open message; its slot is free again at once, or when the receiver has given it back."""
+        """Abort an open message. Its slot is free at once, or when the receiver has released it."""
         with self.lock:
             if self._open is not outgoing:
                 return
@@ -124,12 +124,12 @@ class Sender:
             self._send(self._backend.send_data, frame, [], outgoing.deadline)
 
     def close(self) -> None:
-        """Gives memory and descriptors back, after the link's end."""
+        """Release memory and descriptors, after the link's end."""
         with self.lock:
             self._backend.close()
 
     def _admit(self, layout: Layout, deadline: Deadline) -> tuple[int, int]:
-        """A free slot for the next message, and the layout's number."""
+        """Return a free slot for the next message, and the layout's number."""
         self._lifecycle.check()
         if self._open is not None:
             raise RuntimeError("one message at a time: finish or abort the last one first")
@@ -140,13 +140,13 @@ class Sender:
         return index, number
 
     def _undo_admit(self, index: int) -> None:
-        """Frees the slot of a message of which nothing was sent."""
+        """Free the slot of a message of which nothing was sent."""
         self._sequence -= 1
         del self._under_way[index]
         self._free.append(index)
 
     def _register(self, layout: Layout, deadline: Deadline) -> int:
-        """The layout's number on this link, which the receiver knows."""
+        """Return the layout's number on this link, after registering the layout if it is new."""
         self._lifecycle.check()
         number = self._layouts.get(layout.digest)
         if number is not None:
@@ -170,7 +170,7 @@ class Sender:
         return number
 
     def _credit(self, deadline: Deadline) -> int:
-        """Takes a free slot. Raises what the link died of if the peer is dead."""
+        """Take a free slot. Raises the cause of the link's end."""
         while self._receive_frame(_NOW):
             pass
         if not self._free:
@@ -190,7 +190,7 @@ class Sender:
         self._counters.waited(time.monotonic() - began, in_vain=False)
 
     def _receive_frame(self, deadline: Deadline) -> bool:
-        """Processes one frame of the receiver, if one comes before the deadline."""
+        """Process one frame of the receiver; return False if none came before the deadline."""
         try:
             frame = self._backend.receive_frame(deadline)
             if frame is None:
@@ -221,14 +221,14 @@ class Sender:
         return Frame(FrameKind.DATA, slot=index, ready=count, layout=number, sequence=self._sequence, size=size)
 
     def _send(self, send: Callable[_Arguments, None], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
-        """Has the backend send; what it raises ends the link."""
+        """Send through the backend; an error ends the link."""
         try:
             send(*args, **kwargs)
         except LinkError as error:
             self._fail(error)
 
     def _fail(self, error: LinkError) -> None:
-        """Ends the link; if the peer sent a BYE before it left, that is the cause."""
+        """End the link. If the peer sent a BYE before it left, that is the cause."""
         if not isinstance(error, DeadlineExceeded):
             while self._receive_frame(_NOW):
                 pass
@@ -236,11 +236,11 @@ class Sender:
 
 
 class Outgoing:
-    """A message that is being written in place. Use it as a context: leaving it unfinished aborts it.
+    """A message that is written in place. Use it as a context manager, which aborts an unfinished message.
 
-    parts: where each tensor's bytes are to be written, in memory of the host or of a device; not to be written any more
-    once they are ready. Of a device it is enough that the writing is enqueued, in the stream that is then current.
-    deadline: the one of `start_message`, for all of the message.
+    `parts` is the memory, on the host or a device, into which each tensor is written. Do not write a part after it is
+    declared ready. On a device, the writes only need to be enqueued in the current stream. `deadline` comes from
+    `start_message` and holds for the whole message.
     """
 
     __slots__ = ("_sender", "began", "deadline", "index", "layout", "number", "parts", "published", "slot")
@@ -266,14 +266,14 @@ class Outgoing:
 
     @property
     def views(self) -> tuple[memoryview, ...]:
-        """The parts, all of which are in memory of the host. Raises ValueError where one is not."""
+        """The parts, all in host memory. Raises ValueError if one is not."""
         return tuple(in_host_memory(part) for part in self.parts)
 
     def ready(self, count: int) -> None:
-        """Says that the first `count` tensors are complete.
+        """Declare the first `count` tensors complete and send them.
 
-        Raises DeadlineExceeded when they could not be sent in time; a half cannot be aborted, so the link ends.
-        Raises what the link died of.
+        Raises DeadlineExceeded if they could not be sent in time. The link ends then, because half a message cannot be
+        aborted. Raises the cause of the link's end.
         """
         if not self.published <= count <= len(self.layout.specs):
             raise ValueError(f"{count} tensors cannot be ready: {self.published} were, of {len(self.layout.specs)}")
@@ -282,9 +282,9 @@ class Outgoing:
             self.published = count
 
     def finish(self) -> None:
-        """Says that all tensors are complete. Raises as `ready` does."""
+        """Declare all tensors complete. Raises like `ready`."""
         self.ready(len(self.layout.specs))
 
     def abort(self) -> None:
-        """Aborts the message, if it is not finished: the receiver's waits raise MessageAborted."""
+        """Abort the message unless it is finished. The receiver's waits raise MessageAborted."""
         self._sender.abort(self)

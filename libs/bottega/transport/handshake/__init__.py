@@ -1,3 +1,1 @@
-"""How two processes find and prove each other: offers, listening sockets, credentials, and the mutual proof that opens
-a link.
-"""
+"""How two processes find each other and prove their identity: offers, listening sockets, credentials, mutual proof."""

@@ -1,7 +1,7 @@
-"""Where connections come in: pending until their peers have proved that they know an offer's token.
+"""Accepts connections, which stay pending until their peers have proved that they know an offer's token.
 
-One thread serves them all and hands proven connections over. What a pending one may cost is bounded: in bytes by the
-fixed lengths of the handshake, in time, and in number: the oldest one makes room for the newest.
+One thread serves all of them and hands proven connections over. The cost of pending connections is bounded: in bytes by
+the fixed lengths of the handshake, in time, and in number (the newest replaces the oldest).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from bottega.transport.handshake.messages import (
     refusal,
 )
 
-# As many as a fleet of workers that all lost one server, and come back to it at once: those are no attack.
+# Enough for a fleet of workers that all lost one server and reconnect at once, which is no attack.
 MAX_PENDING_CONNECTIONS = 128
 HANDSHAKE_S = 2.0
-# Out of descriptors: waiting a little costs less than asking again at once.
+# Pause when this process has no file descriptors left, so that it does not spin.
 _FULL_PAUSE_S = 0.05
 
 _log = logging.getLogger(__name__)
@@ -44,16 +44,20 @@ class Authenticator(Protocol):
     """Decides about pending connections. All calls come from the acceptor's thread."""
 
     def token_for(self, request: HandshakeRequest) -> bytes | Verdict:
-        """The token that this request has to prove, or why it is refused."""
+        """Return the token that this request has to prove, or the verdict that refuses it."""
         ...
 
     def admit(self, request: HandshakeRequest, connection: socket.socket) -> bool:
-        """Keeps a connection whose proof was right; False when the offer has been used meanwhile."""
+        """Keep a connection whose proof was right; return False if the offer has been used meanwhile."""
         ...
 
 
 class Acceptor:
-    """Listening sockets and the thread that serves them. group: see links_group."""
+    """The listening sockets of links, and the thread that serves them.
+
+    Args:
+        group: See links_group.
+    """
 
     def __init__(
         self,
@@ -85,7 +89,7 @@ class Acceptor:
         self._thread = threading.Thread(target=self._serve, name="links", daemon=True)
 
     def start(self) -> None:
-        """Accepts connections from now on."""
+        """Start to accept connections."""
         for backend, listening in self._sockets:
             listening.setblocking(False)
             self._selector.register(listening, selectors.EVENT_READ, backend)
@@ -93,7 +97,7 @@ class Acceptor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops accepting connections, and waits until the thread has ended."""
+        """Stop accepting connections, and wait until the thread has ended."""
         self._open = False
         self._wake_writer.send(b"\0")
         self._thread.join()
@@ -127,7 +131,7 @@ class Acceptor:
             self._not_taken.log_event({"why": error.strerror or "unknown"})
             time.sleep(_FULL_PAUSE_S)
             return
-        # The folder and the socket's mode should keep other users out; this check holds if they do not.
+        # The folder and the mode of the socket should keep other users out. This check holds if they do not.
         if backend == Backend.MEMFD and (why := distrust_reason(connection, self._group)):
             self._refused.log_event({"backend": backend}, {"why": why})
             connection.close()
@@ -169,7 +173,7 @@ class Acceptor:
 
 
 class _PendingConnection:
-    """One connection before its proof: first its request is read, then its proof, and never a byte more."""
+    """A connection before its proof. Its request is read first, then its proof, and nothing more."""
 
     def __init__(self, authenticator: Authenticator, backend: Backend, connection: socket.socket) -> None:
         self.connection = connection
@@ -183,7 +187,10 @@ class _PendingConnection:
         self._length = REQUEST_BYTES
 
     def read(self) -> HandshakeRequest | None:
-        """Reads what has come; returns the claim when it is proven. Raises BadFrame or OSError to be rid of it."""
+        """Read what has come; return the request once it is proven.
+
+        Raises BadFrame or OSError if the connection must be dropped.
+        """
         got = self.connection.recv(self._length - len(self._bytes))
         if not got:
             raise BadFrame("it closed the connection in the middle of the handshake")
@@ -213,5 +220,5 @@ class _PendingConnection:
 
 
 def _carries(listening: Backend, backend: Backend) -> bool:
-    """Whether connections of a backend of devices may come in where another backend's do."""
+    """Return whether connections of `backend` may arrive at the listening socket of another backend."""
     return backend.of_devices and (listening is Backend.MEMFD or backend.over_network)

@@ -1,4 +1,4 @@
-"""Where links listen: the addresses and paths of the configuration, bound and nothing else."""
+"""Binds the configured addresses and paths of links, and no others."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from bottega.errors import ConfigError
 from bottega.transport.handshake.credentials import links_group
 from bottega.transport.handshake.socket_folder import open_folder
 
-# Of a unix socket's callers who cannot wait: beyond it they are refused at once. See acceptor.MAX_PENDING_CONNECTIONS.
+# Callers of a unix socket that may wait; more are refused at once. See acceptor.MAX_PENDING_CONNECTIONS.
 _BACKLOG = 256
-# sun_path of sockaddr_un, with its final zero.
+# Size of sun_path in sockaddr_un, less its final zero.
 _MAX_PATH_BYTES = 107
 _PROBE_S = 0.2
 _OWN_MODE = 0o600
@@ -24,17 +24,14 @@ _SHARED_MODE = 0o660
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """Where a listener is to be found; a process always finds its own.
-
-    tcp: host and port to bind, port 0 for any; others are told the same host. unix_path: of the socket for this host,
-    which is for this user and root, and for the links' group where there is one (credentials.py). seal: whether what
-    comes by TCP is sealed; links between devices of two hosts, which cannot be, are not made then.
-    Raises ValueError for a path that is too long.
-    """
+    """The addresses at which a listener can be reached. Raises ValueError for a path that is too long."""
 
     tcp: tuple[str, int] | None = None
+    """Host and port to bind, port 0 for any. Offers name the same host."""
     unix_path: Path | None = None
+    """Path of the socket for this host. This user, root and the links' group (credentials.py) may use it."""
     seal: bool = True
+    """Whether bytes over TCP are sealed. Links between devices of two hosts cannot be, so they are refused then."""
 
     def __post_init__(self) -> None:
         if self.unix_path is not None and len(os.fsencode(self.unix_path)) > _MAX_PATH_BYTES:
@@ -42,7 +39,7 @@ class Endpoints:
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError."""
+    """Return a listening socket. Raises ConfigError."""
     try:
         return socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
     except OSError as error:
@@ -54,9 +51,9 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A listening socket, for this user and for the links' group; one that a dead process left there is replaced.
+    """Return a listening socket for this user and the links' group, in place of one that a dead process left.
 
-    Raises ConfigError, also where others could put a socket in its place.
+    Raises ConfigError, also if others could replace the socket.
     """
     try:
         folder = open_folder(path.parent)
@@ -75,11 +72,11 @@ def _listening(path: Path, folder: int, group: int | None) -> socket.socket:
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         bound.bind(str(path))
-        # In the folder that was looked at, in which nobody else makes anything: so it is the one that was just bound.
+        # The folder was checked and nobody else can create entries in it, so this is the socket that was just bound.
         made = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
         if group is not None and made.st_gid != group:
             os.chown(path.name, -1, group, dir_fd=folder)
-        # Before it listens, so that nobody comes in meanwhile.
+        # Before it listens, so that nobody connects with the wrong mode.
         os.chmod(path.name, _OWN_MODE if group is None else _SHARED_MODE, dir_fd=folder)
         bound.listen(_BACKLOG)
     except BaseException:
@@ -89,7 +86,7 @@ def _listening(path: Path, folder: int, group: int | None) -> socket.socket:
 
 
 def _remove_left_over(path: Path, folder: int) -> None:
-    """Removes the socket of a process that died; one that somebody listens on stays, and binding then fails."""
+    """Remove the socket of a dead process. A socket with a listener stays, and binding then fails."""
     with suppress(OSError):
         if not stat.S_ISSOCK(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
             return

@@ -1,7 +1,7 @@
-"""The connecting side of links: tries the backends of an offer, quickest first, and says which it chose, and why.
+"""The connecting side of links: it tries the backends of an offer, fastest first, and reports its choice.
 
-A backend is chosen only when its connections stand and both ends have proved themselves, one of devices only when bytes
-have come through in both directions.
+A backend is chosen only after both ends have proved themselves on its connections. A backend of devices must also have
+moved bytes in both directions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from bottega.transport.handshake.offer import Offer, host_identity
 from bottega.transport.link import LEASE_S, Link, LinkTerms
 from bottega.transport.memory.mappings import sharing_failure
 
-# A listener's host answers in microseconds, another one in a round trip: more is trouble, and another backend may do.
+# The listener's host answers in microseconds, another host in a round trip. If it takes longer, try another backend.
 _ATTEMPT_S = 5.0
 
 _Dial = Callable[[Deadline], socket.socket]
@@ -52,12 +52,21 @@ def connect(
     backends: tuple[Backend, ...] | None = None,
     devices: DeviceLinks | None = None,
 ) -> Link:
-    """Opens the link of an offer: between devices where both ends have one and can, else on one host by shared memory,
-    else by TCP; Link.backend_choice has which, and why.
+    """Open the link of an offer: between devices if both ends support one, else by shared memory, else by TCP.
 
-    limits: of what this end receives. backends: those that may be tried, in order; None: all. devices: this end's.
-    Raises StaleEpoch, AuthFailed, or PeerDead naming what became of each backend; DeadlineExceeded. AuthFailed also
-    where two devices could not be linked after all, which has used the offer up: with a new one, others are tried.
+    Link.backend_choice tells which backend was chosen, and why.
+
+    Args:
+        limits: Limits of what this end receives.
+        backends: The backends to try, in order; None for all.
+        devices: The devices of this end.
+
+    Raises:
+        StaleEpoch: There is a newer offer for the link.
+        AuthFailed: The listener refused the offer, or two devices could not be linked, which uses the offer up. A new
+            offer tries other backends.
+        PeerDead: No backend reached the listener; the message has the reason for each.
+        DeadlineExceeded: There was no link in time.
     """
     limits = limits or Limits()
     reasons: list[str] = []
@@ -118,7 +127,7 @@ def _device_link(terms: LinkTerms, devices: DeviceLinks, connections: ProvenConn
 def _connections(
     dial: _Dial, offer: Offer, backend: Backend, limits: Limits, deadline: Deadline, *, sealed: bool
 ) -> tuple[Proven, Proven]:
-    """Two proven connections: one to send on, one to receive on. Raises LinkError."""
+    """Return two proven connections: one to send on, one to receive on. Raises LinkError."""
     made: list[socket.socket] = []
     keys: list[SealKeys | None] = []
     try:
@@ -138,7 +147,7 @@ def _connections(
 
 
 def _prove(connection: socket.socket, request: bytes, token: bytes, deadline: Deadline) -> bytes:
-    """The listener's answer, once both ends have proved themselves."""
+    """Return the listener's answer, once both ends have proved themselves."""
     connection.settimeout(_seconds(deadline))
     connection.sendall(request)
     answer = _read(connection, CHALLENGE_BYTES, deadline)
@@ -170,7 +179,7 @@ def _tcp_dial(offer: Offer) -> _Dial:
 
 
 def _dial_device(offer: Offer, backend: Backend, devices: DeviceLinks | None) -> _Dial:
-    """By which the frames of a backend of devices go: a unix socket within a host. Raises PeerDead."""
+    """Return how to connect for a backend of devices: over a unix socket if on one host. Raises PeerDead."""
     if devices is None:
         raise PeerDead("this process has no device to link")
     if offer.device is None:
@@ -185,7 +194,7 @@ def _dial_device(offer: Offer, backend: Backend, devices: DeviceLinks | None) ->
     return _tcp_dial(offer)
 
 
-# How each backend's listener is reached; raises PeerDead where it cannot be.
+# How to reach the listener of each backend; raises PeerDead if it cannot be reached.
 _DIALS: dict[Backend, Callable[[Offer], _Dial]] = {Backend.MEMFD: _memfd_dial, Backend.TCP: _tcp_dial}
 _CHOSEN = {
     Backend.CUDA_IPC: "both ends have a device of one host",
@@ -201,7 +210,7 @@ def _unix(path: str, deadline: Deadline) -> socket.socket:
     try:
         connection.settimeout(_seconds(deadline))
         connection.connect(path)
-        # Whoever may write in its folder could have put another socket there.
+        # Any process that may write in the folder could have put another socket there.
         if why := distrust_reason(connection, _group()):
             raise AuthFailed(f"what listens there is not to be trusted: {why}")
     except BaseException:
@@ -219,7 +228,7 @@ def _group() -> int | None:
 
 def _tcp(address: tuple[str, int], deadline: Deadline) -> socket.socket:
     connection = socket.create_connection(address, timeout=_seconds(deadline))
-    with suppress(OSError):  # a peer that left at once has a better story
+    with suppress(OSError):  # a peer that left at once is reported by the next call
         tune(connection)
     return connection
 
@@ -236,7 +245,7 @@ def _read(connection: socket.socket, count: int, deadline: Deadline) -> bytes:
 
 
 def _seconds(deadline: Deadline) -> float:
-    # 0 would mean not to wait at all, with another error.
+    # 0 would mean non-blocking mode, which raises another error.
     return max(deadline.left_s(), 1e-3)
 
 

@@ -1,7 +1,7 @@
-"""Who is at the other end of a unix socket, as the kernel says, and whether links are for them.
+"""Reads from the kernel which process is at the other end of a unix socket, and decides whether it may have a link.
 
-Links of one machine are for processes of one user, and for root. Services that run as several users, such as systemd's
-units, may share them by a group, which BOTTEGA_LINKS_GROUP names to each of them.
+Links of one machine are for processes of one user and root. Services that run as several users, such as systemd units,
+may share them through a group, which BOTTEGA_LINKS_GROUP names to each of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _ROOT = 0
 
 
 def links_group() -> int | None:
-    """The group that shares links; None where they are for one user. Raises ConfigError for one that is not there."""
+    """Return the group that shares links, or None if they are for one user.
+
+    Raises ConfigError if the group does not exist.
+    """
     name = os.environ.get(GROUP_VARIABLE, "")
     if not name:
         return None
@@ -35,10 +38,13 @@ def links_group() -> int | None:
 
 
 def distrust_reason(connection: socket.socket, group: int | None) -> str:
-    """Why links are not for the process at the other end of a connected unix socket; "" where they are.
+    """Return why the process at the other end of a connected unix socket may have no link; "" if it may.
 
-    Of a process that listens it is whoever called listen. group: see links_group; of that process it must be the
-    primary one, because an ordinary member need not be a service.
+    For a listening socket, that is the process that called listen.
+
+    Args:
+        group: See links_group. It must be the primary group of the process, because an ordinary member need not be a
+            service.
     """
     _, user, their_group = _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -49,7 +55,7 @@ def distrust_reason(connection: socket.socket, group: int | None) -> str:
 
 
 def user_name(user: int) -> str:
-    """A user as a person knows them."""
+    """Return a user's name and number as text."""
     try:
         return f"user {pwd.getpwuid(user).pw_name} ({user})"
     except KeyError:

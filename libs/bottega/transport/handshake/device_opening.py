@@ -1,5 +1,4 @@
-"""Opening a link between devices: it is set up by both ends at once, and proves in both directions that bytes come
-through before anybody uses it."""
+"""Opens a link between devices: both ends set it up at once and prove that bytes pass in both directions before use."""
 
 from __future__ import annotations
 
@@ -15,15 +14,18 @@ from bottega.transport.channel.limits import Limits
 from bottega.transport.layout import DType, Layout, TensorSpec
 from bottega.transport.link import Link, LinkTerms
 
-# The first group of NCCL in a process takes seconds.
+# The first NCCL group in a process takes seconds.
 _SET_UP_S = 10.0
 _PROBE_BYTES = 4096
-# A prime number of values, so that no two places of an alignment look alike.
+# 251 is prime, so no two aligned positions look alike.
 _PATTERN = (bytes(range(251)) * (_PROBE_BYTES // 251 + 1))[:_PROBE_BYTES]
 
 
 def open_device_link(terms: LinkTerms, devices: DeviceLinks, connections: ProvenConnections) -> Link:
-    """The link, while the other end does the same. Raises LinkError with the reason, and has closed all then."""
+    """Return the link, while the other end does the same.
+
+    Raises LinkError with the reason; everything is closed then.
+    """
     deadline = Deadline.after(_SET_UP_S)
     ends = devices.open(terms.backend_choice.backend, connections, deadline)
     _probe(terms, ends, deadline)
@@ -31,7 +33,7 @@ def open_device_link(terms: LinkTerms, devices: DeviceLinks, connections: Proven
 
 
 def _probe(terms: LinkTerms, ends: tuple[SenderBackend, ReceiverBackend], deadline: Deadline) -> None:
-    """Sends a pattern each way, by a link that is not the one that will be used: that one begins to count anew."""
+    """Send a pattern each way over a temporary link, so that the real link starts to count from zero."""
     link = Link(replace(terms, counters=LinkCounters()), *ends)
     sent, expected = _layout(terms.theirs), _layout(terms.ours)
     try:
@@ -48,5 +50,5 @@ def _probe(terms: LinkTerms, ends: tuple[SenderBackend, ReceiverBackend], deadli
 
 
 def _layout(limits: Limits) -> Layout:
-    """Of a probe that an end with these limits receives."""
+    """Return the layout of a probe that an end with these limits receives."""
     return Layout.of(TensorSpec(name="probe", dtype=DType.UINT8, shape=(min(_PROBE_BYTES, limits.slot_bytes),)))

@@ -1,6 +1,6 @@
-"""The listening side of links: makes offers, and opens a link for each process that connects with one.
+"""The listening side of links: it makes offers, and opens a link for each process that connects with one.
 
-It binds only the address and the path that it is given. Its user sends the offers, by gRPC.
+It binds only the address and the path that it is given. Its caller sends the offers over gRPC.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from bottega.transport.handshake.pending_offers import PendingOffer, PendingOffe
 from bottega.transport.link import LEASE_S, Link, LinkTerms
 from bottega.transport.memory.mappings import sharing_failure
 
-# Of links whose newest epoch is remembered; what is forgotten can only be refused.
+# How many links have their newest epoch remembered. Offers of forgotten links are refused.
 _MAX_REMEMBERED = 4096
 
 
 class LinkListener:
-    """Offers links and accepts them. Any thread may call it. Close it: its links stay open."""
+    """A listener that offers links and accepts them. Any thread may call it. Its links outlive it."""
 
     def __init__(
         self,
@@ -65,10 +65,13 @@ class LinkListener:
         lease_s: float = LEASE_S,
         devices: DeviceLinks | None = None,
     ) -> None:
-        """token_s: for how long an offer can be used, at the longest (handshake/pending_offers.py). devices: this
-        process's, for links from those of others.
+        """Bind the endpoints and start to accept connections.
 
-        Raises ConfigError when an address cannot be bound, or the unix socket's folder is in others' hands.
+        Args:
+            token_s: Longest time that an offer can be used (handshake/pending_offers.py).
+            devices: The devices of this process, for links between devices.
+
+        Raises ConfigError if an address cannot be bound, or other users control the folder of the unix socket.
         """
         self._endpoints = endpoints
         self._limits = limits or Limits()
@@ -92,11 +95,14 @@ class LinkListener:
         self.close()
 
     def offer(self, link_id: str | None = None, *, caller: str = "") -> Offer:
-        """An offer for one other process, to be used once. With the link_id of an earlier one it is of the next epoch:
-        the link that there was ends with StaleEpoch.
+        """Return an offer for one other process, to be used once.
 
-        caller: host of the process that requests it; the number of its unused offers is bounded.
-        Raises LinksFull when too many offers wait, InvalidRequest for what is no link_id.
+        With the link_id of an earlier offer, it has the next epoch, and the earlier link ends with StaleEpoch.
+
+        Args:
+            caller: Host of the process that requests the offer. Its unused offers are bounded.
+
+        Raises LinksFull if too many offers wait, and InvalidRequest if link_id is malformed.
         """
         link_id = link_id or new_link_id()
         if not is_link_id(link_id):
@@ -119,10 +125,10 @@ class LinkListener:
         return offer
 
     def accept(self, offer: Offer, deadline: Deadline) -> Link:
-        """The link, when the other end has connected.
+        """Return the link, once the other end has connected.
 
-        Raises DeadlineExceeded, after which one may wait again; AuthFailed when the offer has expired, or was given up
-        for others; StaleEpoch when there is a newer one; what a link between devices could not be opened for.
+        Raises DeadlineExceeded, after which waiting again is possible; AuthFailed if the offer expired or was dropped
+        in favour of others; StaleEpoch if there is a newer one; or the error of opening a link between devices.
         """
         request, pending = self._taken_up(offer, deadline)
         link = self._link(pending, request)
@@ -136,7 +142,7 @@ class LinkListener:
         return link
 
     def _taken_up(self, offer: Offer, deadline: Deadline) -> tuple[HandshakeRequest, PendingOffer]:
-        """Waits for the connections of both directions."""
+        """Wait for the connections of both directions."""
         with self._lock:
             while True:
                 pending = self._pending_offer(offer)
@@ -147,7 +153,7 @@ class LinkListener:
                     raise DeadlineExceeded("the offer of a link was not used in time")
 
     def close(self) -> None:
-        """Opens no more links; those that are open stay open."""
+        """Stop opening links. Open links stay open."""
         with self._lock:
             if self._closed:
                 return
@@ -158,7 +164,7 @@ class LinkListener:
             Path(self._memfd.path).unlink(missing_ok=True)
 
     def token_for(self, request: HandshakeRequest) -> bytes | Verdict:
-        """The token that this request has to prove, or why it is refused."""
+        """Return the token that this request has to prove, or the verdict that refuses it."""
         with self._lock:
             if request.epoch < self._epochs.get(request.link_id, 0):
                 return Verdict.STALE
@@ -174,7 +180,7 @@ class LinkListener:
             return pending.offer.token
 
     def admit(self, request: HandshakeRequest, connection: socket.socket) -> bool:
-        """Keeps a connection whose proof was right; False when the offer has been used meanwhile."""
+        """Keep a connection whose proof was right; return False if the offer has been used meanwhile."""
         with self._lock:
             pending = self._pending.get(request.link_id)
             if pending is None or isinstance(self.token_for(request), Verdict) or self._closed:

@@ -1,9 +1,10 @@
-"""How the two ends of a connection prove to each other that they have the same offer's token. Plain bytes in and out.
+"""The handshake: how the two ends of a connection prove to each other that they have the same offer's token.
 
-The connecting end sends a request, the listener answers with a challenge and its own proof, the connecting end sends
-its proof, the listener answers with a verdict. A proof is an HMAC-SHA-256 of the end's role, the request and the
-listener's nonce, so that none fits another connection, direction, epoch, end or set of limits. The request says whether
-what follows is sealed, by keys that are made of the token and both nonces; within a host it is not.
+All functions take and return plain bytes. The connecting end sends a request, the listener answers with a challenge and
+its own proof, the connecting end sends its proof, and the listener answers with a verdict. A proof is an HMAC-SHA-256
+of the end's role, the request and the listener's nonce, so none fits another connection, direction, epoch, end or set
+of limits. The request says whether the connection is sealed, with keys made of the token and both nonces; within a host
+it is not.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ CHALLENGE_BYTES = _CHALLENGE.size
 PROOF_BYTES = 32
 WELCOME_BYTES = 1
 
-# By their numbers in a request.
+# The index of a backend is its number in a request.
 _BACKENDS = (Backend.MEMFD, Backend.TCP, Backend.CUDA_IPC, Backend.NCCL, Backend.GLOO)
 
 
 class Direction(IntEnum):
-    """Who sends on a connection."""
+    """The end that sends on a connection."""
 
     CONNECTOR_SENDS = 0
     LISTENER_SENDS = 1
@@ -57,22 +58,28 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeRequest:
-    """What the connecting end claims; worth nothing until its proof. encoded: as it was sent. answer: the challenge
-    that it got. sealed: whether what follows shall be.
-    """
+    """The claim of the connecting end, not to be trusted before its proof."""
 
     backend: Backend
     direction: Direction
     sealed: bool
+    """Whether the connection will be sealed."""
     link_id: str
     epoch: int
     limits: Limits
     encoded: bytes
+    """The request as it was sent."""
     answer: bytes = b""
+    """The challenge that answered it."""
 
 
 def handshake_request(offer: Offer, backend: Backend, direction: Direction, limits: Limits, *, sealed: bool) -> bytes:
-    """The first bytes of a connection. limits: of what the connecting end receives. sealed: see HandshakeRequest."""
+    """Return the first bytes of a connection.
+
+    Args:
+        limits: Limits of what the connecting end receives.
+        sealed: Whether the connection will be sealed.
+    """
     return _REQUEST.pack(
         _MAGIC,
         _BACKENDS.index(backend),
@@ -88,7 +95,7 @@ def handshake_request(offer: Offer, backend: Backend, direction: Direction, limi
 
 
 def parse_request(encoded: bytes) -> HandshakeRequest:
-    """What an unproven peer sent. Raises BadFrame when it is no request."""
+    """Return the request of an unproven peer. Raises BadFrame if the bytes are not a request."""
     magic, backend, direction, sealed, link_id, epoch, slots, slot_bytes, layouts, _ = _REQUEST.unpack(encoded)
     known = backend < len(_BACKENDS) and direction in set(Direction) and sealed in (0, 1)
     if magic != _MAGIC or not known or epoch > MAX_EPOCH:
@@ -109,19 +116,19 @@ def parse_request(encoded: bytes) -> HandshakeRequest:
 
 
 def challenge(token: bytes, encoded: bytes) -> tuple[bytes, bytes]:
-    """The listener's answer to a request, and the proof that must come back."""
+    """Return the listener's answer to a request, and the proof that must come back."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     answer = _CHALLENGE.pack(_MAGIC, Verdict.WELCOME, nonce, _proof(token, b"listener", encoded, nonce))
     return answer, _proof(token, b"connector", encoded, nonce)
 
 
 def refusal(verdict: Verdict) -> bytes:
-    """The listener's answer to a request that it refuses."""
+    """Return the listener's answer to a request that it refuses."""
     return _CHALLENGE.pack(_MAGIC, verdict, bytes(_NONCE_BYTES), bytes(PROOF_BYTES))
 
 
 def answer_challenge(token: bytes, encoded: bytes, answer: bytes) -> bytes:
-    """The connecting end's proof, after it has checked the listener's. Raises AuthFailed, StaleEpoch."""
+    """Check the listener's proof, and return the connecting end's. Raises AuthFailed, StaleEpoch."""
     magic, verdict, nonce, proof = _CHALLENGE.unpack(answer)
     if magic != _MAGIC:
         raise AuthFailed("what answers there is no listener of links")
@@ -132,8 +139,11 @@ def answer_challenge(token: bytes, encoded: bytes, answer: bytes) -> bytes:
 
 
 def seal_keys(token: bytes, encoded: bytes, answer: bytes, *, connecting: bool) -> SealKeys:
-    """The keys of a connection for one of its ends. encoded, answer: its request and its challenge, whose nonces make
-    them the connection's alone. Source: HKDF, RFC 5869.
+    """Return the keys of a connection for one of its ends. Source: HKDF, RFC 5869.
+
+    Args:
+        encoded: The connection's request, whose nonce makes the keys unique.
+        answer: Its challenge, which has the other nonce.
     """
     salt = hashlib.sha256(encoded + answer).digest()
 
@@ -145,7 +155,7 @@ def seal_keys(token: bytes, encoded: bytes, answer: bytes, *, connecting: bool) 
 
 
 def check_verdict(verdict: int) -> None:
-    """Raises why the listener refused: StaleEpoch, AuthFailed."""
+    """Raise StaleEpoch or AuthFailed if the listener refused."""
     if verdict == Verdict.STALE:
         raise StaleEpoch("the link has been opened anew since this offer was made; ask for a new one")
     if verdict != Verdict.WELCOME:

@@ -1,4 +1,4 @@
-"""An offer to open a link, and what became of it. They travel by gRPC; a link's bytes never do.
+"""Offers to open a link. gRPC carries them; it never carries a link's bytes.
 
 The token is a secret: a process that has the offer may open the link, once, before it expires. It is not printed.
 """
@@ -22,15 +22,16 @@ _MAX_TEXT = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemfdEndpoint:
-    """A unix socket, for processes of the same host. host: identity of the running system."""
+    """A unix socket, for processes of the same host."""
 
     path: str
     host: str
+    """Identity of the running system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpEndpoint:
-    """An address, for all."""
+    """A TCP address, for any process."""
 
     host: str
     port: int
@@ -38,18 +39,20 @@ class TcpEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What the connecting process needs.
+    """An offer, with everything that the connecting process needs.
 
-    link_id: 32 hexadecimal digits. epoch: counts from 1 how often the link has been opened.
-    limits: of what the listener receives. sealed: whether bytes that cross a network are.
-    Raises ValueError naming the field that no listener would have written.
+    Raises ValueError that names the field which no listener would have written.
     """
 
     link_id: str
+    """32 hexadecimal digits."""
     token: bytes = field(repr=False)
     epoch: int
+    """How often the link has been opened, from 1."""
     limits: Limits
+    """Limits of what the listener receives."""
     sealed: bool = True
+    """Whether bytes that cross a network are sealed."""
     memfd: MemfdEndpoint | None = None
     tcp: TcpEndpoint | None = None
     device: DeviceEndpoint | None = None
@@ -72,9 +75,9 @@ class Offer:
 
 @functools.cache
 def host_identity() -> str:
-    """Differs between running systems; "" where it cannot be told.
+    """Return an identity that differs between running systems, or "" if it is unknown.
 
-    Containers of one system share it, although they may see different files: only connecting shows what is reachable.
+    Containers of one system share it although they may see different files: only connecting shows what can be reached.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -83,10 +86,10 @@ def host_identity() -> str:
 
 
 def new_link_id() -> str:
-    """A name that nobody can guess."""
+    """Return a random id that cannot be guessed."""
     return secrets.token_hex(LINK_ID_CHARACTERS // 2)
 
 
 def is_link_id(text: str) -> bool:
-    """Whether it has the form of a link's name."""
+    """Return whether the text has the form of a link id."""
     return len(text) == LINK_ID_CHARACTERS and set(text) <= set(string.hexdigits.lower())

@@ -1,4 +1,4 @@
-"""Offers as messages of the contract, and back, every field checked."""
+"""Converts offers to messages of the contract and back, and checks every field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bottega.v1 import link_pb2
 
 
 def offer_to_wire(offer: Offer) -> link_pb2.LinkOffer:
-    """The message; it holds the token, so it goes to the one who shall connect and into no log."""
+    """Return the message. It holds the token: send it to the connecting process only, and never log it."""
     limits = offer.limits
     message = link_pb2.LinkOffer(
         link_id=offer.link_id,
@@ -31,7 +31,7 @@ def offer_to_wire(offer: Offer) -> link_pb2.LinkOffer:
 
 
 def offer_from_wire(message: link_pb2.LinkOffer) -> Offer:
-    """The offer. Raises InvalidRequest naming what is wrong."""
+    """Return the offer. Raises InvalidRequest that names the faulty field."""
     wire, memfd, tcp = message.limits, message.memfd, message.tcp
     try:
         return Offer(
@@ -51,5 +51,5 @@ def offer_from_wire(message: link_pb2.LinkOffer) -> Offer:
 
 def _device(message: link_pb2.LinkDeviceEndpoint) -> DeviceEndpoint:
     known = {backend.value for backend in Backend if backend.of_devices}
-    backends = tuple(Backend(name) for name in message.backends if name in known)  # a newer listener may have others
+    backends = tuple(Backend(name) for name in message.backends if name in known)  # a newer listener may support others
     return DeviceEndpoint(host=message.host, device=message.device, version=message.version, backends=backends)

@@ -1,7 +1,7 @@
-"""Offers that were made and not used yet: how many there may be of a caller and in all, and for how long.
+"""Unused offers: how many a caller may have, how many there may be in total, and for how long.
 
-A caller with many unused offers does not get in the way of others: its own oldest one makes room for its next. All
-calls come under the listener's lock.
+A caller with many unused offers does not block others: its own oldest offer makes room for its next one. All calls are
+made under the listener's lock.
 """
 
 from __future__ import annotations
@@ -19,30 +19,37 @@ from bottega.transport.handshake.messages import Direction, HandshakeRequest
 from bottega.transport.handshake.offer import Offer
 
 MAX_OFFERS = 256
-# Of one caller: all workers of one host may come back to a server at once, and another host's find room beside them.
+# For one caller: all workers of one host may reconnect at once, with room left for another host.
 MAX_OFFERS_OF_ONE = 128
-# An offer is not given up for others before this: a worker uses it within milliseconds, on a busy machine within this.
+# An offer is not dropped for others before this. A worker uses it within milliseconds, or within this on a busy
+# machine.
 SAFE_S = 1.0
-# Offers become old enough to make room within SAFE_S; callers that were refused together should not come back together.
+# Offers become old enough to be dropped within SAFE_S. The spread keeps refused callers from returning together.
 _RETRY_S = (0.3, 1.0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PendingOffer:
-    """changed: notified when this offer changes; one for each offer, so that a crowd of offers wakes nobody in vain."""
+    """An offer that has not been used yet."""
 
     offer: Offer
     caller: str
     made: float
     until: float
     changed: threading.Condition
-    # Proven connections by direction.
+    """Notified when this offer changes. Each offer has its own, so that a crowd of offers wakes no other thread."""
     connections: dict[Direction, Proven] = field(default_factory=dict)
+    """Proven connections by direction."""
     request: HandshakeRequest | None = None
 
 
 class PendingOffers:
-    """By link_id, the oldest first. lock: the listener's. token_s: for how long one can be used."""
+    """Unused offers by link_id, the oldest first.
+
+    Args:
+        lock: The listener's lock.
+        token_s: How long an offer can be used.
+    """
 
     def __init__(self, lock: threading.RLock, *, token_s: float) -> None:
         self.token_s = token_s
@@ -50,12 +57,12 @@ class PendingOffers:
         self._pending: dict[str, PendingOffer] = {}
 
     def get(self, link_id: str) -> PendingOffer | None:
-        """One that can still be used."""
+        """Return an offer that can still be used, or None."""
         self._expire()
         return self._pending.get(link_id)
 
     def add(self, offer: Offer, caller: str) -> None:
-        """Adds one. Call `make_room` first."""
+        """Add an offer. Call `make_room` first."""
         now = time.monotonic()
         self._pending[offer.link_id] = PendingOffer(
             offer=offer,
@@ -66,8 +73,11 @@ class PendingOffers:
         )
 
     def make_room(self, caller: str) -> None:
-        """Makes room for one more of this caller. At the bound of a caller its oldest one is given up; at the bound of
-        all, the oldest one of the caller that has most. Raises LinksFull where that one is too young."""
+        """Make room for one more offer of this caller.
+
+        At the caller's bound, its oldest offer is dropped. At the total bound, the oldest offer of the caller with the
+        most is dropped. Raises LinksFull if that one is too young.
+        """
         self._expire()
         counts = Counter(each.caller for each in self._pending.values())
         if counts[caller] >= MAX_OFFERS_OF_ONE:
@@ -76,11 +86,11 @@ class PendingOffers:
             self._give_up_oldest(_most_of(counts))
 
     def pop(self, link_id: str) -> PendingOffer:
-        """Removes one that is being used. Raises KeyError."""
+        """Remove an offer that is being used. Raises KeyError."""
         return self._pending.pop(link_id)
 
     def drop(self, link_id: str) -> None:
-        """Gives up an offer, closes its connections, and wakes threads that wait for it. Harmless if there is none."""
+        """Drop an offer if there is one, close its connections, and wake the threads that wait for it."""
         pending = self._pending.pop(link_id, None)
         if pending is None:
             return
@@ -89,7 +99,7 @@ class PendingOffers:
         pending.changed.notify_all()
 
     def clear(self) -> None:
-        """Gives all of them up."""
+        """Drop all offers."""
         for link_id in list(self._pending):
             self.drop(link_id)
 

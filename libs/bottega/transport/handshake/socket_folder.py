@@ -1,6 +1,6 @@
-"""The folders in which unix sockets of links lie, and the proof that nobody else has them in hand.
+"""The folders of links' unix sockets, and the check that no other user controls them.
 
-A folder is opened, and what was opened is looked at, so that none can be put in its place meanwhile.
+A folder is opened first and the open descriptor is checked, so that nobody can swap the folder in between.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from bottega.errors import ConfigError
 from bottega.transport.handshake.credentials import user_name
 
-# The folder that systemd makes for a unit's sockets, which other units can see, and the one for all that a user runs.
+# systemd makes the first folder for a unit's sockets, and other units can see it. The second is for all of a user's
+# processes.
 _UNIT_VARIABLE = "RUNTIME_DIRECTORY"
 _USER_VARIABLE = "XDG_RUNTIME_DIR"
 _ROOT = 0
@@ -26,26 +27,29 @@ _ELSEWHERE = (
 
 
 def default_socket_path(service: str) -> Path:
-    """A path for a unix socket of this process: in the folder that systemd made for its unit, else in a private one of
-    this user, which is made: in the folder for what the user runs, else in the one for temporary files.
+    """Return a path for a unix socket of this process.
 
-    Raises ConfigError where that folder is another's, or open to others.
+    It is in the folder that systemd made for the unit, else in a private folder of this user, which is created if
+    needed in the user's runtime folder or in the one for temporary files. Raises ConfigError if the folder belongs to
+    another user or is open to others.
     """
     if given := os.environ.get(_UNIT_VARIABLE, "").partition(":")[0]:
         _check_folder(Path(given), private=False)
         return Path(given) / "links.sock"
     folder = _of_this_user()
-    with suppress(OSError):  # what is wrong is said below
+    with suppress(OSError):  # the check below reports the problem
         folder.mkdir(mode=0o700)
     _check_folder(folder, private=True)
     return folder / f"{service}-{os.getpid()}.sock"
 
 
 def open_folder(folder: Path, *, private: bool = False) -> int:
-    """A descriptor of a folder in which nobody but this user, and root, can make or replace anything.
+    """Return a descriptor of a folder in which only this user and root can create or replace anything.
 
-    private: nor can anybody else look into it, and it is this user's. Raises ConfigError, which says whose it is and
-    what to do; OSError where there is no such folder.
+    Raises ConfigError that names the owner and what to do, and OSError if there is no such folder.
+
+    Args:
+        private: Also require that the folder is this user's and that no other user can read it.
     """
     _refuse_links(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -67,14 +71,14 @@ def _check_folder(folder: Path, *, private: bool) -> None:
 def _of_this_user() -> Path:
     runtime = os.environ.get(_USER_VARIABLE, "")
     if runtime and Path(runtime).is_absolute():
-        with suppress(OSError, ConfigError):  # one of another user's session, as after sudo: not meant
+        with suppress(OSError, ConfigError):  # a folder of another user's session, as after sudo, is not meant
             os.close(open_folder(Path(runtime), private=True))
             return Path(runtime) / "bottega"
     return Path(tempfile.gettempdir()) / f"bottega-{os.geteuid()}"
 
 
 def _refuse_links(folder: Path) -> None:
-    """For its sentence; opening would refuse it, too, and for a file in its place the words are the same."""
+    """Raise a clear error for a symbolic link or a file; opening it would fail with the same words for both."""
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
         what = "a link" if stat.S_ISLNK(found.st_mode) else "no folder"
@@ -88,8 +92,8 @@ def _check(folder: Path, found: os.stat_result, *, private: bool) -> None:
     user = os.geteuid()
     if found.st_uid != user and (private or found.st_uid != _ROOT):
         raise ConfigError(
-            f"{folder} belongs to {user_name(found.st_uid)}, and not to {user_name(user)}, who runs this: whoever owns "
-            f"it could take links over; have it removed, {_ELSEWHERE}"
+            f"{folder} belongs to {user_name(found.st_uid)}, and not to {user_name(user)}, who runs this: its owner "
+            f"could take links over; have it removed, {_ELSEWHERE}"
         )
     open_to = stat.S_IMODE(found.st_mode) & (_OTHERS if private else _WRITERS)
     if open_to:

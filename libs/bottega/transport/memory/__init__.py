@@ -1,1 +1,1 @@
-"""Memory that messages lie in: slots, sealed shared memory, sealed files, and copies between buffers."""
+"""The memory of messages: slots, sealed shared memory, sealed files, and copies between buffers."""

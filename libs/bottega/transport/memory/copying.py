@@ -1,7 +1,7 @@
-"""Copies between buffers: small ones at once, large ones by two threads.
+"""Copies between buffers: small ones directly, large ones with two threads.
 
-One core alone does not use all that memory can move: two took .5 to .8 of its time (AMD EPYC, 2 cores, 108 MiB), and as
-much as one where the second core slept and had to be woken, or had work of its own.
+One core alone does not use the full memory bandwidth. Two took .5 to .8 of its time (AMD EPYC, 2 cores, 108 MiB), and
+as much as one if the second core slept or was busy.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 from bottega.transport.memory.mappings import address
 
-# Below this, a plain assignment is quicker than leaving and taking the interpreter's lock.
+# Below this, a plain assignment is faster than releasing and taking the interpreter's lock.
 _SMALL_BYTES = 64 << 10
-# Below this, waking a thread takes a good part of what it saves.
+# Below this, waking a thread costs much of what it saves.
 _SHARED_BYTES = 4 << 20
-# Few, because each ends with a wait for the interpreter's lock; more than two, because the other may begin late or be
-# held up: the caller waits for one of its pieces at most.
+# Few, because each ends with a wait for the interpreter's lock. More than two, because the other thread may start late
+# or be held up: the caller then waits for at most one of its pieces.
 _PIECES = 4
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copies all of `source` to the front of `target`; both are flat bytes. Large copies let other threads run."""
+    """Copy all of `source` to the front of `target`; both are flat bytes. Large copies let other threads run."""
     size = len(source)
     if size <= _SMALL_BYTES:
         target[:size] = source
@@ -37,7 +37,7 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 
 def _by_two(target: int, source: int, size: int) -> None:
-    """Both threads copy pieces until none is left. Where the other is busy or late, the caller copies all itself."""
+    """Copy in two threads that take pieces until none is left. If the other is late, the caller copies everything."""
     piece = -(-size // _PIECES)
     starts = deque(range(0, size, piece))
 
@@ -57,10 +57,10 @@ def _by_two(target: int, source: int, size: int) -> None:
 
 @functools.cache
 def _second() -> ThreadPoolExecutor:
-    """The other thread, which all links share; it ends with the process."""
+    """Return the other thread, which all links share and which ends with the process."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="copy")
 
 
 def _cores() -> int:
-    """How many this process may use now: operators pin and unpin while it runs."""
+    """Return how many cores this process may use now. Operators change the affinity while it runs."""
     return len(os.sched_getaffinity(0))

@@ -1,7 +1,7 @@
-"""Memory that messages lie in: slots of this process, and sealed slots that two processes share.
+"""The memory of slots: private slots of this process, and sealed slots that two processes share.
 
-A mapping is never closed, only dropped: closing it under a tensor that still looks into it would end the process. The
-system unmaps it when nobody refers to it any more.
+A mapping is never closed, only dropped: closing it under a tensor that still uses it would crash the process. The
+system unmaps it when nothing refers to it any more.
 """
 
 from __future__ import annotations
@@ -19,29 +19,28 @@ from typing import Any
 from bottega.errors import BadFrame, NoSharedMemory
 from bottega.process import open_files
 
-# <linux/fcntl.h>; Python's fcntl has all but the last.
+# From <linux/fcntl.h>; Python's fcntl has the other constants.
 _F_SEAL_FUTURE_WRITE = 0x0010
-# The size can never change and no page can be taken out, so that reading never faults; receivers cannot write.
+# The size can never change and no page can be removed, so reading never faults. Receivers cannot write.
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
-# <linux/mman.h>, since Linux 5.14.
+# From <linux/mman.h>, since Linux 5.14.
 _MADV_POPULATE_READ = 22
-# <asm-generic/mman-common.h>; Python's mmap does not have it.
+# From <asm-generic/mman-common.h>; Python's mmap does not have it.
 _MAP_FIXED = 0x10
-# Reserved places over which nothing could be mapped. The system may have given them to others since: never unmapped.
+# Reserved places that could not be mapped over. The system may have reused them since, so they are never unmapped.
 _LOST: list[mmap.mmap] = []
 
 
 def private_slot(size_bytes: int) -> mmap.mmap:
-    """Page-aligned memory of this process, its pages there already. Raises NoSharedMemory."""
+    """Return page-aligned memory of this process with all pages allocated. Raises NoSharedMemory."""
     with _no_memory(size_bytes):
         return mmap.mmap(-1, _pages(size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
 
 
 def shared_slot(size_bytes: int) -> tuple[int, mmap.mmap]:
-    """Memory to write and to share: the file descriptor for the peer, which the caller closes, and our mapping.
+    """Return memory to write and share: the file descriptor for the peer, which the caller closes, and our mapping.
 
-    Every page is reserved before anybody touches one, so that a system without room says so here, instead of
-    by SIGBUS later. Raises NoSharedMemory.
+    Every page is reserved first, so a system without room raises NoSharedMemory here, instead of SIGBUS later.
     """
     size = _pages(size_bytes)
     with _no_memory(size):
@@ -57,24 +56,26 @@ def shared_slot(size_bytes: int) -> tuple[int, mmap.mmap]:
 
 
 def received_slot(descriptor: int, size_bytes: int) -> mmap.mmap:
-    """The peer's memory, to read. Raises BadFrame unless it is sealed, all there and as large as was said;
-    NoSharedMemory."""
+    """Return the peer's memory, read-only.
+
+    Raises BadFrame unless it is sealed, fully allocated and as large as announced; NoSharedMemory.
+    """
     _check_slot(descriptor, size_bytes)
     mapping = read_only(descriptor, size_bytes)
-    with suppress(OSError):  # an older system maps the pages one by one, at the first touch
+    with suppress(OSError):  # an older system maps each page at its first use
         mapping.madvise(_MADV_POPULATE_READ)
     return mapping
 
 
 def read_only(descriptor: int, size_bytes: int) -> mmap.mmap:
-    """A file's pages, to read. Raises NoSharedMemory.
+    """Return the pages of a file, read-only. Raises NoSharedMemory.
 
-    Python and torch take the mapping for writable (torch warns of memory that is not), but the system does not:
-    writing ends the process with SIGSEGV. A private copy of the page, the other choice, would silently hide every
-    later message in it.
+    Python and torch treat the mapping as writable (torch warns about memory that is not), but the system does not: a
+    write ends the process with SIGSEGV. The alternative, a private copy of the page, would silently hide every later
+    message in it.
 
-    Mapped over a place that Python reserved, and will unmap: where Python maps a file itself, it keeps a descriptor
-    for as long as somebody looks at it, and what is kept is bounded in bytes, not in number.
+    The file is mapped over a place that Python reserved and will unmap. A file that Python maps itself keeps a
+    descriptor open as long as the mapping lives, and only bytes are bounded here, not the number of mappings.
     """
     with _no_memory(size_bytes):
         place = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -87,7 +88,7 @@ def read_only(descriptor: int, size_bytes: int) -> mmap.mmap:
 
 
 def address(buffer: object) -> int:
-    """Where a buffer's bytes are, also of one that is read-only. The caller keeps the buffer alive."""
+    """Return the address of a buffer's bytes, which may be read-only. The caller keeps the buffer alive."""
     view = _PyBuffer()
     _get_buffer()(buffer, ctypes.byref(view), 0)
     found = int(view.buf or 0)
@@ -96,7 +97,7 @@ def address(buffer: object) -> int:
 
 
 def sharing_failure() -> str:
-    """Tries on one page what sharing slots takes; returns why it does not work, or nothing."""
+    """Share one page as a test; return why sharing does not work, or ""."""
     try:
         descriptor, _ = shared_slot(mmap.PAGESIZE)
         try:
@@ -137,7 +138,7 @@ def _pages(size_bytes: int) -> int:
 
 
 class _PyBuffer(ctypes.Structure):
-    """Py_buffer of the stable ABI (PEP 3118); ctypes itself gives addresses of writable buffers only."""
+    """Py_buffer of the stable ABI (PEP 3118). ctypes itself gives addresses of writable buffers only."""
 
     _fields_ = (
         ("buf", ctypes.c_void_p),

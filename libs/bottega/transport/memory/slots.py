@@ -1,4 +1,4 @@
-"""Slots: memory that one message after the other lies in, and where its tensors are."""
+"""Slots: memory that holds one message after another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bottega.transport.memory.mappings import private_slot
 
 
 class Slot:
-    """One slot's memory. The views of its latest layout are kept: nearly every message has that of the one before."""
+    """The memory of one slot, with the views of its latest layout cached: most messages repeat the last layout."""
 
     __slots__ = ("_layout", "_views", "memory")
 
@@ -23,25 +23,31 @@ class Slot:
         return len(self.memory)
 
     def views(self, layout: Layout) -> tuple[memoryview, ...]:
-        """Where each tensor of the layout lies; the slot is large enough."""
+        """Return the memory of each tensor of the layout. The slot is large enough."""
         if self._layout is not layout:
             self._layout, self._views = layout, layout.views(self.memory)
         return self._views
 
     def pieces(self, layout: Layout, start: int, stop: int) -> list[memoryview]:
-        """The bytes `start` to `stop` - 1 of a message, as they are sent."""
+        """Return bytes `start` to `stop` - 1 of a message, in the form in which they are sent."""
         return [self.memory[start:stop]]
 
 
 class GrowingSlots:
-    """Slots by index, made when they are first used. One that is too small becomes as large as the largest of them:
-    which of them the next large message gets is chance."""
+    """Slots by index, allocated at first use.
+
+    A slot that is too small grows to the size of the largest slot, because any slot may get the next large message.
+    """
 
     def __init__(self) -> None:
         self._slots: dict[int, Slot] = {}
 
     def get(self, index: int, size_bytes: int, allocate: Callable[[int], mmap.mmap] = private_slot) -> Slot:
-        """The slot, with at least that many bytes. allocate: makes its memory; what it raises leaves no slot there."""
+        """Return the slot, with at least that many bytes.
+
+        Args:
+            allocate: Allocates the memory of a slot; if it raises, the index has no slot.
+        """
         found = self._slots.get(index)
         if found is None or len(found) < size_bytes:
             wanted_bytes = max(size_bytes, *(len(slot) for slot in self._slots.values()), 0)
@@ -50,5 +56,5 @@ class GrowingSlots:
         return found
 
     def clear(self) -> None:
-        """Forgets all; memory that somebody looks at stays."""
+        """Forget all slots. Memory that is still referenced stays valid."""
         self._slots.clear()
