@@ -1,15 +1,15 @@
-"""Links between devices: what carries the tensors of bottega.transport's links in memory of devices.
+"""Links between devices: backends that move the tensors of bottega.transport's links between device memories.
 
-Two backends, behind the interface of bottega.transport.channel.backend, whose frames go over a connection of the link's
-own, with the headers of messages, so that nothing is parsed in memory of a device:
+The two backends implement bottega.transport.channel.backend. Frames and message headers go over a connection of the
+link's own, so nothing is parsed in device memory:
 
-- slot_pool.py, within a host: the sender's slots are memory of its device that the receiver maps (CUDA IPC), and copies
-  from into slots of its own.
-- process_group.py, between devices of one host or two: a group of torch.distributed of two processes for each
-  direction of each link (NCCL; Gloo moves memory of the host, for tests, and where the configuration says so).
+- slot_pool.py, within a host: the receiver maps the sender's slots in device memory (CUDA IPC) and copies from them
+  into its own slots.
+- process_group.py, between devices of one host or two: each direction of each link has a torch.distributed group of two
+  processes. NCCL is the default; Gloo, which moves host memory, is for tests or on request.
 
-A link has one of them where both ends have a device that can (`device_links`), and where bytes have come through in
-both directions when it was opened; else it goes through memory of the host or TCP, as links without devices do.
+A link uses one of them if both ends have a device that supports it (`device_links`) and bytes passed in both directions
+when the link was opened. Otherwise it uses shared host memory or TCP, as links without devices do.
 """
 
 from bottega.device_links.devices import device_links

@@ -1,4 +1,4 @@
-"""What a process's device can do with links: its endpoint in offers, which backends fit, and their set-up."""
+"""The link backends of a process's device: its endpoint in offers, which backends fit a peer, and their set-up."""
 
 from __future__ import annotations
 
@@ -27,23 +27,29 @@ from bottega.transport.handshake.offer import host_identity
 _log = logging.getLogger(__name__)
 
 Setting = Literal["auto", "off", "gloo"]
-"""What a configuration says of links between devices: those that the device has, none, or Gloo's through memory of the
-host, for tests and where nothing else gets through."""
+"""How links between devices are configured: with the device's own backends, not at all, or with Gloo.
+
+Gloo moves host memory. It is for tests, and for networks where nothing else works.
+"""
 
 Ends = tuple[DeviceSender, DeviceReceiver]
 Opener = Callable[[ProvenConnections, Deadline], Ends]
 
-# After which a backend that came to nothing with a listener's device is tried again.
+# How long a backend is not tried again after it failed with a listener's device.
 _AGAIN_S = 600.0
-# Of those that are remembered.
+# Maximum number of remembered failures.
 _MAX_FAILURES = 256
 _LOOPBACK = "127.0.0.1"
 
 
 def device_links(setting: Setting, device: torch.device, *, budget: SlotBudget | None = None) -> Devices | None:
-    """What this process's links can be between; None: memory of the host alone. budget: for slots of the device."""
+    """Return the devices that links can use, or None if they use only host memory.
+
+    Args:
+        budget: Budget for slots in device memory.
+    """
     if setting == "gloo":
-        return Devices("memory of the host", {Backend.GLOO: open_gloo})  # whose slots are no memory of the device
+        return Devices("memory of the host", {Backend.GLOO: open_gloo})  # its slots are not device memory
     if setting == "off" or device.type != "cuda":
         return None
     openers: dict[Backend, Opener] = {}
@@ -57,9 +63,12 @@ def device_links(setting: Setting, device: torch.device, *, budget: SlotBudget |
 
 
 class Devices:
-    """A bottega.transport DeviceLinks. device: its name, the same for all processes. openers: of its backends.
+    """The DeviceLinks of a process (bottega.transport).
 
-    budget: for slots of all links; None where nothing is counted.
+    Args:
+        device: Name of the device, the same for all processes.
+        openers: How each supported backend opens a link.
+        budget: Budget for the slots of all links; None if nothing is counted.
     """
 
     def __init__(self, device: str, openers: Mapping[Backend, Opener], *, budget: SlotBudget | None = None) -> None:
@@ -72,7 +81,7 @@ class Devices:
         self._lock = threading.Lock()
 
     def misfit(self, backend: Backend, listener: DeviceEndpoint) -> str:
-        """Why a backend cannot carry a link to a listener, or nothing."""
+        """Return why a backend cannot carry a link to a listener, or ""."""
         here = self.endpoint
         if backend not in here.backends or backend not in listener.backends:
             return f"{'this end' if backend not in here.backends else 'the listener'} has none"
@@ -85,10 +94,10 @@ class Devices:
         return self._failure(backend, listener)
 
     def open(self, backend: Backend, connections: ProvenConnections, deadline: Deadline) -> Ends:
-        """Sets up both directions, while the other end does the same.
+        """Set up both directions, while the other end does the same.
 
-        Raises LinkError with the reason, and has closed the connections then. What sets up is given up by the deadline:
-        no call of NCCL's ends by one.
+        The set-up runs in its own thread and is abandoned at the deadline, because NCCL's calls have none. Raises
+        LinkError with the reason; the connections are closed then.
         """
         ends: Future[Ends] = Future()
         threading.Thread(
@@ -109,7 +118,7 @@ class Devices:
                     end.slots.count_in(self._budget)
         except LinkError as error:
             made = error
-        except Exception as error:  # noqa: BLE001 - what libraries raise here is theirs; this link alone fails
+        except Exception as error:  # noqa: BLE001 - libraries raise their own errors here; only this link fails
             made = failed(error)
         waited_for = ends.set_running_or_notify_cancel()
         if isinstance(made, LinkError):
@@ -129,10 +138,10 @@ class Devices:
         except TimeoutError as error:
             if ends.cancel():
                 raise DeadlineExceeded(f"{backend} did not link the devices in time") from error
-            return ends.result()  # it came at the last moment
+            return ends.result()  # it finished at the last moment
 
     def remember_failure(self, backend: Backend, listener: DeviceEndpoint, why: str) -> None:
-        """`misfit` says so for a while."""
+        """Remember a failure, which `misfit` reports for a while."""
         _log.warning("two devices could not be linked", extra={"backend": backend, "why": why})
         with self._lock:
             if len(self._failures) >= _MAX_FAILURES:
@@ -149,7 +158,7 @@ class Devices:
 
 
 def pool_opener(memory: SharedMemory) -> Opener:
-    """Opens links by memory that two processes of a host share."""
+    """Return an opener of links through memory that two processes of a host share."""
 
     def open_pool(connections: ProvenConnections, deadline: Deadline) -> Ends:
         sender = PoolSender(connections.sending, memory)
@@ -159,7 +168,7 @@ def pool_opener(memory: SharedMemory) -> Opener:
 
 
 def open_gloo(connections: ProvenConnections, deadline: Deadline) -> Ends:
-    """Opens a link by Gloo, in memory of the host."""
+    """Open a link over Gloo, in host memory."""
     host = _LOOPBACK
     if connections.sending.family != socket.AF_UNIX:
         host = connections.sending.getsockname()[0]
@@ -186,7 +195,7 @@ def _open_groups(
     deadline: Deadline,
     new_group: Callable[[LinkStore, bool], PairGroup],
 ) -> Ends:
-    """One group for each direction, in the same order at both ends."""
+    """Return the ends over one group for each direction, made in the same order at both ends."""
     groups: dict[bool, PairGroup] = {}
     try:
         for sends in (connections.connecting, not connections.connecting):
@@ -204,15 +213,15 @@ def _open_groups(
 
 
 def _close(connections: ProvenConnections) -> None:
-    """Wakes whoever reads them, too."""
+    """Shut the connections down, which wakes their readers, and close them."""
     for connection in (connections.sending, connections.receiving):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has ended already
             connection.shutdown(socket.SHUT_RDWR)
         connection.close()
 
 
 def _version() -> str:
-    """Of what two ends of a process group must have in common."""
+    """Return the versions that both ends of a process group must share."""
     text = f"torch {torch.__version__.partition('+')[0]}"
     if torch.version.cuda and dist.is_available() and dist.is_nccl_available():
         text += f" NCCL {'.'.join(str(part) for part in torch.cuda.nccl.version())}"  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""The ends of a link between devices that do not depend on what moves the bytes: slots, headers, and credit.
+"""The parts of a device link's ends that all backends share: slots, headers, and credit.
 
-A DATA frame is followed by what it announces of the message's headers, as over TCP; the other bytes are moved in pieces
-that both ends cut alike.
+A DATA frame is followed by the announced bytes of the message's headers, as over TCP. The other bytes are moved in
+pieces that both ends cut alike.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from bottega.transport.backends.frame_stream import FrameStream, gone
 from bottega.transport.channel.frames import Frame, FrameKind, cause_of_bye
 from bottega.transport.memory.slots import GrowingSlots
 
-# Of one operation: large enough that its launch costs nothing beside it, small enough that a slow link shows progress.
+# Size of one operation: large enough to hide its launch, small enough that a slow link shows progress.
 PIECE_BYTES = 64 << 20
-# How often a wait for a device looks whether the peer is there.
+# How often a wait for a device checks whether the peer is still there.
 _LOOK_S = 0.05
-# For what reads a message that was given back. Longer, and the device is stuck; its link is given up for that.
+# For reads of a released message to finish. If they take longer, the device is stuck and its link is given up.
 _READ_S = 60.0
 _NOW = Deadline(at=0.0)
-# As others read it who find no room.
+# Name of the links' memory in the messages that say who holds it.
 _HOLDER = "links"
 
 
 def pieces_of(memory: Tensor) -> Iterator[Tensor]:
-    """Flat bytes, as both ends cut them."""
+    """Yield flat bytes in the pieces that both ends agree on."""
     for start in range(0, memory.nbytes, PIECE_BYTES):
         yield memory[start : start + PIECE_BYTES]
 
 
 class SlotBudget(Protocol):
-    """Where memory of a device is set aside, such as a MemoryPlan."""
+    """An account of device memory, such as a MemoryPlan."""
 
     def grow(self, name: str, change_bytes: int) -> None:
-        """Sets so many bytes more aside for that name, negative for less. Raises TooLarge where they are not left."""
+        """Reserve more bytes for the name, or fewer if negative. Raises TooLarge if there are not enough left."""
         ...
 
 
 class DeviceSlots:
-    """Slots of a device by index, made when they are first used, which grow as those of the host do.
+    """Slots in device memory by index, allocated at first use, which grow like slots in host memory.
 
-    Their bytes are counted where `count_in` was called.
+    A budget counts their bytes after a call of `count_in`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,11 +63,11 @@ class DeviceSlots:
         self._slots: dict[int, DeviceSlot] = {}
 
     def count_in(self, budget: SlotBudget) -> None:
-        """Asks this before it takes memory of the device. Before the first slot is used."""
+        """Reserve device memory from this budget. Call it before the first slot is used."""
         self._budget = budget
 
     def get(self, index: int, size_bytes: int) -> DeviceSlot:
-        """The slot, with at least that many bytes. Raises NoSharedMemory."""
+        """Return the slot, with at least that many bytes. Raises NoSharedMemory."""
         found = self._slots.get(index)
         if found is None or len(found) < size_bytes:
             wanted_bytes = max(size_bytes, *(len(slot) for slot in self._slots.values()), 0)
@@ -78,18 +78,19 @@ class DeviceSlots:
         return found
 
     def allocate(self, index: int, size_bytes: int) -> Tensor:
-        """Memory for one. Raises NoSharedMemory."""
+        """Return memory for a slot. Raises NoSharedMemory."""
         try:
-            with beside(self._device):  # of the stream that will write it
+            with beside(self._device):  # allocated in the stream that will write it
                 memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
             raise no_memory(size_bytes) from error
         if self._device.type == "cuda":
-            memory.record_stream(torch.cuda.default_stream(self._device))  # it may be read there when it is freed
+            # that stream may still read it when it is freed
+            memory.record_stream(torch.cuda.default_stream(self._device))
         return memory
 
     def clear(self) -> None:
-        """Forgets all; memory that somebody looks at stays."""
+        """Forget all slots. Memory that is still referenced stays valid."""
         self._slots.clear()
         self._headers.clear()
         self._take(-self._reserved_bytes)
@@ -112,7 +113,7 @@ class DeviceSlots:
 
 
 def no_memory(size_bytes: int) -> NoSharedMemory:
-    """The device has none for a slot."""
+    """Return the error for a slot that does not fit into device memory."""
     return NoSharedMemory(
         f"the device has no memory for a slot of {size_bytes} bytes: it is taken by models and activations",
         metadata={"cause": "device"},
@@ -120,7 +121,7 @@ def no_memory(size_bytes: int) -> NoSharedMemory:
 
 
 class _DeviceEnd(FrameStream):
-    """What both ends have. Frames go as they do over memory of the host."""
+    """The part that both ends share. Frames are sent as they are between hosts' memories."""
 
     def __init__(self, connection: socket.socket, device: torch.device, slots: DeviceSlots | None = None) -> None:
         super().__init__(connection)
@@ -130,7 +131,7 @@ class _DeviceEnd(FrameStream):
         self._gone.register(connection, select.POLLRDHUP)
 
     def check_peer(self) -> None:
-        """Raises PeerDead where the peer has left, or why it said that it would."""
+        """Raise PeerDead if the peer has left, or the reason of its BYE."""
         if not self._gone.poll(0):
             return
         frame = super().receive_frame(_NOW)
@@ -144,7 +145,7 @@ class _DeviceEnd(FrameStream):
 
 
 class DeviceSender(_DeviceEnd):
-    """The sender's end; what moves the bytes says `move`."""
+    """The sender's end. Backends override `move`, and `prepare` if they need it."""
 
     passes_files = False
 
@@ -170,22 +171,22 @@ class DeviceSender(_DeviceEnd):
             self.move(piece)
 
     def prepare(self, piece: DeviceTensor, deadline: Deadline) -> None:
-        """Does what has to be done before the receiver is told of the bytes. Raises DeadlineExceeded."""
+        """Do what must happen before the receiver is told of the bytes. Raises DeadlineExceeded."""
 
     def move(self, piece: DeviceTensor) -> None:
-        """Sends the bytes, or enqueues that, once the receiver has been told."""
+        """Send the bytes, or enqueue sending them, after the receiver was told."""
 
 
 class Inflow(Protocol):
-    """Some of a message's bytes on their way into a slot."""
+    """A piece of a message on its way into a slot."""
 
     def done(self, deadline: Deadline) -> bool:
-        """Waits until they are there; False where they are not by the deadline. Raises LinkError."""
+        """Wait until the bytes have arrived; return False at the deadline. Raises LinkError."""
         ...
 
 
 class DeviceReceiver(_DeviceEnd):
-    """The receiver's end; what moves the bytes says `begin`."""
+    """The receiver's end. Backends override `begin`, and `check_slot` if they need it."""
 
     def __init__(self, connection: socket.socket, device: torch.device) -> None:
         super().__init__(connection, device)
@@ -200,7 +201,7 @@ class DeviceReceiver(_DeviceEnd):
         return slot.views(layout)
 
     def check_slot(self, index: int, layout: Layout) -> None:
-        """Raises BadFrame where the sender has no memory for such a message."""
+        """Raise BadFrame if the sender shared too little memory for such a message."""
 
     def pop_file(self, index: int) -> memoryview | None:
         return None
@@ -222,11 +223,11 @@ class DeviceReceiver(_DeviceEnd):
         return size
 
     def begin(self, index: int, target: Tensor, start: int) -> Inflow:
-        """Enqueues bringing the bytes of the message in that slot, from `start` on, in the stream that is current."""
+        """Enqueue receiving the bytes of that slot's message from `start` on, in the current stream."""
         raise NotImplementedError
 
     def finish(self, deadline: Deadline) -> None:
-        """Waits for bytes that are on their way when the link has ended."""
+        """Wait for bytes that are on their way when the link has ended."""
         if self._inflow is not None:
             self._inflow[0].done(deadline)
 
@@ -238,7 +239,7 @@ class DeviceReceiver(_DeviceEnd):
             self._credits.send(frame, moment)
 
     def send_late_credit(self, frame: Frame) -> None:
-        """By the thread of late credits."""
+        """Send a credit from the thread of late credits."""
         super().send_credit(frame)
 
     def close(self) -> None:
@@ -248,7 +249,7 @@ class DeviceReceiver(_DeviceEnd):
 
 
 class _LateCredits:
-    """Gives credit for messages that work on the device still reads, when it has. Its thread begins with the first."""
+    """Gives credit for messages once the device has read them. Its thread starts at the first one."""
 
     def __init__(self, receiver: DeviceReceiver) -> None:
         self._receiver = receiver
@@ -256,14 +257,14 @@ class _LateCredits:
         self._thread: threading.Thread | None = None
 
     def send(self, frame: Frame, moment: torch.cuda.Event) -> None:
-        """Under the lock that all credit is given under."""
+        """Give credit when the device reaches the moment. The caller holds the lock of all credit."""
         self._queue.put((frame, moment))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="link-credit", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, soon."""
+        """Let the thread end soon."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -271,15 +272,15 @@ class _LateCredits:
             frame, moment = late
             try:
                 if not reached(moment, Deadline.after(_READ_S)):
-                    raise DeadlineExceeded(f"what reads a message has been enqueued for {_READ_S:g} s; is it stuck?")
+                    raise DeadlineExceeded(f"a message has not been read for {_READ_S:g} s; is the device stuck?")
                 self._receiver.send_late_credit(frame)
             except LinkError as error:
-                self._receiver.shut_down(error)  # the link learns of it by its next frame
+                self._receiver.shut_down(error)  # the link notices it with its next frame
                 return
 
 
 class Moved:
-    """An inflow that the receiver's own device brings: done when the stream that was current has come so far."""
+    """An inflow that the receiver's own device copies: done when the current stream has reached this point."""
 
     def __init__(self, device: torch.device) -> None:
         self._moment = mark(device)

@@ -1,6 +1,6 @@
-"""Process groups of two: what moves the bytes of one direction of one link.
+"""Process groups of two, which move the bytes of one direction of one link.
 
-They are made without torch.distributed's world: whatever happens to one is seen by its link alone.
+They are created without torch.distributed's world, so a failure affects only the link of its group.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from bottega.device_links.streams import beside
 from bottega.errors import PeerDead
 from bottega.transport import Deadline
 
-# Without these one link that fails would end its whole process: an operation that takes too long, or fails, ends its
-# group alone; nothing is dumped, and nobody watches the watchdog.
+# Without these settings, one failed link would end the whole process. With them, an operation that fails or times out
+# ends only its group, nothing is dumped, and the watchdog itself is not monitored.
 _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-# Of one piece of a message. Links give up a peer long before; this bounds what nobody waits for any more.
+# Timeout of one piece. Links give up a peer much earlier; this bounds operations that no thread waits for any more.
 _OPERATION_S = 60.0
-# Of Gloo a wait cannot be broken off.
+# Shorter for Gloo, whose waits cannot be interrupted.
 _GLOO_OPERATION_S = 15.0
 _PAUSE_S = 5e-5
 
@@ -38,39 +38,37 @@ class Transfer(Protocol):
     """A piece of a message on its way."""
 
     def done(self, deadline: Deadline) -> bool:
-        """Waits until it is there, or has left; False where not by the deadline. Raises PeerDead where it never will
-        be."""
+        """Wait until the piece has arrived or left; return False at the deadline. Raises PeerDead if it never will."""
         ...
 
 
 class PairGroup(Protocol):
-    """Two processes of which one sends. Pieces arrive in the order in which they are sent, and have one size at both
-    ends."""
+    """A group of two processes of which one sends. Pieces arrive in order and have the same size at both ends."""
 
     def send(self, tensor: Tensor) -> Transfer:
-        """Enqueues sending flat bytes, behind the stream that is current. Raises PeerDead."""
+        """Enqueue sending flat bytes after the current stream. Raises PeerDead."""
         ...
 
     def receive(self, tensor: Tensor) -> Transfer:
-        """Enqueues receiving them. Raises PeerDead."""
+        """Enqueue receiving flat bytes. Raises PeerDead."""
         ...
 
     def abort(self) -> None:
-        """Frees whoever waits, and the device. Any thread may call it, more than once."""
+        """Free waiting threads and the device. Any thread may call it, more than once."""
         ...
 
 
 def failed(error: Exception) -> PeerDead:
-    """What a group's own error means for its link."""
-    said = str(error).splitlines() or [type(error).__name__]
-    return PeerDead(f"the link between the devices failed: {said[0][:200]}")
+    """Return the link's error for an error of a group."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return PeerDead(f"the link between the devices failed: {lines[0][:200]}")
 
 
 class GlooGroup:
-    """A group of Gloo: bytes in memory of the host, by connections of its own, which nobody authenticates."""
+    """A Gloo group, which moves host memory over its own, unauthenticated connections."""
 
     def __init__(self, store: Store, *, sends: bool, host: str, deadline: Deadline) -> None:
-        """host: this end's address, to which it binds. Raises RuntimeError, and what the store raises."""
+        """Connect from `host`, this end's address. Raises RuntimeError, and the store's errors."""
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=host)]
@@ -87,7 +85,7 @@ class GlooGroup:
         return self._begin("recv", tensor)
 
     def abort(self) -> None:
-        # Its connections close with the last operation, at the latest when that has waited for its time.
+        # Its connections close with the last operation, at the latest at that operation's timeout.
         self._group = None
         self._waiting.shutdown(wait=False, cancel_futures=True)
 
@@ -101,7 +99,7 @@ class GlooGroup:
 
 
 class _GlooTransfer:
-    """Gloo tells of an end only those who wait: a thread of the group does."""
+    """A transfer over Gloo, which reports an end only to a waiting thread: a thread of the group waits."""
 
     def __init__(self, waiting: Future[object]) -> None:
         self._waiting = waiting
@@ -117,10 +115,10 @@ class _GlooTransfer:
 
 
 class NcclGroup:
-    """A group of NCCL: bytes in memory of two devices."""
+    """An NCCL group, which moves bytes between the memories of two devices."""
 
     def __init__(self, store: Store, *, sends: bool, device: torch.device, deadline: Deadline) -> None:
-        """Raises RuntimeError, and what the store raises."""
+        """Connect to the other end. Raises RuntimeError, and the store's errors."""
         for name, value in _NCCL_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         nccl: Any = dist.ProcessGroupNCCL
@@ -141,11 +139,11 @@ class NcclGroup:
     def abort(self) -> None:
         if not self._aborted.is_set():
             self._aborted.set()
-            # It waits for the device in which an operation may be stuck: whoever ends a link does not.
+            # It waits for the device, where an operation may be stuck. The thread that ends the link does not wait.
             threading.Thread(target=self._group.abort, name="link-abort", daemon=True).start()
 
     def check(self) -> None:
-        """Raises PeerDead where the group has failed or was aborted: what an operation brought is void then."""
+        """Raise PeerDead if the group has failed or was aborted. Received bytes are void then."""
         if self._aborted.is_set():
             raise PeerDead("the link between the devices was ended")
         if self._group.get_error() != ErrorType.SUCCESS:
@@ -172,5 +170,5 @@ class _NcclTransfer:
             if deadline.left_s() == 0:
                 return False
             pause.wait(_PAUSE_S)
-        self._group.check()  # an operation that was broken off is completed, too
+        self._group.check()  # an interrupted operation counts as completed, too
         return True

@@ -1,8 +1,8 @@
-"""Links by process groups: one of two processes for each direction, made when the link is opened, and ended with it.
+"""Links over process groups: one group of two processes for each direction, which lives as long as the link.
 
-The sender enqueues its sending when the DATA frame is on its way, and the receiver its receiving when that has come: a
-device that waits in an operation waits for a peer that is there. Of one that dies in the middle the connection of the
-frames tells, and the group is aborted.
+The sender enqueues its operation when the DATA frame is on its way, and the receiver when that frame has arrived, so a
+device only waits for a peer that is there. If the peer dies in the middle, the connection of the frames reports it and
+the group is aborted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOW = Deadline(at=0.0)
 
 
 class GroupSender(DeviceSender):
-    """The sender's end."""
+    """The sender's end of a process group."""
 
     def __init__(self, connection: socket.socket, device: torch.device, group: PairGroup) -> None:
         super().__init__(connection, device)
@@ -33,7 +33,7 @@ class GroupSender(DeviceSender):
     def move(self, piece: DeviceTensor) -> None:
         self._under_way = [transfer for transfer in self._under_way if not transfer.done(_NOW)]
         with beside(self.device, piece.written):
-            self._under_way += [self._group.send(each) for each in pieces_of(piece.tensor)]
+            self._under_way += [self._group.send(part) for part in pieces_of(piece.tensor)]
 
     def shut_down(self, cause: LinkError) -> None:
         super().shut_down(cause)
@@ -46,7 +46,7 @@ class GroupSender(DeviceSender):
 
 
 class GroupReceiver(DeviceReceiver):
-    """The receiver's end."""
+    """The receiver's end of a process group."""
 
     def __init__(self, connection: socket.socket, device: torch.device, group: PairGroup) -> None:
         super().__init__(connection, device)

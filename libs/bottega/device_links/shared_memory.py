@@ -1,8 +1,8 @@
-"""Memory of a device that two processes of a host share: one allocates and exports it, the other maps it.
+"""Device memory that two processes of a host share: one allocates and exports it, the other maps it.
 
-What is exported is freed when nobody has it mapped: freeing it earlier would take it from under the other process's
-device. The handle goes over a socket that the other end holds for as long as it has the memory mapped, so that its end,
-or its death, is seen.
+Exported memory is freed only when nobody has it mapped; freeing it earlier would take it from the other process's
+device. The handle goes over a socket that the other end holds as long as it has the memory mapped, so its end or death
+is noticed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from bottega.errors import BadFrame
 _log = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64
-"""Of what another process maps memory by."""
+"""Size of a handle by which another process maps memory."""
 
-# For a process whose link has ended to give up what it has mapped. What one that is stopped holds is never freed.
+# How long an ended link's process may take to unmap memory. What a stopped process holds is never freed.
 _GIVE_UP_S = 60.0
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
-_BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses say what is where
+_BY_ADDRESS = 4  # cudaMemcpyDefault: derives the direction from the addresses
 
 
 class Exported(Protocol):
-    """Memory that another process may map by its handle. memory: flat uint8."""
+    """Memory that another process may map by its handle. `memory` is a flat uint8 tensor."""
 
     @property
     def memory(self) -> Tensor: ...
@@ -44,7 +44,7 @@ class Exported(Protocol):
     def handle(self) -> bytes: ...
 
     def free(self) -> None:
-        """Only when nobody has it mapped."""
+        """Free the memory. Call it only when nobody has it mapped."""
         ...
 
 
@@ -52,32 +52,31 @@ class Mapped(Protocol):
     """Another process's memory, mapped here."""
 
     def copy_to(self, target: Tensor, start: int) -> None:
-        """Enqueues a copy of the bytes from `start` on into flat bytes of this process's device, in the stream that is
-        current."""
+        """Enqueue a copy of the bytes from `start` on into flat device bytes of this process, in the current stream."""
         ...
 
     def unmap(self) -> None:
-        """Once; when no copy runs."""
+        """Unmap the memory, once, when no copy runs."""
         ...
 
 
 class SharedMemory(Protocol):
-    """How memory of a device is shared."""
+    """A way to share device memory."""
 
     @property
     def device(self) -> torch.device: ...
 
     def export(self, size_bytes: int) -> Exported:
-        """Raises NoSharedMemory."""
+        """Allocate memory to share. Raises NoSharedMemory."""
         ...
 
     def map(self, handle: bytes, size_bytes: int) -> Mapped:
-        """Raises BadFrame where the handle is of no such memory."""
+        """Map another process's memory. Raises BadFrame if the handle is not valid for it."""
         ...
 
 
 class Export:
-    """An export as its sender holds it: with the socket whose other end is the receiver's."""
+    """An export as its sender holds it, with the socket whose other end the receiver holds."""
 
     def __init__(self, exported: Exported, held: socket.socket) -> None:
         self.memory = exported.memory
@@ -86,26 +85,26 @@ class Export:
 
     @classmethod
     def of(cls, exported: Exported) -> tuple[Export, socket.socket]:
-        """The export, and the end that goes to the receiver: the handle waits in it."""
+        """Return the export, and the socket for the receiver, in which the handle waits."""
         here, there = socket.socketpair()
         here.sendall(exported.handle)
         return cls(exported, here), there
 
     @property
     def mapped(self) -> bool:
-        """Whether the receiver has it mapped, or may yet."""
+        """Whether the receiver has the memory mapped, or still may map it."""
         poll = select.poll()
         poll.register(self.held, select.POLLRDHUP)
         return not poll.poll(0)
 
     def free(self) -> None:
-        """Only when it is mapped no more."""
+        """Free the memory. Call it only when it is no longer mapped."""
         self._exported.free()
         self.held.close()
 
 
 def free_when_unmapped(exports: Sequence[Export]) -> None:
-    """Frees them as their receiver gives them up, in the background: in a moment, unless that is stopped."""
+    """Free exports in the background as their receiver unmaps them, which is soon unless it is stopped."""
     if exports:
         thread = threading.Thread(target=_free_all, args=(list(exports),), name="link-memory", daemon=True)
         thread.start()
@@ -123,11 +122,13 @@ def _free_all(exports: list[Export]) -> None:
 
 
 class CudaMemory:
-    """A SharedMemory of CUDA (cudaIpcGetMemHandle), allocated apart from torch's: an export shows all of an
-    allocation, and torch's hold more than one tensor."""
+    """A SharedMemory over CUDA IPC, allocated outside torch's allocator.
+
+    An export exposes a whole allocation, and torch's allocations hold more than one tensor.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """Raises OSError where the runtime's library is not to be had."""
+        """Load the CUDA runtime. Raises OSError if its library is missing."""
         self.device = device
         _runtime()
 
@@ -176,7 +177,10 @@ class _CudaMapping:
             self._check_size(size_bytes)
 
     def _check_size(self, size_bytes: int) -> None:
-        """A copy from beyond the memory's end would end all work of this process on its device."""
+        """Raise BadFrame if the memory is too small.
+
+        A copy from beyond its end would break this process's device context.
+        """
         base, found = ctypes.c_void_p(), ctypes.c_size_t()
         status = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(found), self._address)
         if status == 0 and found.value < size_bytes:
@@ -198,7 +202,7 @@ class _CudaMapping:
 
 
 class _CudaArray:
-    """Memory of a device as torch takes it over: by address (the CUDA array interface), not freed by it."""
+    """Memory as torch adopts it by address, through the CUDA array interface. torch does not free it."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -211,16 +215,16 @@ class _CudaArray:
 
 
 def _check(status: int, call: str) -> None:
-    """Raises BadFrame, naming the call: what cannot be shared ends its link, and another backend is tried."""
+    """Raise BadFrame that names the failed call. It ends the link, and another backend is tried."""
     if status:
         why = _runtime().cudaGetErrorString(status).decode(errors="replace")
-        _runtime().cudaGetLastError()  # else torch would raise it at its next call
+        _runtime().cudaGetLastError()  # otherwise torch would raise it at its next call
         raise BadFrame(f"memory of the devices cannot be shared: {call}: {why}")
 
 
 @functools.cache
 def _runtime() -> Any:
-    """The CUDA runtime that torch has loaded. Raises OSError."""
+    """Return the CUDA runtime that torch has loaded. Raises OSError."""
     major = (torch.version.cuda or "").partition(".")[0]
     runtime = ctypes.CDLL(f"libcudart.so.{major}")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
@@ -237,7 +241,7 @@ def _runtime() -> Any:
 
 @functools.cache
 def _driver() -> Any:
-    """The driver, which every process with a device has loaded."""
+    """Return the CUDA driver, which every process with a device has loaded."""
     driver = ctypes.CDLL("libcuda.so.1")
     pointer = ctypes.c_void_p
     driver.cuMemGetAddressRange_v2.argtypes = (ctypes.POINTER(pointer), ctypes.POINTER(ctypes.c_size_t), pointer)

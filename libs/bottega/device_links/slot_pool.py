@@ -1,9 +1,8 @@
-"""Links within a host by slots that two processes share: the sender's are memory of its device, exported once for each
-slot; the receiver copies what is there into slots of its own, on its own device, and so depends on nothing that ends
-with the sender.
+"""Links within a host over shared device memory.
 
-The sender tells of bytes when they are written, not when that is enqueued: what the receiver enqueues is in no order
-with the sender's streams.
+Each slot of the sender is device memory that is exported once. The receiver copies from it into slots on its own
+device, so it does not depend on memory that ends with the sender. The sender announces bytes only when they are
+written, because the receiver's operations are not ordered with the sender's streams.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from bottega.errors import BadFrame, DeadlineExceeded
 from bottega.transport import Deadline, Layout, Limits
 from bottega.transport.channel.frames import Frame, FrameKind
 
-# A slot is announced before its first message; whoever reads no frames takes no message either.
+# A slot is announced before its first message. A peer that reads no frames takes no message either.
 _ANNOUNCE_S = 5.0
-# For a copy that runs when its link ends; it takes milliseconds.
+# For a copy that still runs when its link ends, which takes milliseconds.
 _COPY_S = 5.0
 
 _Announce = Callable[[int, int, socket.socket], None]
 
 
 class PoolSender(DeviceSender):
-    """The sender's end."""
+    """The sender's end of a slot pool."""
 
     def __init__(self, connection: socket.socket, memory: SharedMemory) -> None:
         super().__init__(connection, memory.device, _ExportedSlots(memory, self._announce))
@@ -46,14 +45,18 @@ class PoolSender(DeviceSender):
 
 
 class _ExportedSlots(DeviceSlots):
-    """announce: tells the receiver of a slot's memory."""
+    """Slots in exported device memory.
+
+    Args:
+        announce: Tells the receiver of a slot's memory.
+    """
 
     def __init__(self, memory: SharedMemory, announce: _Announce) -> None:
         super().__init__(memory.device)
         self._shared = memory
         self._announce = announce
         self._exports: dict[int, Export] = {}
-        # Memory of slots that have grown since, until the receiver has heard of it.
+        # Memory of slots that have grown, until the receiver has mapped the new memory.
         self._outgrown: list[Export] = []
 
     def allocate(self, index: int, size_bytes: int) -> Tensor:
@@ -76,7 +79,7 @@ class _ExportedSlots(DeviceSlots):
 
 
 class PoolReceiver(DeviceReceiver):
-    """The receiver's end."""
+    """The receiver's end of a slot pool."""
 
     def __init__(self, connection: socket.socket, memory: SharedMemory, limits: Limits) -> None:
         super().__init__(connection, memory.device)
@@ -114,7 +117,7 @@ class PoolReceiver(DeviceReceiver):
         self._segments.clear()
 
     def _map(self, announced: Frame) -> None:
-        """Maps the memory whose handle waits in the socket that comes with the next byte."""
+        """Map the memory whose handle waits in the socket that comes with the next byte."""
         held = self._receive_socket()
         try:
             if announced.slot >= self._limits.slots or not 0 < announced.size <= self._limits.segment_bytes:
@@ -126,7 +129,7 @@ class PoolReceiver(DeviceReceiver):
         except BaseException as error:
             held.close()
             if isinstance(error, OSError):
-                raise BadFrame(f"the peer shares memory by what is none: {error.strerror or error}") from error
+                raise BadFrame(f"the peer shares memory that cannot be mapped: {error.strerror or error}") from error
             raise
         if (before := self._segments.pop(announced.slot, None)) is not None:
             before.give_up()
@@ -138,11 +141,11 @@ class PoolReceiver(DeviceReceiver):
             return socket.socket(fileno=descriptor)
         except OSError:
             os.close(descriptor)
-            raise BadFrame("the peer shares memory by what is no connection") from None
+            raise BadFrame("the peer sent a descriptor that is not a socket to share memory") from None
 
 
 class _MappedSlot:
-    """A slot of the sender's. held: tells the sender, by its end, that the memory is mapped no more."""
+    """A slot of the sender, mapped here. Closing `held` tells the sender that the memory is unmapped."""
 
     def __init__(self, mapped: Mapped, size_bytes: int, held: socket.socket) -> None:
         self.mapped = mapped

@@ -1,7 +1,7 @@
-"""What the two ends of a process group tell each other while it is set up: each has a store for each direction of a
-link, and the connection of that direction carries what is set to the other end's.
+"""The store through which the two ends of a process group exchange values while it is set up.
 
-The connection is proven; so no stranger can take part, as with stores that listen on a port of their own.
+Each direction of a link has one, and the connection of that direction carries the values. The connection is proven, so
+no stranger can take part, unlike with stores that listen on their own port.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch._C._distributed_c10d import Store
 from bottega.errors import BadFrame, DeadlineExceeded, PeerDead
 from bottega.transport import Deadline
 
-# Bytes of a key, and of what it is set to.
+# Lengths of a key and of its value.
 _LENGTHS = struct.Struct("<HI")
 # Addresses and identities of groups have some hundred bytes.
 _MAX_KEY_BYTES, _MAX_VALUE_BYTES = 512, 1 << 20
 
 
 class LinkStore(Store):
-    """A torch.distributed store for two. Calls end by the deadline; `close` ends the use of the connection."""
+    """A torch.distributed store for two processes. Calls end by the deadline."""
 
     def __init__(self, connection: socket.socket, deadline: Deadline) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class LinkStore(Store):
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Sets it at both ends. Raises OSError, DeadlineExceeded."""
+        """Set a value at both ends. Raises OSError, DeadlineExceeded."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._values[key] = data
         if self._connection is not None:
@@ -41,31 +41,31 @@ class LinkStore(Store):
             self._connection.sendall(_LENGTHS.pack(len(name), len(data)) + name + data)
 
     def get(self, key: str) -> bytes:
-        """What it was set to; waits for the other end to set it. Raises PeerDead, DeadlineExceeded, BadFrame."""
+        """Return a value, after waiting for the other end to set it. Raises PeerDead, DeadlineExceeded, BadFrame."""
         while key not in self._values:
             self._receive()
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all of them are set. Raises as `get` does."""
+        """Wait until all keys are set. Raises like `get`."""
         for key in keys:
             self.get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of them are set."""
+        """Return whether all keys are set."""
         return all(key in self._values for key in keys)
 
     def close(self) -> None:
-        """The group is set up: the connection is for frames from now on, and what is not set never will be."""
+        """End the set-up: from now on the connection carries frames, and keys that are not set never will be."""
         self._connection = None
 
     def _receive(self) -> None:
         connection = self._connection
         if connection is None:
-            raise PeerDead("a process group asks for what was not set while it was set up")
+            raise PeerDead("a process group reads a key that was not set during its set-up")
         key_bytes, value_bytes = _LENGTHS.unpack(self._read(connection, _LENGTHS.size))
         if key_bytes > _MAX_KEY_BYTES or value_bytes > _MAX_VALUE_BYTES:
-            raise BadFrame("the peer sent what no process group sets")
+            raise BadFrame("the peer sent a longer key or value than any process group sets")
         key = self._read(connection, key_bytes)
         self._values[key.decode(errors="replace")] = self._read(connection, value_bytes)
 

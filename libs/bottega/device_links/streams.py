@@ -1,6 +1,6 @@
-"""What a link's thread enqueues on a device: in a stream of that thread's own, beside what the engine enqueues.
+"""Streams for the device work of a link's thread, which runs beside the engine's work.
 
-On a CPU there are no streams: what is enqueued is done.
+A CPU has no streams: work is done when the call returns.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from torch import Tensor
 
 from bottega.transport import Deadline
 
-# Between two looks whether a device has come to a moment: short at first, because most copies take microseconds.
+# Pauses between checks whether a device has reached a moment. The first are short, because most copies take
+# microseconds.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 
 _of_thread = threading.local()
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """This moment in the stream that is current; None on a CPU."""
+    """Return this moment in the current stream; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -32,7 +33,7 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
 
 @contextmanager
 def beside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
-    """What is enqueued inside goes to this thread's own stream, behind that moment of another one."""
+    """Enqueue the work inside in this thread's own stream, after that moment of another stream."""
     if device.type != "cuda":
         yield
         return
@@ -44,18 +45,18 @@ def beside(device: torch.device, after: torch.cuda.Event | None = None) -> Itera
 
 
 def keep_until_used(tensor: Tensor) -> None:
-    """A tensor that the current stream reads, and another one made: its memory is used again only behind that."""
+    """Keep the memory of a tensor that another stream made until the current stream has read it."""
     if tensor.device.type == "cuda":
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def has_come(moment: torch.cuda.Event | None) -> bool:
-    """Whether the device has come to that moment."""
+    """Return whether the device has reached that moment."""
     return moment is None or bool(moment.query())  # type: ignore[no-untyped-call]
 
 
 def reached(moment: torch.cuda.Event | None, deadline: Deadline) -> bool:
-    """Waits until the device has come to that moment; False where it has not by the deadline."""
+    """Wait until the device has reached that moment; return False at the deadline."""
     pause_s = _FIRST_PAUSE_S
     while not has_come(moment):
         left_s = deadline.left_s()

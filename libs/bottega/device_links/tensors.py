@@ -1,4 +1,4 @@
-"""Tensors as parts of messages, and slots of a device's memory that messages lie in."""
+"""Tensors as parts of messages, and message slots in device memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from bottega.transport.memory.slots import GrowingSlots, Slot
 
 
 class DeviceTensor:
-    """A DeviceBuffer: bytes, a flat uint8 tensor.
+    """A DeviceBuffer over a flat uint8 tensor.
 
-    written: the moment when they are, in the stream that writes them; None where they are now.
+    Args:
+        written: The moment when the bytes are written, in the stream that writes them; None if they are written
+            already.
     """
 
     __slots__ = ("tensor", "written")
@@ -30,14 +32,14 @@ class DeviceTensor:
         return self.tensor.nbytes
 
     def to_host(self) -> memoryview:
-        """A copy in memory of the host. It waits until the bytes are written, and for no more."""
+        """Return a copy in host memory. It waits only until the bytes are written."""
         with beside(self.tensor.device, self.written):
             data: memoryview = self.tensor.cpu().numpy().data
             keep_until_used(self.tensor)
         return data
 
     def copy_into(self, target: Tensor) -> None:
-        """Enqueues a copy in the stream that is current, behind what writes the bytes."""
+        """Enqueue a copy in the current stream, after the bytes are written."""
         if self.written is not None:
             torch.cuda.current_stream(self.tensor.device).wait_event(self.written)
         target.copy_(self.tensor, non_blocking=True)
@@ -45,7 +47,7 @@ class DeviceTensor:
 
 
 class DeviceSlot:
-    """A slot of the device's memory, and memory of the host for headers, which are at the same offsets."""
+    """A slot in device memory, with host memory for headers at the same offsets."""
 
     __slots__ = ("_headers", "_layout", "_views", "index", "memory")
 
@@ -60,7 +62,7 @@ class DeviceSlot:
         return self.memory.nbytes
 
     def views(self, layout: Layout) -> tuple[Part, ...]:
-        """Where each tensor of the layout lies: headers in memory of the host, as is all of a device that is none."""
+        """Return the memory of each tensor: host memory for headers, and for everything on a CPU device."""
         if self._layout is not layout:
             header = self.header(layout)
             self._views = tuple(
@@ -71,15 +73,17 @@ class DeviceSlot:
         return self._views
 
     def header(self, layout: Layout) -> memoryview:
-        """Memory of the host for the layout's headers."""
+        """Return host memory for the layout's headers."""
         if not layout.header_bytes:
             return memoryview(b"")
         slot: Slot = self._headers.get(self.index, layout.header_bytes)
         return slot.memory[: layout.header_bytes]
 
     def pieces(self, layout: Layout, start: int, stop: int) -> list[Part]:
-        """The bytes `start` to `stop` - 1 of a message: of headers a memoryview, of the rest a DeviceTensor, written
-        when the stream that is current has come so far."""
+        """Return bytes `start` to `stop` - 1 of a message: a memoryview for headers, a DeviceTensor for the rest.
+
+        The DeviceTensor counts as written when the current stream has reached this point.
+        """
         split = min(max(start, layout.header_bytes), stop)
         pieces: list[Part] = []
         if start < split:
@@ -89,7 +93,7 @@ class DeviceSlot:
         return pieces
 
     def fill(self, layout: Layout, parts: Sequence[Part]) -> None:
-        """Copies a message into the slot, in the stream that is current."""
+        """Copy a message into the slot, in the current stream."""
         for target, part in zip(self.views(layout), parts, strict=True):
             if isinstance(part, DeviceTensor):
                 part.copy_into(bytes_of(target))
@@ -100,7 +104,7 @@ class DeviceSlot:
 
 
 def part_of(memory: Tensor) -> Part:
-    """Flat bytes as a message's part: of memory of the host a memoryview."""
+    """Return flat bytes as a message part: a memoryview if they are in host memory."""
     if memory.device.type == "cpu":
         view: memoryview = memory.numpy().data
         return view
@@ -108,10 +112,10 @@ def part_of(memory: Tensor) -> Part:
 
 
 def bytes_of(part: Part) -> Tensor:
-    """A part as flat bytes, where it lies. It is not to be written to, unless it is a slot's."""
+    """Return a part as flat bytes where it lies. Write to it only if it is a slot's."""
     if isinstance(part, DeviceTensor):
         return part.tensor
     if not isinstance(part, memoryview):
-        raise TypeError(f"{type(part).__name__} is no part of a message that this process has made")
-    # torch warns of memory that is read-only, such as bytes; large tensors come from memory that is not.
+        raise TypeError(f"{type(part).__name__} is not a message part made by this process")
+    # torch warns about read-only memory such as bytes. Large tensors come from writable memory.
     return torch.frombuffer(part if not part.readonly else bytearray(part), dtype=torch.uint8)
