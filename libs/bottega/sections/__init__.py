@@ -1,4 +1,4 @@
-"""Sections of recorded activations: what their files hold, and what workers and stores say of them over a link."""
+"""Sections of recorded activations: their files, and the messages of workers and stores about them."""
 
 from bottega.sections.section import SECTION_ALIGNMENT, DrawnTensors, SectionLayout, SectionTensor
 

@@ -1,25 +1,24 @@
-"""What a worker's engine and an activation store say to each other over a link: each message as tensors.
+"""The messages between a worker's engine and an activation store over a link, each as tensors.
 
-The first tensor of a message has the name of its kind, and is a number; most have a header behind it, a message of
-activations.proto. The receiver reads both from a copy, before anything is done with them; what breaks a rule raises
-ValueError.
+The first tensor is named after the message's kind and holds a number. Most messages have a header next, a message of
+activations.proto. The receiver reads both from a copy before it uses them, and raises ValueError for a message that
+breaks a rule.
 
-    worker -> store    question: is this recorded?        answer: which sections, and image latent and noise
-                       fetch: of a section                whole, or its chunks in the order asked for, or refused
-                       cancel: of a fetch's number        nothing; what is on its way may still come
-                       section: one that was recorded     nothing, or abandon: the store takes none of its recording
-                       chunk: of that section             nothing
-                       recording: its sections were all   nothing
-                       abandon: it is worth nothing       nothing
+    worker -> store    question: is this recorded?        answer: its sections, image latent and noise
+                       fetch: request a section           whole, or its chunks in the requested order, or refused
+                       cancel: by the fetch's number      nothing; chunks under way may still arrive
+                       section: begin a recorded one      nothing, or abandon: the store rejects the recording
+                       chunk: part of that section        nothing
+                       recording: all sections were sent  nothing
+                       abandon: discard the recording     nothing
 
-An answer, a whole message and the first chunk also say what the store has spent on the request until then.
+An answer, a whole message and the first chunk also report the time that the store has spent on the request.
 
-A whole message carries the section's file, sealed: within a host no byte of it is copied. Chunks of different sections
-may come in turn. A section that is refused after some of its chunks comes to nothing.
+A whole message carries the section's sealed file, so no byte is copied within a host. Chunks of different sections may
+alternate. If a section is refused after some of its chunks, those chunks are discarded.
 
-What is recorded comes in the chunks that follow its section message, under its number: all tensors, in their order.
-Another section message before the last of them says that the rest will not come. Numbers of recording and abandon
-messages are 0.
+A recorded section follows its section message in chunks with the same number: all tensors, in order. If another section
+message comes before the last chunk, the rest will not come. Recording and abandon messages have the number 0.
 """
 
 from __future__ import annotations
@@ -59,38 +58,46 @@ from bottega.v1.activations_pb2 import (
 from bottega.v1.trace_pb2 import StoreTimes
 
 MAX_HEADER_BYTES = 2 << 20
-"""Of an answer: 400 sections, some hundred bytes each, layouts of thousands of tensors, a profile of as many blocks."""
+"""Maximum size of an answer's header: 400 sections, layouts of thousands of tensors, and a profile of as many blocks.
+"""
 
 MAX_REQUEST_BYTES = 256 << 10
-"""Of every other header, but that of a section, which has its layout and a map of at most 128 KiB."""
+"""Maximum size of other headers, except a section's, which has a layout and a map."""
 
 MAX_MAP_BYTES = 128 << 10
-"""Of a map: a latent of 1024x1024 elements."""
+"""Maximum size of a map: a latent of 1024x1024 elements."""
 
 CHUNK_BYTES = 4 << 20
-"""Of a chunk at most: between two chunks others may speak. A worker's slots of them are its prefetch window."""
+"""Maximum size of a chunk.
+
+Other messages may pass between two chunks. A worker's slots of them are its prefetch window.
+"""
 
 WORKER_LIMITS = Limits(slots=8, slot_bytes=MAX_SECTION_BYTES + MAX_HEADER_BYTES)
-"""What a worker takes in at once: its prefetch window. Slots grow to the largest message that came, which is an answer,
-with image latent and noise; a whole section is a file beside its message, which slot_bytes bounds, too."""
+"""Limits of what a worker receives: its prefetch window.
+
+Slots grow to the largest message, an answer with image latent and noise. slot_bytes also bounds the file of a whole
+section, which is not in a slot.
+"""
 
 STORE_LIMITS = Limits(slots=2, slot_bytes=2 * MAX_DRAWN_BYTES + MAX_HEADER_BYTES)
-"""What a store takes in of a worker: slots grow to its largest message, a chunk, or image latent and noise."""
+"""Limits of what a store receives from a worker. Slots grow to its largest message: a chunk, or image latent and noise.
+"""
 
 _MAX_ERROR_BYTES = 64 << 10
-# Headers differ by a few bytes: padded, most messages of a kind have the same layout, which a link registers once.
+# Headers differ by a few bytes. Padding gives most messages of a kind the same layout, which is registered once.
 _HEADER_PADDING = 256
 _HEADER_LENGTH = struct.Struct("<I")
 _HEADER = "header"
 _DRAWN = ("image_latent", "noise")
 _DIGEST = re.compile("[0-9a-f]{64}")
-_FIRST = 2  # tensor of a message behind number and header
+_FIRST = 2  # the first tensor after number and header
 
 HeaderT = TypeVar("HeaderT", bound=Message)
 
 
 class ActivationMessageKind(StrEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     QUESTION = "question"
     ANSWER = "answer"
@@ -106,47 +113,48 @@ class ActivationMessageKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ActivationMessage:
-    """A message to send: its layout, and a buffer for each of its tensors."""
+    """A message to send: its layout, and a buffer for each tensor."""
 
     layout: Layout
     buffers: Sequence[bytes | memoryview]
 
 
 def question_message(number: int, question: TemplateQuestion) -> ActivationMessage:
-    """A question message."""
     return _message(ActivationMessageKind.QUESTION, number, question)
 
 
 def answer_message(number: int, answer: TemplateAnswer, drawn: DrawnTensors | None) -> ActivationMessage:
-    """An answer message. drawn: where the answer has_drawn."""
+    """Return an answer. `drawn` is set if the answer has_drawn."""
     return _message(ActivationMessageKind.ANSWER, number, answer, _drawn_tensors(drawn))
 
 
 def fetch_message(number: int, request: SectionRequest) -> ActivationMessage:
-    """A fetch message."""
     return _message(ActivationMessageKind.FETCH, number, request)
 
 
 def cancel_message(number: int) -> BytesMessage:
-    """Of a fetch that nobody waits for any more."""
+    """Return the message that cancels a fetch whose result is no longer needed."""
     return number_message(ActivationMessageKind.CANCEL, number)
 
 
 def whole_message(number: int, times: StoreTimes) -> ActivationMessage:
-    """Beside the file of a section, all of it. times: that the store has spent on it."""
+    """Return the message that carries a section's file. `times` is the time that the store spent on it."""
     return _message(ActivationMessageKind.WHOLE, number, times)
 
 
 def chunk_layout(size_bytes: int) -> Layout:
-    """Of so many bytes of a section, to be written in place: `chunk_header` into the views before the last."""
+    """Return the layout of a chunk, to be written in place: `chunk_header` goes into all views but the last."""
     specs = (number_spec(ActivationMessageKind.CHUNK), _bytes_spec(_HEADER, _HEADER_PADDING))
     return Layout.of(*specs, _bytes_spec("bytes", size_bytes), headers=len(specs))
 
 
 def chunk_header(number: int, *, tensor: int, start: int, times: StoreTimes | None = None) -> tuple[bytes, bytes]:
-    """What the first two tensors of a chunk hold. tensor: its place in the section. start: first byte in the tensor.
+    """Return the bytes of a chunk's first two tensors.
 
-    times: of the first chunk of an answer.
+    Args:
+        tensor: Place of the tensor in the section.
+        start: First byte in the tensor.
+        times: Only in the first chunk of an answer.
     """
     return pack_number(number), _packed(ChunkHeader(tensor=tensor, start=start, times=times))
 
@@ -154,72 +162,77 @@ def chunk_header(number: int, *, tensor: int, start: int, times: StoreTimes | No
 def chunk_message(
     number: int, *, tensor: int, start: int, data: bytes | memoryview, times: StoreTimes | None = None
 ) -> ActivationMessage:
-    """A chunk message: bytes of one tensor, at most CHUNK_BYTES."""
+    """Return a chunk with bytes of one tensor, at most CHUNK_BYTES."""
     layout = chunk_layout(memoryview(data).nbytes)
     header = chunk_header(number, tensor=tensor, start=start, times=times)
     return ActivationMessage(layout=layout, buffers=(*header, data))
 
 
 def refused_message(number: int, error: bytes) -> BytesMessage:
-    """A refused message. error: a JobError as JSON."""
+    """Return a refusal. `error` is a JobError as JSON."""
     layout = Layout.of(number_spec(ActivationMessageKind.REFUSED), _bytes_spec("error", len(error)), headers=2)
     return BytesMessage(layout=layout, buffers=(pack_number(number), error))
 
 
 def section_message(number: int, header: SectionHeader, layout: SectionLayout) -> ActivationMessage:
-    """A section message: its tensors follow in chunks of this number."""
-    said = SectionHeader(layout=layout.to_wire())
-    said.MergeFrom(header)
-    return _message(ActivationMessageKind.SECTION, number, said)
+    """Return the message that begins a section; its tensors follow in chunks of this number."""
+    whole_header = SectionHeader(layout=layout.to_wire())
+    whole_header.MergeFrom(header)
+    return _message(ActivationMessageKind.SECTION, number, whole_header)
 
 
 def recording_message(header: RecordingHeader, drawn: DrawnTensors | None) -> ActivationMessage:
-    """A recording message. drawn: where the header has_drawn."""
+    """Return a recording message. `drawn` is set if the header has_drawn."""
     return _message(ActivationMessageKind.RECORDING, 0, header, _drawn_tensors(drawn))
 
 
 def abandon_message(recording: str, key: str) -> ActivationMessage:
-    """An abandon message. recording: 32 hex digits. key: of its template, 64."""
+    """Return an abandon message.
+
+    Args:
+        recording: Id of the recording, 32 hex digits.
+        key: Key of its template, 64 hex digits.
+    """
     return _message(ActivationMessageKind.ABANDON, 0, AbandonHeader(recording=recording, key=key))
 
 
 def read_question(layout: Layout, views: Sequence[memoryview]) -> tuple[int, TemplateQuestion]:
-    """Number and header of a question message."""
+    """Return number and header of a question."""
     _check_end(layout, _FIRST)
     return _read(layout, views, TemplateQuestion, MAX_REQUEST_BYTES)
 
 
 def read_answer(layout: Layout, views: Sequence[memoryview]) -> tuple[int, TemplateAnswer]:
-    """Number and header of an answer message; `read_drawn` has the rest."""
+    """Return number and header of an answer; `read_drawn` reads the rest."""
     number, answer = _read(layout, views, TemplateAnswer, MAX_HEADER_BYTES)
     check_times(answer.times)
     return number, answer
 
 
 def read_drawn(layout: Layout, views: Sequence[memoryview], *, has_drawn: bool) -> DrawnTensors | None:
-    """Copies of image latent and noise of an answer or recording message whose header says whether it has them."""
+    """Return a copy of image latent and noise of an answer or recording, or None if its header says there are none."""
     if not has_drawn:
         _check_end(layout, _FIRST)
         return None
     specs = layout.specs[_FIRST:]
     if [spec.name for spec in specs] != list(_DRAWN) or specs[0].shape != specs[1].shape:
-        raise ValueError(f"a {kind_of(layout)} message has other tensors than image latent and noise of one shape")
+        raise ValueError(f"a {kind_of(layout)} message needs image latent and noise of one shape")
     if any(spec.dtype != DType.FLOAT32 for spec in specs):
         raise ValueError(f"image latent and noise of a {kind_of(layout)} message are not float32")
     return DrawnTensors(shape=specs[0].shape, image_latent=bytes(views[_FIRST]), noise=bytes(views[_FIRST + 1]))
 
 
 def read_fetch(layout: Layout, views: Sequence[memoryview]) -> tuple[int, SectionRequest]:
-    """Number and header of a fetch message; its digest is one."""
+    """Return number and header of a fetch. Its digest is checked."""
     _check_end(layout, _FIRST)
     number, request = _read(layout, views, SectionRequest, MAX_REQUEST_BYTES)
     if not _DIGEST.fullmatch(request.digest):
-        raise ValueError("a section is fetched by 64 hex digits")
+        raise ValueError("the digest of a fetch is not 64 hex digits")
     return number, request
 
 
 def read_chunk(layout: Layout, views: Sequence[memoryview]) -> tuple[int, ChunkHeader]:
-    """Number and header of a chunk message, whose bytes are its third tensor."""
+    """Return number and header of a chunk, whose bytes are its third tensor."""
     _check_bytes(layout, _FIRST, "bytes", CHUNK_BYTES)
     number, chunk = _read(layout, views, ChunkHeader, MAX_REQUEST_BYTES)
     check_times(chunk.times)
@@ -227,32 +240,32 @@ def read_chunk(layout: Layout, views: Sequence[memoryview]) -> tuple[int, ChunkH
 
 
 def read_whole(layout: Layout, views: Sequence[memoryview]) -> tuple[int, StoreTimes]:
-    """Number of a whole message, and what the store has spent."""
+    """Return number and store times of a whole message."""
     _check_end(layout, _FIRST)
     number, times = _read(layout, views, StoreTimes, MAX_REQUEST_BYTES)
     return number, check_times(times)
 
 
 def read_refused(layout: Layout, views: Sequence[memoryview]) -> tuple[int, bytes]:
-    """Number and reason of a refused message."""
+    """Return number and reason of a refusal."""
     _check_bytes(layout, 1, "error", _MAX_ERROR_BYTES)
     return read_number(layout, views), bytes(views[1])
 
 
 def read_section(layout: Layout, views: Sequence[memoryview]) -> tuple[int, SectionHeader, SectionLayout]:
-    """Number and header of a section message, and what its chunks bring."""
+    """Return number, header and layout of a section message."""
     _check_end(layout, _FIRST)
     number, header = _read(layout, views, SectionHeader, MAX_HEADER_BYTES)
     return number, header, SectionLayout.from_wire(header.layout)
 
 
 def read_recording(layout: Layout, views: Sequence[memoryview]) -> RecordingHeader:
-    """Header of a recording message; `read_drawn` has the rest."""
+    """Return the header of a recording message; `read_drawn` reads the rest."""
     return _read(layout, views, RecordingHeader, MAX_REQUEST_BYTES)[1]
 
 
 def read_abandon(layout: Layout, views: Sequence[memoryview]) -> AbandonHeader:
-    """Header of an abandon message."""
+    """Return the header of an abandon message."""
     _check_end(layout, _FIRST)
     return _read(layout, views, AbandonHeader, MAX_REQUEST_BYTES)[1]
 
@@ -270,9 +283,9 @@ def _message(
 
 
 def _packed(header: Message) -> bytes:
-    said = header.SerializeToString()
-    padded = -(-(_HEADER_LENGTH.size + len(said)) // _HEADER_PADDING) * _HEADER_PADDING
-    return (_HEADER_LENGTH.pack(len(said)) + said).ljust(padded, b"\0")
+    encoded = header.SerializeToString()
+    padded = -(-(_HEADER_LENGTH.size + len(encoded)) // _HEADER_PADDING) * _HEADER_PADDING
+    return (_HEADER_LENGTH.pack(len(encoded)) + encoded).ljust(padded, b"\0")
 
 
 def _read(layout: Layout, views: Sequence[memoryview], kind: type[HeaderT], most_bytes: int) -> tuple[int, HeaderT]:
@@ -280,15 +293,15 @@ def _read(layout: Layout, views: Sequence[memoryview], kind: type[HeaderT], most
     _check_bytes(layout, 1, _HEADER, most_bytes + _HEADER_PADDING, is_last=False)
     packed = bytes(views[1])
     if len(packed) < _HEADER_LENGTH.size:
-        raise ValueError(f"the header of a {kind_of(layout)} message is none")
+        raise ValueError(f"the header of a {kind_of(layout)} message is too short")
     (length,) = _HEADER_LENGTH.unpack_from(packed)
-    said = packed[_HEADER_LENGTH.size : _HEADER_LENGTH.size + length]
-    if len(said) != length:
+    encoded = packed[_HEADER_LENGTH.size : _HEADER_LENGTH.size + length]
+    if len(encoded) != length:
         raise ValueError(f"the header of a {kind_of(layout)} message ends too early")
     try:
-        return number, kind.FromString(said)
+        return number, kind.FromString(encoded)
     except DecodeError:
-        raise ValueError(f"the header of a {kind_of(layout)} message is none") from None
+        raise ValueError(f"the header of a {kind_of(layout)} message cannot be decoded") from None
 
 
 def _drawn_tensors(drawn: DrawnTensors | None) -> Sequence[tuple[TensorSpec, bytes | memoryview]]:

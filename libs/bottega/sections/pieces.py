@@ -1,7 +1,7 @@
-"""A section's tensors cut into pieces, in the order in which they travel, and the messages that carry them.
+"""A section's tensors cut into pieces, in the order in which they travel, and the chunks that carry them.
 
-What is large goes in chunks between which others may speak, so that a slow link carries any section. A chunk has bytes
-of as many tensors as it has room for, one behind the other; its header says where the first of them begins.
+Chunks let other messages pass, so that even a slow link can carry large sections. A chunk holds bytes of as many
+consecutive tensors as fit; its header says where the first of them begins.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ from bottega.sections.section import SectionLayout
 from bottega.transport import Deadline, Link
 from bottega.v1.trace_pb2 import StoreTimes
 
-# A chunk that is not taken in this time never will be.
+# A chunk that is not accepted in this time never will be.
 _SEND_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionPiece:
-    """Bytes of one tensor. tensor: its place in the section. start: the first of the bytes, in the tensor."""
+    """A range of bytes of one tensor of a section."""
 
     tensor: int
+    """Place of the tensor in the section."""
     start: int
+    """First byte in the tensor."""
     size_bytes: int
 
 
 class SectionPieces:
-    """What is left of a section. tensors: places of those that travel, in their order; None is all.
+    """The pieces of a section that are left to send. Raises ValueError for tensors that the section does not have.
 
-    Raises ValueError for tensors that the section does not have.
+    Args:
+        tensors: Places of the tensors to send, in order; None for all.
     """
 
     def __init__(self, layout: SectionLayout, tensors: Iterable[int] | None = None) -> None:
@@ -40,20 +43,20 @@ class SectionPieces:
         if any(not 0 <= place < len(layout.tensors) for place in places):
             raise ValueError(f"the section has the tensors 0 to {len(layout.tensors) - 1}")
         self._left = deque(places)
-        self._taken_bytes = 0  # of the first of those
+        self._taken_bytes = 0  # of the first tensor that is left
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left."""
+        """Whether no pieces are left."""
         return not self._left
 
     @property
     def first(self) -> tuple[int, int]:
-        """Where the rest begins: the place of a tensor, and a byte in it. Raises IndexError where nothing is left."""
+        """The tensor and the byte in it at which the rest begins. Raises IndexError if nothing is left."""
         return self._left[0], self._taken_bytes
 
     def take(self, most_bytes: int) -> list[SectionPiece]:
-        """The next ones, so many bytes of them, or all that is left."""
+        """Return the next pieces, with at most `most_bytes` in total."""
         pieces = []
         while self._left and most_bytes:
             place = self._left[0]
@@ -76,16 +79,19 @@ def send_chunk(
     *,
     times: StoreTimes | None = None,
 ) -> int:
-    """Sends them in one message; returns their bytes. fill: writes the bytes of a piece into a slot. times: see
-    `chunk_header`.
+    """Send pieces in one message; return their total size in bytes.
 
-    Raises what sending does, and what `fill` does; nothing of it was sent then.
+    Raises the errors of sending and of `fill`. If `fill` fails, nothing was sent.
+
+    Args:
+        fill: Writes the bytes of a piece into a slot.
+        times: See `chunk_header`.
     """
     size_bytes = sum(piece.size_bytes for piece in pieces)
     with link.start_message(messages.chunk_layout(size_bytes), Deadline.after(_SEND_S)) as outgoing:
         head = messages.chunk_header(number, tensor=pieces[0].tensor, start=pieces[0].start, times=times)
-        for view, said in zip(outgoing.views, head, strict=False):
-            view[:] = said
+        for view, encoded in zip(outgoing.views, head, strict=False):
+            view[:] = encoded
         view = outgoing.views[-1]
         for piece in pieces:
             fill(piece, view[: piece.size_bytes])
@@ -95,22 +101,27 @@ def send_chunk(
 
 
 class SectionChunks:
-    """All tensors of a section, on their way out of memory. number: of their messages. tensors: their elements."""
+    """The chunks of a whole section that is sent from memory.
+
+    Args:
+        number: Number of their messages.
+        tensors: The elements of the section's tensors.
+    """
 
     def __init__(self, number: int, layout: SectionLayout, tensors: Sequence[bytes | memoryview]) -> None:
         self._number = number
         self._tensors = [memoryview(tensor).cast("B") for tensor in tensors]
         self._pieces = SectionPieces(layout)
-        if [len(each) for each in self._tensors] != [tensor.size_bytes for tensor in layout.tensors]:
-            raise ValueError("a section has other bytes than its tensors' shapes say")
+        if [len(data) for data in self._tensors] != [tensor.size_bytes for tensor in layout.tensors]:
+            raise ValueError("the bytes of a section do not fit its tensors' shapes")
 
     @property
     def done(self) -> bool:
-        """Whether all was sent."""
+        """Whether everything was sent."""
         return self._pieces.done
 
     def send(self, link: Link, most_bytes: int) -> int:
-        """Sends the next ones, at most so many bytes; returns how many. Raises what sending does."""
+        """Send the next chunk, with at most `most_bytes`; return its size in bytes."""
         return send_chunk(link, self._number, self._pieces.take(most_bytes), self._fill)
 
     def _fill(self, piece: SectionPiece, view: memoryview) -> None:

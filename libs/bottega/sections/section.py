@@ -1,8 +1,8 @@
-"""A section: what one forward of a template put out, as one file.
+"""Sections: the activations that one forward pass of a template put out, as one file.
 
-The file has the tensors, float16, row-major, each at a multiple of 64 bytes, in the order in which an edit uses them,
-and behind them 64 bytes that say whose they are: what two tenants have recorded never is one file, however equal.
-Which tensors they are is written elsewhere, beside the file's digest: there is no header in it.
+The file has float16 tensors, row-major, each at a multiple of 64 bytes, in the order in which an edit uses them. They
+are followed by 64 bytes that name the owner, so recordings of two tenants are never the same file, even if they are
+equal. The file has no header: its layout is stored beside its digest.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import dataclass, field
 from bottega.v1 import activations_pb2
 
 SECTION_ALIGNMENT = 64
-"""Bytes: the widest vector registers, and what a message aligns its tensors to."""
+"""Alignment of tensors in bytes: the widest vector registers, and the alignment in messages."""
 
 MAX_TENSORS = 4000
-"""Of a section; a message has room for a few more. SDXL's has 70 of its transformer blocks, and some 100 of others."""
+"""Maximum number of tensors; a message has room for a few more. SDXL has 70 transformer blocks and some 100 others."""
 
 MAX_NAME_BYTES = 200
-"""Of a tensor's name: as in a message."""
+"""Maximum length of a tensor's name, as in a message."""
 
 MAX_RANK = 4
-"""Dimensions of a tensor."""
+"""Maximum number of dimensions of a tensor."""
 
 MAX_SECTION_BYTES = 1 << 30
-"""Of a section: SDXL's has 210 MB at 1024x1024, four times as many at 2048x2048."""
+"""Maximum size of a section. SDXL has 210 MB at 1024x1024, and four times as much at 2048x2048."""
 
 OWNER_BYTES = 64
-"""Behind the last tensor: the key of the template, and zeros."""
+"""Size of the owner after the last tensor: the key of the template, and zeros."""
 
 _ITEM_BYTES = 2
 _KEY_BYTES = 32
@@ -37,9 +37,10 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionTensor:
-    """A tensor of a section, float16. name: path of the module that put it out. Raises ValueError beyond a bound."""
+    """A float16 tensor of a section. Raises ValueError if a bound is exceeded."""
 
     name: str
+    """Path of the module whose output it is."""
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -52,20 +53,22 @@ class SectionTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Of all its elements."""
+        """Size of all elements."""
         return math.prod(self.shape) * _ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionLayout:
-    """Where the tensors lie in the file. offsets: first byte of each. size_bytes: of the file, its end included.
+    """The places of a section's tensors in its file.
 
-    Raises ValueError for none, too many, two of one name, or too many bytes.
+    Raises ValueError for no tensors, too many, two of one name, or too many bytes.
     """
 
     tensors: tuple[SectionTensor, ...]
     offsets: tuple[int, ...] = field(init=False, compare=False)
+    """First byte of each tensor."""
     size_bytes: int = field(init=False, compare=False)
+    """Size of the file, its owner included."""
     _places: dict[str, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -86,44 +89,45 @@ class SectionLayout:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Sequence[int]]]) -> SectionLayout:
-        """The layout of tensors given by name and shape, in the order of their use. Raises ValueError."""
+        """Return the layout of tensors given by name and shape, in the order of their use. Raises ValueError."""
         return cls(tensors=tuple(SectionTensor(name=name, shape=tuple(shape)) for name, shape in tensors))
 
     @classmethod
     def from_wire(cls, layout: activations_pb2.SectionLayout) -> SectionLayout:
-        """What `to_wire` has made. Raises ValueError."""
+        """Return the layout that `to_wire` encoded. Raises ValueError."""
         if len(layout.tensors) > MAX_TENSORS:
             raise ValueError(f"a section has 1 to {MAX_TENSORS} tensors, not {len(layout.tensors)}")
         return cls.of((tensor.name, tensor.shape) for tensor in layout.tensors)
 
     def to_wire(self) -> activations_pb2.SectionLayout:
-        """As a TemplateAnswer carries it."""
-        tensors = (activations_pb2.SectionTensor(name=each.name, shape=each.shape) for each in self.tensors)
+        """Return the layout as a TemplateAnswer carries it."""
+        tensors = (activations_pb2.SectionTensor(name=tensor.name, shape=tensor.shape) for tensor in self.tensors)
         return activations_pb2.SectionLayout(tensors=tensors)
 
     def index(self, name: str) -> int | None:
-        """The tensor's place in `tensors`; None where the section does not have it."""
+        """Return the place of a tensor in `tensors`, or None if the section does not have it."""
         return self._places.get(name)
 
     def place(self, name: str) -> tuple[int, int]:
-        """First byte and number of bytes of a tensor. Raises KeyError where the section does not have it."""
+        """Return first byte and size of a tensor. Raises KeyError if the section does not have it."""
         index = self._places[name]
         return self.offsets[index], self.tensors[index].size_bytes
 
     @property
     def tensor_bytes(self) -> int:
-        """Of all tensors, without what aligns them."""
+        """Size of all tensors, without padding."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawnTensors:
-    """What a template's edits have in common outside their masks, float32, row-major, both of one shape.
+    """The image latent and noise that a template's edits share outside their masks, float32 and row-major.
 
-    shape: 1, channels, height, width. Raises ValueError where the bytes are not as many as it says.
+    Raises ValueError if the bytes do not fit the shape.
     """
 
     shape: tuple[int, ...]
+    """1, channels, height, width."""
     image_latent: bytes | memoryview
     noise: bytes | memoryview
 
@@ -133,30 +137,30 @@ class DrawnTensors:
         size_bytes = self.bytes_of(self.shape)
         if size_bytes > MAX_DRAWN_BYTES:
             raise ValueError(f"image latent and noise of a template have at most {MAX_DRAWN_BYTES} bytes each")
-        if any(memoryview(each).nbytes != size_bytes for each in (self.image_latent, self.noise)):
-            raise ValueError("image latent and noise of a template have other bytes than their shape says")
+        if any(memoryview(data).nbytes != size_bytes for data in (self.image_latent, self.noise)):
+            raise ValueError("image latent and noise of a template do not fit their shape")
 
     @property
     def size_bytes(self) -> int:
-        """Of both."""
+        """Size of image latent and noise together."""
         return 2 * self.bytes_of(self.shape)
 
     @staticmethod
     def bytes_of(shape: tuple[int, ...]) -> int:
-        """Of one of them, of this shape."""
+        """Return the size of one tensor of this shape."""
         return math.prod(shape) * 4
 
 
 MAX_DRAWN_BYTES = 32 << 20
-"""Of an image latent: 16 channels of 4096x4096 pixels have half of it."""
+"""Maximum size of an image latent. 16 channels of 4096x4096 pixels have half of it."""
 
 
 def owner(key: str) -> bytes:
-    """The end of the file of a section whose template has this key, 64 hex digits. Raises ValueError."""
-    said = bytes.fromhex(key)
-    if len(said) != _KEY_BYTES:
+    """Return the owner at the end of a section's file, for a template key of 64 hex digits. Raises ValueError."""
+    encoded = bytes.fromhex(key)
+    if len(encoded) != _KEY_BYTES:
         raise ValueError("the key of a template has 64 hex digits")
-    return said.ljust(OWNER_BYTES, b"\0")
+    return encoded.ljust(OWNER_BYTES, b"\0")
 
 
 def _aligned(size_bytes: int) -> int:
