@@ -1,4 +1,4 @@
-"""Cached latents: their names, which requests may start from them, and messages of workers and stores over a link."""
+"""Cached latents: their names, which requests may start from them, and the messages between workers and caches."""
 
 from bottega.latents.names import ENTRY_PATTERN, format_start, parse_start, prompt_digest, recorded_steps
 from bottega.latents.starts import LEAST_WORDS, has_enough_words, is_cacheable, is_switched_off, may_start, pin_start

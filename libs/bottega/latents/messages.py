@@ -1,15 +1,14 @@
-"""What a worker's engine and an approximate cache say to each other over a link: each message as tensors.
+"""The messages between a worker's engine and an approximate cache over a link, each as tensors.
 
-The first tensor of a message has the name of its kind, and is a number; the second is a header, a message of
-cache.proto. The receiver checks both from a copy, before anything is done with them; what breaks a rule raises
-ValueError.
+The first tensor is named after the message's kind and holds a number. The second is a header, a message of cache.proto.
+The receiver checks both from a copy before it uses them, and raises ValueError for a message that breaks a rule.
 
-    worker -> cache    question: the prompt's embedding     answer: its latents, as many as its header names
-                       recording: embedding, picture,       nothing
-                       latents, as many as it names
+    worker -> cache    question: the prompt's embedding     answer: the latents that its header names
+                       recording: embedding, picture, and   nothing
+                       the latents that its header names
                        starts: no further tensor            nothing
 
-Latents are [channels, height, width] in the model's element type. The number of a recording and of starts is 0.
+Latents are [channels, height, width] in the model's element type. Recordings and starts have the number 0.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from google.protobuf.message import DecodeError, Message
 from bottega.transport import DType, Layout, TensorSpec, kind_of, number_spec, pack_number, read_number
 
 MAX_HEADER_BYTES = 256 << 10
-"""The prompts of a recording have at most 16 KiB each."""
+"""Maximum size of a header. The prompts of a recording have at most 16 KiB each."""
 
 MAX_EMBEDDING = 4096
-"""Numbers of an embedding; SDXL's has 1,280."""
+"""Maximum number of elements of an embedding; SDXL's has 1,280."""
 
 MAX_LATENTS = 8
-"""Of one message: a job has at most eight pictures, and a picture five recorded steps."""
+"""Maximum number of latents in a message: a job has at most eight pictures, a picture five recorded steps."""
 
 MAX_PICTURE_SIDE = 256
-"""Pixels of a recording's picture."""
+"""Maximum width and height of a recording's picture, in pixels."""
 
 _LATENT_DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
@@ -41,7 +40,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class CacheMessageKind(StrEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     QUESTION = "question"
     ANSWER = "answer"
@@ -51,20 +50,20 @@ class CacheMessageKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CacheMessage:
-    """A message to send: its layout, and a buffer for each of its tensors."""
+    """A message to send: its layout, and a buffer for each tensor."""
 
     layout: Layout
     buffers: Sequence[bytes | memoryview]
 
 
 def question_message(number: int, header: Message, embedding: memoryview) -> CacheMessage:
-    """A question message. embedding: float32, as bytes."""
+    """Return a question. `embedding` is the bytes of float32 values."""
     rest = [(_embedding_spec(embedding.nbytes), embedding)]
     return _message(CacheMessageKind.QUESTION, number, header, rest)
 
 
 def answer_message(number: int, header: Message, latents: Sequence[tuple[TensorSpec, memoryview]]) -> CacheMessage:
-    """An answer message. latents: of its hits, in their order."""
+    """Return an answer with the latents of its hits, in their order."""
     return _message(CacheMessageKind.ANSWER, number, header, latents)
 
 
@@ -75,28 +74,33 @@ def recording_message(
     picture: tuple[TensorSpec, memoryview],
     latents: Sequence[tuple[TensorSpec, memoryview]],
 ) -> CacheMessage:
-    """A recording message. picture: uint8 [height, width, 3]. latents: of its steps, in their order."""
+    """Return a recording.
+
+    Args:
+        picture: uint8, [height, width, 3].
+        latents: The latents of its steps, in their order.
+    """
     rest = [(_embedding_spec(embedding.nbytes), embedding), picture, *latents]
     return _message(CacheMessageKind.RECORDING, 0, header, rest)
 
 
 def starts_message(header: Message) -> CacheMessage:
-    """Return the message that says what the latents of a store have saved."""
+    """Return the message that reports how much computation a cache's latents have saved."""
     return _message(CacheMessageKind.STARTS, 0, header, ())
 
 
 def latent_spec(index: int, dtype: DType, shape: tuple[int, ...]) -> TensorSpec:
-    """Of the latent in this place of an answer or a recording."""
+    """Return the spec of the latent at this place of an answer or a recording."""
     return TensorSpec(name=f"latent{index}", dtype=dtype, shape=shape)
 
 
 def picture_spec(height: int, width: int) -> TensorSpec:
-    """Of a recording's picture."""
+    """Return the spec of a recording's picture."""
     return TensorSpec(name="picture", dtype=DType.UINT8, shape=(height, width, 3))
 
 
 def read_header(layout: Layout, views: Sequence[memoryview], kind: type[MessageT]) -> tuple[int, MessageT]:
-    """Number and header of a message. Raises ValueError."""
+    """Return number and header of a message. Raises ValueError."""
     number = read_number(layout, views)
     spec = layout.specs[1] if len(layout.specs) > 1 else None
     if spec is None or spec.name != "header" or spec.dtype != DType.UINT8 or len(spec.shape) != 1:
@@ -104,14 +108,14 @@ def read_header(layout: Layout, views: Sequence[memoryview], kind: type[MessageT
     if spec.shape[0] > MAX_HEADER_BYTES:
         raise ValueError(f"the header of a {kind_of(layout)} message is not at most {MAX_HEADER_BYTES} bytes")
     try:
-        # One blank ends it: a tensor is never empty, and a header may be.
+        # A blank follows the header, because a tensor is never empty and a header may be.
         return number, kind.FromString(bytes(views[1])[:-1])
     except DecodeError:
-        raise ValueError(f"the header of a {kind_of(layout)} message is none") from None
+        raise ValueError(f"the header of a {kind_of(layout)} message cannot be decoded") from None
 
 
 def check_embedding(layout: Layout) -> None:
-    """Raises ValueError where the third tensor of a message is no embedding."""
+    """Raise ValueError if the third tensor of a message is not an embedding."""
     spec = layout.specs[2] if len(layout.specs) > 2 else None
     if spec is None or spec.name != "embedding" or spec.dtype != DType.FLOAT32 or len(spec.shape) != 1:
         raise ValueError(f"a {kind_of(layout)} message has no embedding")
@@ -120,7 +124,7 @@ def check_embedding(layout: Layout) -> None:
 
 
 def check_picture(layout: Layout) -> None:
-    """Raises ValueError where the fourth tensor of a recording is no picture."""
+    """Raise ValueError if the fourth tensor of a recording is not a picture."""
     spec = layout.specs[3] if len(layout.specs) > 3 else None
     if spec is None or spec.name != "picture" or spec.dtype != DType.UINT8 or len(spec.shape) != 3:
         raise ValueError("a recording has no picture")
@@ -129,13 +133,13 @@ def check_picture(layout: Layout) -> None:
 
 
 def check_latents(layout: Layout, first: int, number: int) -> None:
-    """Raises ValueError where the tensors from `first` on are not so many latents of one shape and element type."""
+    """Raise ValueError unless the tensors from `first` on are `number` latents of one shape and element type."""
     specs = layout.specs[first:]
     if len(specs) != number or number > MAX_LATENTS:
-        raise ValueError(f"a {kind_of(layout)} message has other latents than its header says")
+        raise ValueError(f"a {kind_of(layout)} message has latents that differ from its header")
     for index, spec in enumerate(specs):
         if spec.name != f"latent{index}" or spec.dtype not in _LATENT_DTYPES or len(spec.shape) != 3:
-            raise ValueError(f"a tensor of a {kind_of(layout)} message is no latent")
+            raise ValueError(f"a tensor of a {kind_of(layout)} message is not a latent")
         if (spec.dtype, spec.shape) != (specs[0].dtype, specs[0].shape):
             raise ValueError(f"the latents of a {kind_of(layout)} message differ in shape")
 

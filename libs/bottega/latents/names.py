@@ -1,4 +1,4 @@
-"""Names of cached latents, and the steps after which there are any."""
+"""Names of cached latents, and the denoising steps after which latents are recorded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import re
 
 ENTRY_PATTERN = re.compile(r"[0-9a-f]{32}")
-"""An entry: 128 random bits."""
+"""The name of a cache entry: 128 random bits in hex."""
 
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5)
 """Shares of the steps after which a picture's latent is recorded (Nirvana, NSDI'24, section 5: 5 to 25 of 50)."""
@@ -15,12 +15,12 @@ _START = re.compile(r"([0-9a-f]{32})@([1-9][0-9]{0,2})")
 
 
 def format_start(entry: str, step: int) -> str:
-    """What a provenance names and a request pins: "ENTRY@STEP"."""
+    """Return the name of a start, "ENTRY@STEP", as provenances record it and requests pin it."""
     return f"{entry}@{step}"
 
 
 def parse_start(text: str) -> tuple[str, int]:
-    """Entry and step of "ENTRY@STEP". Raises ValueError."""
+    """Return entry and step of "ENTRY@STEP". Raises ValueError."""
     found = _START.fullmatch(text)
     if found is None:
         raise ValueError("a cached latent is named by 32 hex digits, @ and a step")
@@ -28,11 +28,11 @@ def parse_start(text: str) -> tuple[str, int]:
 
 
 def prompt_digest(prompt: str) -> str:
-    """Return what tells pictures of one prompt from those of others: SHA-256 in hex."""
+    """Return a digest that identifies a prompt: SHA-256 in hex."""
     return hashlib.sha256(prompt.encode()).hexdigest()
 
 
 def recorded_steps(steps: int) -> tuple[int, ...]:
-    """After how many of so many steps latents are recorded, ascending; few steps have few of them."""
+    """Return the steps after which latents are recorded, ascending. Requests of few steps have fewer of them."""
     found = {round(fraction * steps) for fraction in FRACTIONS}
     return tuple(sorted(step for step in found if 0 < step < steps))

@@ -1,4 +1,4 @@
-"""Which requests may have pictures that start from cached latents, and what draws such a picture again."""
+"""Rules for starts from cached latents: which requests may have them, and how a picture is drawn again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bottega.v1.generation_pb2 import GenerationSpec
 
 _APPROXIMATE = frozenset({generation_pb2.FIDELITY_BALANCED, generation_pb2.FIDELITY_FAST})
 
-# What a picture is made of as well where a spec has it.
+# Fields that influence the picture besides the prompt.
 _BESIDE_THE_PROMPT: Final = ("image", "strength", "prompt_2")
 
 
@@ -41,9 +41,9 @@ def is_switched_off(spec: GenerationSpec) -> bool:
 
 
 def may_start(spec: GenerationSpec) -> bool:
-    """Whether the pictures of a complete spec may start from cached latents.
+    """Return whether the pictures of a complete spec may start from cached latents.
 
-    Those that are kept for editing make all of their steps, whose latents are kept.
+    Pictures that are kept for editing run all of their steps, because their latents are kept.
     """
     if spec.keep_for_editing or not is_cacheable(spec):
         return False
@@ -51,9 +51,10 @@ def may_start(spec: GenerationSpec) -> bool:
 
 
 def pin_start(spec: GenerationSpec, start: str) -> None:
-    """Has the spec of one picture draw it from what it started from again.
+    """Make the spec of one picture repeat its start. Specs that cannot start from cached latents are unchanged.
 
-    start: as `format_start` names it; empty is noise. Leaves a spec alone of which no picture may start otherwise.
+    Args:
+        start: A name from `format_start`; "" means that the picture starts from noise.
     """
     if not may_start(spec):
         return
