@@ -1,1 +1,1 @@
-"""LoRAs as files: the canonical form that the suite stores and sends."""
+"""LoRAs as files, in the canonical form that the suite stores and sends."""

@@ -1,14 +1,13 @@
-"""The canonical form of a LoRA: one safetensors file whose SHA-256 is the LoRA's digest, and whose bytes travel as
-they are.
+"""The canonical form of a LoRA: one safetensors file, whose SHA-256 is the LoRA's digest.
 
     __metadata__  {"format": "bottega.lora/1"}, and nothing else
     tensors       three for each module: <component>.<module path>.scale (F32, [], alpha / rank),
                   .down ([rank, in] or [rank, in, height, width]), .up ([out, rank] or [out, rank, 1, 1])
-    data          two sections, all text encoders' tensors before the UNet's, for only they are waited for before a
-                  prompt is encoded; in each the scales first, then what has the larger items, then by name; no gaps
+    data          two sections without gaps: the text encoders' tensors, then the UNet's. A prompt is encoded once
+                  the first has arrived. Within a section: scales, then larger items first, then by name
 
-Within a host it is passed as it lies in memory. Over a network the header and the text encoders' section (one zero byte
-where it is empty) come first, then the UNet's in pieces: see messages.py.
+Within a host, the file is passed as it lies in memory. Over a network, the header and the text encoders' section (one
+zero byte if it is empty) come first, then the UNet's section in pieces: see messages.py.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ FORMAT = "bottega.lora/1"
 COMPONENTS = ("text_encoder", "text_encoder_2", "unet")
 BACKBONE = "unet"
 DTYPES = frozenset({"F32", "F16", "BF16"})
-# Extracted from fine-tuned models, LoRAs have ranks of some hundreds; a higher one is hardly lower than the weights'.
+# LoRAs that were extracted from fine-tuned models have ranks of some hundreds. Higher ranks save hardly anything.
 MAX_RANK = 512
 # SDXL's UNet has about 800 modules with weights, its text encoders 264.
 MAX_MODULES = 4096
@@ -47,54 +46,59 @@ MAX_FILE_BYTES = 8 << 30
 _METADATA = MappingProxyType({"format": FORMAT})
 _PARTS = ("scale", "down", "up")
 _PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
-# Sections begin where a page of a mapped file is cut least: at whole cache lines.
+# Sections begin at whole cache lines.
 _HEADER_ALIGNMENT = 64
-# CLIP's text towers have their encoder below this module, or at their root, by class and version of transformers.
+# CLIP's text towers have their encoder in this module or at their root, depending on class and transformers version.
 _TEXT_MODEL = "text_model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """What one module gets: scale * up(down(x)). The entries' begin and end are bytes in the section of its component.
+    """The change of one module: scale * up(down(x)).
 
-    component: one of COMPONENTS. path: of the module in it.
+    The entries' begin and end are bytes in the component's section.
     """
 
     component: str
+    """One of COMPONENTS."""
     path: str
+    """Path of the module in its component."""
     scale: TensorEntry
     down: TensorEntry
     up: TensorEntry
 
     @property
     def rank(self) -> int:
-        """Of this module."""
+        """Rank of this module's change."""
         return self.down.shape[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanonicalLora:
-    """What a canonical header says. modules: in the order of their scales. text_bytes, unet_bytes: of the sections."""
+    """The content of a canonical header."""
 
     header_bytes: int
     text_bytes: int
+    """Size of the text encoders' section."""
     unet_bytes: int
+    """Size of the UNet's section."""
     modules: tuple[Module, ...]
+    """Modules in the order of their scales."""
 
     @property
     def file_bytes(self) -> int:
-        """Of the whole file."""
+        """Size of the whole file."""
         return self.header_bytes + self.text_bytes + self.unet_bytes
 
     @property
     def rank(self) -> int:
-        """The highest of its modules."""
+        """The highest rank of its modules."""
         return max(module.rank for module in self.modules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleWeights:
-    """One module's part of a LoRA that is to be written. down, up: dtype, shape and little-endian bytes."""
+    """The weights of one module of a LoRA that is to be written."""
 
     component: str
     path: str
@@ -105,9 +109,10 @@ class ModuleWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorData:
-    """A tensor's row-major elements. dtype: one of DTYPES."""
+    """A tensor's row-major, little-endian elements."""
 
     dtype: str
+    """One of DTYPES."""
     shape: tuple[int, ...]
     data: bytes | memoryview
 
@@ -127,32 +132,34 @@ def spellings(component: str, path: str) -> tuple[str, ...]:
 
 @contextmanager
 def headers_of_loras() -> Iterator[None]:
-    """Raise BadLora for headers in the block that break a rule of safetensors."""
+    """Turn errors of safetensors headers in the block into BadLora."""
     try:
         yield
     except HeaderError as error:
-        raise BadLora(f"the file is no acceptable safetensors file: {error}") from None
+        raise BadLora(f"the file is not an acceptable safetensors file: {error}") from None
 
 
 def read(file: BinaryIO) -> CanonicalLora:
-    """What the header of an open file says. Raises BadLora naming the rule that it breaks, OSError."""
+    """Return the content of an open file's header. Raises BadLora that names the broken rule, and OSError."""
     with headers_of_loras():
         return _checked(read_header(file))
 
 
 def parse(head: bytes, *, file_bytes: int) -> CanonicalLora:
-    """What a header says that came over a link. file_bytes: of header and sections together.
+    """Return the content of a header that came over a link. Raises BadLora that names the broken rule.
 
-    head: bytes of our own, not memory that the sender may still change. Raises BadLora naming the rule that it breaks.
+    Args:
+        head: A copy, not memory that the sender may still change.
+        file_bytes: Size of header and sections together.
     """
     with headers_of_loras():
         return _checked(parse_header(head, file_bytes=file_bytes))
 
 
 def write(file: BinaryIO, modules: Iterable[ModuleWeights]) -> None:
-    """Writes a LoRA, from the file's beginning: the same modules give the same bytes, in whatever order they come.
+    """Write a LoRA from the file's beginning. The same modules give the same bytes in any order.
 
-    Raises BadLora for what `read` would refuse, OSError.
+    Raises BadLora for content that `read` would refuse, and OSError.
     """
     pieces = sorted(_pieces(modules), key=lambda piece: _order(piece.name, piece.weights.dtype))
     head = _head(pieces)
@@ -243,18 +250,18 @@ def _check_shapes(name: str, parts: Mapping[str, TensorEntry]) -> None:
 
 
 def _name(name: str) -> tuple[str, str, str]:
-    """Component, module path and part."""
+    """Return component, module path and part."""
     component, _, rest = name.partition(".")
     path, _, part = rest.rpartition(".")
     if component not in COMPONENTS or part not in _PARTS or not _PATH.fullmatch(path) or len(name) > MAX_NAME_BYTES:
-        _refuse(f"it has a tensor {name[:80]!r}, which is no part of a module")
+        _refuse(f"it has a tensor {name[:80]!r}, which is not part of a module")
     return component, path, part
 
 
 def _order(name: str, dtype: str) -> tuple[bool, bool, int, str]:
-    """Text encoders before the UNet, scales before weights, larger items before smaller ones, then by name."""
+    """Return the sort key: text encoders before the UNet, scales before weights, larger items first, then by name."""
     return name.startswith(f"{BACKBONE}."), not name.endswith(".scale"), -ITEM_BYTES.get(dtype, 0), name
 
 
 def _refuse(what: str) -> NoReturn:
-    raise BadLora(f"the file is no LoRA in canonical form: {what}")
+    raise BadLora(f"the file is not a LoRA in canonical form: {what}")

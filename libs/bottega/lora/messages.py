@@ -1,16 +1,16 @@
-"""What a worker's engine and a LoRA store say to each other over a link: each message as tensors.
+"""The messages between a worker's engine and a LoRA store over a link, each as tensors.
 
-The first tensor of a message has the name of its kind, and is a number. The receiver checks it here, from a copy,
-before anything is done with it; what breaks a rule raises ValueError.
+The first tensor is named after the message's kind and holds a number. The receiver checks a message here, from a copy,
+before it uses it. A message that breaks a rule raises ValueError.
 
     worker -> store    fetch: the LoRA of a digest          whole, or lora and its pieces in order, or refused
-                       cancel: of a fetch's number          nothing; what is on its way already may still come
+                       cancel: by the fetch's number        nothing; messages under way may still arrive
 
-A whole or lora message also says what the store has spent on the fetch until then.
+A whole or lora message also reports the time that the store has spent on the fetch.
 
-A whole message carries the canonical file as the store has it in memory, sealed: within a host no
-byte of it is copied. Between the pieces of one LoRA may be any other messages: what a prompt waits for waits for no
-other LoRA. A LoRA that is refused after its head, or some of its pieces, comes to nothing.
+A whole message carries the sealed canonical file as the store has it in memory, so no byte is copied within a host.
+Other messages may come between the pieces of a LoRA, so that a prompt never waits for a LoRA that it does not need. If
+a LoRA is refused after its first messages, those are discarded.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from bottega.transport import BytesMessage, DType, Layout, TensorSpec, number_sp
 from bottega.v1.trace_pb2 import StoreTimes
 
 DIGEST_BYTES = 32
-# That a worker takes in at once: so many pieces keep a link busy while others are acknowledged.
+# Messages that a worker receives at once: enough pieces to keep a link busy while others are acknowledged.
 SLOTS = 4
-# A status of ours, as JSON.
+# Maximum size of a JobError as JSON.
 _MAX_ERROR_BYTES = 64 << 10
 _UNET_BYTES = "unet_bytes"
-# Tensors of a lora message: how many bytes its pieces will have, what was spent, and what a prompt waits for.
+# Indexes of a lora message's tensors: size of the pieces, store times, file header, and text encoders' section.
 UNET_BYTES, TIMES, HEADER, TEXT = 1, 2, 3, 4
-# A length, a StoreTimes and what fills up: all messages of a kind have the same layout.
+# A length, a StoreTimes and padding, so that all messages of a kind have the same layout.
 _TIMES_BYTES = 64
-# The tensor of a piece message.
+# Index of the data tensor of a piece message.
 PIECE = 1
 
 
 class LoraMessageKind(StrEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     FETCH = "fetch"
     CANCEL = "cancel"
@@ -51,19 +51,19 @@ class LoraMessageKind(StrEnum):
 
 
 def fetch_message(number: int, digest: str) -> BytesMessage:
-    """A fetch message. digest: SHA-256, hex."""
+    """Return a fetch. `digest` is a SHA-256 in hex."""
     layout = Layout.of(number_spec(LoraMessageKind.FETCH), _bytes("digest", DIGEST_BYTES), headers=2)
     return BytesMessage(layout=layout, buffers=(pack_number(number), bytes.fromhex(digest)))
 
 
 def whole_message(number: int, times: StoreTimes) -> BytesMessage:
-    """A whole message, which goes beside the file."""
+    """Return the message that a file accompanies."""
     layout = Layout.of(number_spec(LoraMessageKind.WHOLE), _bytes("times", _TIMES_BYTES), headers=2)
     return BytesMessage(layout=layout, buffers=(pack_number(number), pack_times(times)))
 
 
 def refused_message(number: int, error: bytes) -> BytesMessage:
-    """A refused message. error: a JobError as JSON."""
+    """Return a refusal. `error` is a JobError as JSON."""
     return BytesMessage(
         layout=Layout.of(number_spec(LoraMessageKind.REFUSED), _bytes("error", len(error)), headers=2),
         buffers=(pack_number(number), error),
@@ -71,8 +71,11 @@ def refused_message(number: int, error: bytes) -> BytesMessage:
 
 
 def lora_layout(lora: CanonicalLora) -> Layout:
-    """Of the head of an answer to a fetch: its number, the bytes of the UNet's section, what was spent, the file's
-    header and the text encoders' section; a zero byte is an empty one."""
+    """Return the layout of a lora message, which begins the answer to a fetch.
+
+    It has the number, the size of the UNet's section, the store times, the file's header and the text encoders'
+    section, which is one zero byte if it is empty.
+    """
     return Layout.of(
         number_spec(LoraMessageKind.LORA),
         number_spec(_UNET_BYTES),
@@ -84,45 +87,45 @@ def lora_layout(lora: CanonicalLora) -> Layout:
 
 
 def piece_layout(size_bytes: int) -> Layout:
-    """Of the next bytes of the UNet's section: its LoRA's number, and they."""
+    """Return the layout of a piece: its LoRA's number, and bytes of the UNet's section."""
     return Layout.of(number_spec(LoraMessageKind.PIECE), _bytes("bytes", size_bytes), headers=1)
 
 
 def pack_times(times: StoreTimes) -> bytes:
-    """What the times of a message hold."""
-    said = times.SerializeToString()
-    return (bytes([len(said)]) + said).ljust(_TIMES_BYTES, b"\0")
+    """Return the bytes of a message's times."""
+    encoded = times.SerializeToString()
+    return (bytes([len(encoded)]) + encoded).ljust(_TIMES_BYTES, b"\0")
 
 
 def read_times(view: memoryview) -> StoreTimes:
-    """What they say. Raises ValueError."""
+    """Return the times of a message. Raises ValueError."""
     packed = bytes(view)
     try:
         return check_times(StoreTimes.FromString(packed[1 : 1 + packed[0]]))
     except DecodeError:
-        raise ValueError("a LoRA store's times are none") from None
+        raise ValueError("a LoRA store's times cannot be decoded") from None
 
 
 def read_whole(layout: Layout, views: Sequence[memoryview]) -> tuple[int, StoreTimes]:
-    """Number of a whole message, and what was spent."""
+    """Return number and store times of a whole message."""
     _check(layout, {"times": _TIMES_BYTES})
     return read_number(layout, views), read_times(views[1])
 
 
 def read_fetch(layout: Layout, views: Sequence[memoryview]) -> tuple[int, str]:
-    """Number and digest of a fetch message."""
+    """Return number and digest of a fetch."""
     _check(layout, {"digest": DIGEST_BYTES})
     return read_number(layout, views), bytes(views[1]).hex()
 
 
 def read_refusal(layout: Layout, views: Sequence[memoryview]) -> tuple[int, bytes]:
-    """Number and reason of a refused message."""
+    """Return number and reason of a refusal."""
     _check(layout, {"error": _MAX_ERROR_BYTES})
     return read_number(layout, views), bytes(views[1])
 
 
 def check_lora(layout: Layout, *, max_bytes: int) -> None:
-    """Raises ValueError where a message of this layout can be no head of a LoRA of at most so many bytes."""
+    """Raise ValueError unless the layout can begin a LoRA of at most `max_bytes`."""
     size = layout.specs[UNET_BYTES] if len(layout.specs) > UNET_BYTES else None
     if size is None or (size.name, size.dtype, size.shape) != (_UNET_BYTES, DType.INT64, (1,)):
         raise ValueError("a lora message does not say how long its pieces will be")
@@ -130,7 +133,7 @@ def check_lora(layout: Layout, *, max_bytes: int) -> None:
 
 
 def read_unet_bytes(view: memoryview, *, max_bytes: int) -> int:
-    """What a lora message says of its pieces. view: of its tensor UNET_BYTES. Raises ValueError."""
+    """Return the size of the pieces that a lora message announces in its tensor UNET_BYTES. Raises ValueError."""
     size_bytes = int.from_bytes(bytes(view), "little", signed=True)
     if not 0 <= size_bytes <= max_bytes:
         raise ValueError(f"a LoRA's pieces cannot have {size_bytes} bytes")
@@ -138,12 +141,12 @@ def read_unet_bytes(view: memoryview, *, max_bytes: int) -> int:
 
 
 def check_piece(layout: Layout, *, max_bytes: int) -> None:
-    """Raises ValueError where a message of this layout can be no piece of a LoRA of at most so many bytes."""
+    """Raise ValueError unless the layout can be a piece of a LoRA of at most `max_bytes`."""
     _check(layout, {"bytes": max_bytes})
 
 
 def _check(layout: Layout, rest: dict[str, int], behind: int = 0) -> None:
-    """rest: most bytes of each tensor behind the numbers, the last of which is at `behind`."""
+    """Raise ValueError unless the tensors after index `behind` have the names of `rest` and at most those sizes."""
     specs = layout.specs[behind + 1 :]
     if [spec.name for spec in specs] != list(rest):
         raise ValueError(f"a {layout.specs[0].name} message has other tensors than {', '.join(rest)}")

@@ -1,4 +1,4 @@
-"""The key of a set of LoRAs: two requests with the same key are drawn with the same weights."""
+"""The key of a set of LoRAs: requests with the same key use the same weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 LoraSetKey = tuple[tuple[str, float], ...]
-"""Digests and scales, sorted: the order in which a request names its LoRAs changes nothing. Empty is without."""
+"""Sorted pairs of digest and scale, so a request's order of LoRAs does not matter. It is empty without LoRAs."""
 
 
 class ScaledLora(Protocol):
@@ -14,13 +14,12 @@ class ScaledLora(Protocol):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of its canonical form, hex."""
+        """SHA-256 of its canonical form, in hex."""
 
     @property
     def scale(self) -> float:
-        """What its change is multiplied with."""
+        """Factor of its change."""
 
 
 def lora_set_key(loras: Iterable[ScaledLora]) -> LoraSetKey:
-    """The key of a set."""
     return tuple(sorted((lora.digest, lora.scale) for lora in loras))

@@ -1,4 +1,4 @@
-"""Which files of a path are a LoRA: one, or one for each component, as PEFT, Diffusers and people lay them out."""
+"""Finds the files of a LoRA at a path, as PEFT, Diffusers and users lay them out."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class LoraFile:
 
     path: Path
     component: str | None = None
-    """The only component that the file is for, where its folder says so."""
+    """The only component that the file is for, if its folder names one."""
     config: Path | None = None
-    """PEFT's configuration beside it."""
+    """PEFT's configuration beside the file."""
 
 
 def find_weights(path: Path) -> list[LoraFile]:
-    """Return the files of the LoRA at a path, a safetensors file or a folder.
+    """Return the files of the LoRA at a path, a safetensors file or a folder. No file is opened.
 
-    A file is not opened. Raise BadLora for a folder that holds no LoRA, or more than one.
+    Raises BadLora for a folder that holds no LoRA, or more than one.
     """
     if not path.is_dir():
         config = path.with_name(PEFT_CONFIG)
@@ -41,7 +41,7 @@ def find_weights(path: Path) -> list[LoraFile]:
 
 
 def _whole(folder: Path, files: Sequence[Path]) -> LoraFile:
-    """The one file that the folder is."""
+    """Return the single file of the LoRA in a folder."""
     named = [file for file in files if file.name in {PEFT_WEIGHTS, DIFFUSERS_WEIGHTS}]
     if not files:
         raise BadLora(
@@ -58,7 +58,7 @@ def _whole(folder: Path, files: Sequence[Path]) -> LoraFile:
 
 
 def _parts(folder: Path) -> Iterator[LoraFile]:
-    """PEFT's files for components, where any of these has one."""
+    """Yield PEFT's files for components, if any component has one."""
     named = [component for component in COMPONENTS if (folder / component).is_dir()]
     if not any((folder / component / name).exists() for component in named for name in (PEFT_WEIGHTS, PEFT_CONFIG)):
         return

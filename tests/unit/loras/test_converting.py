@@ -666,7 +666,7 @@ def test_pickled_weights_are_never_opened(base: Base, tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1)}, tmp_path / "adapter_model.bin")
     with pytest.raises(BadLora, match="never opened"):
         convert(sources(tmp_path), base=base)
-    with pytest.raises(BadLora, match="no acceptable safetensors file"):
+    with pytest.raises(BadLora, match="not an acceptable safetensors file"):
         convert(sources(tmp_path / "adapter_model.bin"), base=base)
 
 
