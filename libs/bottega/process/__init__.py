@@ -1,4 +1,4 @@
-"""Child processes: the framed pipe to them, pools of them behind limits, and the supervisor of an engine process."""
+"""Child processes: the framed pipe to them, pools of limited ones, and the supervisor of an engine process."""
 
 from bottega.process.child import ChildProcess, open_pair
 from bottega.process.copying import copied

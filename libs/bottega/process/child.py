@@ -1,9 +1,8 @@
-"""A child process with a framed pipe to it.
+"""A child process with a framed pipe to it. This module does not know what the child does.
 
-The child is a fresh interpreter (`python -m MODULE --fd N ...`), never a fork: forking a process that
-runs gRPC or threads is unsafe. It leads its own process group, so that Ctrl-C in a terminal reaches only
-the parent, which then stops it in order. It exits by itself when the pipe closes, so it cannot outlive
-its parent. This module does not know what the child does.
+The child is a fresh interpreter (`python -m MODULE --fd N ...`), never a fork: forking a process that runs gRPC or
+threads is unsafe. It leads its own process group, so that Ctrl-C in a terminal reaches only the parent, which then
+stops it in order. It exits when the pipe closes, so it cannot outlive its parent.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from typing import Literal
 from bottega.process import open_files
 from bottega.process.framed_pipe import MAX_FRAME_BYTES, AsyncFramedPipe
 
-# A killed process is gone in milliseconds, unless it waits for a device; then its parent must not wait for it.
+# A killed process is gone in milliseconds, unless it waits for a device. Then its parent must not wait for it.
 _REAP_S = 10.0
-# What Python itself may need to start: where it is, and where libraries are. Everything else may be a secret.
+# The variables that Python and libraries need to start. Any other variable may hold a secret.
 _NEEDED = ("LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH")
 _WRAPPER = "bottega.process.sandbox"
 _CONFINED: Mapping[str | None, Sequence[str]] = {None: (), "reads": (_WRAPPER,), "writes": (_WRAPPER, "--writes")}
 
 
 class ChildProcess:
-    """A running child process. Made by `start`; `stop` must be called, also after a death."""
+    """A running child process, made by `start`. `stop` must be called, even after it died."""
 
     def __init__(self, process: Process, channel: AsyncFramedPipe) -> None:
         self._process = process
@@ -45,17 +44,19 @@ class ChildProcess:
         max_frame_bytes: int = MAX_FRAME_BYTES,
         confined: Literal["reads", "writes"] | None = None,
     ) -> ChildProcess:
-        """Starts `python -m MODULE --fd N ARGUMENTS`.
+        """Start `python -m MODULE --fd N ARGUMENTS`.
 
-        env: variables added to this process's own; to none, of one that is confined.
-        limits: resource limits (resource.RLIMIT_...) to set on it before it is sent anything.
-        confined: as far as the machine allows it has no network, and may do nothing but read files, or write them too
-            (see sandbox.py). For processes that open untrusted files.
+        Args:
+            env: Variables added to this process's environment, or to an almost empty one for a confined process.
+            limits: Resource limits (resource.RLIMIT_...), set before anything is sent to the child.
+            confined: For processes that open untrusted files. As far as the machine allows, the child has no network
+                and may only read files, or also write them (see sandbox.py).
+
         Raises TooManyOpenFiles, OSError.
         """
         with open_files.translated():
             ours, theirs = open_pair()
-        # Under a limit on the size of files, cached bytecode would be cut off, and break the next import of it.
+        # A limit on file sizes would truncate cached bytecode and break later imports of it.
         python = [sys.executable, "-B"] if confined else [sys.executable]
         command = [*python, "-m", *_CONFINED[confined], module, "--fd", str(theirs.fileno()), *arguments]
         inherited = {name: value for name, value in os.environ.items() if not confined or name in _NEEDED}
@@ -73,27 +74,27 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the child."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """How it exited, negative for a signal; None while it runs."""
+        """The exit code, negative for a signal; None while it runs."""
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Waits until it is dead, however that comes; returns its exit code."""
+        """Wait until the child has ended in any way; return its exit code."""
         return await self._process.wait()
 
     def kill(self) -> None:
-        """Ends it now."""
+        """Kill the child."""
         if self._process.returncode is None:
             self._process.kill()
 
     async def stop(self, grace_s: float) -> int | None:
-        """Closes the pipe, waits for the child to exit by itself, then kills it.
+        """Close the pipe, wait for the child to exit, then kill it.
 
-        Returns its exit code, or None when even a killed process is not gone after some seconds.
+        Returns its exit code, or None if even a killed process is not gone after some seconds.
         """
         self.channel.close()
         code = await self._exited(grace_s)
@@ -110,7 +111,7 @@ class ChildProcess:
 
 
 def open_pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a pipe for frames."""
+    """Return both ends of a pipe for frames."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
@@ -125,4 +126,4 @@ def _limit(pid: int, limits: Mapping[int, int]) -> None:
         for kind, value in limits.items():
             resource.prlimit(pid, kind, (value, value))
     except ProcessLookupError:
-        return  # already dead; those that wait for it get the error
+        return  # already dead; callers that wait for it get the error

@@ -1,11 +1,10 @@
-"""A service's side of its engine process: starts it, talks to it, watches it, replaces it.
+"""A service's side of its engine process: it starts, feeds, watches and replaces the engine.
 
-The engine owns a device; a crash, a hang or a flood of memory there costs what it held and nothing else. While it
-starts it says how far it is, and is killed when it has not got further for `start_stall_s`. From then on every word of
-it is a sign of life; after `hang_s` without one it is killed, and so is one that lives on and makes no turn for
-`stall_s` while it has work. Time in which this side was stopped itself, and received nothing for that reason,
-is not held against the engine. A new one is started with a growing pause, until three in a row did not get ready: then
-it is for whoever watches the service to decide. This module does not know what is said.
+The engine owns a device. If it crashes, hangs or runs out of memory, only its own work is lost. While it starts it
+reports its progress, and is killed after `start_stall_s` without any. From then on every message is a sign of life. The
+engine is killed after `hang_s` without one, and if it has work but makes no turn for `stall_s`. Time in which this
+process itself was stopped does not count against the engine. A new engine is started after a growing pause. When three
+in a row did not get ready, the supervisor gives up with an error. This module does not know the content of messages.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from bottega.process.engine_environment import engine_environment
 
 _log = logging.getLogger(__name__)
 
-# Transformers warns about image processors that nothing here uses.
+# Transformers warns about image processors that are not used here.
 _ENVIRONMENT = {"TRANSFORMERS_VERBOSITY": "error"}
-# The engine reads its pipe between two turns; this many commands waiting means that it has stopped to.
+# The engine reads its pipe between two turns. If this many commands wait, it has stopped reading.
 _MAX_COMMANDS = 1024
 _STOP_GRACE_S = 2.0
-# How often an engine's silence is looked at, and at least so many times before it is given up.
+# How often an engine's silence is checked, and how many times at least before it is given up.
 _LOOK_S = 0.5
 _LEAST_LOOKS = 5
 _FIRST_PAUSE_S = 0.2
 _MAX_PAUSE_S = 10.0
-# In a row: a device that is gone, or a model's file that is damaged, is not mended by a fourth.
+# A missing device or a damaged model file is not repaired by a fourth start.
 _MOST_FAILED_STARTS = 3
 
 CommandT = TypeVar("CommandT", bound=Message)
@@ -52,29 +51,29 @@ Event_contra = TypeVar("Event_contra", contravariant=True)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StartProgress:
-    """How far an engine is that has not become ready."""
+    """The progress of an engine that is not ready yet."""
 
     stage: str
-    """What it does, for a person."""
+    """What the engine does, as text for users."""
     done_bytes: int = 0
     total_bytes: int = 0
-    """Bytes of the stage; 0 where it has none to count."""
+    """Bytes of the stage; 0 if it has none to count."""
 
 
 class EngineListener(Protocol[Ready_contra, Event_contra]):
-    """The interface for messages of the engine."""
+    """The receiver of an engine's messages."""
 
     async def on_engine_starting(self, progress: StartProgress) -> None:
-        """The engine has begun a stage of its start, or has got further in it."""
+        """React to a new stage of the engine's start, or to progress in it."""
 
     async def on_engine_ready(self, ready: Ready_contra) -> None:
-        """The engine takes commands from now on."""
+        """React to an engine that accepts commands from now on."""
 
     async def on_engine_event(self, event: Event_contra) -> None:
-        """Something happened. Must be quick: what the engine says next waits for it."""
+        """React to an event. It must be fast, because the engine's next message waits for it."""
 
     async def on_engine_lost(self, why: str) -> None:
-        """The engine is gone, with everything that it held."""
+        """React to the loss of the engine and of everything that it held."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,16 +83,18 @@ class EngineTimeouts:
     start_stall_s: float
     """Without progress of its start."""
     hang_s: float
-    """Without a word."""
+    """Without any message."""
     stall_s: float
-    """With work and without a turn."""
+    """With work but without a turn."""
 
 
 class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
-    """Keeps one engine process. `spawn` first, then `watch` until the end, then `stop`.
+    """Keeps one engine process running. Call `spawn`, then `watch` until the end, then `stop`.
 
-    Subclasses know what is said. lost: the error of a command to an engine that is not there. exclusive_cores: see
-    engine_environment.
+    Subclasses define the messages. `lost` is the error of a command to an engine that is not running.
+
+    Args:
+        exclusive_cores: See engine_environment.
     """
 
     lost: ClassVar[type[Unavailable]] = Unavailable
@@ -110,23 +111,23 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
 
     @abstractmethod
     def read(self, frame: bytes) -> EventT:
-        """The event of a frame. Raises DecodeError."""
+        """Return the event of a frame. Raises DecodeError."""
 
     @abstractmethod
     def ready(self, event: EventT) -> ReadyT | None:
-        """What an engine that says that it is ready says of itself; None for all other events."""
+        """Return what a ready event says about the engine; None for all other events."""
 
     def starting(self, event: EventT) -> StartProgress | None:
-        """Return what an engine says of its start; None for all other events."""
+        """Return the progress in an event of the engine's start; None for all other events."""
         return None
 
     @abstractmethod
     def turns(self, event: EventT) -> int | None:
-        """Turns so far, of an engine that says that it has work; None for all other events."""
+        """Return the number of turns in an event of an engine with work; None for all other events."""
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine, while there is one."""
+        """Process id of the engine, or None."""
         return self._child.pid if self._child else None
 
     @property
@@ -135,16 +136,17 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         return time.monotonic() - self._spawned_at
 
     async def spawn(self) -> None:
-        """Starts the process; it gets ready while others go on."""
+        """Start the process, without waiting until it is ready."""
         self._spawned_at = time.monotonic()
         self._child = await ChildProcess.start(self._module, *self._arguments, env=self._environment)
 
     async def watch(self, listener: EngineListener[ReadyT, EventT]) -> None:
-        """Serve the listener until cancelled, with one engine process after the other.
+        """Serve the listener until cancelled, with one engine process after another.
 
         Raises:
-            ConfigError: An engine ended because of its configuration, or of what this names. Another one would, too.
-            InternalError: Several in a row did not get ready.
+            ConfigError: An engine ended because of its configuration, or a file that it names. Another one would end,
+                too.
+            InternalError: Several engines in a row did not get ready.
         """
         pause_s, failed_starts = _FIRST_PAUSE_S, 0
         while True:
@@ -161,7 +163,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
             await asyncio.sleep(pause_s)
 
     def send(self, command: CommandT, size_bytes: int = 0) -> None:
-        """Queues a command of about that size. Raises `lost` when there is no engine that is ready."""
+        """Queue a command of about that size. Raises `lost` if no engine is ready."""
         if self._commands is None:
             raise self.lost("the engine is being started again")
         try:
@@ -170,9 +172,9 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
             raise self.lost("the engine does not read its commands") from None
 
     async def stop(self) -> int | None:
-        """Ends the process: a pause to exit by itself, then by force. Harmless when there is none.
+        """End the process: first a pause to exit by itself, then by force. It does nothing if there is none.
 
-        Returns its exit code, None when it is not known.
+        Returns its exit code, or None if it is unknown.
         """
         self._commands = None
         if self._child is None:
@@ -181,7 +183,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         return await child.stop(_STOP_GRACE_S)
 
     async def _run_once(self, listener: EngineListener[ReadyT, EventT]) -> tuple[bool, str]:
-        """Serves one process until it is gone. Whether it had been ready, and why it is gone."""
+        """Serve one process until it is gone; return whether it had been ready, and why it is gone."""
         try:
             if self._child is None:
                 await self.spawn()
@@ -201,7 +203,7 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
             return True, await self._forward_events(child, listener)
 
     async def _wait_until_ready(self, child: ChildProcess, listener: EngineListener[ReadyT, EventT]) -> ReadyT | str:
-        """Return what the engine says of itself when it is ready, or why it does not get so far."""
+        """Return the engine's ready message, or the reason why it does not get ready."""
         stage = ""
         while not isinstance(event := await self._receive_event(child, self._timeouts.start_stall_s), str):
             ready = self.ready(event)
@@ -209,13 +211,13 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
                 return ready
             progress = self.starting(event)
             if progress is None:
-                return "it said something else before it was ready"
+                return "it sent another event before it was ready"
             stage = f" while {progress.stage}"
             await _deliver(listener.on_engine_starting(progress))
         return f"{event}{stage}, before it was ready; what it logged just before says why"
 
     async def _forward_events(self, child: ChildProcess, listener: EngineListener[ReadyT, EventT]) -> str:
-        """Passes on what the engine says until it is gone; why it is."""
+        """Pass on the engine's events until it is gone; return the reason."""
         turns, moved_s = -1, self._awake()
         while not isinstance(event := await self._receive_event(child, self._timeouts.hang_s), str):
             now = self.turns(event)
@@ -228,14 +230,13 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         return event
 
     async def _receive_event(self, child: ChildProcess, timeout_s: float) -> EventT | str:
-        """The next event, or why there is none."""
         try:
             async with asyncio.timeout(None) as limit:
                 with self._limit_awake_time(limit, timeout_s):
                     frame = await child.channel.recv()
         except TimeoutError:
             child.kill()
-            return f"it said nothing for {timeout_s:g} s"
+            return f"it sent no message for {timeout_s:g} s"
         except InternalError as error:
             return error.message
         if frame is None:
@@ -243,13 +244,13 @@ class EngineSupervisor(ABC, Generic[CommandT, EventT, ReadyT]):
         try:
             return await copied(len(frame), lambda: self.read(frame))
         except DecodeError:
-            return "it said what is no event"
+            return "it sent a frame that is not an event"
 
     @contextlib.contextmanager
     def _limit_awake_time(self, limit: asyncio.Timeout, timeout_s: float) -> Iterator[None]:
-        """Lets `limit` pass after so many seconds of the block in which this process was awake.
+        """Let `limit` expire after `timeout_s` seconds of the block in which this process was awake.
 
-        A timer alone is due as soon as a front goes on that was stopped, before it has read what the engine has said.
+        A plain timer would expire as soon as a stopped service continues, before it has read the engine's messages.
         """
         loop, until_s = asyncio.get_running_loop(), self._awake() + timeout_s
         looking: asyncio.TimerHandle
@@ -278,7 +279,7 @@ class _Command:
 
 
 async def _send_commands(child: ChildProcess, commands: asyncio.Queue[_Command]) -> None:
-    """Sends until cancelled, or until the pipe is closed, which `_receive_event` notices as well."""
+    """Send until cancelled, or until the pipe is closed, which `_receive_event` notices as well."""
     while True:
         command = await commands.get()
         frame = await copied(command.size_bytes, command.pack)
@@ -289,7 +290,7 @@ async def _send_commands(child: ChildProcess, commands: asyncio.Queue[_Command])
 
 
 async def _deliver(telling: Awaitable[None]) -> None:
-    """One event that cannot be served must not end the service of the others."""
+    """Deliver one event. If it fails, log the error and go on with the next events."""
     try:
         await telling
     except Exception:  # noqa: BLE001 - the boundary of the engine's events; an attempt's own errors end that attempt

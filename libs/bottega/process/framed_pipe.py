@@ -1,8 +1,8 @@
 """Frames over a socket pair between a parent process and its child.
 
-A frame is its length (4 bytes, little-endian) and that many bytes. Both ends have the same limit; a
-longer frame is refused before it is sent, and before it is received beyond what came together with its length. After an
-error a channel is closed: what follows half a frame means nothing. This module does not know what frames carry.
+A frame is its length (4 bytes, little-endian) and that many bytes. Both ends have the same limit. A longer frame is
+refused before it is sent, and before more is received than what came with its length. A channel closes after an error,
+because the bytes after half a frame are meaningless. This module does not know what frames carry.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from bottega.process.copying import copied
 MAX_FRAME_BYTES = 64 * 2**20
 
 _LENGTH = struct.Struct("<I")
-# Of one send or receive on the event loop: with the other end busy at the same time, one call would go on for
-# all of a frame (12 MiB: 15 ms).
+# Maximum size of one send or receive on the event loop. If the other end is busy at the same time, one call would
+# handle a whole frame (12 MiB: 15 ms).
 _PIECE_BYTES = 256 * 2**10
-# Taken in at once by the parent: an engine says a dozen small things after every turn. With system calls of its own
-# each of them cost 38 us at both ends, and costs 28 so (measured).
+# How much the parent reads at once. An engine sends a dozen small messages after every turn; with a system call for
+# each, a message costs 38 us at both ends, and 28 us without (measured).
 _READ_AHEAD_BYTES = 64 * 2**10
 
 
 class FramedPipe:
-    """The blocking end, for a child. `send` may be called from any thread, `recv` from one at a time."""
+    """The blocking end, for a child. Any thread may call `send`, one at a time `recv`."""
 
     def __init__(self, end: socket.socket, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._socket = end
@@ -37,21 +37,21 @@ class FramedPipe:
 
     @classmethod
     def from_fd(cls, fd: int, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> FramedPipe:
-        """Takes over the descriptor that the parent passed."""
+        """Take over the descriptor that the parent passed."""
         end = socket.socket(fileno=fd)
         end.setblocking(True)
         return cls(end, max_frame_bytes=max_frame_bytes)
 
     def send(self, payload: bytes) -> None:
-        """Sends one frame; blocks while the pipe is full.
+        """Send one frame; block while the pipe is full.
 
-        Raises InternalError for a frame beyond the limit, Unavailable when the other end is gone.
+        Raises InternalError for a frame beyond the limit, and Unavailable if the other end is gone.
         """
         _check_length(len(payload), self._max_frame_bytes)
         length = _LENGTH.pack(len(payload))
         with self._sending:
             try:
-                # Together: the other end wakes once for a frame.
+                # One call, so that the other end wakes once for a frame.
                 sent = self._socket.sendmsg([length, payload])
                 if sent < len(length) + len(payload):
                     self._socket.sendall(memoryview(length + payload)[sent:])
@@ -60,7 +60,7 @@ class FramedPipe:
                 raise _gone() from error
 
     def recv(self) -> bytes | None:
-        """The next frame; blocks until it is complete. None when the other end is closed or gone.
+        """Return the next frame, or None if the other end is gone. It blocks until the frame is complete.
 
         Raises InternalError for a frame beyond the limit.
         """
@@ -72,7 +72,7 @@ class FramedPipe:
         return self._read(length)
 
     def close(self) -> None:
-        """Closes this end; a `recv` that waits in another thread returns None."""
+        """Close this end. A `recv` that waits in another thread returns None."""
         _shut(self._socket)
         self._socket.close()
 
@@ -97,9 +97,9 @@ class AsyncFramedPipe:
         self._ahead = memoryview(b"")
 
     async def send(self, payload: bytes) -> None:
-        """Sends one frame. Cancelled or failed half-way, it closes the channel.
+        """Send one frame. If it is cancelled or fails half-way, it closes the channel.
 
-        Raises InternalError for a frame beyond the limit, Unavailable when the other end is gone.
+        Raises InternalError for a frame beyond the limit, and Unavailable if the other end is gone.
         """
         _check_length(len(payload), self._max_frame_bytes)
         loop = asyncio.get_running_loop()
@@ -107,7 +107,7 @@ class AsyncFramedPipe:
             view = memoryview(payload)
             await loop.sock_sendall(self._socket, _LENGTH.pack(len(payload)) + view[:_PIECE_BYTES])
             for start in range(_PIECE_BYTES, len(payload), _PIECE_BYTES):
-                await asyncio.sleep(0)  # a ready socket does not suspend: let others have their turn
+                await asyncio.sleep(0)  # a ready socket does not suspend: give other tasks a turn
                 await loop.sock_sendall(self._socket, view[start : start + _PIECE_BYTES])
         except OSError as error:
             self.close()
@@ -117,11 +117,11 @@ class AsyncFramedPipe:
             raise
 
     async def recv(self) -> bytes | None:
-        """The next frame, or None when the other end is closed or gone. Cancelled, it closes the channel.
+        """Return the next frame, or None if the other end is gone. If it is cancelled, it closes the channel.
 
         Raises InternalError for a frame beyond the limit.
         """
-        await asyncio.sleep(0)  # frames that are here already do not suspend: let others have their turn between them
+        await asyncio.sleep(0)  # frames that are here already do not suspend: give other tasks a turn between them
         header = await self._read(_LENGTH.size)
         if header is None:
             return None
@@ -134,12 +134,12 @@ class AsyncFramedPipe:
         return await self._read(length)
 
     def close(self) -> None:
-        """Closes this end; the child at the other one sees the end of the pipe."""
+        """Close this end. The child sees the end of the pipe."""
         _shut(self._socket)
         self._socket.close()
 
     async def _read(self, length: int) -> bytes | None:
-        """So many bytes, those first that came ahead; None when the other end is gone before."""
+        """Return `length` bytes, beginning with those read ahead, or None if the other end is gone before."""
         if length <= len(self._ahead):
             return self._taken(length)
         pieces: list[memoryview | bytes] = [self._taken(len(self._ahead))]
@@ -162,7 +162,7 @@ class AsyncFramedPipe:
         return await copied(length, lambda: b"".join(pieces))
 
     async def _piece(self, missing: int) -> memoryview:
-        """The next bytes, at least one, of a frame that lacks so many; empty at the end. Raises OSError."""
+        """Return the next bytes of a frame that lacks `missing`, at least one; empty at the end. Raises OSError."""
         most_bytes = max(_READ_AHEAD_BYTES, min(missing, _PIECE_BYTES))
         return memoryview(await asyncio.get_running_loop().sock_recv(self._socket, most_bytes))
 
@@ -184,4 +184,4 @@ def _shut(end: socket.socket) -> None:
     try:
         end.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # already closed, or the other end is gone: what was asked for
+        return  # already closed, or the other end is gone

@@ -1,7 +1,7 @@
-"""A child process behind limits that answers one call at a time: started when it is needed, and ended when it is lost.
+"""A child process behind limits that answers one call at a time. It is started on demand, and ended when it fails.
 
-A caller that has an untrusted file read in it must tell a file that kills its reader from a machine that had no time
-for it: so a lost process says how it was lost.
+A caller that has an untrusted file read must distinguish a file that kills its reader from a machine that is too busy,
+so a lost process reports how it was lost.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from bottega.process.cpu_time import CpuTime
 
 _log = logging.getLogger(__name__)
 
-# An interpreter that imports its libraries takes .3 to 4 s; this is for a machine that is busy with everything else.
+# An interpreter that imports its libraries takes .3 to 4 s. The rest is for a machine that is busy with other work.
 _START_S = 60.0
 _STOP_S = 2.0
-# SIGXCPU: of RLIMIT_CPU. SIGPROF: of the timer that processes of many calls set themselves for each.
+# SIGXCPU comes from RLIMIT_CPU, SIGPROF from the timer that processes of many calls set for each call.
 _CPU_SIGNALS = frozenset({-signal.SIGXCPU, -signal.SIGPROF})
 
 
 class Loss(StrEnum):
-    """How a process was lost in a call.
-
-    OVERTIME: it worked beyond the deadline. STALLED: the deadline passed and it had hardly run: it was stopped, or the
-    machine was busy. CPU_LIMIT: it spent the processor time that a call may take. DIED: in any other way.
-    """
+    """The way in which a process was lost in a call."""
 
     OVERTIME = "took too long"
+    """It worked beyond the deadline."""
     STALLED = "stood still"
+    """The deadline passed while it hardly ran: it was stopped, or the machine was busy."""
     CPU_LIMIT = "reached its limit of processor time"
+    """It spent the processor time that a call may take."""
     DIED = "died"
+    """It ended in any other way."""
 
     @property
     def may_be_chance(self) -> bool:
@@ -56,22 +56,21 @@ class ProcessLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """How a process is started: `python -m MODULE`, which says that it is ready with its first frame.
-
-    name: for the log and errors, such as "codec process". limits: of resources, see ChildProcess.start, like sandbox
-    and environment. deadline_s: of one call.
-    """
+    """How a process is started: `python -m MODULE`, which sends its first frame when it is ready."""
 
     name: str
+    """Name in the log and errors, such as "codec process"."""
     module: str
     deadline_s: float
+    """Seconds that one call may take."""
     limits: Mapping[int, int] = field(default_factory=dict)
+    """Resource limits. For these and the next two see ChildProcess.start."""
     environment: Mapping[str, str] = field(default_factory=dict)
     sandbox: Literal["reads", "writes"] | None = None
 
 
 class LimitedProcess:
-    """One caller at a time."""
+    """A child process for one caller at a time."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         self._spec = spec
@@ -79,11 +78,15 @@ class LimitedProcess:
 
     @property
     def pid(self) -> int | None:
-        """While there is a process."""
+        """Process id, or None if there is no process."""
         return self._child.pid if self._child else None
 
     async def start(self, limits: Mapping[int, int] | None = None) -> ChildProcess:
-        """Returns when there is a process and it is ready. limits: beside those of its spec. Raises InternalError."""
+        """Return the process once it is ready, starting one if needed. Raises InternalError.
+
+        Args:
+            limits: Limits in addition to those of the spec.
+        """
         if self._child and self._child.exit_code is None:
             return self._child
         await self.stop()
@@ -105,9 +108,10 @@ class LimitedProcess:
         return child
 
     async def exchange(self, frame: bytes, limits: Mapping[int, int] | None = None) -> bytes:
-        """The answer to a frame. limits: see start. Raises ProcessLost, InternalError.
+        """Return the answer to a frame. Raises ProcessLost, InternalError.
 
-        A caller that is cancelled ends the process: half a call means nothing to the next one.
+        If the caller is cancelled, the process ends, because half a call would confuse the next one. For `limits` see
+        `start`.
         """
         try:
             return await self._exchange(await self.start(limits), frame)
@@ -118,7 +122,7 @@ class LimitedProcess:
             raise
 
     async def stop(self) -> int | None:
-        """Ends the process, if there is one, and returns its exit code."""
+        """End the process, if there is one, and return its exit code."""
         if self._child is None:
             return None
         child, self._child = self._child, None
@@ -137,7 +141,7 @@ class LimitedProcess:
         except Unavailable:
             pass  # its pipe is closed
         if answer is None:
-            code = await self.stop()  # of one that died by itself, killing it would hide how
+            code = await self.stop()  # not killed: that would hide how it died
             loss = Loss.CPU_LIMIT if code in _CPU_SIGNALS else loss
             facts = {"child": self._spec.name, "pid": child.pid, "why": loss.value, "exit_code": code}
             _log.warning("child process lost", extra=facts)

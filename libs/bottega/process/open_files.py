@@ -1,6 +1,6 @@
-"""How many files and sockets this process may have open at once: to Linux they are one, and each is a descriptor.
+"""The limit of open files and sockets, and how to recognise the errors when it is reached.
 
-Also how a refusal of the system to open one more is told apart from every other fault of a disk or a network.
+Linux counts files and sockets together, as descriptors.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from collections.abc import Iterator
 
 from bottega.errors import TooManyOpenFiles
 
-# What the units of systemd set. A container may allow a thousand million, and there are programs that walk through
-# all of them.
+# The limit in the systemd units. A container may allow a thousand million, and some programs loop over all of them.
 ENOUGH = 65_536
-# Below it a server takes fewer connections than it would by default, see rpc.server.ServerConfig.
+# With less, a server accepts fewer connections than by default, see rpc.server.ServerConfig.
 LITTLE = 8_192
-# What to do about it, for a person.
+# Advice for users.
 TODO = "raise LimitNOFILE in the service's unit (systemctl edit), or ulimit -Hn where it is started"
 
 _CAUSES = frozenset({errno.EMFILE, errno.ENFILE})
-# As long as callers of a full server are asked to wait; connections come and go.
+# How long callers of a full server are asked to wait. Connections come and go.
 _RETRY_AFTER_S = 5.0
 
 _log = logging.getLogger(__name__)
 
 
 def raise_limit() -> None:
-    """As far as this user may, and is sane: shells often start processes with 1,024, for programs that call select.
+    """Raise the limit as far as this user may: shells often start processes with 1,024.
 
     Call it before anything reads the limit. Child processes inherit it.
     """
@@ -41,31 +40,31 @@ def raise_limit() -> None:
         return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (OSError, ValueError) as error:  # the hard one is above the kernel's own, fs.nr_open
+    except (OSError, ValueError) as error:  # the hard limit is above the kernel's own, fs.nr_open
         _log.warning("the limit of open files stays %d, and is not raised to %d: %s", soft, wanted, error)
 
 
 def limit() -> int:
-    """Of this process now."""
+    """Return the limit of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def warn_if_low() -> None:
-    """Logs a line when the limit is lower than a service should have. Call it after raise_limit."""
+    """Log a warning if the limit is lower than a service needs. Call it after raise_limit."""
     if limit() < LITTLE:
         facts = {"limit": limit(), "wanted": ENOUGH, "todo": TODO}
         _log.warning("few files and sockets may be open at once; fewer connections are taken", extra=facts)
 
 
 def is_cause(error: BaseException | None) -> bool:
-    """Whether the system refused to open one more file or socket, for this process or for all."""
+    """Return whether the system refused to open one more file or socket, for this process or for all."""
     return isinstance(error, OSError) and error.errno in _CAUSES
 
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Turns what is_cause says into TooManyOpenFiles; every other error of the block stays as it is."""
+    """Turn the errors of `is_cause` in the block into TooManyOpenFiles."""
     try:
         yield
     except OSError as error:
@@ -75,7 +74,7 @@ def translated() -> Iterator[None]:
 
 
 def exhausted() -> OSError | None:
-    """Why no file can be opened now, None when one can: for libraries that do not pass on what the system said."""
+    """Return the error if no file can be opened now, else None. For libraries that hide the system's error."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
@@ -84,7 +83,7 @@ def exhausted() -> OSError | None:
 
 
 def too_many(error: OSError) -> TooManyOpenFiles:
-    """What callers and the log are told. error: one for which is_cause holds."""
+    """Return the error for callers and the log. `is_cause(error)` must hold."""
     cause = errno.errorcode[error.errno or errno.EMFILE]
     if error.errno == errno.ENFILE:
         what = "too many open files: the machine has as many as its kernel allows; raise fs.file-max (sysctl)"

@@ -1,4 +1,4 @@
-"""Calls of an engine process that wait for their answers."""
+"""Calls to an engine process that wait for their answers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ AnswerT = TypeVar("AnswerT")
 
 
 class PendingCalls(Generic[AnswerT]):
-    """By number. In one event loop."""
+    """Pending calls by number, in one event loop."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[AnswerT]] = {}
 
     async def call(self, send: Callable[[int], None], timeout_s: float) -> AnswerT:
-        """The answer to what `send` sends under the number that it is given.
+        """Call `send` with a new number, and return the answer with that number.
 
-        Raises what `send` raises, what the call is answered with, and Unavailable where no answer comes in time.
+        Raises the errors of `send`, an error that answers the call, and Unavailable if no answer comes in time.
         """
         number = next(self._numbers)
         send(number)
@@ -37,7 +37,7 @@ class PendingCalls(Generic[AnswerT]):
             self._pending.pop(number, None)
 
     def answer(self, number: int, answer: AnswerT | BottegaError) -> None:
-        """The answer has come. Harmless when nobody waits for it any more."""
+        """Complete a call. It does nothing if the caller no longer waits."""
         call = self._pending.pop(number, None)
         if call is None or call.done():
             return
@@ -47,6 +47,6 @@ class PendingCalls(Generic[AnswerT]):
             call.set_result(answer)
 
     def fail_all(self, error: BottegaError) -> None:
-        """The engine is gone, and answers nothing any more."""
+        """Fail all calls, because the engine is gone."""
         for number in list(self._pending):
             self.answer(number, error)

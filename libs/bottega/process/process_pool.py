@@ -1,6 +1,6 @@
-"""A pool of child processes behind limits, and the bounded queue before them. Each process serves one call at a time.
+"""A pool of child processes behind limits, with a bounded queue. Each process serves one call at a time.
 
-Which call is next is decided by `fair_lanes`: tenants share the processes by the seconds that their calls take.
+`fair_lanes` decides which call is next: tenants share the processes by the seconds that their calls take.
 """
 
 from __future__ import annotations
@@ -20,45 +20,48 @@ from bottega.process.limited_process import LimitedProcess, ProcessLost, Process
 
 ResultT = TypeVar("ResultT")
 
-# Calls over which the time of one is measured.
+# Number of recent calls over which the duration of one is measured.
 _PACE_CALLS = 16
 _MIN_RETRY_S = 0.5
-# A caller that comes back after this share of the queue has gone finds room beside the others that wait.
+# A caller that returns after this share of the queue was served finds room.
 _RETRY_SHARE = 0.1
-# Longest time that is asked for, over the shortest: callers that were refused together should not come back together.
+# Longest suggested pause over the shortest, so that callers that were refused together do not return together.
 _SPREAD = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
-    """processes: that run at once. max_waiting: calls that may wait for one, half of them large. max_wait_s: that one
-    may wait; None: as long as its caller does. limit: the name of these bounds in a refusal. waiting: what waits, for
-    people.
-
-    attempts: at a call whose process was lost by chance. new_process: each call has one of its own. idle_s: without a
-    call, after which processes end, and the next one starts its own; None is never, and `start` starts all.
-    """
+    """Bounds of a pool."""
 
     processes: int
+    """How many processes run at once."""
     max_waiting: int
+    """How many calls may wait for a process, half of them large."""
     max_wait_s: float | None = None
+    """How long a call may wait; None means as long as its caller does."""
     limit: str
+    """Name of these bounds in a refusal."""
     waiting: str
+    """What waits, as text for users."""
     attempts: int = 2
+    """How often a call is tried if its process was lost by chance."""
     new_process: bool = False
+    """Whether each call gets a process of its own."""
     idle_s: float | None = None
+    """Processes end after this long without a call, and start on demand; None means never, and `start` starts all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedCall:
-    """What a process is sent. limits: of a process of its own, beside those of its spec."""
+    """A frame to send to a process."""
 
     frame: bytes
     limits: Mapping[int, int] = field(default_factory=dict)
+    """Limits of a process of its own, in addition to its spec's."""
 
 
 class ProcessPool:
-    """Processes start with `start`, or when they are first needed; `stop` after the last call."""
+    """A pool of processes. They start with `start` or on demand. Call `stop` after the last call."""
 
     def __init__(self, spec: ProcessSpec, limits: PoolLimits) -> None:
         self._spec = spec
@@ -72,20 +75,21 @@ class ProcessPool:
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the processes that run."""
+        """Ids of the running processes."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     async def start(self) -> None:
-        """Returns when all processes are ready but those that serve a call already, which starts its own. Nothing for
-        those that end when they are idle.
+        """Wait until all processes are ready, except those that serve a call, which starts its own.
 
-        Raises InternalError when one does not start, Unavailable.
+        It starts none if processes end when they are idle.
+
+        Raises InternalError if one does not start, and Unavailable.
         """
         if self._limits.idle_s is None:
             await self._until_stopped(self._start_all())
 
     async def stop(self) -> None:
-        """Ends the processes; calls that wait or run fail with Unavailable."""
+        """End the processes. Calls that wait or run fail with Unavailable."""
         self._stopped = True
         self._stay_awake()
         self._queue.fail_all(_stopping)
@@ -93,11 +97,11 @@ class ProcessPool:
         await asyncio.gather(*(process.stop() for process in self._processes))
 
     async def call(self, prepare: Callable[[], Awaitable[PreparedCall]], *, need: CallNeed | None = None) -> bytes:
-        """Return what a process answers to that which `prepare` makes when its turn has come.
+        """Return a process's answer to the frame that `prepare` makes when the call's turn comes.
 
-        A caller that is cancelled leaves a call that was begun to run to its end; a process of its own ends with it.
-        Raises ProcessLost, QueueFull with the time after which to ask again, Unavailable, InternalError, and what
-        `prepare` does.
+        A started call runs to its end even if its caller is cancelled; only a process of its own ends with the caller.
+        Raises ProcessLost, QueueFull with the time after which to retry, Unavailable, InternalError, and the errors of
+        `prepare`.
         """
         if self._stopped:
             raise _stopping()
@@ -110,8 +114,12 @@ class ProcessPool:
         return await self._until_stopped(self._serve(process, prepare, need), shielded=not self._limits.new_process)
 
     async def _until_stopped(self, work: Coroutine[Any, Any, ResultT], *, shielded: bool = False) -> ResultT:
-        """What `work` returns. shielded: it outlives its caller. Raises Unavailable where the pool stops first."""
-        if self._stopped:  # since the caller was last awake
+        """Return the result of `work`. Raises Unavailable if the pool stops first.
+
+        Args:
+            shielded: Whether the work outlives its caller.
+        """
+        if self._stopped:  # the pool stopped since the caller last ran
             work.close()
             raise _stopping()
         try:
@@ -123,7 +131,10 @@ class ProcessPool:
             raise _stopping() from None
 
     async def _start_all(self) -> None:
-        """Calls that come meanwhile wait: a process has one caller at a time, and its first answer is not theirs."""
+        """Start all free processes.
+
+        Calls that come meanwhile wait: the first frame of a process is not their answer.
+        """
         await asyncio.gather(*(self._start(process) for process in self._queue.acquire_free()))
 
     async def _start(self, process: LimitedProcess) -> None:
@@ -161,7 +172,7 @@ class ProcessPool:
                 attempt += 1
 
     def _full(self) -> QueueFull:
-        """The error of a call for which there is no room, or not in time."""
+        """Return the error of a call for which there was no room, or not in time."""
         return QueueFull(
             f"too many {self._limits.waiting}; ask again",
             metadata={"limit": self._limits.limit},
@@ -169,7 +180,7 @@ class ProcessPool:
         )
 
     def _due_s(self) -> float:
-        """Seconds until about a tenth of what waits will have been served, by what the last calls took."""
+        """Return the seconds until about a tenth of the queue is served, at the pace of the last calls."""
         call_s = sum(self._took_s) / len(self._took_s) if self._took_s else self._spec.deadline_s
         calls = max(1.0, _RETRY_SHARE * len(self._queue))
         return min(max(calls * call_s / len(self._processes), _MIN_RETRY_S), self._spec.deadline_s)
@@ -180,7 +191,7 @@ class ProcessPool:
             self._idle = None
 
     def _rest(self) -> None:
-        """Processes end after a while, unless there is another call."""
+        """End the processes after a while, unless there is another call."""
         self._stay_awake()
         if self._limits.idle_s is not None and not self._stopped:
             loop = asyncio.get_running_loop()

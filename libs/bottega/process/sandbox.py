@@ -1,9 +1,8 @@
-"""`python -m bottega.process.sandbox [--writes] MODULE ARGUMENTS` becomes MODULE, with less than its user may do.
+"""`python -m bottega.process.sandbox [--writes] MODULE ARGUMENTS` runs MODULE with fewer rights than its user has.
 
-Processes that open untrusted files run in it (`ChildProcess.start(confined=True)`): an attacker that takes over a
-decoder finds no network, no way to start programs, and no files to write. Everything here is as far as the machine lets
-an ordinary user: what it refuses is left out, and the module runs all the same; `sandbox_status.found` says what is in
-force.
+Processes that open untrusted files run in it (`ChildProcess.start(confined=...)`). An attacker that takes over a
+decoder has no network, cannot start programs, and cannot write files. Each restriction is applied only if the machine
+lets an ordinary user apply it; the module runs in any case, and `sandbox_status.found` reports what is in force.
 
 --writes: the module may write to files, as its user may.
 """
@@ -23,7 +22,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 def main() -> None:
-    """Confines this process and runs the module. Call it before there are threads: the kernel asks for that."""
+    """Confine this process and run the module. Call it before there are threads: the kernel requires that."""
     arguments = sys.argv[1:]
     writes = arguments[0] == "--writes"
     module, *rest = arguments[1:] if writes else arguments
@@ -33,13 +32,17 @@ def main() -> None:
 
 
 def confine(*, writes: bool) -> None:
-    """Of this process and whatever it starts, and for good. writes: to files."""
+    """Confine this process and its children for good.
+
+    Args:
+        writes: Whether it may write to files.
+    """
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None, use_errno=True)
     library.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    # A network of its own, with nothing in it. Root may have one at once and stays root with files; others need to be
-    # root of a user namespace, which not every machine lets them be.
+    # An empty network namespace. Root may have one directly and keeps its access to files. Others need a user namespace
+    # first, which not every machine allows.
     if library.unshare(_CLONE_NEWNET) != 0:
         library.unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
     seccomp.restrict(writes=writes)

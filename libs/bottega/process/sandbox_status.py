@@ -1,4 +1,4 @@
-"""Which limits the kernel reports for a running child process that opens untrusted files."""
+"""The limits that the kernel reports for a running child process that opens untrusted files."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ _logged: set[tuple[str, ...]] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxStatus:
-    """no_network: it has a network namespace of its own. filtered: it has a filter of system calls that this process
-    has not. no_new_privileges: no program that it starts has more rights than it has."""
+    """The restrictions that are in force for a process."""
 
     no_network: bool
+    """It has a network namespace of its own."""
     filtered: bool
+    """It has a system-call filter that this process does not have."""
     no_new_privileges: bool
+    """No program that it starts has more rights than it has."""
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """For people. The filter lets nobody make sockets, which is as good as having no network."""
+        """The missing restrictions, as text for users.
+
+        The filter forbids sockets, which replaces a network namespace.
+        """
         parts = {
             "a network of its own": self.no_network or self.filtered,
             "a system-call filter": self.filtered,
@@ -32,7 +37,7 @@ class SandboxStatus:
 
 
 def found(pid: int) -> SandboxStatus | None:
-    """Of a process; None where that cannot be known: it is gone, or the system has no /proc."""
+    """Return the status of a process, or None if it is unknown: the process is gone, or there is no /proc."""
     process, this = Path("/proc") / str(pid), Path("/proc/self")
     try:
         network = (process / "ns/net").readlink() != (this / "ns/net").readlink()
@@ -47,7 +52,7 @@ def found(pid: int) -> SandboxStatus | None:
 
 
 def log_missing(pid: int) -> None:
-    """Logs once what a confined child lacks. Call it when the child is ready."""
+    """Log once which restrictions a confined child lacks. Call it when the child is ready."""
     known = found(pid)
     if known is None or not known.missing or known.missing in _logged:
         return
@@ -64,5 +69,8 @@ def _status(process: Path) -> dict[str, str]:
 
 
 def _filters(status: dict[str, str]) -> int:
-    """How many are in force; kernels before 5.9 say only whether there are any. Services may have one from systemd."""
+    """Return the number of filters in force. Kernels before 5.9 report only whether there are any.
+
+    Services may have one from systemd.
+    """
     return int(status.get("Seccomp_filters") or status.get("Seccomp") == "2")

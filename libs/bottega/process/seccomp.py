@@ -1,8 +1,8 @@
 """The system calls that a process which opens untrusted files may make: those of reading, computing and answering.
 
-Everything else fails with "operation not permitted", among it new sockets, new programs, and signals to others. It is
-libseccomp's work, through its own Python module (`seccomp`, which distributions bring) or one with the same interface
-(`pyseccomp`, of the extra `sandbox`). Where neither can be imported there is no filter.
+Everything else fails with "operation not permitted", including new sockets, new programs, and signals to other
+processes. libseccomp does the work, through its own Python module (`seccomp`, which distributions ship) or one with the
+same interface (`pyseccomp`, in the extra `sandbox`). If neither can be imported, there is no filter.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _CLOCKS = (
 )
 _SELF = ("exit", "exit_group", "getcwd", "getegid", "geteuid", "getgid", "getpid", "getppid", "getrandom", "getresgid")
 _SELF_TOO = ("getresuid", "getrlimit", "getrusage", "gettid", "getuid", "sysinfo", "times", "umask", "uname")
-# Of files that are open, and of the socket that this process was given.
+# Calls on open files, and on the socket that this process was given.
 _OPEN_FILES = ("close", "close_range", "dup", "dup2", "dup3", "fadvise64", "fcntl", "fstat", "fstatfs", "getdents64")
 _OPEN_FILES_TOO = ("lseek", "pread64", "preadv", "pwrite64", "read", "readv", "write", "writev")
 _THE_SOCKET = ("getpeername", "getsockname", "getsockopt", "poll", "ppoll", "pselect6", "recvfrom", "recvmsg", "select")
 _THE_SOCKET_TOO = ("sendmsg", "sendto", "setsockopt", "shutdown")
-# Python looks for modules, also long after its start.
+# Python looks for modules, even long after its start.
 _PATHS = ("access", "faccessat", "faccessat2", "lstat", "newfstatat", "readlink", "readlinkat", "stat", "statx")
 _ALLOWED = (
     *(*_MEMORY, *_THREADS, *_SIGNALS, *_CLOCKS, *_SELF, *_SELF_TOO),
@@ -42,14 +42,18 @@ _ALLOWED = (
 )
 _WRITING = ("fallocate", "fdatasync", "fsync", "ftruncate")
 
-# <linux/sched.h>: a thread, not a process.
+# From <linux/sched.h>: a thread, not a process.
 _CLONE_THREAD = 0x00010000
-# <asm-generic/ioctls.h>: is it a terminal, and flags of a descriptor. Others can type into one.
+# From <asm-generic/ioctls.h>: check for a terminal, and flags of a descriptor. Other requests can type into a terminal.
 _TCGETS, _FIONBIO, _FIONREAD, _FIONCLEX, _FIOCLEX = 0x5401, 0x5421, 0x541B, 0x5450, 0x5451
 
 
 def restrict(*, writes: bool) -> bool:
-    """Of this process with all its threads, for good. writes: to files. False where there is nothing to do it with."""
+    """Restrict this process with all its threads for good; return False if that is impossible.
+
+    Args:
+        writes: Whether it may write to files.
+    """
     library = _library()
     if library is None:
         return False
@@ -64,7 +68,7 @@ def _library() -> Any:
     for name in _LIBRARIES:
         try:
             return importlib.import_module(name)
-        except (ImportError, OSError, RuntimeError):  # pyseccomp is there and libseccomp is not
+        except (ImportError, OSError, RuntimeError):  # pyseccomp is installed but libseccomp is not
             continue
     return None
 
@@ -74,11 +78,11 @@ def _filter(library: Any, writes: bool) -> Any:
     for name in (*_ALLOWED, *(_WRITING if writes else ())):
         _allow(library, found, name)
     _allow(library, found, "clone", library.Arg(0, library.MASKED_EQ, _CLONE_THREAD, _CLONE_THREAD))
-    # Its flags are in memory, where no filter looks: the C library takes clone instead.
+    # clone3's flags are in memory, where no filter can read them. The C library falls back to clone.
     found.add_rule(library.ERRNO(errno.ENOSYS), "clone3")
-    # Threads of this process only: abort() needs it.
+    # Only threads of this process: abort() needs it.
     _allow(library, found, "tgkill", library.Arg(0, library.EQ, os.getpid()))
-    _allow(library, found, "prlimit64", library.Arg(2, library.EQ, 0))  # asks, and sets nothing
+    _allow(library, found, "prlimit64", library.Arg(2, library.EQ, 0))  # reads limits, and sets none
     for request in (_TCGETS, _FIONBIO, _FIONREAD, _FIONCLEX, _FIOCLEX):
         _allow(library, found, "ioctl", library.Arg(1, library.EQ, request))
     for name, flags in (("open", 1), ("openat", 2)):
@@ -95,5 +99,5 @@ _WRITE_FLAGS = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 def _allow(library: Any, found: Any, name: str, *arguments: Any) -> None:
     try:
         found.add_rule(library.ALLOW, name, *arguments)
-    except (OSError, ValueError):  # no call of this architecture
+    except (OSError, ValueError):  # not a system call of this architecture
         return
