@@ -1,9 +1,9 @@
-"""The order in which tenants' work is served so that each gets its share by weight, whoever asks for how much.
+"""Fair order of tenants' work: each tenant gets its share by weight, however much the others ask for.
 
-Start-time fair queueing: a piece of work is tagged with the virtual time at which its tenant's work before it would be
-done, and the least tag is served first. A tenant that asks for little is behind at most one piece of each of the
-others, however many those have waiting; one that was idle gets no more credit for it than the line allows. Source:
-Goyal, Vin and Cheng, "Start-time Fair Queuing", SIGCOMM 1996.
+Start-time fair queueing: a piece of work is tagged with the virtual time at which its tenant's earlier work would be
+done, and the least tag is served first. A tenant that asks for little waits for at most one piece of each other tenant.
+A tenant that was idle gets at most `credit` for that. Source: Goyal, Vin and Cheng, "Start-time Fair Queuing", SIGCOMM
+1996.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Whose work it is, and what the tenant weighs relative to others, above 0. Without tenants all is of one, ""."""
+    """A tenant and its weight relative to others, above 0. Without tenants, all work belongs to ""."""
 
     tenant: str = ""
     weight: float = 1.0
 
 
 class FairOrder:
-    """Tags of one line. With one tenant they are in the order of asking. Keeps a number for each tenant with work.
+    """The tags of one queue.
+
+    With one tenant they are in the order of arrival. It keeps a number for each tenant with work.
 
     Attributes:
-        credit: How far a tenant that asked for less than its share may be behind and catch up, as cost over weight; a
-            tenant that comes anew is so far behind.
+        credit: How much a tenant that used less than its share may catch up, as cost over weight. A new tenant gets all
+            of it.
     """
 
     def __init__(self, *, credit: float = 0.0) -> None:
@@ -52,14 +54,14 @@ class FairOrder:
         self._done_at[tenant] = max(self._now, self._done_at.get(tenant, self._now))
 
     def served(self, tag: float) -> None:
-        """What has that tag is served now."""
+        """Record that the work with this tag is being served."""
         if tag > self._now:
             self._now = tag
             least = tag - self.credit
             self._done_at = {tenant: at for tenant, at in self._done_at.items() if at > least}
 
     def idle(self) -> None:
-        """Nothing waits any more: what was asked for until now counts for nobody."""
+        """Record that nothing waits any more, which resets the tenants' usage."""
         self._now = max(self._done_at.values(), default=self._now)
         self._done_at.clear()
 

@@ -1,6 +1,6 @@
-"""What work will cost, and what follows from it: plain Python, no torch, no gRPC.
+"""Cost models and the decisions that follow from them, in plain Python without torch and gRPC.
 
-The gateway's scheduler and the worker's engine decide by the same functions, so that they agree.
+The gateway's scheduler and the worker's engine decide with the same functions, so that they agree.
 """
 
 from bottega.planning.block_loading import BlockCost, StepPlan, least_end_s, plan_step, plan_steps

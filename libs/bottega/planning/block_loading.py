@@ -1,10 +1,10 @@
-"""Which blocks of an edit take what was recorded of them, and which are computed in full, while both streams run.
+"""Decides which blocks of an edit load their recorded output, and which are computed in full, while both streams run.
 
-A network's blocks are computed one after the other. Of a block that takes what was recorded, only masked tokens are
-computed, as soon as the rest is loaded; the load stream is serial, too, goes in the order of use, and may run ahead of
-computing. Loads of all blocks would leave gaps where loading is the slower one, so some are better computed in full.
-Source: InstGenIE (2025), section 4.2, whose Algorithm 1 decides block by block; here it is decided for all at once.
-It knows no tensors and no links.
+A network's blocks are computed one after another. A block that loads its recorded output only computes masked tokens,
+once the output is loaded. The load stream is serial, too: it follows the order of use and may run ahead of computing.
+If loading is slower than computing, loading every block would leave gaps, so some blocks are better computed in full.
+Source: InstGenIE (2025), section 4.2, whose Algorithm 1 decides block by block; here all blocks are decided together.
+This module knows no tensors and no links.
 """
 
 from __future__ import annotations
@@ -16,83 +16,88 @@ from operator import itemgetter
 from bottega.planning.loading_bound import Costs, LoadingBound
 
 MOST_STATES = 6
-"""States that `plan_steps` keeps after each block; see there."""
+"""Number of states that `plan_steps` keeps after each block."""
 
-# A bounded plan this near to the bound is not improved any more: costs are not known any better.
+# A bounded plan this near to the bound is not improved further, because costs are not known more exactly.
 _NEAR = 5e-3
-# What a second of a lead that is missing counts, in seconds of loading or computing: it has to be made up for by
-# waiting, or by taking less. Which of them is best depends on the network, and deciding by each costs little.
+# What a missing second of lead counts, in seconds of loading or computing: it must be made up by waiting, or by loading
+# less. Which value is best depends on the network, and trying both costs little.
 _MISSING_LEAD = (0.1, 1.0)
-# Of states that are equal but for rounding, that which has loaded more: a lead that is left over was worth nothing.
+# Of states that are equal except for rounding, prefer the one that has loaded more: a lead that is left over is worth
+# nothing.
 _TIE = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
-    """What a block of the batch in hand takes, in seconds; none is negative.
-
-    full_s: computed in full. masked_s: of masked tokens alone. load_s: to load what was recorded; 0 where that is here,
-    or on its way. ready_s: where load_s is 0, when it will be here, from now.
-    """
+    """The costs of a block for the current batch, in seconds; none is negative."""
 
     name: str
     full_s: float
+    """Time to compute the whole block."""
     masked_s: float
+    """Time to compute only masked tokens."""
     load_s: float = 0.0
+    """Time to load the recorded output; 0 if it is loaded or being loaded."""
     ready_s: float = 0.0
+    """If load_s is 0, when the recorded output will be loaded, from now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """A step's plan. Times count from now, which is the beginning of the first step that was planned.
-
-    takes: by block, whether it takes what was recorded. compute_s: when its last block ends. load_s: when the load
-    stream has loaded for it and all before it. waits_s: by block, how long computing waits for its load.
-    """
+    """The plan of a step. Times count from now, which is the beginning of the first planned step."""
 
     takes: tuple[bool, ...]
+    """For each block, whether it uses its recorded output."""
     compute_s: float
+    """When the last block of the step ends."""
     load_s: float
+    """When the load stream has finished this step and all steps before."""
     waits_s: tuple[float, ...]
+    """For each block, how long computing waits for its load."""
 
 
 def plan_step(blocks: Sequence[BlockCost], *, load_busy_s: float = 0.0) -> StepPlan:
-    """The plan of one step that ends first; exact. See `plan_steps`."""
+    """Return the plan with which one step ends earliest. It is exact; see `plan_steps`."""
     return plan_steps([blocks], load_busy_s=load_busy_s, most_states=None)[0]
 
 
 def plan_steps(
     steps: Sequence[Sequence[BlockCost]], *, load_busy_s: float = 0.0, most_states: int | None = MOST_STATES
 ) -> list[StepPlan]:
-    """The plans with which the last of these steps ends first: the load stream runs on from step to step.
+    """Return the plans with which the last of these steps ends earliest. The load stream runs on from step to step.
 
-    load_busy_s: when the load stream is free, from now. Below 0 it is ahead of computing by as much: what of these
-    blocks it has loaded already then still counts in their load_s.
-    most_states: None plans exactly, however long that takes: a step of 140 blocks takes up to .1 s. Else as many states
-    are kept after each block, and the plan may end a little later than the best, though never later than if each block
-    decides for itself, as in the paper. Ten steps of 140 blocks take some milliseconds, and end within 1 % of
-    `least_end_s`, or where they really cannot end earlier.
+    Args:
+        load_busy_s: When the load stream is free, from now. A negative value means that it is ahead of computing;
+            load_s must still include what it has loaded ahead.
+        most_states: None plans exactly, which takes up to .1 s for a step of 140 blocks. Otherwise this many states are
+            kept after each block, and the plan may end a little later than the best, but never later than if each block
+            decides for itself, as in the paper. Ten steps of 140 blocks then take some milliseconds, and end within 1 %
+            of `least_end_s` or of the exact plan.
 
-    A dynamic program over the blocks in their order. A state is (L, C): when the load stream and when computing ends,
-    after the blocks so far. A block leads from it to (L, C + full_s), or to
-    (L + load_s, max(C, L + load_s) + masked_s); neither falls as L or C rises. So of two states after the same block of
-    which one is later in neither, the other one can be dropped: whatever is chosen behind it, chosen behind the first
-    it ends no later. What remains is a Pareto front, in which C falls as L rises. A state whose lower bound
-    (`LoadingBound`) is no earlier than the end of a plan that is known is dropped, too. Hence nothing that could end
-    earlier is ever dropped, but by most_states.
+    This is a dynamic program over the blocks in order. A state is (L, C): when the load stream and when computing ends,
+    after the blocks so far. A block leads from it to (L, C + full_s), or to (L + load_s, max(C, L + load_s) +
+    masked_s). Neither falls as L or C rises. So if one of two states after the same block is later in neither value,
+    the other state can be dropped: the same choices for later blocks end no later from the first. The rest is a Pareto
+    front in which C falls as L rises. A state whose lower bound (`LoadingBound`) is no earlier than the end of a known
+    plan is dropped, too. Thus only most_states can drop a state that could end earlier.
     """
     costs = [(block.full_s, block.masked_s, block.load_s, block.ready_s) for blocks in steps for block in blocks]
     return follow(steps, _chosen(costs, load_busy_s, most_states), load_busy_s=load_busy_s)
 
 
 def least_end_s(steps: Sequence[Sequence[BlockCost]], *, load_busy_s: float = 0.0) -> float:
-    """No plan of these steps ends before."""
+    """Return a lower bound of the end of any plan of these steps."""
     costs = [(block.full_s, block.masked_s, block.load_s, block.ready_s) for blocks in steps for block in blocks]
     return LoadingBound(costs, load_busy_s).least_s
 
 
 def follow(steps: Sequence[Sequence[BlockCost]], takes: Sequence[bool], *, load_busy_s: float = 0.0) -> list[StepPlan]:
-    """What a choice comes to. takes: by block, of all steps; as many as there are."""
+    """Return the plans that a choice leads to.
+
+    Args:
+        takes: Whether each block uses its recorded output, for all blocks of all steps in order.
+    """
     choice = iter(takes)
     compute_s, load_s = 0.0, load_busy_s
     plans = []
@@ -111,7 +116,7 @@ def follow(steps: Sequence[Sequence[BlockCost]], takes: Sequence[bool], *, load_
 
 
 _State = tuple[float, float, int]
-"""When the load stream ends, when computing ends, and which blocks were taken: bit i of block i."""
+"""When the load stream ends, when computing ends, and which blocks use their recorded output: bit i is block i."""
 
 
 def _chosen(blocks: Sequence[Costs], load_busy_s: float, most_states: int | None) -> list[bool]:
@@ -119,7 +124,7 @@ def _chosen(blocks: Sequence[Costs], load_busy_s: float, most_states: int | None
     known = min(_one_by_one(blocks, bound, load_busy_s), key=itemgetter(1))
     near = most_states is not None and known[1] <= bound.least_s * (1.0 + _NEAR)
     best = known if near else _best(blocks, bound, (load_busy_s, 0.0, 0), known, most_states)
-    # Known plans load where that gains nothing, too: without it nobody waits for longer.
+    # Known plans also load where that gains nothing. Without those loads, no block waits longer.
     return [
         bool(best[2] >> place & 1) and (masked_s < full_s or load_s <= 0.0)
         for place, (full_s, masked_s, load_s, _) in enumerate(blocks)
@@ -129,7 +134,7 @@ def _chosen(blocks: Sequence[Costs], load_busy_s: float, most_states: int | None
 def _best(
     blocks: Sequence[Costs], bound: LoadingBound, start: _State, known: _State, most_states: int | None
 ) -> _State:
-    """The dynamic program. known: of a plan that is known; it is the answer if none is found that ends before."""
+    """Return the state with the earliest end (dynamic program), or `known` if none ends earlier."""
     front = [start]
     for place, block in enumerate(blocks):
         front = list(_better(_after(front, block, 1 << place), bound, place + 1, known[1]))
@@ -139,7 +144,7 @@ def _best(
 
 
 def _one_by_one(blocks: Sequence[Costs], bound: LoadingBound, load_busy_s: float) -> Iterator[_State]:
-    """What comes of each block deciding for itself: as in the paper, and by what it leaves for those behind it."""
+    """Yield end states of block-by-block decisions: as in the paper, and with the cost for later blocks counted."""
     nothing = [0.0] * (len(blocks) + 1)
     yield _decided(blocks, load_busy_s, price=0.0, leads=nothing, missing=0.0)
     for missing in _MISSING_LEAD:
@@ -149,7 +154,7 @@ def _one_by_one(blocks: Sequence[Costs], bound: LoadingBound, load_busy_s: float
 def _decided(
     blocks: Sequence[Costs], load_busy_s: float, *, price: float, leads: Sequence[float], missing: float
 ) -> _State:
-    """Each block takes the way with the lesser C + price L, a lead that is then missing counted by `missing`."""
+    """Return the end state if each block picks the lesser C + price L + `missing` x the missing lead."""
     load_s, compute_s, bits, bit = load_busy_s, 0.0, 0, 1
     for (full_s, masked_s, own_load_s, ready_s), lead_s in zip(blocks, leads[1:], strict=True):
         busy_s, full_end_s = load_s + own_load_s, compute_s + full_s
@@ -167,7 +172,7 @@ def _decided(
 
 
 def _after(front: Sequence[_State], block: Costs, bit: int) -> list[_State]:
-    """The states after one more block, by when the load stream ends."""
+    """Return the states after one more block, sorted by the end of the load stream."""
     full_s, masked_s, load_s, _ = block
     if load_s <= 0.0:
         return [_here(state, block, bit) for state in front]
@@ -178,14 +183,14 @@ def _after(front: Sequence[_State], block: Costs, bit: int) -> list[_State]:
         here_s = loaded_s + load_s
         if computed_s <= here_s:
             states.append((here_s, here_s + masked_s, bits | bit))
-            break  # it waits, and those behind it, which load for longer, wait until later
+            break  # it waits; later states load longer and would wait longer
         states.append((here_s, computed_s + masked_s, bits | bit))
     states.sort()
     return states
 
 
 def _here(state: _State, block: Costs, bit: int) -> _State:
-    """After a block that needs no loading: the earlier one of both ends is never worse."""
+    """Return the state after a block that needs no loading: the earlier end is never worse."""
     loaded_s, computed_s, bits = state
     full_s, masked_s, _, ready_s = block
     full_end_s, end_s = computed_s + full_s, max(computed_s, ready_s) + masked_s
@@ -193,9 +198,10 @@ def _here(state: _State, block: Costs, bit: int) -> _State:
 
 
 def _better(states: Sequence[_State], bound: LoadingBound, place: int, known_s: float) -> Iterator[_State]:
-    """The Pareto front of states, sorted as they come, of which something may come that ends before known_s.
+    """Yield the Pareto front of the sorted states, without those that cannot lead to an end before `known_s`.
 
-    known_s: no later than if nothing were loaded, so that it does not matter that the bound does not count for that.
+    Args:
+        known_s: No later than without loading anything, so the bound need not cover that case.
     """
     price = bound.price
     most, most_s = (1.0 + price) * known_s - bound.rests[place], known_s - bound.frees[place]
@@ -203,13 +209,13 @@ def _better(states: Sequence[_State], bound: LoadingBound, place: int, known_s: 
         loaded_s, computed_s, _ = state
         if computed_s >= most_s:
             continue
-        most_s = computed_s  # what comes later, and loads for no less, has to end earlier
+        most_s = computed_s  # later states load no less, so they have to end earlier
         if computed_s + price * loaded_s < most:
             yield state
 
 
 def _nearest(front: Sequence[_State], bound: LoadingBound, place: int, most_states: int) -> list[_State]:
-    """Those with the least C + p L, what is missing of the lead counted, in the order that they had."""
+    """Return the states with the least C + p L plus the cost of the missing lead, in their old order."""
     price, lead_s, missing = bound.price, bound.leads[place], _MISSING_LEAD[0] * (1.0 + bound.price)
 
     def value(state: _State) -> float:

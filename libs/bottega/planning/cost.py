@@ -1,4 +1,4 @@
-"""Measured seconds of one turn by latent shape and rows."""
+"""Measured seconds of a turn, by latent shape and number of rows."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ Shape = tuple[int, int]
 """Latent height and width."""
 
 MAX_SHAPES = 32
-"""Shapes that are remembered: callers choose them, and every report to the gateway carries all of them."""
+"""Maximum number of remembered shapes. Callers choose shapes, and every report to the gateway carries all of them."""
 
-# Turns after which a new measurement weighs a tenth. Large enough to ride out a busy neighbour's hiccup,
-# small enough to follow a change of clock speed within about twenty turns.
+# Turns after which a new measurement weighs a tenth. It is large enough to absorb a busy neighbour, and small enough to
+# follow a change of clock speed within about twenty turns.
 _SETTLED = 10
-# Turns of whatever shape after which a row count that did not run is outdated: a few seconds of a small model, a few
-# minutes of a large one. What made it slow, a download at the start or a neighbour, may be over by then.
+# After this many turns of any shape, a row count that did not run is outdated: a few seconds of a small model, a few
+# minutes of a large one. By then a download at the start or a busy neighbour may be gone.
 OUTDATED_TURNS = 200
-# Trials are so many turns apart: at most one turn in so many may turn out to be too wide.
+# At most one turn in this many is a trial, which may turn out to be too wide.
 TRIAL_PAUSE_TURNS = 100
 
 
 class StepTimes:
     """Seconds of one turn as a function of shape and rows, learnt from turns that ran.
 
-    Between two measured row counts it interpolates, beyond the last it extends the last slope, and it never
-    falls with rows: a turn that took longer than one of more rows was held up. A shape that never ran borrows
-    the nearest one's times in proportion to the area; once it has run with one number of rows, it borrows only
-    how times grow with rows. A shape without area is an unknown one and borrows the times as they are.
-    Of more than MAX_SHAPES shapes, the one that ran longest ago is forgotten.
+    It interpolates between measured row counts and extends the last slope beyond them. The function never falls with
+    rows: a turn that took longer than one of more rows was delayed. A shape that never ran uses the times of the
+    nearest shape in proportion to the area; once it has run with one row count, it only uses that shape's growth with
+    rows. A shape without area is unknown and uses the times unchanged. Of more than MAX_SHAPES shapes, the one that ran
+    longest ago is forgotten.
 
-    A row count that seems too dear is not chosen, so that nobody learns when it no longer is. `outdated` says which
-    should be tried again; nothing else changes by it: seconds are what was measured last, never what is hoped for.
+    A row count that seems too slow is not chosen, so its time would never be corrected. `outdated` tells which row
+    count to try again. It changes nothing else: seconds are always measured.
     """
 
     def __init__(self) -> None:
@@ -43,16 +43,18 @@ class StepTimes:
         self._tried_at = -TRIAL_PAUSE_TURNS
 
     def observe(self, shape: Shape, rows: int, seconds: float, *, fewest_rows: int | None = None) -> None:
-        """Takes in one turn. fewest_rows: so few take what `rows` take, as where they are padded to those.
+        """Record the duration of one turn.
 
-        Outliers (a paused machine) count as at most twice what that shape was expected to take.
+        An outlier, for example of a paused machine, counts as at most twice the expected time. The first turns of a row
+        count are averaged; later, old ones fade. An outdated row count that was faster than before is learnt anew. One
+        that was slower is averaged, because the first turn after a long time is often slow. If fewer rows now take
+        longer than an outdated row count, that count is raised to their time.
 
-        The first turns of a row count are averaged; then old ones fade. An outdated row count that took less than it
-        used to is learnt anew. One that took more is averaged as always: its first turn for long is often a slow one.
-        One that fewer rows take longer than by now takes as long as those, at least.
+        Args:
+            fewest_rows: The smallest row count that takes as long as `rows`, because it is padded to `rows`.
         """
         self._turns += 1
-        known = self._means[shape] = self._means.pop(shape, {})  # the last one is the newest
+        known = self._means[shape] = self._means.pop(shape, {})  # dictionary order: the newest is last
         if len(self._means) > MAX_SHAPES:
             forgotten = next(iter(self._means))
             del self._means[forgotten]
@@ -73,11 +75,11 @@ class StepTimes:
         self._curves.pop(shape, None)
 
     def seconds(self, shape: Shape, rows: float) -> float | None:
-        """Expected seconds of one turn of `rows` rows, fractions included; None while nothing at all was measured."""
+        """Return the expected seconds of a turn of `rows` (possibly fractional) rows; None if nothing was measured."""
         if rows <= 0:
             return 0.0
         curve = self._curves.get(shape)
-        if curve is not None and len(curve) > 1:  # nearly always: the scheduler asks a hundred times in a look
+        if curve is not None and len(curve) > 1:  # the usual case: the scheduler asks a hundred times per decision
             return _along(curve, rows)
         if shape in self._means:
             return self._measured(shape, rows)
@@ -85,10 +87,11 @@ class StepTimes:
         return None if lender is None else self._measured(lender, rows) * _ratio(shape, lender)
 
     def outdated(self, shape: Shape, rows: int) -> bool:
-        """Whether a turn of so many rows should be tried though it seems too dear.
+        """Return whether a turn of `rows` rows should be tried although it seems too slow.
 
-        What is expected of it was measured OUTDATED_TURNS ago or before, and the last trial was TRIAL_PAUSE_TURNS ago.
-        Never of more rows than ever ran, of that shape or of the one that it borrows from.
+        That is so if its time was measured at least OUTDATED_TURNS ago and the last trial was at least
+        TRIAL_PAUSE_TURNS ago. It never holds for more rows than the shape, or the shape whose times it uses, ever ran
+        with.
         """
         if self._turns - self._tried_at < TRIAL_PAUSE_TURNS:
             return False
@@ -98,11 +101,11 @@ class StepTimes:
         return measured is not None and self._age(known[measured]) >= OUTDATED_TURNS
 
     def tried(self) -> None:
-        """A turn is made only because it was outdated: nothing is for the next TRIAL_PAUSE_TURNS."""
+        """Record a trial turn. Nothing is outdated for the next TRIAL_PAUSE_TURNS."""
         self._tried_at = self._turns
 
     def entries(self) -> Iterator[tuple[Shape, int, float]]:
-        """Everything measured: shape, rows, seconds."""
+        """Yield everything measured: shape, rows, seconds."""
         for shape, known in self._means.items():
             for rows, mean in known.items():
                 yield shape, rows, mean.seconds
@@ -111,9 +114,12 @@ class StepTimes:
     def from_entries(
         cls, entries: Iterable[tuple[Shape, int, float]], outdated: Collection[tuple[Shape, int]] = ()
     ) -> StepTimes:
-        """The same table on the other side of a wire. outdated: shapes and rows of those entries that are.
+        """Return the same table at the other end of a wire.
 
-        Left out are entries without rows, time or an area, which say nothing, and shapes beyond MAX_SHAPES.
+        It leaves out entries without rows, time or area, and shapes beyond MAX_SHAPES.
+
+        Args:
+            outdated: Shapes and rows of the entries that are outdated.
         """
         times = cls()
         for shape, rows, seconds in entries:
@@ -137,7 +143,7 @@ class StepTimes:
         return seconds * _along(growth, rows) / _along(growth, count)
 
     def _nearest(self, shape: Shape, *, row_counts: int) -> Shape | None:
-        """The shape of the nearest area that ran with at least so many numbers of rows."""
+        """Return the shape of the nearest area that ran with at least `row_counts` different row counts."""
         able = (other for other, known in self._means.items() if len(known) >= row_counts)
         return min(able, key=lambda other: abs(_area(other) - _area(shape)), default=None)
 
@@ -149,14 +155,12 @@ class StepTimes:
 
 @dataclass(slots=True, kw_only=True)
 class _Mean:
-    """Seconds over the turns so far: of all, until there are enough to let the old ones fade.
-
-    measured_at: the table's turn of the last one.
-    """
+    """Mean seconds of the turns so far; once there are enough, old ones fade."""
 
     seconds: float
     turns: int = 1
     measured_at: int = 0
+    """The table's turn of the last measurement."""
 
     def add(self, seconds: float) -> None:
         self.turns = min(self.turns + 1, _SETTLED)
@@ -167,7 +171,7 @@ _Curve = list[tuple[float, float]]
 
 
 def _rising(known: dict[int, _Mean]) -> _Curve:
-    """Row counts with their seconds, in order, each at most as long as those after it."""
+    """Return row counts and seconds in order, with each time at most as long as the later ones."""
     curve: _Curve = []
     least = math.inf
     for rows in sorted(known, reverse=True):
@@ -177,7 +181,7 @@ def _rising(known: dict[int, _Mean]) -> _Curve:
 
 
 def _along(curve: _Curve, rows: float) -> float:
-    """Reads the piecewise linear `curve` at `rows`."""
+    """Return the value of the piecewise linear `curve` at `rows`."""
     place = bisect_left(curve, (rows, 0.0))
     if place == 0:
         return _below(curve, rows)
@@ -190,9 +194,9 @@ def _along(curve: _Curve, rows: float) -> float:
 
 
 def _below(curve: _Curve, rows: float) -> float:
-    """Fewer rows than were ever run, or a part of one: on the first slope, where there is one, at least in proportion.
+    """Return the seconds of fewer rows than ever ran: on the first slope, but at least in proportion.
 
-    Masked rows are parts of rows: what seems to be saved by running them together decides how many do.
+    Masked rows are fractions of rows, and the gain of running them together decides how many do.
     """
     count, seconds = curve[0]
     if len(curve) == 1:

@@ -1,7 +1,8 @@
-"""Which cached items go first: one heap, and the policies as functions of how an item was used. Plain Python.
+"""Eviction of cached items: one heap, and the policies as functions of an item's usage. Plain Python.
 
 Source: Nirvana (NSDI'24), section 5.4: least computationally beneficial and frequently used (LCBFU), against LRU, LFU
-and FIFO. Knows neither files nor indexes: whoever keeps the items says what was used, and is told what goes.
+and FIFO. This module knows neither files nor indexes: the owner of the items reports their use and deletes what is
+evicted.
 """
 
 from __future__ import annotations
@@ -14,55 +15,58 @@ from typing import Generic, TypeVar
 
 NameT = TypeVar("NameT", bound=Hashable)
 
-# Of the places of a heap, removed items may hold this share before it is built again.
+# Removed items may hold this share of a heap's places before it is rebuilt.
 _MOST_REMOVED = 0.5
 _LEAST_PLACES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """How an item was used.
-
-    frequency: uses so far, none of a new item: what was never used has saved nothing, and of such items the oldest goes
-    first. Under a policy with a half-life, uses of long ago count less; it is then their worth at `used_at`.
-    step: denoising steps that one use of the item saves (Nirvana's K); 1 where items are equal.
-    used_at, created_at: on a clock that never goes back, in any unit (lookups, seconds); used_at is not before
-    created_at.
-    """
+    """How an item was used."""
 
     frequency: float = 0.0
+    """Number of uses.
+
+    A new item has none: it has saved nothing yet, and the oldest such item goes first. Under a policy with a half-life,
+    old uses count less, and this is their worth at `used_at`.
+    """
     step: int = 1
+    """Denoising steps that one use of the item saves (Nirvana's K); 1 if items are equal."""
     used_at: float = 0.0
+    """Last use, on a monotonic clock in any unit (lookups, seconds); not before created_at."""
     created_at: float = 0.0
 
     def used(self, at: float, half_life: float = math.inf) -> Usage:
-        """Itself after one more use. half_life: the time in which a use's worth halves, in the clock's unit."""
+        """Return the usage after one more use.
+
+        Args:
+            half_life: Time in which the worth of a use halves, in the clock's unit.
+        """
         at = max(at, self.used_at)
         worth = self.frequency * 2.0 ** (-(at - self.used_at) / half_life)
         return replace(self, frequency=worth + 1.0, used_at=at)
 
 
 Score = Callable[[Usage], float]
-"""The least goes first. It must not fall when an item is used, nor change while it is not."""
+"""Score of an item; the least goes first. It must not fall when an item is used, nor change while it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionPolicy:
-    """Which item goes first: that of the least score, and of equal ones that which was not used for longest.
-
-    half_life: how the frequencies that it sees are counted; see Usage.
-    """
+    """A rule for which item goes first: the one with the least score, or of equal ones the least recently used."""
 
     name: str
     score: Score
     half_life: float = math.inf
+    """Half-life of the frequencies that it sees; see Usage.used."""
 
 
 def decayed_lcbfu(half_life: float) -> EvictionPolicy:
-    """LCBFU whose uses lose half of their worth in `half_life`, so that popularity may move on.
+    """Return LCBFU with uses that lose half of their worth in `half_life`, so that popularity may change.
 
-    The score at any time t is frequency x step x 2 ** (-(t - used_at) / half_life). All items lose worth at one pace,
-    so its order is that of the part without t, which is kept as a logarithm for the sake of large clocks.
+    The score at time t is frequency x step x 2 ** (-(t - used_at) / half_life). All items lose worth at the same rate,
+    so the part with t does not affect the order. The rest is kept as a logarithm, so that large clock values do not
+    overflow.
     """
     if not half_life > 0.0:
         raise ValueError(f"a half-life is more than 0; got {half_life}")
@@ -76,16 +80,16 @@ def decayed_lcbfu(half_life: float) -> EvictionPolicy:
 
 
 LCBFU = EvictionPolicy(name="lcbfu", score=lambda usage: usage.frequency * usage.step)
-"""What has saved least: frequency x step (Nirvana's LCBFU score)."""
+"""Evicts the item that has saved least: frequency x step (Nirvana's LCBFU score)."""
 
 LRU = EvictionPolicy(name="lru", score=lambda usage: usage.used_at)
-"""What was not used for longest."""
+"""Evicts the least recently used item."""
 
 LFU = EvictionPolicy(name="lfu", score=lambda usage: usage.frequency)
-"""What was used least."""
+"""Evicts the least frequently used item."""
 
 FIFO = EvictionPolicy(name="fifo", score=lambda usage: usage.created_at)
-"""What is oldest."""
+"""Evicts the oldest item."""
 
 
 @dataclass(slots=True)
@@ -97,16 +101,16 @@ class _Item:
 
 @dataclass(slots=True)
 class EvictionHeap(Generic[NameT]):
-    """Items with a size, in the order in which they go. Not thread-safe.
+    """Items with a size, in eviction order. Not thread-safe.
 
-    A use costs no search: an item's place is as its score was when it was last looked at, and is mended when it comes
-    to the top. As scores only rise, what then is at the top with its true score is the least of all.
+    A use costs no search: an item keeps the place of its score when it was last examined, and is moved when it reaches
+    the top. As scores only rise, an item at the top with its true score has the least of all.
     """
 
     policy: EvictionPolicy
     size_bytes: int = field(default=0, init=False)
     _items: dict[NameT, _Item] = field(default_factory=dict, init=False)
-    # (score, used_at, number, name); an item that was removed leaves its place behind.
+    # (score, used_at, number, name). A removed item leaves its place behind.
     _places: list[tuple[float, float, int, NameT]] = field(default_factory=list, init=False)
     _number: int = field(default=0, init=False)
 
@@ -117,9 +121,9 @@ class EvictionHeap(Generic[NameT]):
         return name in self._items
 
     def add(self, name: NameT, usage: Usage, *, size_bytes: int = 1) -> None:
-        """Takes an item in. Raises ValueError where there is one of this name.
+        """Add an item. Raises ValueError if there is one of this name.
 
-        Make room before, not after: what is new was never used, and would be among the first to go.
+        Make room before, not after: a new item was never used, and would be among the first to go.
         """
         if name in self._items:
             raise ValueError(f"there is an item {name!r}")
@@ -129,26 +133,26 @@ class EvictionHeap(Generic[NameT]):
         heappush(self._places, self._place(name))
 
     def use(self, name: NameT, at: float) -> Usage:
-        """Counts a use at a time; returns what the item's usage is now. Raises KeyError."""
+        """Count a use at a time, and return the item's new usage. Raises KeyError."""
         item = self._items[name]
         item.usage = item.usage.used(at, self.policy.half_life)
         return item.usage
 
     def usage(self, name: NameT) -> Usage:
-        """How an item was used. Raises KeyError."""
+        """Return an item's usage. Raises KeyError."""
         return self._items[name].usage
 
     def remove(self, name: NameT) -> None:
-        """Forgets an item. Raises KeyError."""
+        """Remove an item. Raises KeyError."""
         self.size_bytes -= self._items.pop(name).size_bytes
         if len(self._places) > max(_LEAST_PLACES, len(self._items) / (1 - _MOST_REMOVED)):
-            self._places = [self._place(each) for each in self._items]
+            self._places = [self._place(other) for other in self._items]
             heapify(self._places)
 
     def evict(self, until_bytes: int) -> list[NameT]:
-        """Removes items, the least first, until the others have at most so many bytes; returns their names.
+        """Evict items until the others have at most `until_bytes`; return the names of the evicted items.
 
-        For batches, ask for less than the budget: what is evicted together is deleted together.
+        To evict in batches, pass less than the budget: what is evicted together is deleted together.
         """
         gone: list[NameT] = []
         while self.size_bytes > until_bytes and self._items:
@@ -159,7 +163,7 @@ class EvictionHeap(Generic[NameT]):
         return gone
 
     def _least(self) -> NameT:
-        """The name of the item that goes next, whose place is then on top. There has to be an item."""
+        """Return the item that goes next and put its place on top. There must be an item."""
         while True:
             place = self._places[0]
             name = place[3]

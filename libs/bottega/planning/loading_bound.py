@@ -1,4 +1,4 @@
-"""How early blocks can end at best while what was recorded of them is loaded, and what a second of loading is worth."""
+"""A lower bound of when blocks can end while their recorded output is loaded, and the worth of a second of loading."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from operator import itemgetter
 Costs = tuple[float, float, float, float]
 """Seconds of a block: full_s, masked_s, load_s, ready_s; see `bottega.planning.block_loading.BlockCost`."""
 
-# Ratios that differ by less are of one kind of blocks.
+# Ratios that differ by less belong to one kind of blocks.
 _ALIKE = 1e-9
 
 
 class LoadingBound:
-    """The relaxation in which a load may be used before it has ended, if all loads have ended when all is computed.
+    """A relaxation in which a load may be used before it has ended, if all loads have ended when all is computed.
 
-    Whoever has computed until C and loaded until L, and has used what was loaded, cannot end before
-    (C + p L + rests[i]) / (1 + p), for any price p >= 0 of a second of loading: the end T is at least C plus what the
-    rest computes, and at least L plus what the rest loads; p weighs the two, and each block's part of their sum is at
-    least the lesser of computing it in full and of taking it. Nor before C + frees[i], what the rest takes if all of it
-    is here.
+    If computing has reached C and loading L, and everything loaded was used, the end T cannot be before (C + p L +
+    rests[i]) / (1 + p), for any price p >= 0 of a second of loading. T is at least C plus the rest's computing, and at
+    least L plus the rest's loading. p weighs the two, and each block's part of their sum is at least the lesser of
+    computing it in full and of loading it. T is also not before C + frees[i], the rest's time if all of it is loaded.
 
-    price: the p with which the bound of the beginning is largest: what a second of loading saves in the block that is
-    just worth it, in seconds. rests, frees, leads: by block, of it and of all behind it; one more at the end. leads:
-    by how much the load stream has to be ahead of computing, so that no block waits of those that save more than price.
+    `price` is the p with the largest bound at the beginning: the seconds that a second of loading saves in the block
+    that is just worth it. `rests`, `frees` and `leads` have a value for each block and all blocks after it, and one
+    more at the end. `leads` is how far loading must be ahead of computing, so that no block that saves more than
+    `price` waits.
     """
 
     def __init__(self, blocks: Sequence[Costs], load_busy_s: float) -> None:
@@ -36,12 +36,12 @@ class LoadingBound:
 
     @property
     def least_s(self) -> float:
-        """No plan ends before."""
+        """Lower bound of the end of any plan."""
         return min(self._full_s, max(self._relaxed_s, self.frees[0]))
 
 
 def _relaxed(blocks: Sequence[Costs], load_busy_s: float, full_s: float) -> tuple[float, float]:
-    """The earliest end if parts of blocks could be taken, those that save most per second of loading; its price."""
+    """Return the earliest end if parts of blocks could be loaded, best savings first, and the price."""
     compute_s, busy_s = full_s, load_busy_s
     offers = [((full - masked) / load, full - masked, load) for full, masked, load, _ in blocks if load > 0.0]
     for worth, saved_s, load_s in sorted(offers, key=itemgetter(0), reverse=True):
@@ -66,7 +66,7 @@ def _leads(blocks: Sequence[Costs], price: float) -> list[float]:
 
 
 def _alone_s(block: Costs) -> float:
-    """Without loading anything."""
+    """Return the seconds of a block without loading anything."""
     full_s, masked_s, load_s, _ = block
     return full_s if load_s > 0.0 else min(full_s, masked_s)
 

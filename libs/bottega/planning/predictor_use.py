@@ -1,8 +1,8 @@
-"""Whether a match predictor is worth asking: what it saves in look-ups against what it loses in hits. Plain Python.
+"""Decides whether a match predictor pays: the look-ups that it saves against the hits that it loses. Plain Python.
 
-A match predictor says, before an index is searched, whether the search will find anything. Where it is right about a
-miss, a search is saved; where it is wrong about a hit, the steps of that hit are computed in vain.
-Source: Nirvana (NSDI'24), section 5.2; the rule is ours: the paper has its predictor on always.
+A match predictor predicts whether a search of an index will find anything. A correctly predicted miss saves a search. A
+wrongly predicted miss loses a hit, whose steps are then computed in vain.
+Source: Nirvana (NSDI'24), section 5.2. The paper always uses its predictor; the rule here is ours.
 """
 
 from __future__ import annotations
@@ -10,40 +10,40 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 HALF_LIFE = 1000
-"""Look-ups in which what was measured loses half of its weight."""
+"""Number of look-ups in which a measurement loses half of its weight."""
 
 PROBE_EVERY = 20
-"""Of the look-ups that the predictor would spare, one in so many is made, to see whether it is right."""
+"""Of the look-ups that the predictor would skip, one in this many is made, to check whether it is right."""
 
 LEAST_LOOKUPS = 200
-"""Before so many were measured, the predictor is not believed."""
+"""The predictor is not used before this many look-ups were measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorRates:
-    """What was measured of late.
-
-    hit_rate: of all look-ups, those that find something. recall: of those, the share that was predicted.
-    specificity: of the others, the share that was predicted. precision: of the predicted hits, those that were.
-    Each is in 0 to 1, and 0 where there was none to count. lookup_s: seconds of a look-up, less those of a prediction.
-    saved_s: seconds that a hit saves.
-    """
+    """Recently measured rates, each in [0, 1], and 0 if there was nothing to count."""
 
     hit_rate: float
+    """Share of look-ups that find something."""
     recall: float
+    """Share of the hits that were predicted."""
     specificity: float
+    """Share of the misses that were predicted."""
     precision: float
+    """Share of the predicted hits that were hits."""
     lookup_s: float
+    """Seconds of a look-up, less those of a prediction."""
     saved_s: float
+    """Seconds that a hit saves."""
 
     @property
     def gain_s(self) -> float:
-        """Seconds a question that the predictor saves in searches."""
+        """Seconds per question that the predictor saves in searches."""
         return (1.0 - self.hit_rate) * self.specificity * self.lookup_s
 
     @property
     def loss_s(self) -> float:
-        """Seconds a question that it loses in hits."""
+        """Seconds per question that it loses in hits."""
         return self.hit_rate * (1.0 - self.recall) * self.saved_s
 
     @property
@@ -54,11 +54,11 @@ class PredictorRates:
 
 @dataclass(slots=True)
 class PredictorSwitch:
-    """Has the predictor on while it pays, and goes on measuring it in both states. Not thread-safe.
+    """A switch that turns the predictor on while it pays, and measures it in both states. Not thread-safe.
 
-    For each question: `weight = switch.weight(predicted_hit)`; where it is 0, there is no search and the answer is a
-    miss; else search, and tell with `record(weight, ...)`. Off, every question is searched; on, those with a predicted
-    hit and one in PROBE_EVERY of the others, which then counts for all of them: so rates stay unbiased.
+    For each question, call `weight(predicted_hit)`. If it is 0, answer with a miss without a search; otherwise search,
+    and call `record(weight, ...)`. While off, every question is searched. While on, predicted hits are searched, and
+    one in PROBE_EVERY of the others, which then counts for all of them, so that the rates stay unbiased.
     """
 
     half_life: float = HALF_LIFE
@@ -76,7 +76,7 @@ class PredictorSwitch:
 
     @property
     def rates(self) -> PredictorRates:
-        """What was measured of late."""
+        """Recently measured rates."""
         hits = self._predicted_hits + self._missed_hits
         misses = self._false_alarms + self._predicted_misses
         return PredictorRates(
@@ -90,14 +90,17 @@ class PredictorSwitch:
 
     @property
     def on(self) -> bool:
-        """Whether the predictor's word counts now. Not where nobody said what hits save: lost ones would be free."""
+        """Whether predictions are used now.
+
+        They are not if the savings of hits are unknown: lost hits would seem free.
+        """
         hits = self._predicted_hits + self._missed_hits
         seen = hits + self._false_alarms + self._predicted_misses
         known = self._hits > 0.0 or hits == 0.0
         return seen >= self.least_lookups and known and self.rates.pays
 
     def weight(self, predicted_hit: bool) -> float:
-        """Whether to search (more than 0), and for how many questions this one then counts."""
+        """Return 0 to skip the search, or the number of questions for which this search counts."""
         if predicted_hit or not self.on:
             return 1.0
         self._spared = (self._spared + 1) % self.probe_every
@@ -106,7 +109,12 @@ class PredictorSwitch:
     def record(
         self, weight: float, *, predicted_hit: bool, hit: bool, lookup_s: float, saved_s: float | None = None
     ) -> None:
-        """What a search found. lookup_s: what it took. saved_s: what its hit saves; None where that is not known."""
+        """Record the result of a search.
+
+        Args:
+            lookup_s: Duration of the search.
+            saved_s: What its hit saves; None if unknown.
+        """
         kept = 0.5 ** (weight / self.half_life)
         self._predicted_hits = kept * self._predicted_hits + weight * (predicted_hit and hit)
         self._missed_hits = kept * self._missed_hits + weight * (hit and not predicted_hit)

@@ -1,21 +1,27 @@
-"""Whether ControlNet residuals one step old pay: pipelined mode against synchronous mode. Plain numbers."""
+"""Decides whether ControlNet residuals of the step before pay: pipelined mode against synchronous mode.
+
+Plain numbers.
+"""
 
 from __future__ import annotations
 
-# Below this cosine between the residuals of adjacent steps, those of the step before are another picture's.
+# Below this cosine between the residuals of adjacent steps, old residuals belong to another picture.
 LEAST_SIMILARITY = 0.99
-# Of a step: less waiting than that is not worth an approximation.
+# Waiting for less than this share of a step does not justify an approximation.
 _LEAST_GAIN = 0.1
 
 
 def pipelines(similarity: float, *, answer_s: float, transfer_s: float, encoder_s: float, step_s: float) -> bool:
-    """Whether steps should go on with the residuals of the step before.
+    """Return whether steps should use the residuals of the step before.
 
-    similarity: cosine of a ControlNet's residuals between adjacent steps, from its profile. answer_s: from a step
-    asked for to its last residual, as measured of late on this link; 0 is not known. transfer_s: what of it the link
-    took. encoder_s: of the step, until the first residual is needed. step_s: of the whole step, waiting included.
+    Waiting for a server that computes is no reason: it would be as busy, and the picture would change.
 
-    Waiting for a server that computes is no reason: it would be as busy, and the picture another one.
+    Args:
+        similarity: Cosine of a ControlNet's residuals between adjacent steps, from its profile.
+        answer_s: Recently measured time on this link from the request of a step to its last residual; 0 if unknown.
+        transfer_s: The link's part of answer_s.
+        encoder_s: Time of the step until the first residual is needed.
+        step_s: Time of the whole step, waiting included.
     """
     if similarity < LEAST_SIMILARITY or answer_s <= 0.0 or step_s <= 0.0:
         return False

@@ -1,6 +1,6 @@
-"""How many steps a cached latent may replace: from the similarity of two prompts, by what was measured for the model.
+"""How many steps a cached latent may replace, by the similarity of two prompts and the model's measured thresholds.
 
-Source: Nirvana (NSDI'24), section 5.3 and Algorithm 2. Plain numbers; a profile here is that of one fidelity.
+Source: Nirvana (NSDI'24), section 5.3 and Algorithm 2. Plain numbers. A profile here is for one fidelity.
 """
 
 from __future__ import annotations
@@ -13,38 +13,44 @@ from itertools import pairwise
 from bottega.latents.names import FRACTIONS, recorded_steps
 
 BALANCED_ALPHA = 0.9
-"""Of the uncached picture's quality, what a picture has to exceed (Nirvana's alpha)."""
+"""A picture must exceed this share of the uncached picture's quality (Nirvana's alpha)."""
 
 FAST_ALPHA = 0.8
-"""The same where speed counts more."""
+"""The same share, for requests that prefer speed."""
 
 SHARE = 0.95
-"""Of the pictures that start from a latent, those that have to be good enough."""
+"""Share of the pictures started from a latent that must be good enough."""
 
 LEAST_SAMPLES = 20
-"""With fewer pictures, one that is bad is more than a twentieth: a share of .95 says nothing."""
+"""Minimum number of samples.
+
+With fewer, a single bad picture is more than a twentieth, so a share of .95 means nothing.
+"""
 
 SHORT_WORDS = 15
-"""Words up to which similarity was found to say enough; in longer prompts one changed word hardly shows in it."""
+"""Longest prompt, in words, for which similarity was found to be meaningful.
 
-# Steps are whole and fractions of them are not: a step belongs to a fraction that is no farther from it.
+In longer prompts a changed word hardly affects it.
+"""
+
+# Steps are whole and their fractions are not. A step belongs to a fraction that is at most this far away.
 _MOST_ROUNDING = 0.05 + 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthClass:
-    """Thresholds for prompts of at most so many words; math.inf is without bound.
-
-    thresholds: the least cosine of two prompts' embeddings, in [-1, 1], by the fraction of the steps that is skipped
-    (of bottega.latents.names.FRACTIONS). A fraction that is not named is never skipped. They never fall with the
-    fraction: what may stand for more steps may stand for fewer.
-    """
+    """Thresholds for prompts of at most `max_words` words, which may be math.inf."""
 
     max_words: float
     thresholds: Mapping[float, float]
+    """Least cosine of two prompts' embeddings, in [-1, 1], by the fraction of the steps that is skipped.
+
+    Fractions are from bottega.latents.names.FRACTIONS. A fraction that is not named is never skipped. Thresholds never
+    fall with the fraction, because a latent that may replace more steps may replace fewer.
+    """
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the thresholds are none."""
+        """Raise ValueError if the thresholds are invalid."""
         if not self.max_words >= 1:
             raise ValueError(f"a class has prompts of at least one word; got {self.max_words}")
         strange = [fraction for fraction in self.thresholds if fraction not in FRACTIONS]
@@ -59,36 +65,38 @@ class LengthClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipProfile:
-    """Classes by length, ascending; a prompt belongs to the first that has room for it, or to none."""
+    """Classes by ascending prompt length. A prompt belongs to the first that covers its length, or to none."""
 
     classes: tuple[LengthClass, ...]
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the classes do not ascend."""
+        """Raise ValueError if the classes do not ascend."""
         if any(later.max_words <= earlier.max_words for earlier, later in pairwise(self.classes)):
-            raise ValueError("classes stand in ascending order of their words")
+            raise ValueError("classes must be in ascending order of max_words")
 
     def thresholds(self, words: int) -> Mapping[float, float]:
-        """Those for a prompt of so many words; empty where it belongs to no class."""
-        return next((each.thresholds for each in self.classes if words <= each.max_words), {})
+        """Return the thresholds for a prompt of so many words; empty if it belongs to no class."""
+        return next((length_class.thresholds for length_class in self.classes if words <= length_class.max_words), {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualitySample:
-    """One prompt, drawn from a cached latent and from noise.
+    """A prompt, drawn from a cached latent and from noise.
 
-    similarity: cosine of its embedding and that of the latent's prompt. cached, uncached: quality of the two pictures
-    by one measure, of which more is better (1 and 0 of the oracle, a CLIP score).
+    The qualities of both pictures use one measure, of which more is better (1 and 0 of the oracle, a CLIP score).
     """
 
     similarity: float
+    """Cosine of the embeddings of this prompt and the latent's prompt."""
     cached: float
+    """Quality of the picture from the cached latent."""
     uncached: float
+    """Quality of the picture from noise."""
 
     def good(self, alpha: float) -> bool:
-        """Whether the cached picture is above alpha times the uncached one, or no worse than it.
+        """Return whether the cached picture exceeds alpha times the uncached one, or is no worse.
 
-        The second matters where the uncached picture is all wrong: what is 0 is not above alpha times 0.
+        The second condition matters if the uncached picture has quality 0: then 0 does not exceed alpha times 0.
         """
         return self.cached > alpha * self.uncached or self.cached >= self.uncached
 
@@ -98,24 +106,26 @@ NIRVANA_768 = SkipProfile(
         LengthClass(max_words=SHORT_WORDS, thresholds=dict(zip(FRACTIONS, (0.65, 0.75, 0.85, 0.9, 0.95), strict=True))),
     )
 )
-"""Nirvana's own thresholds, for CLIP text embeddings 768 wide, and for prompts in which similarity says enough."""
+"""Nirvana's own thresholds, for CLIP text embeddings of width 768 and prompts for which similarity is meaningful."""
 
 
 def fallback_profile(width: int) -> SkipProfile | None:
-    """What counts for a model that was not measured, by the width of its embeddings; None: nothing is reused."""
+    """Return the profile of a model that was not measured, by the width of its embeddings; None forbids reuse."""
     return NIRVANA_768 if width == 768 else None
 
 
 def count_words(prompt: str) -> int:
-    """Words of a prompt: what is between spaces."""
+    """Return the number of words of a prompt, which are separated by white space."""
     return len(prompt.split())
 
 
 def skip_steps(profile: SkipProfile, *, similarity: float, words: int, steps: int) -> tuple[int, ...]:
-    """After how many of a job's steps a latent may have been recorded to be used for it, the largest first.
+    """Return the recorded steps whose latents may be used for a job, the largest first; empty if none.
 
-    similarity: cosine of the two prompts' embeddings, in [-1, 1]; NaN is never enough. words: of the new prompt.
-    steps: denoising steps of the job (both prompts'). Empty where the latent must not be used.
+    Args:
+        similarity: Cosine of the two prompts' embeddings, in [-1, 1]; NaN never suffices.
+        words: Words of the new prompt.
+        steps: Denoising steps of both prompts' jobs.
     """
     thresholds = profile.thresholds(words)
     return tuple(
@@ -126,26 +136,31 @@ def skip_steps(profile: SkipProfile, *, similarity: float, words: int, steps: in
 
 
 def skip_step(profile: SkipProfile, *, similarity: float, words: int, steps: int) -> int:
-    """The largest of skip_steps, 0 where there is none: Nirvana's K."""
+    """Return the largest of skip_steps, or 0 if there is none: Nirvana's K."""
     return next(iter(skip_steps(profile, similarity=similarity, words=words, steps=steps)), 0)
 
 
 def served_step(allowed: Sequence[int], present: Collection[int]) -> int:
-    """Which of an entry's latents is used: the largest that is allowed and still there; 0 where there is none.
+    """Return the largest allowed step whose latent is still present, or 0 if there is none.
 
-    allowed: skip_steps' answer. Where the largest allowed one was evicted (a hole), the next below it serves.
+    If the latent of a larger step was evicted (a hole), the next one below it is used.
+
+    Args:
+        allowed: The result of skip_steps.
     """
     return next((step for step in allowed if step in present), 0)
 
 
 def least_similarity(samples: Sequence[QualitySample], *, alpha: float, share: float = SHARE) -> float | None:
-    """From which similarity on latents after some K may be used (Nirvana's Algorithm 2).
+    """Return the least similarity that allows latents after some K (Nirvana's Algorithm 2), or None for never.
 
-    The least s* such that of the samples with similarity at least s* the share `share` is good, of LEAST_SAMPLES or
-    more; it is one of the samples' similarities. None where there is no such s*: this K is then never used.
-    The paper's pseudo-code takes the least similarity of a good picture instead, which bad ones may be above; its text
-    demands that all above are good, which one bad picture in thousands forbids.
-    samples: of one K and one class of prompts.
+    It is the least s* such that at least LEAST_SAMPLES samples have similarity s* or more, and the share `share` of
+    them is good. s* is one of the samples' similarities. The paper's pseudo-code uses the least similarity of a good
+    picture instead, above which there may be bad ones. Its text demands that all above are good, which one bad picture
+    in thousands prevents.
+
+    Args:
+        samples: Samples of one K and one class of prompts.
     """
     least: float | None = None
     good = 0
@@ -161,10 +176,10 @@ def least_similarity(samples: Sequence[QualitySample], *, alpha: float, share: f
 def measured_class(
     max_words: float, samples: Mapping[float, Sequence[QualitySample]], *, alpha: float, share: float = SHARE
 ) -> LengthClass:
-    """The thresholds that samples, by fraction of the steps, say for a class of prompts.
+    """Return the thresholds of a class of prompts that the samples, by fraction of the steps, justify.
 
-    A fraction whose samples allow no similarity is left out, and all larger ones with it. Where chance makes a longer
-    skip look easier than a shorter one, it needs as much as that.
+    A fraction whose samples allow no similarity is left out with all larger ones. If chance makes a longer skip look
+    easier than a shorter one, it gets the same threshold.
     """
     thresholds: dict[float, float] = {}
     highest = -1.0
@@ -178,6 +193,6 @@ def measured_class(
 
 
 def fraction_of(step: int, steps: int) -> float:
-    """The fraction to which a recorded step belongs: the nearest, of two the larger; NaN where it is too far."""
+    """Return the fraction nearest to a recorded step, the larger of two equally near ones; NaN if none is near."""
     nearest = min(reversed(FRACTIONS), key=lambda fraction: round(abs(step / steps - fraction), 9))
     return nearest if abs(step / steps - nearest) <= _MOST_ROUNDING else math.nan

@@ -1,4 +1,4 @@
-"""Planned seconds of a step by how much is in it, short enough to be sent with every report of a worker."""
+"""Planned seconds of a step by its size, in a table that is short enough for every report of a worker."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from bottega.planning.cost import MAX_SHAPES, Shape
 
 MAX_POINTS = 12
-"""Of one shape."""
+"""Maximum number of points of one shape."""
 
-# The ratio of numbers of rows that are about the same. Small: turns of a batch grow with its rows.
+# Row counts within this ratio are about the same. It is small, because a turn's time grows with its rows.
 _NEAR = 1.1
-# Plans after which one is old. There is one in most turns, and in some tens of them all usual numbers of rows come by.
+# Plans after which a point is old. Most turns add one, and some tens of turns cover all usual row counts.
 _OLD_NOTES = 100
 
 # Seconds, and the number of the note.
@@ -21,14 +21,13 @@ _Planned = tuple[float, int]
 
 
 class StepTable:
-    """Seconds of one step as a function of latent shape and row-equivalents, as the worker plans it.
+    """Seconds of one step as the worker plans it, as a function of latent shape and row-equivalents.
 
-    Row-equivalents: rows, each as what it costs of a plain one; fractions are usual. Between two points it
-    interpolates, beyond the last it extends the last slope, before the first it goes half-way between proportional and
-    constant, as StepTimes does. A plan takes the place of those of about as many rows: loads may be faster or slower
-    than they were. Of more than MAX_POINTS of a shape, one is left out: the oldest, where it was planned long ago, and
-    else the one that its neighbours say best. Of more than MAX_SHAPES shapes, it is the one that was planned longest
-    ago.
+    A row-equivalent is the cost of a plain row; fractions are usual. The table interpolates between two points, extends
+    the last slope, and below the first point goes half-way between proportional and constant, as StepTimes does. A plan
+    replaces those of about as many rows, because the speed of loads may have changed. Of more than MAX_POINTS points of
+    a shape, one is dropped: the oldest if it is old, else the one that its neighbours predict best. Of more than
+    MAX_SHAPES shapes, the one planned longest ago is dropped.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class StepTable:
         self._notes = 0
 
     def note(self, shape: Shape, row_equivalents: float, seconds: float) -> None:
-        """Takes in a planned step. What says nothing (no rows, no time) is left out."""
+        """Record a planned step. A step without rows, time or area is ignored."""
         if not (0.0 < row_equivalents < math.inf and 0.0 < seconds < math.inf and min(shape) > 0):
             return
         self._notes += 1
@@ -45,7 +44,7 @@ class StepTable:
         self._curves.pop(shape, None)
         for near in [rows for rows in points if row_equivalents / _NEAR <= rows <= row_equivalents * _NEAR]:
             del points[near]
-        # The last ones are the newest.
+        # Dictionary order: the newest are last.
         self._points[shape], points[row_equivalents] = points, (seconds, self._notes)
         if len(points) > MAX_POINTS:
             oldest, (_, noted) = next(iter(points.items()))
@@ -57,7 +56,7 @@ class StepTable:
             self._curves.pop(forgotten, None)
 
     def seconds(self, shape: Shape, row_equivalents: float) -> float | None:
-        """Of one step; None where no step of this shape was planned."""
+        """Return the seconds of one step; None if no step of this shape was planned."""
         points = self._points.get(shape)
         if not points:
             return None
@@ -67,14 +66,14 @@ class StepTable:
         return _along(curve, row_equivalents) if row_equivalents > 0.0 else 0.0
 
     def entries(self) -> Iterator[tuple[Shape, float, float]]:
-        """Everything planned: shape, row-equivalents, seconds."""
+        """Yield everything planned: shape, row-equivalents, seconds."""
         for shape, points in self._points.items():
             for row_equivalents, seconds in _curve(points):
                 yield shape, row_equivalents, seconds
 
     @classmethod
     def from_entries(cls, entries: Iterable[tuple[Shape, float, float]]) -> StepTable:
-        """The same table on the other side of a wire, within the same bounds."""
+        """Return the same table at the other end of a wire, within the same bounds."""
         table = cls()
         for shape, row_equivalents, seconds in entries:
             table.note(shape, row_equivalents, seconds)
@@ -82,12 +81,11 @@ class StepTable:
 
 
 def _curve(points: dict[float, _Planned]) -> list[tuple[float, float]]:
-    """Row-equivalents with their seconds, in order."""
     return sorted((row_equivalents, seconds) for row_equivalents, (seconds, _) in points.items())
 
 
 def _least_missed(curve: list[tuple[float, float]], *, but: float) -> float:
-    """The point between two others that a line between them comes nearest to, in shares of what it says."""
+    """Return the inner point that a line between its neighbours predicts with the least relative error."""
     missed = {}
     for (before, after), (row_equivalents, seconds) in zip(
         zip(curve, curve[2:], strict=False), curve[1:-1], strict=True

@@ -1,4 +1,4 @@
-"""Which blocks of a model are worth recording, where a template may take so many bytes and no more."""
+"""Chooses which blocks of a model are worth recording, if a template has a byte budget."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockValue:
-    """saved_s: what an edit saves that takes what was recorded of a block. size_bytes: that this takes."""
+    """The benefit and the cost of recording a block."""
 
     name: str
     saved_s: float
+    """Seconds that an edit saves by using the block's recorded output."""
     size_bytes: int
+    """Size of that output."""
 
 
 def choose(blocks: Iterable[BlockValue], budget_bytes: int | None) -> frozenset[str]:
-    """The names of those to be recorded: the most seconds saved per byte, as far as there is room for them.
+    """Return the names of the blocks to record: the most seconds saved per byte, as far as they fit into the budget.
 
-    budget_bytes: for all of them together; None is without bound. A block that saves nothing is never recorded, and one
-    that has no room leaves it to those behind it. Of one size, or with small blocks, nothing saves more within the
-    budget; in general at least half of the most, as the block that saves most is taken alone where that is better.
+    A block that saves nothing is never recorded, and a block that does not fit leaves its room to later ones. For
+    blocks of one size, or small ones, this is the optimum. In general it saves at least half of the optimum, because
+    the most valuable block is used alone if that is better.
+
+    Args:
+        budget_bytes: For all blocks together; None for no bound.
     """
     useful = sorted((block for block in blocks if block.saved_s > 0.0), key=_density, reverse=True)
     room = math.inf if budget_bytes is None else budget_bytes

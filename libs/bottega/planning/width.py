@@ -1,4 +1,4 @@
-"""How many requests should run together, from what a turn costs."""
+"""Decides how many requests should run together, from the cost of a turn."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from heapq import heapify, heappop, heapreplace
 
 from bottega.planning.work import RemainingWork
 
-# Requests looked at: more than this many waiting changes nothing in the choice, only in its cost.
+# Number of requests that are considered. More of them would raise only the cost of the choice.
 _HORIZON = 32
 
 MAX_BACKLOG = 16
-"""Requests in a queue that are imagined beside those of a worker; of more it need not be told."""
+"""Number of queued requests that are considered beside those of a worker. It need not be told of more."""
 
-# How much worse the mean may get for a wider group. The wider group is fairer (its last member ends
-# earlier) and can still admit the next arrival, which the closed sum does not count.
+# How much worse the mean may get for a wider group. A wider group is fairer, because its last member ends earlier, and
+# it can admit the next arrival, which the sum does not count.
 _TOLERANCE = 0.05
-# And by how much at most, in shares of what the works take alone. Sharing a turn without gain costs each of
-# them half of that, which vanishes in the mean of a long line.
+# Upper bound of that, as a share of the works' own times. Sharing a turn without gain costs each work half of it, which
+# disappears in the mean of a long queue.
 _MOST_TOLERANCE = 0.15
 
 
 def completion_times(works: Sequence[RemainingWork], seconds: Callable[[float], float], width: int) -> list[float]:
-    """Seconds until each of `works` ends, first come first served, at most `width` (1 or more) of them at once.
+    """Return the seconds until each of `works` ends, first come first served, with at most `width` at once.
 
-    seconds: cost of one turn by the number of its rows.
+    Args:
+        seconds: Cost of one turn by its number of rows.
     """
     ends = [0.0] * len(works)
-    # The turn after which each ends, and its place in `works`.
+    # The turn after which each work ends, and its place in `works`.
     running = [(work.steps, place) for place, work in enumerate(works[:width])]
     heapify(running)
     rows = sum((work.rows for work in works[:width]), 0.0)
@@ -51,11 +52,11 @@ def completion_times(works: Sequence[RemainingWork], seconds: Callable[[float], 
 
 
 def _sum_of_completions(works: Sequence[RemainingWork], seconds: Callable[[float], float], width: int) -> float:
-    """The sum of what `completion_times` says: a width is chosen by it alone."""
-    # The turn after which each ends, and its rows.
+    """Return the sum of `completion_times`, which alone decides the width."""
+    # The turn after which each work ends, and its rows.
     running: list[tuple[int, float]] = list(works[:width])
     heapify(running)
-    rows = sum(each[1] for each in running)
+    rows = sum(work_rows for _, work_rows in running)
     clock = total = 0.0
     turn = 0
     for steps, more_rows in works[width:]:
@@ -77,20 +78,22 @@ def _sum_of_completions(works: Sequence[RemainingWork], seconds: Callable[[float
 
 
 def most_on_trial(width: int) -> int:
-    """How many may run together in a turn that is made to measure again what it takes, where `width` pay off.
+    """Return how many may run together in a trial turn, if `width` pay off.
 
-    Twice as many: where that still does not pay, the first of them is held up by little more than one turn.
+    It is twice as many: if that still does not pay, the first request is delayed by little more than one turn.
     """
     return 2 * width
 
 
 def best_width(works: Sequence[RemainingWork], seconds: Callable[[float], float], *, max_rows: int) -> int:
-    """How many of `works`, first come first served, should run together: 1 to 32, 0 when there are none.
+    """Return how many of `works`, first come first served, should run together: 1 to 32, or 0 if there are none.
 
-    The widest of those whose mean completion time is within 5 % of the best, and within 15 % of a work's own
-    time. Where doubling a group doubles its turn, as with a large model, that is 1 for works of equal length;
-    where a turn has a fixed cost to share, more, and also where a short work would wait for a long one.
-    max_rows: bound on the rows of one turn; a first work beyond it still runs, alone.
+    It is the largest width whose mean completion time is within 5 % of the best, and within 15 % of a work's own time.
+    If doubling a group doubles its turn, as with a large model, that is 1 for works of equal length. It is more if a
+    turn has a fixed cost to share, or if a short work would wait for a long one.
+
+    Args:
+        max_rows: Bound on the rows of one turn. A first work beyond it still runs, alone.
     """
     seen = works[:_HORIZON]
     cost = cache(seconds)
@@ -106,5 +109,5 @@ def best_width(works: Sequence[RemainingWork], seconds: Callable[[float], float]
     for width in range(len(sums), 1, -1):
         if sums[width - 1] <= bound:
             return width
-    # Also where turns take no time that there is, such as NaN: then nothing is within any bound.
+    # Also for invalid turn times such as NaN, for which nothing is within the bound.
     return min(1, len(sums))

@@ -1,4 +1,4 @@
-"""How much a request asks for: the one place that counts what guidance, image-to-image and ControlNets run."""
+"""The work of a request: the only place that counts what guidance, image-to-image and ControlNets run."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ from typing import NamedTuple
 
 
 class RemainingWork(NamedTuple):
-    """What a request asks of the turns to come. A tuple, of which the scheduler makes hundreds in a look at its queue.
-
-    steps: turns to go. rows: rows that it puts into each turn (two when guided, times its images), each as what it
-    costs of a plain one.
-    """
+    """The work that a request still needs. It is a tuple because the scheduler makes hundreds per decision."""
 
     steps: int
+    """Remaining turns."""
     rows: float
+    """Rows that it puts into each turn (two per image if guided), in row-equivalents of plain rows."""
 
 
 def rows_per_image(guidance_scale: float) -> int:
-    """Rows of a turn: classifier-free guidance takes a second one."""
+    """Return the rows of an image in a turn: classifier-free guidance needs a second one."""
     return 2 if guidance_scale > 1.0 else 1
 
 
 def steps_to_run(num_inference_steps: int, strength: float | None) -> int:
-    """Denoising steps of one image; with a strength it is image-to-image, which starts later.
+    """Return the denoising steps of one image. A strength means image-to-image, which starts later.
 
     Source: get_timesteps of Diffusers' StableDiffusionXLImg2ImgPipeline.
     """
@@ -32,10 +30,13 @@ def steps_to_run(num_inference_steps: int, strength: float | None) -> int:
 
 
 def control_steps(start: float, end: float, steps: int) -> tuple[int, int]:
-    """The steps [first, last) of `steps` in which a ControlNet is active; (0, 0) where it is in none.
+    """Return the steps [first, last) of `steps` in which a ControlNet is active, or (0, 0) if there are none.
 
-    start, end: control_guidance_start and control_guidance_end, fractions of the steps that run.
-    Source: controlnet_keep of Diffusers' StableDiffusionXLControlNetPipeline, with its very divisions.
+    Source: controlnet_keep of Diffusers' StableDiffusionXLControlNetPipeline, with the same divisions.
+
+    Args:
+        start: control_guidance_start, a fraction of the steps that run.
+        end: control_guidance_end, likewise.
     """
     active = [step for step in range(steps) if step / steps >= start and (step + 1) / steps <= end]
     return (active[0], active[-1] + 1) if active else (0, 0)

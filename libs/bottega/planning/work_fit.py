@@ -1,6 +1,6 @@
-"""Seconds as a function of floating-point operations and bytes: a regression over batches that ran, kept fresh.
+"""Seconds as a function of floating-point operations and bytes: a regression over recent batches.
 
-Convolutions over feature maps run at another pace than attention and projections, so theirs are counted apart.
+Convolutions over feature maps run at another speed than attention and projections, so they are counted separately.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from operator import mul
 from statistics import fmean
 
 MAX_BATCHES = 256
-"""Kinds of batches that are remembered."""
+"""Maximum number of remembered kinds of batches."""
 
 # Batches whose operations and bytes differ by less than this are of one kind.
 _KIND = 0.02
-# Weight of a new measurement of a kind: a neighbour's hiccup is forgotten in a few turns.
+# Weight of a new measurement of a kind: a short disturbance is forgotten in a few turns.
 _WEIGHT = 0.25
-# Measurements of whatever kind after which one counts half: what the machine was then it may not be now.
+# Measurements of any kind after which one counts half, because the machine may have changed.
 _HALF_LIFE = 200
-# Parts into which kinds are divided to be held out, one part after the other.
+# Kinds are divided into this many parts, each of which is held out once.
 _PARTS = 5
 _FEATURES = 4
-# By how much, in shares of all that was measured, both paces of operations are held together: it decides as long as
-# what ran does not tell them apart.
+# How strongly, as a share of all measurements, the two speeds of operations are kept equal. It decides as long as the
+# measurements do not tell them apart.
 _ONE_PACE = 1e-4
 
 
@@ -33,7 +33,7 @@ _ONE_PACE = 1e-4
 class WorkCost:
     """seconds = per_flop_s * flops + per_map_flop_s * map_flops + per_byte_s * size_bytes + fixed_s; none is negative.
 
-    map_flops: of convolutions over feature maps; flops: all others.
+    map_flops are those of convolutions over feature maps, flops all others.
     """
 
     per_flop_s: float
@@ -42,36 +42,35 @@ class WorkCost:
     fixed_s: float
 
     def seconds(self, flops: float, size_bytes: float, map_flops: float = 0.0) -> float:
-        """Of a batch."""
+        """Return the seconds of a batch."""
         computed_s = self.per_flop_s * flops + self.per_map_flop_s * map_flops
         return computed_s + self.per_byte_s * size_bytes + self.fixed_s
 
 
 @dataclass(slots=True, kw_only=True)
 class _Batch:
-    """A kind of batches: what its last one had, and its mean seconds.
-
-    weight: measurements, as many as they counted for at the last one, which was the fit's `measured_at`-th.
-    """
+    """A kind of batches: the work of its last one, and its mean seconds."""
 
     flops: float
     map_flops: float
     size_bytes: float
     seconds: float
     weight: float
+    """Number of measurements, each faded to its weight at the last one."""
     measured_at: int
+    """Number of the last measurement, among those of all kinds."""
 
     def weight_at(self, measured: int) -> float:
-        """After so many measurements of all kinds."""
+        """Return the weight after `measured` measurements of all kinds."""
         return self.weight * math.exp2((self.measured_at - measured) / _HALF_LIFE)
 
 
 class WorkFit:
-    """A least-squares fit without negative parts, over the kinds of batches measured so far; old ones count less.
+    """A non-negative least-squares fit over the kinds of batches measured so far; old ones count less.
 
-    A kind is what has about the same operations and bytes: however often one runs, others are not forgotten for it. So
-    what repeats itself moves the fit to what the machine does now, and what ran before says how it grows. Of more than
-    MAX_BATCHES kinds, that which ran longest ago is forgotten.
+    A kind has about the same operations and bytes, and is kept however often other kinds run. Frequent kinds move the
+    fit to the machine's current speed, and rare ones show how time grows. Of more than MAX_BATCHES kinds, the one that
+    ran longest ago is forgotten.
     """
 
     def __init__(self) -> None:
@@ -80,14 +79,17 @@ class WorkFit:
         self._cost: WorkCost | None = None
 
     def observe(self, *, flops: float, size_bytes: float, seconds: float, map_flops: float = 0.0) -> None:
-        """Takes in a batch that ran, see WorkCost. What is not finite, or took no time, changes nothing."""
+        """Record a batch that ran, see WorkCost.
+
+        A batch with values that are not finite, or without time, is ignored.
+        """
         work = flops, map_flops, size_bytes
         if not (math.isfinite(sum(work) + seconds) and min(work) >= 0.0 < seconds):
             return
         self._measured += 1
         self._cost = None
         kind = tuple(map(_rounded, work))
-        known = self._batches.pop(kind, None)  # the last one is the newest
+        known = self._batches.pop(kind, None)  # dictionary order: the newest is last
         self._batches[kind] = _Batch(
             flops=flops,
             map_flops=map_flops,
@@ -107,15 +109,15 @@ class WorkFit:
         return self._cost
 
     def seconds(self, flops: float, size_bytes: float, map_flops: float = 0.0) -> float | None:
-        """What a batch is expected to take; None before anything was measured."""
+        """Return the expected seconds of a batch; None before anything was measured."""
         cost = self.cost
         return None if cost is None else cost.seconds(flops, size_bytes, map_flops)
 
     @property
     def r2(self) -> float | None:
-        """R^2 over held-out batches: each is predicted by a fit of others. None with too few kinds to say.
+        """R^2 over held-out batches, each predicted by a fit of the others; None with too few kinds.
 
-        It is 1 less the squared errors' share of the squared differences from the mean.
+        It is 1 minus the ratio of the squared errors to the squared differences from the mean.
         """
         batches = sorted(self._batches.values(), key=lambda batch: batch.seconds)
         if len(batches) <= max(_PARTS, _FEATURES):
@@ -124,7 +126,7 @@ class WorkFit:
         for part in range(_PARTS):
             cost = self._fitted([batch for place, batch in enumerate(batches) if place % _PARTS != part])
             held_out = batches[part::_PARTS]
-            errors += sum(_error(cost, each) ** 2 for each in held_out)
+            errors += sum(_error(cost, batch) ** 2 for batch in held_out)
         mean_s = fmean(batch.seconds for batch in batches)
         spread = sum((batch.seconds - mean_s) ** 2 for batch in batches)
         return 1.0 - errors / spread if spread > 0.0 else None
@@ -148,9 +150,9 @@ def _rounded(amount: float) -> int:
 def _non_negative(
     rows: Sequence[Sequence[float]], targets: Sequence[float], weights: Sequence[float]
 ) -> tuple[float, ...]:
-    """The factors of least weighted squared error, none negative.
+    """Return the non-negative factors of least weighted squared error.
 
-    With so few columns all sets of columns are tried: in the best set the unbounded solution is not negative.
+    There are few columns, so all sets of columns are tried. In the best set the unbounded solution is not negative.
     """
     most_flops = max(max(row[:2]) for row in rows) or 1.0
     scales = [most_flops, most_flops, max(row[2] for row in rows) or 1.0, 1.0]
@@ -165,7 +167,7 @@ def _non_negative(
             factors = _solved([[*(gram[i][j] for j in columns), gram[i][_FEATURES]] for i in columns])
             if factors is None or min(factors) < 0.0:
                 continue
-            # At a solution, what the squared targets lose of their sum.
+            # The reduction of the sum of squared targets at a solution.
             explained = sum(factor * gram[i][_FEATURES] for factor, i in zip(factors, columns, strict=True))
             if explained > most * (1.0 + 1e-12):
                 by_column = dict(zip(columns, factors, strict=True))
@@ -177,14 +179,18 @@ def _non_negative(
 def _gram(
     rows: Sequence[Sequence[float]], targets: Sequence[float], weights: Sequence[float], scales: Sequence[float]
 ) -> list[list[float]]:
-    """Weighted products of columns, scaled to 1, with each other, and as the last ones with the targets."""
+    """Return the weighted products of the scaled columns with each other, and in the last place with the targets."""
     columns = [[row[column] / scale for row in rows] for column, scale in enumerate(scales)]
     weighted = [[value * weight for value, weight in zip(column, weights, strict=True)] for column in columns]
     return [[sum(map(mul, left, right)) for right in (*columns, targets)] for left in weighted]
 
 
 def _solved(matrix: list[list[float]]) -> list[float] | None:
-    """Gauss and Jordan's elimination with pivots; matrix: with the right-hand side as its last column."""
+    """Return the solution of a linear system, or None if it is singular (Gauss-Jordan elimination with pivots).
+
+    Args:
+        matrix: The coefficients, with the right-hand side as the last column. It is overwritten.
+    """
     size = len(matrix)
     largest = max(abs(value) for row in matrix for value in row[:size])
     for column in range(size):
