@@ -1,5 +1,5 @@
-"""How good a picture is: whether it shows what its prompt says.
+"""Picture quality: how well a picture shows what its prompt asks for.
 
-`oracle` reads pictures of the miniature back (numpy, no torch); `clip` scores those of any model by a CLIP (torch).
-`python -m bottega.quality --fd N` gives scores to a process that imports neither.
+`oracle` reads pictures of the miniature back (numpy, no torch). `clip` scores pictures of any model with a CLIP
+(torch). `python -m bottega.quality --fd N` scores pictures for a process that imports neither.
 """

@@ -19,10 +19,15 @@ Score = Callable[[str, PIL.Image.Image], float]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serves until the other end of the pipe closes. The first answer says that it is ready, or why it cannot be."""
-    parser = argparse.ArgumentParser(description="Bottega's scoring process; started by whoever wants scores")
+    """Serve until the other end of the pipe closes.
+
+    The first answer says that the process is ready, or why it cannot score.
+    """
+    parser = argparse.ArgumentParser(description="Bottega's scoring process; other processes start it")
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--clip", type=Path, help="folder of a CLIP of transformers; without, the miniature's oracle")
+    parser.add_argument(
+        "--clip", type=Path, help="folder of a CLIP for transformers; without it, the miniature's oracle scores"
+    )
     options = parser.parse_args(arguments)
     with closing(FramedPipe.from_fd(options.fd)) as pipe:
         _serve(pipe, options.clip)
@@ -47,7 +52,7 @@ def _answer(score: Score, question: ScoreQuestion) -> ScoreAnswer:
 
 
 def _by_oracle() -> Score:
-    """The share of what a prompt says that its picture shows, 0 to 1."""
+    """Return a score: the share of the prompt's statements that the picture shows, 0 to 1."""
     from bottega.quality import oracle
 
     def score(prompt: str, picture: PIL.Image.Image) -> float:
@@ -60,9 +65,9 @@ def _by_oracle() -> Score:
 
 
 def _by_clip(folder: Path) -> Score:
-    """100 times the cosine of picture and prompt, 0 at least."""
-    if not (folder / "config.json").is_file():  # before torch is imported
-        raise ValueError(f"{folder} is no CLIP of transformers: it has no config.json")
+    """Return a score: 100 times the cosine of picture and prompt, at least 0."""
+    if not (folder / "config.json").is_file():  # checked before torch is imported
+        raise ValueError(f"{folder} is not a CLIP for transformers: it has no config.json")
     import transformers
 
     from bottega.quality.clip import clip_scores, load_clip

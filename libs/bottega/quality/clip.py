@@ -21,40 +21,41 @@ from transformers import (
 
 from bottega.miniature import WEIGHTS
 
-# Rows of one forward; keeps a large vision tower's activations small.
+# Rows of one forward, few to keep a large vision tower's activations small.
 _ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """vision: has vision_model and visual_projection; text: text_model and text_projection; or one model has all.
-
-    mean, std: of the pictures' red, green and blue, each in 0 to 1.
-    """
+    """A CLIP, with its two towers in one model or in two."""
 
     vision: Any
+    """Has vision_model and visual_projection."""
     text: Any
+    """Has text_model and text_projection."""
     tokenizer: Any
     mean: tuple[float, ...]
+    """Mean of the pictures' red, green and blue, each in 0 to 1."""
     std: tuple[float, ...]
+    """Their standard deviation."""
 
     @torch.no_grad()
     def embed_pictures(self, pictures: Sequence[PIL.Image.Image]) -> torch.Tensor:
-        """Features (pictures, width), as the projection leaves them."""
+        """Return the projected features, [pictures, width]."""
         pooled = [self._look(pixels).pooler_output for pixels in self._batches(pictures)]
         found: torch.Tensor = self.vision.visual_projection(torch.cat(pooled))
         return found
 
     @torch.no_grad()
     def embed_texts(self, texts: Sequence[str]) -> torch.Tensor:
-        """Features (texts, width), as the projection leaves them."""
+        """Return the projected features, [texts, width]."""
         tokens = self.tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
         found: torch.Tensor = self.text.text_projection(self.text.text_model(**tokens).pooler_output)
         return found
 
     @torch.no_grad()
     def layers(self, pictures: Sequence[PIL.Image.Image]) -> list[torch.Tensor]:
-        """What each layer says of each patch: (pictures, patches, width), one for each layer."""
+        """Return each layer's output for each patch, one tensor [pictures, patches, width] for each layer."""
         batches = [self._look(pixels).hidden_states[1:] for pixels in self._batches(pictures)]
         return [torch.cat(layer)[:, 1:] for layer in zip(*batches, strict=True)]
 
@@ -66,7 +67,10 @@ class Clip:
         return list(torch.split(pixels, _ROWS))
 
     def _pixels(self, picture: PIL.Image.Image) -> torch.Tensor:
-        """(3, side, side). A picture that is not square is stretched, never cropped: all of it counts."""
+        """Return the input [3, side, side].
+
+        A picture that is not square is stretched, never cropped: all of it counts.
+        """
         side = self.vision.vision_model.config.image_size
         sized = picture.convert("RGB")
         if sized.size != (side, side):
@@ -76,7 +80,7 @@ class Clip:
 
 
 def load_miniature(folder: Path = WEIGHTS) -> Clip:
-    """The vision tower kept from the training, with the second text encoder."""
+    """Return the vision tower kept from the training, with the second text encoder."""
     return Clip(
         vision=_load(CLIPVisionModelWithProjection, folder / "clip_vision"),
         text=_load(CLIPTextModelWithProjection, folder / "text_encoder_2"),
@@ -87,7 +91,10 @@ def load_miniature(folder: Path = WEIGHTS) -> Clip:
 
 
 def load_clip(folder: Path) -> Clip:
-    """A whole CLIP (both towers, tokenizer, preprocessor_config.json), as transformers saves it; safetensors only."""
+    """Return a whole CLIP from a folder as transformers saves it: both towers, tokenizer, preprocessor_config.json.
+
+    Only safetensors files are read.
+    """
     both = _load(CLIPModel, folder)
     images = CLIPImageProcessorPil.from_pretrained(folder)
     return Clip(
@@ -100,10 +107,10 @@ def load_clip(folder: Path) -> Clip:
 
 
 def clip_scores(clip: Clip, pictures: Sequence[PIL.Image.Image], texts: Sequence[str]) -> torch.Tensor:
-    """How well each picture fits its text: 100 times the cosine of their features, 0 at least.
+    """Return how well each picture fits its text: 100 times the cosine of their features, at least 0.
 
-    In the miniature's towers it says nothing of which thing has which colour: see load.miniature.quality.
-    Source: CLIPScore (Hessel et al., 2021), with the factor 100 of torchmetrics.
+    With the miniature's towers it does not show which thing has which colour: see load.miniature.quality. Source:
+    CLIPScore (Hessel et al., 2021), with the factor 100 of torchmetrics.
     """
     cosines = cosine_similarity(clip.embed_pictures(pictures), clip.embed_texts(texts), dim=-1)
     return 100.0 * cosines.clamp(min=0.0)

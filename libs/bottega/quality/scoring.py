@@ -1,4 +1,4 @@
-"""Asks a process of its own for scores of pictures, so that the asking one needs neither numpy nor torch."""
+"""Scores pictures in a child process, so that the caller needs neither numpy nor torch."""
 
 from __future__ import annotations
 
@@ -14,53 +14,55 @@ from bottega.errors import InvalidRequest, Unavailable
 from bottega.process import ChildProcess
 
 _MODULE = "bottega.quality"
-# torch and a large CLIP from a slow disk.
+# For torch and a large CLIP from a slow disk.
 _START_S = 300.0
-# A large vision tower on a processor takes seconds.
+# A large vision tower on a CPU takes seconds.
 _SCORE_S = 120.0
 _STOP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreQuestion:
-    """How well does the picture, encoded in any common format, show what the prompt says?"""
+    """A request to score how well a picture, in any common format, shows a prompt."""
 
     prompt: str
     picture: bytes
 
     def packed(self) -> bytes:
-        """A frame."""
+        """Return the question as a frame."""
         return json.dumps({"prompt": self.prompt, "picture": base64.b64encode(self.picture).decode()}).encode()
 
     @classmethod
     def unpacked(cls, frame: bytes) -> ScoreQuestion:
-        """From a frame."""
-        said = json.loads(frame)
-        return cls(prompt=said["prompt"], picture=base64.b64decode(said["picture"]))
+        """Return the question of a frame."""
+        fields = json.loads(frame)
+        return cls(prompt=fields["prompt"], picture=base64.b64decode(fields["picture"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreAnswer:
-    """More is better. error: why there is no score; empty where there is one."""
+    """A score; more is better."""
 
     score: float = 0.0
     error: str = ""
+    """Why there is no score; "" if there is one."""
 
     def packed(self) -> bytes:
-        """A frame."""
+        """Return the answer as a frame."""
         return json.dumps({"score": self.score, "error": self.error}).encode()
 
     @classmethod
     def unpacked(cls, frame: bytes) -> ScoreAnswer:
-        """From a frame."""
-        said = json.loads(frame)
-        return cls(score=said["score"], error=said["error"])
+        """Return the answer of a frame."""
+        fields = json.loads(frame)
+        return cls(score=fields["score"], error=fields["error"])
 
 
 class Scorer:
-    """A running scoring process; of several calls, one at a time is answered.
+    """A running scoring process, which answers one call at a time.
 
-    Once an answer has not come, or was not waited for, there is no other one: it would be taken for the next one's.
+    If an answer does not come, or its caller stops waiting, the scorer is unusable: a late answer could be taken for
+    that of the next call.
     """
 
     def __init__(self, child: ChildProcess) -> None:
@@ -69,15 +71,15 @@ class Scorer:
         self._in_step = True
 
     async def begin(self) -> None:
-        """Waits for the process. Raises InvalidRequest where it cannot score, Unavailable."""
+        """Wait for the process. Raises InvalidRequest if it cannot score, and Unavailable."""
         if error := (await self._receive(_START_S)).error:
             raise InvalidRequest(f"pictures cannot be scored: {error}")
 
     async def score(self, prompt: str, picture: bytes) -> float:
-        """Raises InvalidRequest where there is no score for such a prompt, Unavailable where the process is lost."""
+        """Return a score. Raises InvalidRequest if the prompt has none, and Unavailable if the process is lost."""
         async with self._turn:
             if not self._in_step:
-                raise Unavailable("the scoring process still owes an answer to somebody else")
+                raise Unavailable("the scoring process did not answer an earlier question")
             self._in_step = False
             await self._child.channel.send(ScoreQuestion(prompt=prompt, picture=picture).packed())
             answer = await self._receive(_SCORE_S)
@@ -87,7 +89,6 @@ class Scorer:
         return answer.score
 
     async def _receive(self, timeout_s: float) -> ScoreAnswer:
-        """The next answer. Raises Unavailable."""
         try:
             async with asyncio.timeout(timeout_s):
                 frame = await self._child.channel.recv()
@@ -100,9 +101,9 @@ class Scorer:
 
 @asynccontextmanager
 async def scorer(clip: Path | None) -> AsyncIterator[Scorer]:
-    """Scores by the CLIP in that folder; without one, by the miniature's oracle. Stopped in the end.
+    """Yield a scorer with the CLIP in a folder, or with the miniature's oracle. It is stopped in the end.
 
-    Raises InvalidRequest where the CLIP, or what it takes to run it, is not there.
+    Raises InvalidRequest if the CLIP, or the software that it needs, is missing.
     """
     arguments = ["--clip", str(clip)] if clip else []
     child = await ChildProcess.start(_MODULE, *arguments, env={"OMP_WAIT_POLICY": "PASSIVE"})

@@ -1,4 +1,4 @@
-"""Reads a picture back into the grammar's words without seeing its caption, and compares scenes with what was read."""
+"""Reads a picture back into the grammar's words without its caption, and compares the reading with scenes."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from bottega.quality.oracle.regions import Region, find_ground, find_regions
 from bottega.quality.oracle.shapes import recognise
 
 _BIG_FROM = (SMALL[1] + BIG[0]) / 2
-# From the middle of the picture: nearer is "center".
+# Distance from the middle of the picture; a nearer place is "center".
 _OFF_CENTER = min(OFFSET.values()) / 2
-# Of two directions, the lesser may be so much of the greater.
+# Of two directions, the lesser may be at most this share of the greater.
 _ASLANT = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One thing. shape, colour, place: empty when it has none of the grammar's. x, y, radius: in sides."""
+    """A thing in a picture."""
 
     shape: str
+    """"" if it has no shape of the grammar; colour and place likewise."""
     colour: str
     size: str
     place: str
     x: float
+    """In sides of the picture, like y and radius."""
     y: float
     radius: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """ground: empty when there is none. things: from the left, or from the top when they stand one above the other.
-
-    relation: of the first of two things to the second, empty otherwise.
-    """
+    """The content of a picture in the grammar's words."""
 
     ground: str
+    """"" if there is none."""
     things: tuple[Seen, ...]
+    """From the left, or from the top if one stands above the other."""
     relation: str
+    """Relation of the first of two things to the second, otherwise ""."""
 
     @property
     def nothing(self) -> bool:
-        """Whether this is no picture of the grammar: no ground, nothing on it, or a thing without shape or colour."""
+        """Whether the picture is none of the grammar: no ground, nothing on it, or a thing without shape or colour."""
         return not (self.ground and self.things and all(seen.shape and seen.colour for seen in self.things))
 
 
@@ -53,7 +55,7 @@ NOTHING = Reading(ground="", things=(), relation="")
 
 
 def read(picture: PIL.Image.Image) -> Reading:
-    """What the picture shows; takes a few milliseconds. NOTHING for noise."""
+    """Return the content of the picture, NOTHING for noise. It takes a few milliseconds."""
     pixels = np.asarray(picture.convert("RGB"), dtype=np.float32)
     ground = find_ground(pixels)
     if ground is None:
@@ -66,23 +68,23 @@ def read(picture: PIL.Image.Image) -> Reading:
 
 
 def marks(reading: Reading, scene: Scene) -> dict[str, bool]:
-    """For each part of the scene whether it was read right; with two things, sizes and places do not count."""
-    said, seen = scene.things, reading.things
-    many = len(said) == len(seen)
+    """Return for each part of the scene whether it was read right. Sizes and places of two things do not count."""
+    expected, seen = scene.things, reading.things
+    many = len(expected) == len(seen)
     right = {
         "ground": reading.ground == scene.ground,
         "number": many,
-        "shape": many and all(one.shape == other.shape for one, other in zip(said, seen, strict=True)),
-        "colour": many and all(one.colour == other.colour for one, other in zip(said, seen, strict=True)),
+        "shape": many and all(one.shape == other.shape for one, other in zip(expected, seen, strict=True)),
+        "colour": many and all(one.colour == other.colour for one, other in zip(expected, seen, strict=True)),
     }
-    if len(said) == 1:
+    if len(expected) == 1:
         return {**right, "size": many and seen[0].size == scene.size, "place": many and seen[0].place == scene.place}
-    bound = {Thing(shape=one.shape, colour=one.colour) for one in seen} == set(said)
+    bound = {Thing(shape=one.shape, colour=one.colour) for one in seen} == set(expected)
     return {**right, "bound": many and bound, "relation": many and reading.relation == scene.relation}
 
 
 def agrees(reading: Reading, scene: Scene) -> bool:
-    """Whether all of the scene was read right, and nothing else."""
+    """Return whether all of the scene was read right, and nothing else."""
     return all(marks(reading, scene).values())
 
 
@@ -100,7 +102,7 @@ def _seen(region: Region) -> Seen:
 
 
 def _place(across: float, down: float) -> str:
-    """Empty for a corner."""
+    """Return the place of an offset from the middle, "" for a corner."""
     far, near = max(abs(across), abs(down)), min(abs(across), abs(down))
     if far < _OFF_CENTER:
         return "center"
@@ -112,7 +114,7 @@ def _place(across: float, down: float) -> str:
 
 
 def _related(one: Seen, other: Seen) -> tuple[str, tuple[Seen, Seen]]:
-    """The relation, empty when there is none, and both in its order."""
+    """Return the relation, "" if there is none, and both things in its order."""
     across, down = other.x - one.x, other.y - one.y
     lateral = abs(across) >= abs(down)
     ordered = (one, other) if (across if lateral else down) >= 0 else (other, one)

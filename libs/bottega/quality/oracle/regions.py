@@ -14,43 +14,45 @@ Numbers = npt.NDArray[np.float32]
 
 _NAMES = tuple(COLOURS)
 _PALETTE = np.array([COLOURS[name] for name in _NAMES], dtype=np.float32)
-# Levels by which a channel must differ from the ground: half of what yellow and orange, the nearest pair, differ.
+# Levels by which a channel must differ from the ground: half the difference of yellow and orange, the nearest pair.
 _STANDS_OUT = 36.0
-# A colour is itself within this distance (Euclidean, in levels); the nearest pair is 80 apart.
+# Euclidean distance in levels within which a pixel has a colour; the nearest pair is 80 apart.
 _NEAR = 48.0
-# Of the picture's frame, so much shows the ground; things may touch the frame.
+# Share of the picture's frame that must show the ground; things may touch the frame.
 _FRAME_SHARE = 0.7
-# Of a region's inside, so much must have one colour of the grammar.
+# Share of a region's inside that must have one colour of the grammar.
 _FLAT_SHARE = 0.8
-# Of a region's inside, a second colour with so much is another thing that touches the first.
+# Share of a region's inside from which a second colour counts as another thing that touches the first.
 _SPLIT_SHARE = 0.2
-# Of the picture: less is dirt that nobody sees; the smallest thing has six times as much.
+# Share of the picture below which a region is dirt; the smallest thing has six times as much.
 _DIRT_SHARE = 0.003
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Pixels that belong together. colour: of the grammar, empty when they have none in common.
-
-    coverage: how much of each pixel of the picture it takes, (side, side) in 0 to 1.
-    """
+    """Connected pixels of one thing."""
 
     colour: str
+    """Colour of the grammar, "" if the pixels have none in common."""
     coverage: Numbers
+    """How much of each pixel of the picture it covers, [side, side], 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """colour: of the grammar. level: what it is in this picture, red, green and blue."""
+    """The background of a picture."""
 
     colour: str
+    """Colour of the grammar."""
     level: Numbers
+    """Red, green and blue of this picture's ground."""
 
 
 def find_ground(pixels: Numbers) -> Ground | None:
-    """The colour that nearly all of the frame shows; None when there is no such colour.
+    """Return the colour that nearly all of the frame shows; None if there is no such colour.
 
-    pixels: (side, side, 3) in 0 to 255.
+    Args:
+        pixels: [side, side, 3], 0 to 255.
     """
     names = nearest(pixels)
     frame = np.ones(names.shape, dtype=bool)
@@ -63,7 +65,7 @@ def find_ground(pixels: Numbers) -> Ground | None:
 
 
 def find_regions(pixels: Numbers, ground: Ground) -> list[Region]:
-    """All that stands out from the ground, without dirt."""
+    """Return all regions that stand out from the ground, without dirt."""
     mask = np.abs(pixels - ground.level).max(axis=-1) > _STANDS_OUT
     dirt = _DIRT_SHARE * mask.size
     found = []
@@ -74,13 +76,13 @@ def find_regions(pixels: Numbers, ground: Ground) -> list[Region]:
 
 
 def nearest(pixels: Numbers) -> npt.NDArray[np.int64]:
-    """For each pixel the number of the grammar's colour that it shows, -1 for none."""
+    """Return for each pixel the index of the grammar's colour that it shows, -1 for none."""
     distances = np.linalg.norm(pixels[..., None, :] - _PALETTE, axis=-1)
     return np.where(distances.min(axis=-1) <= _NEAR, distances.argmin(axis=-1), -1)
 
 
 def _by_colour(region: Mask, pixels: Numbers, ground: Ground) -> list[Region]:
-    """The region as one, or as the things of different colours that touch in it."""
+    """Return the region as one, or as the things of different colours that touch in it."""
     inside = _shrunk(region) if _shrunk(region).any() else region
     names = nearest(pixels)
     counts = np.bincount(names[inside & (names >= 0)], minlength=len(_NAMES))
@@ -95,7 +97,7 @@ def _by_colour(region: Mask, pixels: Numbers, ground: Ground) -> list[Region]:
 
 
 def _region(colour: int, region: Mask, pixels: Numbers, ground: Ground) -> Region:
-    """With soft edges: how far each pixel at or next to it has gone from the ground to the colour."""
+    """Return the region with soft edges: how far each pixel in or next to it is from the ground to the colour."""
     inside = region & (nearest(pixels) == colour)
     towards = np.median(pixels[inside], axis=0) - ground.level
     gone = (pixels - ground.level) @ towards / float(towards @ towards)
@@ -104,7 +106,7 @@ def _region(colour: int, region: Mask, pixels: Numbers, ground: Ground) -> Regio
 
 
 def _connected(mask: Mask) -> list[Mask]:
-    """The parts of a mask whose pixels share sides."""
+    """Return the parts of a mask whose pixels share sides."""
     todo = set(zip(*(axis.tolist() for axis in mask.nonzero()), strict=True))
     parts = []
     while todo:
@@ -126,11 +128,11 @@ def _largest(mask: Mask) -> Mask:
 
 
 def _shrunk(mask: Mask) -> Mask:
-    """Without the pixels that have a neighbour outside."""
+    """Return the mask without the pixels that have a neighbour outside."""
     return ~_grown(~mask)
 
 
 def _grown(mask: Mask) -> Mask:
-    """With the pixels that have a neighbour inside."""
+    """Return the mask with the pixels that have a neighbour inside."""
     padded = np.pad(mask, 1)
     return mask | padded[:-2, 1:-1] | padded[2:, 1:-1] | padded[1:-1, :-2] | padded[1:-1, 2:]

@@ -1,4 +1,4 @@
-"""Says which shape a region has, by drawing every shape at the region's place and size and comparing."""
+"""Recognises a region's shape by drawing every shape at the region's place and size and comparing."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from bottega.miniature.scenes import SHAPES, Placed, Thing, coverage
 from bottega.miniature.scenes.outlines import area, centroid
 from bottega.quality.oracle.regions import Numbers
 
-# Overlap (intersection over union of soft masks) from which a region is the shape and no blob. Rendered shapes
-# reach .9 and more; the shapes reach up to .87 with each other, and blobs less than .85 with all but a few.
+# Least overlap (intersection over union of soft masks) of a region and its shape. Rendered shapes reach .9 and more,
+# different shapes up to .87 with each other, and most blobs less than .85.
 LIKE = 0.85
-# So much nearer than any other shape.
+# Least lead over the second best shape.
 _AHEAD = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """shape: of the grammar, empty for a blob. x, y, radius: in sides of the picture. overlap: 0 to 1."""
+    """A recognised shape."""
 
     shape: str
+    """Shape of the grammar, "" for a blob."""
     x: float
+    """In sides of the picture, like y and radius."""
     y: float
     radius: float
     overlap: float
+    """0 to 1."""
 
 
 def recognise(region: Numbers) -> Outline:
-    """The shape whose drawing overlaps most with the region.
+    """Return the shape whose drawing overlaps most with the region.
 
-    region: how much of each pixel it takes, (side, side) in 0 to 1.
+    Args:
+        region: How much of each pixel it covers, [side, side], 0 to 1.
     """
     outlines = sorted((_compare(shape, region) for shape in SHAPES), key=lambda outline: -outline.overlap)
     best, second = outlines[:2]
@@ -42,7 +46,7 @@ def recognise(region: Numbers) -> Outline:
 
 
 def _compare(shape: str, region: Numbers) -> Outline:
-    """The shape with the region's area and centre of gravity, and how much both overlap."""
+    """Return the shape with the region's area and centre of gravity, and how much both overlap."""
     side = region.shape[0]
     total = float(region.sum())
     middles = (np.arange(side) + 0.5) / side
