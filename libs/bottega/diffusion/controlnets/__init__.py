@@ -1,6 +1,6 @@
-"""ControlNets: finding, loading and keeping them, and what a session with one computes.
+"""ControlNets: finding, loading and caching them, and the sessions that compute residuals with them.
 
-What a server's engine and a worker on its own both use.
+Both a server's engine and a worker that works alone use this package.
 """
 
 from bottega.diffusion.controlnets.cache import ControlNetCache, ControlNetLease

@@ -1,6 +1,6 @@
-"""ControlNets as an add-on of the engine: a job's sessions are begun when its prompt is encoded, and end with it.
+"""ControlNets as an add-on of the engine: a job's sessions begin when its prompt is encoded, and end with the job.
 
-A provider holds the sessions; the forward adds the residuals.
+A provider holds the sessions. The forward adds the residuals.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ from bottega.diffusion.rows import Embeds, Half, Row
 from bottega.diffusion.spec import ControlSpec, ResolvedSpec
 from bottega.errors import InternalError, Unavailable, Violation
 
-# The stage of waiting for them, before the first step and in steps, of jobs that use some.
+# Name of the stage of waiting for ControlNets, before the first step and in steps.
 CONTROLNETS = "controlnets"
-# How long a job waits for its ControlNets: the largest in use has 5 GB, a minute's reading from a slow disk, and
-# another one may have to be waited for first.
+# How long a job waits for its ControlNets. The largest in use has 5 GB, a minute's reading from a slow disk, and
+# another one may have to be loaded first.
 OPENING_TIMEOUT_S = 120.0
 
 
 class EngineControlNets(EngineAddOn):
-    """provider: holds the sessions; None where this worker has no ControlNets."""
+    """The add-on that gives jobs their ControlNets.
+
+    Args:
+        provider: Holds the sessions; None if this worker has no ControlNets.
+    """
 
     kind = kinds.CONTROLNET
 
@@ -46,17 +50,17 @@ class EngineControlNets(EngineAddOn):
         return self._provider
 
     def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> RemoteAddOn:
-        """Sessions of its own with the same ControlNets."""
+        """Open sessions of this worker with the same ControlNets."""
         if self._provider is None:
             raise Unavailable("this worker has no ControlNets")
         return RemoteControls(self._provider, read_controls(part, halves))
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
-        """The sessions of an order with ControlNets, not begun yet. Raises InvalidRequest, see `read_hosts`."""
+        """Return the sessions of an order with ControlNets, not begun yet. Raises InvalidRequest, see `read_hosts`."""
         return JobControlNets(self._provider, order) if order.spec.controlnets else None
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
-        """Returns when one of the sessions has opened or failed, or after the timeout."""
+        """Wait until one of the sessions has opened or failed, or until the timeout."""
         handles = [handle for part in parts if isinstance(part, JobControlNets) for handle in part.handles]
         if handles and self._provider is not None:
             self._provider.settle(handles, timeout_s)
@@ -65,8 +69,8 @@ class EngineControlNets(EngineAddOn):
 class JobControlNets(JobAddOn):
     """The sessions of one job.
 
-    active: what the job's requests are told of them; begun: what they began with; places: of their ControlNets in the
-    spec. One whose ControlNet is not needed any more when the job is resumed has none.
+    `active` is what the job's requests get of them, `begun` their inputs. `_places` are the places of their ControlNets
+    in the spec. A ControlNet that a resumed job no longer needs has no session.
     """
 
     def __init__(self, provider: ControlNetProvider | None, order: EngineOrder) -> None:
@@ -87,7 +91,7 @@ class JobControlNets(JobAddOn):
 
     @property
     def handles(self) -> list[Hashable]:
-        """Of the provider."""
+        """The provider's handles of the sessions."""
         return [control.handle for control in self.active]
 
     @property
@@ -96,7 +100,7 @@ class JobControlNets(JobAddOn):
         return self._waiting_since_s is not None
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
-        """Begins the sessions that the steps to come need. Raises BottegaError where one can never be opened."""
+        """Begin the sessions that the remaining steps need. Raises BottegaError if one can never be opened."""
         self._requests = job.requests
         self.begin(conditions, from_step=min(request.step for request in job.requests))
         self._waiting_since_s = now_s
@@ -104,7 +108,7 @@ class JobControlNets(JobAddOn):
             request.controls = self.active
 
     def begin(self, conditions: Conditions, *, from_step: int) -> None:
-        """Begins the sessions that the steps from `from_step` on need. Raises BottegaError, see `attach`."""
+        """Begin the sessions that the steps from `from_step` on need. Raises BottegaError, see `attach`."""
         spec, images = self._order.spec, self._order.control_images
         if len(images) != len(spec.controlnets):
             raise InternalError(f"{len(images)} control images came for {len(spec.controlnets)} ControlNets")
@@ -122,7 +126,9 @@ class JobControlNets(JobAddOn):
         )
 
     def update(self, now_s: float) -> None:
-        """A job begins when its sessions are open. A job whose server died in a step that needs it waits again: the
+        """Check whether the job has to wait for its sessions.
+
+        A job begins when its sessions are open. If a server dies during a step that needs it, the job waits again: the
         next server may have to load the ControlNet first, and other jobs must not wait for that.
         """
         if self._opened():
@@ -142,14 +148,17 @@ class JobControlNets(JobAddOn):
             raise Unavailable(f"the ControlNets were not there within {OPENING_TIMEOUT_S:g} s")
         step = min(request.step for request in self._requests)
         if all(control.last <= step for control in self.active):
-            self.close()  # before the job's end: others may wait for the room
+            self.close()  # before the job's end, because other jobs may wait for the room
 
     def blocks(self, request: Request) -> bool:
-        """All of the job's requests wait together."""
+        """Return whether the request has to wait. All requests of a job wait together."""
         return self.waiting
 
     def after_forward(self, prediction: Prediction) -> float:
-        """Waiting for residuals counts for every job with sessions in the forward."""
+        """Add the forward's wait for residuals to this job's, and return it.
+
+        It counts for every job with sessions in it.
+        """
         if not self.active:
             return 0.0
         self._waited_s += prediction.waited_s
@@ -157,15 +166,15 @@ class JobControlNets(JobAddOn):
         return prediction.waited_s
 
     def offload(self) -> OffloadedPart | None:
-        """The other worker opens sessions of its own with the same ControlNets."""
+        """Return what the other worker needs to open sessions with the same ControlNets."""
         return controls_part(self.begun) if self.begun else None
 
     def active_in(self, row: Row) -> int:
-        """A bit for each session."""
+        """Return a mask with one bit for each session that is active in the row."""
         return sum(1 << place for place, handle in enumerate(self.handles) if handle in row.controls)
 
     def spans(self) -> Iterator[TracedSpan]:
-        """The waits for its sessions, and what servers were asked for; each ControlNet has a track."""
+        """Yield the waits for its sessions, and the calls of servers. Each ControlNet has a track."""
         yield from self._openings
         for place, record in zip(self._places, self._records or (), strict=False):
             track = f"ControlNet {self._order.spec.controlnets[place].name}"
@@ -179,7 +188,7 @@ class JobControlNets(JobAddOn):
                 )
 
     def report(self, record: EngineRecord) -> EngineRecord:
-        """What the ControlNets came to, in the spec's order; those that took no part included."""
+        """Add the use of each ControlNet to the record, in the spec's order, including those that took no part."""
         spec = self._order.spec
         records = dict(zip(self._places, self._records or (), strict=False))
         uses = tuple(
@@ -194,18 +203,17 @@ class JobControlNets(JobAddOn):
         )
 
     def close(self) -> None:
-        """Ends the sessions."""
+        """End the sessions."""
         if self._provider is not None and self.active and self._records is None:
             self._records = self._provider.close(self.handles)
 
     def _opened(self) -> bool:
-        """Whether every session can be asked. Raises the BottegaError that one of them failed with."""
+        """Return whether every session can be asked. Raises the BottegaError of a failed session."""
         if self._provider is None or not self.active or self._records is not None:
             return True
         return self._provider.opened(self.handles)
 
     def _needed(self, step: int) -> bool:
-        """Whether any of them is active at this step."""
         return any(control.first <= step < control.last for control in self.active)
 
     def _input(self, place: int, conditions: Conditions) -> ControlInput:

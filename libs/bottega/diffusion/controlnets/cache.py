@@ -1,4 +1,4 @@
-"""The ControlNets that are loaded: the loader of a LoadCache, beside whose loads sessions run."""
+"""The cache of loaded ControlNets: a LoadCache with a loader of ControlNets. Sessions run during its loads."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _Load = Callable[[ControlNetSource, torch.device], LoadedControlNet]
 
 
 class ControlNetCache(LoadCache[LoadedControlNet]):
-    """Loads ControlNets within `budget_bytes` and lets them go.
+    """A cache that loads ControlNets within `budget_bytes` and evicts them.
 
-    sources: by name; may grow while the cache is open. popularity: in what order they are let go.
-    load: makes a ControlNet of a source, in the cache's own thread; raises BottegaError saying why not.
+    Args:
+        sources: Sources by name; may grow while the cache is open.
+        popularity: Determines the order of eviction.
+        load: Loads a ControlNet from a source, in the cache's own thread. Raises BottegaError.
     """
 
     def __init__(
@@ -45,16 +47,16 @@ class _ControlNetLoader:
         self._load = load
 
     def size_bytes(self, name: str) -> int:
-        """Of its weights. Raises ControlNetNotFound."""
+        """Return the size of its weights. Raises ControlNetNotFound."""
         return self._source(name).size_bytes
 
     def load(self, name: str) -> LoadedControlNet:
-        """Its weights, on the device. Raises BottegaError."""
+        """Return its weights, on the device. Raises BottegaError."""
         try:
             return self._load(self._source(name), self._device)
         except BottegaError:
             raise
-        except Exception as error:  # what torch raises
+        except Exception as error:  # errors of torch
             raise to_job_failure(error) from error
 
     def _source(self, name: str) -> ControlNetSource:

@@ -1,4 +1,4 @@
-"""One forward of a ControlNet over rows of any of its sessions, and the way of its residuals into their places."""
+"""One forward of a ControlNet over rows of any of its sessions, and the scaling of its residuals."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ from bottega.diffusion.rows import Half
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControlRow:
-    """One half of one session at one step. sample: the scaled latent [channels, height, width]; timestep: scalar."""
+    """A half of a session at one step."""
 
     session: ControlSession
     half: Half
     sample: Tensor
+    """The scaled latent, [channels, height, width]."""
     timestep: Tensor
+    """A scalar."""
 
 
 @torch.inference_mode()
 def run_group(rows: Sequence[ControlRow], *, fixed_rows: int = 0) -> list[Tensor]:
-    """The residuals of rows that share ControlNet, shape and number of tokens, at scale 1.
+    """Return the residuals of rows that share ControlNet, shape and number of tokens, at scale 1.
 
-    fixed_rows: pads the forward to so many rows, for results that are equal byte for byte; 0 is off.
-    Returns by point [rows, channels, height, width], the rows of the padding included.
+    Args:
+        fixed_rows: Pads the forward to this many rows, for results that are equal byte for byte; 0 is off.
+
+    Returns:
+        One tensor for each point, [rows, channels, height, width], with the padding's rows.
     """
     net = rows[0].session.net
     group = [*rows, *[rows[-1]] * (fixed_rows - len(rows))]
@@ -38,9 +43,9 @@ def run_group(rows: Sequence[ControlRow], *, fixed_rows: int = 0) -> list[Tensor
     inputs = Inputs(
         sample=to_device(torch.stack([row.sample for row in group]), net.dtype),
         timestep=to_device(torch.stack([row.timestep.float() for row in group])),
-        prompt_embeds=torch.stack([each.prompt for each in embeds]),
-        pooled_embeds=torch.stack([each.pooled for each in embeds]),
-        time_ids=torch.stack([each.time_ids for each in embeds]),
+        prompt_embeds=torch.stack([row_embeds.prompt for row_embeds in embeds]),
+        pooled_embeds=torch.stack([row_embeds.pooled for row_embeds in embeds]),
+        time_ids=torch.stack([row_embeds.time_ids for row_embeds in embeds]),
     )
     embedded = torch.stack([row.session.embedded(len(group)) for row in group])
     return net.residuals(inputs, embedded)
@@ -50,9 +55,10 @@ def run_group(rows: Sequence[ControlRow], *, fixed_rows: int = 0) -> list[Tensor
 def write_residuals(
     residuals: Sequence[Tensor], rows: Sequence[ControlRow], slots: Sequence[Sequence[Tensor]]
 ) -> Iterator[int]:
-    """Scales what run_group returned and writes it; yields each point as soon as all rows have it, deepest first.
+    """Scale the results of run_group and write them; yield each point when all rows have it, deepest first.
 
-    slots: by row and point, [channels, height, width], on the ControlNet's device.
+    Args:
+        slots: Targets by row and point, [channels, height, width], on the ControlNet's device.
     """
     for point in reversed(range(len(residuals))):
         for index, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Where the ControlNets of a job are: what the gateway says in its part of an order."""
+"""The locations of a job's ControlNets, which the gateway sends in its part of an order."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ HOSTS_FIELD = f"addons[{kinds.CONTROLNET}].hosts"
 _MAX_DIGEST_CHARACTERS = 128
 _MAX_NAME_CHARACTERS = 128
 _MAX_ADDRESS_CHARACTERS = 300
-# That a job is told of for one ControlNet.
+# Maximum number of servers for one ControlNet of a job.
 _MAX_SERVERS = 64
 
 
 def read_hosts(data: bytes) -> tuple[ControlHosts, ...]:
-    """One for each of the spec's ControlNets. data: serialized ControlNetPlacements; empty where none was sent.
+    """Return the hosts for each of the spec's ControlNets. Raises InvalidRequest with all violations.
 
-    Raises InvalidRequest with all violations.
+    Args:
+        data: Serialized ControlNetPlacements; empty if none was sent.
     """
     try:
         placements = ControlNetPlacements.FromString(data)

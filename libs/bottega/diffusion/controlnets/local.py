@@ -1,4 +1,4 @@
-"""ControlNets in the engine's own process: what a worker falls back on, and all there is without a server."""
+"""ControlNets in the engine's own process, for a worker without a server, or as the fallback."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ from bottega.diffusion.rows import Row
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _LocalSession:
-    """One control of a request: the handle. place: of its ControlNet in the request's lease.
-
-    waited_s: for the ControlNet itself. computed: what its forwards took.
-    """
+    """A session of a request with one ControlNet. It is its own handle."""
 
     control: ControlInput
     lease: ControlNetLease
     place: int
+    """Place of the ControlNet in the request's lease."""
     session: ControlSession | None = None
     waited_s: float = 0.0
+    """Time that forwards waited for the ControlNet to be loaded."""
     computed: SpanSum = field(default_factory=SpanSum)
+    """Time of its forwards."""
 
     @property
     def failed(self) -> bool:
-        """Whether its ControlNet can never be here."""
+        """Whether its ControlNet could not be loaded."""
         return self.lease.values.done() and self.lease.values.exception() is not None
 
 
 class LocalControlNets:
-    """Runs the ControlNets of a cache in the thread that asks. A ControlNetProvider, see there.
+    """A ControlNetProvider that runs the ControlNets of a cache in the calling thread.
 
-    digests: of its ControlNets, by name. fixed_rows: pads every forward to so many rows, for images that are equal byte
-    for byte whatever runs beside them; 0 is off.
+    Args:
+        digests: Digests of its ControlNets, by name.
+        fixed_rows: Pads every forward to this many rows, so that images are equal byte for byte whatever runs beside
+            them; 0 is off.
     """
 
     def __init__(
@@ -70,16 +72,16 @@ class LocalControlNets:
         for local in sessions:
             self._cache.give_back(local.lease)
             local.session = None
-        self._rows, self._answers = [], {}  # else they would keep a ControlNet that the cache lets go
+        self._rows, self._answers = [], {}  # otherwise they would keep a ControlNet that the cache evicts
         return tuple(ControlRecord(waited_s=local.waited_s + local.computed.seconds) for local in sessions)
 
     def ask(self, rows: list[Row]) -> None:
-        """Computes what can be computed now: there is nobody else to do it meanwhile."""
+        """Compute everything that can be computed now, because no other process does it meanwhile."""
         self._rows, self._answers = rows, {}
         self._compute()
 
     def ask_ahead(self, rows: list[Row]) -> None:
-        """Does nothing: nobody else would compute it meanwhile."""
+        """Do nothing, because no other process would compute it meanwhile."""
 
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
         return all((row, handle) in self._answers for handle in row.controls)
@@ -88,7 +90,7 @@ class LocalControlNets:
         began_s = perf_counter()
         missing = [handle for row in rows for handle in row.controls if (row, handle) not in self._answers]
         if not _pending(missing):
-            self.opened(missing)  # raises: none of them will ever be here
+            self.opened(missing)  # raises, because none of them will ever be loaded
         self.settle(missing, timeout_s)
         for handle in dict.fromkeys(missing):
             _local_session(handle).waited_s += perf_counter() - began_s
@@ -101,7 +103,7 @@ class LocalControlNets:
         return [self._answers[row, handle][point] for handle in row.controls]
 
     def _compute(self) -> None:
-        """The answers that are missing and whose ControlNet is loaded, in as few forwards as possible."""
+        """Compute the missing answers whose ControlNet is loaded, in as few forwards as possible."""
         groups: dict[Hashable, list[tuple[Row, _LocalSession, ControlSession]]] = {}
         for row in self._rows:
             for handle in row.controls:
@@ -121,7 +123,7 @@ class LocalControlNets:
             for row, _, session in group
         ]
         residuals = run_group(rows, fixed_rows=self._fixed_rows)
-        # In place: nobody else reads them.
+        # In place, because nothing else reads the residuals.
         slots = [[residual[index] for residual in residuals] for index in range(len(rows))]
         for _ in write_residuals(residuals, rows, slots):
             pass
@@ -132,7 +134,7 @@ class LocalControlNets:
             local.computed.add(span)
 
     def _session(self, local: _LocalSession) -> ControlSession | None:
-        """The local's session, begun once its ControlNet is here. Raises the BottegaError for which it never will."""
+        """Return the session, begun once its ControlNet is loaded, or None. Raises the BottegaError of the load."""
         if local.session is None and local.lease.values.done():
             net = local.lease.values.result()[local.place]
             local.session = ControlSession(net, local.control)
@@ -145,6 +147,6 @@ def _local_session(handle: Hashable) -> _LocalSession:
 
 
 def _pending(handles: Sequence[Hashable]) -> set[Future[tuple[LoadedControlNet, ...]]]:
-    """The leases of these handles that still wait for a load."""
+    """Return the leases of these handles that still wait for a load."""
     holds = {_local_session(handle).lease.values for handle in handles}
     return {nets for nets in holds if not nets.done()}

@@ -1,7 +1,7 @@
-"""What a worker's engine and a ControlNet server's say to each other over a link: each message as tensors.
+"""The messages between a worker's engine and a ControlNet server's over a link, each as tensors.
 
-The first tensor of a message has the name of its kind. The receiver checks it here, from a copy, before anything is
-done with it; what breaks a rule raises ValueError. Sessions go by number.
+The first tensor is named after the message's kind. The receiver checks a message here, from a copy, before it uses it,
+and raises ValueError if it breaks a rule. Sessions are identified by number.
 
     worker -> server    open: begins the sessions of one request (a lease)    opened, or refused
                         step: latents and timesteps of rows                  residuals, or refused
@@ -28,12 +28,12 @@ from bottega.model_files.controlnet_layout import ControlLayout
 from bottega.transport import Layout, Part, TensorSpec, number_spec
 
 _MAX_NUMBER = 2**53
-# Tensors of a step before its samples: the table, and the timesteps.
+# Tensors of a step before its samples: the table and the timesteps.
 _STEP_HEADERS = 2
 
 
 class ControlMessageKind(StrEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     OPEN = "open"
     OPENED = "opened"
@@ -45,11 +45,12 @@ class ControlMessageKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """What a session begins with, beside images and conditions. See ControlInput; digest: of the ControlNet meant."""
+    """The start of a session, without images and conditions. See ControlInput."""
 
     number: Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
     name: Annotated[str, Field(min_length=1, max_length=200)]
     digest: Annotated[str, Field(max_length=128)]
+    """Digest of the ControlNet that is meant."""
     height: Annotated[int, Field(ge=1, le=1 << 14)]
     width: Annotated[int, Field(ge=1, le=1 << 14)]
     scale: Annotated[float, Field(allow_inf_nan=False)]
@@ -59,58 +60,64 @@ class SessionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OpeningHeader:
-    """What an open message says beside its tensors. halves: of the conditions, in the tensors' order."""
+    """The header of an open message."""
 
     lease: Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
     base: ControlLayout
     halves: Annotated[tuple[Half, ...], Field(min_length=1, max_length=2)]
+    """The halves of the conditions, in the order of the tensors."""
     sessions: Annotated[tuple[SessionSpec, ...], Field(min_length=1, max_length=64)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Opening:
-    """The sessions of one request with ControlNets of one server, which borrows them together.
-
-    lease: its number. base: what the ControlNets must fit. dtype: of the worker's model. controls: for each session.
-    """
+    """The sessions of one request with ControlNets of one server, which leases them together."""
 
     lease: int
+    """Number of the lease."""
     base: ControlLayout
+    """Layout of the model that the ControlNets must fit."""
     dtype: torch.dtype
+    """Element type of the worker's model."""
     sessions: tuple[SessionSpec, ...]
     controls: tuple[ControlInput, ...]
+    """The input of each session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEntry:
-    """One row of a step for one session. sample: its place among the step's samples."""
+    """A row of a step for a session."""
 
     session: int
     half: Half
     sample: int
+    """Index of its sample among the step's samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControlStep:
-    """Rows that share a shape, for one server. samples: [samples, channels, height, width]; timesteps: [samples]."""
+    """Rows that share a shape, for one server."""
 
     number: int
     entries: tuple[StepEntry, ...]
     samples: Tensor
+    """[samples, channels, height, width]."""
     timesteps: Tensor
+    """[samples]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a lease could not be opened, or a step not be computed; the other one is None. error: a JobError as JSON."""
+    """Why a lease could not be opened or a step not be computed. The field of the other one is None."""
 
     lease: int | None = None
     step: int | None = None
     error: bytes
+    """A JobError as JSON."""
 
 
 def open_message(opening: Opening) -> TensorMessage:
-    """An open message. All sessions of a request have the same conditions, or one half of them."""
+    """Return an open message. All sessions of a request have the same conditions, or one half of them."""
     fullest = max(opening.controls, key=lambda control: len(control.halves))
     header = _OpeningHeader(
         lease=opening.lease, base=opening.base, halves=tuple(fullest.halves), sessions=opening.sessions
@@ -118,9 +125,9 @@ def open_message(opening: Opening) -> TensorMessage:
     embeds = list(fullest.halves.values())
     parts = {
         ControlMessageKind.OPEN.value: packed(_HEADER.dump_json(header)),
-        "prompt": torch.stack([each.prompt for each in embeds]),
-        "pooled": torch.stack([each.pooled for each in embeds]),
-        "time_ids": torch.stack([each.time_ids.float() for each in embeds]),
+        "prompt": torch.stack([half_embeds.prompt for half_embeds in embeds]),
+        "pooled": torch.stack([half_embeds.pooled for half_embeds in embeds]),
+        "time_ids": torch.stack([half_embeds.time_ids.float() for half_embeds in embeds]),
     }
     for place, control in enumerate(opening.controls):
         parts[f"image.{place}"] = control.image
@@ -128,7 +135,7 @@ def open_message(opening: Opening) -> TensorMessage:
 
 
 def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
-    """What an open message says; its tensors are copies."""
+    """Return the content of an open message, with copies of its tensors. Raises ValueError."""
     parts = parts_of(layout, views)
     try:
         header = _HEADER.validate_json(unpacked(parts[ControlMessageKind.OPEN.value]))
@@ -141,7 +148,7 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
     for place, session in enumerate(header.sessions):
         image = parts.get(f"image.{place}")
         if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
-            raise ValueError(f"control image {place} is no uint8 [height, width, 3]")
+            raise ValueError(f"control image {place} is not uint8 [height, width, 3]")
         if not set(session.halves) <= set(halves):
             raise ValueError(f"session {session.number} controls a half whose conditions are not there")
         controls.append(
@@ -165,7 +172,6 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
 
 
 def step_message(step: ControlStep) -> TensorMessage:
-    """A step message."""
     table = [[step.number, 0, 0], *([entry.session, entry.half.value, entry.sample] for entry in step.entries)]
     return message_of(
         {
@@ -178,16 +184,16 @@ def step_message(step: ControlStep) -> TensorMessage:
 
 
 def read_step(layout: Layout, views: Sequence[Part]) -> ControlStep:
-    """What a step message says; samples and timesteps lie where they came."""
+    """Return the content of a step message. Samples and timesteps are not copied."""
     parts = parts_of(layout, views, headers=_STEP_HEADERS)
     table, samples, timesteps = parts[ControlMessageKind.STEP.value], parts.get("samples"), parts.get("timesteps")
     if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 3 or len(table) < 2:
-        raise ValueError("a step's table is no int64 [1 + rows, 3]")
+        raise ValueError("a step's table is not int64 [1 + rows, 3]")
     if samples is None or samples.dim() != 4 or samples.dtype not in DTYPES:
-        raise ValueError("a step's samples are no [samples, channels, height, width]")
+        raise ValueError("a step's samples are not [samples, channels, height, width]")
     if timesteps is None or timesteps.dtype != torch.float32 or timesteps.shape != samples.shape[:1]:
-        raise ValueError("a step has not one float32 timestep for each sample")
-    (number, _, _), *rows = table.tolist()  # a copy: what is checked stays
+        raise ValueError("a step needs one float32 timestep for each sample")
+    (number, _, _), *rows = table.tolist()  # a copy, so that checked values stay as they are
     if any(not 0 <= sample < len(samples) or half not in (0, 1) for _, half, sample in rows):
         raise ValueError("a step's table names a half or a sample that does not exist")
     entries = tuple(StepEntry(session=session, half=Half(half), sample=sample) for session, half, sample in rows)
@@ -198,7 +204,10 @@ def read_step(layout: Layout, views: Sequence[Part]) -> ControlStep:
 
 @lru_cache(maxsize=256)
 def residuals_layout(rows: int, shapes: tuple[tuple[int, int, int], ...], dtype: torch.dtype) -> Layout:
-    """Of the answer to a step: its number, then the residuals by point, deepest first, [rows, *shape] each."""
+    """Return the layout of a step's answer.
+
+    It has the step's number, and the residuals by point, deepest first, [rows, *shape] each.
+    """
     points = [
         TensorSpec(name=f"point.{point}", dtype=DTYPES[dtype], shape=(rows, *shapes[point]))
         for point in reversed(range(len(shapes)))
@@ -207,13 +216,12 @@ def residuals_layout(rows: int, shapes: tuple[tuple[int, int, int], ...], dtype:
 
 
 def refused_message(refusal: Refusal) -> TensorMessage:
-    """A refused message."""
     lease, step = (-1 if number is None else number for number in (refusal.lease, refusal.step))
     return message_of({ControlMessageKind.REFUSED.value: torch.tensor([lease, step]), "error": packed(refusal.error)})
 
 
 def read_refusal(layout: Layout, views: Sequence[Part]) -> Refusal:
-    """What a refused message says."""
+    """Return the content of a refused message."""
     parts = parts_of(layout, views)
     numbers, error = parts[ControlMessageKind.REFUSED.value], parts.get("error")
     if numbers.dtype != torch.int64 or numbers.shape != (2,) or error is None:

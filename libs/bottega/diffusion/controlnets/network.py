@@ -1,7 +1,7 @@
-"""A ControlNet: found in a folder in Diffusers' layout, checked, measured before it is loaded, loaded, run.
+"""A ControlNet in a folder in Diffusers' layout: finding, checking, measuring, loading and running it.
 
-Only safetensors are opened. A stranger may have written the folder: nothing is built from its configuration before its
-numbers have been checked, and no weights are read before they are those that it builds.
+Only safetensors files are opened. The folder is untrusted: its configuration is checked before anything is built from
+it, and weights are read only if they match the built network.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from bottega.model_files.controlnet_layout import ControlLayout, controlnet_layo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlNetSource:
-    """A ControlNet on the disk that fits the base model."""
+    """A ControlNet on disk that fits the base model."""
 
     name: str
     folder: Path
     root: Path | None
-    """Folder that all its files must lie below, links followed; None where its operator put it there."""
+    """Folder that must contain all its files, with links followed; None if its operator put it there."""
     dtype: torch.dtype
     size_bytes: int
-    """Bytes of its weights once loaded."""
+    """Size of its weights once loaded."""
     layout: ControlLayout
 
 
 class LoadedControlNet:
     """A loaded ControlNet, to be run in inference mode.
 
-    network: Diffusers' own, but for `embedding`, that of the control image, which is the same at every step and is
-    computed once, by `embed`.
+    `network` is Diffusers' network without `embedding`, the embedding of the control image. That is the same at every
+    step, so `embed` computes it once.
     """
 
     def __init__(self, source: ControlNetSource, network: ControlNetModel) -> None:
@@ -54,17 +54,19 @@ class LoadedControlNet:
         self.embedding = network.controlnet_cond_embedding
         self._flipped = network.config.controlnet_conditioning_channel_order == "bgr"
         network.controlnet_cond_embedding = nn.Identity()
-        # Else the forward would flip the embedding as if it were the image.
+        # Otherwise the forward would flip the embedding as if it were the image.
         network.register_to_config(controlnet_conditioning_channel_order="rgb")
 
     @torch.inference_mode()
     def embed(self, image: Tensor, *, rows: int) -> Tensor:
-        """The embedding of a control image, as a forward of so many rows would compute it.
+        """Return the embedding of a control image, [channels, latent height, latent width].
 
-        image: [3, height, width], 0 to 1, on the CPU. Returns [channels, latent height, latent width].
+        Args:
+            image: [3, height, width], 0 to 1, on the CPU.
+            rows: Number of rows of the forward whose results are reproduced.
         """
-        # Measured on the CPU: the last bit for one row is another one than for several, and the same for 2, 3, 4, 5,
-        # 6 and 8, whatever the others are.
+        # Measured on the CPU: the last bit differs between one row and several. It is the same for 2, 3, 4, 5, 6 and 8
+        # rows.
         there = open_device(self.device).to_device(image, self.dtype)
         batch = there.expand(min(rows, 2), *image.shape).contiguous()
         if self._flipped:
@@ -74,9 +76,10 @@ class LoadedControlNet:
 
     @torch.inference_mode()
     def residuals(self, inputs: Inputs, embedded: Tensor) -> list[Tensor]:
-        """The residuals by point, at scale 1: [rows, channels, height, width] each; the middle is the last.
+        """Return the residuals by point, at scale 1: [rows, channels, height, width] each, the middle one last.
 
-        embedded: [rows, channels, latent height, latent width], see embed.
+        Args:
+            embedded: [rows, channels, latent height, latent width], see embed.
         """
         skips, middle = self.network(
             inputs.sample,
@@ -92,17 +95,17 @@ class LoadedControlNet:
 def find_controlnet(
     name: str, folder: Path, *, base: ControlLayout | None, dtype: torch.dtype | None, root: Path | None = None
 ) -> ControlNetSource:
-    """Return a ControlNet from its configuration and headers, without its weights.
+    """Return a ControlNet described by its configuration and file headers, without reading its weights.
 
     Args:
         name: Its name, for errors.
         folder: In Diffusers' layout.
-        base: What it must fit; None where that is not known yet.
+        base: Layout that it must fit; None if that is not known yet.
         dtype: Element type that it is loaded in; None is that of its files.
         root: See ControlNetSource.
 
     Raises:
-        InvalidRequest: Names what of its configuration is out of bounds.
+        InvalidRequest: Names the values of its configuration that are out of bounds.
         ControlNetUnusable: Says why it cannot be served or does not fit the base.
     """
     with _naming(name, "used"):
@@ -115,7 +118,7 @@ def find_controlnet(
 
 
 def check_weights(source: ControlNetSource) -> None:
-    """Compare names and shapes of what its configuration builds with its files' headers, without its weights.
+    """Compare the network that the configuration builds with the headers of its files, without reading weights.
 
     Raises:
         InvalidRequest: As find_controlnet.
@@ -126,13 +129,13 @@ def check_weights(source: ControlNetSource) -> None:
 
 
 def load_controlnet(source: ControlNetSource, device: torch.device) -> LoadedControlNet:
-    """Load the weights. May run in any thread beside forwards of other networks.
+    """Load the weights. It may run in any thread, beside forwards of other networks.
 
     Raises:
-        ControlNetUnusable: The files are not what they were, or not whole.
+        ControlNetUnusable: The files have changed or are incomplete.
     """
-    # Not from_pretrained: for another element type than float32 it sets the default one of the whole process while
-    # it loads, and other threads' tensors would come out in it.
+    # from_pretrained would change the default element type of the whole process while it loads, unless it is float32,
+    # and other threads' tensors would get that type.
     try:
         with _naming(source.name, "loaded"), opened_weights(source.folder, source.root) as files:
             config = read_checked_config(source.name, source.folder, root=source.root)
@@ -152,7 +155,7 @@ def load_controlnet(source: ControlNetSource, device: torch.device) -> LoadedCon
 
 
 def _built(config: NetworkConfig) -> ControlNetModel:
-    """Return the network without its weights, for which no memory is taken. The meta device is this thread's alone."""
+    """Return the network without weights and their memory. The meta device applies to this thread only."""
     with torch.device("meta"):
         return ControlNetModel.from_config(config.fields)
 
@@ -163,7 +166,7 @@ def _check_same(network: ControlNetModel, files: Sequence[WeightsFile]) -> None:
 
 @contextmanager
 def _naming(name: str, what: str) -> Iterator[None]:
-    """Raise ControlNetUnusable for what is wrong with a ControlNet's files in the block, as torch says it, too."""
+    """Raise ControlNetUnusable for errors of a ControlNet's files in the block, including those of torch."""
     with naming(name, what):
         try:
             yield

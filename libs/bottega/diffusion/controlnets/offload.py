@@ -1,6 +1,6 @@
-"""The ControlNets of a job whose rows the other worker of a pair computes: what it is told, and its sessions with them.
+"""ControlNets of a job whose rows are computed by the other worker of a pair: the message, and the sessions there.
 
-What comes is checked here; what breaks a rule raises ValueError.
+Messages are checked here, and raise ValueError if they break a rule.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bottega.diffusion.controlnets.provider import ControlHosts, ControlInput, C
 from bottega.diffusion.parallel.offload import OffloadedPart
 from bottega.diffusion.rows import Embeds, Half, Row
 
-# The best ones: a follower that finds none of these refuses, and the leader computes the rows itself.
+# The best servers. A follower that finds none of them refuses, and the leader computes the rows itself.
 _MOST_SERVERS = 8
 _MOST_CONTROLS = 8
 
@@ -26,7 +26,7 @@ _MOST_CONTROLS = 8
 class _Control:
     """A ControlNet of a job, without its image and conditions. See ControlInput.
 
-    Whether its residuals may be stale is not said: a follower always waits for its own, which is exact.
+    It does not say whether residuals may be stale: a follower always waits for its own, which is exact.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
@@ -43,7 +43,7 @@ _CONTROLS = TypeAdapter(Annotated[tuple[_Control, ...], Field(min_length=1, max_
 
 
 class RemoteControls:
-    """A RemoteAddOn: this engine's sessions with the ControlNets of a job of the other worker."""
+    """This engine's sessions with the ControlNets of a job of the other worker. A RemoteAddOn."""
 
     def __init__(self, provider: ControlNetProvider, controls: Sequence[ControlInput]) -> None:
         self._provider = provider
@@ -62,8 +62,8 @@ class RemoteControls:
 
 
 def controls_part(controls: Sequence[ControlInput]) -> OffloadedPart:
-    """What the other worker is told of these."""
-    said = tuple(
+    """Return the message about these controls for the other worker."""
+    messages = tuple(
         _Control(
             name=control.name,
             height=control.height,
@@ -77,28 +77,32 @@ def controls_part(controls: Sequence[ControlInput]) -> OffloadedPart:
         for control in controls
     )
     images = {str(place): control.image for place, control in enumerate(controls)}
-    return OffloadedPart(header=_CONTROLS.dump_json(said), tensors=images)
+    return OffloadedPart(header=_CONTROLS.dump_json(messages), tensors=images)
 
 
 def read_controls(part: OffloadedPart, halves: Mapping[Half, Embeds]) -> tuple[ControlInput, ...]:
-    """What was told. halves: the job's conditions."""
-    said = _CONTROLS.validate_json(part.header)
-    return tuple(_control(each, part.tensors.get(str(place)), halves) for place, each in enumerate(said))
+    """Return the controls of a message.
+
+    Args:
+        halves: The job's conditions.
+    """
+    messages = _CONTROLS.validate_json(part.header)
+    return tuple(_control(message, part.tensors.get(str(place)), halves) for place, message in enumerate(messages))
 
 
-def _control(said: _Control, image: Tensor | None, halves: Mapping[Half, Embeds]) -> ControlInput:
+def _control(message: _Control, image: Tensor | None, halves: Mapping[Half, Embeds]) -> ControlInput:
     if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
-        raise ValueError(f"the image of ControlNet {said.name} is no uint8 [height, width, 3]")
-    if not set(said.halves) <= set(halves):
-        raise ValueError(f"ControlNet {said.name} controls a half whose conditions are not there")
-    servers = tuple(ControlServer(name=name, address=address) for name, address in said.servers)
+        raise ValueError(f"the image of ControlNet {message.name} is not uint8 [height, width, 3]")
+    if not set(message.halves) <= set(halves):
+        raise ValueError(f"ControlNet {message.name} controls a half whose conditions are not there")
+    servers = tuple(ControlServer(name=name, address=address) for name, address in message.servers)
     return ControlInput(
-        name=said.name,
+        name=message.name,
         image=image,
-        height=said.height,
-        width=said.width,
-        halves={half: halves[half] for half in said.halves},
-        scale=said.scale,
-        guess_mode=said.guess_mode,
-        hosts=ControlHosts(digest=said.digest, servers=servers),
+        height=message.height,
+        width=message.width,
+        halves={half: halves[half] for half in message.halves},
+        scale=message.scale,
+        guess_mode=message.guess_mode,
+        hosts=ControlHosts(digest=message.digest, servers=servers),
     )

@@ -1,4 +1,4 @@
-"""A request's ControlNets as the engine sees them: what a session needs, what holds sessions, and the result of one."""
+"""A request's ControlNets as the engine sees them: a session's input, the provider of sessions, and their results."""
 
 from __future__ import annotations
 
@@ -14,91 +14,97 @@ from bottega.diffusion.rows import Embeds, Half
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlServer:
-    """A ControlNet server. name: in the fleet; address: host:port."""
+    """A ControlNet server."""
 
     name: str
+    """Name in the fleet."""
     address: str
+    """host:port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlHosts:
-    """Where a ControlNet is. digest: of the version meant, hex; empty is any. servers: the best first.
-
-    similarity: cosine of its residuals between adjacent steps of such a job, from its profile; None is not known.
-    """
+    """The servers of a ControlNet."""
 
     digest: str = ""
+    """Digest of the version that is meant, in hex; "" means any."""
     servers: tuple[ControlServer, ...] = ()
+    """The best first."""
     similarity: float | None = None
+    """Cosine of its residuals between adjacent steps of such a job, from its profile; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControlInput:
-    """What a session with one ControlNet begins with; latents and timesteps follow step by step.
-
-    image: the control image, uint8 [its height, its width, 3]. height, width: of the picture that is drawn, pixels.
-    halves: those that it controls, with their conditions: guess mode leaves the unconditional one alone.
-    hosts: where it is, beside here. may_be_stale: whether its residuals may be one step old. measured: whether its
-    record shall say how similar they are from step to step.
-    """
+    """The input with which a session begins. Latents and timesteps follow step by step."""
 
     name: str
     image: Tensor
+    """The control image, uint8, [its height, its width, 3]."""
     height: int
+    """Height of the drawn picture in pixels."""
     width: int
+    """Width of the drawn picture in pixels."""
     halves: Mapping[Half, Embeds]
+    """The halves that it controls, with their conditions. Guess mode does not control the unconditional half."""
     scale: float = 1.0
     guess_mode: bool = False
     hosts: ControlHosts = ControlHosts()
+    """Its servers, besides this process."""
     may_be_stale: bool = False
+    """Whether its residuals may be one step old."""
     measured: bool = False
+    """Whether its record contains the similarity of its residuals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlCall:
-    """One step that a server was asked for. began_s: on CLOCK_MONOTONIC. seconds: until all residuals were here."""
+    """A step that a server computed."""
 
     server: str
     step: int
     began_s: float
+    """Time on CLOCK_MONOTONIC."""
     seconds: float
+    """Seconds until all residuals had arrived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlRecord:
-    """What a session came to.
-
-    waited_s: seconds that forwards waited for it. stale_steps: that used residuals one step old. pipelined: whether
-    it was meant to use such. servers: who ran it, in their order; an empty name is this process. similarity: mean
-    cosine of its residuals between adjacent steps, where it was measured. calls: of servers, those that were answered.
-    """
+    """The result of a session."""
 
     waited_s: float = 0.0
+    """Seconds that forwards waited for it."""
     stale_steps: int = 0
+    """Number of steps that used residuals one step old."""
     pipelined: bool = False
+    """Whether it was meant to use such residuals."""
     servers: tuple[str, ...] = ()
+    """Servers that ran it, in order; "" is this process."""
     similarity: float | None = None
+    """Mean cosine of its residuals between adjacent steps, if measured."""
     calls: tuple[ControlCall, ...] = ()
+    """Answered calls of servers."""
 
 
 class ControlNetProvider(ResidualProvider, Protocol):
-    """Holds the sessions of requests with their ControlNets. All calls come from the engine's thread."""
+    """A holder of requests' sessions with ControlNets. All calls come from the engine's thread."""
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
-        """Begins the sessions of one request, and returns their handles at once: what takes time goes on meanwhile.
+        """Begin the sessions of one request, and return their handles at once; slow parts run in the background.
 
-        Raises BottegaError where that can never succeed; then none of them is begun.
+        Raises BottegaError if that can never succeed; then none of them is begun.
         """
         ...
 
     def opened(self, handles: Sequence[Hashable]) -> bool:
-        """Whether all of these can be asked for residuals. Raises the BottegaError that one of them failed with."""
+        """Return whether all of these can be asked for residuals. Raises the BottegaError of a failed one."""
         ...
 
     def settle(self, handles: Sequence[Hashable], timeout_s: float) -> None:
-        """Returns when one of these, not all of which are open, has opened or failed, or after the timeout."""
+        """Wait until one of these, not all of which are open, has opened or failed, or until the timeout."""
         ...
 
     def close(self, handles: Sequence[Hashable]) -> tuple[ControlRecord, ...]:
-        """Ends sessions, open or not."""
+        """End sessions, open or not, and return their records."""
         ...

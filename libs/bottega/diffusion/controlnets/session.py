@@ -1,4 +1,4 @@
-"""One request's session with one ControlNet: what stays the same from step to step, computed once."""
+"""A request's session with one ControlNet: the values that stay the same at every step, computed once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bottega.diffusion.rows import Embeds
 class ControlSession:
     """A request's use of a ControlNet.
 
-    scales: by residual point, what its residuals are multiplied by. halves: those that it controls.
+    `scales` has the factor of its residuals for each point. `halves` are the halves that it controls.
     """
 
     def __init__(self, net: LoadedControlNet, control: ControlInput) -> None:
@@ -27,7 +27,7 @@ class ControlSession:
         self._embedded: dict[bool, Tensor] = {}
 
     def embedded(self, rows: int) -> Tensor:
-        """The embedded control image for a forward of so many rows: [channels, latent height, latent width]."""
+        """Return the embedded control image for a forward of `rows` rows: [channels, latent height, latent width]."""
         alone = rows == 1
         if alone not in self._embedded:
             self._embedded[alone] = self.net.embed(self._image, rows=rows)
@@ -35,9 +35,10 @@ class ControlSession:
 
 
 def process_image(pixels: Tensor, height: int, width: int, latent_scale: int) -> Tensor:
-    """A control image as Diffusers' ControlNet pipelines take it. pixels: uint8 [its height, its width, 3].
+    """Return a control image as Diffusers' ControlNet pipelines process it: float32, [3, height, width], 0 to 1.
 
-    Returns float32 [3, height, width], 0 to 1.
+    Args:
+        pixels: uint8, [its height, its width, 3].
     """
     processor = VaeImageProcessor(vae_scale_factor=latent_scale, do_convert_rgb=True, do_normalize=False)
     image = PIL.Image.fromarray(pixels.cpu().numpy())
@@ -49,7 +50,7 @@ def _scales(net: LoadedControlNet, control: ControlInput) -> list[float | Tensor
     points = len(net.layout.points)
     if not control.guess_mode:
         return [control.scale] * points
-    # Diffusers' own: .1 at the first point to 1 at the middle, as tensors, so that half precision rounds alike.
+    # As in Diffusers: .1 at the first point to 1 at the middle, as tensors, so that half precision rounds alike.
     return list(torch.logspace(-1, 0, points, device=net.device) * control.scale)
 
 

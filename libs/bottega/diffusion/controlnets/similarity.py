@@ -1,6 +1,6 @@
-"""How much the residuals of ControlNets change from step to step, measured where forwards take them.
+"""Measures how much the residuals of ControlNets change from step to step, when forwards take them.
 
-It wraps a provider of ControlNets; sessions whose staleness is not asked for pass through unchanged.
+It wraps a provider of ControlNets. Sessions that are not measured pass through unchanged.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _Half = tuple[Hashable, Half]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Product:
-    """Of the residuals at one point in two adjacent steps: their inner product, and each one's with itself.
+    """Inner products of the residuals of two adjacent steps at one point: with each other, and each with itself.
 
-    Scalars on the device, read when the session has ended.
+    They are scalars on the device, which are read when the session has ended.
     """
 
     between: Tensor
@@ -32,29 +32,29 @@ class _Product:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SimilarityMeter:
-    """Sees the residuals of one session. A step that is repeated counts once, as it came last."""
+    """Measures the residuals of one session. A repeated step counts once, with its last values."""
 
     _products: dict[tuple[_Half, int], dict[int, _Product]] = field(default_factory=dict)
     _newest: dict[_Half, dict[int, dict[int, Tensor]]] = field(default_factory=dict)
 
     @property
     def cosines(self) -> list[float]:
-        """Between each two adjacent steps of each half of each image, over all points together."""
+        """Cosines between adjacent steps, for each half of each image, over all points together."""
         return [_cosine(products) for products in self._products.values()]
 
     @property
     def similarity(self) -> float | None:
-        """The mean of the cosines; None where there are no two steps to compare."""
+        """The mean of the cosines; None if there are no two steps to compare."""
         cosines = self.cosines
         return math.fsum(cosines) / len(cosines) if cosines else None
 
     def observe(self, row: Row, point: int, residual: Tensor) -> None:
-        """A forward has taken this at a point of the row's step."""
+        """Record the residual that a forward took at a point of the row's step."""
         half = (row.owner, row.half)
         steps = self._newest.setdefault(half, {})
         for step in [step for step in steps if step < row.step - 1]:
             del steps[step]
-        now = residual.detach().float().flatten().clone()  # it lies in memory that its sender has back after the step
+        now = residual.detach().float().flatten().clone()  # a copy: the server reuses the memory after the step
         steps.setdefault(row.step, {})[point] = now
         before = steps.get(row.step - 1, {}).get(point)
         if before is not None:
@@ -64,7 +64,7 @@ class SimilarityMeter:
 
 
 class MeasuredControlNets:
-    """Another ControlNetProvider, whose records say how similar the residuals of measured controls are."""
+    """A ControlNetProvider around another one, which adds the similarity of measured controls to their records."""
 
     def __init__(self, controlnets: ControlNetProvider) -> None:
         self._controlnets = controlnets
@@ -116,7 +116,7 @@ class MeasuredControlNets:
 
 
 def _cosine(products: Mapping[int, _Product]) -> float:
-    """Of all points' residuals as one vector. 0 where one of the two steps has none at all."""
+    """Return the cosine of all points' residuals as one vector; 0 if a step has none."""
     between = math.fsum(float(product.between) for product in products.values())
     lengths = math.prod(
         math.sqrt(math.fsum(float(getattr(product, name)) for product in products.values()))

@@ -1,4 +1,4 @@
-"""The weights of a ControlNet: read into memory, measured. See bottega.model_files.controlnet_folder."""
+"""The weights of a ControlNet: reading and measuring them. See bottega.model_files.controlnet_folder."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _DTYPES = {
 
 
 def read_tensor(weights: WeightsFile, entry: TensorEntry) -> Tensor:
-    """Return one of the file's tensors in memory of its own.
+    """Return a copy of one of the file's tensors.
 
-    A mapped file would change, or end the process, when somebody truncates it.
+    A mapped file could change, and end the process if it is truncated.
     """
     raw = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
     weights.file.seek(weights.header.size_bytes + entry.begin)
@@ -35,7 +35,7 @@ def read_tensor(weights: WeightsFile, entry: TensorEntry) -> Tensor:
 
 
 def weights_dtype(files: Sequence[WeightsFile]) -> torch.dtype:
-    """Return the element type of most of the tensors, of those that are computed in: float32, float16 or bfloat16."""
+    """Return the most common element type of the tensors if it is float16 or bfloat16, else float32."""
     counts = Counter(entry.dtype for weights in files for entry in weights.header.tensors)
     common = counts.most_common(1)
     found = _DTYPES[common[0][0]] if common else torch.float32
@@ -43,6 +43,6 @@ def weights_dtype(files: Sequence[WeightsFile]) -> torch.dtype:
 
 
 def weights_bytes(files: Sequence[WeightsFile], dtype: torch.dtype) -> int:
-    """Return the bytes of all tensors in the element type that they are loaded in."""
+    """Return the size of all tensors in the element type that they are loaded in."""
     entries = (entry for weights in files for entry in weights.header.tensors)
     return sum(math.prod(entry.shape) * dtype.itemsize for entry in entries)
